@@ -1,7 +1,7 @@
 """The cpp backend of `moe_mlp`: csrc/cpu alone in one call, or torch's matmuls with csrc/cpu around them.
 
-The forward pass is one call where that is measured to be faster, and everywhere for experts of few rows, where each weight is
-read once and that decides. What is left, and the backward pass, goes the way of `moe_mlp_torch`; sorting, gathering, the
+The forward pass is one call, and the backward pass another, where that is measured to be faster, and everywhere for experts of few
+rows, where each weight is read once and that decides. What is left goes the way of `moe_mlp_torch`; sorting, gathering, the
 activation with its gradient, and the weighted sum are one pass each, in float32 between what it reads and what it writes.
 """
 
@@ -15,9 +15,11 @@ from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, groups, new
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
-# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, 2026-11-22
-FEW = {"avx512_bf16": {torch.float32: ANY, torch.bfloat16: ANY}, "avx512": {torch.float32: ANY, torch.bfloat16: 16}}
-# where one call reads the weights once and that decides
+# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, held to the same
+# instruction set, 2026-11-23
+_ALL = {torch.float32: ANY, torch.bfloat16: ANY}
+FEW = {"avx512_bf16": _ALL, "avx512": _ALL, "avx2": {torch.float32: 128, torch.bfloat16: ANY}}
+FEW_OF_TILES = 8  # in bfloat16, where the CPU has matrix tiles
 BACK_ELEMENTS = 1 << 22  # of dz and wh that experts go through together in the backward pass
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
@@ -118,8 +120,9 @@ def _in_one_call(experts: Experts, most: int) -> bool:
 
 def _few_rows(dtype: torch.dtype) -> int:
     # a CPU with matrix tiles multiplies bfloat16 faster than vectors do
-    tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    return (FEW_ELSEWHERE if tiles else FEW.get(cpp.library().variant, FEW_ELSEWHERE))[dtype]
+    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return FEW_OF_TILES
+    return FEW.get(cpp.library().variant, FEW_ELSEWHERE)[dtype]
 
 
 def _one_call(x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[int, int], z, out) -> None:
@@ -236,9 +239,7 @@ def _one_call_back(dout, x, experts: Experts, topk_weight, z_all, offsets, row_s
     dweight = topk_weight.new_zeros(T * K) if bounds[-1] < T * K else topk_weight.new_empty(T * K)
     trains = torch.tensor([row >= 0 for row in trained], dtype=torch.uint8)
     saved, group = z_all.shape[0] > 0, max(BACK_ELEMENTS // (Z + I), 1)
-    size = calls.moert_cpu_experts_backward_bytes(
-        dtype, form[1], offsets.data_ptr(), T, H, I, E, K, group, not saved, threads
-    )
+    size = calls.moert_cpu_experts_backward_bytes(dtype, form[1], offsets.data_ptr(), T, H, I, E, K, group, not saved, threads)
     space = scratch("one call", (size,), x, torch.uint8)
     weights, made = [], []
     for stack, grad, old in ((experts.up, grads.up, into.up), (experts.down, grads.down, into.down)):

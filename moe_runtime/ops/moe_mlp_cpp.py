@@ -1,7 +1,7 @@
 """The cpp backend of `moe_mlp`: csrc/cpu alone in one call, or torch's matmuls with csrc/cpu around them.
 
-The forward pass is one call, and the backward pass another, where that is measured to be faster, and everywhere for experts of few
-rows, where each weight is read once and that decides. What is left goes the way of `moe_mlp_torch`; sorting, gathering, the
+The forward pass is one call, and the backward pass another, where that is measured to be faster, and everywhere for experts of
+few rows, where each weight is read once and that decides. What is left goes the way of `moe_mlp_torch`; sorting, gathering, the
 activation with its gradient, and the weighted sum are one pass each, in float32 between what it reads and what it writes.
 """
 

@@ -1,4 +1,4 @@
-"""The backward pass of the cpp backend in one call: its gradients against float64, its sums, its memory, and what it leaves to torch."""
+"""The backward pass of the cpp backend in one call: gradients, the order of sums, memory, and what is left to torch."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def calls(monkeypatch):
     return made
 
 
-# less and more than a panel of columns and than what is laid out at once; odd sums; a group's, a piece's and a block's last rows
+# less and more than a panel of columns and than what is laid out at once; odd sums; last rows of blocks and pieces
 SIZES = [
     pytest.param(70, 128, 96, 4, 2, id="whole vectors"),
     pytest.param(65, 130, 65, 3, 2, id="rests"),
@@ -45,7 +45,9 @@ def test_gradients_are_those_of_float64(T, H, I, E, K, dtype, variant, tolerance
 @pytest.mark.parametrize("form", [None, {}, *FORMS], ids=str)
 def test_forms_and_recomputing(form, dtype, tolerance, monkeypatch, calls):
     case = make_case(19, 33, 37, 4, 2, dtype, "dropped", "gelu", form is not None)
-    case.form = form or {}
+    case.form = dict(form or {})
+    if dtype == torch.bfloat16 and "limit" in case.form:
+        case.form["limit"] = 20.0  # the slope at a near one depends on how z is rounded
     assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
     want = run(case, layer(backend="cpp"))
     monkeypatch.setattr(moe_mlp_cpp, "BACK_ELEMENTS", 12 * 111)  # groups of about an expert

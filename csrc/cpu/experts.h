@@ -20,10 +20,11 @@ inline void add_bias(float* z, int64_t rows, const T* bias, int64_t step, int64_
         for (int64_t n = 0; n < columns; n++) z[m * PANEL + n] += scalar(bias[n * step]);
 }
 
-// `columns` rows of w, from vector `at` of a panel on, if the rows that they meet are so many that it pays
+// `columns` rows of w, from column `at` of a panel on
 template <class T>
-inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel) {
-    for (int64_t n = 0; n < columns; n += LANES) pack(w + n * stride, stride, lanes(columns - n), length, panel + n);
+inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel, int64_t at = 0) {
+    for (int64_t n = 0; n < columns; n += LANES)
+        pack(w + n * stride, stride, lanes(columns - n), length, panel + column(at + n, room(length)));
 }
 
 inline bool many(int64_t rows) { return LANES > 4 && rows >= PACK_FROM; }
@@ -71,12 +72,12 @@ void up_block(const Experts& f, const Piece& piece, int64_t i, float* panel) {
     const T* bias = f.up_bias ? (const T*)f.up_bias + e * Z + i * step : nullptr;
     alignas(64) float gate[Experts::ROWS * PANEL], *up = gate + C;
     if (packed) lay_out(w, stride, columns, f.H, panel);
-    if (packed && form) lay_out(w + up_from * f.up_stride, stride, columns, f.H, panel + C);
+    if (packed && form) lay_out(w + up_from * f.up_stride, stride, columns, f.H, panel, C);
     for (int64_t r = piece.begin; r < piece.end; r += Experts::ROWS) {
         const int64_t rest = piece.end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
         const T* x[Experts::ROWS];
         for (int64_t m = 0; m < rows; m++) x[m] = (const T*)f.x + f.row_slot[r + m] / f.K * f.H;
-        if (packed) form ? packed_rows<T, PANEL>(x, rows, panel, f.H, gate) : packed_rows<T, C>(x, rows, panel, f.H, gate);
+        if (packed) form ? packed_rows<T, PANEL>(x, rows, panel, room(f.H), f.H, gate) : packed_rows<T, C>(x, rows, panel, room(f.H), f.H, gate);
         if (!packed) dots(x, rows, w, stride, columns, f.H, gate);
         if (!packed && form) dots(x, rows, w + up_from * f.up_stride, stride, columns, f.H, up);
         if (bias) add_bias(gate, rows, bias, step, columns);
@@ -144,7 +145,7 @@ inline void down_block(
         for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (piece.at + r - piece.begin + m) * f.h_stride;
         for (int64_t m = 0; m < rows; m++)  // tokens in no order that the machine foresees
             for (int64_t n = 0; n < PANEL; n += LINE) __builtin_prefetch(sums + (f.row_slot[r + m] / f.K - first) * PANEL + n, 1);
-        if (packed) packed_rows<T, PANEL>(h, rows, panel, f.I, y);
+        if (packed) packed_rows<T, PANEL>(h, rows, panel, room(f.I), f.I, y);
         if (!packed) dots(h, rows, w, f.down_stride, columns, f.I, y);
         if (f.down_bias) add_bias(y, rows, (const T*)f.down_bias + e * f.H + c, 1, columns);
         add_weighted(f, r, rows, columns, y, first, sums);

@@ -42,7 +42,7 @@ inline void product(At at, int64_t rows, const T* w, int64_t stride, int64_t col
             const T* x[ROWS];
             for (int64_t m = 0; m < some; m++) x[m] = at(r + m) + k;
             for (int64_t n = 0; n < columns; n += PANEL)
-                packed_rows<T, PANEL>(x, some, panels + n * REACH, depth, out + n * rows + r * PANEL, k > 0);
+                packed_rows<T, PANEL>(x, some, panels + n * REACH, SIZE, depth, out + n * rows + r * PANEL, k > 0);
         }
     }
 }
@@ -147,7 +147,7 @@ void experts_dw(const ExpertsBackward& b, int64_t unit, float* panels) {
             if (!strip && !up) stack<T>(by_token(m0 + m), rest < B::STRIP ? rest : B::STRIP, length, strips, SIZE);
             for (int64_t n = 0; n < wide; n += PANEL) {
                 float* square = squares + (more || !last ? m * B::WIDE + n * PANEL : 0);
-                outer<T>(strips + strip * B::DEPTH, own + n * B::DEPTH, steps, more, square);
+                outer<T>(strips + strip * B::DEPTH, own + n * B::DEPTH, SIZE, steps, more, square);
                 if (!last) continue;
                 flush(square, some, wide - n < PANEL ? wide - n : PANEL, adds, b.past, out + m * stride + n, stride);
             }

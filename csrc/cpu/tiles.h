@@ -109,6 +109,7 @@ void dots(const T* const* x, int64_t rows, const T* w, int64_t stride, int64_t c
 constexpr int64_t PACK_FROM = 16;  // rows of an expert, from which on laying out the weights pays
 constexpr int HIGH = 6;                       // rows in registers at once where the weights are laid out, with so many vectors:
 constexpr int ABREAST = LANES == 16 ? 4 : 2;  // 24 sums and 5 more of 32 registers, or 12 and 3 more of 16
+constexpr int64_t STRIP = ABREAST * LANES;    // columns of a panel that lie together, [..][STRIP]: wider ones would share cache sets
 constexpr int64_t DEEP = LANES == 16 ? 512 : 256;  // products that one float32 sums before it is added to the rest; even
 
 #if defined(__AVX512F__)
@@ -161,11 +162,16 @@ inline void transpose(vi (&v)[LANES]) {
 }
 #endif
 
-// panel [length / DEPTH][PANEL] from `columns` <= LANES rows of w [.., length], and zeros for those that it lacks
+// floats of a panel's strips laid out from rows of this length
+constexpr int64_t room(int64_t length) { return (length + 31) * PANEL; }  // a bfloat16 vector more
+// column n of a panel with `distance` floats
+constexpr int64_t column(int64_t n, int64_t distance) { return n / STRIP * (distance / PANEL * STRIP) + n % STRIP; }
+
+// strip [length / DEPTH][STRIP] from `columns` <= LANES rows of w [.., length], and zeros for those that it lacks
 template <class T>
 void pack(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel) {
     typedef Step<T> S;
-    for (int64_t k = 0; k < length; k += S::WIDTH, panel += LANES * PANEL) {
+    for (int64_t k = 0; k < length; k += S::WIDTH, panel += LANES * STRIP) {
         Bits square[LANES];
         for (int n = 0; n < LANES; n++) {
             if (n >= columns) square[n] = Bits{};
@@ -173,17 +179,17 @@ void pack(const T* w, int64_t stride, int64_t columns, int64_t length, float* pa
             else square[n] = (Bits)S::get_part(w + n * stride + k, length - k);
         }
         transpose(square);
-        for (int i = 0; i < LANES; i++) memcpy(panel + i * PANEL, &square[i], sizeof square[i]);
+        for (int i = 0; i < LANES; i++) memcpy(panel + i * STRIP, &square[i], sizeof square[i]);
     }
 }
 
-// out [M][PANEL], V vectors of it, = x times the panel, of their elements k..length; added to what is there if `more`
+// out [M][PANEL], V vectors of it, = x times a strip, of their elements k..length; added to what is there if `more`
 template <class T, int M, int V>
 void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t length, bool more, float* out) {
     typedef Step<T> S;
     vf acc[M][V] = {};
-    panel += k / S::DEPTH * PANEL;
-    for (; k + S::DEPTH <= length; k += S::DEPTH, panel += PANEL) {
+    panel += k / S::DEPTH * STRIP;
+    for (; k + S::DEPTH <= length; k += S::DEPTH, panel += STRIP) {
         typename S::Elements b[V];
         for (int v = 0; v < V; v++) memcpy(&b[v], panel + v * LANES, sizeof b[v]);
         for (int m = 0; m < M; m++) {
@@ -207,9 +213,9 @@ void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t lengt
         }
 }
 
-// out [rows][PANEL], C columns of it, = x times the panel
+// out [rows][PANEL], C columns of it, = x times the panel, which has `distance` floats
 template <class T, int64_t C>
-void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t length, float* out, bool more = false) {
+void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t distance, int64_t length, float* out, bool more = false) {
     constexpr int A = C / LANES < ABREAST ? C / LANES : ABREAST;
     void (*const rest[])(const T* const*, const float*, int64_t, int64_t, bool, float*) = {
         nullptr, packed_tile<T, 1, A>, packed_tile<T, 2, A>, packed_tile<T, 3, A>, packed_tile<T, 4, A>, packed_tile<T, 5, A>,
@@ -218,42 +224,45 @@ void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t le
     do {  // once at least: a sum of nothing is 0
         const int64_t end = length - k < DEEP ? length : k + DEEP;
         for (int64_t n = 0; n < C; n += A * LANES) {
+            const float* strip = panel + column(n, distance);
             int64_t m = 0;
-            for (; m + HIGH <= rows; m += HIGH) packed_tile<T, HIGH, A>(x + m, panel + n, k, end, more, out + m * PANEL + n);
-            if (m < rows) rest[rows - m](x + m, panel + n, k, end, more, out + m * PANEL + n);
+            for (; m + HIGH <= rows; m += HIGH) packed_tile<T, HIGH, A>(x + m, strip, k, end, more, out + m * PANEL + n);
+            if (m < rows) rest[rows - m](x + m, strip, k, end, more, out + m * PANEL + n);
         }
         k = end, more = true;
     } while (k < length);
 }
 
-// Panels [length / DEPTH][PANEL], `distance` apart, from `length` rows of `columns` numbers, where at(k) is the row k; zeros for what
-// lacks.
+// Panels of `distance` floats from `length` rows of `columns` numbers, where at(k) is the row k; zeros for what lacks
 template <class T, class At>
 inline void stack(At at, int64_t columns, int64_t length, float* panels, int64_t distance) {
     constexpr int64_t DEPTH = Step<T>::DEPTH;
+    const int64_t step = distance / PANEL * STRIP;
     for (int64_t k = 0; k < length; k += DEPTH) {
         const T *a = at(k), *b = DEPTH > 1 && k + 1 < length ? at(k + 1) : nullptr;
-        float* panel = panels + k / DEPTH * PANEL;
+        float* strip = panels + k / DEPTH * STRIP;
         int64_t n = 0;
-        for (; (DEPTH == 1 || b) && n + PANEL <= columns; n += PANEL, panel += distance)
-            for (int64_t i = 0; i < PANEL; i += LANES) store(panel + i, stacked<T>(a + n + i, b + n + i));
-        for (; n < columns; n += PANEL, panel += distance)
-            for (int64_t i = 0; i < PANEL; i += LANES) {
+        for (; (DEPTH == 1 || b) && n + STRIP <= columns; n += STRIP, strip += step)
+            for (int64_t i = 0; i < STRIP; i += LANES) store(strip + i, stacked<T>(a + n + i, b + n + i));
+        for (const int64_t end = (columns + PANEL - 1) / PANEL * PANEL; n < end; n += STRIP, strip += step)
+            for (int64_t i = 0; i < STRIP; i += LANES) {
                 T one[LANES] = {}, two[LANES] = {};
                 const int64_t rest = columns - n - i, some = rest < LANES ? rest : LANES;
                 if (some > 0) memcpy(one, a + n + i, some * sizeof(T));
                 if (some > 0 && b) memcpy(two, b + n + i, some * sizeof(T));
-                store(panel + i, stacked<T>(one, two));
+                store(strip + i, stacked<T>(one, two));
             }
     }
 }
 
-// out [M][PANEL], V vectors of it, = the product of panels a and b, [steps][PANEL], mirrored a; added to what is there if `more`
-template <class T, int M, int V>
+// out [M][PANEL], a strip's columns of it, = the product of columns of a strip and of a strip, [steps][STRIP]; added to what is there
+// if `more`
+template <class T, int M>
 inline void outer_tile(const float* a, const float* b, int64_t steps, bool more, float* out) {
     typedef Step<T> S;
+    constexpr int V = ABREAST;
     vf acc[M][V] = {};
-    for (int64_t k = 0; k < steps; k++, a += PANEL, b += PANEL) {
+    for (int64_t k = 0; k < steps; k++, a += STRIP, b += STRIP) {
         typename S::Elements row[V];
         for (int v = 0; v < V; v++) memcpy(&row[v], b + v * LANES, sizeof row[v]);
         for (int m = 0; m < M; m++) {
@@ -268,15 +277,17 @@ inline void outer_tile(const float* a, const float* b, int64_t steps, bool more,
         }
 }
 
-// out [PANEL][PANEL]
+// out [PANEL][PANEL] of two panels
 template <class T>
-void outer(const float* a, const float* b, int64_t steps, bool more, float* out) {
-    constexpr int REST = PANEL % HIGH;
-    for (int64_t n = 0; n < PANEL; n += ABREAST * LANES) {
-        for (int64_t m = 0; m + HIGH <= PANEL; m += HIGH)
-            outer_tile<T, HIGH, ABREAST>(a + m, b + n, steps, more, out + m * PANEL + n);
-        outer_tile<T, REST, ABREAST>(a + PANEL - REST, b + n, steps, more, out + (PANEL - REST) * PANEL + n);
-    }
+void outer(const float* a, const float* b, int64_t distance, int64_t steps, bool more, float* out) {
+    constexpr int REST = STRIP % HIGH;
+    for (int64_t n = 0; n < PANEL; n += STRIP)
+        for (int64_t s = 0; s < PANEL; s += STRIP) {
+            const float *x = a + column(s, distance), *y = b + column(n, distance);
+            float* to = out + s * PANEL + n;
+            for (int64_t m = 0; m + HIGH <= STRIP; m += HIGH) outer_tile<T, HIGH>(x + m, y, steps, more, to + m * PANEL);
+            outer_tile<T, REST>(x + STRIP - REST, y, steps, more, to + (STRIP - REST) * PANEL);
+        }
 }
 
 }  // namespace

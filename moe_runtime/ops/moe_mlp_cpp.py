@@ -1,7 +1,7 @@
 """The cpp backend of `moe_mlp`: csrc/cpu alone in one call, or torch's matmuls with csrc/cpu around them.
 
-The forward pass is one call where that is measured to be faster, and everywhere for experts of few rows, where each weight is
-read once and that decides. What is left, and the backward pass, goes the way of `moe_mlp_torch`; sorting, gathering, the
+The forward pass is one call, and the backward pass another, where that is measured to be faster, and everywhere for experts of
+few rows, where each weight is read once and that decides. What is left goes the way of `moe_mlp_torch`; sorting, gathering, the
 activation with its gradient, and the weighted sum are one pass each, in float32 between what it reads and what it writes.
 """
 
@@ -15,14 +15,12 @@ from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, groups, new
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
-# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, 2026-11-22
-FEW = {
-    "amx": {torch.float32: ANY, torch.bfloat16: ANY},
-    "avx512_bf16": {torch.float32: ANY, torch.bfloat16: ANY},
-    "avx512": {torch.float32: ANY, torch.bfloat16: 16},
-}
-# and in the backward pass, whose products are those of vectors where torch's are those of matrix tiles
-FEW_BACK = {("amx", torch.bfloat16): 16}
+# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, held to the same
+# instruction set, 2026-11-23
+_ALL = {torch.float32: ANY, torch.bfloat16: ANY}
+FEW = {"amx": _ALL, "avx512_bf16": _ALL, "avx512": _ALL, "avx2": {torch.float32: 128, torch.bfloat16: ANY}}
+FEW_OF_TILES = 8  # in bfloat16 where torch multiplies on matrix tiles and we on vectors: without `amx`, and in its backward pass
+FEW_BACK = {("amx", torch.bfloat16): FEW_OF_TILES}
 BACK_ELEMENTS = 1 << 22  # of dz and wh that experts go through together in the backward pass
 # where one call reads the weights once and that decides
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
@@ -123,10 +121,11 @@ def _in_one_call(experts: Experts, most: int) -> bool:
 
 
 def _few_rows(dtype: torch.dtype) -> int:
+    # a CPU's matrix tiles multiply bfloat16 faster than its vectors do
     variant = cpp.library().variant
-    # with a CPU's matrix tiles torch multiplies bfloat16 faster than a library that was built without them
-    tiles = dtype == torch.bfloat16 and variant != "amx" and torch.cpu._is_amx_tile_supported()
-    return (FEW_ELSEWHERE if tiles else FEW.get(variant, FEW_ELSEWHERE))[dtype]
+    if dtype == torch.bfloat16 and variant != "amx" and torch.cpu._is_amx_tile_supported():
+        return FEW_OF_TILES
+    return FEW.get(variant, FEW_ELSEWHERE)[dtype]
 
 
 def _one_call(x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[int, int], z, out) -> None:

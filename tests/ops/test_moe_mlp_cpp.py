@@ -316,9 +316,8 @@ def test_compiles_without_a_graph_break(recompute):
 def test_how_few_are_few_depends_on_the_machine(variant):
     rows = [moe_mlp_cpp._few_rows(dtype) for dtype in FLOATS]
     any_, tiles = moe_mlp_cpp.ANY, torch.cpu._is_amx_tile_supported()
-    own = variant == "amx" or (variant == "avx512_bf16" and not tiles)
-    want = [any_ if variant in ("amx", "avx512_bf16", "avx512") else 16, any_ if own else 16]
-    assert rows == want
+    want = {"generic": [16, 16], "avx2": [128, any_]}.get(variant, [any_, any_])
+    assert rows == [want[0], 8 if tiles and variant != "amx" else want[1]]
 
 
 def test_the_process_has_one_openmp():

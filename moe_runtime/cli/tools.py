@@ -8,10 +8,26 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import DTYPES, Data, Ends, Kept, MaxLength, Overwrite, Source, again, leaving, option, verb
+from moe_runtime.cli.verbs import (  # fmt: skip
+    DTYPES,
+    Bf16,
+    Checkpointing,
+    Data,
+    Ends,
+    Kept,
+    MaxLength,
+    Overwrite,
+    Source,
+    again,
+    argument,
+    leaving,
+    option,
+    verb,
+)
 from moe_runtime.io import console
 from moe_runtime.io.rows import require
 
+BITS, OPTIMIZERS = "4 8 16 nf4 mxfp4 fp8_block int8", "adamw sgd adafactor 8bit"
 KINDS = ("op", "layer", "step", "tokens", "memory", "breakdown", "method")
 app = typer.Typer()  # its verbs are mounted at the top
 
@@ -42,6 +58,38 @@ def stats(
     files = [out / name for name in FILES]
     typer.echo("wrote " + ", ".join(map(str, files)))
     return {"layers": layers, "warning": found.warning(), "files": files}
+
+
+@verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --length 2048 --checkpointing")
+def memory(
+    model: Annotated[str, argument("A model's folder or Hub id, of which only config.json is read.")],
+    lora: Annotated[
+        int | None, option("Rank of LoRA on all linear layers and experts; all weights train unless given.")
+    ] = None,
+    bits: Annotated[
+        str, option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or in a format by its name.", words=BITS)
+    ] = "16",
+    batch: Annotated[int, option("Examples per device and forward pass.")] = 1,
+    length: Annotated[int, option("Tokens per example.")] = 2048,
+    optimizer: Annotated[str, option("adamw (fused), sgd, adafactor or 8bit.", words=OPTIMIZERS)] = "adamw",
+    checkpointing: Checkpointing = False,
+    bf16: Bf16 = False,
+    dtype: Annotated[str | None, option("Dtype of the weights; the config's unless given.", words=DTYPES)] = None,
+    backend: Annotated[str, option("Whose scratch memory counts: triton, torch or cpp.", words="triton torch cpp")] = "triton",
+):
+    """Estimate the memory of training a model from its config alone: weights, gradients, optimizer, activations, peak.
+
+    Without padding, with balanced experts; CUDA's context (about 0.5 GiB) and fragments come on top.
+    """
+    from moe_runtime.tools import memory as accounts
+
+    found = accounts.of_model(
+        model, lora=lora, bits=bits, batch=batch, length=length, optimizer=optimizer, checkpointing=checkpointing, bf16=bf16,
+        dtype=dtype, backend=backend,
+    )  # fmt: skip
+    typer.echo(f"{found.parameters:,} parameters, of which {found.trained:,} train")
+    typer.echo(accounts.as_text(accounts.table(found)))
+    return found._asdict()
 
 
 @verb(app, "--check")

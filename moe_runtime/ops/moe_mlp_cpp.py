@@ -112,21 +112,27 @@ def _in_one_call(experts: Experts, most: int) -> bool:
     """Whether one call of the library is to do it all, by the `most` rows of an expert; each row of weights in one piece."""
     if experts.up_trained is not None or not experts.up.stride(2) == 1 == experts.down.stride(2):
         return False
-    return most <= _few_rows(experts.up.dtype)
+    return most <= few_rows(experts.up.dtype)
 
 
-def _few_rows(dtype: torch.dtype) -> int:
+def few_rows(dtype: torch.dtype) -> int:
+    """Return the rows of the largest expert up to which one call does it all."""
     # a CPU with matrix tiles multiplies bfloat16 faster than vectors do
     tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     return (FEW_ELSEWHERE if tiles else FEW.get(cpp.library().variant, FEW_ELSEWHERE))[dtype]
+
+
+def one_call_bytes(dtype: torch.dtype, T: int, H: int, I: int, E: int, K: int, z_alone: bool = False) -> int:
+    """Return the scratch memory of one call, up to the pre-activation if `z_alone`."""
+    threads = torch.get_num_threads()
+    return cpp.library().handle.moert_cpu_experts_bytes(cpp.DTYPES[dtype], T, H, I, E, K, z_alone, threads)
 
 
 def _one_call(x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[int, int], z, out) -> None:
     """Write out [T, H], the sum over the experts of `part`, and z from the first one's first row on; either may be None."""
     (T, K), (E, _, H), I = topk_weight.shape, experts.up.shape, experts.down.shape[2]
     calls, dtype, up, down = cpp.library().handle, cpp.DTYPES[x.dtype], experts.up, experts.down
-    threads = torch.get_num_threads()
-    size = calls.moert_cpu_experts_bytes(dtype, T, H, I, E, K, out is None, threads)
+    threads, size = torch.get_num_threads(), one_call_bytes(x.dtype, T, H, I, E, K, out is None)
     space = scratch("one call", (size,), x, torch.uint8)
     biases = [None if bias is None else bias.contiguous() for bias in (experts.up_bias, experts.down_bias)]
     calls.moert_cpu_experts(

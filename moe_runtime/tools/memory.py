@@ -14,7 +14,7 @@ after each optimizer step. Not counted: the CUDA context, the allocator's fragme
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,12 +29,12 @@ from moe_runtime.config import SHARED_GATES, check_choice, check_positive
 from moe_runtime.hf.dropin import experts as dropin
 from moe_runtime.hf.models.folders import skeleton
 from moe_runtime.hf.training.ranks import load_config
+from moe_runtime.modules.moe import Experts
 from moe_runtime.ops import moe_mlp_cpp
 from moe_runtime.ops.expert_rows import GROUP_ELEMENTS
 from moe_runtime.ops.moe_mlp_torch import BLOCK_ELEMENTS
 
-OPTIMIZERS = ("adamw", "sgd", "adafactor", "8bit")
-BACKENDS = ("triton", "torch", "cpp")
+OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adafactor", "8bit")
 # bytes per weight by the name of a format, scales included: ADAPTERS
 FORMATS = {"nf4": (4 + 8 / 64 + 32 / 64 / 256) / 8, "mxfp4": (4 + 8 / 32) / 8, "fp8_block": 1 + 4 / 128**2, "int8": 1.0}
 BITS = {"16": None, "4": "nf4", "8": "int8"} | {name: name for name in FORMATS}
@@ -52,6 +52,7 @@ class Step(NamedTuple):
     kept: dict[str, int]  # at the end of the forward pass, by the modules that made it
     peak: int  # of all that the step allocates, gradients included
     gradients: int
+    active: int  # the peak of all but gradients
 
 
 class Estimate(NamedTuple):
@@ -69,6 +70,7 @@ class Estimate(NamedTuple):
     kept: dict[str, int]  # the activations, by kind
     parameters: int
     trained: int
+    active: int  # activations and temporaries at their peak, where gradients lie elsewhere
 
     @property
     def states(self) -> int:
@@ -82,7 +84,7 @@ class _Ledger(TorchDispatchMode):
     def __init__(self, known: Sequence[torch.Tensor], backend: str, head: nn.Module | None):
         super().__init__()
         self.live = {tensor.untyped_storage()._cdata: (0, "") for tensor in known}
-        self.by_kind, self.scratch, self.now, self.peak = {}, {}, 0, 0
+        self.by_kind, self.scratch, self.now, self.peak, self.gradients, self.active = {}, {}, 0, 0, 0, 0
         self.backend, self.head, self.kinds = backend, head, [OTHER]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -92,8 +94,13 @@ class _Ledger(TorchDispatchMode):
                 self._add(tensor.untyped_storage())
         own, lasting = scratch_bytes(func, args, self.backend)
         self.scratch |= {name: max(size, self.scratch.get(name, 0)) for name, size in lasting.items()}
-        self.peak = max(self.peak, self.now + own + sum(self.scratch.values()))
+        now = self.now + own + sum(self.scratch.values())
+        self.peak, self.active = max(self.peak, now), max(self.active, now - self.gradients)
         return out
+
+    def own(self, parameter: torch.Tensor) -> None:
+        """Count what `parameter.grad` takes as a gradient, once."""
+        self.gradients += nbytes(parameter)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self.live:
@@ -172,7 +179,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
     from moe_runtime.methods.lora import baseline
 
     with torch.device(next(model.parameters()).device), baseline.quiet_peft():
-        if _stacks(model):
+        if stacks_of(model):
             return baseline.add_lora(model, rank, 2.0)
         peft = require("peft")
         config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -195,23 +202,22 @@ def _give_shapes(model: nn.Module) -> None:
 
 def causal_batch(batch: int, length: int) -> dict[str, torch.Tensor]:
     """Return the inputs of a step on `batch` examples of `length` tokens, without padding."""
+    check_positive("batch", batch)
+    check_positive("length", length)
     ids = torch.zeros(batch, length, dtype=torch.long)
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
 def step_of(
-    model: nn.Module,
-    inputs,
-    *,
-    checkpointing: bool = False,
-    bf16: bool = False,
-    accumulate: bool = False,
-    backend: str = "triton",
-) -> Step:
+    model: nn.Module, inputs, *, checkpointing: bool = False, bf16: bool = False, accumulate: bool = False,
+    backend: str = "triton", prepare: Callable[[nn.Module], Any] | None = None,
+) -> Step:  # fmt: skip
     """Count one training step of a model on the meta device, which is of no use afterwards; `inputs()` makes its batch.
 
-    `accumulate` is for micro-batches after the first of an optimizer step, whose gradients are there already.
+    `prepare(model)` may split and freeze its weights, which have shapes then. `accumulate` is for micro-batches after the first
+    of an optimizer step, whose gradients are there already.
     """
+    check_choice("backend", backend, ("triton", "torch", "cpp"))
     if checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -219,20 +225,26 @@ def step_of(
     packed = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None, create=True)
     with FakeTensorMode(), packed:
         _give_shapes(model)
+        if prepare is not None:
+            prepare(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         batch = inputs()
         known = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor))]
         ledger = _Ledger(known, backend, model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None)
         with ledger:
-            for p in trained if accumulate else ():
-                p.grad = torch.empty_like(p)
+            for p in trained:
+                if accumulate:
+                    p.grad = torch.empty_like(p)
+                    ledger.own(p)
+                else:
+                    p.register_post_accumulate_grad_hook(ledger.own)
             before = ledger.now
             with ledger.naming(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 loss = model(**batch).loss
             kept = dict(ledger.by_kind)
             kept[OTHER] = kept.get(OTHER, 0) - before
             loss.backward()
-    return Step({kind: size for kind, size in kept.items() if size}, ledger.peak, sum(map(nbytes, trained)))
+    return Step({kind: size for kind, size in kept.items() if size}, ledger.peak, sum(map(nbytes, trained)), ledger.active)
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -243,12 +255,12 @@ def nbytes(tensor: torch.Tensor) -> int:
 def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple[int, int]:
     """Return the bytes of the optimizer's state for these parameters, and of the most that its step holds beside it.
 
-    adamw is torch's fused one, 8bit bitsandbytes' AdamW8bit, adafactor transformers'.
+    adamw is torch's fused one, adamw_torch the one that takes all parameters at once (its default on GPUs), 8bit bitsandbytes' AdamW8bit, adafactor transformers'.
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
     largest = max((p.numel() for p in parameters), default=0)
-    if optimizer == "adamw":
-        return sum(2 * nbytes(p) + 4 for p in parameters), 0
+    if optimizer.startswith("adamw"):
+        return sum(2 * nbytes(p) + 4 for p in parameters), sum(map(nbytes, parameters)) * (optimizer == "adamw_torch")
     if optimizer == "sgd":
         return 0, 0
     if optimizer == "8bit":  # small ones stay in float32; two maps of 256 values for all
@@ -259,64 +271,50 @@ def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple
     return sum(4 * n + 4 for n in rows), 4 * largest * (2 if wide else 4)
 
 
-def estimate(
-    model: nn.Module, inputs, *, optimizer: str = "adamw", checkpointing: bool = False, bf16: bool = False,
-    accumulate: bool = False, packed: str | None = None, backend: str = "triton",
-) -> Estimate:  # fmt: skip
+def estimate(model: nn.Module, inputs, *, optimizer: str = "adamw", packed: str | None = None, **how: Any) -> Estimate:
     """Return what training a model on the meta device takes, in bytes; it is of no use afterwards.
 
-    `inputs` and the flags are `step_of`'s; `packed` is the format that frozen stacks are stored in, which count as they are
-    in the step: what an op keeps does not depend on it.
+    `inputs` and `how` are `step_of`'s; `packed` is the format that frozen stacks are stored in, which count as they are in the
+    step: what an op keeps does not depend on it.
     """
-    stacks, names = _stacks(model), dict(model.named_parameters())
+    step = step_of(model, inputs, **how)
+    stacks, names = stacks_of(model), dict(model.named_parameters())
     trained = [p for p in names.values() if p.requires_grad]
-    adapters = sum(nbytes(p) for name, p in names.items() if "lora_" in name)
-    weights = sum(nbytes(p) for p in names.values()) - adapters + sum(map(nbytes, set(model.buffers())))
-    plain = sum(map(nbytes, stacks))
+    adapters, plain = sum(nbytes(p) for name, p in names.items() if "lora_" in name), sum(map(nbytes, stacks))
+    rest = sum(map(nbytes, {*names.values(), *model.buffers()})) - adapters - plain
     experts = plain if packed is None else sum(
         round(p.numel() * FORMATS[packed]) if p.dim() == 3 and not p.requires_grad else nbytes(p) for p in stacks
     )  # fmt: skip
     state, temporary = optimizer_bytes(trained, optimizer)
-    count = sum(p.numel() for p in names.values())
-    step = step_of(model, inputs, checkpointing=checkpointing, bf16=bf16, accumulate=accumulate, backend=backend)
-    kept = sum(step.kept.values())
-    top = max(step.peak, step.gradients + temporary)
+    kept, top = sum(step.kept.values()), max(step.peak, step.gradients + temporary)
     return Estimate(
-        experts, weights - plain, adapters, step.gradients, state, kept, max(0, top - step.gradients - kept),
-        max(0, step.gradients + kept - top), experts + weights - plain + adapters + state + top, step.kept, count,
-        sum(p.numel() for p in trained),
+        experts=experts, rest=rest, adapters=adapters, gradients=step.gradients, optimizer=state, activations=kept,
+        temporary=max(0, top - step.gradients - kept), overlap=max(0, step.gradients + kept - top),
+        peak=experts + rest + adapters + state + top, kept=step.kept, parameters=sum(p.numel() for p in names.values()),
+        trained=sum(p.numel() for p in trained), active=step.active,
     )  # fmt: skip
 
 
-def _stacks(model: nn.Module) -> list[nn.Parameter]:
+def stacks_of(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of the experts of a model, whoever wraps them."""
-    from moe_runtime.modules.moe import Experts
-
     found = [m for m in model.modules() if dropin.is_experts(m) or isinstance(m, Experts)]
     return list({id(p): p for m in found for name, p in m.named_parameters() if "lora_" not in name}.values())
 
 
-def of_model(
-    source: str, *, lora: int | None = None, bits: str = "16", batch: int = 1, length: int = 2048, optimizer: str = "adamw",
-    checkpointing: bool = False, bf16: bool = False, dtype: str | None = None, backend: str = "triton",
-) -> Estimate:  # fmt: skip
-    """Return the estimate for a folder's or Hub id's model: all of it trains, or LoRA matrices of rank `lora`.
+def load(source: str, *, lora: int | None = None, bits: str = "16", dtype: str | None = None) -> nn.Module:
+    """Build a folder's or Hub id's model on the meta device: all of it trains, or LoRA matrices of rank `lora`.
 
-    `bits` packs the frozen stacks of experts: 16, 8 (int8), 4 (nf4), or a format's name. Raises ValueError for bits without
-    lora, since packed stacks do not train.
+    `bits` says in what the frozen stacks of experts will be packed: 16, 8 (int8), 4 (nf4), or a format's name. Raises
+    ValueError where nothing could be packed: without lora, since packed stacks do not train, or without experts.
     """
-    for name, value, known in (("bits", bits, BITS), ("optimizer", optimizer, OPTIMIZERS), ("backend", backend, BACKENDS)):
-        check_choice(name, value, tuple(known))
-    for name, value in (("batch", batch), ("length", length), ("lora", 1 if lora is None else lora)):
-        check_positive(name, value)
-    if BITS[bits] and lora is None:
-        raise ValueError(f"bits is {bits}, lora is None; packed experts are frozen: pass --lora, or --bits 16")
+    check_choice("bits", bits, tuple(BITS))
+    if lora is not None:
+        check_positive("lora", lora)
     model = model_of(source, dtype)
-    if BITS[bits] and not _stacks(model):
-        raise ValueError(f"bits is {bits}, {source} has no stacks of experts, which alone are packed; pass --bits 16")
-    model = model if lora is None else add_lora(model, lora)
-    how: dict[str, Any] = {"optimizer": optimizer, "checkpointing": checkpointing, "bf16": bf16, "backend": backend}
-    return estimate(model, lambda: causal_batch(batch, length), packed=BITS[bits], **how)
+    if BITS[bits] and (lora is None or not stacks_of(model)):
+        why = "all weights train" if lora is None else f"{source} has no stacks of experts, which alone are packed"
+        raise ValueError(f"bits is {bits}, and {why}; pass {'--lora, or ' * (lora is None)}--bits 16")
+    return model if lora is None else add_lora(model, lora)
 
 
 def table(found: Estimate) -> list[tuple[str, int]]:

@@ -64,9 +64,9 @@ def stats(
 
 @verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --gradient-checkpointing")
 def memory(
-    model: Annotated[str, argument("A model's folder or Hub id, or a recipe; of models config.json alone is read.", words=(recipes,))],
-    lora: Annotated[int | None, option("Rank of LoRA on all linear layers and experts; all weights train unless given.")] = None,
-    bits: Annotated[str, option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or in a format by its name.", words=BITS)] = "16",
+    model: Annotated[str, argument("A model's folder or Hub id (its config.json alone is read), or a recipe.", words=(recipes,))],
+    lora: Annotated[int | None, option("Rank of LoRA on linear layers and experts; all weights train unless given.")] = None,
+    bits: Annotated[str, option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or a format's name.", words=BITS)] = "16",
     batch: Annotated[int, option("Examples per device and forward pass.")] = 1,
     length: Annotated[int, option("Tokens per example.")] = 2048,
     optimizer: Annotated[str, option("adamw (fused), adamw_torch, sgd, adafactor or 8bit.", words=OPTIMIZERS)] = "adamw",
@@ -75,8 +75,8 @@ def memory(
     backend: Annotated[str, option("Whose scratch memory counts: triton, torch or cpp.", words="triton torch cpp")] = "triton",
     gpus: Annotated[int, option("GPUs that the training runs on.")] = 1,
     gpu_memory: Annotated[float | None, option("GB of each; exits with 1 where a stage that runs does not fit.")] = None,
-    engine: Annotated[str | None, option("ddp, fsdp2, zero3 or ep; all four, or a recipe's, unless given.", words=ENGINES)] = None,
-    gpu: Annotated[str, option("Data sheet for the least time of a step: H100, H200 or A800.", words="H100 H200 A800")] = "H100",
+    engine: Annotated[str | None, option("ddp, fsdp2, zero3 or ep; all that run unless given.", words=ENGINES)] = None,
+    gpu: Annotated[str, option("Whose data sheet bounds a step: H100, H200 or A800.", words="H100 H200 A800")] = "H100",
 ):  # fmt: skip
     """Estimate the memory of training from configs alone: weights, gradients, optimizer, activations, peak; and by engine.
 

@@ -136,7 +136,7 @@ class _Ledger(TorchDispatchMode):
 
 
 def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
-    """Return what an op of ours holds beside its outputs on `backend`: while it runs, and by name what later calls use again."""
+    """Return what an op of ours holds beside its outputs on `backend`: while it runs; by name, what later calls use again."""
     name = getattr(func, "_opname", "") if getattr(func, "namespace", "") == "moe_runtime" else ""
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) if name else {}
     if not {"x", "up", "gated"} <= given.keys():
@@ -146,7 +146,7 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
     R, is_backward = T * K, name.endswith("backward")
     if backend == "triton":
         return R * x.element_size() * (Z + I + H if is_backward else I + H), {}
-    if not is_backward and backend == "cpp" and R <= E * moe_mlp_cpp.few_rows(x.dtype):
+    if not is_backward and backend == "cpp" and E * moe_mlp_cpp.few_rows(x.dtype) >= R:
         return 0, {"one call": moe_mlp_cpp.one_call_bytes(x.dtype, T, H, I, E, K)}
     alone = T if given.get("gate") in SHARED_GATES else 0  # rows of the expert that sees every token, which are not gathered
     group = min(R - alone, max(math.ceil(R / E), GROUP_ELEMENTS // max(Z, H)))
@@ -255,7 +255,8 @@ def nbytes(tensor: torch.Tensor) -> int:
 def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple[int, int]:
     """Return the bytes of the optimizer's state for these parameters, and of the most that its step holds beside it.
 
-    adamw is torch's fused one, adamw_torch the one that takes all parameters at once (its default on GPUs), 8bit bitsandbytes' AdamW8bit, adafactor transformers'.
+    adamw is torch's fused one, adamw_torch the one that takes all parameters at once (its default on GPUs), 8bit bitsandbytes'
+    AdamW8bit, adafactor transformers'.
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
     largest = max((p.numel() for p in parameters), default=0)

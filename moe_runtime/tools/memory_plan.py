@@ -150,18 +150,24 @@ def wire_of(found: Estimate, shapes: Shapes, engine: str, gpus: int, micro: int 
         return Wire(0, {})
     f = (gpus - 1) / gpus
     if engine == "ddp":
-        return Wire(math.ceil(2 * f * found.gradients), {"all_reduce": max(1, math.ceil(found.gradients / (25 << 20)))})
+        return Wire(math.ceil(2 * f * found.gradients), {"all_reduce": _buckets(found.gradients)})
     if engine == "ep":
         experts = shapes.expert_share * shapes.weights
         rest = found.gradients * (1 - experts / max(shapes.weights, 1))
         exchanges = shapes.moe_layers * micro * (4 + 2 * checkpointing)
-        count = {"all_to_all": exchanges, "all_reduce": max(1, math.ceil(rest / (25 << 20)))}
+        # beside the rows go their counts, once in each forward pass
+        count = {"all_to_all": shapes.moe_layers * micro * (5 + 3 * checkpointing), "all_reduce": _buckets(rest)}
         return Wire(math.ceil(f * (2 * rest + exchanges * shapes.row_bytes)), count)
     # what is outside the blocks is gathered once and stays until the backward pass ends
     inside = shapes.weights - shapes.outside
     gathered = compute * (2 * inside + shapes.outside) * micro
     count = {"all_gather": (2 * shapes.blocks + 1) * micro, "reduce_scatter": (shapes.blocks + 1) * micro}
     return Wire(math.ceil(f * (gathered + compute * found.gradients * micro)), count)
+
+
+def _buckets(gradients: float) -> int:
+    """Return how many all-reduces DDP makes of gradients of so many bytes: the first takes 1 MiB, each other one 25."""
+    return 1 + math.ceil(max(gradients - 2**20, 0) / (25 * 2**20))
 
 
 def seconds_of(
@@ -244,7 +250,10 @@ def _upit(r) -> Iterator[Stage]:
         return config
 
     whole = partial(_built, r.base_model, "float32")
-    makes = {"ffn": (whole, partial(_built, r.base_model, "float32", moe)), "lora": (pairs, partial(_built, r.base_model, r.dtype, lora_moe))}
+    makes = {
+        "ffn": (whole, partial(_built, r.base_model, "float32", moe)),
+        "lora": (pairs, partial(_built, r.base_model, r.dtype, lora_moe)),
+    }
     for form in r.forms:
         trainings, (dense, mixture) = getattr(r, form), makes[form]
         parts = (("sft", dense, None), ("init", dense, vectors), ("post", mixture, None))

@@ -2,15 +2,16 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
-import torch
+from transformers import Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app
 from moe_runtime.experiments.recipe import METHODS
 from moe_runtime.tools import memory, memory_plan
+from tests.support import dist_memory
+from tests.support.dist_launch import launch
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "max_position_embeddings": 4096}
 
@@ -75,3 +76,62 @@ def test_machine_of_recipe(path, bases):
                 fullest = max(fullest, found.share.total / (int(size) * 1e9))
     assert covered == {name for name, one in planner.stages.items() if one.runs}
     assert fullest > 0.4  # a machine that is no larger than it must be
+
+
+@pytest.mark.slow
+def test_wire_is_what_two_ranks_send(tmp_path):
+    launch(dist_memory.__file__, 2, tmp_path, str(tmp_path))
+    config = Qwen3MoeConfig(**dist_memory.CONFIG)
+    for engine, checkpointing in (("ddp", False), ("fsdp2", False), ("ep", False), ("ep", True)):
+        found = memory.estimate(memory.built(config), lambda: memory.causal_batch(2, 32), checkpointing=checkpointing)
+        shapes = memory_plan.shapes_of(memory.built(config), dist_memory.BATCH * dist_memory.LENGTH, 4)
+        wire = memory_plan.wire_of(found, shapes, engine, 2, checkpointing=checkpointing)
+        sent, calls = json.loads((tmp_path / f"sent-{engine}-{checkpointing}.json").read_text())
+        assert wire.collectives == calls, engine
+        assert wire.bytes == pytest.approx(sent / 2, rel=0.01), engine
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A recipe of UpIT on a folder that has a config and no weights."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(llama(256, 64, 128, 2, 4, 4)))
+    text = (METHODS / "upit/recipes/tiny.yaml").read_text()
+    text = re.sub(r"pretrain:\n(  .*\n)+", "", text).replace("base_model: null", f"base_model: {tmp_path / 'base'}")
+    (tmp_path / "small.yaml").write_text(text)
+    return tmp_path / "small.yaml"
+
+
+def test_recipe_by_stage_and_engine(small):
+    code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 80, "--json")
+    lines = {(line["stage"], line["engine"]): line for line in json.loads(text[text.index("[") :])}
+    assert code == 0 and {stage for stage, _ in lines} == {
+        f"{form} {of}" for form in ("ffn", "lora") for of in ("sft", "init", "post")
+    }
+    whole, half = lines["ffn post", "ddp"], lines["ffn post", "fsdp2"]
+    for part in ("weights", "gradients", "optimizer"):
+        assert half[f"{part}_bytes"] == (whole[f"{part}_bytes"] + 1) // 2
+    assert whole["buffers_bytes"] == whole["gradients_bytes"]
+    code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 1.5)
+    assert code == 1 and "DOES NOT FIT" in text and "no setting that runs fits" in text
+    code, text, error = run("memory", small, "--lora", 4)
+    assert code and "a recipe has its own batch" in str(error)
+
+
+def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
+    planner = memory_plan.Planner(memory_plan.recipe_of(str(small)))
+    setting = planner.setting_of("ffn post", "ddp", 1)
+    enough = planner.plan("ffn post", setting._replace(batch=1, checkpointing=True)).share.total + memory_plan.RESERVED
+    assert enough < planner.plan("ffn post", setting).share.total + memory_plan.RESERVED - 1
+    monkeypatch.setattr(memory_plan, "SMALL", 0)
+    monkeypatch.setattr(memory_plan, "machine", lambda: (1, enough + 1, "ddp"))
+    code, _, error = run("run", small, "--out", tmp_path / "out")
+    assert code and isinstance(error, ValueError) and "\n" not in str(error)
+    assert "GB per GPU (weights" in str(error) and "gradient_checkpointing fits, in" in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_of_a_small_or_pretrained_base_is_counted(small, monkeypatch):
+    monkeypatch.setattr(memory_plan, "machine", lambda: (1, 1, "ddp"))
+    for name in (str(small), "upit/tiny"):
+        memory_plan.check(memory_plan.recipe_of(name))

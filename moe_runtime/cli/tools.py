@@ -64,7 +64,7 @@ def stats(
 
 @verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --gradient-checkpointing")
 def memory(
-    model: Annotated[str, argument("A model's folder or Hub id (its config.json alone is read), or a recipe.", words=(recipes,))],
+    model: Annotated[str, argument("Folder or Hub id, read for its config alone, or a recipe.", words=(recipes,))],
     lora: Annotated[int | None, option("Rank of LoRA on linear layers and experts; all weights train unless given.")] = None,
     bits: Annotated[str, option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or a format's name.", words=BITS)] = "16",
     batch: Annotated[int, option("Examples per device and forward pass.")] = 1,
@@ -110,7 +110,7 @@ def _planned(plans, planner, gpus: int, gpu_memory: float | None, engine: str | 
     lines, misfits = [], []
     typer.echo(plans.HEADER)
     for name, stage in planner.stages.items():
-        own = [planner.plan(name, planner.setting_of(name, one, gpus)) for one in planner.engines_for(engine, gpus)]
+        own = [planner.plan(name, planner.setting_of(name, one, gpus)) for one in planner.engines_for(name, engine, gpus)]
         fits = [gpu_memory is None or one.share.total + plans.RESERVED <= gpu_memory * 1e9 for one in own]
         for one, does in zip(own, fits, strict=True):
             typer.echo(plans.as_text(one) + ("" if does else "  DOES NOT FIT") + ("" if stage.runs else "  (a baseline)"))

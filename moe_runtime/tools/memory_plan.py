@@ -30,7 +30,7 @@ from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import become_moe, moe_fields
 from moe_runtime.hf.models.modeling import model_classes
 from moe_runtime.hf.training import ranks
-from moe_runtime.modules.moe import MoE
+from moe_runtime.modules.moe import Experts, MoE
 from moe_runtime.tools import memory
 from moe_runtime.tools.memory import Estimate
 
@@ -339,11 +339,21 @@ class Planner:
         )  # fmt: skip
         return cls(None, gpu, [Stage("training", make, _causal(length), training, length, bf16, packed=packed)])
 
-    def engines_for(self, engine: str | None, gpus: int) -> tuple[str, ...]:
-        """Return the engines to compare: the one that is asked for, or all that run; one GPU needs none."""
-        if engine is not None:
+    def engines_for(self, name: str, engine: str | None, gpus: int) -> tuple[str, ...]:
+        """Return the engines to compare for a stage: the one that is asked for, or all that run; one GPU needs none.
+
+        Raises ValueError for expert parallelism on GPUs that do not divide the experts.
+        """
+        if engine not in (None, "ep"):
             check_choice("engine", engine, ENGINES)
-        return (engine,) if engine else self.engines if gpus > 1 else ("ddp",)
+            return (engine,)
+        counts = {m.num_experts for m in self.stages[name].make().modules() if dropin.is_experts(m) or isinstance(m, Experts)}
+        divide = bool(counts) and all(count % gpus == 0 for count in counts)
+        if engine == "ep" and not divide:
+            have = f"has layers of {', '.join(map(str, counts))} experts" if counts else "has no experts"
+            raise ValueError(f"engine is ep on {gpus} GPUs, {name} {have}; pass a number of GPUs that divides the experts")
+        several = [one for one in self.engines if one != "ep" or divide] if engine is None else ["ep"]
+        return tuple(several) if gpus > 1 else ("ddp",)
 
     def setting_of(self, name: str, engine: str, gpus: int) -> Setting:
         """Return the recipe's own setting of a stage."""

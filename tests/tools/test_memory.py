@@ -153,6 +153,7 @@ def test_command(tmp_path):
         (("--length", 0), "length is 0"),
         (("--optimizer", "lion"), "optimizer is 'lion'"),
         (("--gpus", 2, "--engine", "magic"), "engine is 'magic'"),
+        (("--gpus", 3, "--engine", "ep"), "engine is ep on 3 GPUs, training has layers of 8 experts"),
     ],
 )
 def test_refuses(words, expected, tmp_path):

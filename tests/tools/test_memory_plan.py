@@ -34,7 +34,8 @@ BASES = {
     | {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "partial_rotary_factor": 0.25},
 }
 DEEPSEEK = llama(102400, 2048, 10944, 27, 16, 16) | {
-    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "moe_intermediate_size": 1408, "n_routed_experts": 64,
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
     "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip

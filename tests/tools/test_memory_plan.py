@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app
 from moe_runtime.experiments.recipe import METHODS
-from moe_runtime.tools import memory, memory_plan
+from moe_runtime.tools import memory, memory_engines, memory_plan
 from tests.support import dist_memory
 from tests.support.dist_launch import launch
 
@@ -85,8 +85,8 @@ def test_wire_is_what_two_ranks_send(tmp_path):
     config = Qwen3MoeConfig(**dist_memory.CONFIG)
     for engine, checkpointing in (("ddp", False), ("fsdp2", False), ("ep", False), ("ep", True)):
         found = memory.estimate(memory.built(config), lambda: memory.causal_batch(2, 32), checkpointing=checkpointing)
-        shapes = memory_plan.shapes_of(memory.built(config), dist_memory.BATCH * dist_memory.LENGTH, 4)
-        wire = memory_plan.wire_of(found, shapes, engine, 2, checkpointing=checkpointing)
+        shapes = memory_engines.shapes_of(memory.built(config), dist_memory.BATCH * dist_memory.LENGTH, 4)
+        wire = memory_engines.wire_of(found, shapes, engine, 2, checkpointing=checkpointing)
         sent, calls = json.loads((tmp_path / f"sent-{engine}-{checkpointing}.json").read_text())
         assert wire.collectives == calls, engine
         assert wire.bytes == pytest.approx(sent / 2, rel=0.01), engine

@@ -15,15 +15,16 @@ from packaging.version import Version
 from torch import nn
 
 from moe_runtime import backends
-from moe_runtime.hf.dropin.gates import gate_of
+from moe_runtime.hf.dropin import adapters
+from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, stack_names
 from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import MoE, check_floats, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
 from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 
-NAME = "moe_runtime"
 OLDEST = "5.16"  # the first transformers whose interface has all that this file reads
 # parts of a path in which PEFT keeps what it adapts or trains a copy of
 ADAPTED = {"base_layer", "original_module", "modules_to_save"}
@@ -48,6 +49,7 @@ def register() -> None:
 
     ExpertsInterface.register(NAME, experts_forward)
     make_exports_portable()
+    adapters.install()
 
 
 @functools.cache
@@ -65,7 +67,8 @@ def patch(model: nn.Module) -> int:
 
     Our own MoE layers count: they run nothing else. Unlike `set_experts_implementation` it works on wrapped models (PEFT, DDP)
     too and never leaves a model as it was in silence: raises ValueError where no module goes through transformers' experts
-    interface, or where the experts are quantized.
+    interface, where the experts are quantized, or where PEFT's adapters would not compute what they say (`check_adapters`).
+    Adapters on the experts' stacks, now or later, run in the same op, without a copy of a stack.
     """
     from transformers import PreTrainedModel
 
@@ -81,6 +84,7 @@ def patch(model: nn.Module) -> int:
     for found, names in ((layers, stack_names), (ours, lambda experts: experts.stacks())):
         for name, module in found.items():
             check_floats([getattr(module, stack) for stack in names(module)], name)
+    adapters.check_adapters(model)
     for module in layers.values():
         if module.config._experts_implementation != NAME:
             setattr(module, BEFORE, module.config._experts_implementation)
@@ -109,19 +113,6 @@ def unpatch(model: nn.Module) -> None:
             module.config._experts_implementation = before
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether `module` is a stock experts module: one whose class transformers' decorator has been at."""
-    return hasattr(type(module), "_apply_gate") and all(
-        hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
-    )
-
-
-def stack_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the up and down projections and, where there are any, of their biases."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    return (up, "down_proj", f"{up}_bias", "down_proj_bias") if module.has_bias else (up, "down_proj")
-
-
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -145,17 +136,28 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts):
+def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts | FrozenExperts):
     """Two grouped products with the class's own code between them."""
-    E, place = experts.up.shape[0], experts.trainable
+    E = experts.up.shape[0]
     expert_offsets, row_token, _, slot_row = dispatch(topk_idx, E)
     rows = gather_rows(x, row_token, slot_row)
-    z = grouped_gemm(rows, experts.up, expert_offsets, experts.up_bias, trainable=place, trained=experts.up_trained)
+    z = _product(rows, experts, "up", expert_offsets)
     h = module._apply_gate(z) if module.has_gate else module.act_fn(z)
-    y = grouped_gemm(
-        h.to(x.dtype), experts.down, expert_offsets, experts.down_bias, trainable=place, trained=experts.down_trained
-    )
+    y = _product(h.to(x.dtype), experts, "down", expert_offsets)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y).to(x.dtype)
     # a norm may make something of the rows behind the last expert
     return combine(y, live_weights(topk_weight, topk_idx, E), slot_row), expert_offsets
+
+
+def _product(rows, experts: Experts | FrozenExperts, name: str, expert_offsets) -> torch.Tensor:
+    """Return the grouped product of `rows` [R, in] with the stack `name`, its bias and its low-rank terms."""
+    stack, bias = getattr(experts, name), getattr(experts, f"{name}_bias")
+    if isinstance(experts, Experts):
+        trained = getattr(experts, f"{name}_trained")
+        return grouped_gemm(rows, stack, expert_offsets, bias, trainable=experts.trainable, trained=trained)
+    y, pair = grouped_gemm(rows, stack.data.to(rows.dtype), expert_offsets, bias), getattr(experts, f"{name}_lora")
+    if pair is None:
+        return y
+    low = grouped_gemm(rows, pair.a, expert_offsets)
+    return y + grouped_gemm(low, pair.b.transpose(1, 2), expert_offsets)

@@ -1,4 +1,4 @@
-"""What a stock experts class does between its two products, found out numerically, once per class.
+"""Which modules are stock experts, and what their class does between its two products, found out numerically, once per class.
 
 Where it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset) with an activation that `moe_mlp` has, that op
 runs all of it. Whatever could change the numbers without the class changing (a gate or a forward set on an instance, hooks,
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from moe_runtime.modules.moe import is_plain
 from moe_runtime.ops.activation import ACT, QUICK, Activation
 
+NAME = "moe_runtime"  # of our implementation, in transformers' interface
 LIMITS = ("limit", "swiglu_limit")  # attributes that classes clamp by
 ALPHAS = ("alpha", "swiglu_alpha")  # and scale by, inside the sigmoid
 # whose activations are what their types say; anybody else's may hold a state
@@ -30,6 +31,19 @@ class Form(NamedTuple):
     activation: Activation
     limit: str | None = None
     alpha: str | None = None
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` is a stock experts module: one whose class transformers' decorator has been at."""
+    return hasattr(type(module), "_apply_gate") and all(
+        hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
+    )
+
+
+def stack_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the up and down projections and, where there are any, of their biases."""
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    return (up, "down_proj", f"{up}_bias", "down_proj_bias") if module.has_bias else (up, "down_proj")
 
 
 def gate_of(module: nn.Module) -> Activation | None:

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 from moe_runtime.config import check_choice
 from moe_runtime.native.library import cpp
-from moe_runtime.ops.workspace import scratch
 
 TRANSPOSED = "_t"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # what is packed, and unpacked into; float64 for references
@@ -109,26 +108,10 @@ def unpack(
     if dtype in cpp.DTYPES and cpp.why_not(data.device) is None and data.is_contiguous():
         _unpack_cpp(fmt, data, scales, e, out)
     else:
-        scale = fmt.scale(scales, data, e, e + 1)[0]
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        value = decode(data[e], name).to(wide).view(shape[0], scale.shape[1], -1) if fmt.group != BLOCK else None
-        if value is None:  # the last block may be narrower
-            value, scale = decode(data[e], name).to(wide), scale.repeat_interleave(BLOCK, 1)[:, : shape[1]]
-            out.copy_(value.mul_(scale))
-        else:
-            out.copy_(value.mul_(scale[:, :, None]).view(shape))
+        value = decode(data[e], name).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        scale = fmt.scale(scales, data, e, e + 1)[0].repeat_interleave(fmt.group or shape[1], 1)
+        out.copy_(value.mul_(scale[:, : shape[1]]))  # the last block may be narrower
     return out.t() if name.endswith(TRANSPOSED) else out
-
-
-def weight_of(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str, e: int, like: torch.Tensor, key: str = "w"):
-    """Return expert e's weight [out, in] in the dtype of `like`, in scratch memory `key` that the next call overwrites.
-
-    Without a `name` the stack is dense, and the weight is a view of it.
-    """
-    if not name:
-        return data[e]
-    _, P, Q = shape_of(data, name.removesuffix(TRANSPOSED))
-    return unpack(data, scales, name, e, like.dtype, scratch(f"packed {key}", (P, Q), like))
 
 
 def reference(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> torch.Tensor:
@@ -236,7 +219,8 @@ def _pack_mxfp4(stack):
 
 def _scale_mxfp4(scales, data, first, last):
     # E8M0 has no zero; 255 is NaN in its specification, infinity in what reads GPT-OSS
-    return torch.ldexp(torch.ones((), device=data.device), scales[0][first:last].int() - 127)
+    bits = scales[0][first:last].int() << 23
+    return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
 
 
 def _pack_fp8(stack):

@@ -79,6 +79,37 @@ def pairs(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_N, 2)))
 
 
+@triton.jit
+def low_rank(low, b, rows_left, n0, N, stride_r, stride_n, RANK: tl.constexpr, PRECISION: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+    """low b, [BLOCK_M, BLOCK_N] float32: rows of `low` [., RANK] by columns from `n0` on of an expert's `b` [RANK, N]."""
+    m = tl.arange(0, BLOCK_M)
+    n = n0 + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for r0 in tl.static_range(0, RANK, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        rows = tl.load(low + (m[:, None] * RANK + r[None, :]), mask=(m < rows_left)[:, None] & (r < RANK)[None, :], other=0.0)
+        at = r.to(tl.int64)[:, None] * stride_r + n.to(tl.int64)[None, :] * stride_n
+        block = tl.load(b + at, mask=(r < RANK)[:, None] & (n < N)[None, :], other=0.0)
+        acc = tl.dot(rows, block, acc, input_precision=PRECISION)
+    return acc
+
+
+class LowRank(NamedTuple):
+    """What a product adds to its sum: low[r] b[e] of each row r of expert e."""
+
+    low: torch.Tensor  # [R, rank], contiguous
+    b: torch.Tensor  # [E, rank, N], any strides
+
+
+def low_rank_operand(pair: LowRank | None) -> tuple[tuple, dict]:
+    """Return (low, b, stride_e, stride_r, stride_n) and the constants as a kernel takes them."""
+    if pair is None:
+        return (None, None, 0, 0, 0), {"RANK": 0, "BLOCK_R": 16}
+    rank = pair.low.shape[1]
+    return (pair.low, pair.b, *pair.b.stride()), {"RANK": rank, "BLOCK_R": min(64, max(16, triton.next_power_of_2(rank)))}
+
+
 class Trained(NamedTuple):
     """Weights that some experts have apart from the stack: what to look up, and where."""
 

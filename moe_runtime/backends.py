@@ -23,7 +23,7 @@ OPS = (
     "route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "frozen_mlp", "merge_experts", "lora_mlp", "gram", "dare_merge",
     "fused_cross_entropy",
 )  # fmt: skip
-TRITON_OPS = tuple(op for op in OPS if op != "frozen_mlp")
+TRITON_OPS = OPS
 CUDA_OPS = ("route", "dispatch", "combine", "merge_experts")
 CPP_OPS = ("moe_mlp", "frozen_mlp", "merge_experts")
 KERNELS = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS, "cpp": CPP_OPS}

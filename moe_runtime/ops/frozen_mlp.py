@@ -19,8 +19,7 @@ import torch
 
 from moe_runtime import backends
 from moe_runtime.ops import frozen_mlp_torch
-from moe_runtime.ops.frozen_mlp_torch import in_order_of
-from moe_runtime.ops.frozen_rows import SCHEMA, FrozenExperts, FrozenGradients, Pair, Stack, weight_of
+from moe_runtime.ops.frozen_rows import SCHEMA, FrozenExperts, FrozenGradients, Pair, Stack, in_order_of, weight_of
 from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.moe_mlp import check_slots
 

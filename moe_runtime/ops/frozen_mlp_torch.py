@@ -9,7 +9,7 @@ import torch
 from moe_runtime.ops import moe_mlp_cpp, moe_mlp_torch
 from moe_runtime.ops.dispatch import live_weights, sort_slots
 from moe_runtime.ops.expert_rows import Group, Member, add_product, groups
-from moe_runtime.ops.frozen_rows import FrozenExperts, FrozenGradients, Pair, weight_of
+from moe_runtime.ops.frozen_rows import FrozenExperts, FrozenGradients, Pair, in_order_of, weight_of
 from moe_runtime.ops.workspace import lease, scratch
 
 
@@ -179,10 +179,3 @@ def _new_gradients(experts: FrozenExperts, bounds: list[int], needs: FrozenGradi
             if grad is not None:
                 grad[e].zero_()
     return grads
-
-
-def in_order_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory for the gradient of a pair's `tensor` [E, r, n], in its order: of PEFT's B, [r, E, n]."""
-    if tensor.dim() == 3 and tensor.stride(0) < tensor.stride(1):
-        return tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1)
-    return tensor.new_empty(tensor.shape)

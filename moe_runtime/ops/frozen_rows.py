@@ -104,3 +104,10 @@ def weight_of(stack: Stack, e: int, dtype: torch.dtype, name: str) -> torch.Tens
     if weight.stride(0) == 1:  # in the order in which it is stored
         return scratch(name, tuple(weight.t().shape), weight, dtype).copy_(weight.t()).t()
     return scratch(name, tuple(weight.shape), weight, dtype).copy_(weight)
+
+
+def in_order_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory for the gradient of a pair's `tensor` [E, r, n], in its order: of PEFT's B, [r, E, n]."""
+    if tensor.dim() == 3 and tensor.stride(0) < tensor.stride(1):
+        return tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1)
+    return tensor.new_empty(tensor.shape)

@@ -50,7 +50,7 @@ def pair_of(adapters: list[Factors], E: int, dtype: torch.dtype, first: int = 0,
 def experts_of(
     names, tensors, adapters: dict[str, list[Factors]], activation, dtype: torch.dtype, shares=None
 ) -> FrozenExperts:
-    """Return the experts of the stacks and biases `tensors`, [E, out, in] and [E, out], called `names`, with their adapters.
+    """Return the experts of the stacks (packed ones as `Stack`) and biases `tensors`, [E, out, in] and [E, out], called `names`.
 
     `shares` are how many experts there are in all, and the first of these.
     """
@@ -58,4 +58,5 @@ def experts_of(
     E, first = (up.shape[0], 0) if shares is None else shares
     pairs = [pair_of(adapters.get(name, []), E, dtype, first, up.shape[0]) for name in names[:2]]
     biases = [bias.to(dtype) for bias in biases] or [None, None]
-    return FrozenExperts(Stack.dense(up), Stack.dense(down), *biases, *pairs, activation)
+    stacks = [stack if isinstance(stack, Stack) else Stack.dense(stack) for stack in (up, down)]
+    return FrozenExperts(*stacks, *biases, *pairs, activation)

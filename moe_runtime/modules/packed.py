@@ -66,6 +66,11 @@ def layouts(module: nn.Module) -> dict[str, Layout]:
     return module.__dict__.get(PACKED, {})
 
 
+def is_packed(module: nn.Module, name: str) -> bool:
+    """Whether the stack `name` is packed, by us or as transformers' FP8Experts has it."""
+    return name in layouts(module) or getattr(getattr(module, name, None), "dtype", None) == torch.float8_e4m3fn
+
+
 def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype) -> None:
     """Let a packed stack take the place of the parameter `name` of this shape and dtype."""
     layout = Layout(stack.format, tuple(shape), dtype, tuple(scale.dtype for scale in stack.scales))

@@ -163,7 +163,7 @@ def dynamic_map() -> torch.Tensor:
 
 def _nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Return the index of the value of the ascending `table` that is nearest to each of `x`, the lower one in the middle."""
-    return torch.bucketize(x, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _pack_nf4(stack):
@@ -211,7 +211,7 @@ def _pack_mxfp4(stack):
         factor = torch.where(bits == 0, 0.0, 1 / (bits << 23).view(torch.float32))
         value = blocks * factor[:, :, None]
         edges = (torch.tensor(E2M1[1:]) + torch.tensor(E2M1[:-1])) / 2
-        code = torch.bucketize(value.abs(), edges.to(value), right=True, out_int32=True)
+        code = torch.bucketize(value.abs().contiguous(), edges.to(value), right=True, out_int32=True)
         code = (code | torch.signbit(value).int() << 3).to(torch.uint8).view(P, -1)
         data[e] = code[:, ::2] | code[:, 1::2] << 4
     return data, [scales]

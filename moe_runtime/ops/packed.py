@@ -79,6 +79,8 @@ def why_not(shape: Sequence[int], name: str, halves: bool = False) -> str | None
     *_, P, Q = shape
     if Q % of_name(name).multiple:
         return f"{name} packs rows of a multiple of {of_name(name).multiple} numbers, these have {Q}"
+    if name.endswith(TRANSPOSED) and halves and Q // 2 % 64:
+        return f"a block of 64 numbers would hold gate and up, which have {Q // 2} each"
     if name == "fp8_block" and halves and P // 2 % BLOCK:
         return f"a block of {BLOCK} rows would hold gate and up, which have {P // 2} each"
     return None

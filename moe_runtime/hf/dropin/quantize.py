@@ -114,7 +114,8 @@ def _check(path: str, module: nn.Module, format: str) -> None:
             reason = f"it is {type(stack.detach()).__name__} of {stack.dtype}; expected a float16, bfloat16 or float32 tensor"
         else:
             halves = name == "gate_up_proj" and not activation.interleaved
-            reason = packed.why_not(stored_as(module, stack, format)[0].shape, format, halves)
+            stored, kind = stored_as(module, stack, format)
+            reason = packed.why_not(stored.shape, kind, halves)
         if reason:
             raise ValueError(f"{path}.{name} {list(stack.shape)} cannot be quantized to {format}: {reason}")
 

@@ -108,7 +108,7 @@ def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_p
             dout += BLOCK_K
         weight = tl.load(weight_ptr + slot, mask=live, other=0.0).to(tl.float32)
         # in pieces, or what the epilogue holds beside the accumulator would spill: z comes twice as wide, or serves a clamp too
-        PIECES: tl.constexpr = (4 if INTERLEAVED or LIMIT > 0 else 2) * (4 if BLOCK_N > 128 else 1)
+        PIECES: tl.constexpr = (4 if INTERLEAVED or LIMIT > 0 or RANK else 2) * (4 if BLOCK_N > 128 else 1)
         WIDTH: tl.constexpr = BLOCK_N // PIECES
         dot = tl.zeros((BLOCK_M,), tl.float32)
         for i in tl.static_range(PIECES):
@@ -279,6 +279,8 @@ def dz_backward(
     """
     H, I = down.shape[1:]
     R, slots = row_slot.numel(), topk_weight.shape[1]
+    if lora is not None and interleaved:  # a wider tile spills
+        tile = tile._replace(BLOCK_N=min(tile.BLOCK_N, 128))
     dz = torch.empty_like(z)
     wh = z.new_empty(R if need_wh else 0, I)
     partial = torch.empty(R, triton.cdiv(I, tile.BLOCK_N), dtype=torch.float32, device=z.device)

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from tests.support import dist_leading
 from tests.support.dist_launch import launch
 
 
+@pytest.mark.slow
 def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
     launch(dist_leading.__file__, 2, tmp_path, str(tmp_path), seconds=120)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))

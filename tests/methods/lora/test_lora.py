@@ -221,6 +221,7 @@ def test_one_expert_trains_as_pefts_lora(tmp_path):
             assert tiny.distance(moe.experts.lora_b[target].grad[0].t(), b) < 1e-5
 
 
+@pytest.mark.slow
 def test_compiles_without_graph_breaks():
     model = lora_model().train()
     ids = tiny.batch()

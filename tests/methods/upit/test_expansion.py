@@ -383,6 +383,7 @@ print("held" if limited.is_held(limit + (64 << 20)) else "no limit")
 """
 
 
+@pytest.mark.slow
 def test_4_experts_become_8_of_a_model_larger_than_the_memory_limit(tmp_path):
     """And the 4 are saved from a model beside which there is no room for another."""
     done = limited.run(CHILD, tmp_path, 16 << 20)

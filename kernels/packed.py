@@ -26,8 +26,8 @@ class PackedWeight(NamedTuple):
 
 
 def fit_packed(tile: Tile, kernel: str) -> Tile:
-    """Fit a launch config to weights that are decoded in registers: no descriptors, at most 128 columns, 64 of up."""
-    widest = 64 if kernel == "up" else 128
+    """Fit a launch config to weights that are decoded in registers: no descriptors, at most 128 columns, 64 of up and dz."""
+    widest = 64 if kernel in ("up", "dz") else 128  # dz spilled 32 bytes on sm_80 with 128
     return tile._replace(
         BLOCK_N=min(tile.BLOCK_N, widest), BLOCK_K=min(tile.BLOCK_K, 64), num_stages=min(tile.num_stages, 3), TMA=False,
         PERSISTENT=False, JOINED=False,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from moe_runtime.kernels.tiles import Tile
 
+FP8 = 2  # as ops.packed counts
 KINDS = 2  # of storage before these: the stack alone, and trained experts apart
 
 
@@ -25,9 +26,12 @@ class PackedWeight(NamedTuple):
     transposed: bool  # [E, P, Q] is [E, in, out]
 
 
-def fit_packed(tile: Tile, kernel: str) -> Tile:
-    """Fit a launch config to weights that are decoded in registers: no descriptors, at most 128 columns, 64 of up and dz."""
-    widest = 64 if kernel in ("up", "dz") else 128  # dz spilled 32 bytes on sm_80 with 128
+def fit_packed(tile: Tile, kernel: str, form: int) -> Tile:
+    """Fit a launch config to weights that are decoded in registers: no descriptors, at most 128 columns.
+
+    64 where more spill on sm_80 (Triton 3.6): of up and dz, and of FP8, whose decoding takes the most.
+    """
+    widest = 64 if kernel in ("up", "dz") or form == FP8 else 128
     return tile._replace(
         BLOCK_N=min(tile.BLOCK_N, widest), BLOCK_K=min(tile.BLOCK_K, 64), num_stages=min(tile.num_stages, 3), TMA=False,
         PERSISTENT=False, JOINED=False,

@@ -150,6 +150,8 @@ def forward_experts(
     if adapters and rows:
         raise ValueError(f"{type(module).__name__} has adapters and rows that train; expected one of them: fold_rows(model)")
     if packed.is_packed(module, names[0]):
+        if activation is None:
+            raise ValueError(f"{type(module).__name__} has packed stacks and a gate that is not known; call moe_runtime.patch(model)")
         dtype = autocast_dtype(x) or x.dtype
         stacks = [packed.stack_of(module, name, transposed) for name in names[:2]]
         tensors = [*stacks, *(getattr(module, name) for name in names[2:])]

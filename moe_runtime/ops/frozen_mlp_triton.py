@@ -25,12 +25,12 @@ class _Layer(Layer):
         stacks = (_operand(stack) for stack in (experts.up, experts.down))
         stacks = Experts(*stacks, experts.up_bias, experts.down_bias, activation=experts.activation)
         super().__init__(stacks, offsets, row_slot, slots)
-        self.packed = bool(experts.up.format)
 
     def choose(self, kernel: str, x, N: int, K: int):
         """Return the launch config; packed weights are read through pointers, a step of a sum at most 64 long."""
         tile = super().choose(kernel, x, N, K)
-        return fit_packed(tile, kernel) if self.packed and kernel != "dw" else tile
+        up = self.experts.up
+        return fit_packed(tile, kernel, up.format) if isinstance(up, PackedWeight) and kernel != "dw" else tile
 
     def gathered(self, x, half):
         """Return x[token] half[e]^T [R, r] of all rows: the up projection without an activation's gate is this product."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from moe_runtime import backends
 from moe_runtime.hf.dropin import adapters
-from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, stack_names
+from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, note_gate, stack_names
 from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.moe import MoE, check_floats, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
@@ -113,7 +113,7 @@ def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
     if is_fp8:
         blocks = getattr(module, "block_size", None)
         halves = names[0] == "gate_up_proj" and getattr(module, names[0]).shape[1] // 2 % BLOCK
-        if not blocks or tuple(blocks) != (BLOCK, BLOCK) or halves or gate_of(module) is None:
+        if not blocks or tuple(blocks) != (BLOCK, BLOCK) or halves or note_gate(module) is None:
             raise ValueError(
                 f"the experts of {path} are FP8 in blocks of {blocks}, {list(getattr(module, names[0]).shape)}; expected blocks "
                 f"of {BLOCK} x {BLOCK} that hold gate or up, and a gate that moe_mlp has"

@@ -53,7 +53,7 @@ def cases(arch: int, name: str, layer: Layer, note: str, all_tiles: bool, **opti
     for kernel, launch in LAUNCH.items():
         for least, tile in tiles.TABLE[arch][kernel][: None if all_tiles else 1]:
             problem = tiles.Problem(kernel, arch, "bfloat16", H, H, T, gated=kernel == "up")
-            tile = fit_packed(tiles.clip(tile, problem), kernel)
+            tile = fit_packed(tiles.clip(tile, problem), kernel, FORMATS[name].number)
             if layer.form.get("interleaved") and kernel == "up":
                 tile = tiles.in_turns(tile, arch)
             act = options if kernel in ("up", "dz") else {}

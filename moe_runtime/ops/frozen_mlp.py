@@ -170,8 +170,8 @@ def _autograd(ctx, dout, *_):
     none = [[None] * len(need) if isinstance(need, (list, tuple)) else None for need in ctx.needs_input_grad]
     if dout is None:
         return tuple(none)
-    x, topk_weight, *kept, expert_offsets, row_slot = ctx.saved_tensors[:7]
-    rest = iter(ctx.saved_tensors[7:])
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks anew at every look
+    (x, topk_weight, *kept, expert_offsets, row_slot), rest = saved[:7], iter(saved[7:])
     arguments = [a.take(rest) if isinstance(a, _Saved) else a for a in ctx.arguments]
     first = 3 + 2 * len(Stack._fields)
     places = [0, 1, *range(first, first + 6)]  # of x, topk_weight, biases and pairs among the op's arguments

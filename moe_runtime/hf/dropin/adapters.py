@@ -129,8 +129,8 @@ def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
 def check_adapters(model: nn.Module) -> None:
     """Raise ValueError for adapters that would compute something else than was asked for; warn of what PEFT ignores.
 
-    For layer_replication, which copies configs, so that layers stay on another implementation; for files of PEFT before 0.20,
-    whose A and B lie the other way round; and for one transposed expert.
+    For layer_replication, which copies configs, so that layers stay on another implementation, and for files of PEFT before
+    0.20, whose A and B lie the other way round.
     """
     configs = {}
     for module in model.modules():
@@ -164,10 +164,11 @@ def check_adapters(model: nn.Module) -> None:
 def _warn_of_experts_without_adapter(model: nn.Module, adapter: str, config, stacks) -> None:
     """Say that an adapter that names the experts' projections does not reach them."""
     targets = getattr(config, "target_modules", None) or ()
-    named = targets == "all-linear" or any(str(name).endswith(("gate_proj", "up_proj", "down_proj")) for name in targets)
+    targets = [targets] if isinstance(targets, str) else targets
+    named = [name for name in targets if name.endswith(("gate_proj", "up_proj", "down_proj"))]
     if named and not any(adapter in names for stack in stacks.values() for names in stack.values()):
         warnings.warn(
-            f"adapter {adapter!r} has target_modules={targets!r}, which does not reach this model's expert stacks: they get no "
-            "adapter. Name them in target_parameters, for example ['experts.gate_up_proj', 'experts.down_proj'].",
+            f"adapter {adapter!r} has target_modules {sorted(named)}, which do not reach this model's expert stacks: they "
+            "get no adapter. Name them in target_parameters, for example ['experts.gate_up_proj', 'experts.down_proj'].",
             stacklevel=4,
         )

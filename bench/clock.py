@@ -170,10 +170,17 @@ def _memory(function) -> dict[str, float]:
 
 
 def _check_context(name: str, error: Exception) -> None:
+    if context_lost():
+        raise ContextLost(name, one_line(error)) from None
+
+
+def context_lost() -> bool:
+    """Whether no call of CUDA can work any more in this process."""
     try:
         torch.cuda.synchronize()
-    except Exception:
-        raise ContextLost(name, one_line(error)) from None
+    except Exception:  # torch.AcceleratorError or RuntimeError, by version
+        return True
+    return False
 
 
 def free() -> None:

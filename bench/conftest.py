@@ -16,18 +16,9 @@ import torch
 
 from moe_runtime.bench import clock, described, machine, shapes
 from moe_runtime.bench.ceilings import ceilings
+from moe_runtime.bench.goals import GOALS
 from moe_runtime.bench.machine import CUDA
-from moe_runtime.bench.records import LOST, UNWRITTEN, Records
-
-
-class Written(Records):
-    """Ends the run where its file cannot be written: an error in a hook of pytest's would come with pages of its own."""
-
-    def write(self, name: str, **what) -> None:
-        try:
-            super().write(name, **what)
-        except OSError as error:
-            pytest.exit(f"{error} (errno {error.errno})", returncode=UNWRITTEN)
+from moe_runtime.bench.records import LOST, Records, Written
 
 
 def pytest_addoption(parser):
@@ -86,12 +77,16 @@ def _chosen(config) -> list[str]:
 
 def pytest_collection_modifyitems(config, items):
     done = config.records.done()
+    if CUDA and clock.launch_configs() != "built in":  # moe-runtime tune has run since
+        done -= config.records.measured_with("built in")
     kernels = CUDA or config.interpreted
     out = [item for item in items if item.name in done or (not kernels and item.get_closest_marker("gpu"))]
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
-    if chosen := _chosen(config):  # all functions of a shape before the next one's: a run may be cut short
+    wanted = {name for goal in GOALS for name in goal.benchmarks}  # what is asked of a GPU first: a run may be cut short
+    items.sort(key=lambda item: item.name not in wanted)
+    if chosen := _chosen(config):  # all functions of a shape before the next one's
         items.sort(key=lambda item: _place(item, chosen))
 
 
@@ -121,6 +116,15 @@ def pytest_pyfunc_call(pyfuncitem):
         if reason := machine.missing("transformers"):
             pytest.skip(f"transformers {reason}")
         raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed and CUDA and clock.context_lost():  # outside of what is timed; all others would fail after it
+        item.config.records.pytest_runtest_logreport(report)
+        pytest.exit(f"{item.name} broke the CUDA context", returncode=LOST)
+    return report
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):

@@ -20,6 +20,7 @@
 # Needs torch with CUDA, triton, pytest, pytest-benchmark; transformers, pytest-xdist, pytest-timeout, ncu, nvcc with g++, and
 # compute-sanitizer are used where they are there. COMMIT is what the results are of (by default, git's HEAD).
 # Also: WORKERS (8) of the tests, ARGS of the benchmarks, PYTHON (python3).
+# Without a GPU: python -m tests.support.dry_run FOLDER [PART ...], with real processes, a fake GPU and a fake clock.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -46,8 +47,12 @@ for part in "${parts[@]}"; do
     plan_of "$part" >/dev/null || { echo "PART is $part. Choose from first, second, third, tests, ops, tune, bench, cuda, sanitize, goals." >&2; exit 2; }
 done
 
-# all times are milliseconds since the start; a second of a plan is shorter where LIMIT is
-now() { local t=${EPOCHREALTIME/[.,]/}; echo $((t / 1000 - began)); }
+# all times are milliseconds since the start; a second of a plan is shorter where LIMIT is. CLOCK is a dry run's file of them
+now() {
+    local t=${EPOCHREALTIME/[.,]/}
+    [ -z "${CLOCK:-}" ] || { read -r t <"$CLOCK" && t=${t}000; }
+    echo $((10#$t / 1000 - began))
+}
 began=0
 began=$(now)
 limit=$((${LIMIT:-570} * 1000))
@@ -56,15 +61,14 @@ seconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
 
 python=${PYTHON:-python3}
 out=${OUT:-bench/results}
-mkdir -p "$out"
-out=$(cd "$out" && pwd)
-log=$out/gpu.log
-lines=$out/gpu.jsonl
+mkdir -p "$out" 2>/dev/null && out=$(cd "$out" && pwd) && log=$out/gpu.log && lines=$out/gpu.jsonl &&
+    { : >>"$log" && : >>"$lines"; } 2>/dev/null ||
+    { echo "OUT is ${OUT:-bench/results}, where gpu.log and gpu.jsonl cannot be written. Name another folder." >&2; exit 2; }
 tiles=$out/gpu-tiles.json
 counts=$out/gpu-ncu.csv
 if [ -n "${RESUME:-}" ]; then
     for file in gpu.jsonl gpu-tiles.json; do
-        [ -e "$out/$file" ] || [ ! -e "$RESUME/$file" ] || cp "$RESUME/$file" "$out/$file"
+        [ -s "$out/$file" ] || [ ! -e "$RESUME/$file" ] || cp "$RESUME/$file" "$out/$file"
     done
 fi
 # a copy without .git may lie in another repository
@@ -92,18 +96,29 @@ run() {
     return $status
 }
 
-# a process that died, or whose CUDA context did: tune ends with 3 then, tests and benchmarks with 99
-died() { case $1 in 3 | 99 | 132 | 134 | 135 | 136 | 139) return 0 ;; *) return 1 ;; esac; }
+# A process that died, or whose CUDA context did: tune ends with 3 then, tests and benchmarks with 99. pytest-timeout ends one
+# with 1, in the middle of a test.
+died() {
+    case $1 in
+    3 | 99 | 132 | 134 | 135 | 136 | 139) return 0 ;;
+    1) tail -n 1 "$lines" | grep -q '"began": true' ;;
+    *) return 1 ;;
+    esac
+}
 
-# again FLAG COMMAND...: restarted, with FLAG besides, when it dies. BUDGET becomes the seconds after which nothing new begins.
+# again FLAG COMMAND...: restarted, with FLAG besides, when it dies. BUDGET becomes the seconds after which nothing new begins,
+# PATIENCE those that one test may take.
 again() {
-    local flag=$1 more=() status=124 budget
+    local flag=$1 more=() words status=124 budget patience
     shift
     for _ in 1 2 3 4 5 6; do
         budget=$(((deadline - $(now)) * 8 / 10))
         [ $budget -gt 0 ] || break
-        run "${@/#BUDGET/$(seconds $budget)}" "${more[@]}"
+        patience=$((budget * 5 / 8 < 120000 ? budget * 5 / 8 : 120000))
+        words=("${@/#BUDGET/$(seconds $budget)}")
+        run "${words[@]/#PATIENCE/$(seconds $patience)}" "${more[@]}"
         status=$?
+        [ $status != 98 ] || { say "the results cannot be written: all that came after would be lost"; exit 98; }
         died $status || break
         more=(${flag:+"$flag"})
     done
@@ -116,21 +131,24 @@ has() {
 
 # pytest_on WORKERS ARGUMENTS...: one process for all files; a file that cannot be imported does not end it
 pytest_on() {
-    local workers=$1 options=()
+    local workers=$1 options=() status
     shift
     [ "$workers" -gt 1 ] && has xdist && options+=(-n "$workers")
-    has pytest_timeout && options+=(--timeout 200)
+    has pytest_timeout && options+=(--timeout PATIENCE)
     again --restarted "$python" -m pytest -q -p no:cacheprovider -p tests.support.outcomes --results "$lines" --tb=short -rf \
         --continue-on-collection-errors "${options[@]}" "$@"
+    status=$?
+    [ $status = 5 ] || return $status # nothing was left to run
 }
 
 # bench_on SECONDS ARGUMENTS...: SECONDS of timing per benchmark
 bench_on() {
-    local time=$1 status
+    local time=$1 options=() status
     shift
+    has pytest_timeout && options+=(--timeout PATIENCE)
     # shellcheck disable=SC2086
     again --restarted "$python" -m pytest -q -p no:cacheprovider --tb=short --benchmark-columns=median \
-        --continue-on-collection-errors --seconds "$time" --budget BUDGET --results "$lines" ${ARGS:-} "$@"
+        --continue-on-collection-errors --seconds "$time" --budget BUDGET --results "$lines" "${options[@]}" ${ARGS:-} "$@"
     status=$?
     [ $status = 5 ] || return $status # nothing was left to run
 }
@@ -215,7 +233,7 @@ sanitizer() {
 }
 
 report() {
-    [ -e "$lines" ] || return 0
+    [ -s "$lines" ] || return 0
     local stem
     stem=$out/$(date +%Y-%m-%d)-${COMMIT//[!A-Za-z0-9._-]/_}-gpu
     SHOWN=60 run "$python" -m moe_runtime.bench.report "$lines" --out "$stem.json" --markdown "$stem.md"

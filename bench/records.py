@@ -60,6 +60,11 @@ class Records:
         """Return the benchmarks that need not run again."""
         return {line["name"] for line in self.lines() if STATES & line.keys()}
 
+    def measured_with(self, tiles: str) -> set[str]:
+        """Return the benchmarks whose last results are of these launch configs."""
+        last = {line["name"]: line.get("extra_info", {}) for line in self.lines() if STATES & line.keys()}
+        return {name for name, info in last.items() if info.get("tiles") == tiles}
+
     def planned(self) -> int:
         """Return how many benchmarks the last run had before it when it began."""
         return next((line["planned"] for line in reversed(self.lines()) if "planned" in line), 0)
@@ -87,6 +92,18 @@ class Records:
         elif report.skipped and OUT_OF_TIME not in str(report.longrepr):
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self.write(name, skipped=public(why))
+
+
+class Written(Records):
+    """Ends pytest where its file cannot be written: an error in a hook of pytest's would come with pages of its own."""
+
+    def write(self, name: str, **what) -> None:
+        import pytest
+
+        try:
+            super().write(name, **what)
+        except OSError as error:
+            pytest.exit(f"{error} (errno {error.errno})", returncode=UNWRITTEN)
 
 
 def benchmarks(path: str | Path) -> list[dict]:

@@ -139,6 +139,9 @@ def text(paths: list[Path]) -> str:
 
 
 def _is_gpu(paths: list[Path]) -> bool:
+    devices = [line.get("device") for path in paths if path.suffix == ".jsonl" for line in Records(path).lines()]
+    if any(device and "capability" in device for device in devices):  # of device_check, when no benchmark ended
+        return True
     return any(bench["extra_info"].get("driver", "none") != "none" for path in paths for bench in benchmarks(path))
 
 

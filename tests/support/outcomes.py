@@ -31,10 +31,10 @@ class Outcomes:
 
     def __init__(self, config):
         from moe_runtime.bench.machine import commit  # behind tests/conftest.py: it imports the package
-        from moe_runtime.bench.records import Records
+        from moe_runtime.bench.records import Written
 
         self.worker = getattr(config, "workerinput", None)
-        self.records = Records(config.getoption("--results"))
+        self.records = Written(config.getoption("--results"))
         self.commit, self.failed = commit(), False
         if self.worker is not None:
             self.done = set(self.worker["done"])

@@ -50,7 +50,7 @@ def pair_of(adapters: list[Factors], E: int, dtype: torch.dtype, first: int = 0,
 def experts_of(
     names, tensors, adapters: dict[str, list[Factors]], activation, dtype: torch.dtype, shares=None
 ) -> FrozenExperts:
-    """Return the experts of the stacks (packed ones as `Stack`) and biases `tensors`, [E, out, in] and [E, out], called `names`.
+    """Return the experts of the stacks [E, out, in], packed ones as `Stack`, and biases [E, out], called `names`.
 
     `shares` are how many experts there are in all, and the first of these.
     """

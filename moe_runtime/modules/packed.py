@@ -126,7 +126,7 @@ def to_saved(module: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 
 def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor]) -> Packed:
-    """Return the packed stack that `to_saved` gave; `form` and `shape` as of its Layout. Raises ValueError if it does not fit."""
+    """Return the packed stack that `to_saved` gave, of a format and a shape [E, P, Q]; ValueError if it does not fit."""
     base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
     if missing := [key for key in keys if key not in tensors]:

@@ -105,7 +105,7 @@ def unpack(
 
     On a CPU whose library is there it does the work, with the same bits.
     """
-    fmt, (E, *shape) = of_name(name), shape_of(data, name.removesuffix(TRANSPOSED))
+    fmt, shape = of_name(name), shape_of(data, name.removesuffix(TRANSPOSED))[1:]
     out = torch.empty(shape, dtype=dtype, device=data.device) if out is None else out
     if dtype in cpp.DTYPES and cpp.why_not(data.device) is None and data.is_contiguous():
         _unpack_cpp(fmt, data, scales, e, out)

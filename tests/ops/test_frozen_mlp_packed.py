@@ -146,7 +146,9 @@ MUTANTS = [
     pytest.param("tl.join(p >> 4, p & 15)", "tl.join(p & 15, p >> 4)", "nf4", id="nf4: low nibble first"),
     pytest.param("tl.join(p & 15, p >> 4)", "tl.join(p >> 4, p & 15)", "mxfp4", id="mxfp4: high nibble first"),
     pytest.param("c0 // GROUP, mask", "c0 // GROUP + 1, mask", "nf4", id="absmax off by one block"),
-    pytest.param("c0 // GROUP + tl.arange(0, N)", "c0 // GROUP + 0 * tl.arange(0, N)", "mxfp4", id="first scale of a tile for all"),
+    pytest.param(
+        "c0 // GROUP + tl.arange(0, N)", "c0 // GROUP + 0 * tl.arange(0, N)", "mxfp4", id="first scale of a tile for all"
+    ),
     pytest.param("scale + r[:, None] * groups", "scale + 0 * r[:, None] * groups", "mxfp4", id="first row's scales"),
     pytest.param("(code & 8) << 28", "0 << 28", "mxfp4", id="no sign"),
     pytest.param("(p & 128) << 24", "0 << 24", "fp8_block", id="fp8: no sign"),

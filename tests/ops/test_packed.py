@@ -35,9 +35,9 @@ def unpacked(stack: packed.Packed, dtype) -> torch.Tensor:
 
 # of weights(3, 40, 192) by bitsandbytes 0.50.2: data, absmax, nested absmax, nested map, offset, and the weights again
 BITSANDBYTES = {
-    torch.float32: "0c9d4f705f96670f cc46f6e1e08c181e 23f12689ae3aac2c e732639a65f497b4 03b90adfefe7ff60 429441a69e8bdd1d".split(),
-    torch.bfloat16: "1ccc43ac52ab4a96 a994575614996989 7a683529a9c94f7a e732639a65f497b4 70522f29ec9eb88f 722070f76f61a95c".split(),
-    torch.float16: "0c9d4f705f96670f cc46f6e1e08c181e 23f12689ae3aac2c e732639a65f497b4 03b90adfefe7ff60 61828cf6f3017b93".split(),
+    torch.float32: "0c9d4f705f96670f cc46f6e1e08c181e 23f12689ae3aac2c e732639a65f497b4 03b90adfefe7ff60 429441a69e8bdd1d",
+    torch.bfloat16: "1ccc43ac52ab4a96 a994575614996989 7a683529a9c94f7a e732639a65f497b4 70522f29ec9eb88f 722070f76f61a95c",
+    torch.float16: "0c9d4f705f96670f cc46f6e1e08c181e 23f12689ae3aac2c e732639a65f497b4 03b90adfefe7ff60 61828cf6f3017b93",
 }
 INT8 = ("21beeb1b38df800c", "850dc73e143377d6")
 
@@ -45,7 +45,7 @@ INT8 = ("21beeb1b38df800c", "850dc73e143377d6")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nf4_has_the_bytes_of_bitsandbytes(dtype):
     stack = packed.pack(weights(3, 40, 192, dtype), "nf4")
-    assert [digest(t) for t in (stack.data, *stack.scales, unpacked(stack, dtype))] == BITSANDBYTES[dtype]
+    assert [digest(t) for t in (stack.data, *stack.scales, unpacked(stack, dtype))] == BITSANDBYTES[dtype].split()
 
 
 def test_int8_has_the_bytes_of_bitsandbytes():
@@ -92,7 +92,9 @@ def test_mxfp4_takes_the_nearest_value_and_never_overflows():
     grid = torch.tensor([*packed.E2M1, *(-v for v in packed.E2M1)])
     nearest = (w[..., None] - grid * step[..., None]).abs().amin(-1)
     torch.testing.assert_close((w - unpacked(stack, torch.float32)).abs(), nearest, rtol=0, atol=0)
-    assert ((w.abs() / step)[step > 1e-30] <= 6).all() and (w.unflatten(2, (3, 32)).abs().amax(3) / step[..., ::32] > 3)[1].all()
+    assert ((w.abs() / step)[step > 1e-30] <= 6).all()
+    largest = (w.abs() / step).unflatten(2, (3, 32)).amax(3)
+    assert (largest[1] > 3).all()  # half of the range is used, at least
 
 
 def by_hand(data: torch.Tensor, scales, name: str) -> torch.Tensor:

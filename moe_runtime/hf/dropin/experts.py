@@ -108,15 +108,15 @@ def patch(model: nn.Module) -> int:
 
 
 def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
-    """Raise ValueError unless our kernels read the stacks of an experts module: floats, packed by us, or FP8 in blocks of 128."""
+    """Raise ValueError unless our kernels read the stacks of an experts module: floats, packed, or FP8 in blocks of 128."""
     is_fp8 = not packed.layouts(module) and packed.is_packed(module, names[0])
     if is_fp8:
         blocks = getattr(module, "block_size", None)
         halves = names[0] == "gate_up_proj" and getattr(module, names[0]).shape[1] // 2 % BLOCK
         if not blocks or tuple(blocks) != (BLOCK, BLOCK) or halves or note_gate(module) is None:
             raise ValueError(
-                f"the experts of {path} are FP8 in blocks of {blocks}, {list(getattr(module, names[0]).shape)}; expected blocks "
-                f"of {BLOCK} x {BLOCK} that hold gate or up, and a gate that moe_mlp has"
+                f"the experts of {path} are FP8 in blocks of {blocks}, {list(getattr(module, names[0]).shape)}; expected "
+                f"blocks of {BLOCK} x {BLOCK} that hold gate or up, and a gate that moe_mlp has"
             )
     elif not packed.layouts(module):
         check_floats([getattr(module, name) for name in names], path)

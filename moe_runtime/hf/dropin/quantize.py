@@ -2,7 +2,7 @@
 
     quantize_experts(model, "nf4")      the stacks of a model in memory, one at a time
     load_quantized(folder, "nf4")       a folder or a Hub id's local copy: every expert is packed as it is read
-    save_quantized(model, folder)       what transformers reads: GPT-OSS in MXFP4, FP8 as DeepSeek-V3's; NF4 and int8 for load_quantized
+    save_quantized(model, folder)       MXFP4 as GPT-OSS and FP8 as DeepSeek-V3 for transformers, the rest for load_quantized
 
 A packed stack cannot train; adapters on it can (PEFT's `target_parameters`). Attention, router and embeddings stay as they are.
 """
@@ -151,6 +151,7 @@ class _File:
         self.device = torch.device("cpu")
 
     def dim(self) -> int:
+        """Return the number of dimensions."""
         return len(self.shape)
 
     def __getitem__(self, e: int) -> torch.Tensor:
@@ -172,8 +173,9 @@ def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
 def load_quantized(source: str | Path, format: str | None = None, **settings: Any) -> nn.Module:
     """Load the model of a folder with its experts packed; the stacks never exist in 16 bits, one expert at a time does.
 
-    `format` as of `quantize_experts`; by default what the folder's experts are in: MXFP4 (GPT-OSS), FP8 in blocks (DeepSeek-V3),
-    or what `save_quantized` wrote. Packed bytes of the same format are kept as they are. `settings` go to from_pretrained.
+    `format` as of `quantize_experts`; by default what the folder's experts are in: MXFP4 (GPT-OSS), FP8 in blocks
+    (DeepSeek-V3), or what `save_quantized` wrote. Packed bytes of the same format are kept as they are.
+    `settings` go to from_pretrained.
     Raises ValueError, before the weights are read, where `quantize_experts` would.
     """
     from transformers import AutoConfig
@@ -188,7 +190,9 @@ def load_quantized(source: str | Path, format: str | None = None, **settings: An
     held = {"mxfp4": "mxfp4", "fp8": "fp8_block", METHOD: quantization.get("format")}.get(method)
     format = format or held
     if format is None or (method and held is None):
-        raise ValueError(f"format is {format!r}, and {source} is quantized by {method or 'nothing'}; pass one of {list(packed.FORMATS)}")
+        raise ValueError(
+            f"format is {format!r}, and {source} is quantized by {method or 'nothing'}; pass one of {list(packed.FORMATS)}"
+        )
     packed.of_name(format)
     checkpoint = Checkpoint(source)
     if method in ("mxfp4", METHOD):  # of the experts alone, which are read here
@@ -208,7 +212,7 @@ def load_quantized(source: str | Path, format: str | None = None, **settings: An
 
 
 def _without_stacks(config, source: Path, format: str, settings: dict):
-    """Load the model without its stacks, which its class leaves out; return it, and their shapes and dtypes by path and name."""
+    """Load the model without its stacks, which its class leaves out; return it, and the stacks' shapes and dtypes."""
     import transformers
 
     from moe_runtime.hf.models.folders import load
@@ -262,6 +266,7 @@ class _Unpacked:
         self.turn = kind.endswith(packed.TRANSPOSED)
 
     def dim(self) -> int:
+        """Return the number of dimensions."""
         return 3
 
     def __getitem__(self, e: int) -> torch.Tensor:

@@ -203,7 +203,9 @@ def test_transformers_own_fp8_experts_are_served(fp8_model):
         moe_runtime.quantize_experts(model, "nf4")
 
 
-@pytest.mark.parametrize("change, says", [({"block_size": (64, 64)}, r"blocks of \(64, 64\)"), ({"gate_softcap": 3.0}, "moe_mlp has")])
+@pytest.mark.parametrize(
+    "change, says", [({"block_size": (64, 64)}, r"blocks of \(64, 64\)"), ({"gate_softcap": 3.0}, "moe_mlp has")]
+)
 def test_fp8_experts_that_no_kernel_reads_are_refused(change, says, fp8_model):
     model, _ = fp8_model
     vars(experts_in(model)[0]).update(change, up_softcap=3.0)
@@ -218,7 +220,7 @@ def test_refused_before_anything_changes():
     before = copy.deepcopy(model.state_dict())
     for changed, form, says in (
         (model, "nf5", "format is 'nf5'"), (twice, "int8", "it is quantized already"),
-        (spread, "fp8_block", "would hold gate and up, which have 96 each"), (spread, "nf4", "multiple of 64 numbers, these have 96"),
+        (spread, "fp8_block", "gate and up, which have 96 each"), (spread, "nf4", "a multiple of 64 numbers, these have 96"),
         (torch.nn.Linear(2, 2), "nf4", "no experts"), (qwen().double(), "nf4", "torch.float64; expected"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):

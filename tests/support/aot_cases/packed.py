@@ -7,7 +7,7 @@ from moe_runtime.kernels.operands import LowRank
 from moe_runtime.kernels.packed import PackedWeight, fit_packed
 from moe_runtime.ops.packed import FORMATS
 from tests.support.aot_cases import grouped_gemm
-from tests.support.aot_cases.grouped_gemm import E, GPT_OSS, H, I, K, T, meta
+from tests.support.aot_cases.grouped_gemm import GPT_OSS, E, H, I, K, T, meta
 
 RANK = 16
 

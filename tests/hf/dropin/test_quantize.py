@@ -16,6 +16,8 @@ from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules.moe import MoE
 from moe_runtime.ops import packed
+from tests.hf.dropin.test_layers import TOKENIZER
+from tests.support.fences import ROOT, fences
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 2, "num_hidden_layers": 1,
@@ -174,6 +176,18 @@ def test_our_own_layer():
     for name in ("gate_up_proj", "down_proj"):
         getattr(before.experts, name).data.copy_(packed.reference(*modules.get(layer.experts, name)))
     assert error(layer(x), before(x)) < 5e-6
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "quantized-experts.md"
+    (example,) = [fence for fence in fences(page) if fence.language == "python"]
+    monkeypatch.chdir(tmp_path)
+    qwen(vocab_size=len(TOKENIZER)).save_pretrained("model")
+    TOKENIZER.save_pretrained("model")
+    (tmp_path / "data.jsonl").write_text('{"text": "one two three"}\n' * 4)
+    exec(compile(example.text, str(page), "exec"), {})
+    names = Checkpoint("adapter", "adapter_model.safetensors").keys()
+    assert sum("experts" in name for name in names) == 4
 
 
 @pytest.fixture

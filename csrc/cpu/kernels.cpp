@@ -5,6 +5,7 @@
 #include "activation.h"
 #include "experts.h"
 #include "merging.h"
+#include "packed.h"
 #include "vector.h"
 
 namespace {
@@ -160,6 +161,7 @@ extern const Kernels MOERT_SET = {
     {experts_down<float>, experts_down<bf16>},
     {merge<float>, merge<bf16>},
     {merge_gradient<float>, merge_gradient<bf16>},
+    {unpack<float>, unpack<bf16>},
     {peak<float>, peak<bf16>},
     {PEAK_FLOPS<float>, PEAK_FLOPS<bf16>},
 };

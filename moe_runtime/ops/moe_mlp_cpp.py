@@ -21,8 +21,10 @@ FEW = {"avx512_bf16": {torch.float32: ANY, torch.bfloat16: ANY}, "avx512": {torc
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
 
-class _Plan:
+class Plan:
     """Index arrays of one call, and the library's functions on them."""
+
+    folded = False  # the weights are those of the sum
 
     def __init__(self, experts: Experts, x, topk_weight, offsets, row_slot):
         (self.T, self.K), (self.E, self.Z, self.H) = topk_weight.shape, experts.up.shape
@@ -93,7 +95,7 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         out = x.new_empty(x.shape)
         _one_call(x, experts, topk_weight, offsets, row_slot, (0, E), z_all if save else None, out)
         return out, z_all, offsets, row_slot
-    plan = _Plan(experts, x, topk_weight, offsets, row_slot)
+    plan = Plan(experts, x, topk_weight, offsets, row_slot)
     y = scratch("y", (R, H), x)
     up, down = _transposed(experts, "up"), _transposed(experts, "down")
     for group in plan.groups:
@@ -170,7 +172,7 @@ def _up(group, experts: Experts, up: list, rows, z) -> None:
 def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None,
              into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
     """As `moe_mlp_torch.backward`."""
-    plan = _Plan(experts, x, topk_weight, offsets, row_slot)
+    plan = Plan(experts, x, topk_weight, offsets, row_slot)
     T, K, R, I, Z, H = plan.T, plan.K, plan.R, plan.I, plan.Z, plan.H
     trained, dweight = experts.rows(), topk_weight.new_empty(R)
     if plan.rows < R:

@@ -33,10 +33,9 @@ from moe_runtime.modules.moe import Experts
 from moe_runtime.ops import moe_mlp_cpp
 from moe_runtime.ops.expert_rows import GROUP_ELEMENTS
 from moe_runtime.ops.moe_mlp_torch import BLOCK_ELEMENTS
+from moe_runtime.ops.packed import FORMATS, bytes_per_weight
 
 OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adafactor", "8bit")
-# bytes per weight by the name of a format, scales included: ADAPTERS
-FORMATS = {"nf4": (4 + 8 / 64 + 32 / 64 / 256) / 8, "mxfp4": (4 + 8 / 32) / 8, "fp8_block": 1 + 4 / 128**2, "int8": 1.0}
 BITS = {"16": None, "4": "nf4", "8": "int8"} | {name: name for name in FORMATS}
 # part of a class's name -> whose activations its are; the innermost module that has one decides
 KINDS = {
@@ -146,7 +145,7 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
     R, is_backward = T * K, name.endswith("backward")
     if backend == "triton":
         return R * x.element_size() * (Z + I + H if is_backward else I + H), {}
-    if not is_backward and backend == "cpp" and E * moe_mlp_cpp.few_rows(x.dtype) >= R:
+    if backend == "cpp" and name in ("moe_mlp", "moe_layer") and E * moe_mlp_cpp.few_rows(x.dtype) >= R:
         return 0, {"one call": moe_mlp_cpp.one_call_bytes(x.dtype, T, H, I, E, K)}
     alone = T if given.get("gate") in SHARED_GATES else 0  # rows of the expert that sees every token, which are not gathered
     group = min(R - alone, max(math.ceil(R / E), GROUP_ELEMENTS // max(Z, H)))
@@ -284,7 +283,7 @@ def estimate(model: nn.Module, inputs, *, optimizer: str = "adamw", packed: str 
     adapters, plain = sum(nbytes(p) for name, p in names.items() if "lora_" in name), sum(map(nbytes, stacks))
     rest = sum(map(nbytes, {*names.values(), *model.buffers()})) - adapters - plain
     experts = plain if packed is None else sum(
-        round(p.numel() * FORMATS[packed]) if p.dim() == 3 and not p.requires_grad else nbytes(p) for p in stacks
+        round(p.numel() * bytes_per_weight(packed)) if p.dim() == 3 and not p.requires_grad else nbytes(p) for p in stacks
     )  # fmt: skip
     state, temporary = optimizer_bytes(trained, optimizer)
     kept, top = sum(step.kept.values()), max(step.peak, step.gradients + temporary)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 # Table 7; a text template follows the BOS that the tokenizer puts before texts, which is the <s> of CodeLlama's
 TEMPLATES = {
-    "ultralm": "User: {prompt}\nAssistant: ",
+    "ultralm": "User: {prompt}\nAssistant:",
     "codellama": "[INST] {prompt} [/INST]",
     "wizardmath": (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"

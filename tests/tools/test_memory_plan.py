@@ -98,7 +98,7 @@ def small(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text(json.dumps(llama(256, 64, 128, 2, 4, 4)))
     text = (METHODS / "upit/recipes/tiny.yaml").read_text()
-    text = re.sub(r"pretrain:\n(  .*\n)+", "", text).replace("base_model: null", f"base_model: {tmp_path / 'base'}")
+    text = re.sub(r"(pretrain|lora):\n(  .*\n)+", "", text).replace("base_model: null", f"base_model: {tmp_path / 'base'}")
     (tmp_path / "small.yaml").write_text(text)
     return tmp_path / "small.yaml"
 
@@ -106,9 +106,7 @@ def small(tmp_path):
 def test_recipe_by_stage_and_engine(small):
     code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 80, "--json")
     lines = {(line["stage"], line["engine"]): line for line in json.loads(text[text.index("[") :])}
-    assert code == 0 and {stage for stage, _ in lines} == {
-        f"{form} {of}" for form in ("ffn", "lora") for of in ("sft", "init", "post")
-    }
+    assert code == 0 and {stage for stage, _ in lines} == {f"ffn {of}" for of in ("sft", "init", "post")}
     whole, half = lines["ffn post", "ddp"], lines["ffn post", "fsdp2"]
     for part in ("weights", "gradients", "optimizer"):
         assert half[f"{part}_bytes"] == (whole[f"{part}_bytes"] + 1) // 2

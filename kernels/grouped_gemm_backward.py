@@ -11,11 +11,15 @@ from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 
 from moe_runtime.kernels.activation import activate_grad, below, shifted
 from moe_runtime.kernels.operands import (
+    LowRank,
     describable,
     grid,
     last_contiguous,
+    low_rank,
+    low_rank_operand,
     pairs,
     piece,
+    storage,
     weight_base,
     weight_block,
     weight_operand,
@@ -71,12 +75,14 @@ def store_dz(dh, weight, row, col0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED: 
 
 
 @triton.jit
-def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row_slot_ptr, map_ptr, z_ptr, dz_ptr,
-             wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k,
-             SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, weight_ptr, row_slot_ptr, map_ptr,
+             z_ptr, dz_ptr, wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k,
+             stride_le, stride_lr, stride_ln, SLOTS: tl.constexpr, ACT: tl.constexpr,
+             GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
              INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, WH: tl.constexpr, TRAINED: tl.constexpr,
-             EVEN_K: tl.constexpr, TMA: tl.constexpr, K_LAST: tl.constexpr, PRECISION: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
+             EVEN_K: tl.constexpr, TMA: tl.constexpr, K_LAST: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+             GROUP_M: tl.constexpr):  # fmt: skip
     num_n = tl.cdiv(I, BLOCK_N)
     pid_m, pid_n = tile_of(pid, num_m, num_n, GROUP_M)
     e = tl.load(map_ptr + pid_m)
@@ -97,17 +103,22 @@ def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row
             if not EVEN_K:
                 mask = mask & (k0 + k < H)[None, :]
             a = tl.load(dout, mask=mask, other=0.0)
-            b = weight_block(base, e, n0, k0, I, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            b = weight_block(base, e, n0, k0, I, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K, TRAINED)
+            acc = tl.dot(a, b.to(a.dtype), acc, input_precision=PRECISION)
             dout += BLOCK_K
         weight = tl.load(weight_ptr + slot, mask=live, other=0.0).to(tl.float32)
         # in pieces, or what the epilogue holds beside the accumulator would spill: z comes twice as wide, or serves a clamp too
-        PIECES: tl.constexpr = (4 if INTERLEAVED or LIMIT > 0 else 2) * (4 if BLOCK_N > 128 else 1)
+        PIECES: tl.constexpr = (4 if INTERLEAVED or LIMIT > 0 or RANK else 2) * (4 if BLOCK_N > 128 else 1)
         WIDTH: tl.constexpr = BLOCK_N // PIECES
         dot = tl.zeros((BLOCK_M,), tl.float32)
         for i in tl.static_range(PIECES):
-            dot += store_dz(piece(acc, i, PIECES, BLOCK_M, BLOCK_N), weight, row, n0 + i * WIDTH, I, rows_left, z_ptr,
-                            dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET, INTERLEAVED, BLOCK_M, WIDTH)  # fmt: skip
+            dh = piece(acc, i, PIECES, BLOCK_M, BLOCK_N)
+            c0 = n0 + i * WIDTH
+            if RANK:
+                low, b = low_ptr + row.to(tl.int64) * RANK, lora_ptr + e.to(tl.int64) * stride_le
+                dh += low_rank(low, b, rows_left, c0, I, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, WIDTH, BLOCK_R)
+            dot += store_dz(dh, weight, row, c0, I, rows_left, z_ptr, dz_ptr, wh_ptr, GATED, WH, ACT, LIMIT, UP_OFFSET,
+                            INTERLEAVED, BLOCK_M, WIDTH)  # fmt: skip
         if BIAS:  # y = W_down h + b: the weight's gradient has <dout, b> too, in the first column
             for k0 in range(0, tl.where(pid_n == 0, H, 0), BLOCK_K):
                 in_row = k0 + k < H
@@ -125,6 +136,8 @@ def _dz_kernel(
     w_trained,  # [n, H, I]: the weights of the experts that have a place here
     trained_ptr,  # [E] int32: that place, or -1
     bias_ptr,  # [E, H]
+    low_ptr,  # [R, RANK]
+    lora_ptr,  # [E, RANK, I], by its strides
     weight_ptr,  # [T, SLOTS] float32
     row_slot_ptr,  # [R] int32
     map_ptr,  # [3, num_m] int32
@@ -132,23 +145,25 @@ def _dz_kernel(
     dz_ptr,  # [R, 2I or I]
     wh_ptr,  # [R, I]: weight * h
     partial_ptr,  # [R, cdiv(I, BLOCK_N)] float32: <dout W_down, h> of these columns
-    num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k,
+    num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k, stride_le, stride_lr, stride_ln,
     SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, WH: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr,
-    TMA: tl.constexpr, K_LAST: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TMA: tl.constexpr, K_LAST: tl.constexpr, PERSISTENT: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
         for pid in tl.range(tl.program_id(0), num_m * tl.cdiv(I, BLOCK_N), tl.num_programs(0)):
-            _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row_slot_ptr, map_ptr, z_ptr,
-                     dz_ptr, wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e, stride_te, stride_n, stride_k,
-                     SLOTS, ACT, GATED, LIMIT, UP_OFFSET, INTERLEAVED, BIAS, WH, TRAINED, EVEN_K, TMA, K_LAST,
-                     PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
+            _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, weight_ptr,
+                     row_slot_ptr, map_ptr, z_ptr, dz_ptr, wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e,
+                     stride_te, stride_n, stride_k, stride_le, stride_lr, stride_ln, SLOTS, ACT, GATED, LIMIT, UP_OFFSET,
+                     INTERLEAVED, BIAS, WH, TRAINED, EVEN_K, TMA, K_LAST, RANK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                     BLOCK_R, GROUP_M)  # fmt: skip
     else:
-        _dz_tile(tl.program_id(0), dout_ptr, w, w_trained, trained_ptr, bias_ptr, weight_ptr, row_slot_ptr, map_ptr,
-                 z_ptr, dz_ptr, wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e, stride_te, stride_n,
-                 stride_k, SLOTS, ACT, GATED, LIMIT, UP_OFFSET, INTERLEAVED, BIAS, WH, TRAINED, EVEN_K, TMA, K_LAST,
-                 PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)  # fmt: skip
+        _dz_tile(tl.program_id(0), dout_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, weight_ptr,
+                 row_slot_ptr, map_ptr, z_ptr, dz_ptr, wh_ptr, partial_ptr, num_m, I, H, stride_dout, stride_e,
+                 stride_te, stride_n, stride_k, stride_le, stride_lr, stride_ln, SLOTS, ACT, GATED, LIMIT, UP_OFFSET,
+                 INTERLEAVED, BIAS, WH, TRAINED, EVEN_K, TMA, K_LAST, RANK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                 BLOCK_R, GROUP_M)  # fmt: skip
 
 
 @triton.jit
@@ -255,14 +270,17 @@ def _bias_bwd_kernel(
 
 def dz_backward(
     dout, down, bias, topk_weight, row_slot, tile_map, z, act: str, gated: bool, need_wh: bool, tile: Tile, trained=None,
-    *, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False,
+    *, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False, lora: LowRank | None = None,
 ):  # fmt: skip
     """From `dout` [T, H] and z [R, 2I or I] -> dz like z, weight * h [R, I] (empty unless need_wh), partial [R, n] float32.
 
-    The sum of `partial` over its columns is the gradient of the row's weight. Rows outside of the tile map stay unwritten.
+    `lora` is added to dout W_down. The sum of `partial` over its columns is the gradient of the row's weight. Rows outside of
+    the tile map stay unwritten.
     """
     H, I = down.shape[1:]
     R, slots = row_slot.numel(), topk_weight.shape[1]
+    if lora is not None and interleaved:  # a wider tile spills
+        tile = tile._replace(BLOCK_N=min(tile.BLOCK_N, 128))
     dz = torch.empty_like(z)
     wh = z.new_empty(R if need_wh else 0, I)
     partial = torch.empty(R, triton.cdiv(I, tile.BLOCK_N), dtype=torch.float32, device=z.device)
@@ -272,12 +290,14 @@ def dz_backward(
     down, k_last = last_contiguous(down, False)
     tma = tile.TMA and trained is None and describable(down)
     weights, strides = weight_operand(down, trained, k_last, tma, tile)
+    (low, b, *lora_strides), constants = low_rank_operand(lora)
     with torch.cuda.device_of(dout):
         _dz_kernel[grid(tile, num_m, I, dout.device)](
-            dout, *weights, bias, topk_weight, row_slot, tile_map, z, dz, wh if need_wh else None, partial, num_m, I, H,
-            dout.stride(0), *strides, SLOTS=slots, ACT=act, GATED=gated, LIMIT=limit or 0.0, UP_OFFSET=up_offset,
+            dout, *weights, bias, low, b, topk_weight, row_slot, tile_map, z, dz, wh if need_wh else None, partial, num_m, I, H,
+            dout.stride(0), *strides, *lora_strides, **constants,
+            SLOTS=slots, ACT=act, GATED=gated, LIMIT=limit or 0.0, UP_OFFSET=up_offset,
             INTERLEAVED=interleaved, BIAS=bias is not None, WH=need_wh,
-            TRAINED=trained is not None, EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last,
+            TRAINED=storage(down, trained), EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last,
             PERSISTENT=tile.PERSISTENT, PRECISION=precision(dout), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
             BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,

@@ -20,12 +20,12 @@ MIN_CAPABILITY = (8, 0)
 
 # every op has a "torch" implementation; these have a hand-written kernel as well
 OPS = (
-    "route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "merge_experts", "lora_mlp", "gram", "dare_merge",
+    "route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "frozen_mlp", "merge_experts", "lora_mlp", "gram", "dare_merge",
     "fused_cross_entropy",
 )  # fmt: skip
 TRITON_OPS = OPS
 CUDA_OPS = ("route", "dispatch", "combine", "merge_experts")
-CPP_OPS = ("moe_mlp", "merge_experts")
+CPP_OPS = ("moe_mlp", "frozen_mlp", "merge_experts")
 KERNELS = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS, "cpp": CPP_OPS}
 
 # where "cuda" was measured faster than "triton", and so is the default: rows of op, device, date, torch, triton and

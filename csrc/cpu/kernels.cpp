@@ -6,6 +6,7 @@
 #include "experts.h"
 #include "gradients.h"
 #include "merging.h"
+#include "packed.h"
 #include "vector.h"
 
 namespace {
@@ -196,6 +197,7 @@ extern const Kernels MOERT_SET = {
     {experts_dw<float>, experts_dw<bf16>},
     {merge<float>, merge<bf16>},
     {merge_gradient<float>, merge_gradient<bf16>},
+    {unpack<float>, unpack<bf16>},
     {peak<float>, peak<bf16>},
     {PEAK_FLOPS<float>, PEAK_FLOPS<bf16>},
     {false, false},

@@ -102,6 +102,18 @@ struct MergeGradient {
     float* parts;
 };
 
+// One expert [P, Q] of a packed stack; what `scale` and the three after it are, moe_runtime/ops/packed.py says.
+struct Unpack {
+    enum { NF4, MXFP4, FP8, INT8 };
+    int format;
+    const uint8_t* data;
+    const void* scale;
+    const float *nested, *map;
+    float offset;
+    int64_t expert, P, Q;
+    void* out;
+};
+
 // Rounds of SUMS independent sums, each of `steps` products, from registers alone.
 struct Peak {
     static constexpr int SUMS = 12;  // more than the products that a core has in flight
@@ -125,6 +137,7 @@ struct Kernels {
     // of blocks
     void (*merge[2])(const Merge&, int64_t begin, int64_t end);
     void (*merge_gradient[2])(const MergeGradient&, int64_t begin, int64_t end);
+    void (*unpack[2])(const Unpack&, int64_t begin, int64_t end);  // of rows
     void (*peak[2])(const Peak&, int64_t begin, int64_t end);
     int64_t peak_flops[2];  // of one step of one sum
     bool tiled[2];

@@ -448,6 +448,13 @@ void moert_cpu_merge_gradient(
     }
 }
 
+void moert_cpu_unpack(
+    int format, int dtype, const void* data, const void* scale, const float* nested, const float* map, float offset, int64_t e,
+    int64_t P, int64_t Q, void* out, int threads) {
+    const moert::Unpack u = {format, (const uint8_t*)data, scale, nested, map, offset, e, P, Q, out};
+    parallel(variant->kernels->unpack[dtype / 2], u, P, (double)size_of(dtype) * P * Q, threads);
+}
+
 double moert_cpu_peak(int dtype, int64_t rounds, int64_t steps, float* sink, int threads) {
     const moert::Peak p = {steps, 0.5f, 0.25f, sink};
     const double sums = (double)rounds * steps * moert::Peak::SUMS;

@@ -82,6 +82,12 @@ MOERT_API void moert_cpu_merge_gradient(
     int dtype, int dout_dtype, const void* dout, const void* weight, int64_t stride_e, int64_t E, int64_t P, void* scratch,
     float* dalpha, int threads);
 
+// out [P, Q] of expert `e` of a packed stack of format 0 NF4, 1 MXFP4, 2 FP8 in blocks, 3 int8, as moe_runtime/ops/packed.py lays out
+// its bytes; `nested`, `map` and `offset` are those of NF4's scales.
+MOERT_API void moert_cpu_unpack(
+    int format, int dtype, const void* data, const void* scale, const float* nested, const float* map, float offset, int64_t e,
+    int64_t P, int64_t Q, void* out, int threads);
+
 // What registers alone allow: `rounds` rounds of sums of `steps` products each. Returns their floating-point operations; `sink` [rounds]
 // keeps the compiler from leaving them out.
 MOERT_API double moert_cpu_peak(int dtype, int64_t rounds, int64_t steps, float* sink, int threads);

@@ -46,6 +46,9 @@ def run(
     recipe: Annotated[str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))],
     out: Annotated[Path, option("Folder for the models and their results; a rerun resumes there.")] = Path("runs/recipe"),
     seed: RecipeSeed = None,
+    skip_memory_check: Annotated[
+        bool, option("Run even if the estimate says that it does not fit.", "--skip-memory-check")
+    ] = False,
 ):
     """Run a method from a recipe.
 
@@ -62,6 +65,10 @@ def run(
     path = recipe_path(recipe, *tables.PAPERS)
     method = method_of(path)
     check_choice("method", method, tuple(tables.PAPERS))
+    if not skip_memory_check:
+        from moe_runtime.tools import memory_plan
+
+        memory_plan.check(memory_plan.recipe_of(str(path)), recipe)
     study = importlib.import_module(f"moe_runtime.methods.{method}.study")
     return {"out": out, "results": study.run(path, out, seed=seed)}
 

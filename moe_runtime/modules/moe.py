@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.modules import trainable
+from moe_runtime.modules import frozen, packed, trainable
 from moe_runtime.ops import all_to_all, expert_rows
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.balance import balance_loss
+from moe_runtime.ops.frozen_mlp import frozen_mlp
 from moe_runtime.ops.library import autocast_dtype, wide_dtype
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import run_experts
@@ -140,11 +141,23 @@ def forward_experts(
     """Run x [T, H] through the experts of `module`, ours or transformers': from its parameters to `moe_mlp`.
 
     `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then any biases. Rows that
-    train may be stored separately (`modules.trainable`), the experts be spread over ranks (`ops.all_to_all`). `run(x, topk_idx,
-    topk_weight, experts)` replaces `moe_mlp`. Returns [T, H] in the weights' dtype or, under autocast, in autocast's, and the
-    expert_offsets [E + 1] of x's slots.
+    train may be stored separately (`modules.trainable`), the experts be spread over ranks (`ops.all_to_all`) or have adapters
+    (`modules.frozen`) or be packed (`modules.packed`), with which `frozen_mlp` runs. `run(x, topk_idx, topk_weight, experts)`
+    replaces `moe_mlp` or `frozen_mlp`. Returns [T, H] in the weights' dtype, of packed ones in x's, or, under autocast, in
+    autocast's, and the expert_offsets [E + 1] of x's
+    slots.
     """
-    rows = trainable.trained_parameters(module)
+    adapters, rows = frozen.take(module), trainable.trained_parameters(module)
+    if adapters and rows:
+        raise ValueError(f"{type(module).__name__} has adapters and rows that train; expected one of them: fold_rows(model)")
+    if packed.is_packed(module, names[0]):
+        if activation is None:
+            raise ValueError(f"{type(module).__name__} is packed, with an unknown gate; call moe_runtime.patch(model)")
+        dtype = autocast_dtype(x) or x.dtype
+        stacks = [packed.stack_of(module, name, transposed) for name in names[:2]]
+        tensors = [*stacks, *(getattr(module, name) for name in names[2:])]
+        experts = frozen.experts_of(names, tensors, adapters, activation, dtype)
+        return frozen_mlp(x.to(dtype), experts, topk_weight, topk_idx)
     # each is read once: under FSDP, PEFT or tensor parallelism reading a parameter may compute it
     tensors = [getattr(module, name) for name in names] + [rows[name] for name in names if rows]
     check_floats(tensors, type(module).__name__)
@@ -152,9 +165,12 @@ def forward_experts(
         tensors = [tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for tensor in tensors]
     tensors, owners = all_to_all.local_parts(tensors, module.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
     dtype = autocast_dtype(x) or tensors[1].dtype
-    tensors = [tensor.to(dtype) for tensor in tensors]
+    if not adapters:
+        tensors = [tensor.to(dtype) for tensor in tensors]
     stacks, trained = tensors[: len(names)], tensors[len(names) :]
-    if rows:
+    if adapters:
+        experts = frozen.experts_of(names, stacks, adapters, activation, dtype)
+    elif rows:
         experts = trainable.experts_of(module, stacks, trained, activation)
     else:
         # the shared expert's rows are not the first ones where they come from several ranks
@@ -164,6 +180,8 @@ def forward_experts(
     def run_here(x, topk_idx, topk_weight):
         if run is not None:
             return run(x, topk_idx, topk_weight, experts)
+        if adapters:
+            return frozen_mlp(x, experts, topk_weight, topk_idx)
         return run_experts(x, experts, topk_weight, topk_idx, recompute=recompute)
 
     if owners is None:

@@ -71,6 +71,22 @@ def _lora_mlp_backward(dout, z, low, need_x, needs, x, gate, up, down, gate_bias
     return base + again + inner + need_x * (2 * base + first) + sum(n for n, need in zip(halves, needs) if need)
 
 
+def _pairs(R: int, arguments, needs=None) -> int:
+    """Count the products of rank r: one with each half, in the backward pass its gradient's too."""
+    halves = [prod(half) // half[0] for half in arguments[10:14] if half is not None]
+    return 2 * R * sum(halves) if needs is None else 2 * R * (sum(halves) + sum(n for n, need in zip(halves, needs) if need))
+
+
+def _frozen_mlp(x, topk_weight, topk_idx, *arguments, **_) -> int:
+    up, down = arguments[3], arguments[7]
+    return 2 * prod(topk_idx) * (prod(up[1:]) + prod(down[1:])) + _pairs(prod(topk_idx), arguments)
+
+
+def _frozen_mlp_backward(dout, x, topk_weight, *arguments, **_) -> int:
+    R, up, down, needs = prod(topk_weight), arguments[3], arguments[7], arguments[-2]
+    return 2 * R * (prod(up[1:]) * needs[0] + prod(down[1:])) + _pairs(R, arguments, needs[4:])
+
+
 def _heads(hidden, heads, needs=None) -> int:
     V = min(head[0] for head in heads)
     return sum(2 * prod(h) * V for at, h in enumerate(hidden) if needs is None or needs[at])
@@ -84,7 +100,7 @@ def _fused_gradients(*args, **_) -> int:
 FORMULAS = {
     "moe_mlp": _moe_mlp, "moe_mlp_backward": _moe_mlp_backward, "moe_layer": _moe_layer,
     "moe_layer_backward": _moe_layer_backward, "grouped_gemm": lambda x, weight, *_, **__: 2 * x[0] * prod(weight[1:]),
-    "grouped_gemm_backward": _grouped_gemm_backward,
+    "grouped_gemm_backward": _grouped_gemm_backward, "frozen_mlp": _frozen_mlp, "frozen_mlp_backward": _frozen_mlp_backward,
     "merge_experts": lambda weight, *_, **__: 2 * prod(weight),
     "merge_experts_backward_alpha": lambda dout, weight, *_, **__: 2 * prod(weight),
     "merged_linear": lambda x, weight, alpha, merged, *_, **__: 2 * prod(x[:-1]) * prod(merged),

@@ -66,7 +66,7 @@ def run_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`moe_mlp` of `experts`, and what its dispatch has counted: out [T, H], expert_offsets [E + 1] int32."""
     check_experts(x, experts)
-    _check_slots(x, topk_weight, topk_idx)
+    check_slots(x, topk_weight, topk_idx)
     _check_shared(experts, topk_idx)
     topk_weight = topk_weight.to(wide_dtype(x.dtype))
     if backends.portable() is not None:
@@ -128,7 +128,8 @@ def _whole(experts: Experts, name: str) -> torch.Tensor:
     return torch.where(row.view(-1, 1, 1) < 0, stack, trained[row.clamp_min(0)])
 
 
-def _check_slots(x, topk_weight, topk_idx) -> None:
+def check_slots(x, topk_weight, topk_idx) -> None:
+    """Raise ValueError unless weights and ids [T, K] fit x [T, H]."""
     fits = topk_idx.dim() == 2 and topk_weight.shape == topk_idx.shape and topk_idx.shape[0] == x.shape[0]
     fits = fits and topk_idx.dtype in INTEGERS and topk_weight.is_floating_point()
     if not fits or not x.device == topk_weight.device == topk_idx.device:

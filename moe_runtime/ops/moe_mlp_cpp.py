@@ -19,15 +19,17 @@ ANY = 1 << 62
 # instruction set, 2026-11-23
 _ALL = {torch.float32: ANY, torch.bfloat16: ANY}
 FEW = {"amx": _ALL, "avx512_bf16": _ALL, "avx512": _ALL, "avx2": {torch.float32: 128, torch.bfloat16: ANY}}
-FEW_OF_TILES = 8  # in bfloat16 where torch multiplies on matrix tiles and we on vectors: without `amx`, and in its backward pass
+FEW_OF_TILES = 8  # in bfloat16 where torch multiplies on matrix tiles and we on vectors: without `amx`, or in the backward pass
 FEW_BACK = {("amx", torch.bfloat16): FEW_OF_TILES}
 BACK_ELEMENTS = 1 << 22  # of dz and wh that experts go through together in the backward pass
 # where one call reads the weights once and that decides
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
 
-class _Plan:
+class Plan:
     """Index arrays of one call, and the library's functions on them."""
+
+    folded = False  # the weights are those of the sum
 
     def __init__(self, experts: Experts, x, topk_weight, offsets, row_slot):
         (self.T, self.K), (self.E, self.Z, self.H) = topk_weight.shape, experts.up.shape
@@ -98,7 +100,7 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         out = x.new_empty(x.shape)
         _one_call(x, experts, topk_weight, offsets, row_slot, (0, E), z_all if save else None, out)
         return out, z_all, offsets, row_slot
-    plan = _Plan(experts, x, topk_weight, offsets, row_slot)
+    plan = Plan(experts, x, topk_weight, offsets, row_slot)
     y = scratch("y", (R, H), x)
     up, down = _transposed(experts, "up"), _transposed(experts, "down")
     for group in plan.groups:
@@ -117,10 +119,11 @@ def _in_one_call(experts: Experts, most: int) -> bool:
     """Whether one call of the library is to do it all, by the `most` rows of an expert; each row of weights in one piece."""
     if experts.up_trained is not None or not experts.up.stride(2) == 1 == experts.down.stride(2):
         return False
-    return most <= _few_rows(experts.up.dtype)
+    return most <= few_rows(experts.up.dtype)
 
 
-def _few_rows(dtype: torch.dtype) -> int:
+def few_rows(dtype: torch.dtype) -> int:
+    """Return the rows of the largest expert up to which one call does it all."""
     # a CPU's matrix tiles multiply bfloat16 faster than its vectors do
     variant = cpp.library().variant
     if dtype == torch.bfloat16 and variant != "amx" and torch.cpu._is_amx_tile_supported():
@@ -128,12 +131,17 @@ def _few_rows(dtype: torch.dtype) -> int:
     return FEW.get(variant, FEW_ELSEWHERE)[dtype]
 
 
+def one_call_bytes(dtype: torch.dtype, T: int, H: int, I: int, E: int, K: int, z_alone: bool = False) -> int:
+    """Return the scratch memory of one call, up to the pre-activation if `z_alone`."""
+    threads = torch.get_num_threads()
+    return cpp.library().handle.moert_cpu_experts_bytes(cpp.DTYPES[dtype], T, H, I, E, K, z_alone, threads)
+
+
 def _one_call(x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[int, int], z, out) -> None:
     """Write out [T, H], the sum over the experts of `part`, and z from the first one's first row on; either may be None."""
     (T, K), (E, _, H), I = topk_weight.shape, experts.up.shape, experts.down.shape[2]
     calls, dtype, up, down = cpp.library().handle, cpp.DTYPES[x.dtype], experts.up, experts.down
-    threads = torch.get_num_threads()
-    size = calls.moert_cpu_experts_bytes(dtype, T, H, I, E, K, out is None, threads)
+    threads, size = torch.get_num_threads(), one_call_bytes(x.dtype, T, H, I, E, K, out is None)
     space = scratch("one call", (size,), x, torch.uint8)
     biases = [None if bias is None else bias.contiguous() for bias in (experts.up_bias, experts.down_bias)]
     calls.moert_cpu_experts(
@@ -174,7 +182,7 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     if _back_in_one_call(experts, offsets, into):
         dx, dweight, grads = _one_call_back(dout, x, experts, topk_weight, z_all, offsets, row_slot, needs, into)
         return _with_router(grads, dx, dweight.view(topk_weight.shape), router)
-    plan = _Plan(experts, x, topk_weight, offsets, row_slot)
+    plan = Plan(experts, x, topk_weight, offsets, row_slot)
     T, K, R, I, Z, H = plan.T, plan.K, plan.R, plan.I, plan.Z, plan.H
     trained, dweight = experts.rows(), topk_weight.new_empty(R)
     if plan.rows < R:

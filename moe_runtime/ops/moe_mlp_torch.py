@@ -27,14 +27,14 @@ def _blocks(start: int, end: int, width: int):
         yield row, min(row + step, end)
 
 
-def _gather(name: str, x: torch.Tensor, tokens: torch.Tensor, everyone: bool) -> torch.Tensor:
+def gather(name: str, x: torch.Tensor, tokens: torch.Tensor, everyone: bool) -> torch.Tensor:
     """Rows `tokens` of x, in scratch memory; x itself if the expert sees every token once, in order."""
     if everyone:
         return x
     return torch.index_select(x, 0, tokens, out=scratch(name, (tokens.numel(), x.shape[1]), x))
 
 
-def _activation(experts: Experts, z: torch.Tensor, weight: torch.Tensor | None, h: torch.Tensor) -> None:
+def activate(experts: Experts, z: torch.Tensor, weight: torch.Tensor | None, h: torch.Tensor) -> None:
     """h = act(gate) * up [* weight], rows of z [n, 2I or I]; in float32 between the passes."""
     activation, wide = experts.activation, z.dtype in (torch.float32, torch.float64)
     act = ACT[activation.act]
@@ -69,22 +69,22 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
     z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
     y = scratch("y", (R, H), x)
     trained = experts.rows()
-    for group in groups(bounds, _everyone(bounds, row_token, T), R, max(Z, H)):
+    for group in groups(bounds, sees_everyone(bounds, row_token, T), R, max(Z, H)):
         a, b = group.start, group.end
-        rows = _gather("x", x, row_token[a:b], group.everyone)
+        rows = gather("x", x, row_token[a:b], group.everyone)
         z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
         _up(group, experts, trained, rows, z)
         h = scratch("h", (b - a, I), x)
-        _activation(experts, z, row_weight[a:b] if fold else None, h)
+        activate(experts, z, row_weight[a:b] if fold else None, h)
         for member in group.members:
             e, out = member.expert, member.wide(y[a:b])
             torch.mm(member.wide(h), experts.at(e, trained[e])[1].t(), out=out)
             if experts.down_bias is not None:
-                _add_bias(out, experts.down_bias[e], member.wide(row_weight[a:b]) if fold else None)
+                add_bias(out, experts.down_bias[e], member.wide(row_weight[a:b]) if fold else None)
     if bounds[E] < R:
         y[bounds[E] :].zero_()
         topk_weight = live_weights(topk_weight, topk_idx, E)
-    return _combine(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
+    return combine_rows(y, row_slot, topk_weight, fold), z_all, offsets, row_slot.int()
 
 
 def _grouped(experts: Experts, x: torch.Tensor, R: int) -> bool:
@@ -114,19 +114,19 @@ def _forward_grouped(x, experts: Experts, topk_weight, topk_idx, offsets, row_sl
     fold, row_weight = x.dtype != torch.float32, topk_weight.reshape(-1)[row_slot]
     z = _up_grouped(x, experts, offsets, row_slot, row_slot // K)
     h = scratch("h", (T * K, experts.down.shape[2]), x)
-    _activation(experts, z, row_weight if fold else None, h)
+    activate(experts, z, row_weight if fold else None, h)
     y = F.grouped_mm(h, experts.down.transpose(1, 2), offs=offsets[1:])
     if experts.down_bias is not None:
-        _add_bias(y, experts.down_bias[_row_expert(offsets, row_slot)], row_weight if fold else None)
+        add_bias(y, experts.down_bias[_row_expert(offsets, row_slot)], row_weight if fold else None)
     rows = int(offsets[E])
     if rows < T * K:
         y[rows:].zero_()
         topk_weight = live_weights(topk_weight, topk_idx, E)
-    out = _combine(y, row_slot, topk_weight, fold)
+    out = combine_rows(y, row_slot, topk_weight, fold)
     return out, z if save else x.new_empty(0, z.shape[1]), offsets, row_slot.int()
 
 
-def _everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bool]:
+def sees_everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bool]:
     """Say of each expert whether it sees every token once, in order."""
     if T < ALONE_FROM:
         return [False] * (len(bounds) - 1)
@@ -134,11 +134,13 @@ def _everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bool]:
     return [0 < b - a == T and bool((row_token[a:b] == everyone).all()) for a, b in itertools.pairwise(bounds)]
 
 
-def _add_bias(y, bias, weight) -> None:
-    y.add_(bias) if weight is None else y.add_((weight[:, None] * bias.float()).to(y.dtype))
+def add_bias(y, bias, weight) -> None:
+    """Add `bias` [H], times each row's weight if given, to the rows of `y`."""
+    y.add_(bias) if weight is None else y.add_((weight[:, None] * bias.to(weight.dtype)).to(y.dtype))
 
 
-def _combine(y, row_slot, topk_weight, folded: bool):
+def combine_rows(y, row_slot, topk_weight, folded: bool):
+    """Return each token's sum of its rows of `y` [R, H], times their weights unless these are `folded` into y."""
     slot_row = invert(row_slot).view(topk_weight.shape)
     return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
 
@@ -163,16 +165,16 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     if not z_all.shape[0] and _grouped(experts, x, R):  # as the forward pass, to the last bit
         z_all = _up_grouped(x, experts, offsets, row_slot, row_token)
     dx = scratch("y", (R, H), x) if needs.x else None
-    for group in groups(bounds, _everyone(bounds, row_token, T), R, max(Z, H)):
+    for group in groups(bounds, sees_everyone(bounds, row_token, T), R, max(Z, H)):
         a, b = group.start, group.end
-        dy = _gather("dy", dout, row_token[a:b], group.everyone)
-        rows = _gather("x", x, row_token[a:b], group.everyone)
+        dy = gather("dy", dout, row_token[a:b], group.everyone)
+        rows = gather("x", x, row_token[a:b], group.everyone)
         z = z_all[a:b] if z_all.shape[0] else _up(group, experts, trained, rows, scratch("z", (b - a, Z), x))
         dh, dz, wh = (scratch(name, (b - a, n), x) for name, n in (("dh", I), ("dz", Z), ("h", I)))
         for member in group.members:
             e = member.expert
             torch.mm(member.wide(dy), experts.at(e, trained[e])[1], out=member.wide(dh))
-        _activation_backward(experts, z, dh, row_weight[a:b], dz, wh, drow_weight[a:b])
+        activate_backward(experts, z, dh, row_weight[a:b], dz, wh, drow_weight[a:b])
         for member in group.members:
             e = member.expert
             if dx is not None:
@@ -185,7 +187,7 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     drow_weight[bounds[E] :].zero_()
     if dx is not None:
         dx[bounds[E] :].zero_()
-        dx = _combine(dx, row_slot, topk_weight, folded=True)
+        dx = combine_rows(dx, row_slot, topk_weight, folded=True)
     dweight = drow_weight[invert(row_slot)].view(T, K)
     if router is not None:
         dlogits, weight = router(dweight)
@@ -203,7 +205,7 @@ def _up(group: Group, experts: Experts, trained: list[int], rows, z):
     return z
 
 
-def _activation_backward(experts: Experts, z, dh, weight, dz, wh, dweight) -> None:
+def activate_backward(experts: Experts, z, dh, weight, dz, wh, dweight) -> None:
     """From z and dh = dy W_down (unweighted): dweight = <dh, h>, wh = weight * h, dz = weight * dh * h'(z); rows in blocks."""
     activation = experts.activation
     act, act_backward, limit = ACT[activation.act], ACT_BACKWARD[activation.act], activation.limit

@@ -19,7 +19,7 @@ from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, add_product
 from moe_runtime.ops.grouped_gemm import one_layout
 
 
-class _Layer:
+class Layer:
     """The experts and the rows' order; makes the tile map of every block size once."""
 
     def __init__(self, experts: Experts, offsets, row_slot, slots: int, maps: dict | None = None):
@@ -40,12 +40,13 @@ class _Layer:
             self.maps[tile.BLOCK_M] = dispatch.tile_map(self.offsets, self.R, tile.BLOCK_M, self.first)
         return self.maps[tile.BLOCK_M]
 
-    def up(self, x, save: bool):
+    def up(self, x, save: bool, lora: operands.LowRank | None = None):
         """Return z (empty unless `save`) and h of all rows."""
         e, (_, H, I) = self.experts, self.experts.down.shape
         tile, (act, gated, *_), form = self.choose("up", x, I, H), e.activation, e.activation.gate_form()
         z, h = grouped_gemm.up_forward(
-            x, e.up, e.up_bias, self.row_slot, self.map(tile), self.slots, act, gated, save, tile, self.up_trained, **form
+            x, e.up, e.up_bias, self.row_slot, self.map(tile), self.slots, act, gated, save, tile, self.up_trained, **form,
+            lora=lora,
         )  # fmt: skip
         if self.first and self.T:
             dense = z[: self.T] if save else x.new_empty(self.T, e.up.shape[1])
@@ -53,22 +54,23 @@ class _Layer:
             shared_expert.shared_activation_forward(dense, h[: self.T], act, gated, **form)
         return z, h
 
-    def down(self, h):
+    def down(self, h, lora: operands.LowRank | None = None):
         """Return y of all rows."""
         e, (_, H, I) = self.experts, self.experts.down.shape
         tile = self.choose("down", h, H, I)
-        y = grouped_gemm.grouped_gemm_forward(h, e.down, e.down_bias, self.map(tile), True, tile, self.down_trained)
+        args = (h, e.down, e.down_bias, self.map(tile), True, tile, self.down_trained)
+        y = grouped_gemm.grouped_gemm_forward(*args, lora=lora)
         if self.first:
             _product(h[: self.T], e.down[0].t(), e.down_bias, y[: self.T])
         return y
 
-    def dz(self, dout, z, topk_weight, need_wh: bool):
+    def dz(self, dout, z, topk_weight, need_wh: bool, lora: operands.LowRank | None = None):
         """Return dz, weight * h (empty unless need_wh) and the partial gradients of the weights, of all rows."""
         e, (_, H, I) = self.experts, self.experts.down.shape
         tile, (act, gated, *_), form = self.choose("dz", dout, I, H), e.activation, e.activation.gate_form()
         dz, wh, partial = backwards.dz_backward(
             dout, e.down, e.down_bias, topk_weight, self.row_slot, self.map(tile), z, act, gated, need_wh, tile,
-            self.down_trained, **form,
+            self.down_trained, **form, lora=lora,
         )  # fmt: skip
         if self.first and self.T:
             T, shared_wh = self.T, wh[: self.T] if need_wh else None
@@ -78,11 +80,12 @@ class _Layer:
                 partial[:T, 0] += dout.float() @ e.down_bias[0].float()
         return dz, wh, partial
 
-    def dx(self, dz):
+    def dx(self, dz, lora: operands.LowRank | None = None):
         """Return the gradient of each row's x."""
         e = self.experts
         tile = self.choose("dx", dz, e.up.shape[2], e.up.shape[1])
-        rows = grouped_gemm.grouped_gemm_forward(dz, e.up, None, self.map(tile), False, tile, self.up_trained)
+        args = (dz, e.up, None, self.map(tile), False, tile, self.up_trained)
+        rows = grouped_gemm.grouped_gemm_forward(*args, lora=lora)
         if self.first:
             torch.mm(dz[: self.T], e.up[0], out=rows[: self.T])
         return rows
@@ -134,7 +137,7 @@ def _product(x, weight, bias, out) -> None:
     torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias[0], x, weight, out=out)
 
 
-def _sum_rows(rows, slot_row, partial, T: int, K: int, num_rows, router):
+def sum_rows(rows, slot_row, partial, T: int, K: int, num_rows, router):
     """Return dx (None without rows) and the gradient of the weights [T, K]."""
     if router is None:
         return combine.sum_rows(rows, slot_row, partial, T, K, num_rows)
@@ -152,7 +155,7 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         _, _, plan = decode.plan_forward(topk_idx, E, _up_tile(x, experts, R).BLOCK_M, _first(experts))
         return _small_forward(x, experts, topk_weight, plan, save)
     offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
-    layer = _Layer(experts, offsets, row_slot, topk_idx.shape[1])
+    layer = Layer(experts, offsets, row_slot, topk_idx.shape[1])
     z, h = layer.up(x, save)
     out = combine.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:])
     return out, z, offsets, row_slot
@@ -181,7 +184,7 @@ def _up_tile(x, experts: Experts, R: int) -> tiles.Tile:
 def _small_forward(x, experts: Experts, topk_weight, plan: decode.Plan, save: bool):
     K, (_, H, I), offsets = topk_weight.shape[1], experts.down.shape, plan.expert_offsets
     up_rows = _up_tile(x, experts, plan.row_slot.numel()).BLOCK_M
-    layer = _Layer(experts, offsets, plan.row_slot, K, {up_rows: plan.tile_map})
+    layer = Layer(experts, offsets, plan.row_slot, K, {up_rows: plan.tile_map})
     z, h = layer.up(x, save)
     tile, plain = layer.choose("down", h, H, I), layer.down_trained is None and not layer.first
     if layer.R <= decode.TINY and plain and up_rows == tile.BLOCK_M:
@@ -196,7 +199,7 @@ def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool)
     R, K = topk_idx.numel(), topk_idx.shape[1]
     blocks = {_choose(experts, R, *product).BLOCK_M for product in (("up", x, I, H), ("down", x, H, I))}
     offsets, _, row_slot, slot_row, maps = cuda_kernels.route_plan(topk_idx, E, list(blocks), _first(experts))
-    layer = _Layer(experts, offsets, row_slot, K, dict(zip(blocks, maps)))
+    layer = Layer(experts, offsets, row_slot, K, dict(zip(blocks, maps)))
     z, h = layer.up(x, save)
     return cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:]), z, offsets, row_slot
 
@@ -210,13 +213,13 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
     What `into` has is added to in place.
     """
     (T, K), E = topk_weight.shape, experts.down.shape[0]
-    layer = _Layer(experts, offsets, row_slot, K)
+    layer = Layer(experts, offsets, row_slot, K)
     if z.shape[0] != layer.R:
         z, _ = layer.up(x, save=True)
     dz, wh, partial = layer.dz(dout, z, topk_weight, needs.down)
     del z
     rows = layer.dx(dz) if needs.x else None
-    dx, dweight = _sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], router)
+    dx, dweight = sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], router)
     del rows, partial
     trained = layer.experts.trainable
     if trained is not None and trained.dtype == torch.bool:

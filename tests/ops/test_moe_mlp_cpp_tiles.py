@@ -32,7 +32,7 @@ def exact(case):
 
 @pytest.fixture(autouse=True)
 def _in_one_call(monkeypatch):
-    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: moe_mlp_cpp.ANY)
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: moe_mlp_cpp.ANY)
     workspace.release()  # what a smaller case left there would be zero or finite
 
 

@@ -15,15 +15,17 @@ from packaging.version import Version
 from torch import nn
 
 from moe_runtime import backends
-from moe_runtime.hf.dropin.gates import gate_of
-from moe_runtime.modules import trainable
+from moe_runtime.hf.dropin import adapters
+from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, note_gate, stack_names
+from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.moe import MoE, check_floats, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
 from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.grouped_gemm import grouped_gemm
+from moe_runtime.ops.packed import BLOCK
 
-NAME = "moe_runtime"
 OLDEST = "5.16"  # the first transformers whose interface has all that this file reads
 # parts of a path in which PEFT keeps what it adapts or trains a copy of
 ADAPTED = {"base_layer", "original_module", "modules_to_save"}
@@ -47,7 +49,12 @@ def register() -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, experts_forward)
+    with contextlib.suppress(ImportError, AttributeError):  # FP8Experts have an interface of their own
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+
+        ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     make_exports_portable()
+    adapters.install()
 
 
 @functools.cache
@@ -65,7 +72,8 @@ def patch(model: nn.Module) -> int:
 
     Our own MoE layers count: they run nothing else. Unlike `set_experts_implementation` it works on wrapped models (PEFT, DDP)
     too and never leaves a model as it was in silence: raises ValueError where no module goes through transformers' experts
-    interface, or where the experts are quantized.
+    interface, where the experts are quantized, or where PEFT's adapters would not compute what they say (`check_adapters`).
+    Adapters on the experts' stacks, now or later, run in the same op, without a copy of a stack.
     """
     from transformers import PreTrainedModel
 
@@ -80,7 +88,8 @@ def patch(model: nn.Module) -> int:
         )
     for found, names in ((layers, stack_names), (ours, lambda experts: getattr(experts, "stacks", tuple)())):
         for name, module in found.items():
-            check_floats([getattr(module, stack) for stack in names(module)], name)
+            check_stacks(module, names(module), name)
+    adapters.check_adapters(model)
     for module in layers.values():
         if module.config._experts_implementation != NAME:
             setattr(module, BEFORE, module.config._experts_implementation)
@@ -98,6 +107,21 @@ def patch(model: nn.Module) -> int:
     return len(layers) + len(ours)
 
 
+def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
+    """Raise ValueError unless our kernels read the stacks of an experts module: floats, packed, or FP8 in blocks of 128."""
+    is_fp8 = not packed.layouts(module) and packed.is_packed(module, names[0])
+    if is_fp8:
+        blocks = getattr(module, "block_size", None)
+        halves = names[0] == "gate_up_proj" and getattr(module, names[0]).shape[1] // 2 % BLOCK
+        if not blocks or tuple(blocks) != (BLOCK, BLOCK) or halves or note_gate(module) is None:
+            raise ValueError(
+                f"the experts of {path} are FP8 in blocks of {blocks}, {list(getattr(module, names[0]).shape)}; expected "
+                f"blocks of {BLOCK} x {BLOCK} that hold gate or up, and a gate that moe_mlp has"
+            )
+    elif not packed.layouts(module):
+        check_floats([getattr(module, name) for name in names], path)
+
+
 def unpatch(model: nn.Module) -> None:
     """Give the experts of `model` back the implementation that they had before `patch`, by whatever wrapper that was called.
 
@@ -109,19 +133,6 @@ def unpatch(model: nn.Module) -> None:
             module.config._experts_implementation = before
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether `module` is a stock experts module: one whose class transformers' decorator has been at."""
-    return hasattr(type(module), "_apply_gate") and all(
-        hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
-    )
-
-
-def stack_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the up and down projections and, where there are any, of their biases."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    return (up, "down_proj", f"{up}_bias", "down_proj_bias") if module.has_bias else (up, "down_proj")
-
-
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -130,7 +141,8 @@ def experts_forward(
     Computes in the weights' dtype or, under autocast, in autocast's; weights and sums stay float32. A slot with an id outside
     0..E-1 (expert parallelism's sentinel) contributes nothing and gets no gradient.
     """
-    if (portable := backends.portable()) is not None and trainable.split_of(self) is None:
+    plain = trainable.split_of(self) is None and not packed.is_packed(self, stack_names(self)[0])
+    if (portable := backends.portable()) is not None and plain:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         return ALL_EXPERTS_FUNCTIONS[portable](self, hidden_states, top_k_index, top_k_weights)
@@ -145,17 +157,28 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts):
+def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts | FrozenExperts):
     """Two grouped products with the class's own code between them."""
-    E, place = experts.up.shape[0], experts.trainable
+    E = experts.up.shape[0]
     expert_offsets, row_token, _, slot_row = dispatch(topk_idx, E)
     rows = gather_rows(x, row_token, slot_row)
-    z = grouped_gemm(rows, experts.up, expert_offsets, experts.up_bias, trainable=place, trained=experts.up_trained)
+    z = _product(rows, experts, "up", expert_offsets)
     h = module._apply_gate(z) if module.has_gate else module.act_fn(z)
-    y = grouped_gemm(
-        h.to(x.dtype), experts.down, expert_offsets, experts.down_bias, trainable=place, trained=experts.down_trained
-    )
+    y = _product(h.to(x.dtype), experts, "down", expert_offsets)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y).to(x.dtype)
     # a norm may make something of the rows behind the last expert
     return combine(y, live_weights(topk_weight, topk_idx, E), slot_row), expert_offsets
+
+
+def _product(rows, experts: Experts | FrozenExperts, name: str, expert_offsets) -> torch.Tensor:
+    """Return the grouped product of `rows` [R, in] with the stack `name`, its bias and its low-rank terms."""
+    stack, bias = getattr(experts, name), getattr(experts, f"{name}_bias")
+    if isinstance(experts, Experts):
+        trained = getattr(experts, f"{name}_trained")
+        return grouped_gemm(rows, stack, expert_offsets, bias, trainable=experts.trainable, trained=trained)
+    y, pair = grouped_gemm(rows, stack.data.to(rows.dtype), expert_offsets, bias), getattr(experts, f"{name}_lora")
+    if pair is None:
+        return y
+    low = grouped_gemm(rows, pair.a, expert_offsets)
+    return y + grouped_gemm(low, pair.b.transpose(1, 2), expert_offsets)

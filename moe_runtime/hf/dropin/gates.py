@@ -1,4 +1,4 @@
-"""What a stock experts class does between its two products, found out numerically, once per class.
+"""Which modules are stock experts, and what their class does between its two products, found out numerically, once per class.
 
 Where it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset) with an activation that `moe_mlp` has, that op
 runs all of it. Whatever could change the numbers without the class changing (a gate or a forward set on an instance, hooks,
@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from moe_runtime.modules.moe import is_plain
 from moe_runtime.ops.activation import ACT, QUICK, Activation
 
+NAME = "moe_runtime"  # of our implementation, in transformers' interface
+GATE = "moe_runtime_gate"  # attribute of an experts module: its Activation, where the instance decides
 LIMITS = ("limit", "swiglu_limit")  # attributes that classes clamp by
 ALPHAS = ("alpha", "swiglu_alpha")  # and scale by, inside the sigmoid
 # whose activations are what their types say; anybody else's may hold a state
@@ -32,11 +34,26 @@ class Form(NamedTuple):
     alpha: str | None = None
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` is a stock experts module: one whose class transformers' decorator has been at."""
+    return hasattr(type(module), "_apply_gate") and all(
+        hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
+    )
+
+
+def stack_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the up and down projections and, where there are any, of their biases."""
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    return (up, "down_proj", f"{up}_bias", "down_proj_bias") if module.has_bias else (up, "down_proj")
+
+
 def gate_of(module: nn.Module) -> Activation | None:
     """Return what the experts module does between its products, None if `moe_mlp` does not have it.
 
     Reads here what the answer depends on: torch.compile guards what it sees read, and the same graph then serves every layer.
     """
+    if GATE in module.__dict__:
+        return module.__dict__[GATE]
     act_fn = getattr(module, "act_fn", None)
     if "_apply_gate" in module.__dict__ or getattr(module, "has_post_expert_norm", False):
         return None
@@ -47,6 +64,19 @@ def gate_of(module: nn.Module) -> Activation | None:
     else:
         form = _form(type(module), module.has_gate, act_fn, None)
     return None if form is None else _of_instance(form, module)
+
+
+def note_gate(module: nn.Module) -> Activation | None:
+    """Find out what one instance computes, keep it for `gate_of`, and return it.
+
+    For FP8Experts, one class for the gates of all families, whose branches depend on the instance's numbers.
+    """
+    limits = {getattr(module, name, None) for name in LIMITS} | {None}
+    known = itertools.product(ACT, [True], limits, (0.0, 1.0), [False])
+    known = {gate: gate.apply for gate in itertools.starmap(Activation, known)} if module.has_gate else {}
+    gate = _first_equal(functools.partial(type(module)._apply_gate, module), known) if known else gate_of(module)
+    module.__dict__[GATE] = gate
+    return gate
 
 
 def _of_instance(form: Form, module: nn.Module) -> Activation | None:

@@ -30,12 +30,12 @@ class Layer:
     """A layer's tensors, of one dtype.
 
     `odd`: H and I are, so no stride keeps 16 bytes of alignment. `apart`: trained experts' weights lie in stacks of their own.
-    `form`: of the gate; `in_out`: the stacks are stored as [E, H, 2I] and [E, I, H].
+    `form`: of the gate; `in_out`: the stacks are stored as [E, H, 2I] and [E, I, H]; `rank`: of LoRA, B stored as [r, E, out].
     """
 
     def __init__(
         self, dtype=torch.bfloat16, gated=True, bias=False, odd=False, apart=False, form=None, in_out=False,
-        sizes=(H, I, E, K),
+        sizes=(H, I, E, K), rank=0,
     ):  # fmt: skip
         h, i, E, K = sizes
         h, i, self.K, self.form = h + odd, i + odd, K, form or {}
@@ -50,22 +50,29 @@ class Layer:
         if in_out:
             self.up, self.down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (self.up, self.down))
         stacks = (meta(2, *w.shape[1:], dtype=dtype) for w in (self.up, self.down))
+        low, halves = meta(T * K, rank, dtype=dtype), {"up": z, "down": h, "dx": h, "dz": i}
+        self.lora = {
+            name: {"lora": operands.LowRank(low, meta(rank, E, n, dtype=dtype).transpose(0, 1))} if rank else {}
+            for name, n in halves.items()
+        }
         self.trained = [operands.Trained(self.place, w) if apart else None for w in stacks]
 
     def up_forward(self, tile, act="silu", save=True):
         args = (self.x, self.up, self.up_bias, self.row_slot, self.map, self.K, act, self.gated, save, tile)
-        return grouped_gemm.up_forward(*args, self.trained[0], **self.form)
+        return grouped_gemm.up_forward(*args, self.trained[0], **self.form, **self.lora["up"])
 
     def down_forward(self, tile):
-        return grouped_gemm.grouped_gemm_forward(self.h, self.down, self.down_bias, self.map, True, tile, self.trained[1])
+        args = (self.h, self.down, self.down_bias, self.map, True, tile, self.trained[1])
+        return grouped_gemm.grouped_gemm_forward(*args, **self.lora["down"])
 
     def dx(self, tile):
-        return grouped_gemm.grouped_gemm_forward(self.z, self.up, None, self.map, False, tile, self.trained[0])
+        args = (self.z, self.up, None, self.map, False, tile, self.trained[0])
+        return grouped_gemm.grouped_gemm_forward(*args, **self.lora["dx"])
 
     def dz(self, tile, act="silu", need_wh=True):
         return backwards.dz_backward(
             self.x, self.down, self.down_bias, self.weight, self.row_slot, self.map, self.z, act, self.gated, need_wh, tile,
-            self.trained[1], **self.form,
+            self.trained[1], **self.form, **self.lora["dz"],
         )  # fmt: skip
 
     def dw(self, tile, gather="x", **trained):
@@ -179,6 +186,19 @@ def gpt_oss(arch: int) -> list[Case]:
     return [*found, case(arch, "up", tile, "GPT-OSS-20B, z not kept", False, layer, save=False, act="quick_gelu")]
 
 
+def adapters(arch: int) -> list[Case]:
+    """Every config with a low-rank term in its epilogue: LoRA on Qwen3-30B-A3B; and GPT-OSS-20B's largest."""
+    layer, found = Layer(sizes=(2048, 768, 128, 8), rank=16), []
+    turns = Layer(bias=True, form=GPT_OSS, in_out=True, sizes=(2880, 2880, 32, 4), rank=16)
+    for kernel in ("up", "down", "dz", "dx"):
+        for least, tile in tiles.TABLE[arch][kernel]:
+            found.append(case(arch, kernel, tile, f"LoRA from {least} rows an expert", True, layer, sizes=(2048, 768)))
+        largest, act = tiles.TABLE[arch][kernel][0][1], {"act": "quick_gelu"} if kernel in ("up", "dz") else {}
+        found.append(case(arch, kernel, largest, "LoRA, GPT-OSS-20B", False, turns, sizes=(2880, 2880), **act))
+    short = tiles.TABLE[arch]["down"][0][1]._replace(PERSISTENT=True)
+    return [*found, *(case(arch, kernel, short, "LoRA, short sums", layer=layer) for kernel in ("down", "dx") if arch == 90)]
+
+
 def biases() -> list[Case]:
     """The biases' gradients, which have no configs."""
     layer = Layer()
@@ -211,4 +231,5 @@ CASES = [case for arch in tiles.TABLE for case in defaults(arch, tiles.TABLE[arc
 CASES += [case for arch in (80, 86, 90, 100) for case in variants(arch)]
 CASES += [case for arch in (80, 90) for case in defaults(arch, tiles._FLOAT32, torch.float32) + tf32(arch) + rare(arch)]
 CASES += [case for arch in (80, 86, 90, 100, 120) for case in gpt_oss(arch)]
+CASES += [case for arch in (80, 90) for case in adapters(arch)]
 CASES += persistent(90) + short_sums(90) + biases()

@@ -1,0 +1,174 @@
+"""PEFT's LoRA on expert stacks (`target_parameters`) without a copy of the stack: base and low-rank terms in our op.
+
+PEFT wraps an experts module in one `ParamWrapper` for each adapted parameter, and before the module runs each wrapper puts
+W + s B A in the parameter's place (`ParamWrapper._activate_lora`): a tensor as large as the stack, twice a call, kept for the
+backward pass. `install` replaces that one method. Where the module runs on moe_runtime the wrapper leaves its factors A, B and
+s on the module, and `experts_forward` computes base and adapters together (`ops.frozen_mlp`). Everything else stays PEFT's:
+which adapters are active, disabled or merged, parameters, initialization, files.
+"""
+
+import functools
+import sys
+import warnings
+from contextlib import contextmanager
+
+from packaging.version import Version
+from torch import nn
+
+from moe_runtime import backends
+from moe_runtime.hf.dropin.gates import NAME, is_experts, stack_names
+from moe_runtime.modules import packed
+from moe_runtime.modules.frozen import ADAPTERS, Factors
+from moe_runtime.modules.moe import Experts
+
+LAYER = "peft.tuners.lora.layer"  # PEFT's module of wrappers
+FIRST_LAYOUT = "0.20"  # the first PEFT with A over `in` and B over `out` for every stack
+# what a LoraConfig asks for and PEFT does not do for `target_parameters`: the field, when it is set, and the remedy
+IGNORED = {
+    "layers_to_transform": "every layer gets an adapter; name the layers' parameters in target_parameters",
+    "exclude_modules": "excluded experts get an adapter all the same; name the others in target_parameters",
+    "use_qalora": "the experts' adapters are plain LoRA",
+}
+
+
+def install() -> bool:
+    """Let PEFT's wrappers of our experts' parameters hand over their factors; return whether PEFT is loaded at all."""
+    layer = sys.modules.get(LAYER)
+    if layer is None or not hasattr(layer, "ParamWrapper"):  # a PEFT without target_parameters, or one that is being imported
+        return layer is not None
+    for name in ("merge", "get_delta_weight"):
+        _guard(layer.ParamWrapper, name)
+    stock = layer.ParamWrapper._activate_lora
+    if not hasattr(stock, "moe_runtime_stock"):
+        layer.ParamWrapper._activate_lora = _activating(stock)
+    return True
+
+
+def _guard(wrapper: type, name: str) -> None:
+    """Let a method of PEFT's wrappers, which computes in the parameter's dtype, refuse packed stacks."""
+    stock = getattr(wrapper, name)
+    if hasattr(stock, "moe_runtime_stock"):
+        return
+
+    @functools.wraps(stock)
+    def guarded(self, *args, **kwargs):
+        if packed.is_packed(self.get_base_layer(), self.parameter_name):
+            raise ValueError(
+                f"{self.parameter_name} is quantized, and an adapter cannot be merged into its bytes; merge it into the model "
+                "in 16 bits, then quantize that"
+            )
+        return stock(self, *args, **kwargs)
+
+    guarded.moe_runtime_stock = stock
+    setattr(wrapper, name, guarded)
+
+
+def _activating(stock):
+    @contextmanager
+    @functools.wraps(stock)
+    def activate(self, active_adapters):
+        base = self.get_base_layer()
+        if not _is_ours(self, base):
+            with stock(self, active_adapters):
+                yield
+            return
+        if self.num_experts == 1 and getattr(base, "is_transposed", False):
+            raise ValueError(
+                f"{self.parameter_name} of {type(base).__name__} is one transposed expert, of which PEFT adds the transposed "
+                "update; expected two experts or more"
+            )
+        found = [
+            Factors(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+            for name in active_adapters or () if name in self.lora_A
+        ]  # fmt: skip
+        if not found:
+            yield
+            return
+        before = base.__dict__.pop(ADAPTERS, {})
+        base.__dict__[ADAPTERS] = {**before, self.parameter_name: found}
+        try:
+            yield
+            if ADAPTERS in base.__dict__:
+                raise RuntimeError(
+                    f"the adapter of {self.parameter_name} was not used: {type(base).__name__} did not run on moe_runtime, as "
+                    "its config says. Call moe_runtime.patch(model) again."
+                )
+        finally:
+            base.__dict__.pop(ADAPTERS, None)
+
+    activate.moe_runtime_stock = stock
+    return activate
+
+
+def _is_ours(wrapper, base: nn.Module) -> bool:
+    """Whether the wrapped parameter is a frozen stack of experts that run on moe_runtime, in a graph that our ops are in."""
+    if isinstance(base, Experts):
+        names = base.stacks()[:2]
+    elif is_experts(base) and base.config._experts_implementation == NAME:
+        names = stack_names(base)[:2]
+    else:
+        return False
+    if wrapper.parameter_name not in names or backends.portable() is not None:
+        return False
+    # a stack that trains too gets its gradient the stock way: through W + s B A
+    return all(name in base._parameters and not base._parameters[name].requires_grad for name in names)
+
+
+def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
+    """Return which stacks of a model's experts PEFT adapts: path of the experts -> parameter -> adapters, merged ones too."""
+    layer, found = sys.modules.get(LAYER), {}
+    if layer is None or not hasattr(layer, "ParamWrapper"):
+        return found
+    for name, module in model.named_modules():
+        if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
+            name = name.removesuffix(".base_layer" * name.count(".base_layer"))
+            found.setdefault(name, {})[module.parameter_name] = list(module.lora_A)
+    return found
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise ValueError for adapters that would compute something else than was asked for; warn of what PEFT ignores.
+
+    For layer_replication, which copies configs, so that layers stay on another implementation, and for files of PEFT before
+    0.20, whose A and B lie the other way round.
+    """
+    configs = {}
+    for module in model.modules():
+        found = getattr(module, "peft_config", None)
+        configs |= found if isinstance(found, dict) else {}
+    stacks = adapted_stacks(model)
+    for adapter, config in configs.items():
+        if getattr(config, "layer_replication", None):
+            raise ValueError(
+                f"adapter {adapter!r} has layer_replication {config.layer_replication}, whose copies of layers keep configs of "
+                "their own; expected an adapter without it"
+            )
+        targets, version = getattr(config, "target_parameters", None), str(getattr(config, "peft_version", None) or "0")
+        if not targets or not any(adapter in names for stack in stacks.values() for names in stack.values()):
+            _warn_of_experts_without_adapter(model, adapter, config, stacks)
+            continue
+        if Version(version.partition("@")[0]) < Version(FIRST_LAYOUT):
+            raise ValueError(
+                f"adapter {adapter!r} was written by PEFT {version}, whose A and B of expert stacks lie the other way round "
+                f"than those of PEFT >= {FIRST_LAYOUT}; expected a file of a newer PEFT. Train it again, or merge it with the "
+                "PEFT that wrote it."
+            )
+        for field, says in IGNORED.items():
+            if getattr(config, field, None):
+                warnings.warn(f"adapter {adapter!r}: PEFT ignores {field} for target_parameters: {says}.", stacklevel=3)
+        if getattr(config, "bias", "none") == "all":
+            says = "the experts' biases stay frozen; target them by name, or set requires_grad"
+            warnings.warn(f"adapter {adapter!r}: PEFT's bias='all' does not reach experts: {says}.", stacklevel=3)
+
+
+def _warn_of_experts_without_adapter(model: nn.Module, adapter: str, config, stacks) -> None:
+    """Say that an adapter that names the experts' projections does not reach them."""
+    targets = getattr(config, "target_modules", None) or ()
+    targets = [targets] if isinstance(targets, str) else targets
+    named = [name for name in targets if name.endswith(("gate_proj", "up_proj", "down_proj"))]
+    if named and not any(adapter in names for stack in stacks.values() for names in stack.values()):
+        warnings.warn(
+            f"adapter {adapter!r} has target_modules {sorted(named)}, which do not reach this model's expert stacks: they "
+            "get no adapter. Name them in target_parameters, for example ['experts.gate_up_proj', 'experts.down_proj'].",
+            stacklevel=4,
+        )

@@ -1,0 +1,113 @@
+"""What the backends of `frozen_mlp` share: frozen stacks, dense or packed, the low-rank terms, and an expert's weight.
+
+A stack is never converted as a whole: `weight_of` returns one expert's weight, as a view or in memory that is used again.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.ops import packed
+from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.workspace import scratch
+
+_STACK = "Tensor {0}, Tensor[] {0}_scales, str {0}_format, SymInt[] {0}_shape"
+# a `FrozenExperts` as the ops take it
+SCHEMA = (
+    f"{_STACK.format('up')}, {_STACK.format('down')}, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, "
+    "Tensor? down_a, Tensor? down_b, str act, bool gated, float? limit, float up_offset, bool interleaved"
+)
+
+
+class Stack(NamedTuple):
+    """A frozen stack of E weights [out, in]."""
+
+    data: torch.Tensor  # dense: [E, out, in] with any strides; else the packed bytes, as `format` lays them out
+    scales: Sequence[torch.Tensor] = ()
+    format: str = ""  # "" for a dense stack
+    shape: Sequence[int] = ()  # E, out, in
+
+    @classmethod
+    def dense(cls, weight: torch.Tensor) -> "Stack":
+        """Return `weight` [E, out, in] as a stack."""
+        return cls(weight, (), "", tuple(weight.shape))
+
+    def pack(self) -> tuple:
+        """Return the op arguments of this stack."""
+        return self.data, list(self.scales), self.format, list(self.shape)
+
+
+class Pair(NamedTuple):
+    """The low-rank terms of a projection: b[e]^T a[e] is added to expert e's weight."""
+
+    a: torch.Tensor  # [E, r, in]
+    b: torch.Tensor  # [E, r, out], the scaling included
+
+
+class FrozenExperts(NamedTuple):
+    """The experts of a layer whose stacks are frozen, in the order of SCHEMA."""
+
+    up: Stack  # [E, 2I or I, H]
+    down: Stack  # [E, H, I]
+    up_bias: torch.Tensor | None = None  # [E, 2I or I]
+    down_bias: torch.Tensor | None = None  # [E, H]
+    up_lora: Pair | None = None
+    down_lora: Pair | None = None
+    activation: Activation = Activation()
+
+    def pack(self) -> tuple:
+        """Return the op arguments of SCHEMA."""
+        pairs = [half for pair in (self.up_lora, self.down_lora) for half in pair or (None, None)]
+        return *self.up.pack(), *self.down.pack(), self.up_bias, self.down_bias, *pairs, *self.activation
+
+    @classmethod
+    def unpack(cls, arguments: Sequence) -> "FrozenExperts":
+        """Return the experts of the op arguments of SCHEMA."""
+        n = len(Stack._fields)
+        up_bias, down_bias, *rest = arguments[2 * n :]
+        pairs = [None if rest[at] is None else Pair(*rest[at : at + 2]) for at in (0, 2)]
+        return cls(Stack(*arguments[:n]), Stack(*arguments[n : 2 * n]), up_bias, down_bias, *pairs, Activation(*rest[4:]))
+
+    def learned(self) -> "FrozenGradients":
+        """Return the tensors that may get a gradient."""
+        pairs = [half for pair in (self.up_lora, self.down_lora) for half in pair or (None, None)]
+        return FrozenGradients(None, None, self.up_bias, self.down_bias, *pairs)
+
+
+class FrozenGradients(NamedTuple):
+    """Gradients of `frozen_mlp`, None where the input is absent or needs none; as `needs`, which of them are asked for."""
+
+    x: torch.Tensor | None
+    topk_weight: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    up_a: torch.Tensor | None
+    up_b: torch.Tensor | None
+    down_a: torch.Tensor | None
+    down_b: torch.Tensor | None
+
+    def only(self, needs: Sequence) -> "FrozenGradients":
+        """Return those that `needs` asks for, None in place of the others."""
+        return FrozenGradients(*[grad if need else None for grad, need in zip(self, needs)])
+
+
+def weight_of(stack: Stack, e: int, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Return expert e's weight [out, in] in `dtype`: a view, or `scratch` memory of this `name`."""
+    if stack.format:
+        shape = stack.shape[:0:-1] if stack.format.endswith(packed.TRANSPOSED) else stack.shape[1:]
+        out = scratch(name, tuple(shape), stack.data, dtype)
+        return packed.unpack(stack.data, stack.scales, stack.format, e, dtype, out)
+    weight = stack.data[e]
+    if weight.dtype == dtype:
+        return weight
+    if weight.stride(0) == 1:  # in the order in which it is stored
+        return scratch(name, tuple(weight.t().shape), weight, dtype).copy_(weight.t()).t()
+    return scratch(name, tuple(weight.shape), weight, dtype).copy_(weight)
+
+
+def in_order_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory for the gradient of a pair's `tensor` [E, r, n], in its order: of PEFT's B, [r, E, n]."""
+    if tensor.dim() == 3 and tensor.stride(0) < tensor.stride(1):
+        return tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1)
+    return tensor.new_empty(tensor.shape)

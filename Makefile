@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) 2>/dev/null || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install -qq $(PIP_ARGS) pip; }
 	@$(PIP) "pip>=23" torch
-	@$(PIP) -e ".[train,plot,dev]"
+	@$(PIP) -e ".[train,plot,eval,dev]"
 	@touch $@
 
 # a library of other sources is refused, so a pull that brings new ones wants a new one; without a compiler the experts run in

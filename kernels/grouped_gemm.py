@@ -24,6 +24,7 @@ from moe_runtime.kernels.operands import (
     low_rank_operand,
     pairs,
     piece,
+    storage,
     weight_base,
     weight_block,
     weight_operand,
@@ -134,10 +135,10 @@ def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr,
             if JOINED:
                 b = joined_block(base, e, n0, k0, K_LAST, BLOCK_N, BLOCK_K)
             else:
-                b = weight_block(base, e, c0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, WIDTH, BLOCK_K)
+                b = weight_block(base, e, c0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, WIDTH, BLOCK_K, TRAINED)
             gate = tl.dot(a, b.to(a.dtype), gate, input_precision=PRECISION)
             if TWO:
-                b = weight_block(base, e, I + n0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K)
+                b = weight_block(base, e, I + n0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K, TRAINED)
                 up = tl.dot(a, b.to(a.dtype), up, input_precision=PRECISION)
             x += BLOCK_K
         if JOINED:
@@ -226,7 +227,7 @@ def _gemm_tile(pid, a, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, m
                     mask = mask & (k0 + k < K)[None, :]
                 rows = tl.load(a_ptr, mask=mask, other=0.0)
                 a_ptr += BLOCK_K
-            b = weight_block(base, e, n0, k0, N, K, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K)
+            b = weight_block(base, e, n0, k0, N, K, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K, TRAINED)
             acc = tl.dot(rows, b.to(rows.dtype), acc, input_precision=PRECISION)
         n = n0 + tl.arange(0, BLOCK_N)
         if BIAS:
@@ -337,7 +338,7 @@ def up_forward(
     width = tile.BLOCK_N * (1 + interleaved)
     tma = tile.TMA and trained is None and describable(up)
     weights, strides = weight_operand(up, trained, k_last, tma, tile._replace(BLOCK_N=width))
-    pair = up.unflatten(1 if k_last else 2, (2, I)) if gated else up
+    pair = up.unflatten(1 if k_last else 2, (2, I)) if gated and tma else up
     joined = tma and tile.JOINED and gated and not interleaved and describable(pair)
     if joined:
         block = [1, 2, tile.BLOCK_N, tile.BLOCK_K] if k_last else [1, tile.BLOCK_K, 2, tile.BLOCK_N]
@@ -348,7 +349,7 @@ def up_forward(
             x, *weights, bias, low, b, row_slot, tile_map, z if save else None, h, num_m, I, H, x.stride(0), *strides,
             *lora_strides, **constants,
             SLOTS=slots, ACT=act, GATED=gated, LIMIT=limit or 0.0, UP_OFFSET=up_offset, INTERLEAVED=interleaved,
-            BIAS=bias is not None, SAVE=save, TRAINED=trained is not None,
+            BIAS=bias is not None, SAVE=save, TRAINED=storage(up, trained),
             EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, JOINED=joined, K_LAST=k_last, PERSISTENT=tile.PERSISTENT,
             PRECISION=precision(x), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K,
             GROUP_M=tile.GROUP_M,
@@ -391,7 +392,7 @@ def grouped_gemm_forward(
     with torch.cuda.device_of(a):
         _grouped_gemm_fwd_kernel[grid(tile, num_m, N, a.device)](
             rows, *weights, bias, low, b, tile_map, y, num_m, N, K, a.stride(0), *strides, *lora_strides,
-            TRAINED=trained is not None, EVEN_K=K % tile.BLOCK_K == 0, TMA=tma, PERSISTENT=tile.PERSISTENT, **common,
+            TRAINED=storage(weight, trained), EVEN_K=K % tile.BLOCK_K == 0, TMA=tma, PERSISTENT=tile.PERSISTENT, **common,
             enable_fp_fusion=True,
         )  # fmt: skip
     return y

@@ -19,6 +19,7 @@ from moe_runtime.kernels.operands import (
     low_rank_operand,
     pairs,
     piece,
+    storage,
     weight_base,
     weight_block,
     weight_operand,
@@ -102,7 +103,7 @@ def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_p
             if not EVEN_K:
                 mask = mask & (k0 + k < H)[None, :]
             a = tl.load(dout, mask=mask, other=0.0)
-            b = weight_block(base, e, n0, k0, I, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K)
+            b = weight_block(base, e, n0, k0, I, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K, TRAINED)
             acc = tl.dot(a, b.to(a.dtype), acc, input_precision=PRECISION)
             dout += BLOCK_K
         weight = tl.load(weight_ptr + slot, mask=live, other=0.0).to(tl.float32)
@@ -296,7 +297,7 @@ def dz_backward(
             dout.stride(0), *strides, *lora_strides, **constants,
             SLOTS=slots, ACT=act, GATED=gated, LIMIT=limit or 0.0, UP_OFFSET=up_offset,
             INTERLEAVED=interleaved, BIAS=bias is not None, WH=need_wh,
-            TRAINED=trained is not None, EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last,
+            TRAINED=storage(down, trained), EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, K_LAST=k_last,
             PERSISTENT=tile.PERSISTENT, PRECISION=precision(dout), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N,
             BLOCK_K=tile.BLOCK_K, GROUP_M=tile.GROUP_M,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_runtime.kernels.packed import KINDS, PackedWeight, packed_block
 from moe_runtime.kernels.tiles import Tile, processors
 
 
@@ -19,6 +20,8 @@ def weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA: tl.const
     """Where expert e's weight begins: in `w` or, if TRAINED and it has a place there, in `w_trained`; a descriptor as it is."""
     if TMA:
         return w
+    elif TRAINED > 1:  # a packed stack: its bytes and its scales
+        return w + e.to(tl.int64) * stride_e, w_trained + e.to(tl.int64) * stride_te
     elif TRAINED:
         place = tl.load(trained_ptr + e).to(tl.int64)
         return tl.where(place < 0, w + e.to(tl.int64) * stride_e, w_trained + place * stride_te)
@@ -28,13 +31,19 @@ def weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA: tl.const
 
 @triton.jit
 def weight_block(w, e, n0, k0, N, K, stride_n, stride_k, EVEN_K: tl.constexpr, TMA: tl.constexpr,
-                 K_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                 K_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRAINED: tl.constexpr = 0):  # fmt: skip
     """[BLOCK_K, BLOCK_N] of expert e's weight at `weight_base`; zero outside. K_LAST: a descriptor's last dimension is k."""
     if TMA:
         if K_LAST:
             return tl.trans(tl.reshape(w.load([e, n0, k0]), (BLOCK_N, BLOCK_K)))
         else:
             return tl.reshape(w.load([e, k0, n0]), (BLOCK_K, BLOCK_N))
+    elif TRAINED > 1:
+        FORMAT: tl.constexpr = TRAINED - 2
+        if K_LAST:
+            return tl.trans(packed_block(w[0], w[1], n0, k0, N, K, stride_n, FORMAT, BLOCK_N, BLOCK_K))
+        else:
+            return packed_block(w[0], w[1], k0, n0, K, N, stride_k, FORMAT, BLOCK_K, BLOCK_N)
     else:
         n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
         k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -120,7 +129,8 @@ class Trained(NamedTuple):
 def describable(*tensors: torch.Tensor) -> bool:
     """Whether tensor descriptors can hold them: 16-byte pointers and strides, the last one 1, no dimension expanded."""
     return all(
-        t.data_ptr() % 16 == 0
+        isinstance(t, torch.Tensor)
+        and t.data_ptr() % 16 == 0
         and t.stride(-1) == 1
         and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
         and t.numel() > 0
@@ -130,6 +140,8 @@ def describable(*tensors: torch.Tensor) -> bool:
 
 def last_contiguous(weight: torch.Tensor, k_last: bool) -> tuple[torch.Tensor, bool]:
     """Return the same product with the last dimension of `weight` [E, a, b] contiguous if its other one is, for descriptors."""
+    if isinstance(weight, PackedWeight):
+        return weight, k_last != weight.transposed
     if weight.stride(1) == 1 and weight.stride(2) != 1:
         return weight.transpose(1, 2), not k_last
     return weight, k_last
@@ -140,6 +152,9 @@ def weight_operand(weight, trained: Trained | None, k_last: bool, tma: bool, til
 
     k_last: the sum runs over the last dimension.
     """
+    if isinstance(weight, PackedWeight):
+        stride_e, row, one = weight.data.stride()
+        return (weight.data, weight.scale, None), (stride_e, weight.scale.stride(0), *((row, one) if k_last else (one, row)))
     stride_e, *strides = weight.stride()
     stride_n, stride_k = strides if k_last else strides[::-1]
     if trained is not None:
@@ -148,6 +163,11 @@ def weight_operand(weight, trained: Trained | None, k_last: bool, tma: bool, til
         block = [1, tile.BLOCK_N, tile.BLOCK_K] if k_last else [1, tile.BLOCK_K, tile.BLOCK_N]
         weight = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
     return (weight, None, None), (stride_e, 0, stride_n, stride_k)
+
+
+def storage(weight, trained: Trained | None) -> bool | int:
+    """Return the kernels' TRAINED: whether trained experts lie apart, or KINDS and the format of a packed stack."""
+    return KINDS + weight.format if isinstance(weight, PackedWeight) else trained is not None
 
 
 def grid(tile: Tile, num_m: int, N: int, device: torch.device) -> tuple[int]:

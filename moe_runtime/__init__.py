@@ -15,10 +15,13 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "MoE": "moe_runtime.modules.moe:MoE", "MoEConfig": "moe_runtime.config:MoEConfig",
     "doctor": "moe_runtime.tools.doctor:report", "esft": "moe_runtime.methods.esft:",
+    "load_quantized": "moe_runtime.hf.dropin.quantize:load_quantized",
     "merge_experts": "moe_runtime.ops.merging:merge_experts", "mixing": "moe_runtime.ops.merging:mixing",
     "moe_mlp": "moe_runtime.ops.moe_mlp:moe_mlp", "patch": "moe_runtime.hf.dropin.experts:patch",
+    "quantize_experts": "moe_runtime.hf.dropin.quantize:quantize_experts",
     "register": "moe_runtime.hf.dropin.experts:register",
     "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes", "route": "moe_runtime.ops.routing:route",
+    "save_quantized": "moe_runtime.hf.dropin.quantize:save_quantized",
     "ultrafuser": "moe_runtime.methods.ultrafuser:", "unpatch": "moe_runtime.hf.dropin.experts:unpatch",
     "upit": "moe_runtime.methods.upit:", "xft": "moe_runtime.methods.xft:",
 }  # fmt: skip

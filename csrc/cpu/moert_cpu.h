@@ -3,12 +3,12 @@
 #pragma once
 #include <stdint.h>
 
-#define MOERT_CPU_ABI_VERSION 4
+#define MOERT_CPU_ABI_VERSION 5
 #define MOERT_API extern "C" __attribute__((visibility("default")))
 
 MOERT_API int moert_cpu_abi_version();
 MOERT_API const char* moert_cpu_build_info();  // JSON
-MOERT_API const char* moert_cpu_variant();     // what runs here: avx512_bf16, avx512, avx2 or generic
+MOERT_API const char* moert_cpu_variant();     // what runs here: amx, avx512_bf16, avx512, avx2 or generic
 
 // Limits what runs to the variant of this name; 0 if this machine cannot run it. For tests.
 MOERT_API int moert_cpu_limit(const char* name);
@@ -56,6 +56,20 @@ MOERT_API void moert_cpu_experts(
     const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
     int64_t I, int64_t E, int64_t K, int64_t first, int64_t last, void* scratch, void* z, void* out, int threads);
 
+// The whole backward pass of the experts, from x, dout [T, H] and z [rows, 2I or I], which is computed anew where it is null; without
+// biases. Gradients that are null are not computed; those of the weights, of experts with rows for which `trains` [E] is not 0,
+// are written, or added to if `up_adds` or `down_adds`, the last dim contiguous. dweight is written for the slots of these rows.
+// Experts go through dz and wh together, up to `group` rows. `scratch` has moert_cpu_experts_backward_bytes bytes, aligned to 64.
+MOERT_API int64_t moert_cpu_experts_backward_bytes(
+    int dtype, int form, const int32_t* offsets, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    int recompute, int threads);
+MOERT_API void moert_cpu_experts_backward(
+    int dtype, int act, int form, float limit, float up_offset, const void* x, const void* dout, const void* up,
+    int64_t up_stride_e, int64_t up_stride, const void* down, int64_t down_stride_e, int64_t down_stride, const float* weight,
+    const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
+    const uint8_t* trains, const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
+    int64_t dup_stride, int up_adds, void* ddown, int64_t ddown_stride_e, int64_t ddown_stride, int down_adds, int threads);
+
 // out [P] = sum_e alpha[e] weight[e], E >= 1 experts of P numbers in one piece, `stride_e` elements apart. Each product is rounded to
 // float32, then each sum, from the first expert on.
 MOERT_API void moert_cpu_merge(
@@ -67,6 +81,12 @@ MOERT_API int64_t moert_cpu_merge_gradient_bytes(int64_t E, int64_t P);
 MOERT_API void moert_cpu_merge_gradient(
     int dtype, int dout_dtype, const void* dout, const void* weight, int64_t stride_e, int64_t E, int64_t P, void* scratch,
     float* dalpha, int threads);
+
+// out [P, Q] of expert `e` of a packed stack of format 0 NF4, 1 MXFP4, 2 FP8 in blocks, 3 int8, as moe_runtime/ops/packed.py lays out
+// its bytes; `nested`, `map` and `offset` are those of NF4's scales.
+MOERT_API void moert_cpu_unpack(
+    int format, int dtype, const void* data, const void* scale, const float* nested, const float* map, float offset, int64_t e,
+    int64_t P, int64_t Q, void* out, int threads);
 
 // What registers alone allow: `rounds` rounds of sums of `steps` products each. Returns their floating-point operations; `sink` [rounds]
 // keeps the compiler from leaving them out.

@@ -3,7 +3,7 @@
 #pragma once
 #include "kernels.h"
 #include "vector.h"
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -17,6 +17,7 @@ struct Step {
     static Elements get(const T* p) { return load(p); }
     static Elements get_part(const T* p, int64_t n) { return load_part(p, n); }
     static Elements repeat(const T* p) { return all(scalar(*p)); }
+    static Elements repeat_packed(const float* p) { return all(*p); }
     static vf add(vf acc, Elements a, Elements b) { return acc + a * b; }
 };
 #if defined(__AVX512BF16__)
@@ -39,9 +40,19 @@ struct Step<bf16> {
         memcpy(&two, p, sizeof two);
         return (Elements)_mm512_set1_epi32(two);
     }
+    static Elements repeat_packed(const float* p) { return repeat((const bf16*)p); }
     static vf add(vf acc, Elements a, Elements b) { return (vf)_mm512_dpbf16_ps((__m512)acc, a, b); }
 };
 #endif
+
+// LANES numbers of a row, in bfloat16 with its own instruction each with that of the next row
+template <class T>
+inline vf stacked(const T* a, const T* b) {
+    if (Step<T>::DEPTH == 1) return load(a);
+    vh low, high;
+    memcpy(&low, a, sizeof low), memcpy(&high, b, sizeof high);
+    return (vf)(__builtin_convertvector(low, vu) | __builtin_convertvector(high, vu) << 16);
+}
 
 constexpr int64_t PANEL = moert::Experts::PANEL;  // columns of a product, at most, and the distance of its rows
 
@@ -95,12 +106,14 @@ void dots(const T* const* x, int64_t rows, const T* w, int64_t stride, int64_t c
     for (; m < rows; m++) dots_broad<T, 1>(x + m, w, stride, columns, length, out + m * PANEL);
 }
 
-#if defined(__AVX512F__)
-
 constexpr int64_t PACK_FROM = 16;  // rows of an expert, from which on laying out the weights pays
-constexpr int VECTORS = PANEL / LANES;
-constexpr int64_t DEEP = 512;  // products that one float32 sums before it is added to the rest; even
+constexpr int HIGH = 6;                       // rows in registers at once where the weights are laid out, with so many vectors:
+constexpr int ABREAST = LANES == 16 ? 4 : 2;  // 24 sums and 5 more of 32 registers, or 12 and 3 more of 16
+constexpr int64_t STRIP = ABREAST * LANES;    // columns of a panel that lie together, [..][STRIP]: wider ones would share cache sets
+constexpr int64_t DEEP = LANES == 16 ? 512 : 256;  // products that one float32 sums before it is added to the rest; even
 
+#if defined(__AVX512F__)
+typedef __m512i Bits;
 // a 16 x 16 square, mirrored
 inline void transpose(__m512i (&v)[16]) {
     __m512i a[16];
@@ -122,30 +135,61 @@ inline void transpose(__m512i (&v)[16]) {
     }
 }
 
-// panel [length / DEPTH][PANEL] from `columns` <= LANES rows of w [.., length], and zeros for those that it lacks
+#elif defined(__AVX2__)
+typedef __m256i Bits;
+// an 8 x 8 square, mirrored
+inline void transpose(__m256i (&v)[8]) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i += 2)
+        a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]), a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            b[i + 2 * j] = _mm256_unpacklo_epi64(a[i + j], a[i + j + 2]);
+            b[i + 2 * j + 1] = _mm256_unpackhi_epi64(a[i + j], a[i + j + 2]);
+        }
+    for (int j = 0; j < 4; j++) {
+        v[j] = _mm256_permute2x128_si256(b[j], b[j + 4], 0x20);
+        v[j + 4] = _mm256_permute2x128_si256(b[j], b[j + 4], 0x31);
+    }
+}
+#else
+typedef vi Bits;
+inline void transpose(vi (&v)[LANES]) {
+    vi a[LANES];
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) a[i][j] = v[j][i];
+    for (int i = 0; i < LANES; i++) v[i] = a[i];
+}
+#endif
+
+// floats of a panel's strips laid out from rows of this length
+constexpr int64_t room(int64_t length) { return (length + 31) * PANEL; }  // a bfloat16 vector more
+// column n of a panel with `distance` floats
+constexpr int64_t column(int64_t n, int64_t distance) { return n / STRIP * (distance / PANEL * STRIP) + n % STRIP; }
+
+// strip [length / DEPTH][STRIP] from `columns` <= LANES rows of w [.., length], and zeros for those that it lacks
 template <class T>
 void pack(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel) {
     typedef Step<T> S;
-    for (int64_t k = 0; k < length; k += S::WIDTH, panel += LANES * PANEL) {
-        __m512i square[LANES];
+    for (int64_t k = 0; k < length; k += S::WIDTH, panel += LANES * STRIP) {
+        Bits square[LANES];
         for (int n = 0; n < LANES; n++) {
-            if (n >= columns) square[n] = _mm512_setzero_si512();
-            else if (k + S::WIDTH <= length) square[n] = (__m512i)S::get(w + n * stride + k);
-            else square[n] = (__m512i)S::get_part(w + n * stride + k, length - k);
+            if (n >= columns) square[n] = Bits{};
+            else if (k + S::WIDTH <= length) square[n] = (Bits)S::get(w + n * stride + k);
+            else square[n] = (Bits)S::get_part(w + n * stride + k, length - k);
         }
         transpose(square);
-        for (int i = 0; i < LANES; i++) memcpy(panel + i * PANEL, &square[i], sizeof square[i]);
+        for (int i = 0; i < LANES; i++) memcpy(panel + i * STRIP, &square[i], sizeof square[i]);
     }
 }
 
-// out [M][PANEL], V vectors of it, = x times the panel, of their elements k..length; added to those before k
+// out [M][PANEL], V vectors of it, = x times a strip, of their elements k..length; added to what is there if `more`
 template <class T, int M, int V>
-void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t length, float* out) {
+void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t length, bool more, float* out) {
     typedef Step<T> S;
     vf acc[M][V] = {};
-    const bool more = k > 0;
-    panel += k / S::DEPTH * PANEL;
-    for (; k + S::DEPTH <= length; k += S::DEPTH, panel += PANEL) {
+    panel += k / S::DEPTH * STRIP;
+    for (; k + S::DEPTH <= length; k += S::DEPTH, panel += STRIP) {
         typename S::Elements b[V];
         for (int v = 0; v < V; v++) memcpy(&b[v], panel + v * LANES, sizeof b[v]);
         for (int m = 0; m < M; m++) {
@@ -169,21 +213,81 @@ void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t lengt
         }
 }
 
-template <class T, int V>
-void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t length, float* out) {
-    void (*const rest[])(const T* const*, const float*, int64_t, int64_t, float*) = {
-        nullptr, packed_tile<T, 1, V>, packed_tile<T, 2, V>, packed_tile<T, 3, V>, packed_tile<T, 4, V>, packed_tile<T, 5, V>,
+// out [rows][PANEL], C columns of it, = x times the panel, which has `distance` floats
+template <class T, int64_t C>
+void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t distance, int64_t length, float* out, bool more = false) {
+    constexpr int A = C / LANES < ABREAST ? C / LANES : ABREAST;
+    void (*const rest[])(const T* const*, const float*, int64_t, int64_t, bool, float*) = {
+        nullptr, packed_tile<T, 1, A>, packed_tile<T, 2, A>, packed_tile<T, 3, A>, packed_tile<T, 4, A>, packed_tile<T, 5, A>,
     };
     int64_t k = 0;
     do {  // once at least: a sum of nothing is 0
         const int64_t end = length - k < DEEP ? length : k + DEEP;
-        int64_t m = 0;
-        for (; m + TALL <= rows; m += TALL) packed_tile<T, TALL, V>(x + m, panel, k, end, out + m * PANEL);
-        if (m < rows) rest[rows - m](x + m, panel, k, end, out + m * PANEL);
-        k = end;
+        for (int64_t n = 0; n < C; n += A * LANES) {
+            const float* strip = panel + column(n, distance);
+            int64_t m = 0;
+            for (; m + HIGH <= rows; m += HIGH) packed_tile<T, HIGH, A>(x + m, strip, k, end, more, out + m * PANEL + n);
+            if (m < rows) rest[rows - m](x + m, strip, k, end, more, out + m * PANEL + n);
+        }
+        k = end, more = true;
     } while (k < length);
 }
 
-#endif
+// Panels of `distance` floats from `length` rows of `columns` numbers, where at(k) is the row k; zeros for what lacks
+template <class T, class At>
+inline void stack(At at, int64_t columns, int64_t length, float* panels, int64_t distance) {
+    constexpr int64_t DEPTH = Step<T>::DEPTH;
+    const int64_t step = distance / PANEL * STRIP;
+    for (int64_t k = 0; k < length; k += DEPTH) {
+        const T *a = at(k), *b = DEPTH > 1 && k + 1 < length ? at(k + 1) : nullptr;
+        float* strip = panels + k / DEPTH * STRIP;
+        int64_t n = 0;
+        for (; (DEPTH == 1 || b) && n + STRIP <= columns; n += STRIP, strip += step)
+            for (int64_t i = 0; i < STRIP; i += LANES) store(strip + i, stacked<T>(a + n + i, b + n + i));
+        for (const int64_t end = (columns + PANEL - 1) / PANEL * PANEL; n < end; n += STRIP, strip += step)
+            for (int64_t i = 0; i < STRIP; i += LANES) {
+                T one[LANES] = {}, two[LANES] = {};
+                const int64_t rest = columns - n - i, some = rest < LANES ? rest : LANES;
+                if (some > 0) memcpy(one, a + n + i, some * sizeof(T));
+                if (some > 0 && b) memcpy(two, b + n + i, some * sizeof(T));
+                store(strip + i, stacked<T>(one, two));
+            }
+    }
+}
+
+// out [M][PANEL], a strip's columns of it, = the product of columns of a strip and of a strip, [steps][STRIP]; added to what is there
+// if `more`
+template <class T, int M>
+inline void outer_tile(const float* a, const float* b, int64_t steps, bool more, float* out) {
+    typedef Step<T> S;
+    constexpr int V = ABREAST;
+    vf acc[M][V] = {};
+    for (int64_t k = 0; k < steps; k++, a += STRIP, b += STRIP) {
+        typename S::Elements row[V];
+        for (int v = 0; v < V; v++) memcpy(&row[v], b + v * LANES, sizeof row[v]);
+        for (int m = 0; m < M; m++) {
+            const typename S::Elements one = S::repeat_packed(a + m);
+            for (int v = 0; v < V; v++) acc[m][v] = S::add(acc[m][v], one, row[v]);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < V; v++) {
+            float* at = out + m * PANEL + v * LANES;
+            store(at, more ? load(at) + acc[m][v] : acc[m][v]);
+        }
+}
+
+// out [PANEL][PANEL] of two panels
+template <class T>
+void outer(const float* a, const float* b, int64_t distance, int64_t steps, bool more, float* out) {
+    constexpr int REST = STRIP % HIGH;
+    for (int64_t n = 0; n < PANEL; n += STRIP)
+        for (int64_t s = 0; s < PANEL; s += STRIP) {
+            const float *x = a + column(s, distance), *y = b + column(n, distance);
+            float* to = out + s * PANEL + n;
+            for (int64_t m = 0; m + HIGH <= STRIP; m += HIGH) outer_tile<T, HIGH>(x + m, y, steps, more, to + m * PANEL);
+            outer_tile<T, REST>(x + STRIP - REST, y, steps, more, to + (STRIP - REST) * PANEL);
+        }
+}
 
 }  // namespace

@@ -2,6 +2,9 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -54,6 +57,31 @@ inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 inline void store(bf16* p, vf v) {
     vh h = narrow(v);
     memcpy(p, &h, sizeof h);
+}
+
+// past the caches, where the instruction set can; p is aligned to the bytes of the vector. A fence comes after the last.
+inline void stream(float* p, vf v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+    _mm256_stream_ps(p, (__m256)v);
+#else
+    store(p, v);
+#endif
+}
+inline void stream(bf16* p, vf v) {
+#if defined(__AVX512F__)
+    _mm256_stream_si256((__m256i*)p, (__m256i)narrow(v));
+#elif defined(__AVX2__)
+    _mm_stream_si128((__m128i*)p, (__m128i)narrow(v));
+#else
+    store(p, v);
+#endif
+}
+inline void fence() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
 }
 
 // the first n < LANES; the others are zero

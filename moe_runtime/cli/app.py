@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moe_runtime import __version__
-from moe_runtime.cli import esft, lora, tables, tools, ultrafuser, upit, xft
+from moe_runtime.cli import esft, evaluate, lora, tables, tools, ultrafuser, upit, xft
 from moe_runtime.cli.verbs import Kept, Overwrite, RecipeSeed, Seed, argument, group, one_gpu, option, recipes, verb
 from moe_runtime.io.rows import require
 
@@ -46,6 +46,9 @@ def run(
     recipe: Annotated[str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))],
     out: Annotated[Path, option("Folder for the models and their results; a rerun resumes there.")] = Path("runs/recipe"),
     seed: RecipeSeed = None,
+    skip_memory_check: Annotated[
+        bool, option("Run even if the estimate says that it does not fit.", "--skip-memory-check")
+    ] = False,
 ):
     """Run a method from a recipe.
 
@@ -62,6 +65,10 @@ def run(
     path = recipe_path(recipe, *tables.PAPERS)
     method = method_of(path)
     check_choice("method", method, tuple(tables.PAPERS))
+    if not skip_memory_check:
+        from moe_runtime.tools import memory_plan
+
+        memory_plan.check(memory_plan.recipe_of(str(path)), recipe)
     study = importlib.import_module(f"moe_runtime.methods.{method}.study")
     return {"out": out, "results": study.run(path, out, seed=seed)}
 
@@ -79,6 +86,6 @@ def train(context: typer.Context):
     return {"path": train_command(context.args)}
 
 
-app.registered_commands += tools.app.registered_commands
-for part in (xft, esft, upit, ultrafuser, lora, tables):
-    app.add_typer(part.app)
+app.registered_commands += evaluate.app.registered_commands + tools.app.registered_commands
+for part in (xft.app, esft.app, upit.app, ultrafuser.app, lora.app, tables.app, evaluate.data):
+    app.add_typer(part)

@@ -1,6 +1,7 @@
-"""moe-runtime stats, doctor, tune, bench: what a model's routers do, what works here, launch configs, benchmarks."""
+"""moe-runtime stats, memory, doctor, tune, bench: what routers do, what fits, what works here, launch configs, benchmarks."""
 
 import contextlib
+import functools
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,10 +9,27 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import DTYPES, Data, Ends, Kept, MaxLength, Overwrite, Source, again, leaving, option, verb
+from moe_runtime.cli.verbs import (  # fmt: skip
+    DTYPES,
+    Bf16,
+    Checkpointing,
+    Data,
+    Ends,
+    Kept,
+    MaxLength,
+    Overwrite,
+    Source,
+    again,
+    argument,
+    leaving,
+    option,
+    recipes,
+    verb,
+)
 from moe_runtime.io import console
 from moe_runtime.io.rows import require
 
+BITS, OPTIMIZERS, ENGINES = "4 8 16 nf4 mxfp4 fp8_block int8", "adamw adamw_torch sgd adafactor 8bit", "ddp fsdp2 zero3 ep"
 KINDS = ("op", "layer", "step", "tokens", "memory", "breakdown", "method")
 app = typer.Typer()  # its verbs are mounted at the top
 
@@ -42,6 +60,67 @@ def stats(
     files = [out / name for name in FILES]
     typer.echo("wrote " + ", ".join(map(str, files)))
     return {"layers": layers, "warning": found.warning(), "files": files}
+
+
+@verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --gradient-checkpointing")
+def memory(
+    model: Annotated[str, argument("Folder or Hub id, read for its config alone, or a recipe.", words=(recipes,))],
+    lora: Annotated[int | None, option("Rank of LoRA on linear layers and experts; all weights train unless given.")] = None,
+    bits: Annotated[str, option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or a format's name.", words=BITS)] = "16",
+    batch: Annotated[int, option("Examples per device and forward pass.")] = 1,
+    length: Annotated[int, option("Tokens per example.")] = 2048,
+    optimizer: Annotated[str, option("adamw (fused), adamw_torch, sgd, adafactor or 8bit.", words=OPTIMIZERS)] = "adamw",
+    checkpointing: Checkpointing = False, bf16: Bf16 = False,
+    dtype: Annotated[str | None, option("Dtype of the weights; the config's unless given.", words=DTYPES)] = None,
+    backend: Annotated[str, option("Whose scratch memory counts: triton, torch or cpp.", words="triton torch cpp")] = "triton",
+    gpus: Annotated[int, option("GPUs that the training runs on.")] = 1,
+    gpu_memory: Annotated[float | None, option("GB of each; exits with 1 where a stage that runs does not fit.")] = None,
+    engine: Annotated[str | None, option("ddp, fsdp2, zero3 or ep; all that run unless given.", words=ENGINES)] = None,
+    gpu: Annotated[str, option("Whose data sheet bounds a step: H100, H200 or A800.", words="H100 H200 A800")] = "H100",
+):  # fmt: skip
+    """Estimate the memory of training from configs alone: weights, gradients, optimizer, activations, peak; and by engine.
+
+    A recipe has its own settings, stage by stage. Examples have no padding and experts get as many tokens each; CUDA's context
+    and fragments come on top (--gpu-memory takes 1.5 GB for them).
+    """
+    from moe_runtime.tools import memory as accounts
+    from moe_runtime.tools import memory_plan as plans
+
+    how = {"optimizer": optimizer, "checkpointing": checkpointing, "bf16": bf16}
+    recipe = plans.recipe_of(model)
+    if recipe is not None:
+        given = [lora, bits != "16", batch != 1, length != 2048, optimizer != "adamw", checkpointing, bf16, dtype]
+        return _planned(plans, plans.Planner(recipe, gpu), gpus, gpu_memory, engine, "own settings" if any(given) else None)
+    load = functools.partial(accounts.load, model, lora=lora, bits=bits, dtype=dtype)
+    if gpus > 1 or gpu_memory is not None:
+        training = {"batch": batch, "length": length, "packed": accounts.BITS[bits], **how}
+        return _planned(plans, plans.Planner.of_model(load, gpu, gpus=gpus, **training), gpus, gpu_memory, engine)
+    found = accounts.estimate(
+        load(), lambda: accounts.causal_batch(batch, length), packed=accounts.BITS[bits], backend=backend, **how
+    )
+    typer.echo(f"{found.parameters:,} parameters, of which {found.trained:,} train")
+    typer.echo(accounts.as_text(accounts.table(found)))
+    return found._asdict()
+
+
+def _planned(plans, planner, gpus: int, gpu_memory: float | None, engine: str | None, refused: str | None = None) -> Ends:
+    """Print a line for each stage and engine; end with 1 if one that runs fits with none of the engines."""
+    if refused or gpus < 1:
+        raise ValueError("a recipe has its own batch, length, optimizer and dtype; pass --gpus, --gpu-memory, --engine, --gpu")
+    lines, misfits = [], []
+    typer.echo(plans.HEADER)
+    for name, stage in planner.stages.items():
+        own = [planner.plan(name, planner.setting_of(name, one, gpus)) for one in planner.engines_for(name, engine, gpus)]
+        fits = [gpu_memory is None or one.share.total + plans.RESERVED <= gpu_memory * 1e9 for one in own]
+        for one, does in zip(own, fits, strict=True):
+            typer.echo(plans.as_text(one) + ("" if does else "  DOES NOT FIT") + ("" if stage.runs else "  (a baseline)"))
+            lines.append(one.to_dict() | {"fits": does, "runs": stage.runs})
+        if not any(fits):
+            near = planner.nearest(name, own[0].setting, gpu_memory * 1e9)
+            said = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB" if near else "no setting that runs fits"
+            typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {said}", err=True)
+            misfits += [name] * stage.runs
+    return Ends(lines, 1 if misfits else 0)
 
 
 @verb(app, "--check")

@@ -1,11 +1,13 @@
 """moe-runtime ultrafuser: fuse specialists token by token, train the fused model on your own data, generate."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moe_runtime.cli.verbs import Kept, Overwrite, RecipeSeed, argument, group, one_gpu, option, verb
+from moe_runtime.io.rows import read_rows
 
 FUSE = "ultralm-13b codellama-13b --template ultralm --template codellama --out fused"
 app = group("ultrafuser", "UltraFuser: fuse specialists with gates that weigh them token by token.", f"fuse {FUSE}")
@@ -58,25 +60,53 @@ def train(
     return {"out": out, "results": study.run(config, out, seed=seed)}
 
 
-@verb(app, 'fused --prompt "Write a function that reverses a list."')
+@verb(app, 'fused --prompt "Write a function that reverses a list."', Kept("{out}"))
 def generate(
     folder: Annotated[Path, argument("Folder of a fused model.")],
-    prompt: Annotated[list[str], option("A prompt; repeatable. Each specialist reads it in its own template.")],
+    prompt: Annotated[list[str] | None, option("A prompt; repeatable. Each specialist reads it in its own template.")] = None,
+    data: Annotated[Path | None, option("Instead of --prompt: a file of chats, pairs or texts, which are asked.")] = None,
+    out: Annotated[Path | None, option("With --data, the .jsonl file to write: a line of prompt and answer for each.")] = None,
+    batch_size: Annotated[int, option("With --data, prompts that are answered at a time, the longest first.")] = 16,
     max_new_tokens: Annotated[int, option("Tokens per answer, at most.")] = 256,
     temperature: Annotated[float, option("Sampling temperature; 0 takes the most probable token.")] = 0.0,
     seed: Annotated[int, option("Seed of sampling.")] = 0,
     system: Annotated[str | None, option("A system text, for templates that have one.")] = None,
+    overwrite: Overwrite = False,
 ):
     """Answer prompts with a fused model, each specialist reading them in its own template."""
     from moe_runtime.config import check_number, check_positive
+    from moe_runtime.io import files
 
     check_positive("max_new_tokens", max_new_tokens)
+    check_positive("batch_size", batch_size)
     check_number("temperature", temperature)
+    if bool(prompt) == bool(data) or bool(data) != bool(out):
+        raise ValueError(f"prompt is {prompt or None}, data is {data}, out is {out}; pass --prompt, or --data and --out")
+    if out is not None:
+        files.check_out_file(out, overwrite)
     one_gpu()
     from moe_runtime.methods.ultrafuser import folders
 
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    answers = folders.answer(folder, prompt, system=system, seed=seed, max_new_tokens=max_new_tokens, **sampling)
-    for text in answers:
-        typer.echo(text)
-    return {"answers": [{"prompt": asked, "answer": text} for asked, text in zip(prompt, answers)]}
+    settings = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    settings |= {"system": system, "seed": seed, "max_new_tokens": max_new_tokens}
+    if data is None:
+        answers = folders.answer(folder, prompt, **settings)
+    else:
+        prompt = [_question(row) for row in read_rows(data, answers=False)]
+        answers = folders.answer(folder, prompt, batch_size=batch_size, **settings)
+    answered = [{"prompt": asked, "answer": text} for asked, text in zip(prompt, answers)]
+    if out is None:
+        for text in answers:
+            typer.echo(text)
+        return {"answers": answered}
+    files.atomic_write_text(out, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answered))
+    typer.echo(f"wrote {out}: {len(answers)} answers")
+    return {"path": out, "answers": answered}
+
+
+def _question(row: dict) -> str | list:
+    """Return what an example asks: its prompt, its text, or the turns of a chat up to the last one of the user."""
+    turns = list(row.get("messages") or ())
+    while turns and turns[-1]["role"] != "user":
+        turns.pop()
+    return turns or row.get("prompt") or row["text"]

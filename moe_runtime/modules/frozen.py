@@ -53,7 +53,7 @@ def pair_of(adapters: list[Factors], count: int, dtype: torch.dtype, first: int 
 def experts_of(
     names, tensors, adapters: dict[str, list[Factors]], activation, dtype: torch.dtype, owners: Owners | None = None
 ) -> FrozenExperts:
-    """Return the experts of the stacks and biases `tensors`, [E, out, in] and [E, out], called `names`, with their adapters.
+    """Return the experts of the stacks [E, out, in], packed ones as `Stack`, and biases [E, out], called `names`.
 
     `owners` says who has the others, if they are spread over ranks: A and B are whole on each, and a rank takes the share of
     its experts. Raises ValueError for experts that are spread in another way.
@@ -69,4 +69,5 @@ def experts_of(
         )
     pairs = [pair_of(adapters.get(name, []), count, dtype, first) for name in names[:2]]
     biases = [bias.to(dtype) for bias in biases] or [None, None]
-    return FrozenExperts(Stack.dense(up), Stack.dense(down), *biases, *pairs, activation)
+    stacks = [stack if isinstance(stack, Stack) else Stack.dense(stack) for stack in (up, down)]
+    return FrozenExperts(*stacks, *biases, *pairs, activation)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.modules import frozen, trainable
+from moe_runtime.modules import frozen, packed, trainable
 from moe_runtime.ops import all_to_all, expert_rows
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.balance import balance_loss
@@ -142,13 +142,22 @@ def forward_experts(
 
     `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then any biases. Rows that
     train may be stored separately (`modules.trainable`), the experts be spread over ranks (`ops.all_to_all`) or have adapters
-    (`modules.frozen`), with which `frozen_mlp` runs. `run(x, topk_idx, topk_weight, experts)` replaces `moe_mlp` or
-    `frozen_mlp`. Returns [T, H] in the weights' dtype or, under autocast, in autocast's, and the expert_offsets [E + 1] of x's
+    (`modules.frozen`) or be packed (`modules.packed`), with which `frozen_mlp` runs. `run(x, topk_idx, topk_weight, experts)`
+    replaces `moe_mlp` or `frozen_mlp`. Returns [T, H] in the weights' dtype, of packed ones in x's, or, under autocast, in
+    autocast's, and the expert_offsets [E + 1] of x's
     slots.
     """
     adapters, rows = frozen.take(module), trainable.trained_parameters(module)
     if adapters and rows:
         raise ValueError(f"{type(module).__name__} has adapters and rows that train; expected one of them: fold_rows(model)")
+    if packed.is_packed(module, names[0]):
+        if activation is None:
+            raise ValueError(f"{type(module).__name__} is packed, with an unknown gate; call moe_runtime.patch(model)")
+        dtype = autocast_dtype(x) or x.dtype
+        stacks = [packed.stack_of(module, name, transposed) for name in names[:2]]
+        tensors = [*stacks, *(getattr(module, name) for name in names[2:])]
+        experts = frozen.experts_of(names, tensors, adapters, activation, dtype)
+        return frozen_mlp(x.to(dtype), experts, topk_weight, topk_idx)
     # each is read once: under FSDP, PEFT or tensor parallelism reading a parameter may compute it
     tensors = [getattr(module, name) for name in names] + [rows[name] for name in names if rows]
     check_floats(tensors, type(module).__name__)

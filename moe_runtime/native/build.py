@@ -38,9 +38,9 @@ CPU_FLAGS = (
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_BF16 = (*_AVX512, "-mavx512bf16")
 # the table of kernels.h that kernels.cpp becomes, and the flags that make it; the library picks one when it is loaded
-CPU_SETS = {"generic": ()}
-X86_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+X86_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _BF16, "amx": (*_BF16, "-mamx-tile", "-mamx-bf16")}
 # what the CPU sources need beyond C++17: vectors that convert, and selection by element
 PROBE = """
 typedef float f4 __attribute__((vector_size(16)));
@@ -156,7 +156,7 @@ def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> bo
     csrc = csrc or csrc_dir("cpu")
     compiler, version = check_cpu(csrc)
     x86 = X86_SETS if platform.machine() == "x86_64" else {}
-    sets = CPU_SETS | {name: flags for name, flags in x86.items() if _accepts(compiler, flags)}
+    sets = {"generic": ()} | {name: flags for name, flags in x86.items() if _accepts(compiler, flags)}
     info = json.dumps({"sources": source_hash("cpu", csrc), "compiler": version, "sets": list(sets)})
     # read from the library itself, so that no second file can disagree
     if not force and out.is_file() and not distrust(out, out.stat()) and info.encode() in out.read_bytes():

@@ -6,11 +6,15 @@ backward  d_low of down (gathers), dz with its term, d_low of up, dx with its te
 A term is low[r] B_e: a product of rank r, with an accumulator of its own that is added after the loop over the base's sum.
 """
 
+import torch
+
 from moe_runtime.kernels import combine, dispatch, grouped_gemm
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.kernels.operands import LowRank
+from moe_runtime.kernels.packed import PackedWeight, fit_packed
+from moe_runtime.ops import packed
 from moe_runtime.ops.expert_rows import Experts
-from moe_runtime.ops.frozen_rows import FrozenExperts, FrozenGradients, Pair, in_order_of
+from moe_runtime.ops.frozen_rows import FrozenExperts, FrozenGradients, Pair, Stack, in_order_of
 from moe_runtime.ops.moe_mlp_triton import Layer, sum_rows
 
 
@@ -18,10 +22,15 @@ class _Layer(Layer):
     """A layer of `moe_mlp_triton` over frozen stacks, and the products with the halves of its pairs."""
 
     def __init__(self, experts: FrozenExperts, offsets, row_slot, slots: int):
-        stacks = Experts(
-            experts.up.data, experts.down.data, experts.up_bias, experts.down_bias, activation=experts.activation
-        )  # fmt: skip
+        stacks = (_operand(stack) for stack in (experts.up, experts.down))
+        stacks = Experts(*stacks, experts.up_bias, experts.down_bias, activation=experts.activation)
         super().__init__(stacks, offsets, row_slot, slots)
+
+    def choose(self, kernel: str, x, N: int, K: int):
+        """Return the launch config; packed weights are read through pointers, a step of a sum at most 64 long."""
+        tile = super().choose(kernel, x, N, K)
+        up = self.experts.up
+        return fit_packed(tile, kernel, up.format) if isinstance(up, PackedWeight) and kernel != "dw" else tile
 
     def gathered(self, x, half):
         """Return x[token] half[e]^T [R, r] of all rows: the up projection without an activation's gate is this product."""
@@ -41,6 +50,17 @@ class _Layer(Layer):
         grad = backwards.weight_backward(low, rows, self.row_slot, self.offsets, self.slots, gather, tile)
         out = in_order_of(like)
         return grad if out.stride() == grad.stride() else out.copy_(grad)
+
+
+def _operand(stack: Stack):
+    """Return a stack as the launchers take it; the scales of a packed one are made in float32, a number for each group."""
+    if not stack.format:
+        return stack.data
+    data, name = stack.data, stack.format
+    return PackedWeight(
+        data if data.dtype == torch.uint8 else data.view(torch.uint8), packed.scale_of(data, stack.scales, name).contiguous(),
+        packed.of_name(name).number, tuple(stack.shape), name.endswith(packed.TRANSPOSED),
+    )  # fmt: skip
 
 
 def _low(pair: Pair | None, product, rows):

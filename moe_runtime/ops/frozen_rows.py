@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from moe_runtime.ops import packed
 from moe_runtime.ops.activation import FORM, Activation
 from moe_runtime.ops.workspace import scratch
 
@@ -93,6 +94,10 @@ class FrozenGradients(NamedTuple):
 
 def weight_of(stack: Stack, e: int, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Return expert e's weight [out, in] in `dtype`: a view, or `scratch` memory of this `name`."""
+    if stack.format:
+        shape = stack.shape[:0:-1] if stack.format.endswith(packed.TRANSPOSED) else stack.shape[1:]
+        out = scratch(name, tuple(shape), stack.data, dtype)
+        return packed.unpack(stack.data, stack.scales, stack.format, e, dtype, out)
     weight = stack.data[e]
     if weight.dtype == dtype:
         return weight

@@ -1,7 +1,7 @@
 """The cpp backend of `moe_mlp`: csrc/cpu alone in one call, or torch's matmuls with csrc/cpu around them.
 
-The forward pass is one call where that is measured to be faster, and everywhere for experts of few rows, where each weight is
-read once and that decides. What is left, and the backward pass, goes the way of `moe_mlp_torch`; sorting, gathering, the
+The forward pass is one call, and the backward pass another, where that is measured to be faster, and everywhere for experts of
+few rows, where each weight is read once and that decides. What is left goes the way of `moe_mlp_torch`; sorting, gathering, the
 activation with its gradient, and the weighted sum are one pass each, in float32 between what it reads and what it writes.
 """
 
@@ -15,8 +15,13 @@ from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, groups, new
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
-# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, 2026-11-22
-FEW = {"avx512_bf16": {torch.float32: ANY, torch.bfloat16: ANY}, "avx512": {torch.float32: ANY, torch.bfloat16: 16}}
+# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, held to the same
+# instruction set, 2026-11-23
+_ALL = {torch.float32: ANY, torch.bfloat16: ANY}
+FEW = {"amx": _ALL, "avx512_bf16": _ALL, "avx512": _ALL, "avx2": {torch.float32: 128, torch.bfloat16: ANY}}
+FEW_OF_TILES = 8  # in bfloat16 where torch multiplies on matrix tiles and we on vectors: without `amx`, or in the backward pass
+FEW_BACK = {("amx", torch.bfloat16): FEW_OF_TILES}
+BACK_ELEMENTS = 1 << 22  # of dz and wh that experts go through together in the backward pass
 # where one call reads the weights once and that decides
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
@@ -117,21 +122,29 @@ def _in_one_call(experts: Experts, most: int) -> bool:
     """Whether one call of the library is to do it all, by the `most` rows of an expert; each row of weights in one piece."""
     if experts.up_trained is not None or not experts.up.stride(2) == 1 == experts.down.stride(2):
         return False
-    return most <= _few_rows(experts.up.dtype)
+    return most <= few_rows(experts.up.dtype)
 
 
-def _few_rows(dtype: torch.dtype) -> int:
-    # a CPU with matrix tiles multiplies bfloat16 faster than vectors do
-    tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    return (FEW_ELSEWHERE if tiles else FEW.get(cpp.library().variant, FEW_ELSEWHERE))[dtype]
+def few_rows(dtype: torch.dtype) -> int:
+    """Return the rows of the largest expert up to which one call does it all."""
+    # a CPU's matrix tiles multiply bfloat16 faster than its vectors do
+    variant = cpp.library().variant
+    if dtype == torch.bfloat16 and variant != "amx" and torch.cpu._is_amx_tile_supported():
+        return FEW_OF_TILES
+    return FEW.get(variant, FEW_ELSEWHERE)[dtype]
+
+
+def one_call_bytes(dtype: torch.dtype, T: int, H: int, I: int, E: int, K: int, z_alone: bool = False) -> int:
+    """Return the scratch memory of one call, up to the pre-activation if `z_alone`."""
+    threads = torch.get_num_threads()
+    return cpp.library().handle.moert_cpu_experts_bytes(cpp.DTYPES[dtype], T, H, I, E, K, z_alone, threads)
 
 
 def _one_call(x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[int, int], z, out) -> None:
     """Write out [T, H], the sum over the experts of `part`, and z from the first one's first row on; either may be None."""
     (T, K), (E, _, H), I = topk_weight.shape, experts.up.shape, experts.down.shape[2]
     calls, dtype, up, down = cpp.library().handle, cpp.DTYPES[x.dtype], experts.up, experts.down
-    threads = torch.get_num_threads()
-    size = calls.moert_cpu_experts_bytes(dtype, T, H, I, E, K, out is None, threads)
+    threads, size = torch.get_num_threads(), one_call_bytes(x.dtype, T, H, I, E, K, out is None)
     space = scratch("one call", (size,), x, torch.uint8)
     biases = [None if bias is None else bias.contiguous() for bias in (experts.up_bias, experts.down_bias)]
     calls.moert_cpu_experts(
@@ -169,6 +182,9 @@ def _up(group, experts: Experts, up: list, rows, z) -> None:
 def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None,
              into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
     """As `moe_mlp_torch.backward`."""
+    if _back_in_one_call(experts, offsets, into):
+        dx, dweight, grads = _one_call_back(dout, x, experts, topk_weight, z_all, offsets, row_slot, needs, into)
+        return _with_router(grads, dx, dweight.view(topk_weight.shape), router)
     plan = Plan(experts, x, topk_weight, offsets, row_slot)
     T, K, R, I, Z, H = plan.T, plan.K, plan.R, plan.I, plan.Z, plan.H
     trained, dweight = experts.rows(), topk_weight.new_empty(R)
@@ -207,8 +223,46 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
                 slots = plan.row_slot[a + member.start : a + member.end]
                 dweight.index_add_(0, slots, (member.own(dy).float() * experts.down_bias[e].float()).sum(1))
     dx = None if dx is None else plan.combine(dx, weighted=False)
-    dweight = dweight.view(T, K)
+    return _with_router(grads, dx, dweight.view(T, K), router)
+
+
+def _with_router(grads: Gradients, dx, dweight, router) -> Gradients:
     if router is not None:
         dlogits, weight = router(dweight)
         dx = None if dx is None else dx.addmm_(dlogits, weight)
     return grads._replace(x=dx, topk_weight=dweight)
+
+
+def _back_in_one_call(experts: Experts, offsets, into: Gradients) -> bool:
+    """Whether one call of the library is to do the backward pass: as in the forward pass, without biases."""
+    if experts.up_bias is not None or experts.down_bias is not None:
+        return False
+    rows = offsets.diff()
+    most = int(rows.max()) if rows.numel() else ANY
+    if most > FEW_BACK.get((cpp.library().variant, experts.up.dtype), ANY - 1) or not _in_one_call(experts, most):
+        return False
+    return all(old is None or (old.dtype == experts.up.dtype and old.stride(2) == 1) for old in (into.up, into.down))
+
+
+def _one_call_back(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, into: Gradients):
+    """Return dx [T, H] or None, dweight [T * K] and the gradients of the weights."""
+    (T, K), (E, Z, H), I = topk_weight.shape, experts.up.shape, experts.down.shape[2]
+    calls, dtype, form, threads = cpp.library().handle, cpp.DTYPES[x.dtype], form_of(experts), torch.get_num_threads()
+    bounds, trained = offsets.tolist(), experts.rows()
+    grads = new_gradients(experts, bounds, trained, needs, into)
+    dx = x.new_empty(T, H) if needs.x else None
+    dweight = topk_weight.new_zeros(T * K) if bounds[-1] < T * K else topk_weight.new_empty(T * K)
+    trains = torch.tensor([row >= 0 for row in trained], dtype=torch.uint8)
+    saved, group = z_all.shape[0] > 0, max(BACK_ELEMENTS // (Z + I), 1)
+    size = calls.moert_cpu_experts_backward_bytes(dtype, form[1], offsets.data_ptr(), T, H, I, E, K, group, not saved, threads)
+    space = scratch("one call", (size,), x, torch.uint8)
+    weights, made = [], []
+    for stack, grad, old in ((experts.up, grads.up, into.up), (experts.down, grads.down, into.down)):
+        weights += [stack.data_ptr(), stack.stride(0), stack.stride(1)]
+        made += [None, 0, 0, 0] if grad is None else [grad.data_ptr(), grad.stride(0), grad.stride(1), old is not None]
+    calls.moert_cpu_experts_backward(
+        dtype, *form, x.data_ptr(), dout.data_ptr(), *weights, topk_weight.data_ptr(), offsets.data_ptr(), row_slot.data_ptr(),
+        T, H, I, E, K, group, trains.data_ptr(), z_all.data_ptr() if saved else None, space.data_ptr(),
+        None if dx is None else dx.data_ptr(), dweight.data_ptr(), *made, threads,
+    )  # fmt: skip
+    return dx, dweight, grads

@@ -31,6 +31,9 @@ ALL = VERBS | {
     "upit export": _verb("upit export {in}/of-assemble out"),
     "lora convert": _verb("lora convert {in}/lora/base {in}/lora/old out"),
     "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to vllm"),
+    "ultrafuser generate": _verb("ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"),
+    "data smollm2": _verb("data smollm2 out", before="tests.tools.test_smollm2:install"),
+    "eval": _verb("eval {in}/dense --tasks arithmetic --limit 2 --max-new-tokens 4 --out out"),
 }
 # what makes a different result; another seed unless it is here
 SHARDS = dict.fromkeys(("xft export", "xft import-official", "upit export", "esft merge"), ("--max-shard-size", "9KB"))
@@ -38,14 +41,30 @@ CHANGES = SHARDS | {
     "xft to-mergeable": ("--shared-rate", "0.5"), "xft merge": ("--alpha", "uniform"), "esft select": ("--p", "0.1"),
     "stats": ("--tokens", "40"), "tune": ("--tokens", "32"), "paper": ("--seeds", "2"), "bench": (),
     "lora convert": (), "lora export": ("--to", "merged"),
+    "eval": ("--dtype", "bfloat16"), "data smollm2": ("--dtype", "float32"),
+    "ultrafuser generate": ("--max-new-tokens", "3"),
 }  # fmt: skip
-LONG = {"demo", "paper", "run", "ultrafuser train", "train", "upit init-routers", "esft train"}  # seconds each
+LONG = {
+    "demo",
+    "paper",
+    "run",
+    "ultrafuser train",
+    "train",
+    "upit init-routers",
+    "esft train",
+    "eval",
+    "data smollm2",
+}  # seconds each
 # what `before` of a verb replaces
 REPLACED = {
     "demo": {"moe_runtime.experiments.corpora": ["standard_library_files"], "moe_runtime.methods.xft.demo": ["load_recipe"]},
     "bench": {"moe_runtime.bench.running": ["_pytest"]},
+    "data smollm2": {"moe_runtime.tools.smollm2": ["_place"]},
     "tune": {"moe_runtime.tools.tune": ["find_gpu", "runner", "ROUNDS", "versions"]},
 }
+
+
+JUDGED = "out/dense/arithmetic.jsonl"  # what `eval` writes last of a task
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -56,7 +75,9 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def results(files: dict[str, bytes]) -> dict[str, bytes]:
     """Return what a verb is for, which has no times in it."""
-    return {name: value for name, value in files.items() if name.endswith(".safetensors") or name in ("out", "out.json")}
+    return {
+        name: value for name, value in files.items() if name.endswith(".safetensors") or name in ("out", "out.json", JUDGED)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +89,7 @@ def given(tmp_path_factory):
     patch.undo()
     peft_adapter.adapted(folder / "lora")
     peft_adapter.as_written_by("0.18.0", folder / "lora" / "adapter", folder / "lora" / "old", transposed=False)
-    for name, verb in (("export", ALL["xft export"]), ("assemble", ALL["upit assemble"])):
+    for name, verb in (("export", ALL["xft export"]), ("assemble", ALL["upit assemble"]), ("fuse", ALL["ultrafuser fuse"])):
         argv = [str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)]
         assert CliRunner().invoke(app, argv).exit_code == 0
     return folder
@@ -124,12 +145,16 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
         first = records.benchmarks(out)[0]
         records.Records(out.with_suffix(".jsonl")).write(first["name"], extra_info=first["extra_info"])
         out.unlink()
+    elif name == "eval":
+        Path(JUDGED).unlink()
+        (record,) = out.glob("dense/answers-*.jsonl")
+        record.write_text(record.read_text().splitlines(keepends=True)[0] + '{"key": "cu')
     elif name != "tune":  # whose file is whole after every config
         shutil.rmtree(max(out.glob("*-*/"), key=lambda path: path.stat().st_mtime_ns))
 
 
 def test_every_verb_has_a_line_and_the_options_that_it_names():
-    silent = {"upit choose", "esft apply", "ultrafuser generate", "doctor"}
+    silent = {"upit choose", "esft apply", "doctor", "memory"}
     named = {"paper" if words[0] == "paper" else " ".join(words): command for words, command in TREE.items()}
     assert {name for name, *_ in LINES} == set(named) - silent and len(LINES) == len(named) - len(silent)
     assert all(f"`{name}`" in PAGE for name in silent)

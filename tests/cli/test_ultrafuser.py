@@ -60,6 +60,20 @@ def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
     assert out.stdout == "".join(f"{text}\n" for text in want)
 
 
+def test_a_file_of_prompts_is_answered_in_batches(sources, tmp_path):
+    assert invoke("fuse", *sources, "--out", tmp_path / "f").exit_code == 0
+    turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    rows = [{"messages": turns[: 1 + i % 2]} for i in range(2)] + [{"messages": [{"role": "user", "content": "def add" * 3}]}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--out", tmp_path / "answers.jsonl", "--max-new-tokens", 4, "--batch-size", 2)
+    out = invoke("generate", tmp_path / "f", "--data", tmp_path / "chats.jsonl", *options)
+    assert out.exit_code == 0, out.exception
+    found = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    asked = [turns[:1], turns[:1], rows[2]["messages"]]
+    one = [ultrafuser.load(tmp_path / "f").complete([chat], max_new_tokens=4, do_sample=False)[0] for chat in asked]
+    assert found == [{"prompt": chat, "answer": text} for chat, text in zip(asked, one, strict=True)]
+
+
 def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
@@ -75,6 +89,8 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     pytest.param(("train", "--config", "none.yaml"), "recipe is 'none.yaml'; want a YAML file", id="none"),
     pytest.param(("generate", "{here}", "--prompt", "a"), "fuser_config.json, which cannot be read", id="no folder"),
     pytest.param(("generate", "{here}", "--prompt", "a", "--temperature", -1), "temperature is -1.0; want", id="cold"),
+    pytest.param(("generate", "{here}"), "prompt is None, data is None.*pass --prompt, or --data and --out", id="nothing"),
+    pytest.param(("generate", "{here}", "--data", "a.jsonl"), "or --data and --out", id="nowhere"),
     pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
     pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "which transformers cannot load", id="missing"),
     pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/f"), "gate is 'x'; want one of", id="gate"),

@@ -25,6 +25,7 @@ LANGUAGES = {"bash", "console", "json", "pycon", "python", "text", "yaml"}
 ELSEWHERE = {
     ("README.md", "python"): (3, "tests/docs/test_readme.py::test_python_blocks_run"),
     ("docs/drop-in.md", "python"): (7, "tests/docs/test_docs.py::test_examples_run"),
+    ("docs/quantized-experts.md", "python"): (1, "tests/hf/dropin/test_quantize.py::test_the_example_of_the_docs_runs"),
     ("docs/drop-in.md", "yaml"): (1, "tests/docs/test_docs.py::test_the_fsdp2_config_is_one"),
     ("docs/drop-in.md", "json"): (1, "tests/docs/test_docs.py::test_the_zero3_config_is_one"),
     ("docs/expert-parallel.md", "python"): (2, "tests/hf/dropin/test_parallel_docs.py::test_example"),
@@ -36,7 +37,6 @@ ELSEWHERE = {
     ("docs/ultrafuser.md", "python"): (3, "tests/methods/ultrafuser/test_folders.py::test_the_examples_of_the_docs_run"),
     ("docs/recipes.md", "python"): (1, "tests/methods/xft/test_study.py::test_the_python_of_the_docs_runs"),
     ("docs/recipes.md", "yaml"): (1, "tests/methods/xft/test_recipe.py::test_the_recipe_of_the_docs_is_one"),
-    ("docs/evaluation.md", "python"): (1, "tests/methods/xft/test_study.py::test_the_samples_of_the_docs"),
     ("docs/evaluation.md", "yaml"): (1, "tests/methods/xft/test_recipe.py::test_the_task_of_the_docs_is_yaml"),
 }
 # of those pages, the blocks that are run here

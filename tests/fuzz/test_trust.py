@@ -105,7 +105,8 @@ VERBS = (
     "upit grow {model} {model} --base {model} --count 3 --out {out}",
     "upit init-routers {model} {model} --data {data} --out {out}", "upit assemble {model} {model} --out {out}",
     "upit export {model} {out}", "ultrafuser fuse {model} {model} --name a --name b --out {out}",
-    "ultrafuser generate {model} --prompt a", "tune --model {model} --out {out}",
+    "ultrafuser generate {model} --prompt a",
+    "eval {model} --tasks arithmetic --limit 1 --max-new-tokens 1 --out {out}", "tune --model {model} --out {out}",
 )  # fmt: skip
 # TRL loads this one itself
 TEMPLATE = "train --model {plain} --data {data} --output_dir {out} --max_steps 1 --chat_template_path {model}"

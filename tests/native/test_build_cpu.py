@@ -129,7 +129,9 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not i
 @needs_gxx
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are x86's")
 @pytest.mark.parametrize(
-    "flags, left", [(["-mavx512bf16"], ["generic", "avx2", "avx512"]), (["-mavx512f"], ["generic", "avx2"])], ids=str
+    "flags, left",
+    [(["-mamx-bf16"], ["generic", "avx2", "avx512", "avx512_bf16"]), (["-mavx512f"], ["generic", "avx2"])],
+    ids=str,
 )
 def test_sets_that_the_compiler_does_not_know_are_left_out(flags, left, tmp_path, library, old, monkeypatch):
     monkeypatch.setattr(build, "CPU_FLAGS", ("-O0", *build.CPU_FLAGS[1:]))  # an eighth of the compiler's time
@@ -137,7 +139,7 @@ def test_sets_that_the_compiler_does_not_know_are_left_out(flags, left, tmp_path
     build.build_cpu(tmp_path / "lib.so")
     made = cpp.bind(tmp_path / "lib.so")
     assert made.info["sets"] == left and made.variant in left
-    assert not made.handle.moert_cpu_limit(b"avx512_bf16") and made.handle.moert_cpu_limit(b"generic")
+    assert not made.handle.moert_cpu_limit(b"amx") and made.handle.moert_cpu_limit(b"generic")
 
 
 def test_the_library_says_what_it_is_made_of(library):

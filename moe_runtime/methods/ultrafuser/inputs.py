@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Table 7; a text template follows the BOS that the tokenizer puts before texts, which is the <s> of CodeLlama's
 TEMPLATES = {
@@ -177,7 +178,7 @@ def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, t
         fits = all(
             i.dim() == 2 and i.shape[1] and i.shape == m.shape and len(i) == len(ids[0]) and _are_ids(i, size)
             # on the CPU, at least one token in each prompt
-            and (m.device.type != "cpu" or bool(m.bool().any(1).all()))
+            and (not _has_values(m) or bool(m.bool().any(1).all()))
             for i, m, size in zip(ids, mask, sizes, strict=True)
         )  # fmt: skip
     if not fits:
@@ -200,7 +201,12 @@ def check_answers(ids: torch.Tensor | None, rows: int, vocab_size: int, least: i
 
 def _are_ids(ids: torch.Tensor, size: int) -> bool:
     """Whether ids are from 0 to `size` - 1, as far as they are on the CPU."""
-    return ids.device.type != "cpu" or not ids.numel() or bool(ids.min() >= 0 and ids.max() < size)
+    return not _has_values(ids) or not ids.numel() or bool(ids.min() >= 0 and ids.max() < size)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the CPU, where a look costs nothing, and no fake one, which has a shape alone."""
+    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
 def left_padded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,6 @@
 """moe_runtime.methods.xft.study: each stage is made once, is what its parts alone give, and goes on after a kill."""
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -270,23 +268,6 @@ def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     exec(compile(code, "docs/recipes.md", "exec"), names)
     assert names["merged"].folder.is_relative_to("runs/xft")
     assert "held-out loss" in capsys.readouterr().out
-
-
-def test_the_samples_of_the_docs(made, tmp_path, monkeypatch):
-    """The script of docs/evaluation.md on problems of ours: it asks in the template's words and keeps code alone."""
-    (code,) = blocks("evaluation.md", "python")
-    problems = {"HumanEval/0": {"prompt": 'def f(x):\n    """One more."""\n'}}
-    written = {}
-    library = types.ModuleType("evalplus.data")
-    library.get_human_eval_plus = lambda: problems
-    library.write_jsonl = lambda path, rows: written.update({path: rows})
-    monkeypatch.setitem(sys.modules, "evalplus", types.ModuleType("evalplus"))
-    monkeypatch.setitem(sys.modules, "evalplus.data", library)
-    monkeypatch.setattr(sys, "argv", ["humaneval.py", str(made.mix.folder), "samples.jsonl"])
-    exec(compile(code.replace("max_new_tokens=512", "max_new_tokens=5"), "docs/evaluation.md", "exec"), {})
-    (sample,) = written["samples.jsonl"]
-    assert sample["task_id"] == "HumanEval/0" and "```" not in sample["solution"]
-    assert sample["solution"].startswith('def f(x):\n    """One more."""')
 
 
 @pytest.mark.parametrize("changes, says", [

@@ -1,0 +1,159 @@
+// The backward pass of the experts: dh with the activation, dx, and the gradients of the weights, each on units that no two threads
+// share and that sum in one order. Where rows are what is summed over, or the weights' own rows, the operands are laid out as they are.
+#pragma once
+#include "activation.h"
+#include "experts.h"
+#include "kernels.h"
+#include "tiles.h"
+
+namespace {
+
+using moert::ExpertsBackward;
+
+// n <= LANES elements of a row: dz and wh from z, dh (unweighted) and the row's weight; returns dh * h
+template <class T, int ACT>
+inline vf activation_backward(Form form, const T* z, vf grad, float w, int64_t I, int64_t i, int64_t n, T* dz, T* wh) {
+    if (!form.form) {
+        Point at = activation<ACT>(load_up_to(z + i, n));
+        store_up_to(wh + i, at.value * w, n);
+        store_up_to(dz + i, grad * w * at.slope, n);
+        return at.value * grad;
+    }
+    Pair pair = load_pair(z, I, i, n, form.form == 2);
+    Point at = activation<ACT>(min(pair.gate, form.limit));
+    vf factor = clamp(pair.up, form.limit) + form.up_offset, h = at.value * factor, dot = h * grad;
+    store_up_to(wh + i, h * w, n);
+    grad *= w;
+    vf dup = absolute(pair.up) > form.limit ? vf{} : at.value * grad;
+    vf dgate = pair.gate > form.limit ? vf{} : grad * factor * at.slope;
+    store_pair(dz, I, i, n, form.form == 2, {dgate, dup});
+    return dot;
+}
+
+// out [panels][rows][PANEL] = the rows at(r) times `columns` columns of w [length, ..], which are laid out REACH rows at a time
+template <class T, class At>
+inline void product(At at, int64_t rows, const T* w, int64_t stride, int64_t columns, int64_t length, float* panels, float* out) {
+    constexpr int64_t ROWS = Experts::ROWS, REACH = ExpertsBackward::REACH, SIZE = REACH * PANEL;
+    for (int64_t k = 0; k < length; k += REACH) {
+        const int64_t depth = length - k < REACH ? length - k : REACH;
+        stack<T>([=](int64_t j) { return w + (k + j) * stride; }, columns, depth, panels, SIZE);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const int64_t some = rows - r < ROWS ? rows - r : ROWS;
+            const T* x[ROWS];
+            for (int64_t m = 0; m < some; m++) x[m] = at(r + m) + k;
+            for (int64_t n = 0; n < columns; n += PANEL)
+                packed_rows<T, PANEL>(x, some, panels + n * REACH, SIZE, depth, out + n * rows + r * PANEL, k > 0);
+        }
+    }
+}
+
+// dh of a piece and some panels of columns, from there dz, wh and each panel's part of dweight
+template <class T, int ACT>
+void experts_dh_act(const ExpertsBackward& b, int64_t unit, float* panels) {
+    const Experts& f = b.forward;
+    const int64_t width = b.dh_panels * PANEL, blocks = (f.I + width - 1) / width, i = unit % blocks * width;
+    const int64_t columns = f.I - i < width ? f.I - i : width, Z = f.form.form ? 2 * f.I : f.I;
+    const Piece piece = f.pieces[unit / blocks];
+    const int64_t rows = piece.end - piece.begin;
+    const int32_t* slot = f.row_slot + piece.begin;
+    float* dh = panels + ExpertsBackward::REACH * width;
+    const auto dy = [&](int64_t r) { return (const T*)b.dout + slot[r] / f.K * f.H; };
+    product(dy, rows, (const T*)f.down + piece.expert * f.down_stride_e + i, f.down_stride, columns, f.H, panels, dh);
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t row = piece.begin + r - f.first_row;
+        for (int64_t n = 0; n < columns; n += PANEL) {
+            vf dots = {};
+            for (int64_t j = n; j < n + PANEL && j < columns; j += LANES)
+                dots += activation_backward<T, ACT>(
+                    f.form, (const T*)f.z + row * Z, load(dh + n * rows + r * PANEL + j - n), f.weight[slot[r]], f.I, i + j,
+                    lanes(columns - j), (T*)b.dz + row * Z, (T*)b.wh + row * f.I);
+            b.dots[(i + n) / PANEL * b.rows + row] = sum(dots);
+        }
+    }
+}
+
+template <class T>
+void experts_dh(const ExpertsBackward& b, int64_t unit, float* panel) {
+    void (*const of[])(const ExpertsBackward&, int64_t, float*) = {
+        experts_dh_act<T, 0>, experts_dh_act<T, 1>, experts_dh_act<T, 2>,
+        experts_dh_act<T, 3>, experts_dh_act<T, 4>, experts_dh_act<T, 5>,
+    };
+    of[b.forward.form.act](b, unit, panel);
+}
+
+// dx of a piece's rows and some panels of columns
+template <class T>
+void experts_dx(const ExpertsBackward& b, int64_t unit, float* panels) {
+    const Experts& f = b.forward;
+    const int64_t width = b.dx_panels * PANEL, blocks = (f.H + width - 1) / width, c = unit % blocks * width;
+    const int64_t columns = f.H - c < width ? f.H - c : width, Z = f.form.form ? 2 * f.I : f.I;
+    const Piece piece = f.pieces[unit / blocks];
+    const int64_t rows = piece.end - piece.begin;
+    float* dx = panels + ExpertsBackward::REACH * width;
+    const auto dz = [&](int64_t r) { return (const T*)b.dz + (piece.begin + r - f.first_row) * Z; };
+    product(dz, rows, (const T*)f.up + piece.expert * f.up_stride_e + c, f.up_stride, columns, Z, panels, dx);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t n = 0; n < columns; n += LANES)
+            store_up_to(
+                (T*)b.dx_rows + (piece.begin + r) * f.H + c + n,
+                load(dx + n / PANEL * PANEL * rows + r * PANEL + n % PANEL), lanes(columns - n));
+}
+
+// rows x columns of a square [PANEL][PANEL] into a gradient; where it is added to, the product is rounded first, as autograd's is
+template <class T>
+inline void flush(const float* square, int64_t rows, int64_t columns, bool adds, bool past, T* out, int64_t stride) {
+    past = past && (uintptr_t)out % 64 == 0 && stride * sizeof(T) % 64 == 0;
+    for (int64_t m = 0; m < rows; m++, out += stride, square += PANEL)
+        for (int64_t n = 0; n < columns; n += LANES) {
+            const int64_t some = lanes(columns - n);
+            vf v = load(square + n);
+            if (adds) {
+                T product[LANES];
+                store(product, v);
+                v = load_up_to(out + n, some) + load(product);
+            }
+            past && some == LANES ? stream(out + n, v) : store_up_to(out + n, v, some);
+        }
+}
+
+// A block of an expert's d up = dz^T x or d down = dy^T wh, HIGH x WIDE numbers, over DEPTH rows at a time
+template <class T>
+void experts_dw(const ExpertsBackward& b, int64_t unit, float* panels) {
+    typedef ExpertsBackward B;
+    constexpr int64_t SIZE = B::DEPTH * PANEL;
+    const Experts& f = b.forward;
+    const int64_t of_up = b.dup ? b.up_units : 0, each = of_up + (b.ddown ? b.down_units : 0);
+    const Piece rows = b.experts[unit / each];
+    const bool up = unit % each < of_up, adds = up ? b.up_adds : b.down_adds;
+    const int64_t Z = f.form.form ? 2 * f.I : f.I, M = up ? Z : f.H, N = up ? f.H : f.I;
+    const int64_t across = (N + B::WIDE - 1) / B::WIDE, at = unit % each - (up ? 0 : of_up);
+    const int64_t m0 = at / across * B::HIGH, n0 = at % across * B::WIDE;
+    const int64_t high = M - m0 < B::HIGH ? M - m0 : B::HIGH, wide = N - n0 < B::WIDE ? N - n0 : B::WIDE;
+    const int64_t stride = up ? b.dup_stride : b.ddown_stride;
+    T* out = (up ? (T*)b.dup + rows.expert * b.dup_stride_e : (T*)b.ddown + rows.expert * b.ddown_stride_e) + m0 * stride + n0;
+    float *const strips = panels, *const own = strips + B::DEPTH * B::STRIP, *const squares = own + B::DEPTH * B::WIDE;
+    for (int64_t r = rows.begin; r < rows.end; r += B::DEPTH) {
+        const bool more = r > rows.begin, last = rows.end - r <= B::DEPTH;
+        const int64_t length = last ? rows.end - r : B::DEPTH, steps = (length + Step<T>::DEPTH - 1) / Step<T>::DEPTH;
+        const T *of_token[B::DEPTH], *const of_row = up ? (T*)b.dz + (r - f.first_row) * Z : (T*)b.wh + (r - f.first_row) * f.I;
+        for (int64_t k = 0; k < length; k++) of_token[k] = (const T*)(up ? f.x : b.dout) + f.row_slot[r + k] / f.K * f.H;
+        const auto by_token = [&](int64_t n) { return [&of_token, n](int64_t k) { return of_token[k] + n; }; };
+        const auto by_row = [=](int64_t n) { return [=](int64_t k) { return of_row + k * (up ? Z : f.I) + n; }; };
+        if (up) stack<T>(by_token(n0), wide, length, own, SIZE);
+        else stack<T>(by_row(n0), wide, length, own, SIZE);
+        for (int64_t m = 0; m < high; m += PANEL) {
+            const int64_t strip = m % B::STRIP, rest = high - m, some = rest < PANEL ? rest : PANEL;
+            if (!strip && up) stack<T>(by_row(m0 + m), rest < B::STRIP ? rest : B::STRIP, length, strips, SIZE);
+            if (!strip && !up) stack<T>(by_token(m0 + m), rest < B::STRIP ? rest : B::STRIP, length, strips, SIZE);
+            for (int64_t n = 0; n < wide; n += PANEL) {
+                float* square = squares + (more || !last ? m * B::WIDE + n * PANEL : 0);
+                outer<T>(strips + strip * B::DEPTH, own + n * B::DEPTH, SIZE, steps, more, square);
+                if (!last) continue;
+                flush(square, some, wide - n < PANEL ? wide - n : PANEL, adds, b.past, out + m * stride + n, stride);
+            }
+        }
+    }
+    if (b.past) fence();
+}
+
+}  // namespace

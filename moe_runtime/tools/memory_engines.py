@@ -1,0 +1,147 @@
+"""What engines put on each GPU and on the wire, and what bounds a step: the cost model of `moe-runtime memory --gpus N`.
+
+    DDP      every GPU holds all; gradients are all-reduced in buckets, which are a copy of them
+    FSDP2    weights, gradients and state in n parts; a block's weights are gathered to run it, forward and backward
+    ZeRO-3   the same parts; up to a billion gathered weights stay (stage3_max_live_parameters)
+    EP       the stacks of experts in n parts, all else as in DDP; rows travel to their experts and back
+
+Bytes that a GPU sends per optimizer step, P weights as they are gathered, G gradients, f = (n - 1) / n:
+
+    DDP   2 f G        FSDP2, ZeRO-3   f (2 P m + G m)        EP   f (2 G_rest + 2 (2 + recomputed) m R H s L)
+
+with m micro-batches, R = T K rows of H elements of s bytes, and L MoE layers. A step takes at least the longest of its
+FLOPs at the GPU's rate, its bytes at the link's, and its weights, gradients and state at the memory's.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.hf.dropin import experts as dropin
+from moe_runtime.modules.moe import MoE
+from moe_runtime.tools import memory
+from moe_runtime.tools.memory import Estimate
+
+ENGINES = ("ddp", "fsdp2", "zero3", "ep")
+LIVE = 10**9  # gathered weights that ZeRO-3 lets stay, by default
+
+
+class Gpu(NamedTuple):
+    """A GPU as its data sheet describes it: dense bfloat16 FLOP/s, bytes/s of memory, of NVLink and of the network, one way."""
+
+    flops: float
+    memory: float
+    link: float
+    network: float = 50e9  # 400 Gbit/s per GPU
+    per_node: int = 8
+
+
+GPUS = {"H100": Gpu(989e12, 3.35e12, 450e9), "H200": Gpu(989e12, 4.8e12, 450e9), "A800": Gpu(312e12, 2.04e12, 200e9, 25e9)}
+
+
+class Shapes(NamedTuple):
+    """What of a model says how it is split, in bytes of its weights; T tokens per micro-batch."""
+
+    weights: int
+    block: int  # the largest of its layers
+    blocks: int  # how many
+    outside: int  # of all layers
+    expert_share: float  # of weights
+    moe_layers: int
+    row_bytes: int  # of a micro-batch's rows of one layer, T K H s
+    active_experts: float  # share of a layer's experts that a token goes through
+
+
+class Share(NamedTuple):
+    """Bytes on one GPU."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # and temporaries
+    buffers: int  # the engine's own: buckets, gathered blocks, rows under way
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def shapes_of(model: torch.nn.Module, tokens: int, size: int) -> Shapes:
+    """Return the shapes of a model for micro-batches of `tokens` tokens of elements of `size` bytes."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1]
+    lists = [m for m in lists if not any(other is not m and other in set(m.modules()) for other in lists)]  # of layers
+    blocks = [sum(map(memory.nbytes, layer.parameters())) for layers in lists for layer in layers] or [0]
+    weights = sum(map(memory.nbytes, model.parameters()))
+    layers, K, H, E = 0, 0, 0, 1
+    for module in model.modules():
+        if isinstance(module, MoE):
+            c = module.config
+            layers, K, H, E = layers + 1, c.top_k or c.num_experts, c.hidden_size, c.num_experts
+        elif dropin.is_experts(module):
+            c = module.config
+            layers, K, H, E = layers + 1, getattr(c, "num_experts_per_tok", 1), c.hidden_size, module.num_experts
+    share = sum(map(memory.nbytes, memory.stacks_of(model))) / max(weights, 1)
+    outside, rows = weights - sum(blocks), tokens * K * H * size
+    return Shapes(weights, max(blocks), len(blocks), outside, share, layers, rows, K / E)
+
+
+def share_of(found: Estimate, shapes: Shapes, engine: str, gpus: int, compute: float = 1.0) -> Share:
+    """Return what one of `gpus` GPUs holds; `compute` is the size of a gathered weight, in those of a stored one."""
+    weights = found.experts + found.rest + found.adapters
+    active = found.active if gpus > 1 and engine != "ddp" else found.activations + found.temporary - found.overlap
+    if engine == "ep":
+        kept = 1 - shapes.expert_share * (1 - 1 / gpus)
+        parts = [math.ceil(kept * size) for size in (weights, found.gradients, found.optimizer)]
+        buckets = (1 - shapes.expert_share) * found.gradients
+        return Share(*parts, active, math.ceil(buckets) + 2 * shapes.row_bytes if gpus > 1 else 0)
+    if engine == "ddp" or gpus == 1:
+        return Share(weights, found.gradients, found.optimizer, active, found.gradients if gpus > 1 else 0)
+    live = 2 * shapes.block + shapes.outside if engine == "fsdp2" else min(weights, LIVE * (shapes.weights / found.parameters))
+    gathered = compute * (live + (shapes.block + shapes.outside) * found.gradients / max(weights, 1))
+    parts = [math.ceil(size / gpus) for size in (weights, found.gradients, found.optimizer)]
+    return Share(*parts, active, math.ceil(gathered))
+
+
+class Wire(NamedTuple):
+    """What one GPU sends per optimizer step."""
+
+    bytes: int
+    collectives: dict[str, int]
+
+
+def wire_of(found: Estimate, shapes: Shapes, engine: str, gpus: int, micro: int = 1, compute: float = 1.0,
+            checkpointing: bool = False) -> Wire:  # fmt: skip
+    """Return the bytes that a GPU sends per optimizer step of `micro` micro-batches, and its collectives."""
+    if gpus == 1:
+        return Wire(0, {})
+    f = (gpus - 1) / gpus
+    if engine == "ddp":
+        return Wire(math.ceil(2 * f * found.gradients), {"all_reduce": _buckets(found.gradients)})
+    if engine == "ep":
+        experts = shapes.expert_share * shapes.weights
+        rest = found.gradients * (1 - experts / max(shapes.weights, 1))
+        exchanges = shapes.moe_layers * micro * (4 + 2 * checkpointing)
+        # beside the rows go their counts, once in each forward pass
+        count = {"all_to_all": shapes.moe_layers * micro * (5 + 3 * checkpointing), "all_reduce": _buckets(rest)}
+        return Wire(math.ceil(f * (2 * rest + exchanges * shapes.row_bytes)), count)
+    # what is outside the blocks is gathered once and stays until the backward pass ends
+    inside = shapes.weights - shapes.outside
+    gathered = compute * (2 * inside + shapes.outside) * micro
+    count = {"all_gather": (2 * shapes.blocks + 1) * micro, "reduce_scatter": (shapes.blocks + 1) * micro}
+    return Wire(math.ceil(f * (gathered + compute * found.gradients * micro)), count)
+
+
+def _buckets(gradients: float) -> int:
+    """Return how many all-reduces DDP makes of gradients of so many bytes: the first takes 1 MiB, each other one 25."""
+    return 1 + math.ceil(max(gradients - 2**20, 0) / (25 * 2**20))
+
+
+def seconds_of(
+    found: Estimate, wire: Wire, gpu: Gpu, gpus: int, tokens: int, active: int, engine: str = "ddp"
+) -> dict[str, float]:
+    """Return the least seconds of a step by what bounds it: its FLOPs (6 per token and active weight), link and memory."""
+    link = gpu.link if gpus <= gpu.per_node else gpu.network
+    states = found.states / (gpus if engine in ("fsdp2", "zero3") else 1)
+    return {"compute": 6 * tokens * active / gpu.flops, "link": wire.bytes / link, "memory": 3 * states / gpu.memory}

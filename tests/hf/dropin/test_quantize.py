@@ -1,0 +1,260 @@
+"""Stock models whose experts are quantized: logits, adapters, saving and loading, and what is refused."""
+
+import copy
+import hashlib
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import moe_runtime
+from moe_runtime.config import MoEConfig
+from moe_runtime.hf.dropin import quantize
+from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.modules import packed as modules
+from moe_runtime.modules.moe import MoE
+from moe_runtime.ops import packed
+from tests.hf.dropin.test_layers import TOKENIZER
+from tests.support.fences import ROOT, fences
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 2, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.3,
+}  # fmt: skip
+IDS = torch.arange(14).view(2, 7) * 5 % 32
+TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def qwen(**sizes):
+    torch.manual_seed(0)
+    fields = {"moe_intermediate_size": 128, "num_experts": 3, "norm_topk_prob": True} | SIZES | sizes
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields))
+
+
+def gpt_oss(**sizes):
+    torch.manual_seed(0)
+    return GptOssForCausalLM(GptOssConfig(**{"num_local_experts": 3} | SIZES | sizes))
+
+
+def experts_in(model):
+    return list(quantize.experts_of(model).values())
+
+
+def twin_of(model, quantized):
+    """`model` with the weights that the bytes of `quantized` mean, on transformers' own code."""
+    twin = copy.deepcopy(model)
+    for mine, theirs in zip(experts_in(twin), experts_in(quantized), strict=True):
+        for name in modules.layouts(theirs):
+            weight = packed.reference(*modules.get(theirs, name)).float()
+            getattr(mine, name).data.copy_(weight.transpose(1, 2) if mine.is_transposed else weight)
+    twin.set_experts_implementation("eager")
+    return twin
+
+
+def quantized_of(model, form):
+    quantized = copy.deepcopy(model)
+    return quantized, moe_runtime.quantize_experts(quantized, form)
+
+
+def error(got, want) -> float:
+    return ((got - want).norm() / want.norm()).item()
+
+
+def digests(model) -> list[str]:
+    tensors = [t for m in experts_in(model) for t in (*m.parameters(), *m.buffers()) if t.dtype == torch.uint8]
+    assert tensors
+    return [hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in tensors]
+
+
+MODELS = [pytest.param(make, form, id=f"{make.__name__}-{form}") for make in (qwen, gpt_oss) for form in packed.FORMATS]
+
+
+@pytest.mark.parametrize("make, form", MODELS)
+def test_save_and_load(make, form, tmp_path, capsys):
+    model = make()
+    quantized, receipt = quantized_of(model, form)
+    assert str(receipt) in capsys.readouterr().out
+    assert receipt.after == pytest.approx(receipt.before / 4 * packed.bytes_per_weight(form), rel=0.2)
+    with torch.no_grad():
+        logits = quantized(IDS).logits
+        assert error(logits, twin_of(model, quantized)(IDS).logits) < 5e-6
+        folder, plain = tmp_path / "quantized", tmp_path / "plain"
+        moe_runtime.save_quantized(quantized, folder)
+        loaded = moe_runtime.load_quantized(folder)
+        assert torch.equal(loaded(IDS).logits, logits)
+        model.save_pretrained(plain)
+        for other in (loaded, moe_runtime.load_quantized(plain, form)):  # as it was read, too
+            mine, theirs = quantized.state_dict(), other.state_dict()
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key].view(torch.uint8), theirs[key].view(torch.uint8)) for key in mine)
+        method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+        if (make, form) in ((gpt_oss, "mxfp4"), (qwen, "fp8_block")):
+            assert method == {"mxfp4": "mxfp4", "fp8_block": "fp8"}[form]
+            theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            assert error(theirs(IDS).logits, logits) < 5e-6
+        else:  # no one else takes the bytes for weights
+            with pytest.raises(RuntimeError, match="size mismatch|ignore_mismatched_sizes"):
+                AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"moe_runtime\.save_quantized\(model, folder\)"):
+        quantized.save_pretrained(tmp_path / "no")
+
+
+@pytest.mark.parametrize("make, form", MODELS)
+def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
+    model = make()
+    quantized, _ = quantized_of(model, form)
+    config = LoraConfig(r=4, lora_alpha=8, target_parameters=TARGETS, init_lora_weights=False)
+    mine = get_peft_model(copy.deepcopy(quantized), config)  # PEFT sees the shapes in a copy as well
+    theirs = get_peft_model(twin_of(model, quantized), copy.deepcopy(config))
+    lora = {name: tensor for name, tensor in mine.state_dict().items() if "lora" in name}
+    assert lora and not theirs.load_state_dict(lora, strict=False).unexpected_keys
+    before, results = digests(mine), []
+    for one in (mine, theirs):
+        out = one(input_ids=IDS, labels=IDS)
+        out.loss.backward()
+        results.append({"logits": out.logits.detach()} | {n: p.grad for n, p in one.named_parameters() if p.grad is not None})
+    assert results[0].keys() == results[1].keys()
+    assert max(error(results[0][name], results[1][name]) for name in results[0]) < 2e-5
+    trained = [p for p in mine.parameters() if p.requires_grad]
+    torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1).step()
+    assert digests(mine) == before
+    for merge in (mine.merge_adapter, mine.merge_and_unload):
+        with pytest.raises(ValueError, match="cannot be merged into its bytes"):
+            merge()
+    assert digests(mine) == before
+    mine.save_pretrained(tmp_path)  # the adapter alone
+    again = PeftModel.from_pretrained(copy.deepcopy(quantized), tmp_path)
+    assert torch.equal(again(IDS).logits, mine(IDS).logits)
+
+
+def test_names_are_those_of_the_libraries():
+    states = {form: quantized_of(gpt_oss(), form)[0].state_dict() for form in ("nf4", "mxfp4")}
+    states["fp8_block"] = quantized_of(qwen(), "fp8_block")[0].state_dict()
+    path = "model.layers.0.mlp.experts."
+    nf4, mxfp4, fp8 = states["nf4"], states["mxfp4"], states["fp8_block"]
+    assert nf4[path + "gate_up_proj"].shape == (3 * 64 * 256 // 2, 1)
+    state = json.loads(bytes(nf4[path + "gate_up_proj.quant_state.bitsandbytes__nf4"].tolist()))
+    assert (state["shape"], state["blocksize"], state["dtype"]) == ([3, 64, 256], 64, "float32")
+    assert {key.rpartition("proj")[2] for key in nf4 if path + "down_proj." in key} == {
+        ".absmax", ".nested_absmax", ".nested_quant_map", ".quant_map", ".quant_state.bitsandbytes__nf4"
+    }  # fmt: skip
+    assert mxfp4[path + "gate_up_proj_blocks"].shape == (3, 256, 2, 16)
+    assert mxfp4[path + "gate_up_proj_scales"].shape == (3, 256, 2)
+    assert fp8[path + "down_proj"].dtype == torch.float8_e4m3fn
+    assert fp8[path + "down_proj_scale_inv"].shape == (3, 1, 1)
+
+
+def test_state_dict_that_does_not_fit_is_refused():
+    quantized, _ = quantized_of(qwen(), "nf4")
+    state = quantized.state_dict()
+    key = "model.layers.0.mlp.experts.down_proj"
+    with pytest.raises(RuntimeError, match=r"down_proj\.absmax is missing"):
+        quantized.load_state_dict({name: t for name, t in state.items() if name != f"{key}.absmax"})
+    with pytest.raises(RuntimeError, match="expected 12288 bytes"):
+        quantized.load_state_dict(state | {key: state[key][1:]})
+    other = quantized_of(qwen(), "nf4")[0]
+    other.load_state_dict(state)
+    assert digests(other) == digests(quantized)
+
+
+def test_casts_do_not_reach_the_bytes():
+    quantized, _ = quantized_of(qwen(), "nf4")
+    before = digests(quantized)
+    assert digests(quantized.to(torch.bfloat16)) == before
+    assert quantized(IDS).logits.isfinite().all()
+    with pytest.raises(RuntimeError, match="floating point"):
+        experts_in(quantized)[0].down_proj.requires_grad_(True)
+
+
+def test_our_own_layer():
+    torch.manual_seed(0)
+    layer = MoE(MoEConfig(hidden_size=64, intermediate_size=128, num_experts=4, top_k=2, gate="softmax_topk"))
+    x, before = torch.randn(5, 64), copy.deepcopy(layer)
+    moe_runtime.quantize_experts(layer, "nf4")
+    for name in ("gate_up_proj", "down_proj"):
+        getattr(before.experts, name).data.copy_(packed.reference(*modules.get(layer.experts, name)))
+    assert error(layer(x), before(x)) < 5e-6
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "quantized-experts.md"
+    (example,) = [fence for fence in fences(page) if fence.language == "python"]
+    monkeypatch.chdir(tmp_path)
+    qwen(vocab_size=len(TOKENIZER)).save_pretrained("model")
+    TOKENIZER.save_pretrained("model")
+    (tmp_path / "data.jsonl").write_text('{"text": "one two three"}\n' * 4)
+    exec(compile(example.text, str(page), "exec"), {})
+    names = Checkpoint("adapter", "adapter_model.safetensors").keys()
+    assert sum("experts" in name for name in names) == 4
+
+
+@pytest.fixture
+def fp8_model():
+    """Qwen3-MoE with transformers' own FP8Experts, and the model in float32 that they came from."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    plain = qwen()
+    model, source = copy.deepcopy(plain), experts_in(plain)[0]
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    replace_with_fp8_linear(model, linear, FineGrainedFP8Config())
+    experts = model.model.layers[0].mlp.experts.to_empty(device="cpu")
+    for name in ("gate_up_proj", "down_proj"):
+        stack = packed.pack(getattr(source, name).detach(), "fp8_block")
+        getattr(experts, name).data, getattr(experts, f"{name}_scale_inv").data = stack.data, stack.scales[0]
+        getattr(source, name).data.copy_(packed.reference(*stack))
+    return model, plain
+
+
+def test_transformers_own_fp8_experts_are_served(fp8_model):
+    model, plain = fp8_model
+    assert moe_runtime.patch(model) == 1
+    with torch.no_grad():
+        assert error(model(IDS).logits, plain(IDS).logits) < 5e-6
+    with pytest.raises(ValueError, match="it is quantized already"):
+        moe_runtime.quantize_experts(model, "nf4")
+
+
+@pytest.mark.parametrize(
+    "change, says", [({"block_size": (64, 64)}, r"blocks of \(64, 64\)"), ({"gate_softcap": 3.0}, "moe_mlp has")]
+)
+def test_fp8_experts_that_no_kernel_reads_are_refused(change, says, fp8_model):
+    model, _ = fp8_model
+    vars(experts_in(model)[0]).update(change, up_softcap=3.0)
+    with pytest.raises(ValueError, match=says):
+        moe_runtime.patch(model)
+
+
+def test_refused_before_anything_changes():
+    model = qwen()
+    twice, _ = quantized_of(model, "nf4")
+    spread = qwen(moe_intermediate_size=96)
+    before = copy.deepcopy(model.state_dict())
+    for changed, form, says in (
+        (model, "nf5", "format is 'nf5'"), (twice, "int8", "it is quantized already"),
+        (spread, "fp8_block", "gate and up, which have 96 each"), (spread, "nf4", "a multiple of 64 numbers, these have 96"),
+        (torch.nn.Linear(2, 2), "nf4", "no experts"), (qwen().double(), "nf4", "torch.float64; expected"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            moe_runtime.quantize_experts(changed, form)
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="without quantized experts"):
+        moe_runtime.save_quantized(model, "nowhere")
+
+
+def test_loading_reads_one_expert_at_a_time(tmp_path, monkeypatch):
+    model = qwen(num_experts=16, dtype=torch.bfloat16)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    read, stacks = [], 16 * 3 * 64 * 128 * 2
+    get = Checkpoint.get
+    monkeypatch.setattr(Checkpoint, "get", lambda self, key: read.append(key) or get(self, key))
+    loaded = moe_runtime.load_quantized(tmp_path, "nf4")
+    assert len([key for key in read if "experts" in key]) == 16 * 3
+    held = sum(t.numel() * t.element_size() for m in experts_in(loaded) for t in (*m.parameters(), *m.buffers()))
+    assert held < stacks / 3.3
+    with pytest.raises(ValueError, match="format is None"):
+        moe_runtime.load_quantized(tmp_path)
+    with pytest.raises(ValueError, match="format is 'nf3'"):
+        moe_runtime.load_quantized(tmp_path, "nf3")

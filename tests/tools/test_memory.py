@@ -1,0 +1,167 @@
+"""The estimate against what small trainings measure on this machine: torch's own count of what is allocated and freed."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Adafactor, AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from moe_runtime.cli.app import app
+from moe_runtime.hf.dropin import experts as dropin
+from moe_runtime.methods import xft
+from moe_runtime.ops import workspace
+from moe_runtime.tools import memory
+
+SIZES = {"vocab_size": 384, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 3}
+BATCH, LENGTH = 2, 128
+
+
+def real_model(kind: str, gate: str = "xft", dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    if kind == "stock":
+        more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 32}
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, **more, num_key_value_heads=2), dtype=dtype)
+        dropin.patch(model)
+        return model
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=dtype)
+    if kind == "ours":
+        xft.upcycle(model, num_experts=4, top_k=2, gate=gate)
+    return model
+
+
+def batch():
+    ids = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def measured(call) -> int:
+    """Return the most bytes that a call has allocated at once, by the allocator's own events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    events = [(e.start_ns(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for _, size in sorted(events):
+        now += size
+        peak = max(peak, now)
+    return peak
+
+
+def tensors_in(optimizer) -> int:
+    return sum(memory.nbytes(t) for held in optimizer.state.values() for t in held.values() if torch.is_tensor(t))
+
+
+CASES = [("cpp", kind, lora, again) for kind in ("dense", "stock", "ours") for lora in (None, 4) for again in (False, True)]
+CASES += [("torch", "stock", None, False), ("torch", "ours", None, True)]
+QUICK = ("cpp", "stock", None, False), ("cpp", "ours", None, True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "lora", "checkpointing"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_estimate(kind, backend, lora, checkpointing, monkeypatch):
+    monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 60)  # or large ones come from the system, which nobody counts
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
+    model = real_model(kind, "softmax_topk_renorm" if lora else "xft")
+    fake = memory.built(copy.deepcopy(model.config))
+    if lora:
+        fake, model = memory.add_lora(fake, lora), memory.add_lora(model, lora)
+    found = memory.estimate(fake, lambda: memory.causal_batch(BATCH, LENGTH), checkpointing=checkpointing, backend=backend)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    data = batch()
+
+    def step():
+        model(**data).loss.backward()
+
+    step()
+    optimizer.step()
+    assert found.experts + found.rest + found.adapters == sum(map(memory.nbytes, {*model.parameters(), *model.buffers()}))
+    assert found.gradients == sum(memory.nbytes(p.grad) for p in trained)
+    assert found.optimizer == tensors_in(optimizer)
+    model.zero_grad()
+    workspace.release()
+    peak = measured(step)
+    whole = found.peak - found.experts - found.rest - found.adapters - found.optimizer
+    assert whole == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "8bit"])
+def test_state_of_optimizer_to_the_byte(name, dtype):
+    parameters = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((96, 64), (64,), (3, 40, 64), (1,))]
+    if name == "8bit":
+        optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(parameters)
+    elif name == "adafactor":
+        optimizer = Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
+    else:
+        optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](parameters, lr=1e-3)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    found = {id(t): t for held in optimizer.state.values() for t in held.values() if torch.is_tensor(t)}  # maps are shared
+    assert memory.optimizer_bytes(parameters, name)[0] == sum(map(memory.nbytes, found.values()))
+
+
+def folder_of(config, tmp_path):
+    config.architectures = [{"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[config.model_type]]
+    config.save_pretrained(tmp_path / config.model_type)
+    return tmp_path / config.model_type
+
+
+def stock_config():
+    return Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, dtype="bfloat16")
+
+
+def run(*words):
+    result = CliRunner().invoke(app, ["memory", *map(str, words)])
+    return result.exit_code, result.output if result.exception is None else f"{result.output}{result.exception}"
+
+
+def test_command(tmp_path):
+    folder, lengths = folder_of(stock_config(), tmp_path), ("--batch", 2, "--length", 64)
+    text = run(folder, "--lora", 4, *lengths, "--json")[1]
+    plain = json.loads(text[text.index("{") :])
+    text = run(folder, "--lora", 4, "--bits", 4, *lengths, "--json")[1]
+    packed = json.loads(text[text.index("{") :])
+    stacks = 3 * 8 * 3 * 64 * 128  # layers, experts, gate, up and down
+    assert plain["experts"] == 2 * stacks
+    assert packed["experts"] == pytest.approx(stacks * (4 + 8 / 64 + 32 / 64 / 256) / 8, abs=6)
+    assert plain["peak"] - packed["peak"] == plain["experts"] - packed["experts"]
+    # all linear layers and every expert, float32
+    per_layer = 4 * (128 + 32 * 4) + 8 * 4 * (128 + 128) + 8 * 4 * (64 + 128)
+    assert plain["adapters"] == plain["gradients"] and plain["adapters"] > 4 * 3 * per_layer * 0.9
+    for size in ("experts", "rest", "adapters", "gradients", "optimizer", "activations", "temporary"):
+        assert plain[size] >= 0
+    parts = sum(plain[name] for name in ("experts", "rest", "adapters", "gradients", "optimizer", "activations", "temporary"))
+    assert parts - plain["overlap"] == plain["peak"]
+    assert sum(plain["kept"].values()) == plain["activations"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--bits", 4), "bits is 4, and all weights train; pass --lora, or --bits 16"),
+        (("--bits", 5, "--lora", 4), "bits is '5'"),
+        (("--lora", 0), "lora is 0"),
+        (("--length", 0), "length is 0"),
+        (("--optimizer", "lion"), "optimizer is 'lion'"),
+        (("--gpus", 2, "--engine", "magic"), "engine is 'magic'"),
+        (("--gpus", 3, "--engine", "ep"), "engine is ep on 3 GPUs, training has layers of 8 experts"),
+    ],
+)
+def test_refuses(words, expected, tmp_path):
+    code, text = run(folder_of(stock_config(), tmp_path), *words)
+    assert code and expected in text
+
+
+def test_dense_model_has_nothing_to_pack(tmp_path):
+    folder = folder_of(LlamaConfig(**SIZES), tmp_path)
+    code, text = run(folder, "--bits", "nf4", "--lora", 2)
+    assert code and "has no stacks of experts" in text

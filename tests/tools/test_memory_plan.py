@@ -1,0 +1,136 @@
+"""Recipes and several GPUs: the machines that recipes name, what `run` refuses, and the wire against counted collectives."""
+
+import json
+import re
+
+import pytest
+from transformers import Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from moe_runtime.cli.app import app
+from moe_runtime.experiments.recipe import METHODS
+from moe_runtime.tools import memory, memory_engines, memory_plan
+from tests.support import dist_memory
+from tests.support.dist_launch import launch
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "max_position_embeddings": 4096}
+
+
+def llama(vocab, hidden, inner, layers, heads, kv):
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return LLAMA | sizes | {"num_attention_heads": heads, "num_key_value_heads": kv}
+
+
+# config.json of the bases, as far as sizes go
+BASES = {
+    "deepseek-ai/deepseek-coder-1.3b-base": llama(32256, 2048, 5504, 24, 16, 16),
+    "TinyLlama/TinyLlama_v1.1": llama(32000, 2048, 5632, 22, 32, 4),
+    "princeton-nlp/Sheared-LLaMA-2.7B": llama(32000, 2560, 6912, 32, 20, 20),
+    "meta-llama/Llama-2-7b-hf": llama(32000, 4096, 11008, 32, 32, 32),
+    "openbmb/UltraLM-13b-v2.0": llama(32001, 5120, 13824, 40, 40, 40),
+    "codellama/CodeLlama-13b-Instruct-hf": llama(32016, 5120, 13824, 40, 40, 40),
+    "WizardLMTeam/WizardMath-13B-V1.0": llama(32002, 5120, 13824, 40, 40, 40),
+    "stabilityai/stable-code-3b": llama(50304, 2560, 6912, 32, 32, 32)
+    | {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "partial_rotary_factor": 0.25},
+}
+DEEPSEEK = llama(102400, 2048, 10944, 27, 16, 16) | {
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+BASES |= dict.fromkeys(("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/ESFT-vanilla-lite"), DEEPSEEK)
+RECIPES = [path for path in sorted(METHODS.glob("*/recipes/*.yaml")) if "base_model: null" not in path.read_text()]
+RECIPES += [METHODS / "ultrafuser/recipes/ultrafuser-13b.yaml"]
+MACHINE = re.compile(r"^# Machine: (\d+) GPUs? of (\d+) GB(?:, (\w+))?(?: \((\w+)\))?", re.MULTILINE)
+
+
+@pytest.fixture
+def bases(tmp_path, monkeypatch):
+    """A folder in which the bases' ids are folders with a config and nothing else."""
+    for name, config in BASES.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*words):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output, result.exception
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_machine_of_recipe(path, bases):
+    machines = MACHINE.findall(path.read_text())
+    assert machines, f"{path} names no machine"
+    planner = memory_plan.Planner(memory_plan.recipe_of(str(path)))
+    covered, fullest = set(), 0.0
+    for gpus, size, engine, stage in machines:
+        assert not engine or engine in planner.engines
+        for name, one in planner.stages.items():
+            if one.runs and stage in ("", name):
+                found = planner.plan(name, planner.setting_of(name, engine or "ddp", int(gpus)))
+                assert found.share.total + memory_plan.RESERVED <= int(size) * 1e9, (name, found)
+                covered.add(name)
+                fullest = max(fullest, found.share.total / (int(size) * 1e9))
+    assert covered == {name for name, one in planner.stages.items() if one.runs}
+    assert fullest > 0.4  # a machine that is no larger than it must be
+
+
+@pytest.mark.slow
+def test_wire_is_what_two_ranks_send(tmp_path):
+    launch(dist_memory.__file__, 2, tmp_path, str(tmp_path))
+    config = Qwen3MoeConfig(**dist_memory.CONFIG)
+    for engine, checkpointing in (("ddp", False), ("fsdp2", False), ("ep", False), ("ep", True)):
+        found = memory.estimate(memory.built(config), lambda: memory.causal_batch(2, 32), checkpointing=checkpointing)
+        shapes = memory_engines.shapes_of(memory.built(config), dist_memory.BATCH * dist_memory.LENGTH, 4)
+        wire = memory_engines.wire_of(found, shapes, engine, 2, checkpointing=checkpointing)
+        sent, calls = json.loads((tmp_path / f"sent-{engine}-{checkpointing}.json").read_text())
+        assert wire.collectives == calls, engine
+        assert wire.bytes == pytest.approx(sent / 2, rel=0.01), engine
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A recipe of UpIT on a folder that has a config and no weights."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(llama(256, 64, 128, 2, 4, 4)))
+    text = (METHODS / "upit/recipes/tiny.yaml").read_text()
+    text = re.sub(r"(pretrain|lora):\n(  .*\n)+", "", text).replace("base_model: null", f"base_model: {tmp_path / 'base'}")
+    (tmp_path / "small.yaml").write_text(text)
+    return tmp_path / "small.yaml"
+
+
+def test_recipe_by_stage_and_engine(small):
+    code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 80, "--json")
+    lines = {(line["stage"], line["engine"]): line for line in json.loads(text[text.index("[") :])}
+    assert code == 0 and {stage for stage, _ in lines} == {f"ffn {of}" for of in ("sft", "init", "post")}
+    whole, half = lines["ffn post", "ddp"], lines["ffn post", "fsdp2"]
+    for part in ("weights", "gradients", "optimizer"):
+        assert half[f"{part}_bytes"] == (whole[f"{part}_bytes"] + 1) // 2
+    assert whole["buffers_bytes"] == whole["gradients_bytes"]
+    code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 1.5)
+    assert code == 1 and "DOES NOT FIT" in text and "no setting that runs fits" in text
+    code, text, error = run("memory", small, "--lora", 4)
+    assert code and "a recipe has its own batch" in str(error)
+
+
+def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
+    planner = memory_plan.Planner(memory_plan.recipe_of(str(small)))
+    setting = planner.setting_of("ffn post", "ddp", 1)
+    enough = planner.plan("ffn post", setting._replace(batch=1, checkpointing=True)).share.total + memory_plan.RESERVED
+    assert enough < planner.plan("ffn post", setting).share.total + memory_plan.RESERVED - 1
+    monkeypatch.setattr(memory_plan, "SMALL", 0)
+    monkeypatch.setattr(memory_plan, "machine", lambda: (1, enough + 1, "ddp"))
+    code, _, error = run("run", small, "--out", tmp_path / "out")
+    assert code and isinstance(error, ValueError) and "\n" not in str(error)
+    assert "GB per GPU (weights" in str(error) and "gradient_checkpointing fits, in" in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_of_a_small_or_pretrained_base_is_counted(small, monkeypatch):
+    monkeypatch.setattr(memory_plan, "machine", lambda: (1, 1, "ddp"))
+    for name in (str(small), "upit/tiny"):
+        memory_plan.check(memory_plan.recipe_of(name))

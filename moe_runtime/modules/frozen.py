@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_runtime.ops.all_to_all import Owners
+from moe_runtime.ops.all_to_all import Owners, is_distributed
 from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
 
 ADAPTERS = "moe_runtime_adapters"  # attribute of an experts module during a call: stack name -> factors
@@ -61,7 +61,10 @@ def experts_of(
     up, down, *biases = tensors
     count, whole = up.shape[0], up.shape[0] if owners is None else owners.num_experts
     first = 0 if owners is None else dist.get_rank(owners.group) * count
-    strange = [one.num_experts for found in adapters.values() for one in found if one.num_experts != whole]
+    factors = [one for found in adapters.values() for one in found]
+    if any(is_distributed(half) for one in factors for half in one[:2]):
+        raise ValueError("the adapters are sharded by themselves; expected fully_shard on the decoder layer that holds them")
+    strange = [one.num_experts for one in factors if one.num_experts != whole]
     if strange:
         raise ValueError(
             f"the adapters are of {strange[0]} experts, the stacks of {whole}: another engine has spread the experts. Spread "

@@ -341,6 +341,21 @@ def test_refusals_and_warnings():
         wrapper_of(one)(torch.randn(3, 32).double(), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1).double())
 
 
+@pytest.mark.parametrize("what", ["sharded", "of other experts"])
+def test_adapters_that_another_engine_has_taken_apart_are_refused(what, monkeypatch):
+    model = adapted()
+    moe_runtime.patch(model)
+    wrapper = wrapper_of(model)
+    if what == "sharded":  # as fully_shard on the adapters' own linear layers leaves them
+        wrapper.lora_A["default"].weight.placements = ()
+    else:  # as transformers' expert parallelism does: the stack is local, the adapter global
+        monkeypatch.setattr(wrapper, "num_experts", 4)
+    with pytest.raises(
+        ValueError, match="fully_shard on the decoder layer" if what == "sharded" else "of 4 experts, the stacks of 8"
+    ):
+        wrapper(*inputs(model))
+
+
 def test_what_is_adapted_is_said():
     model = adapted(sizes={"num_hidden_layers": 2})
     with warnings.catch_warnings():

@@ -41,7 +41,7 @@ def test_equals_one_process(name, results, tmp_path):
             assert distance(got["weights"][parameter], weight) < 1e-5, parameter
             assert torch.equal(got["weights"][parameter], ranks[0]["weights"][parameter]), parameter
             assert want["gradients"][parameter].norm() > 0, parameter
-            assert distance(got["gradients"][parameter], want["gradients"][parameter]) < 2e-5, parameter
+            assert distance(got["gradients"][parameter], want["gradients"][parameter]) < 1e-4, parameter  # of the third step
     if scenario.engine == "ddp":  # what rank 0 saves is the whole adapter, which stock PEFT reads
         model = PeftModel.from_pretrained(stock(scenario.family, num_hidden_layers=2), folder)
         for parameter, weight in want["weights"].items():

@@ -192,7 +192,7 @@ def adapters(arch: int) -> list[Case]:
     turns = Layer(bias=True, form=GPT_OSS, in_out=True, sizes=(2880, 2880, 32, 4), rank=16)
     for kernel in ("up", "down", "dz", "dx"):
         for least, tile in tiles.TABLE[arch][kernel]:
-            found.append(case(arch, kernel, tile, f"LoRA from {least} rows an expert", True, layer, sizes=(2048, 768)))
+            found.append(case(arch, kernel, tile, f"LoRA from {least} rows an expert", False, layer, sizes=(2048, 768)))
         largest, act = tiles.TABLE[arch][kernel][0][1], {"act": "quick_gelu"} if kernel in ("up", "dz") else {}
         found.append(case(arch, kernel, largest, "LoRA, GPT-OSS-20B", False, turns, sizes=(2880, 2880), **act))
     short = tiles.TABLE[arch]["down"][0][1]._replace(PERSISTENT=True)

@@ -12,7 +12,7 @@ from moe_runtime.io.prompts import PROMPTS
 
 app = typer.Typer()  # its verbs are mounted at the top
 TASKS = "gsm8k humaneval mbpp arithmetic intent"
-data = group("data", "Models and data to begin with, from packages instead of the Hub.", "smollm2 smollm2")
+data = group("data", "A model to begin with, and training data without benchmarks.", "smollm2 smollm2")
 
 
 @verb(app, "tuned merged --tasks gsm8k=test.jsonl,arithmetic --out runs/eval", Kept("{out}", resumes=True), name="eval")
@@ -67,3 +67,27 @@ def smollm2(
     receipt = write_smollm2(out, dtype=dtype, overwrite=overwrite)
     typer.echo(f"wrote {receipt.path}: a Llama of {receipt.parameters:,} parameters with its tokenizer and chat template")
     return receipt
+
+
+@verb(data, "rows.jsonl clean.jsonl --against humaneval.jsonl", Kept("{out}"))
+def decontaminate(
+    rows: Annotated[Path, argument("Training data: jsonl, json or parquet.")],
+    out: Annotated[Path, argument("jsonl file to write; what was dropped is listed beside it.")],
+    against: Annotated[list[str], option("Benchmark, FILE or FILE:column,column; may be repeated.")],
+    method: Annotated[
+        str, option("substring (any text of a benchmark) or ngram (so many words in a row).", words="substring ngram")
+    ] = "substring",
+    n: Annotated[int, option("Words of an n-gram.", "--n")] = 13,
+    min_chars: Annotated[int, option("Characters of a text, at least, to be looked for as a substring.")] = 20,
+    column: Annotated[list[str] | None, option("Column of the data to search; may be repeated. Unless given, all.")] = None,
+    overwrite: Overwrite = False,
+):  # fmt: skip
+    """Leave out the examples of training data that hold texts of benchmarks, and list them."""
+    from moe_runtime.tools import decontaminate as cleaning
+
+    report = cleaning.decontaminate(
+        rows, against, out, method=method, n=n, min_chars=min_chars, columns=column or (), overwrite=overwrite
+    )
+    counts = ", ".join(f"{count} for {name}" for name, count in report.by_benchmark.items())
+    typer.echo(f"wrote {out}: {report.kept:,} of {report.rows:,} examples; dropped {counts}: {out}.dropped.json")
+    return report._replace(dropped=len(report.dropped))

@@ -239,9 +239,22 @@ def _back_in_one_call(experts: Experts, offsets, into: Gradients) -> bool:
         return False
     rows = offsets.diff()
     most = int(rows.max()) if rows.numel() else ANY
-    if most > FEW_BACK.get((cpp.library().variant, experts.up.dtype), ANY - 1) or not _in_one_call(experts, most):
+    if not back_in_one_call(experts.up.dtype, most) or not _in_one_call(experts, most):
         return False
     return all(old is None or (old.dtype == experts.up.dtype and old.stride(2) == 1) for old in (into.up, into.down))
+
+
+def one_call_back_bytes(dtype: torch.dtype, form: int, offsets: int, T: int, H: int, I: int, E: int, K: int, recompute) -> int:
+    """Return the scratch memory of a backward pass in one call; `form` 0 is not gated, `offsets` an address."""
+    group = max(BACK_ELEMENTS // (I * (3 if form else 2)), 1)
+    return cpp.library().handle.moert_cpu_experts_backward_bytes(
+        cpp.DTYPES[dtype], form, offsets, T, H, I, E, K, group, recompute, torch.get_num_threads()
+    )
+
+
+def back_in_one_call(dtype: torch.dtype, most: int) -> bool:
+    """Whether one call does the backward pass of experts of which the largest has `most` rows."""
+    return most <= min(FEW_BACK.get((cpp.library().variant, dtype), ANY - 1), few_rows(dtype))
 
 
 def _one_call_back(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, into: Gradients):
@@ -254,7 +267,7 @@ def _one_call_back(dout, x, experts: Experts, topk_weight, z_all, offsets, row_s
     dweight = topk_weight.new_zeros(T * K) if bounds[-1] < T * K else topk_weight.new_empty(T * K)
     trains = torch.tensor([row >= 0 for row in trained], dtype=torch.uint8)
     saved, group = z_all.shape[0] > 0, max(BACK_ELEMENTS // (Z + I), 1)
-    size = calls.moert_cpu_experts_backward_bytes(dtype, form[1], offsets.data_ptr(), T, H, I, E, K, group, not saved, threads)
+    size = one_call_back_bytes(x.dtype, form[1], offsets.data_ptr(), T, H, I, E, K, not saved)
     space = scratch("one call", (size,), x, torch.uint8)
     weights, made = [], []
     for stack, grad, old in ((experts.up, grads.up, into.up), (experts.down, grads.down, into.down)):

@@ -155,12 +155,12 @@ def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
 @functools.cache
 def dynamic_map() -> torch.Tensor:
     """Return bitsandbytes' signed 8-bit map [256]: seven decades, the d-th of which from the top has 2^(6 - d) steps."""
-    values = [0.0, 1.0]
+    values = [torch.tensor([0.0, 1.0])]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
         middles = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
-        values += middles.tolist() + (-middles).tolist()
-    return torch.tensor(sorted(values))
+        values += [middles, -middles]
+    return torch.cat(values).sort().values
 
 
 def _nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ after each optimizer step. Not counted: the CUDA context, the allocator's fragme
 """
 
 import contextlib
+import ctypes
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -147,6 +148,12 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
         return R * x.element_size() * (Z + I + H if is_backward else I + H), {}
     if backend == "cpp" and name in ("moe_mlp", "moe_layer") and E * moe_mlp_cpp.few_rows(x.dtype) >= R:
         return 0, {"one call": moe_mlp_cpp.one_call_bytes(x.dtype, T, H, I, E, K)}
+    one_stack = all(given.get(part) is None for part in ("up_trained", "up_bias", "down_bias"))
+    in_one_call = backend == "cpp" and one_stack and moe_mlp_cpp.back_in_one_call(x.dtype, -(-R // E))
+    if in_one_call and name in ("moe_mlp_backward", "moe_layer_backward"):
+        offsets = (ctypes.c_int32 * (E + 1))(*[R * e // E for e in range(E + 1)])  # no tensor: all of them are fake here
+        how = (int(given["gated"]), ctypes.addressof(offsets), T, H, I, E, K, given["z"].shape[0] == 0)
+        return 0, {"one call": moe_mlp_cpp.one_call_back_bytes(x.dtype, *how)}
     alone = T if given.get("gate") in SHARED_GATES else 0  # rows of the expert that sees every token, which are not gathered
     group = min(R - alone, max(math.ceil(R / E), GROUP_ELEMENTS // max(Z, H)))
     widest, s = max(group, alone), x.element_size()

@@ -18,6 +18,7 @@ def calls(monkeypatch):
     """All backward passes that the library can do, it does; how often it did."""
     made = []
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda *_: moe_mlp_cpp.ANY)
+    monkeypatch.setattr(moe_mlp_cpp, "FEW_BACK", {})
     monkeypatch.setattr(moe_mlp_cpp, "_one_call_back", lambda *args: made.append(1) or CALL(*args))
     return made
 

@@ -199,7 +199,8 @@ def parse_accelerate(arguments: list[str], page: str) -> None:
 def parse_torchrun(arguments: list[str], page: str) -> None:
     from torch.distributed.run import get_args_parser
 
-    parse_python([get_args_parser().parse_args(arguments).training_script], page)
+    options = get_args_parser().parse_args(arguments)
+    parse_python(["-m"] * options.module + [options.training_script] + options.training_script_args * options.module, page)
 
 
 def parse_bash(arguments: list[str], page: str) -> None:

@@ -62,6 +62,8 @@ NOT_RUN = {
     "python -m moe_runtime.native.build cuda": NotRun(
         "compiles for minutes", "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
     ),
+    "torchrun": NotRun("wants several nodes", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"),
+    "moe-runtime memory": NotRun(NETWORK, "tests/tools/test_memory.py::test_estimate"),
     "moe-runtime data smollm2": NotRun(
         "reads a package of 93 MB", "tests/tools/test_smollm2.py::test_the_folder_is_the_files_model"
     ),
@@ -82,6 +84,13 @@ def base(folder: Path) -> None:
     dense("llama", vocab_size=len(TOKENIZER)).save_pretrained(folder / "base")
     TOKENIZER.save_pretrained(folder / "base")
     rows(folder / "pairs.jsonl")
+
+
+def benchmarks(folder: Path) -> None:
+    """Rows, one of which holds a benchmark's text."""
+    rows(folder / "rows.jsonl")
+    (folder / "humaneval.jsonl").write_text(json.dumps({"task_id": "0", "prompt": "nothing of these rows"}) + "\n")
+    (folder / "gsm8k-test.jsonl").write_text(json.dumps({"question": "so 3 and 3 make ", "answer": "6"}) + "\n")
 
 
 def law(folder: Path) -> None:
@@ -220,6 +229,7 @@ FLOWS = {
     ),
     "docs/build.md": Flow((library,)),
     "docs/cpu.md": Flow(),
+    "docs/data.md": Flow((benchmarks,)),
     "docs/esft.md": Flow((law,), {"esft train": "esft train --steps 2 --batch-size 4"}),
     "docs/evaluation.md": Flow(
         (evaluated,),

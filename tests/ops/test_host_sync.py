@@ -11,6 +11,7 @@ import torch
 
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
 from tests.support.aot import ROOT, record
 
 for path in (ROOT / "moe_runtime" / "ops").glob("*.py"):  # each registers its ops
@@ -57,6 +58,7 @@ def steps() -> None:
     triton("merged_linear", rows, stack, alpha, meta(48, 64), None)
     triton("merged_linear_backward", meta(80, 48), rows, stack, meta(48, 64), False)
     lora_and_expansion()
+    frozen()
     fused_loss()
 
 
@@ -70,6 +72,16 @@ def lora_and_expansion() -> None:
     triton("lora_mlp_backward", out, z, low, True, (True,) * 6, *shared, *settings)
     triton("gram", meta(4, 3072), meta(3072))
     triton("dare_merge", base[0], base[1], base[0], 1, 2, 1 << 31, 0.5, 0.5)
+
+
+def frozen() -> None:
+    """Frozen stacks with a pair each."""
+    T, H, I, E, rank = 40, 64, 48, 4, 8
+    pairs = [Pair(meta(E, rank, into), meta(E, rank, out)) for out, into in ((2 * I, H), (H, I))]
+    experts = FrozenExperts(Stack.dense(meta(E, 2 * I, H)), Stack.dense(meta(E, H, I)), None, None, *pairs).pack()
+    x, weight = meta(T, H), meta(T, 2, dtype=torch.float32)
+    out, *kept = triton("frozen_mlp", x, weight, meta(T, 2, dtype=torch.int32), *experts, True)
+    triton("frozen_mlp_backward", out, x, weight, *experts, *kept, (True,) * 8)
 
 
 def fused_loss() -> None:

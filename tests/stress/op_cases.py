@@ -11,6 +11,8 @@ from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import INTEGERS, dispatch
 from moe_runtime.ops.expansion import dare_merge, gram
 from moe_runtime.ops.expert_rows import Experts
+from moe_runtime.ops.frozen_mlp import frozen_mlp
+from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
 from moe_runtime.ops.fusion import fuse_logits, fused_cross_entropy
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.lora import lora_mlp
@@ -368,6 +370,36 @@ def lora_mlp_case(d: Draw) -> Case:
     return Case(leaves, product, oracle, max(H, I, T, E * rank), d.unit, note=note)
 
 
+def frozen_mlp_case(d: Draw) -> Case:
+    """Frozen stacks, with low-rank terms on one of them or both."""
+    ids, E, routing = d.slots()
+    leaves, form = _experts(d, E)
+    stacks, rank = {name: leaves.pop(name) for name in ("up", "down")}, d.of(1, 3, E, 16)
+    (T, K), (H, I), adapted = ids.shape, stacks["down"].shape[1:], d.of(("up", "down"), ("up",), ("down",))
+    for name in adapted:
+        out, into = stacks[name].shape[1:]
+        leaves |= {
+            f"{name}_a": d.floats(E, rank, into, scale=into**-0.5),
+            f"{name}_b": d.floats(E, rank, out, scale=rank**-0.5),
+        }
+    leaves |= {"x": d.floats(T, H), "weight": d.floats(T, K, dtype=d.gate_dtype, values=torch.rand)}
+
+    def product(v, backend):
+        pairs = [Pair(v[f"{name}_a"], v[f"{name}_b"]) if name in adapted else None for name in stacks]
+        held = [Stack.dense(stack) for stack in stacks.values()]
+        experts = FrozenExperts(*held, v.get("up_bias"), v.get("down_bias"), *pairs, Activation(**form))
+        return {"out": frozen_mlp(v["x"], experts, v["weight"], ids, backend)[0]}
+
+    def oracle(v, got):
+        whole = {name: stack.double() for name, stack in stacks.items()}
+        whole |= {name: whole[name] + v[f"{name}_b"].transpose(1, 2) @ v[f"{name}_a"] for name in adapted}
+        biases = {name: v.get(name) for name in ("up_bias", "down_bias")}
+        return {"out": moe_oracle(v["x"], whole["up"], whole["down"], v["weight"], ids, **biases, **form)}
+
+    note = f"frozen_mlp {routing} {adapted} {form}"
+    return Case(leaves, product, oracle, max(H, 2 * I, T * K), d.unit, note=note)
+
+
 def gram_case(d: Draw) -> Case:
     """A stack, or tensors one by one; with a base and without."""
     n, shape = d.of(1, 2, 3, 8, 33, 64), d.of((7,), (1,), (3, 11), (0,), (257,), (16, 129))
@@ -460,6 +492,7 @@ CASES: dict[str, tuple[str, Callable[[Draw], Case]]] = {
     "grouped_gemm": ("grouped_gemm", grouped_gemm_case), "combine": ("combine", combine_case),
     "moe_mlp": ("moe_mlp", moe_mlp_case), "moe_layer": ("moe_mlp", moe_layer_case),
     "merge_experts": ("merge_experts", merge_experts_case), "merged_linear": ("merge_experts", merged_linear_case),
-    "lora_mlp": ("lora_mlp", lora_mlp_case), "gram": ("gram", gram_case), "dare_merge": ("dare_merge", dare_merge_case),
+    "frozen_mlp": ("frozen_mlp", frozen_mlp_case), "lora_mlp": ("lora_mlp", lora_mlp_case),
+    "gram": ("gram", gram_case), "dare_merge": ("dare_merge", dare_merge_case),
     "fused_cross_entropy": ("fused_cross_entropy", fused_cross_entropy_case),
 }  # fmt: skip

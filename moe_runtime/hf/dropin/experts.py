@@ -109,7 +109,7 @@ def patch(model: nn.Module) -> int:
 
 def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
     """Raise ValueError unless our kernels read the stacks of an experts module: floats, packed, or FP8 in blocks of 128."""
-    is_fp8 = not packed.layouts(module) and packed.is_packed(module, names[0])
+    is_fp8 = bool(names) and not packed.layouts(module) and packed.is_packed(module, names[0])  # LoRA experts have no stacks
     if is_fp8:
         blocks = getattr(module, "block_size", None)
         halves = names[0] == "gate_up_proj" and getattr(module, names[0]).shape[1] // 2 % BLOCK

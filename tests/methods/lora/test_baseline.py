@@ -38,7 +38,7 @@ def test_the_matrices_are_on_all_but_embeddings_head_and_router(tokenizer):
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert sum(p.numel() for p in trained.values()) == RANK * sizes
     assert all("lora_" in name for name in trained) and not any("embed" in name or ".gate." in name for name in trained)
-    assert torch.equal(model(IDS).logits, want)  # the second matrices are zeros
+    torch.testing.assert_close(model(IDS).logits, want)  # the second matrices are zeros
 
 
 def test_what_was_trained_is_read_back(tokenizer, tmp_path):

@@ -166,7 +166,8 @@ def _memory(function) -> dict[str, float]:
     workspace.release()
     sizes = {"peak MiB": peak, "kept MiB": torch.cuda.memory_allocated()}
     del result
-    return {name: (size - before) / 2**20 for name, size in sizes.items()}
+    # garbage of an earlier call may go while this one runs
+    return {name: max(size - before, 0) / 2**20 for name, size in sizes.items()}
 
 
 def _check_context(name: str, error: Exception) -> None:

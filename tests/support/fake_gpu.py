@@ -13,6 +13,7 @@ import fcntl
 import functools
 import importlib.abc
 import importlib.machinery
+import itertools
 import os
 import queue  # noqa: F401  with threading and subprocess: they keep the real clock
 import random
@@ -122,7 +123,8 @@ def _fake_cuda(torch) -> None:
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "_sleep"):
         setattr(torch.cuda, name, alive)
-    torch.cuda.memory_allocated = lambda *_: random.randrange(1 << 20, 1 << 30)
+    allocated = itertools.count(1 << 20, 1 << 20)  # what a call keeps is more than nothing
+    torch.cuda.memory_allocated = lambda *_: next(allocated)
     torch.cuda.max_memory_allocated = lambda *_: random.randrange(1 << 31, 1 << 32)
     torch.cuda.Event, torch.cuda.profiler.start, torch.cuda.profiler.stop = Event, alive, alive
 

@@ -25,6 +25,7 @@ PROMPTS = {
     ),
     "chat": None,
     "deepseek": None,  # DEEPSEEK_CHAT
+    "esft": None,  # the same, with the ids and labels of ESFT's released code: encode_turns
 }
 # the same as a chat template, for whoever asks a tuned model by its tokenizer's: evaluations, servers
 MAGICODER_CHAT = (
@@ -46,16 +47,22 @@ DEEPSEEK_CHAT = (
     "{% else %}{{ message['content'] + '\\n\\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-TEMPLATES = {"magicoder": MAGICODER_CHAT, "deepseek": DEEPSEEK_CHAT}  # that a way to put prompts brings along
+ESFT_CHAT = DEEPSEEK_CHAT.replace("message['content']", "message['content'] | trim")
+TEMPLATES = {
+    "magicoder": MAGICODER_CHAT,
+    "deepseek": DEEPSEEK_CHAT,
+    "esft": ESFT_CHAT,
+}  # that a way to put prompts brings along
 
 
 def put_prompt(row: Mapping, prompt: str) -> Mapping:
     """Return a row whose prompt is put as PROMPTS says; raises ValueError for a layout that does not fit.
 
-    "plain" takes every layout, "magicoder" prompt and completion, "chat" messages too, "deepseek" plain text as well.
+    "plain" takes every layout, "magicoder" prompt and completion, "chat" messages too, "deepseek" and "esft" plain text as
+    well.
     """
     check_choice("prompt", prompt, tuple(PROMPTS))
-    if prompt == "plain" or (prompt != "magicoder" and chat_of(row)) or (prompt == "deepseek" and "text" in row):
+    if prompt == "plain" or (prompt != "magicoder" and chat_of(row)) or (prompt in ("deepseek", "esft") and "text" in row):
         return row
     question, answer = row.get("prompt"), row.get("completion")
     if not isinstance(question, str) or "completion" not in row:
@@ -73,6 +80,27 @@ def chat_of(row: Mapping) -> tuple[list[Mapping], int] | None:
     if isinstance(row.get("prompt"), list | tuple):
         return [*row["prompt"], *row["completion"]], len(row["prompt"])
     return None
+
+
+def encode_turns(tokenizer, row: Mapping) -> tuple[list[int], list[int]]:
+    """Return ids and labels of a chat as ESFT's released code makes them (arXiv 2407.01906, Sec. 4.1).
+
+    Each turn is stripped and encoded by itself: "User: {content}\\n\\nAssistant:", whose labels are -100, then " {content}" and
+    EOS, with labels unless the turn has `mask: 1`. BOS comes first, and is its own label. Raises ValueError for other roles.
+    """
+    ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    labels = list(ids)
+    for number, turn in enumerate(chat_of(row)[0], 1):
+        role, content = turn["role"], turn.get("content")
+        if role not in ("user", "assistant") or not isinstance(content, str):
+            raise ValueError(f"Turn {number} is {shown(turn)}. The prompt esft takes texts of the user and the assistant only")
+        asks = role == "user"
+        text = f"User: {content.strip()}\n\nAssistant:" if asks else f" {content.strip()}"
+        own = tokenizer.encode(text, add_special_tokens=False)
+        own += [] if asks or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        ids += own
+        labels += [-100] * len(own) if asks or turn.get("mask") == 1 else own
+    return ids, labels
 
 
 def encode_chat(tokenizer, row: Mapping, train_on: str = "assistant", prompt: str = "plain") -> tuple[list[int], list[bool]]:

@@ -18,13 +18,15 @@ from typing import Any
 from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import bar
 from moe_runtime.io.files import parse_object
-from moe_runtime.io.prompts import chat_of, encode_chat, put_prompt
+from moe_runtime.io.prompts import chat_of, encode_chat, encode_turns, put_prompt
 
 # the first layout whose columns are all there counts, and only its columns are kept
 LAYOUTS = (
     ("messages",), ("prompt", "completion"), ("text",), ("instruction", "response"), ("instruction", "output"),
-    ("query", "response"), ("problem", "solution"), ("question", "answer"), ("conversations",),
+    ("query", "response"), ("problem", "solution"), ("question", "answer"), ("conversations",), ("prompt", "raw_answers"),
 )  # fmt: skip
+EVALUATION, OSS_INSTRUCT = ("prompt", "raw_answers"), ("problem", "solution")
+OSS_COLUMNS = ("lang", "seed")  # by which OSS-Instruct's rows are told from other problems with solutions
 KEPT_WITH = {"messages": ("tools", "chat_template_kwargs"), "conversations": ("tools",), "instruction": ("input",)}
 # ShareGPT's names of the roles
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
@@ -57,10 +59,14 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
     with _reading(datasets, path, name):
         if path.is_file() and path.suffix == ".jsonl":
             # tuples: `datasets` treats lists as shards; the file's state makes its cache notice a change
-            columns, stat = tuple(dict.fromkeys(column for _, row in _lines(path) for column in row)), path.stat()
+            (columns, uneven), stat = _names_in(path), path.stat()
             state = {"path": str(path), "columns": columns, "state": (stat.st_size, stat.st_mtime_ns), "answers": answers}
-            _layout(columns, name)
-            return datasets.Dataset.from_generator(_rows, gen_kwargs=state)
+            layout, features = _layout(columns, name), None
+            if uneven and layout[0] in ("messages", "conversations"):
+                # `datasets` takes the types from the first rows, and drops or refuses what only later turns have
+                kept = {"messages": datasets.List(datasets.Json())} | dict.fromkeys(_kept(layout, columns)[1:], datasets.Json())
+                features = datasets.Features(kept)
+            return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=state)
         if path.is_file():
             rows = datasets.load_dataset(BUILDERS[path.suffix], data_files={split: str(path)}, split=split)
         else:
@@ -70,13 +76,28 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
         def form(row: Mapping, place: int) -> dict[str, Any]:
             return in_form(row, layout, f"example {place + 1} of {name}", answers)
 
-        if layout == ("conversations",) or (layout[0] == "instruction" and "input" in rows.column_names):
+        columns = set(rows.column_names)
+        rewritten = {("conversations",): True, EVALUATION: True, OSS_INSTRUCT: set(OSS_COLUMNS) <= columns}
+        if rewritten.get(layout) or (layout[0] == "instruction" and "input" in columns):
             return rows.map(form, with_indices=True, remove_columns=rows.column_names)
         for place, row in enumerate(rows):
             form(row, place)
         rows = rows.select_columns(_kept(layout, rows.column_names))
         names = zip(layout, ("prompt", "completion"), strict=False) if len(layout) == 2 else ()
         return rows.rename_columns({old: new for old, new in names if old != new})
+
+
+def raw_rows(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .jsonl, .json or .parquet file with all their columns, as they are."""
+    datasets, path = require("datasets"), Path(path)
+    if path.suffix not in BUILDERS or not path.is_file():
+        what = f"ends in {path.suffix!r}" if path.is_file() else "does not exist"
+        raise ValueError(f"The file {path} {what}; pass a .jsonl, .json or .parquet file")
+    with _reading(datasets, path, str(path)):
+        if path.suffix == ".jsonl":
+            yield from (row for _, row in _lines(path))
+        else:
+            yield from datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train")
 
 
 class BadRow(ValueError):
@@ -99,6 +120,16 @@ def _reading(datasets, path: Path, name: str) -> Iterator[None]:
         raise ValueError(f"data is {name!r}, which cannot be read: {reason}; want {_WANTED_SOURCE}") from error
     finally:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = before
+
+
+def _names_in(path: Path) -> tuple[tuple[str, ...], bool]:
+    """Return the columns of a .jsonl file, and whether some turns of its chats have keys that others have not."""
+    columns, keys = {}, set()
+    for _, row in _lines(path):
+        columns |= dict.fromkeys(row)
+        chat = row.get("messages", row.get("conversations"))
+        keys |= {frozenset(turn) for turn in chat if isinstance(turn, dict)} if isinstance(chat, list) else set()
+    return tuple(columns), len(keys) > 1
 
 
 def _rows(path: str, columns: tuple[str, ...], state: tuple[int, int], answers: bool) -> Iterator[dict[str, Any]]:
@@ -146,10 +177,15 @@ def in_form(row: Mapping, layout: tuple[str, ...], where: str, answers: bool = T
         turns = found.pop("conversations")
         found["messages"] = [_turn(turn) for turn in turns] if isinstance(turns, list | tuple) else turns
     elif len(layout) == 2:
-        prompt, more = found[layout[0]], found.get("input")
+        prompt, answer, more = found[layout[0]], found[layout[1]], found.get("input")
+        if layout == EVALUATION and isinstance(prompt, str) and isinstance(answer, list | tuple) and answer:
+            # written for a model that is asked: put into DeepSeek's prompt, the answers that count in a list
+            prompt, answer = prompt.removeprefix("User: ").removesuffix("\n\nAssistant:"), answer[0]
+        if layout == OSS_INSTRUCT and set(OSS_COLUMNS) <= set(row) and isinstance(prompt, str):
+            prompt = f"Write a solution to the following coding problem:\n{prompt}"  # as Magicoder's own preprocessing
         if more and isinstance(prompt, str):
             prompt = f"{prompt}\n\n{more}" if isinstance(more, str) else more
-        found = {"prompt": prompt, "completion": found[layout[1]]}
+        found = {"prompt": prompt, "completion": answer}
     check_row(found, where, answers)
     return found
 
@@ -228,6 +264,9 @@ def encode(tokenizer, row: Mapping, prompt: str = "plain", train_on: str = "assi
     of prompts.TRAIN_ON.
     """
     row = put_prompt(row, prompt)
+    if chat_of(row) and prompt == "esft":
+        ids, labels = encode_turns(tokenizer, row)
+        return ids, ids if train_on == "all" else labels
     if chat_of(row):
         ids, mask = encode_chat(tokenizer, row, train_on, prompt)
         return ids, [i if trained else -100 for i, trained in zip(ids, mask, strict=True)]

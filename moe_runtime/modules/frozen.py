@@ -10,8 +10,10 @@ leaves their factors on the module for the time of the call, and `take` hands th
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from moe_runtime.ops.all_to_all import Owners
 from moe_runtime.ops.frozen_rows import FrozenExperts, Pair, Stack
 
 ADAPTERS = "moe_runtime_adapters"  # attribute of an experts module during a call: stack name -> factors
@@ -23,6 +25,7 @@ class Factors(NamedTuple):
     a: torch.Tensor  # [E r, in]
     b: torch.Tensor  # [out, r E]
     scaling: float
+    num_experts: int  # E: of all ranks, where experts are spread over them
 
 
 def take(module: nn.Module) -> dict[str, list[Factors]]:
@@ -30,11 +33,11 @@ def take(module: nn.Module) -> dict[str, list[Factors]]:
     return module.__dict__.pop(ADAPTERS, {})
 
 
-def pair_of(adapters: list[Factors], E: int, dtype: torch.dtype, first: int = 0, count: int | None = None) -> Pair | None:
-    """Return the adapters of one stack as a pair in `dtype`: of `count` experts from `first` on, or of all E."""
+def pair_of(adapters: list[Factors], count: int, dtype: torch.dtype, first: int = 0) -> Pair | None:
+    """Return the adapters of one stack as a pair in `dtype`: of `count` experts from `first` on."""
     a, b = [], []
-    count = E if count is None else count
     for one in adapters:
+        E = one.num_experts
         r = one.a.shape[0] // E
         own = one.b if one.scaling == 1 else one.b * one.scaling  # in the parameter's dtype: rounded once
         own = own.to(dtype)
@@ -48,15 +51,23 @@ def pair_of(adapters: list[Factors], E: int, dtype: torch.dtype, first: int = 0,
 
 
 def experts_of(
-    names, tensors, adapters: dict[str, list[Factors]], activation, dtype: torch.dtype, shares=None
+    names, tensors, adapters: dict[str, list[Factors]], activation, dtype: torch.dtype, owners: Owners | None = None
 ) -> FrozenExperts:
     """Return the experts of the stacks [E, out, in], packed ones as `Stack`, and biases [E, out], called `names`.
 
-    `shares` are how many experts there are in all, and the first of these.
+    `owners` says who has the others, if they are spread over ranks: A and B are whole on each, and a rank takes the share of
+    its experts. Raises ValueError for experts that are spread in another way.
     """
     up, down, *biases = tensors
-    E, first = (up.shape[0], 0) if shares is None else shares
-    pairs = [pair_of(adapters.get(name, []), E, dtype, first, up.shape[0]) for name in names[:2]]
+    count, whole = up.shape[0], up.shape[0] if owners is None else owners.num_experts
+    first = 0 if owners is None else dist.get_rank(owners.group) * count
+    strange = [one.num_experts for found in adapters.values() for one in found if one.num_experts != whole]
+    if strange:
+        raise ValueError(
+            f"the adapters are of {strange[0]} experts, the stacks of {whole}: another engine has spread the experts. Spread "
+            "them by moe_runtime.hf.dropin.parallel.shard_experts."
+        )
+    pairs = [pair_of(adapters.get(name, []), count, dtype, first) for name in names[:2]]
     biases = [bias.to(dtype) for bias in biases] or [None, None]
     stacks = [stack if isinstance(stack, Stack) else Stack.dense(stack) for stack in (up, down)]
     return FrozenExperts(*stacks, *biases, *pairs, activation)

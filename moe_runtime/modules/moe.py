@@ -169,7 +169,7 @@ def forward_experts(
         tensors = [tensor.to(dtype) for tensor in tensors]
     stacks, trained = tensors[: len(names)], tensors[len(names) :]
     if adapters:
-        experts = frozen.experts_of(names, stacks, adapters, activation, dtype)
+        experts = frozen.experts_of(names, stacks, adapters, activation, dtype, owners)
     elif rows:
         experts = trainable.experts_of(module, stacks, trained, activation)
     else:

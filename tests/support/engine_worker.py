@@ -20,14 +20,20 @@ FIELDS = {
 }  # fmt: skip
 
 
-def make():
-    """The model; equal in every process."""
+def make(lora: bool = False):
+    """The model; equal in every process. With `lora`, PEFT's adapters of the experts and the attention are what trains."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     import moe_runtime
 
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**FIELDS))
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        config = LoraConfig(r=3, target_parameters=targets, target_modules=["q_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config)
     moe_runtime.patch(model)
     return model
 
@@ -38,9 +44,9 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randint(0, 96, size, generator=torch.Generator().manual_seed(rank))
 
 
-def steps_alone() -> dict:
+def steps_alone(lora: bool = False) -> dict:
     """What the engines must come to: the mean of the ranks' losses in one process."""
-    model = make()
+    model = make(lora)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses = []
     for _ in range(STEPS):
@@ -49,7 +55,7 @@ def steps_alone() -> dict:
         (sum(parts) / RANKS).backward()
         losses.append([part.item() for part in parts])
         optimizer.step()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     return {"losses": losses, "gradients": gradients, "weights": model.state_dict()}
 
 
@@ -94,13 +100,13 @@ def steps_with_accelerate(engine: str) -> dict:
     }  # fmt: skip
 
 
-def steps_with_deepspeed() -> dict:
+def steps_with_deepspeed(lora: bool = False) -> dict:
     import deepspeed
 
     # minutes of g++ for collectives through shared memory, in each process; gloo's do
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    rank, model = int(os.environ["RANK"]), make()
+    rank, model = int(os.environ["RANK"]), make(lora)
     counts = counted(model)
     config = {
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -113,7 +119,8 @@ def steps_with_deepspeed() -> dict:
         loss = engine(ids, labels=ids).loss
         engine.backward(loss)
         losses.append(loss.item())
-        gradients = {n: deepspeed.utils.safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
+        learned = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+        gradients = {n: deepspeed.utils.safe_get_full_grad(p) for n, p in learned.items()}
         missing = [name for name, gradient in gradients.items() if gradient is None]
         engine.step()
     weights = {}
@@ -127,7 +134,7 @@ def steps_with_deepspeed() -> dict:
 
 
 def main(engine: str, out: str) -> None:
-    result = steps_with_deepspeed() if engine == "deepspeed" else steps_with_accelerate(engine)
+    result = steps_with_deepspeed(engine.endswith("-lora")) if engine.startswith("deepspeed") else steps_with_accelerate(engine)
     path = Path(out) / f"rank{os.environ['RANK']}.pt"
     torch.save(result, path)
     leave()

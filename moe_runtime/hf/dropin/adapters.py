@@ -78,7 +78,7 @@ def _activating(stock):
                 "update; expected two experts or more"
             )
         found = [
-            Factors(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+            Factors(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], self.num_experts)
             for name in active_adapters or () if name in self.lora_A
         ]  # fmt: skip
         if not found:
@@ -123,6 +123,15 @@ def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
         if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
             name = name.removesuffix(".base_layer" * name.count(".base_layer"))
             found.setdefault(name, {})[module.parameter_name] = list(module.lora_A)
+    return found
+
+
+def expert_adapters(model: nn.Module) -> list[nn.Parameter]:
+    """Return A and B of every adapter of an expert stack, in the order of the model's modules."""
+    layer, found = sys.modules.get(LAYER), []
+    for module in model.modules() if hasattr(layer, "ParamWrapper") else ():
+        if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
+            found += [half[name].weight for name in module.lora_A for half in (module.lora_A, module.lora_B)]
     return found
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.dropin.adapters import expert_adapters
 from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
 from moe_runtime.modules import trainable
 from moe_runtime.modules.lora import LoRAMoE
@@ -35,12 +36,14 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     there is one; what is left of them moves to the mesh's device. Every rank must hold the same weights, as from_pretrained
     gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
-    leaves the experts alone. PEFT's adapters of other modules come before it as well. A Trainer's checkpoints would be
-    written on one rank alone: MoETrainer refuses a save_strategy, transformers' Trainer raises at the first. A second call
-    with the same mesh changes nothing.
+    leaves the experts alone. PEFT's adapters come before it as well. Those of the experts' stacks stay whole on every rank,
+    which uses the share of its experts: they are the first rank's from here on, and DDP or FSDP average their gradients with
+    all others. A Trainer's checkpoints would be written on one rank alone: MoETrainer refuses a save_strategy, transformers'
+    Trainer raises at the first. A second call with the same mesh changes nothing.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
-    LoRA experts, experts that the ranks do not divide or that PEFT adapts, or parameters that are distributed in another way.
+    LoRA experts, experts that the ranks do not divide or that PEFT trains a copy of, or parameters that are distributed in
+    another way.
     """
     check_choice("gradients", gradients, GRADIENTS)
     modules = dict(model.named_modules())
@@ -69,6 +72,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
                 setattr(module, parameter_name, _shard(parameter, mesh, placements))
             ignored.add(f"{name}.{parameter_name}")
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)
+    for parameter in expert_adapters(model):  # drawn on every rank by its own generator
+        for dim in range(mesh.ndim):
+            dist.broadcast(parameter.data, group=mesh.get_group(dim), group_src=0)
     for module in model.modules():
         # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
         if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
@@ -95,8 +101,8 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
     stacks, n, problem = list(module.named_parameters(recurse=False)), mesh.size(-1), None
     if trainable.split_of(module) is not None:
         problem = "has rows that train outside of its stacks; want shard_experts before train_rows"
-    elif ADAPTED.intersection(name.split(".")):
-        problem = "lies in PEFT's adapters; want adapters of other modules: spread experts cannot have any"
+    elif ADAPTED.intersection(name.split(".")) and not name.endswith(".base_layer"):
+        problem = "is a copy that PEFT trains; want LoRA on the experts' stacks (target_parameters), or on other modules"
     elif getattr(module, "_is_expert_parallel", False):
         problem = "holds a part of its experts already; want shard_experts or transformers' expert-parallel plan, not both"
     for part, stack in stacks if problem is None else ():

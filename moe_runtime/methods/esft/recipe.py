@@ -13,10 +13,12 @@ of files that nothing was trained on, for every task the same files.
 """
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field, model_validator
 
 from moe_runtime.experiments import recipe as recipes
@@ -42,6 +44,7 @@ from moe_runtime.experiments.recipe import (  # fmt: skip
 )
 from moe_runtime.experiments.stages import split_rows
 from moe_runtime.io import rows as data
+from moe_runtime.methods.esft.scores import SEED
 from moe_runtime.methods.esft.selection import SCORES, VARIANTS
 
 GENERAL = data.BUILT_IN  # the source text itself: what the small base was trained on
@@ -54,6 +57,8 @@ def task_rows(tokenizer, task, recipe) -> dict:
     No row is in two of them. `task` is a Task of `recipe`.
     """
     train, held_out = split_rows(task, BUILT_IN)
+    if task.prompt == "esft" and recipe.pack:
+        return _as_released(tokenizer, train, held_out, task, recipe)
     of = data.require("datasets").Dataset
     train = of.from_list(train) if isinstance(train, list) else train
     train, validation = data.hold_out(train, task.validation_rows, seed=1)
@@ -90,6 +95,56 @@ def join(rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float 
     if any(label != -100 for label in labels[1:]):
         joined.append((ids, labels))
     return data.require("datasets").Dataset.from_dict({"input_ids": [r[0] for r in joined], "labels": [r[1] for r in joined]})
+
+
+def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
+    """`task_rows` as ESFT's released code packs and parts them: one line in fifty validates, whatever `validation_rows` is."""
+    rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in itertools.islice(train, task.limit)]
+    lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
+    parts = dict(zip(("train", "validation"), split_lines(lines), strict=True))
+    how = {"limit": task.held_out_rows, "prompt": task.prompt, "train_on": task.train_on}
+    return parts | {"held_out": data.tokenize_pairs(tokenizer, held_out, recipe.max_length, **how)}
+
+
+Line = tuple[list[int], list[int]]  # ids and labels
+
+
+def packed_in_order(rows: Iterable[Line], length: int, drop: float, pad: int, seed: int = SEED) -> list[Line]:
+    """Pack rows, in their order, into lines of `length` ids, as ESFT's released code does.
+
+    A row that does not fit loses its beginning; behind another row, its first id is dropped with the probability `drop`. The
+    last line is filled with `pad`, unlabelled, and is there even where nothing is left for it.
+    """
+    lines, generator = [], random.Random(seed)
+    ids, labels = [], []
+    for own, wanted in rows:
+        room = length - len(ids)
+        first = int(bool(ids) and generator.random() < drop)
+        ids, labels = ids + own[-room:][first:], labels + wanted[-room:][first:]
+        if len(ids) == length:
+            lines.append((ids, labels))
+            ids, labels = [], []
+    left = length - len(ids)
+    return [*lines, (ids + [pad] * left, labels + [-100] * left)]
+
+
+def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) -> tuple:
+    """Return Datasets of lines to train on and to validate by, chosen as torch.random_split does; lines without labels drop."""
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = int(share * len(lines))
+    parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
+    if not all(map(len, parts)):
+        raise ValueError(
+            f"The data fill {len(lines)} lines, of which {share:.0%} train and the others validate; pass more data"
+        )
+    return tuple(parts)
+
+
+def dataset_of(lines: Iterable[Line]):
+    """Return a datasets.Dataset of the lines that have labels."""
+    kept = [line for line in lines if any(label != -100 for label in line[1][1:])]
+    columns = {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
+    return data.require("datasets").Dataset.from_dict(columns)
 
 
 def mixed(rows, general, ratio: float):
@@ -274,10 +329,10 @@ class EsftRecipe(Node):
         check_base(self)
         check_names("tasks", self.tasks)
         prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
-        if "general" in self.tasks or {"deepseek", "chat"} <= prompts:
+        if "general" in self.tasks or len(prompts & {"deepseek", "chat", "esft"}) > 1:
             raise ValueError(
                 f"tasks are {', '.join(self.tasks)}, their prompts {', '.join(sorted(prompts))}; want none with the name "
-                "'general', and one chat template for all, 'deepseek' or 'chat'"
+                "'general', and one chat template for all, 'deepseek', 'esft' or 'chat'"
             )
         return self
 

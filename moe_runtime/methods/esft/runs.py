@@ -6,6 +6,7 @@ check_folder   a base's folder and an adapter -> whether they belong together; w
 """
 
 import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -27,8 +28,8 @@ from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection
 from moe_runtime.methods.esft.folders import check_fit
-from moe_runtime.methods.esft.recipe import Tuning, join
-from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, sample_batches
+from moe_runtime.methods.esft.recipe import Tuning, dataset_of, join, packed_in_order, split_lines
+from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, padded_batches, released_sample, sample_batches
 
 VALIDATION = 0.02  # of the rows, where there are no others (the released code's)
 DROP_BOS = 0.2
@@ -45,21 +46,26 @@ def score_folder(
     """Score the experts of the model in folder `source` on `rows`, what `data.read_rows` takes, and write the summary to `out`.
 
     `packed` joins the rows to samples of `max_length` tokens, as the paper does; else each row is one. `prompt` is one of
-    prompts.PROMPTS.
+    prompts.PROMPTS; "esft" without `packed` scores the rows that the released script scores, none of them cut.
     """
     for name, value in (("n_tokens", n_tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
     if logs is not None:
         check_out_dir(logs, overwrite, [source, rows])
     model, tokenizer = _load(source)
-    longest = n_tokens if packed else max_length
-    ids = _sampled(tokenizer, data.read_rows(rows, answers=False).shuffle(seed=seed), prompt, n_tokens, longest)
-    check_ids(model, map(max, ids), tokenizer)
     process = ranks.state()
-    batches = sample_batches(
-        ids, n_tokens, length=max_length, packed=packed, batch_size=batch_size, seed=seed,
-        part=(process.process_index, process.num_processes),
-    )  # fmt: skip
+    part = process.process_index, process.num_processes
+    found = data.read_rows(rows, answers=False)
+    if prompt == "esft" and not packed:
+        ids = _released(tokenizer, found, n_tokens, part)
+        n_tokens = sum(map(len, ids))
+        batches = padded_batches(ids, batch_size)
+    else:
+        ids = _sampled(tokenizer, found.shuffle(seed=seed), prompt, n_tokens, n_tokens if packed else max_length)
+        batches = sample_batches(
+            ids, n_tokens, length=max_length, packed=packed, batch_size=batch_size, seed=seed, part=part
+        )  # fmt: skip
+    check_ids(model, map(max, ids), tokenizer)
     if progress is not None:
         batches = _reported(batches, n_tokens, process.num_processes, progress)
     scores = esft.score_experts(
@@ -202,9 +208,24 @@ def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[
     return ids
 
 
+def _released(tokenizer, rows, n_tokens: int, part: tuple[int, int]) -> list[list[int]]:
+    """Tokenize the rows that the released script scores on this process."""
+    ids = functools.cache(lambda place: data.encode(tokenizer, rows[place], "esft")[0])
+    return [ids(place) for place in released_sample(len(rows), lambda place: len(ids(place)), n_tokens, part)]
+
+
 def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt: str, train_on: str) -> tuple:
     """Return the rows to train on and to validate by, tokenized; no row is in both."""
     train = data.read_rows(rows, answers=train_on == "assistant")
+    if prompt == "esft" and packed:
+        lines = packed_in_order(
+            [data.encode(tokenizer, row, prompt, train_on) for row in train], max_length, DROP_BOS, tokenizer.pad_token_id
+        )
+        if held_out is None:
+            return split_lines(lines)
+        validation = data.read_rows(held_out, answers=train_on == "assistant")
+        train = dataset_of(lines)
+        return train, data.tokenize_pairs(tokenizer, validation, max_length, prompt=prompt, train_on=train_on)
     if held_out is None:
         train, validation = data.hold_out(train, max(round(VALIDATION * len(train)), 1))
     else:

@@ -21,7 +21,7 @@ import functools
 import json
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -250,10 +250,31 @@ def sample_batches(
         flat = [token for sample in samples for token in sample]
         samples = [flat[i : i + length] for i in range(0, len(flat), length)]
     rank, ranks = part
-    return _padded_batches([sample for sample in samples if sample][rank::ranks], batch_size)
+    return padded_batches([sample for sample in samples if sample][rank::ranks], batch_size)
 
 
-def _padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+def released_sample(
+    count: int, tokens: Callable[[int], int], n_tokens: int = TOKENS, part: tuple[int, int] = (0, 1)
+) -> list[int]:
+    """Return which of `count` rows the released script scores on the process `part` = (rank, ranks), in its order.
+
+    Whole rows, in an order drawn by SEED, of which each process takes every ranks-th until it has its share of `n_tokens`;
+    `tokens` says how many a row has. The last row is not cut.
+    """
+    rank, ranks = part
+    order = list(range(count))
+    random.Random(SEED).shuffle(order)
+    taken, left = [], n_tokens // ranks
+    for row in order[rank::ranks]:
+        if left <= 0:
+            break
+        taken.append(row)
+        left -= tokens(row)
+    return taken
+
+
+def padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield samples, ids of each, in batches for `score_experts`, padded on the right."""
     for first in range(0, len(samples), batch_size):
         part = samples[first : first + batch_size]
         longest = max(map(len, part))

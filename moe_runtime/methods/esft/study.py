@@ -30,7 +30,7 @@ from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import atomic_write_json, read_json
-from moe_runtime.io.prompts import DEEPSEEK_CHAT
+from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.analyses import SampleSizes, sample_sizes, two_samples
 from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, Tuning, mixed, task_rows
@@ -278,8 +278,8 @@ class Stages(KeptStages):
         r = self.recipe
         tokenizer = self._base_tokenizer(lambda: stages.documents(r.pretrain))
         parts = {**r.tasks, GENERAL: r.general}
-        if any(part.prompt == "deepseek" for part in parts.values()):
-            tokenizer.chat_template = DEEPSEEK_CHAT
+        brought = [TEMPLATES[part.prompt] for part in parts.values() if part.prompt in ("deepseek", "esft")]
+        tokenizer.chat_template = brought[0] if brought else tokenizer.chat_template
         tokenizer.save_pretrained(folder / "tokenizer")
         counts = {}
         for name, part in parts.items():

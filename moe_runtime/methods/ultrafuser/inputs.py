@@ -11,7 +11,7 @@ import torch
 
 # Table 7; a text template follows the BOS that the tokenizer puts before texts, which is the <s> of CodeLlama's
 TEMPLATES = {
-    "ultralm": "User: {prompt}\nAssistant: ",
+    "ultralm": "User: {prompt}\nAssistant:",
     "codellama": "[INST] {prompt} [/INST]",
     "wizardmath": (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from moe_runtime.config import check_choice
 from moe_runtime.experiments import recipe as recipes
@@ -60,6 +60,7 @@ class FuserRecipe(Node):
     pretrain: Pretrain | None = None
     dtype: Dtype = "float32"
     max_length: Count = 1024  # of the longest prompt and the response
+    tokenizer: str | None = Field(None, exclude_if=lambda source: source is None)  # for all specialists; None: each one's own
     domains: dict[str, Domain]
     specialists: dict[str, Specialist]
     gate: Literal[GATES] = "mlp"
@@ -164,8 +165,10 @@ def check_source(name: str, source: str) -> None:
 def encoder_of(recipe: FuserRecipe, own) -> Encoder:
     """Return what encodes for a recipe's specialists, with the base's tokenizer `own` and those of given models."""
     names, specialists = list(recipe.specialists), recipe.specialists.values()
+    if recipe.tokenizer is not None:
+        own = ranks.load_tokenizer(recipe.tokenizer, "tokenizer")
     tokenizers = [
-        own if one.model is None else ranks.load_tokenizer(one.model, f"specialists.{name}.model")
+        own if recipe.tokenizer or one.model is None else ranks.load_tokenizer(one.model, f"specialists.{name}.model")
         for name, one in recipe.specialists.items()
     ]
     vocab_size = min(map(len, tokenizers))

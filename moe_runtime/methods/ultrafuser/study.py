@@ -317,6 +317,7 @@ class Stages(KeptStages):
         built_in = domains_key() if r.pretrain or any(d.train in DOMAINS for d in r.domains.values()) else None
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         rows = [r.max_length, r.templates, domains, built_in, [files_print(source) for source in sources(r)]]
+        rows += [files_print(r.tokenizer)] if r.tokenizer else []
         return hash_of({"format": self.FORMAT, "method": "ultrafuser", "base": base, "given": given, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
@@ -326,7 +327,7 @@ class Stages(KeptStages):
             tokenizer = train_tokenizer(self._base_text, r.pretrain.vocab_size)
         else:
             given = (one.model for one in r.specialists.values() if one.model is not None)
-            tokenizer = ranks.load_tokenizer(r.base_model or next(given))
+            tokenizer = ranks.load_tokenizer(r.tokenizer or r.base_model or next(given))
         tokenizer.save_pretrained(folder / "tokenizer")
         encoder = fuser_checks.encoder_of(r, tokenizer)
         self.say(f"reading and encoding {', '.join(r.domains)} for {', '.join(self.names)}")

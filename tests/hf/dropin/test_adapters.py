@@ -109,7 +109,7 @@ def test_a_reader_that_takes_b_for_expert_slowest_is_caught(monkeypatch):
     # and the delta is PEFT's, expert by expert
     wrapper = wrapper_of(model)
     (a, b), s = (half["default"].weight for half in (wrapper.lora_A, wrapper.lora_B)), wrapper.scaling["default"]
-    pair = right([frozen.Factors(a, b, s)], wrapper.num_experts, torch.float64)
+    pair = right([frozen.Factors(a, b, s, 8)], 8, torch.float64)
     delta = torch.einsum("ero,eri->eoi", pair.b, pair.a)
     assert distance(delta, wrapper.get_delta_weight("default")) < 1e-15
 

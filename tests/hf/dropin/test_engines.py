@@ -1,5 +1,6 @@
 """Data parallelism by the engines that users have: equal to one process, also where a rank leaves experts without a token."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -24,35 +25,43 @@ ENGINES = [  # and what they make of the model and its parameters
         id="zero-3",
         marks=pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
     ),
+    pytest.param(
+        "deepspeed-lora",
+        "DeepSpeedEngine",
+        {"ZeroParamStatus.NOT_AVAILABLE"},
+        id="zero-3, PEFT's adapters of the experts",
+        marks=pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    ),
 ]
 
 
 def launch(*args: str) -> None:
     """Run engine_worker.py in two processes."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * (args[0] == "deepspeed")
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * args[0].startswith("deepspeed")
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
     torchrun(str(Path(engine_worker.__file__)), *args, env=env, seconds=400)
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return engine_worker.steps_alone()
+@functools.cache
+def alone(lora: bool) -> dict:
+    return engine_worker.steps_alone(lora)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "model", "parameters"), ENGINES)
-def test_equals_one_process(engine, model, parameters, alone, tmp_path):
+def test_equals_one_process(engine, model, parameters, tmp_path):
     launch(engine, str(tmp_path))
+    expected = alone(engine.endswith("-lora"))
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(engine_worker.RANKS)]
     for counts in zip(*(rank["counts"].values() for rank in ranks)):
         assert (counts[0] > 0).all() and (counts[1] == 0).any()  # idle on one rank, busy on the other
-    for step, losses in enumerate(alone["losses"]):
+    for step, losses in enumerate(expected["losses"]):
         assert [rank["losses"][step] for rank in ranks] == pytest.approx(losses, rel=1e-5)
     for rank in ranks:
         assert rank["model"] == model and rank["parameters"] == parameters
-        assert not rank["missing"] and rank["gradients"].keys() == alone["gradients"].keys()
-        for name, want in alone["gradients"].items():
+        assert not rank["missing"] and rank["gradients"].keys() == expected["gradients"].keys()
+        for name, want in expected["gradients"].items():
             assert want.norm() > 0 and distance(rank["gradients"][name], want) < 1e-5, name
-        for name, want in alone["weights"].items():
+        for name, want in expected["weights"].items():
             assert distance(rank["weights"][name], want) < 1e-6, name

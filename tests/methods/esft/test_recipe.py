@@ -33,7 +33,8 @@ def test_a_shipped_study_survives_its_dict(name):
 # Sec. 4.3, and the released code's arguments
 def test_the_settings_are_the_papers():
     recipe = load_recipe("deepseek-v2-lite")
-    assert recipe.base_model == "deepseek-ai/DeepSeek-V2-Lite"
+    assert recipe.base_model == "deepseek-ai/ESFT-vanilla-lite"
+    assert {part.prompt for part in (*recipe.tasks.values(), recipe.general)} == {"esft"}
     rates = {recipe.fft: 3e-5, recipe.lora.training: 1e-4, recipe.esft: 1e-5}
     for training, rate in rates.items():
         assert (training.learning_rate, training.steps, training.batch_size) == (rate, 500, 32)

@@ -25,7 +25,7 @@ def text_of(encoder, ids):
 
 def test_each_specialist_sees_its_own_template(encoder):
     assert [text_of(encoder, ids) for ids in encoder.prompt("2+{prompt}?")] == [
-        "<s>User: 2+{prompt}?\nAssistant: ",
+        "<s>User: 2+{prompt}?\nAssistant:",
         "<s>[INST] 2+{prompt}? [/INST]",
         "<s><|user|>\n2+{prompt}?</s>\n<|assistant|>\n",
     ]
@@ -34,7 +34,7 @@ def test_each_specialist_sees_its_own_template(encoder):
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("ultralm", "<s>User: Why?\nAssistant: "),
+        ("ultralm", "<s>User: Why?\nAssistant:"),
         ("codellama", "<s>[INST] Why? [/INST]"),
         (
             "wizardmath",

@@ -43,8 +43,8 @@ def test_the_trainings_are_the_papers(name):
 
 
 @pytest.mark.parametrize("name, experts, top_k, rate, rows", [
-    ("deepseek-coder-1.3b", 8, 6, 0.75, "theblackcat102/evol-codealpaca-v1"),
-    ("stablecode-3b", 4, 2, 0.85, "theblackcat102/evol-codealpaca-v1"),
+    ("deepseek-coder-1.3b", 8, 6, 0.75, "ise-uiuc/Magicoder-Evol-Instruct-110K"),
+    ("stablecode-3b", 4, 2, 0.85, "ise-uiuc/Magicoder-Evol-Instruct-110K"),
     ("tinyllama-1.1b", 8, 6, 0.75, "WizardLMTeam/WizardLM_evol_instruct_70k"),
 ])  # fmt: skip
 def test_the_experts_are_the_papers(name, experts, top_k, rate, rows):

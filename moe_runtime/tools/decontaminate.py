@@ -1,0 +1,133 @@
+"""Training data without the problems of benchmarks: rows that hold one of their texts are left out, and said.
+
+substring   a row is dropped that has any text of a benchmark in it, in lower case: as XFT's data were filtered (the Magicoder
+            code's find_substrings.py); texts shorter than `min_chars` are not looked for, as `return a + b` proves nothing
+ngram       a row is dropped that shares `n` words in a row with a benchmark, in lower case and without punctuation. UltraFuser
+            filters by 13-grams (arXiv 2403.08281, App. A) but does not say of what
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_runtime.config import check_choice, check_positive
+from moe_runtime.io.files import atomic_file, atomic_write_json, check_out_file
+from moe_runtime.io.rows import raw_rows
+
+METHODS = ("substring", "ngram")
+SHINGLE = 16  # characters by which candidates are found
+WORD = re.compile(r"\w+")
+
+
+class Report(NamedTuple):
+    """What `decontaminate` did."""
+
+    path: Path
+    rows: int
+    kept: int
+    by_benchmark: dict[str, int]  # rows dropped
+    dropped: list[dict]  # row, from 0, the benchmark, and the text that both have
+
+
+def decontaminate(
+    rows: str | Path, against: Sequence[str], out: str | Path, *, method: str = "substring", n: int = 13, min_chars: int = 20,
+    columns: Sequence[str] = (), overwrite: bool = False,
+) -> Report:  # fmt: skip
+    """Write to the .jsonl file `out` the rows of a .jsonl, .json or .parquet file that have nothing of the files `against`.
+
+    `against` are benchmarks, FILE or FILE:column,column; without columns all texts of a problem count. `columns` are those of
+    the rows that are searched, by default all texts in them, chats included. What was dropped is listed in OUT.dropped.json.
+    """
+    check_choice("method", method, METHODS)
+    for name, value in (("n", n), ("min_chars", min_chars)):
+        check_positive(name, value)
+    check_out_file(out, overwrite)
+    benchmarks = dict(_benchmark(one) for one in against)
+    if not benchmarks:
+        raise ValueError("No benchmark is given to compare with. Pass --against FILE at least once")
+    found = Substrings(benchmarks, min_chars) if method == "substring" else NGrams(benchmarks, n)
+    count, counts, dropped = 0, Counter(), []
+    with atomic_file(out) as beside, open(beside, "w", encoding="utf-8") as file:
+        for count, row in enumerate(raw_rows(rows), 1):
+            hit = found.first(texts_of(row, columns))
+            if hit is None:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                continue
+            counts[hit[0]] += 1
+            dropped.append({"row": count - 1, "benchmark": hit[0], "text": hit[1]})
+        if count == len(dropped):
+            raise ValueError(
+                f"All {count} rows of {rows} have texts of the benchmarks; look for one that says little: {hit[1]!r}"
+            )
+    report = Report(Path(out), count, count - len(dropped), {name: counts[name] for name in benchmarks}, dropped)
+    settings = {"against": list(against), "method": method} | ({"n": n} if method == "ngram" else {"min_chars": min_chars})
+    atomic_write_json(f"{out}.dropped.json", settings | report._asdict() | {"path": str(out)})
+    return report
+
+
+def texts_of(value: Any, columns: Sequence[str] = ()) -> list[str]:
+    """Return the texts in a row, those of lists and of mappings in it too; of a row's `columns` alone if there are some."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        missing = [name for name in columns if name not in value]
+        if missing:
+            raise ValueError(f"The column {missing[0]!r} is missing; the row has {', '.join(value)}")
+        return [text for name in columns or value for text in texts_of(value[name])]
+    return [text for one in value for text in texts_of(one)] if isinstance(value, Iterable) else []
+
+
+def _benchmark(source: str) -> tuple[str, list[str]]:
+    path, _, columns = (source, "", "") if Path(source).exists() else source.rpartition(":")
+    names = [name for name in columns.split(",") if name]
+    return source, [text for row in raw_rows(path or source) for text in texts_of(row, names)]
+
+
+class Substrings:
+    """Finds texts of benchmarks within others."""
+
+    def __init__(self, benchmarks: Mapping[str, Iterable[str]], min_chars: int):
+        self.short, self.long = {}, {}
+        for name, texts in benchmarks.items():
+            for text in {text.strip().lower() for text in texts}:
+                if len(text) < max(min_chars, 1):
+                    continue
+                if len(text) < SHINGLE:
+                    self.short[text] = name
+                else:
+                    self.long.setdefault(text[:SHINGLE], []).append((text, name))
+
+    def first(self, texts: Sequence[str]) -> tuple[str, str] | None:
+        """Return a benchmark and its text that `texts`, joined by blank lines, hold; None if there is none."""
+        text = "\n\n".join(texts).lower()
+        for own, name in self.short.items():
+            if own in text:
+                return name, own
+        for place in range(len(text) - SHINGLE + 1):
+            for own, name in self.long.get(text[place : place + SHINGLE], ()):
+                if text.startswith(own, place):
+                    return name, own
+        return None
+
+
+class NGrams:
+    """Finds `n` words in a row that a benchmark has too."""
+
+    def __init__(self, benchmarks: Mapping[str, Iterable[str]], n: int):
+        self.n, self.known = n, {}
+        for name, texts in benchmarks.items():
+            for text in texts:
+                self.known |= dict.fromkeys(self._of(text), name)
+
+    def _of(self, text: str) -> Iterator[tuple[str, ...]]:
+        words = WORD.findall(text.lower())
+        return zip(*(words[i:] for i in range(self.n)), strict=False)
+
+    def first(self, texts: Sequence[str]) -> tuple[str, str] | None:
+        """Return a benchmark and the words that one of `texts` shares with it; None if there are none."""
+        return next(
+            ((self.known[gram], " ".join(gram)) for text in texts for gram in self._of(text) if gram in self.known), None
+        )

@@ -70,7 +70,12 @@ def digests(model) -> list[str]:
     return [hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in tensors]
 
 
-MODELS = [pytest.param(make, form, id=f"{make.__name__}-{form}") for make in (qwen, gpt_oss) for form in packed.FORMATS]
+FAST = {(qwen, "nf4"), (gpt_oss, "mxfp4"), (qwen, "fp8_block")}
+MODELS = [
+    pytest.param(make, form, id=f"{make.__name__}-{form}", marks=[] if (make, form) in FAST else pytest.mark.slow)
+    for make in (qwen, gpt_oss)
+    for form in packed.FORMATS
+]
 
 
 @pytest.mark.parametrize("make, form", MODELS)
@@ -131,6 +136,7 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     assert torch.equal(again(IDS).logits, mine(IDS).logits)
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph_and_is_computed_again():
     quantized, _ = quantized_of(qwen(), "nf4")
     config = LoraConfig(r=4, target_parameters=TARGETS, init_lora_weights=False)

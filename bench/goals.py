@@ -8,6 +8,7 @@ from moe_runtime.bench.records import RENAMED
 
 HF = "transformers grouped_mm"
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
+PEFT = "PEFT, transformers grouped_mm"
 NAIVE = "sum of logits, cross_entropy (naive)"
 STEPS = ("bench_decoder_layer", "bench_training_step")
 
@@ -105,6 +106,10 @@ GOALS = (
         _times(NAIVE, "moe_runtime triton"), 1.0,
     ),
     Goal(
+        "LoRA on expert stacks, r = 16, T = 4096, forward + backward, ms", ["bench_adapters[Qwen3-30B-A3B-4096]"],
+        lambda rows: rows["moe_runtime"]["ms"], most=1.3,
+    ),
+    Goal(
         "dispatch in CUDA C++, times faster than Triton's, T <= 2048",
         [f"bench_cuda_kernel[{name}-dispatch]" for name, shape in shapes.plans().items() if shape.T <= 2048],
         than_triton, 1.0,
@@ -120,6 +125,7 @@ def _of_transformers(rows):
     return rows["moe_runtime"]["ms"] / min(theirs)
 
 
+ADAPTERS = {"coarse": (1.8, 0.5), "fine": (2.2, 0.36), "E=128": (3.0, 0.1)}  # times faster than PEFT, share of its memory
 LAYERS = {  # times of the floor at most, pass by pass
     ("coarse", "fp32"): (1.05, 1.12), ("coarse", "bf16"): (1.12, 1.22),
     ("fine", "fp32"): (1.25, 1.4), ("fine", "bf16"): (1.4, 1.6),
@@ -154,6 +160,15 @@ CPU_GOALS = (
     Goal("UltraFuser's loss, forward + backward, times of the naive", FUSED[:1], _times("moe_runtime torch", NAIVE), most=1.0),
     Goal("its stage 1, times of the naive", FUSED[1:], _times("moe_runtime torch", NAIVE), most=0.6),
     Goal("its peak memory, share of the naive", FUSED, _times("moe_runtime torch", NAIVE, "peak MiB"), most=0.35),
+    *(
+        goal
+        for shape, (speed, memory) in ADAPTERS.items()
+        for names, what in [([f"bench_adapters[{shape}]"], f"LoRA on expert stacks, {shape}, forward + backward")]
+        for goal in (
+            Goal(f"{what}, times faster than PEFT's own", names, _faster(PEFT), speed),
+            Goal(f"{what}, peak memory, share of PEFT's own", names, _times("moe_runtime", PEFT, "peak MiB"), most=memory),
+        )
+    ),
     Goal(
         "LoRA experts on one base, forward + backward, times faster than per slot", ["bench_lora_experts[coarse-both-fp32]"],
         _faster("LoRA per slot"), 2.5,

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import torch
+
 from moe_runtime.config import LAYERS
 
 
@@ -29,6 +31,22 @@ STEPS = {  # what a training step is measured at; its optimizer's state wants me
     "XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"],
 }
 MIXING = {"XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"]}
+
+
+class Adapted(NamedTuple):
+    """A layer whose stacks have LoRA, and their dtype."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+ADAPTERS_CPU = {
+    "coarse": Adapted(Shape(2048, 1024, 2816, 8, 2), torch.float32),
+    "fine": Adapted(Shape(2048, 1024, 512, 64, 6), torch.float32),
+    "E=128": Adapted(Shape(512, 2048, 768, 128, 8), torch.bfloat16),
+}  # fmt: skip
+ADAPTERS_GPU = {"Qwen3-30B-A3B-4096": Adapted(GPU["Qwen3-30B-A3B"]._replace(T=4096), torch.bfloat16)}
+ADAPTERS_TINY = {"tiny": Adapted(Shape(64, 32, 48, 4, 2), torch.float32)}
 
 
 class Fusion(NamedTuple):

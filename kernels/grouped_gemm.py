@@ -93,8 +93,8 @@ def _store_half(gate, up, bias, low, b, row, col0, I, rows_left, z_ptr, h_ptr, s
         if RANK:
             gate += low_rank(low, b, rows_left, col0, I, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R)
             if GATED:
-                b += I * stride_ln
-                up += low_rank(low, b, rows_left, col0, I, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R)
+                up += low_rank(low, b, rows_left, I + col0, I * 2, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, BLOCK_N,
+                               BLOCK_R)  # fmt: skip
         _store_activation(gate, up, row, col0, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, LIMIT, UP_OFFSET,
                           INTERLEAVED, BLOCK_M, BLOCK_N)  # fmt: skip
 

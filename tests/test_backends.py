@@ -14,6 +14,8 @@ from moe_runtime.ops import cuda_kernels
 from moe_runtime.ops.combine import combine
 from moe_runtime.ops.dispatch import dispatch
 from moe_runtime.ops.expansion import dare_merge, gram
+from moe_runtime.ops.frozen_mlp import frozen_mlp
+from moe_runtime.ops.frozen_rows import FrozenExperts, Stack
 from moe_runtime.ops.fusion import fused_cross_entropy
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.lora import LoRA, lora_mlp
@@ -31,6 +33,10 @@ CALLS = {
     "grouped_gemm": lambda **b: grouped_gemm(torch.randn(3, 4), torch.randn(1, 2, 4), torch.tensor([0, 3]), **b),
     "combine": lambda **b: combine(torch.randn(6, 4), torch.rand(3, 2), torch.arange(6), **b),
     "moe_mlp": lambda **b: moe_mlp(torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b),
+    "frozen_mlp": lambda **b: frozen_mlp(
+        torch.randn(3, 4), FrozenExperts(Stack.dense(torch.randn(2, 6, 4)), Stack.dense(torch.randn(2, 4, 3))),
+        torch.rand(3, 2), IDX, **b,
+    )[0],
     "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
     "lora_mlp": lambda **b: lora_mlp(
         torch.randn(3, 4), *torch.randn(2, 5, 4), torch.randn(4, 5), torch.rand(3, 2), IDX,
@@ -179,7 +185,7 @@ def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypa
     library = cpu_build.library()
     monkeypatch.setattr(cpp, "_found", library)
     for op in CALLS:
-        want = "cpp" if op in ("moe_mlp", "merge_experts") else "torch"
+        want = "cpp" if op in ("moe_mlp", "frozen_mlp", "merge_experts") else "torch"
         assert [backends.pick(op, torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)] == [want] * 2
         assert backends.pick(op, torch.zeros(1, dtype=torch.float16)) == "torch"
         assert backends.pick(op, torch.zeros(1, dtype=torch.float64)) == "torch" == backends.pick(op, torch.zeros(1), "torch")

@@ -13,6 +13,7 @@ OPS = sorted((ROOT / "moe_runtime" / "ops").glob("*.py"))
 # where a value may be read back: what the torch backend runs, and helpers that are no part of a step
 MAY_SYNC = {
     "moe_mlp_cpp.py": "the CPU's backend: its tensors are on the host",
+    "frozen_mlp_torch.py": "the torch and cpp backends: they loop over experts on the host",
     "moe_mlp_torch.py": "the torch backend: it loops over experts on the host",
     "workspace.py": "the torch backend's memory",
     "all_to_all.py:_split_sizes": "torch.distributed takes split sizes from the host",

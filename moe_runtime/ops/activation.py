@@ -32,6 +32,9 @@ ACT_BACKWARD = {  # d act(x) / dx times grad
 }
 
 
+FORM = "str act, bool gated, float? limit, float up_offset, bool interleaved"  # an `Activation` as the ops take it
+
+
 class Activation(NamedTuple):
     """The form of an expert's gate, in the order in which the ops take it."""
 

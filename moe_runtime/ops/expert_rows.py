@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.activation import FORM, Activation
 from moe_runtime.ops.library import kind
 from moe_runtime.ops.workspace import lease
 
@@ -60,8 +60,8 @@ def weight_at(e: int, row: int, stack: torch.Tensor, apart: torch.Tensor | None)
 
 # an `Experts` as the ops take it
 SCHEMA = (
-    "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? up_trained, Tensor? down_trained, "
-    "str act, bool gated, float? limit, float up_offset, bool interleaved, str shared"
+    f"Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? up_trained, Tensor? down_trained, "
+    f"{FORM}, str shared"
 )
 
 

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.ops import packed
-from moe_runtime.ops.activation import Activation
+from moe_runtime.ops.activation import FORM, Activation
 from moe_runtime.ops.workspace import scratch
 
 _STACK = "Tensor {0}, Tensor[] {0}_scales, str {0}_format, SymInt[] {0}_shape"
 # a `FrozenExperts` as the ops take it
 SCHEMA = (
     f"{_STACK.format('up')}, {_STACK.format('down')}, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, "
-    "Tensor? down_a, Tensor? down_b, str act, bool gated, float? limit, float up_offset, bool interleaved"
+    f"Tensor? down_a, Tensor? down_b, {FORM}"
 )
 
 

@@ -55,11 +55,13 @@ class Plan:
         return rows
 
     def activate(self, group, z, h):
+        """Write h of the rows of `group`."""
         self.calls.moert_cpu_activate(
             self.dtype, *self.form, z.data_ptr(), group.members[-1].end, self.I, h.data_ptr(), self.threads
         )
 
     def activate_backward(self, group, z, dh, dz, wh, dweight):
+        """Write dz and weight * h of the rows of `group`, and the gradients of their slots' weights."""
         self.calls.moert_cpu_activate_backward(
             self.dtype, *self.form, z.data_ptr(), dh.data_ptr(), self.weight.data_ptr(),
             self.row_slot[group.start :].data_ptr(), group.members[-1].end, self.I, dz.data_ptr(), wh.data_ptr(),
@@ -67,6 +69,7 @@ class Plan:
         )  # fmt: skip
 
     def combine(self, y, weighted: bool):
+        """Return the sum of each token's rows of y, by their weights or as they are."""
         out = y.new_empty(self.T, self.H)
         self.calls.moert_cpu_combine(
             self.dtype, y.data_ptr(), self.weight.data_ptr() if weighted else None, self.slot_row.data_ptr(),

@@ -32,9 +32,11 @@ class Layer:
         self.down_trained = None if e.down_trained is None else operands.Trained(e.trainable, e.down_trained)
 
     def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
+        """Return the launch config of a product."""
         return _choose(self.experts, self.R, kernel, x, N, K)
 
     def map(self, tile: tiles.Tile):
+        """Return the tile map of a config's rows."""
         # in the backward pass this launch comes first and gives autograd's thread its CUDA context: tensor descriptors need one
         if tile.BLOCK_M not in self.maps:
             self.maps[tile.BLOCK_M] = dispatch.tile_map(self.offsets, self.R, tile.BLOCK_M, self.first)

@@ -252,7 +252,7 @@ def test_refusals():
 MUTANTS = [
     pytest.param("e.to(tl.int64) * stride_le", "0 * stride_le", id="first expert's B"),
     pytest.param("row.to(tl.int64) * RANK", "0 * RANK", id="first rows' low"),
-    pytest.param("b += I * stride_ln", "b += 0", id="gate's B for up"),
+    pytest.param("I + col0, I * 2", "col0, I * 2", id="gate's B for up"),
     pytest.param("part += low_rank", "part = low_rank", id="without the base"),
     pytest.param("left += low_rank", "left = low_rank", id="interleaved: without the base"),
     pytest.param("col0 * 2 + BLOCK_N, I * 2, stride_lr", "col0 * 2, I * 2, stride_lr", id="interleaved: left columns twice"),

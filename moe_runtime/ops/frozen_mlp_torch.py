@@ -57,14 +57,12 @@ def _steps(backend: str, experts: FrozenExperts, x, topk_weight, offsets, row_sl
 def _product(member: Member, rows, weight, bias, pair: Pair | None, low, out) -> None:
     """Write rows W^T + bias + low B, with low = rows A^T, for a member's rows."""
     e, rows, out = member.expert, member.wide(rows), member.wide(out)
-    if bias is None:
-        torch.mm(rows, weight.t(), out=out)
-    else:
-        torch.addmm(bias[e], rows, weight.t(), out=out)
+    term, half = rows, weight.t()
+    if pair is not None:  # the small term first: the large product adds to it as it writes
+        term, half = torch.mm(rows, pair.a[e].t(), out=member.wide(low)), pair.b[e]
+    torch.mm(term, half, out=out) if bias is None else torch.addmm(bias[e], term, half, out=out)
     if pair is not None:
-        low = member.wide(low)
-        torch.mm(rows, pair.a[e].t(), out=low)
-        out.addmm_(low, pair.b[e])
+        out.addmm_(rows, weight.t())
 
 
 def _low(pair: Pair | None, R: int, x) -> torch.Tensor:
@@ -148,11 +146,11 @@ def _dlow(name: str, pair: Pair | None, n: int, x) -> torch.Tensor | None:
 def _transposed_product(member: Member, dy, weight, pair: Pair | None, dlow, out) -> None:
     """Write dy W + dlow A, with dlow = dy B, for a member's rows."""
     e, dy, out = member.expert, member.wide(dy), member.wide(out)
-    torch.mm(dy, weight, out=out)
-    if pair is not None:
-        dlow = member.wide(dlow)
-        torch.mm(dy, pair.b[e].t(), out=dlow)
-        out.addmm_(dlow, pair.a[e])
+    if pair is None:
+        torch.mm(dy, weight, out=out)
+        return
+    dlow = torch.mm(dy, pair.b[e].t(), out=member.wide(dlow))
+    torch.mm(dlow, pair.a[e], out=out).addmm_(dy, weight)
 
 
 def _pair_gradients(e: int, grad_a, grad_b, rows, low, dlow, member: Member, dy) -> None:

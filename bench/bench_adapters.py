@@ -1,7 +1,7 @@
 """PEFT's LoRA on the expert stacks of a stock layer, forward and backward: in our op, and as PEFT does, W + s B A made whole.
 
 The stacks are frozen; gradients go to x and the adapters of both. PEFT's own runs on transformers' grouped_mm, and on its loop
-where there are few experts.
+where there are few experts. The same adapters on stacks in NF4, which stay packed, come beside them.
 """
 
 import functools
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from moe_runtime.bench import shapes
-from moe_runtime.bench.goals import PEFT
+from moe_runtime.bench.goals import NF4, PEFT
 from moe_runtime.bench.machine import DEVICE, fits
+from moe_runtime.modules import packed
+from moe_runtime.ops.packed import pack
 
 KIND = "layer"
 ROUNDS = 5
@@ -21,7 +23,7 @@ RANK, EAGER = 16, 8  # experts up to which transformers' loop is run
 
 @pytest.fixture
 def layer(size):
-    """The wrapped experts module, its config, and what it is called with."""
+    """The wrapped experts module, the same over stacks in NF4, their config, and what they are called with."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -37,23 +39,30 @@ def layer(size):
             parameter.data = torch.randn(parameter.shape, dtype=dtype) * parameter.shape[2] ** -0.5
         targets = ["experts.gate_up_proj", "experts.down_proj"]
         lora = LoraConfig(r=RANK, target_parameters=targets, init_lora_weights=False)
-        model = get_peft_model(torch.nn.ModuleDict({"experts": experts}), lora)
         moe_runtime.register()
+        small = Qwen3MoeExperts(config)
+        for name in ("gate_up_proj", "down_proj"):
+            stack = getattr(experts, name).detach()
+            packed.put(small, name, pack(stack, "nf4"), stack.shape, stack.dtype)
+        wrappers = [
+            get_peft_model(torch.nn.ModuleDict({"experts": e}), lora).base_model.model["experts"] for e in (experts, small)
+        ]
         x = torch.randn(T, H, dtype=dtype).requires_grad_()
-        return model.base_model.model["experts"], config, (x, torch.rand(T, E).topk(K).indices, torch.rand(T, K))
+        return wrappers, config, (x, torch.rand(T, E).topk(K).indices, torch.rand(T, K))
 
 
 def bench_adapters(interleaved, size, layer):
-    wrapper, config, args = layer
-    learned = [args[0], *(p for p in wrapper.parameters() if p.requires_grad)]
+    wrappers, config, args = layer
+    learned = [[args[0], *(p for p in wrapper.parameters() if p.requires_grad)] for wrapper in wrappers]
     dout = torch.randn_like(args[0])
 
-    def step(implementation):
+    def step(implementation, which=0):
         config._experts_implementation = implementation
-        return torch.autograd.grad(wrapper(*args), learned, dout)
+        return torch.autograd.grad(wrappers[which](*args), learned[which], dout)
 
     names = {PEFT: "grouped_mm", "moe_runtime": "moe_runtime"} | ({"PEFT, eager": "eager"} if size.shape.E <= EAGER else {})
     variants = {name: functools.partial(step, implementation) for name, implementation in names.items()}
+    variants[NF4] = functools.partial(step, "moe_runtime", 1)
     T, H, I, E, K, _ = size.shape
     flops = 6 * T * K * H * I * 2  # forward and dx
     interleaved(variants, flops=flops, bytes=3 * E * H * I * size.dtype.itemsize * 2, tokens=T, dtype=size.dtype)

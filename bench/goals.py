@@ -9,6 +9,7 @@ from moe_runtime.bench.records import RENAMED
 HF = "transformers grouped_mm"
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
 PEFT = "PEFT, transformers grouped_mm"
+NF4 = "moe_runtime, NF4"
 NAIVE = "sum of logits, cross_entropy (naive)"
 STEPS = ("bench_decoder_layer", "bench_training_step")
 
@@ -160,6 +161,7 @@ CPU_GOALS = (
         for shape, (speed, memory) in ADAPTERS.items()
         for names, what in [([f"bench_adapters[{shape}]"], f"LoRA on expert stacks, {shape}, forward + backward")]
         for goal in (
+            Goal(f"{what}, NF4, times of dense stacks", names, _times(NF4, "moe_runtime"), most=1.6),
             Goal(f"{what}, times faster than PEFT's own", names, _faster(PEFT), speed),
             Goal(f"{what}, peak memory, share of PEFT's own", names, _times("moe_runtime", PEFT, "peak MiB"), most=memory),
         )

@@ -46,7 +46,7 @@ ADAPTERS_CPU = {
     "E=128": Adapted(Shape(512, 2048, 768, 128, 8), torch.bfloat16),
 }  # fmt: skip
 ADAPTERS_GPU = {"Qwen3-30B-A3B-4096": Adapted(GPU["Qwen3-30B-A3B"]._replace(T=4096), torch.bfloat16)}
-ADAPTERS_TINY = {"tiny": Adapted(Shape(64, 32, 48, 4, 2), torch.float32)}
+ADAPTERS_TINY = {"tiny": Adapted(Shape(64, 64, 64, 4, 2), torch.float32)}
 
 
 class Fusion(NamedTuple):

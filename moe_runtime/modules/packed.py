@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from moe_runtime.ops import packed
+from moe_runtime.ops.all_to_all import is_distributed
 from moe_runtime.ops.frozen_rows import Stack
 from moe_runtime.ops.packed import Packed
 
@@ -94,7 +95,14 @@ def get(module: nn.Module, name: str) -> Packed:
 
 
 def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
-    """Return the packed stack `name` [E, out, in] for `frozen_mlp`: one of ours, or FP8Experts' own parameters."""
+    """Return the packed stack `name` [E, out, in] for `frozen_mlp`: one of ours, or FP8Experts' own parameters.
+
+    Raises ValueError for one that is spread over ranks, whose scales are not.
+    """
+    if is_distributed(getattr(module, name)):
+        raise ValueError(
+            f"{name} is quantized and spread over ranks; expected every expert on every rank (FSDP2: shard the layer)"
+        )
     if name in layouts(module):
         return Stack(*get(module, name), layouts(module)[name].logical(transposed))
     data = getattr(module, name).detach()

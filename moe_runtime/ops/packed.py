@@ -137,7 +137,7 @@ def decode(data: torch.Tensor, name: str) -> torch.Tensor:
 @functools.cache
 def _pairs(name: str, device: torch.device) -> torch.Tensor:
     """Return the two values that each byte holds, [256, 2]."""
-    codes = torch.tensor(NF4 if name == "nf4" else (*E2M1, *(-v for v in E2M1)))
+    codes = torch.tensor(NF4 if name == "nf4" else (*E2M1, *(-v for v in E2M1)), device="cpu")
     high, low = codes.repeat_interleave(16), codes.repeat(16)
     return torch.stack([high, low] if name == "nf4" else [low, high], 1).to(device)
 
@@ -157,7 +157,7 @@ def dynamic_map() -> torch.Tensor:
     """Return bitsandbytes' signed 8-bit map [256]: seven decades, the d-th of which from the top has 2^(6 - d) steps."""
     values = [torch.tensor([0.0, 1.0])]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
         middles = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
         values += [middles, -middles]
     return torch.cat(values).sort().values

@@ -78,16 +78,17 @@ def oracle(case) -> dict[str, torch.Tensor]:
     return {"out": out.detach()} | {f"d{name}": grad for name, grad in zip(leaves, grads)}
 
 
+SLOW = pytest.mark.slow
 CASES = [
     pytest.param("nf4", {}, id="nf4"),
-    pytest.param("nf4", {"H": 192, "T": 40, "empty": 1}, id="nf4: several tiles, an expert without tokens"),
-    pytest.param("nf4", {"activation": Activation("relu2", False), "rank": 0}, id="nf4: no gate, no adapter"),
-    pytest.param("nf4_t", {"H": 128}, id="nf4 [in, out]"),
+    pytest.param("nf4", {"H": 192, "T": 40, "empty": 1}, id="nf4: several tiles, an expert without tokens", marks=SLOW),
+    pytest.param("nf4", {"activation": Activation("relu2", False), "rank": 0}, id="nf4: no gate, no adapter", marks=SLOW),
+    pytest.param("nf4_t", {"H": 128}, id="nf4 [in, out]", marks=SLOW),
     pytest.param("nf4_t", {"activation": GPT_OSS}, id="nf4 [in, out], GPT-OSS"),
     pytest.param("mxfp4", {"H": 96, "I": 32, "activation": GPT_OSS}, id="mxfp4, GPT-OSS"),
-    pytest.param("fp8_block", {"H": 200, "I": 128}, id="fp8: a last block that is narrower"),
+    pytest.param("fp8_block", {"H": 200, "I": 128}, id="fp8: a last block that is narrower", marks=SLOW),
     pytest.param("int8", {"H": 65, "I": 33}, id="int8, odd sizes"),
-    pytest.param("int8", {"T": 1, "K": 1}, id="one token"),
+    pytest.param("int8", {"T": 1, "K": 1}, id="one token", marks=SLOW),
 ]
 
 
@@ -111,6 +112,7 @@ def wide_tiles(monkeypatch):
         monkeypatch.setitem(tiles._INTERPRETER, kernel, ((0, tiles.Tile(16, 64, 64, 4, 1)),))
 
 
+@SLOW
 @pytest.mark.parametrize("form, options", [CASES[0], CASES[4], CASES[5], CASES[6]])
 def test_wide_tiles(form, options, wide_tiles, tolerance):
     if not backends.interpreted():
@@ -120,7 +122,7 @@ def test_wide_tiles(form, options, wide_tiles, tolerance):
 
 
 @pytest.mark.parametrize("backend, dtype", [("cpp", torch.bfloat16), ("triton", torch.float16)])
-@pytest.mark.parametrize("form", ["nf4", "mxfp4", "fp8_block", "int8"])
+@pytest.mark.parametrize("form", ["nf4", *(pytest.param(name, marks=SLOW) for name in ("mxfp4", "fp8_block", "int8"))])
 def test_16_bits(form, backend, dtype, tolerance):
     case = make(form, dtype=dtype, I=128)
     assert_parity(run(case, backend), oracle(case), tolerance[dtype])
@@ -133,6 +135,7 @@ def test_float64_is_exact():
     assert_parity(run(case, "torch"), oracle(case), 1e-12)
 
 
+@SLOW
 def test_op_keeps_torchs_rules():
     case = make("nf4", T=5)
     leaves = {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}

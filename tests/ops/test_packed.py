@@ -101,6 +101,7 @@ def by_hand(data: torch.Tensor, scales, name: str) -> torch.Tensor:
     """The stack in float64 by another way: number by number."""
     E, P, Q = packed.shape_of(data, name)
     flat, out = data.reshape(-1).view(torch.uint8).tolist(), torch.empty(E * P * Q, dtype=torch.float64)
+    values, scale = data.reshape(-1).float().tolist(), scales[0].tolist()
     for i in range(E * P * Q):
         (e, r), q = divmod(i // Q, P), i % Q
         if name == "nf4":
@@ -110,11 +111,11 @@ def by_hand(data: torch.Tensor, scales, name: str) -> torch.Tensor:
             out[i] = float(torch.tensor(packed.NF4[code])) * float(absmax)
         elif name == "mxfp4":
             code = flat[i // 2] & 15 if i % 2 == 0 else flat[i // 2] >> 4
-            out[i] = (-1) ** (code >> 3) * packed.E2M1[code & 7] * 2.0 ** (int(scales[0][e, r, q // 32]) - 127)
+            out[i] = (-1) ** (code >> 3) * packed.E2M1[code & 7] * 2.0 ** (scale[e][r][q // 32] - 127)
         elif name == "fp8_block":
-            out[i] = float(data[e, r, q].float()) * float(scales[0][e, r // 128, q // 128])
+            out[i] = values[i] * scale[e][r // 128][q // 128]
         else:
-            out[i] = float(data[e, r, q]) * float(scales[0][e, r] / 127)
+            out[i] = values[i] * float(scales[0][e, r] / 127)
     return out.view(E, P, Q)
 
 

@@ -3,6 +3,8 @@
 import copy
 import hashlib
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -68,7 +70,12 @@ def digests(model) -> list[str]:
     return [hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in tensors]
 
 
-MODELS = [pytest.param(make, form, id=f"{make.__name__}-{form}") for make in (qwen, gpt_oss) for form in packed.FORMATS]
+FAST = {(qwen, "nf4"), (gpt_oss, "mxfp4"), (qwen, "fp8_block")}
+MODELS = [
+    pytest.param(make, form, id=f"{make.__name__}-{form}", marks=[] if (make, form) in FAST else pytest.mark.slow)
+    for make in (qwen, gpt_oss)
+    for form in packed.FORMATS
+]
 
 
 @pytest.mark.parametrize("make, form", MODELS)
@@ -127,6 +134,36 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     mine.save_pretrained(tmp_path)  # the adapter alone
     again = PeftModel.from_pretrained(copy.deepcopy(quantized), tmp_path)
     assert torch.equal(again(IDS).logits, mine(IDS).logits)
+
+
+@pytest.mark.slow
+def test_compiles_in_one_graph_and_is_computed_again():
+    quantized, _ = quantized_of(qwen(), "nf4")
+    config = LoraConfig(r=4, target_parameters=TARGETS, init_lora_weights=False)
+    model = get_peft_model(quantized, config)
+    layer, x = model.base_model.model.model.layers[0].mlp, torch.randn(2, 5, 64, requires_grad=True)
+    want = layer(x)
+    got = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(got, want)
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train().zero_grad()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(grads[0]) == 4 and all(map(torch.equal, *grads))
+    with torch.no_grad():
+        logits = model(IDS).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            assert error(model(IDS).logits.float(), logits) < 0.05
+
+
+def test_a_stack_spread_over_ranks_is_refused(monkeypatch):
+    quantized, _ = quantized_of(qwen(), "nf4")
+    monkeypatch.setattr(modules, "is_distributed", lambda tensor: True)
+    with pytest.raises(ValueError, match="gate_up_proj is quantized and spread over ranks"):
+        quantized(IDS)
 
 
 def test_names_are_those_of_the_libraries():
@@ -242,6 +279,30 @@ def test_refused_before_anything_changes():
     assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="without quantized experts"):
         moe_runtime.save_quantized(model, "nowhere")
+
+
+PEAK = """
+import sys, torch, moe_runtime
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+moe_runtime.load_quantized(sys.argv[1], "nf4", dtype="bfloat16")  # a small one: imports, compilers, thread pools
+before = peak()
+moe_runtime.load_quantized(sys.argv[2], "nf4", dtype="bfloat16")
+print("grew", peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_16_bit_stacks_are_never_in_memory(tmp_path):
+    for name, experts in (("small", 2), ("large", 96)):
+        qwen(num_experts=experts, hidden_size=512, moe_intermediate_size=512).to(torch.bfloat16).save_pretrained(
+            tmp_path / name
+        )
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    stacks, grew = 96 * 3 * 512 * 512 * 2, int(done.stdout.split()[-1])
+    assert grew < 0.5 * stacks, (grew, stacks)  # 0.26 are the packed ones
 
 
 def test_loading_reads_one_expert_at_a_time(tmp_path, monkeypatch):

@@ -155,7 +155,7 @@ def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
 @functools.cache
 def dynamic_map() -> torch.Tensor:
     """Return bitsandbytes' signed 8-bit map [256]: seven decades, the d-th of which from the top has 2^(6 - d) steps."""
-    values = [torch.tensor([0.0, 1.0])]
+    values = [torch.tensor([0.0, 1.0], device="cpu")]  # kept, so not of a default device
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
         middles = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)

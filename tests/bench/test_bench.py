@@ -299,7 +299,7 @@ def goal_rows(share=0.95, ratio=3.0) -> dict:
     row = {"ms": 1.0, "share": share, "ratio": 1.0, "peak MiB": 1.0}
     variants = {
         "moe_runtime": row, "moe_runtime triton": row, "moe_runtime cuda": {"ms": 1 / ratio},
-        "transformers grouped_mm": {"ms": ratio}, goals.PEFT: {"ms": 2 * ratio, "peak MiB": 20.0},
+        "transformers grouped_mm": {"ms": ratio}, goals.PEFT: {"ms": 2 * ratio, "peak MiB": 20.0}, goals.NF4: row,
         "moe_runtime torch": row | {"peak MiB": 1.0}, goals.NAIVE: {"ms": ratio, "peak MiB": 10.0},
         "moe_runtime, apart": row | {"kept MiB": 3.0}, "official": {"ms": ratio}, "LoRA per slot": {"ms": ratio},
         "dense SFT step (floor)": {"ms": 1.0}, "copy (floor)": {"ms": 1.0},

@@ -202,7 +202,13 @@ inline void finish_up_tile(
     if (!f.z || i >= f.I) return;
     transpose(z);
     const int64_t rest = f.I - i;
-    for (int64_t m = 0; m < rows; m++) {
+    const bool whole = rest >= 2 * TILE || (form && rest >= TILE);
+    for (int64_t m = 0; whole && m < rows; m++) {  // sizes that the compiler knows
+        char* at = (char*)((bf16*)f.z + (row - f.first_row + m) * Z + i * step);
+        if (!form || turns) memcpy(at, &z[m], 64);
+        else memcpy(at, &z[m], 32), memcpy(at + f.I * sizeof(bf16), (const char*)&z[m] + 32, 32);
+    }
+    for (int64_t m = 0; !whole && m < rows; m++) {
         bf16 some[2 * TILE], *at = (bf16*)f.z + (row - f.first_row + m) * Z + i * step;
         memcpy(some, &z[m], sizeof some);
         if (!form || turns) {

@@ -320,6 +320,27 @@ class Conversion:
             self.progress(self.done, self.total)
 
 
+def rewrite(
+    checkpoint: Checkpoint, out: str | Path, tensor: Callable[[str], torch.Tensor], *, max_shard_size: int | str,
+    overwrite: bool, progress: Progress | None,
+) -> tuple[Conversion, list[str]]:  # fmt: skip
+    """Write a model's folder anew to `out`, atomically: each tensor as `tensor` of its name gives it, all other files copied.
+
+    Returns what was written and the names of the other files.
+    """
+    base, total = Path(checkpoint.path), sum(spec.nbytes for spec in checkpoint.specs().values())
+    with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
+        names = [name for name in ("config.json", f"{SHIM}.py") if (base / name).is_file()]
+        for name in names:
+            writer.copy_file(base / name)
+        names += copy_side_files(base, writer)
+        job = Conversion(checkpoint, writer, progress)
+        for key in checkpoint.keys():
+            job.add(key, tensor(key))
+            job.read(key)
+    return job, names
+
+
 def open_upcycled(source: str | Path, stage: str | None = None):
     """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder, at `stage` if given."""
     config = read_config(source)

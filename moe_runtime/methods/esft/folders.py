@@ -4,6 +4,7 @@ The result is what `esft.apply` and save_pretrained would write, for models that
 tensor of the base, one shard of the target, and the adapter. The target is written atomically.
 """
 
+import functools
 from pathlib import Path
 
 import torch
@@ -11,11 +12,10 @@ from torch import nn
 
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.models import folders
-from moe_runtime.hf.models.configuration import SHIM
-from moe_runtime.hf.models.folders import SHARD, Conversion, Progress, skeleton, to_saved
+from moe_runtime.hf.models.folders import SHARD, Progress, skeleton, to_saved
 from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
 from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
-from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter
+from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.esft.adapters import (
     SAMPLED,
@@ -49,16 +49,8 @@ def merge_folder(
         folders.check_depth(config, checkpoint)
         model = skeleton(config)
         plan = _planned(model, adapter, checkpoint, check_weights)
-        total = sum(spec.nbytes for spec in checkpoint.specs().values())
-        with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
-            names = [name for name in ("config.json", f"{SHIM}.py") if (Path(base) / name).is_file()]
-            for name in names:
-                writer.copy_file(Path(base) / name)
-            names += folders.copy_side_files(Path(base), writer)
-            job = Conversion(checkpoint, writer, progress)
-            for key in checkpoint.keys():
-                job.add(key, plan.tensor(checkpoint, key))
-                job.read(key)
+        how = {"max_shard_size": max_shard_size, "overwrite": overwrite, "progress": progress}
+        job, names = folders.rewrite(checkpoint, out, functools.partial(plan.tensor, checkpoint), **how)
     experts = sum(len(ids) for ids in adapter.experts.values())
     return MergeReceipt(Path(out), job.tensors, job.bytes, names, experts, len(plan))
 

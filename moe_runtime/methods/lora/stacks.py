@@ -22,10 +22,9 @@ from torch import nn
 from moe_runtime.config import shown
 from moe_runtime.hf.dropin.peft_files import is_reversed, pack, unpack
 from moe_runtime.hf.models import folders
-from moe_runtime.hf.models.configuration import SHIM
-from moe_runtime.hf.models.folders import SHARD, Conversion, Progress, skeleton, to_saved
+from moe_runtime.hf.models.folders import SHARD, Progress, skeleton, to_saved
 from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
-from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, write_tensors
+from moe_runtime.io.checkpoint import Checkpoint, write_tensors
 from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, read_json
 from moe_runtime.methods.lora.adapters import CONFIG, HALVES, INITIAL, PLAIN, PREFIX, WEIGHTS, read_tensors
 from moe_runtime.modules.moe import FLOATS
@@ -268,19 +267,11 @@ def merge_folder(
     """
     check_out_dir(out, overwrite, [base, adapter])
     config = folders.read_config(base)
-    checkpoint = Checkpoint(base)
-    folders.check_depth(config, checkpoint)
-    plan = Plan(skeleton(config), adapter, checkpoint)
-    total = sum(spec.nbytes for spec in checkpoint.specs().values())
-    with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
-        names = [name for name in ("config.json", f"{SHIM}.py") if (Path(base) / name).is_file()]
-        for name in names:
-            writer.copy_file(Path(base) / name)
-        names += folders.copy_side_files(Path(base), writer)
-        job = Conversion(checkpoint, writer, progress)
-        for key in checkpoint.keys():
-            job.add(key, plan.tensor(key))
-            job.read(key)
+    with Checkpoint(base) as checkpoint:
+        folders.check_depth(config, checkpoint)
+        plan = Plan(skeleton(config), adapter, checkpoint)
+        how = {"max_shard_size": max_shard_size, "overwrite": overwrite, "progress": progress}
+        job, names = folders.rewrite(checkpoint, out, plan.tensor, **how)
     return MergeReceipt(Path(out), job.tensors, job.bytes, names, plan.experts, len(plan))
 
 

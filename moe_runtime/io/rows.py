@@ -10,6 +10,7 @@ brings every format to one of three: messages; prompt and completion; text. `enc
 
 import contextlib
 import datetime
+import gzip
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -88,13 +89,14 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
 
 
 def raw_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .jsonl, .json or .parquet file with all their columns, as they are."""
+    """Yield the rows of a .jsonl (or .jsonl.gz), .json or .parquet file with all their columns, as they are."""
     datasets, path = require("datasets"), Path(path)
-    if path.suffix not in BUILDERS or not path.is_file():
+    is_lines = path.name.endswith((".jsonl", ".jsonl.gz"))
+    if not (is_lines or path.suffix in BUILDERS) or not path.is_file():
         what = f"ends in {path.suffix!r}" if path.is_file() else "does not exist"
-        raise ValueError(f"The file {path} {what}; pass a .jsonl, .json or .parquet file")
+        raise ValueError(f"The file {path} {what}; pass a .jsonl, .jsonl.gz, .json or .parquet file")
     with _reading(datasets, path, str(path)):
-        if path.suffix == ".jsonl":
+        if is_lines:
             yield from (row for _, row in _lines(path))
         else:
             yield from datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train")
@@ -142,7 +144,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield number and object of each line that is not blank; ValueError names the line that is none."""
     size = path.stat().st_size
     with bar(f"reading {path.name}", "B") as update, open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
                 yield number, parse_object(line, f"line {number} of {path}")

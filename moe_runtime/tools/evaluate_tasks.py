@@ -10,7 +10,6 @@ intent      prompt, completion; or prompt, raw_answers it is the gold answer, as
 A built-in task asks by `Task.problems` and judges by `Task.judge`; the LM and the loop over requests are lm-eval's.
 """
 
-import gzip
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +20,7 @@ from typing import Any, NamedTuple
 
 from moe_runtime.config import one_line
 from moe_runtime.experiments.corpora import domain_rows
-from moe_runtime.io.files import parse_object
-from moe_runtime.io.rows import BUILDERS, layout_of, require
+from moe_runtime.io.rows import BUILDERS, in_form, layout_of, raw_rows, require
 from moe_runtime.tools.run_code import Verdict, run_programs
 
 NUMBER = r"(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # the minus of 5-3 is no sign
@@ -109,21 +107,17 @@ def _programs(problems: Sequence[dict], answers: Sequence[str], seconds: int) ->
 def _pair(row: dict, chat: bool) -> dict | None:
     """Make a problem of a row of any layout of pairs, or of a chat of two turns."""
     layout = layout_of(row)
-    turns = row[layout[0]] if layout in (("messages",), ("conversations",)) else None
-    if turns is not None:
-        texts = [turn.get("content", turn.get("value")) for turn in turns]
+    try:
+        found = in_form(row, layout, "the problem", answers=False) if layout else {}
+    except ValueError:
+        return None
+    if "messages" in found:
+        texts = [turn["content"] for turn in found["messages"]]
         question, answer = texts if len(texts) == 2 else (None, None)
-    elif isinstance(row.get("raw_answers"), list) and row["raw_answers"]:
-        # ESFT's released prompts have the form of their chats already
-        question, answer = (
-            str(row.get("prompt")).removeprefix("User: ").removesuffix("Assistant:").strip(),
-            row["raw_answers"][0],
-        )
     else:
-        question, answer = (row[name] for name in layout) if len(layout) == 2 else (None, None)
+        question, answer = found.get("prompt"), found.get("completion")
     if not isinstance(question, str) or not isinstance(answer, str):
         return None
-    question = f"{question}\n\n{row['input']}" if row.get("input") and layout[:1] == ("instruction",) else question
     return {"question": question, "answer": answer, "answers": json.dumps(row.get("raw_answers") or [answer])}
 
 
@@ -273,13 +267,7 @@ def read_file(path: Path) -> Iterable[dict]:
     """Read the objects of a .jsonl file, gzipped or not, or of .json and .parquet; raises ValueError for another file."""
     if not path.is_file() or path.suffix not in (*BUILDERS, ".gz"):
         raise ValueError(f"task file is {str(path)!r}; expected a .jsonl, .jsonl.gz, .json or .parquet file that exists")
-    if path.suffix in (".jsonl", ".gz"):
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            return [parse_object(line, f"line {i} of {path}") for i, line in enumerate(file, 1) if line.strip()]
-    try:
-        return require("datasets").load_dataset(BUILDERS[path.suffix], data_files={"test": str(path)}, split="test")
-    except Exception as error:
-        raise ValueError(f"task file is {str(path)!r}, which cannot be read: {one_line(error, 200)}") from error
+    return raw_rows(path)
 
 
 class _Judging:

@@ -1,5 +1,6 @@
 """moe_runtime.tools.decontaminate: rows with a benchmark's text are found, dropped and listed; nothing else is touched."""
 
+import gzip
 import json
 import random
 
@@ -39,6 +40,13 @@ def test_substrings(files, columns, min_chars, dropped):
     listed = json.loads((files / "out.jsonl.dropped.json").read_text())
     assert [one["row"] for one in listed["dropped"]] == dropped and listed["min_chars"] == min_chars
     assert all(one["text"] in "\n".join(texts_of(ROWS[one["row"]])).lower() for one in listed["dropped"])
+
+
+def test_a_benchmark_may_be_gzipped(files):
+    packed = files / "bench.jsonl.gz"
+    packed.write_bytes(gzip.compress((files / "bench.jsonl").read_bytes()))
+    report = decontaminate(files / "rows.jsonl", [f"{packed}:prompt"], files / "out.jsonl")
+    assert [one["row"] for one in report.dropped] == [1]
 
 
 def test_ngrams_are_words_whatever_stands_between(files):

@@ -227,16 +227,14 @@ def _wrong_turn(turns: list, prompt: int, answers: bool) -> tuple[str, Any, str]
     return None
 
 
-def hold_out(rows, count: int, seed: int = 0):
+def hold_out(rows, count: int, seed: int = 0, name: str = "held_out_rows"):
     """Shuffle a datasets.Dataset and return (the rest, `count` rows), no row of the one equal to a row of the other."""
     rows = rows.shuffle(seed=seed)
     held_out = rows.select(range(min(count, len(rows))))
     known = {str(row) for row in held_out}
     rest = [place for place in range(count, len(rows)) if str(rows[place]) not in known]
     if not rest:
-        raise ValueError(
-            f"held_out_rows is {count}, the data has {len(rows)} rows; want fewer, and others that equal none of them"
-        )
+        raise ValueError(f"{name} is {count}, the data has {len(rows)} rows; want fewer, and others that equal none of them")
     return rows.select(rest), held_out
 
 

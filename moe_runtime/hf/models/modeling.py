@@ -184,7 +184,9 @@ class _Model:
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         heads = issubclass(cls, _Inner)  # such a model leaves a checkpoint's head out
         bad = {
-            kind: sorted(key for key in info.get(f"{kind}_keys") or () if not (heads and key.startswith(("lm_head.", "embed_out."))))
+            kind: sorted(
+                key for key in info.get(f"{kind}_keys") or () if not (heads and key.startswith(("lm_head.", "embed_out.")))
+            )
             for kind in ("missing", "unexpected")
         }
         bad = {kind: keys for kind, keys in bad.items() if keys}

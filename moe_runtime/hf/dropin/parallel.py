@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 from moe_runtime.config import check_choice
 from moe_runtime.hf.dropin.adapters import expert_adapters
 from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
-from moe_runtime.modules import trainable
+from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.lora import LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import Experts, is_quantized
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
+from moe_runtime.ops.packed import part_of
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
@@ -68,9 +69,12 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         for parameter_name, parameter in list(
             module.named_parameters(recurse=False)
         ):  # a norm that experts share is a module of its own
-            if not isinstance(parameter, DTensor):
+            if parameter_name in packed.layouts(module):
+                _shard_packed(module, parameter_name, mesh, placements)
+            elif not isinstance(parameter, DTensor):
                 setattr(module, parameter_name, _shard(parameter, mesh, placements))
             ignored.add(f"{name}.{parameter_name}")
+        ignored |= {f"{name}.{buffer}" for buffer in module._buffers if packed.layouts(module)}  # scales of the rank's experts
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)
     for parameter in expert_adapters(model):  # drawn on every rank by its own generator
         for dim in range(mesh.ndim):
@@ -112,8 +116,8 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
         elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
             got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
             problem = f"has {part} as {got}; want it whole; shard the experts before fully_shard"
-        elif not stack.is_floating_point() or is_quantized(stack):
-            problem = f"has {part} in {stack.dtype} ({type(stack).__name__}); want floats: quantized experts cannot be spread"
+        elif part not in packed.layouts(module) and is_quantized(stack):
+            problem = f"has {part} in {stack.dtype} ({type(stack).__name__}); want floats, or moe_runtime.quantize_experts"
     if problem is not None:
         raise ValueError(f"{name} {problem}")
 
@@ -125,6 +129,15 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Pa
     part = part if part.is_meta else part.to(mesh.device_type)
     whole = DTensor.from_local(part, mesh, placements, run_check=False)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _shard_packed(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
+    """Keep the bytes and scales of this rank's experts of a packed stack."""
+    layout, stack = packed.layouts(module)[name], packed.get(module, name)
+    if layout.spread is None:
+        rank, size = mesh.get_local_rank(mesh.ndim - 1), layout.shape[0] // mesh.size(-1)
+        part = part_of(stack, rank * size, (rank + 1) * size)
+        packed.put(module, name, part.to(mesh.device_type), layout.shape, layout.dtype, (mesh, placements))
 
 
 @torch.no_grad()
@@ -211,6 +224,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> N
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if any(trainable.split_of(module) is not None for module in model.modules()):
         raise ValueError("the model trains rows apart from its stacks; want fold_rows(model) first, or an adapter saved")
+    if any(packed.layouts(module) for module in model.modules()):
+        raise ValueError("the experts are quantized; want moe_runtime.save_quantized(model, folder) on every rank")
     writes, gathered = dist.get_rank() == 0, {}
     # the parameters themselves: of tied ones one copy, which transformers then recognises
     tensors = model.state_dict(keep_vars=True)

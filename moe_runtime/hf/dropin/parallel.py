@@ -38,9 +38,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
     leaves the experts alone. PEFT's adapters come before it as well. Those of the experts' stacks stay whole on every rank,
-    which uses the share of its experts: they are the first rank's from here on, and DDP or FSDP average their gradients with
-    all others. A Trainer's checkpoints would be written on one rank alone: MoETrainer refuses a save_strategy, transformers'
-    Trainer raises at the first. A second call with the same mesh changes nothing.
+    which uses the share of its experts: they are those of the first of all ranks from here on, and DDP or FSDP average their
+    gradients with all others. Adapters of packed stacks may come later: a second call then does that. A Trainer's checkpoints would be written on one rank alone: MoETrainer refuses a save_strategy, transformers'
+    Trainer raises at the first. A second call with the same mesh changes nothing else.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT trains a copy of, or parameters that are distributed in
@@ -77,8 +77,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         ignored |= {f"{name}.{buffer}" for buffer in module._buffers if packed.layouts(module)}  # scales of the rank's experts
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)
     for parameter in expert_adapters(model):  # drawn on every rank by its own generator
-        for dim in range(mesh.ndim):
-            dist.broadcast(parameter.data, group=mesh.get_group(dim), group_src=0)
+        dist.broadcast(parameter.data, 0)
+    checked = model.register_forward_pre_hook(lambda model, _: (checked.remove(), _check_adapters(model, mesh))[0])
     for module in model.modules():
         # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
         if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
@@ -120,6 +120,21 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
             problem = f"has {part} in {stack.dtype} ({type(stack).__name__}); want floats, or moe_runtime.quantize_experts"
     if problem is not None:
         raise ValueError(f"{name} {problem}")
+
+
+def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ValueError for adapters that FSDP2 reduces over other ranks than those which hold the experts.
+
+    Called before the first forward pass, when FSDP2 has its parameters and gathers none of them yet.
+    """
+    owners = set(mesh.mesh.flatten().tolist())
+    for parameter in expert_adapters(model):
+        ranks = parameter.device_mesh.mesh.flatten().tolist() if isinstance(parameter, DTensor) else owners
+        if not owners.issubset(ranks):
+            raise ValueError(
+                f"the experts' adapters are split by FSDP2 over ranks {ranks}, the experts are on {sorted(owners)}; want "
+                "fully_shard(experts.get_base_layer(), mesh=replicas), then fully_shard(decoder_layer) over all ranks"
+            )
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Parameter:

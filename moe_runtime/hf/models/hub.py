@@ -194,4 +194,4 @@ def _what(kind: str, method: str | None, base: str | None) -> str:
         "model": "A language model", "upcycled": "A Mixture-of-Experts model", "fused": "A fused model of specialists",
         "esft": "Tuned experts of a Mixture-of-Experts model", "peft": "A LoRA adapter",
     }[kind]  # fmt: skip
-    return f"{noun}{of}{how} by [moe-runtime](https://pypi.org/project/moe-runtime/)."
+    return f"{noun}{of}{how} by moe_runtime."

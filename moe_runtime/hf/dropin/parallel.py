@@ -39,8 +39,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
     leaves the experts alone. PEFT's adapters come before it as well. Those of the experts' stacks stay whole on every rank,
     which uses the share of its experts: they are those of the first of all ranks from here on, and DDP or FSDP average their
-    gradients with all others. Adapters of packed stacks may come later: a second call then does that. A Trainer's checkpoints would be written on one rank alone: MoETrainer refuses a save_strategy, transformers'
-    Trainer raises at the first. A second call with the same mesh changes nothing else.
+    gradients with all others. Adapters of packed stacks may come later: a second call then does that. A Trainer's
+    checkpoints would be written on one rank alone: MoETrainer refuses a save_strategy, transformers' Trainer raises at the
+    first. A second call with the same mesh changes nothing else.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT trains a copy of, or parameters that are distributed in

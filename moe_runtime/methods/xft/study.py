@@ -73,7 +73,8 @@ class Stages(KeptStages):
     def base(self) -> Result:
         """Return the dense model that all others start from: pre-trained here, or the recipe's, as safetensors."""
         pretrain, r = self.recipe.pretrain, self.recipe
-        self._mixture_rows()  # too many `mix_rows` are said now, not after minutes of training
+        if r.mix_rows:
+            self._mixture_rows()  # too many are said now, not after minutes of training
         source = {"pretrain": pretrain.to_dict(), "length": r.data.max_length} if pretrain else {}
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -104,13 +105,14 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            receipt = xft.upcycle(model, seed=42 + self.seed, **experts)
+            receipt = xft.upcycle(model, layers=self.recipe.layers, seed=42 + self.seed, **experts)
             self.say(str(receipt).replace("\n", "\n  "))
             trained = self._train("moe", model, self._mixture_rows()[0], self.watched, self.recipe.tune, folder)
             return {"upcycled_error": receipt.error} | self._finish(model, trained, tmp / "model")
 
-        held_back = {"mix_rows": self.recipe.mix_rows} if self.recipe.mix_rows else {}
-        settings = self._settings(self.recipe.tune) | {"experts": experts} | held_back
+        more = {"mix_rows": self.recipe.mix_rows, "layers": self.recipe.layers}
+        settings = self._settings(self.recipe.tune) | {"experts": experts}
+        settings |= {name: value for name, value in more.items() if value is not None}
         return self._stage("moe", "moe", settings, [base], make)
 
     def mix(self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None) -> Result:
@@ -209,7 +211,7 @@ class Stages(KeptStages):
         python = platform.python_version()
         made = {data.BUILT_IN: python, MIXED: domains_key()}
         base = [python, pretrain.to_dict()] if pretrain else files_print(r.base_model)
-        rows = [made[s] if s in made else files_print(s) for s in (r.data.train, r.data.held_out) if s]
+        rows = [made[s] if s in made else files_print(s) for s in r.data.sources]
         return hash_of({"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
@@ -219,7 +221,7 @@ class Stages(KeptStages):
         # the base's own, if any, is not what the model learns
         tokenizer.chat_template = TEMPLATES.get(r.data.prompt, tokenizer.chat_template)
         tokenizer.save_pretrained(folder / "tokenizer")
-        self.say(f"reading and tokenizing {r.data.train}")
+        self.say(f"reading and tokenizing {r.data}")
         count = r.data.held_out_rows + (r.data.validation_rows or 0)
         train, held_out = (
             data.tokenize_pairs(tokenizer, rows, r.data.max_length, limit=limit, prompt=r.data.prompt, train_on=r.data.train_on)

@@ -214,7 +214,7 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
     At most `limit` of each; without a limit all there are, of arithmetic SUMS.
     """
-    check_choice("domain", name, tuple(_ROWS))
+    check_choice("domain", name, SOURCES)
     if limit is not None:
         check_positive("limit", limit)
     return Pairs(*_ROWS[name](limit, seed))
@@ -229,16 +229,16 @@ def joined_rows(names: Iterable[str]) -> Pairs:
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
     """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
 
-    Those of `sums` tell what happened and how many there are, and leave the question out.
+    Three in four of `sums` tell what happened and how many there are, and leave the question out.
     """
-    check_choice("domain", name, tuple(_ROWS))
+    check_choice("domain", name, SOURCES)
     if limit is not None:
         check_positive("limit", limit)
     if name == "code":
         documents = standard_library_text()
     else:
-        sums = itertools.islice(_sums("text", False, name == "sums"), 4 * SUMS)
-        told = (p.partition(" How many")[0] + " " + c if name == "sums" else p + c for p, c in sums)
+        sums = enumerate(itertools.islice(_sums("text", False, name == "sums"), 4 * SUMS))
+        told = (p.partition(" How many")[0] + " " + c if name == "sums" and i % 4 else p + c for i, (p, c) in sums)
         documents = _joined(_prose()[0] if name == "prose" else told)
     return documents[:: max(len(documents) // limit, 1)][:limit] if limit else documents
 
@@ -275,6 +275,7 @@ def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
     "code": _code, "prose": _paragraph_rows, "arithmetic": _sum_rows, "sums": functools.partial(_sum_rows, short=True),
 }  # fmt: skip
+SOURCES = tuple(_ROWS)
 DOMAINS = ("code", "prose", "arithmetic")
 
 

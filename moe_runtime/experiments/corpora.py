@@ -3,7 +3,7 @@
 code        documented functions of Python's standard library: signature and docstring, then the body
 prose       paragraphs of its docstrings, of Python's documentation and of licences: their beginning, then the rest
 arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
-sums        short ones: one step, plus or minus, numbers of one digit; not one of DOMAINS, which studies take by default
+sums        short ones of one-digit numbers, answered by their one step; not one of DOMAINS, which studies take by default
 
 Held-out rows are of files that no train row is of, and for all domains of the same ones; a sum is held out by its
 question. Which rows are held out does not depend on the seed.
@@ -265,7 +265,8 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
 
 def _sum_rows(limit: int | None, seed: int, short: bool = False) -> Iterator[list]:
     for is_held_out in (False, True):
-        yield _named(itertools.islice(_sums(seed, is_held_out, short), limit or SUMS))
+        sums = itertools.islice(_sums(seed, is_held_out, short), limit or SUMS)
+        yield _named((question, answer.partition(". ")[0] + ".") if short else (question, answer) for question, answer in sums)
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""The command line: what belongs to no method, and the groups of the methods. Verbs import lazily, so that --help is quick."""
+"""The top-level commands, and the command groups of the methods. Commands import lazily, so that --help is fast."""
 
 import importlib
 from pathlib import Path
@@ -46,14 +46,12 @@ def run(
     recipe: Annotated[str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))],
     out: Annotated[Path, option("Folder for the models and their results; a rerun resumes there.")] = Path("runs/recipe"),
     seed: RecipeSeed = None,
-    skip_memory_check: Annotated[
-        bool, option("Run even if the estimate says that it does not fit.", "--skip-memory-check")
-    ] = False,
+    skip_memory_check: Annotated[bool, option("Run even if the estimated memory does not fit.", "--skip-memory-check")] = False,
 ):
     """Run a method from a recipe.
 
     XFT (base, upcycle, tune, learn mixing, merge), ESFT (base, score, select, tune), UpIT (base, tune, expand experts, route,
-    assemble, tune) or UltraFuser (specialists, gate, all). Existing stages are not made again. A name may include its method:
+    assemble, tune) or UltraFuser (specialists, gate, all). Completed stages are skipped. A name may include its method, such as
     esft/tiny.
 
     On several GPUs: accelerate launch --config_file FILE -m moe_runtime run RECIPE --out OUT.

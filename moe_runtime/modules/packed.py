@@ -101,7 +101,7 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
     """
     if is_distributed(getattr(module, name)):
         raise ValueError(
-            f"{name} is quantized and spread over ranks; expected every expert on every rank (FSDP2: shard the layer)"
+            f"{name} is quantized and distributed over ranks, but every rank needs every expert (FSDP2: shard the layer)"
         )
     if name in layouts(module):
         return Stack(*get(module, name), layouts(module)[name].logical(transposed))
@@ -138,7 +138,7 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor]) ->
     base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
     if missing := [key for key in keys if key not in tensors]:
-        raise ValueError(f"{name} is packed as {base}, and {missing[0]} is missing; expected {', '.join(keys)}")
+        raise ValueError(f"{name} is packed as {base}, but {missing[0]} is missing from {', '.join(keys)}")
     data, *scales = (tensors[key] for key in keys)
     if base == "nf4":
         state = json.loads(bytes(scales.pop().tolist()))
@@ -146,11 +146,12 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor]) ->
         found = state.get("blocksize"), state.get("nested_blocksize"), state.get("shape")
         if found != (64, packed.NESTED, list(shape)):
             raise ValueError(
-                f"{name} has NF4 blocks, blocks of scales and a shape of {found}; expected 64, {packed.NESTED}, {list(shape)}"
+                f"{name} must have NF4 blocks, blocks of scales and a shape of 64, {packed.NESTED}, {list(shape)}, but has "
+                f"{found}"
             )
     width = Q * packed.of_name(base).data_bits // 8
     if data.numel() * data.element_size() != E * P * width:
-        raise ValueError(f"{name} is {list(data.shape)} {data.dtype}; expected {E * P * width} bytes for {list(shape)}")
+        raise ValueError(f"{name} must have {E * P * width} bytes for {list(shape)}, but is {list(data.shape)} {data.dtype}")
     return Packed(data.view(torch.uint8).view(E, P, width).view(packed.of_name(base).dtype), scales, form)
 
 

@@ -1,8 +1,8 @@
-"""The cases of `moe_runtime.tools.check`: small and odd inputs of every op, and the op's equation in float64.
+"""The cases of `moe_runtime.tools.check`: small and unusual inputs of every op, and the op's equation in float64.
 
-A case is (leaves, run(leaves, backend), want(leaves, what run gave)); _leaves and integers get no gradient. `want` sees float64
-on the CPU. It calls no code that is checked: what it needs of the ops is `moe_mlp_reference` and `lora_mlp_reference`, dense
-loops over experts that no backend runs.
+A case is (leaves, run(leaves, backend), want(leaves, outputs of run)); _leaves and integers get no gradient. `want` computes in
+float64 on the CPU and calls none of the checked code, only `moe_mlp_reference` and `lora_mlp_reference`, dense loops over
+experts that no backend uses.
 """
 
 import time
@@ -20,7 +20,7 @@ from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp_reference, run_experts
 
-SECONDS = 5.0  # of a large layer's repetitions on a GPU
+SECONDS = 5.0  # of repeating a large layer on a GPU
 LAYERS = (  # T, H, I, E, K, and how tokens choose their experts; the last one is not for the interpreter
     (0, 16, 16, 2, 2, "random"), (1, 33, 17, 3, 2, "random"), (13, 33, 17, 3, 2, "last idle"), (29, 48, 32, 4, 2, "one"),
     (16, 32, 16, 4, 4, "random"), (7, 17, 33, 1, 1, "random"), (37, 64, 32, 8, 3, "dropped"), (19, 32, 48, 5, 3, "shared"),
@@ -36,13 +36,13 @@ LOGITS = ((0, 4, 2, ""), (1, 1, 1, ""), (13, 3, 3, "ties"), (17, 33, 5, "strided
 
 
 class Draw:
-    """Random inputs of a dtype, the same on every machine."""
+    """Random inputs of a dtype that are the same on every machine."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype, self.rng = dtype, torch.Generator().manual_seed(20)
 
     def floats(self, *shape: int, scale: float = 1.0, wide: bool = False, draw: Callable = torch.randn) -> torch.Tensor:
-        """Return random numbers; `wide` ones are float32 at least."""
+        """Return random numbers, in at least float32 if `wide`."""
         numbers = scale * draw(shape, generator=self.rng, dtype=torch.float64)
         return numbers.to(torch.promote_types(self.dtype, torch.float32) if wide else self.dtype)
 
@@ -59,9 +59,9 @@ class Draw:
 
 
 def _experts(d: Draw, T, H, I, E, K, how, form, words, gate=None):
-    """moe_mlp; with a gate, moe_layer."""
+    """Return a case of moe_mlp, or of moe_layer if there is a gate."""
     activation = Activation(*form)
-    if d.dtype.itemsize < 4:  # no limit and no kink, which numbers are rounded across
+    if d.dtype.itemsize < 4:  # no limit and no kink, as rounding could move numbers across it
         activation = activation._replace(limit=None, act="gelu" if form[0] == "relu" else form[0])
     if gate:
         K, how, words = (
@@ -106,7 +106,7 @@ def _experts(d: Draw, T, H, I, E, K, how, form, words, gate=None):
             stacks = [t if t is None else torch.where(odd.view(-1, *[1] * (t.dim() - 1)), t, t.detach()) for t in stacks]
         weight, idx = v.get("weight"), v.get("idx")
         if gate:
-            logits, idx = v["x"] @ v["router"].t(), got["topk_idx"]  # chosen by rounded logits
+            logits, idx = v["x"] @ v["router"].t(), got["topk_idx"]  # selected by rounded logits
             weight, best = _gate(logits, idx, gate), _best(got["router_logits"].double(), K, gate)
             found = {"router_logits": logits, "topk_weight": weight, "topk_idx": best}
         biases = {"gate_up_bias": stacks[2], "down_bias": stacks[3]}
@@ -298,10 +298,10 @@ def _balance(d: Draw, T, R, k, kind, gate):
 
 
 def _repeated(d: Draw):
-    """A large layer again and again: in how many runs had each result and gradient other bits than in the first?"""
+    """Run a large layer repeatedly; count the runs in which a result or gradient differs in bits from the first."""
 
     def run(v, backend):
-        large = v["_x"].is_cuda and backend != "torch"  # whose sums are atomic on a GPU
+        large = v["_x"].is_cuda and backend != "torch"  # torch's sums are atomic on a GPU
         small = (32, 32, 16, 4, 2) if backend == "triton" else (256, 128, 96, 8, 2)  # interpreted
         T, H, I, E, K = (8192, 2048, 768, 64, 8) if large else small
         first, end = None, time.monotonic() + (SECONDS if large else 0.1 * (not v["_x"].is_cuda))

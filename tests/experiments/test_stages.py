@@ -12,7 +12,7 @@ from tests.support.dist_launch import launch
 def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
     launch(dist_leading.__file__, 2, tmp_path, str(tmp_path), seconds=120)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert first["merge"].startswith("ValueError: model is ") and "which has no config.json" in first["merge"]
+    assert first["merge"].startswith("ValueError: Folder ") and "has no config.json" in first["merge"]
     assert first["full disk"] == "OSError: [Errno 28] No space left on device: 'model.safetensors'"
     assert first["other"] == "KeyError: 'lm_head'" and first["rows"] == first["other"]
     assert "Error: " in first["no place"] and "file" in first["no place"]

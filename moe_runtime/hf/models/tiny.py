@@ -80,7 +80,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     if vocab_size < SMALLEST:
-        raise ValueError(f"vocab_size is {vocab_size}; want at least {SMALLEST}: the 256 bytes and the special tokens")
+        raise ValueError(f"vocab_size must be at least {SMALLEST} (256 bytes and special tokens), but got {vocab_size}")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

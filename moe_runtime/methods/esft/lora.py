@@ -78,7 +78,7 @@ def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
     flag = next((name for name in FLAGS if getattr(selection, name)), None)
     if flag or not selection.num_experts:
         what = f"{flag} is True" if flag else "selection has no experts"
-        raise ValueError(f"{what}; LoRA is for selected routed experts alone: select some, and turn {' and '.join(FLAGS)} off")
+        raise ValueError(f"{what}, but LoRA supports routed experts only. Select some, and turn {' and '.join(FLAGS)} off")
 
 
 def _numbers(model: nn.Module) -> int:
@@ -104,9 +104,7 @@ def save_lora(model: nn.Module, folder: str | Path, *, state_dict: dict | None =
     """
     config = getattr(model, TRAINING, None)
     if config is None:
-        raise ValueError(
-            f"model is {type(model).__name__}, which trains no LoRA of selected experts; call esft.train_lora first"
-        )
+        raise ValueError(f"{type(model).__name__} does not train LoRA of selected experts. Call esft.train_lora first")
     check_out_dir(folder, overwrite)
     selection, base = from_config(config, "model")
     with atomic_folder(folder, overwrite) as tmp:
@@ -117,8 +115,8 @@ def save_lora(model: nn.Module, folder: str | Path, *, state_dict: dict | None =
             moved = [e for e, one in enumerate(matrices) if e not in selection.experts[number] and not (one == 0).all()]
             if moved:
                 raise ValueError(
-                    f"{key} of expert {moved[0]}, which is not selected, is not zero any more: the training overflowed to "
-                    "infinity or NaN; use a smaller learning rate or bfloat16"
+                    f"{key} of expert {moved[0]}, which is not selected, is no longer zero: the training overflowed to "
+                    "infinity or NaN. Use a smaller learning rate or bfloat16"
                 )
         atomic_write_json(tmp / trained_files.CONFIG, to_config(selection, base))
     return Path(folder)
@@ -166,8 +164,8 @@ def check_mask(model: nn.Module, adapter: PeftAdapter, selection: ExpertSelectio
         odd = name if odd is None and pair.b[others].any() else odd
     if odd is not None:
         raise ValueError(
-            f"{adapter.folder} changes {odd} beyond the experts that its {trained_files.CONFIG} selects; `moe-runtime lora "
-            "export --to merged` merges all of an adapter"
+            f"{adapter.folder} changes {odd} beyond the experts selected in its {trained_files.CONFIG}. Use `moe-runtime lora "
+            "export --to merged` to merge the whole adapter"
         )
 
 

@@ -350,12 +350,12 @@ def test_patch_that_fails_changes_nothing():
 
     foreign = Foreign()
     before = foreign.model.config._experts_implementation
-    with pytest.raises(ValueError, match="experts_implementation of other is 'eager' still; want 'moe_runtime'"):
+    with pytest.raises(ValueError, match="experts_implementation of other cannot be set to 'moe_runtime' and is still 'eager'"):
         moe_runtime.patch(foreign)
     assert foreign.model.config._experts_implementation == before != "moe_runtime"
-    with pytest.raises(ValueError, match="experts_implementation of Stock is 'eager' still"):
+    with pytest.raises(ValueError, match="experts_implementation of Stock cannot be set to 'moe_runtime' and is still 'eager'"):
         moe_runtime.patch(foreign.other)
-    with pytest.raises(ValueError, match="model is str, without experts"):
+    with pytest.raises(ValueError, match="str has no experts"):
         moe_runtime.patch("gpt")
 
 
@@ -399,9 +399,9 @@ def test_tensors_that_only_look_like_floats_are_refused(make, stack):
     moe_runtime.patch(model)
     layer = next(module for module in model.modules() if hasattr(module, stack))
     setattr(layer, stack, packed(getattr(layer, stack)))
-    match = r"^the experts of \S+ are \S*\.Packed; want float16, bfloat16, float32 or float64: quantized experts have "
+    match = r"^The experts of \S+ must be float16, bfloat16, float32 or float64, but are \S*\.Packed. "
     for call in (lambda: moe_runtime.patch(model), lambda: model(torch.ones(1, 4, dtype=torch.long))):
         with pytest.raises(ValueError, match=match):
             call()
-    with pytest.raises(ValueError, match=rf"{stack} is torch.float32 \(Packed\); want one of floats, neither quantized"):
+    with pytest.raises(ValueError, match=rf"{stack} must be a floating-point tensor .*, but is torch.float32 \(Packed\)"):
         train_rows(model, {0: [1]})

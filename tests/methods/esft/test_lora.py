@@ -189,19 +189,19 @@ def test_an_overflow_is_not_saved(tmp_path):
     model, _ = adapted()
     name, parameter = next((name, p) for name, p in model.named_parameters() if "lora_B" in name)
     _by_expert(parameter.data, name, 8)[4] = math.nan
-    with pytest.raises(ValueError, match="lora_B.weight of expert 4, which is not selected, is not zero any more"):
+    with pytest.raises(ValueError, match="lora_B.weight of expert 4, which is not selected, is no longer zero"):
         esft.save_lora(model, tmp_path / "law")
     assert not (tmp_path / "law").exists()
 
 
 @pytest.mark.parametrize("selection, settings, match", [
-    (replace(CHOSEN, experts={0: (8,)}), {}, r"selection has experts \[8\] of layer 0; the model routes to ids 0 to 7"),
-    (replace(CHOSEN, experts={4: (1,)}), {}, "of layer 4; the model routes to layers 0, 1"),
-    (replace(CHOSEN, experts={}), {}, "selection has no experts; LoRA is for selected routed experts alone"),
-    (replace(CHOSEN, shared_experts=True), {}, "shared_experts is True; LoRA is for"),
-    (replace(CHOSEN, non_expert_modules=True), {}, "non_expert_modules is True; LoRA is for"),
-    (CHOSEN, {"rank": 0}, "rank is 0"),
-    (CHOSEN, {"alpha": -1.0}, "alpha is -1.0"),
+    (replace(CHOSEN, experts={0: (8,)}), {}, r"selection has experts \[8\] of layer 0, but the model routes to ids 0 to 7"),
+    (replace(CHOSEN, experts={4: (1,)}), {}, "of layer 4, but the model routes to layers 0, 1"),
+    (replace(CHOSEN, experts={}), {}, "selection has no experts, but LoRA supports routed experts only"),
+    (replace(CHOSEN, shared_experts=True), {}, "shared_experts is True, but LoRA supports"),
+    (replace(CHOSEN, non_expert_modules=True), {}, "non_expert_modules is True, but LoRA supports"),
+    (CHOSEN, {"rank": 0}, "rank must be"),
+    (CHOSEN, {"alpha": -1.0}, "alpha must be"),
 ])  # fmt: skip
 def test_what_cannot_train_is_refused_and_the_model_is_unchanged(selection, settings, match):
     model = stock()

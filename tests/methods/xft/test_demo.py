@@ -91,7 +91,7 @@ def test_a_stage_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_unknown_preset_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="preset is 'huge'; want one of small, tiny"):
+    with pytest.raises(ValueError, match="preset must be one of small, tiny"):
         demo.run("huge", tmp_path / "out")
 
 

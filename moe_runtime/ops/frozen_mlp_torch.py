@@ -16,8 +16,8 @@ from moe_runtime.ops.workspace import lease, scratch
 class _Steps:
     """The steps between the products in torch; `moe_mlp_cpp.Plan` is the same with the library.
 
-        The routing weights are multiplied into h before it is rounded to a narrow dtype (`folded`); the library applies them in the
-    sum.
+    The routing weights are multiplied into h before it is rounded to a narrow dtype (`folded`); the library applies them in
+    the sum.
     """
 
     folded = True

@@ -3,8 +3,7 @@
 cpu    csrc/cpu with g++ or clang++ into libmoert_cpu.so
 cuda   csrc/ with nvcc into libmoert_cuda.so
 
-The command builds into the user's cache, where `moe_runtime.native.library` searches. setup.py imports this module, so it uses
-the standard library only.
+The command builds into the user's cache, where `moe_runtime.native.library` searches. Only the standard library is used.
 """
 
 import argparse
@@ -258,8 +257,7 @@ def check_cuda(csrc: Path, archs: str = ARCHS) -> tuple[list[Path], Toolkit, lis
 def build_cuda(out: Path, *, csrc: Path | None = None, cache: Path | None = None, archs: str = ARCHS) -> list[Usage]:
     """Compile `csrc` for `archs` into the library `out`, written atomically; return what ptxas reports.
 
-    `cache` holds the objects by the hash of everything that they depend on. Raises BuildError if something is missing or does
-    not compile.
+    `cache` holds the objects by the hash of all their inputs. Raises BuildError if something is missing or does not compile.
     """
     csrc, flags = csrc or csrc_dir("cuda"), [*CUDA_FLAGS, "-Xcompiler", CUDA_HOST_FLAGS]
     sources, toolkit, compiler, gencode, names = check_cuda(csrc, archs)
@@ -359,9 +357,8 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = parser.add_subparsers(dest="kind", required=True)
     for kind, what in (("cpu", "csrc/cpu with g++ or clang++"), ("cuda", "csrc/ with nvcc")):
         options = kinds.add_parser(kind, help=what, description=f"Compile {what} into {NAMES[kind]}.")
-        place = f"moe_runtime/{kind}/<hash of the sources>" + f"-{platform.machine()}" * (kind == "cpu")
-        place = f"{place}/{NAMES[kind]} in $XDG_CACHE_HOME or ~/.cache"
-        options.add_argument("--out", type=Path, help=f"library to write (default: {place})")
+        place = f"moe_runtime/{kind}/<hash of the sources>{f'-{platform.machine()}' * (kind == 'cpu')}/{NAMES[kind]}"
+        options.add_argument("--out", type=Path, help=f"default: {place} in $XDG_CACHE_HOME or ~/.cache")
         options.add_argument("--csrc", type=Path, help="folder of the sources (default: those of this package)")
         if kind == "cpu":
             options.add_argument("--force", action="store_true", help="build even if the library is up to date")

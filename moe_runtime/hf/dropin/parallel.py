@@ -38,9 +38,10 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
     leaves the experts alone. PEFT's adapters come before it as well. Those of the experts' stacks stay whole on every rank,
-    which uses the share of its experts: they are those of the first of all ranks from here on, and DDP or FSDP average their
-    gradients with all others. Adapters of packed stacks may come later: a second call then does that. A Trainer's checkpoints would be written on one rank alone: MoETrainer refuses a save_strategy, transformers'
-    Trainer raises at the first. A second call with the same mesh changes nothing else.
+    which uses the share of its experts: they are those of rank 0 from here on, and DDP or FSDP average their gradients with
+    all others. Packed stacks (`quantize_experts`) are spread too; their adapters may come later, and a second call then sends
+    rank 0's. With the same mesh it changes nothing else. A Trainer's checkpoints would be written on one rank alone:
+    MoETrainer refuses a save_strategy, transformers' Trainer raises at the first.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT trains a copy of, or parameters that are distributed in

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from moe_runtime.config import check_choice
@@ -25,7 +26,7 @@ from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
 from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.lora import LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
-from moe_runtime.modules.moe import Experts, is_quantized
+from moe_runtime.modules.moe import Experts, is_quantized, named
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
 from moe_runtime.ops.packed import part_of
 
@@ -108,17 +109,19 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
         problem = "has rows that train outside of its stacks; want shard_experts before train_rows"
     elif ADAPTED.intersection(name.split(".")) and not name.endswith(".base_layer"):
         problem = "is a copy that PEFT trains; want LoRA on the experts' stacks (target_parameters), or on other modules"
+    elif parametrize.is_parametrized(module):  # as bitsandbytes' replace_parameter_4bit makes them
+        problem = f"has parametrized {list(module.parametrizations)}; want plain stacks, or moe_runtime.quantize_experts"
     elif getattr(module, "_is_expert_parallel", False):
         problem = "holds a part of its experts already; want shard_experts or transformers' expert-parallel plan, not both"
     for part, stack in stacks if problem is None else ():
         spread = isinstance(stack, DTensor)
-        if stack.shape[0] % n:
+        if part not in packed.layouts(module) and is_quantized(stack):
+            problem = f"has {part} as {named(stack)}; want floats, loaded without that quantization, or quantize_experts"
+        elif stack.shape[0] % n:
             problem = f"has num_experts {stack.shape[0]}, the mesh has {n} ranks; want a multiple of them"
         elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
             got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
             problem = f"has {part} as {got}; want it whole; shard the experts before fully_shard"
-        elif part not in packed.layouts(module) and is_quantized(stack):
-            problem = f"has {part} in {stack.dtype} ({type(stack).__name__}); want floats, or moe_runtime.quantize_experts"
     if problem is not None:
         raise ValueError(f"{name} {problem}")
 

@@ -18,7 +18,7 @@ from moe_runtime.hf.dropin.gates import gate_of, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules import trainable
-from moe_runtime.modules.moe import Experts, is_quantized
+from moe_runtime.modules.moe import Experts, is_quantized, named
 from moe_runtime.ops import all_to_all, packed
 
 METHOD = "moe_runtime"  # quant_method of a config.json whose stacks only load_quantized reads
@@ -123,7 +123,7 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
         elif activation is None:
             reason = f"{type(module).__name__} computes what no kernel does between its products"
         elif stack.dtype not in packed.FLOATS or is_quantized(stack):
-            reason = f"it is {type(stack.detach()).__name__} of {stack.dtype}; expected a float16, bfloat16 or float32 tensor"
+            reason = f"it is {named(stack)}; expected float16, bfloat16 or float32: load it without that quantization"
         else:
             halves = name == "gate_up_proj" and not activation.interleaved
             stored, kind = stored_as(module, stack, format)

@@ -97,7 +97,13 @@ def test_adapters_that_fsdp2_reduces_over_the_replicas_alone_are_refused(four):
         model(input_ids=torch.ones(1, 3, dtype=torch.int64))
 
 
-def test_packed_stacks_refuse_what_would_be_wrong(four, tmp_path):
+@pytest.fixture
+def six_experts(tmp_path):
+    stock(num_hidden_layers=1, num_experts=6, hidden_size=64, moe_intermediate_size=64).save_pretrained(tmp_path / "six")
+    return tmp_path / "six"
+
+
+def test_packed_stacks_refuse_what_would_be_wrong(six_experts, four, tmp_path):
     model = worker.base("qwen3_moe", "nf4")
     moe_runtime.quantize_experts(model, "nf4")
     whole = model.state_dict()
@@ -115,7 +121,5 @@ def test_packed_stacks_refuse_what_would_be_wrong(four, tmp_path):
     fully_shard(split.model.layers[0], mesh=four["dp"])
     with pytest.raises(ValueError, match="split by FSDP or tensor parallelism"):
         moe_runtime.quantize_experts(split, "nf4")
-    odd = stock(num_hidden_layers=1, num_experts=6, hidden_size=64, moe_intermediate_size=64)
-    odd.save_pretrained(tmp_path / "odd")
     with pytest.raises(ValueError, match="would lie on 4 ranks, which do not divide them"):
-        moe_runtime.load_quantized(tmp_path / "odd", "nf4", mesh=init_device_mesh("cpu", (4,)))
+        moe_runtime.load_quantized(six_experts, "nf4", mesh=init_device_mesh("cpu", (4,)))

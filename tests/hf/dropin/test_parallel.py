@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.dropin.parallel import shard_experts
@@ -150,6 +151,19 @@ def test_refuses(three):
     ]:
         with pytest.raises(ValueError, match=says):
             make()
+    quantized = worker.make("qwen3_moe")
+    experts = quantized.model.layers[0].mlp.experts
+    stack = experts.down_proj
+    for kind, says in (  # as bitsandbytes' bytes, and its parametrization
+        (
+            lambda: setattr(experts, "down_proj", torch.nn.Parameter(stack.detach().byte(), False)),
+            "down_proj as torch.uint8; want",
+        ),
+        (lambda: register_parametrization(experts, "gate_up_proj", torch.nn.Identity()), r"parametrized \['gate_up_proj'\]"),
+    ):
+        kind()
+        with pytest.raises(ValueError, match=says):
+            shard_experts(quantized, mesh)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is parameter for name, parameter in before.items())
     assert model.model.layers[0].mlp.experts.config._experts_implementation != "moe_runtime"

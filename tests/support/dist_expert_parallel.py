@@ -215,14 +215,24 @@ def run_trainer(folder: str) -> dict:
     return result
 
 
-def run_refused(folder: str) -> dict:
+def run_resumed(folder: str) -> dict:
+    """MoETrainer that stops behind a checkpoint, and one that resumes in a model of zeros."""
+    from transformers import TrainerCallback
+
     from moe_runtime.hf import MoETrainer
 
-    try:
-        trainer_of(sharded(make("qwen3_moe")), dist.get_world_size(), folder, kind=MoETrainer, save_strategy="steps")
-    except ValueError as error:
-        return {"error": str(error)}
-    return {}
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    options = {"kind": MoETrainer, "save_strategy": "steps", "save_steps": 1}
+    trainer_of(sharded(make("qwen3_moe")), dist.get_world_size(), folder, [Stop()], **options).train()
+    model = sharded(make("qwen3_moe"))
+    for parameter in model.parameters():
+        (parameter.data.to_local() if hasattr(parameter, "to_local") else parameter.data).zero_()
+    again = trainer_of(model, dist.get_world_size(), folder, **options)
+    again.train(resume_from_checkpoint=True)
+    return {"weights": {name: whole(p) for name, p in model.named_parameters()}}
 
 
 def with_lora(model):
@@ -253,7 +263,7 @@ def run_overflow(folder: str) -> dict:
     return {"moved": moved, "scale": scaler.get_scale() / scale}
 
 
-OTHERS = {"trainer": run_trainer, "refused": run_refused, "lora": run_lora, "overflow": run_overflow}
+OTHERS = {"trainer": run_trainer, "resumed": run_resumed, "lora": run_lora, "overflow": run_overflow}
 
 
 def main(out: str, *names: str) -> None:

@@ -41,8 +41,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     leaves the experts alone. PEFT's adapters come before it as well. Those of the experts' stacks stay whole on every rank,
     which uses the share of its experts: they are those of rank 0 from here on, and DDP or FSDP average their gradients with
     all others. Packed stacks (`quantize_experts`) are spread too; their adapters may come later, and a second call then sends
-    rank 0's. With the same mesh it changes nothing else. A Trainer's checkpoints would be written on one rank alone:
-    MoETrainer refuses a save_strategy, transformers' Trainer raises at the first.
+    rank 0's. With the same mesh it changes nothing else. MoETrainer's checkpoints hold every rank's experts; transformers'
+    Trainer would write them on one rank alone, and raises at the first.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT trains a copy of, or parameters that are distributed in
@@ -86,11 +86,6 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
             module.save_pretrained = types.MethodType(_save_whole_only, module)
     return len(layers)
-
-
-def is_spread(model: nn.Module) -> bool:
-    """Return whether `model` refuses transformers' save_pretrained, because `shard_experts` has spread its experts."""
-    return getattr(getattr(model, "save_pretrained", None), "__func__", None) is _save_whole_only
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:

@@ -23,7 +23,6 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
-from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.models import modeling
@@ -81,7 +80,6 @@ class _MoETrainer(WholeSaves):
         balanced = self.balance_loss is not None or any(
             r.config.balance_loss != "none" and r.config.balance_loss_coef for r in routers if isinstance(r, Router)
         )
-        spread = trained_files.training_of(model) is None and parallel.is_spread(model)
         reason = None
         if args.n_gpu > 1:
             reason = (
@@ -100,12 +98,11 @@ class _MoETrainer(WholeSaves):
                 "bf16 is False, what trains beside the experts has another dtype than the rest of the model; want bf16=True, "
                 "or esft.train_only without dtype"
             )
-        elif args.save_strategy != "no" and (spread or trainable.is_guarded(model)):
-            what = "its experts on several ranks" if spread else "experts that train outside of their stacks"
+        elif args.save_strategy != "no" and trainable.is_guarded(model):
             reason = (
-                f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with {what}, which a "
-                "checkpoint cannot hold; want save_strategy='no'; "
-                f"{'parallel.save_pretrained writes the model' if spread else 'esft.train_only saves an adapter'}"
+                f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with experts that train "
+                "outside of their stacks, which a checkpoint cannot hold; want save_strategy='no'; esft.train_only saves an "
+                "adapter"
             )
         if reason is not None:
             raise ValueError(reason)

@@ -112,6 +112,16 @@ def test_trainer(results, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_every_rank_resumes(results, tmp_path):
+    """MoETrainer with AdamW: weights and moments of each rank's experts, as of one process that never stopped."""
+    want = worker.train(worker.make("qwen3_moe"), 1, str(tmp_path))["weights"]
+    folder, ranks = results("resumed")
+    assert {"experts", "experts-optimizer"} <= {path.name for path in (folder / "checkpoint-1").iterdir()}
+    for got in ranks:
+        assert max(distance(got["weights"][parameter], weight) for parameter, weight in want.items()) < 1e-5
+
+
+@pytest.mark.slow
 def test_trainer_saves_adapters(results, tmp_path):
     """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at every step."""
     from peft import PeftModel

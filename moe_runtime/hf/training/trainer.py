@@ -31,6 +31,7 @@ from moe_runtime.hf.training.recording import RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
 from moe_runtime.io.files import read_json
 from moe_runtime.modules.moe import Router
+from moe_runtime.ops.all_to_all import is_distributed
 
 ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
 
@@ -57,6 +58,9 @@ class _MoETrainer(WholeSaves):
         use_cache = _UseCache()
         super().__init__(*args, **kwargs | {"callbacks": [*(kwargs.get("callbacks") or ()), use_cache]})
         self.remove_callback(use_cache)
+        if self._trains_spread() and all(is_distributed(p) for p in self.model.parameters() if p.requires_grad):
+            # experts on several ranks average their gradients themselves, and DDP refuses a model without others that train
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._passes_use_cache = use_cache.put_back()
         routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
         self._check(routers)

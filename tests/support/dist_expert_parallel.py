@@ -4,6 +4,8 @@ Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unli
 """
 
 import functools
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -235,6 +237,33 @@ def run_resumed(folder: str) -> dict:
     return {"weights": {name: whole(p) for name, p in model.named_parameters()}}
 
 
+def write_base(folder: str) -> None:
+    """A model with its tokenizer, and rows."""
+    from tests.hf.dropin.test_layers import TOKENIZER, stock
+
+    stock().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    rows = [{"text": f"{i} and {j} make {i + j}"} for i in range(4) for j in range(4)]
+    Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def command(base: str, out: str, ranks: int, *more: str) -> None:
+    """`moe-runtime train` of two steps of two rows."""
+    from moe_runtime.hf import train_command
+
+    words = f"--max_steps 2 --save_steps 1 --learning_rate 1e-2 --adam_epsilon 1e-5 --per_device_train_batch_size {2 // ranks}"
+    words += " --optim adamw_torch --report_to none --no_router_stats"
+    train_command(["--model", base, "--data", f"{base}/rows.jsonl", "--output_dir", out, *words.split(), *more])
+
+
+def run_command(folder: str) -> dict:
+    if dist.get_rank() == 0:
+        write_base(f"{folder}-base")
+    dist.barrier()
+    command(f"{folder}-base", folder, dist.get_world_size(), "--ep_size", "2")
+    return {}
+
+
 def with_lora(model):
     from peft import LoraConfig, get_peft_model
 
@@ -263,7 +292,7 @@ def run_overflow(folder: str) -> dict:
     return {"moved": moved, "scale": scaler.get_scale() / scale}
 
 
-OTHERS = {"trainer": run_trainer, "resumed": run_resumed, "lora": run_lora, "overflow": run_overflow}
+OTHERS = {"trainer": run_trainer, "resumed": run_resumed, "command": run_command, "lora": run_lora, "overflow": run_overflow}
 
 
 def main(out: str, *names: str) -> None:

@@ -229,6 +229,26 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     return [{"params": parameters} for parameters in groups.values()]
 
 
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state_dict of a model with all that is spread whole, on rank 0's CPU; nothing on others. Every rank must call.
+
+    Raises ValueError for experts that are quantized, and for rows that train outside of their stacks.
+    """
+    if any(trainable.split_of(module) is not None for module in model.modules()):
+        raise ValueError("the model trains rows apart from its stacks; want fold_rows(model) first, or an adapter saved")
+    if any(packed.layouts(module) for module in model.modules()):
+        raise ValueError("the experts are quantized; want moe_runtime.save_quantized(model, folder) on every rank")
+    writes, found = dist.get_rank() == 0, {}
+    # the parameters themselves: of tied ones one copy, which transformers then recognises
+    tensors = model.state_dict(keep_vars=True)
+    for tensor in tensors.values():
+        if id(tensor) not in found:
+            whole = tensor.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            found[id(tensor)] = whole.cpu() if writes else None
+    return {name: found[id(tensor)] for name, tensor in tensors.items()} if writes else {}
+
+
 def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> None:
     """Write `model` as one checkpoint that plain from_pretrained reads; every rank must call it, rank 0 writes.
 
@@ -236,19 +256,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> N
     alone. `options` go to transformers' save_pretrained.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    if any(trainable.split_of(module) is not None for module in model.modules()):
-        raise ValueError("the model trains rows apart from its stacks; want fold_rows(model) first, or an adapter saved")
-    if any(packed.layouts(module) for module in model.modules()):
-        raise ValueError("the experts are quantized; want moe_runtime.save_quantized(model, folder) on every rank")
-    writes, gathered = dist.get_rank() == 0, {}
-    # the parameters themselves: of tied ones one copy, which transformers then recognises
-    tensors = model.state_dict(keep_vars=True)
-    for tensor in tensors.values():
-        if id(tensor) not in gathered:
-            whole = tensor.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            gathered[id(tensor)] = whole.cpu() if writes else None
-    if writes:
-        whole = {name: gathered[id(tensor)] for name, tensor in tensors.items()}
+    whole = gathered(model)
+    if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=whole, **options)
     dist.barrier()

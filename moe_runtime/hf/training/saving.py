@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from moe_runtime.hf.dropin.parallel import gathered
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import signals
 from moe_runtime.io.files import atomic_model, naming
@@ -101,11 +102,16 @@ class WholeSaves:
         put(state)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save as transformers does; to a checkpoint every rank writes its experts."""
-        if _internal_call and self._trains_spread():
+        """Save as transformers does, gathered where experts are on several ranks; to a checkpoint every rank writes its own."""
+        if not self._trains_spread():
+            super().save_model(output_dir, _internal_call)
+        elif _internal_call:
             self._write_spread("model", output_dir)
         else:
-            super().save_model(output_dir, _internal_call)
+            weights = gathered(self.model)
+            with ranks.leading() as main:
+                if main:
+                    self._save(output_dir, state_dict=weights)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if self._trains_spread():

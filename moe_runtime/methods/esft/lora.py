@@ -79,6 +79,7 @@ class SelectedHalf(nn.Module):
     def __init__(self, weight: torch.Tensor, ids: tuple[int, ...], num_experts: int, is_a: bool):
         super().__init__()
         self.shape, self.dim = weight.shape, 0 if is_a else 1
+        self.out_features, self.in_features = weight.shape  # as nn.Linear, in whose place it is
         place = torch.arange(weight.shape[self.dim], device=weight.device)
         place = place.view(num_experts, -1)[list(ids)] if is_a else place.view(-1, num_experts)[:, list(ids)]
         self.register_buffer("index", place.flatten(), persistent=False)

@@ -140,6 +140,7 @@ def test_experts_that_are_not_selected_cost_no_bytes():
     everyone = sum(t.nbytes for t in state.values())
     assert all(name.endswith(".weight") for name in state) and everyone == 16 * bytes_of[0] / 3  # 3 of 2 x 8 experts
     again, _ = adapted(seed=1)
+    assert experts.patch(again) == 2  # which looks at the adapters
     assert not peft.set_peft_model_state_dict(again, state).unexpected_keys
     assert all(torch.equal(one.selected, other.selected) for one, other in zip(halves(model).values(), halves(again).values()))
     with pytest.raises(RuntimeError, match=r"weight is \[4, 32\]; expected \[24, 32\]"):

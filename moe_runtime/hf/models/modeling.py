@@ -54,13 +54,8 @@ class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
     lm_loss: torch.FloatTensor | None = None
 
 
-def refuse_lost_gradients(blocks: list[MoE], records: list[RouterOutput]) -> None:
-    """Raise ValueError if checkpointing with use_reentrant=True cut the routers' outputs off the graph."""
-    check_gradients([p for block in blocks for p in block.gate.parameters()], [r.router_logits for r in records])
-
-
 def check_gradients(parameters: list[torch.nn.Parameter], router_logits: list[torch.Tensor]) -> None:
-    """Raise ValueError if routers with these `parameters` train but their logits are off the graph."""
+    """Raise ValueError if routers with these `parameters` train but use_reentrant=True cut their logits off the graph."""
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
         raise ValueError(
@@ -175,21 +170,17 @@ class _Model:
             for block in blocks:
                 block.records = None
         if balanced or self.config.router_aux_loss_coef:
-            refuse_lost_gradients(blocks, records)
+            check_gradients([p for b in blocks for p in b.gate.parameters()], [r.router_logits for r in records])
         return out, records, want
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
         """Load as transformers does, but refuse a checkpoint with missing or unknown keys: ValueError with the list."""
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        heads = issubclass(cls, _Inner)  # such a model leaves a checkpoint's head out
-        bad = {
-            kind: sorted(
-                key for key in info.get(f"{kind}_keys") or () if not (heads and key.startswith(("lm_head.", "embed_out.")))
-            )
-            for kind in ("missing", "unexpected")
-        }
-        bad = {kind: keys for kind, keys in bad.items() if keys}
+        # a model without its head leaves a checkpoint's out
+        left = ("lm_head.", "embed_out.") if issubclass(cls, _Inner) else ()
+        found = {kind: info.get(f"{kind}_keys") or () for kind in ("missing", "unexpected")}
+        bad = {kind: new for kind, keys in found.items() if (new := sorted(k for k in keys if not k.startswith(left)))}
         if bad:
             raise ValueError(
                 f"the keys of {pretrained_model_name_or_path} do not fit {cls.__name__}: "

@@ -8,11 +8,12 @@ which adapters are active, disabled or merged, parameters, initialization, files
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
+import importlib.util
 import sys
 import warnings
 from contextlib import contextmanager
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
+from pathlib import Path
 
 from torch import nn
 
@@ -32,18 +33,13 @@ IGNORED = {
 }
 
 
-class _AtImport(importlib.abc.MetaPathFinder):
-    """Calls `install` behind the import of PEFT's wrappers."""
+class _LayerLoader(SourceFileLoader):
+    """Loads a file of PEFT's folder of LoRA as Python does, then calls `install` behind its module of wrappers."""
 
-    def find_spec(self, name, path=None, target=None):
-        if name != LAYER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None:
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), install())
-        return spec
+    def exec_module(self, module) -> None:
+        super().exec_module(module)
+        if module.__name__ == LAYER:
+            install()
 
 
 def install() -> bool:
@@ -52,8 +48,9 @@ def install() -> bool:
     Returns whether it is loaded.
     """
     layer = sys.modules.get(LAYER)
-    if layer is None and not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AtImport())
+    if layer is None and (spec := importlib.util.find_spec("peft")):
+        folder = str(Path(*spec.submodule_search_locations, "tuners", "lora"))
+        sys.path_importer_cache[folder] = FileFinder(folder, (_LayerLoader, SOURCE_SUFFIXES))
     if layer is None or not hasattr(layer, "ParamWrapper"):  # a PEFT without target_parameters, or one that is being imported
         return layer is not None
     for name in ("merge", "get_delta_weight"):

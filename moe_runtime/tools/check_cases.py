@@ -368,8 +368,7 @@ CASES: dict[str, tuple[Callable, str | None, Iterable, Iterable]] = {
     "merging": (_merging, "merge_experts", [(1,), (3,), (8,)], [(1, 1, 1), (33, 17, 0), (32, 64, 29)]),
     "lora_mlp": (_lora, "lora_mlp", LAYERS, [("silu", "gate up down", False), ("gelu", "up", True), ("relu2", "down", False)]),
     "frozen_mlp": (
-        _frozen, "frozen_mlp", [("",), ("mxfp4",), ("int8",), ("fp8_block",), ("nf4",)],
-        [(17, 64, 128, 4, 2, "random"), (7, 128, 64, 3, 2, "dropped")],
+        _frozen, "frozen_mlp", [("",), ("mxfp4",), ("int8",), ("fp8_block",), ("nf4",)], [(9, 128, 64, 3, 2, "dropped")],
     ),
     "fused_cross_entropy": (
         _fusion, "fused_cross_entropy", [(0, (16, 33), (17, 20)), (1, (32,), (64,)), (29, (17, 48, 32), (70, 33, 64))],

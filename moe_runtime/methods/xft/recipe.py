@@ -44,6 +44,8 @@ class Data(Rows):
     prompt: Prompt = "magicoder"
     train_on: TrainOn = "assistant"
     max_length: Count = 1024
+    # more held-out rows, by which trainings are watched and `keep_best` chooses; None: those that models are judged by
+    validation_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
 
 
 class Ewa(Node):
@@ -69,6 +71,8 @@ class Recipe(Node):
     sft: Training
     tune: Training
     mix: Training
+    # examples that `tune` leaves out and `mix` alone learns on; None: the paper's way, all examples for both
+    mix_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
     ewa: Ewa = Ewa()
     evaluations: Count = 4  # times that a training takes the held-out loss
     seed: int = 0

@@ -1,4 +1,4 @@
-"""docs/start.md's table of what each verb does with existing output: every cell is a test."""
+"""docs/commands.md's table of what each verb does with existing output: every cell is a test."""
 
 import functools
 import importlib
@@ -20,7 +20,9 @@ from tests.faults.verbs import VERBS, _verb
 from tests.support import peft_adapter
 from tests.tools import test_demo_real
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "start.md").read_text().split("## What a command does with existing")[1]
+PAGE = (
+    (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text().split("## What a command does with existing")[1]
+)
 STATES = ("wrong kind", "other content", "same", "different", "unfinished", "overwrite")
 LINES = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
 CELLS = {(name, state): word for name, _, *words in LINES for state, word in zip(STATES, words, strict=True)}

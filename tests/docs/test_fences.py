@@ -20,11 +20,11 @@ from tests.hf.tiny import dense
 from tests.support import official_xft
 from tests.support.fences import ALL, PAGES, ROOT, check_command, command_line, fences, parse_verb, statements
 
-LANGUAGES = {"bash", "console", "json", "pycon", "python", "text", "yaml"}
+LANGUAGES = {"bash", "bibtex", "console", "json", "pycon", "python", "text", "yaml"}
 
 # blocks that a test elsewhere runs or loads: how many of a page and language, and the test, which names the page
 ELSEWHERE = {
-    ("README.md", "python"): (3, "tests/docs/test_readme.py::test_python_blocks_run"),
+    ("README.md", "python"): (2, "tests/docs/test_readme.py::test_python_blocks_run"),
     ("docs/drop-in.md", "python"): (7, "tests/docs/test_docs.py::test_examples_run"),
     ("docs/quantized-experts.md", "python"): (1, "tests/hf/dropin/test_quantize.py::test_the_example_of_the_docs_runs"),
     ("docs/drop-in.md", "yaml"): (1, "tests/docs/test_docs.py::test_the_fsdp2_config_is_one"),

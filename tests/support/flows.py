@@ -66,6 +66,7 @@ NOT_RUN = {
     ),
     "torchrun": NotRun("wants several nodes", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"),
     "moe-runtime memory": NotRun(NETWORK, "tests/tools/test_memory.py::test_estimate"),
+    "moe-runtime tune": NotRun("needs a GPU", "tests/tools/test_tune.py::test_the_fastest_config_is_written_and_picked_up"),
     "moe-runtime data smollm2": NotRun(
         "reads a package of 93 MB", "tests/tools/test_smollm2.py::test_the_folder_is_the_files_model"
     ),
@@ -214,11 +215,16 @@ def three_domains(folder: Path) -> None:
     path = folder / "fuser" / "study.yaml"
     values = yaml.safe_load(path.read_text())
     sums, words = values["domains"].values()
-    values["domains"] = {"prose": words, "code": words | {"train": str(folder / "code.jsonl")}, "arithmetic": sums}
+    values["domains"] = {"prose": words, "code": words | {"train": str(folder / "fuser" / "code.jsonl")}, "arithmetic": sums}
     values["specialists"] = {name: {"template": "{prompt}\n"} for name in values["domains"]}
     values["stage1"]["batch_size"] = values["stage2"]["batch_size"] = 6
-    rows(folder / "code.jsonl")
+    rows(folder / "fuser" / "code.jsonl")
     path.write_text(yaml.safe_dump(values))
+
+
+def small_table(command: str, folder: str) -> dict[str, str]:
+    """Return what makes a paper's table small: one seed of the study in a folder."""
+    return {f"paper {command} --seeds 3": f"paper {command} --seeds 1 --recipe {folder}/study.yaml"}
 
 
 def mine(folder: Path) -> None:
@@ -252,9 +258,12 @@ FLOWS = {
         (results,), {"--only layer,step": "--only merging --tiny", "bench --tiny": "bench --tiny --only merging"}
     ),
     "docs/build.md": Flow((library,)),
+    "docs/commands.md": Flow(),
     "docs/cpu.md": Flow(),
     "docs/data.md": Flow((benchmarks,)),
-    "docs/esft.md": Flow((law,), {"esft train": "esft train --steps 2 --batch-size 4"}),
+    "docs/esft.md": Flow(
+        (law, study("esft")), {"esft train": "esft train --steps 2 --batch-size 4"} | small_table("esft main", "esft")
+    ),
     "docs/evaluation.md": Flow(
         (evaluated,),
         {
@@ -262,6 +271,7 @@ FLOWS = {
             "--out runs/": "--max-new-tokens 4 --out runs/",
         },
     ),
+    "docs/limits.md": Flow(),
     "docs/real-model.md": Flow(
         (real,),
         {
@@ -271,22 +281,14 @@ FLOWS = {
     ),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
     "docs/start.md": Flow((base,)),
+    "docs/troubleshooting.md": Flow(),
     "docs/ultrafuser-tables.md": Flow((specialists,)),
-    "docs/ultrafuser.md": Flow((specialists,)),
-    "docs/upit.md": Flow((checkpoints,)),
+    "docs/ultrafuser.md": Flow((specialists, study("fuser"), three_domains), small_table("ultrafuser ablate", "fuser")),
+    "docs/upit.md": Flow((checkpoints, study("upit")), small_table("upit main", "upit")),
     "docs/xft-official.md": Flow((theirs,)),
     "docs/xft-tables.md": Flow((study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}),
-    "docs/xft.md": Flow((base,)),
-    # the longest one last: what the others have imported is then out of the garbage collector's sight
-    "README.md": Flow(
-        (study("xft"), study("esft"), study("upit"), study("fuser"), three_domains),
-        {
-            f"paper {command} --seeds 3": f"paper {command} --seeds 1 --recipe {method}/study.yaml"
-            for command, method in {
-                "xft table1": "xft", "esft main": "esft", "upit main": "upit", "ultrafuser ablate": "fuser",
-            }.items()
-        },
-    ),
+    "docs/xft.md": Flow((base, study("xft")), small_table("xft table1", "xft")),
+    "README.md": Flow(),
 }  # fmt: skip
 
 

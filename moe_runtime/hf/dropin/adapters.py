@@ -8,9 +8,12 @@ which adapters are active, disabled or merged, parameters, initialization, files
 """
 
 import functools
+import importlib.util
 import sys
 import warnings
 from contextlib import contextmanager
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
+from pathlib import Path
 
 from torch import nn
 
@@ -30,9 +33,24 @@ IGNORED = {
 }
 
 
+class _LayerLoader(SourceFileLoader):
+    """Loads a file of PEFT's folder of LoRA as Python does, then calls `install` behind its module of wrappers."""
+
+    def exec_module(self, module) -> None:
+        super().exec_module(module)
+        if module.__name__ == LAYER:
+            install()
+
+
 def install() -> bool:
-    """Let PEFT's wrappers of our experts' parameters hand over their factors; return whether PEFT is loaded at all."""
+    """Let PEFT's wrappers of our experts' parameters hand over their factors, now or once PEFT is imported.
+
+    Returns whether it is loaded.
+    """
     layer = sys.modules.get(LAYER)
+    if layer is None and (spec := importlib.util.find_spec("peft")):
+        folder = str(Path(*spec.submodule_search_locations, "tuners", "lora"))
+        sys.path_importer_cache[folder] = FileFinder(folder, (_LayerLoader, SOURCE_SUFFIXES))
     if layer is None or not hasattr(layer, "ParamWrapper"):  # a PEFT without target_parameters, or one that is being imported
         return layer is not None
     for name in ("merge", "get_delta_weight"):

@@ -183,7 +183,7 @@ class Stages(KeptStages):
         r, pretrain = self.recipe, self.recipe.pretrain
         python = platform.python_version()
         base = [python, pretrain.to_dict()] if pretrain else files_print(r.base_model)
-        rows = [python if s == data.BUILT_IN else files_print(s) for s in (r.data.train, r.data.held_out) if s]
+        rows = [python if s == data.BUILT_IN else files_print(s) for s in r.data.sources]
         return hash_of({"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
@@ -193,7 +193,7 @@ class Stages(KeptStages):
         # the base's own, if any, is not what the model learns
         tokenizer.chat_template = TEMPLATES.get(r.data.prompt, tokenizer.chat_template)
         tokenizer.save_pretrained(folder / "tokenizer")
-        self.say(f"reading and tokenizing {r.data.train}")
+        self.say(f"reading and tokenizing {r.data}")
         train, held_out = (
             data.tokenize_pairs(tokenizer, rows, r.data.max_length, limit=limit, prompt=r.data.prompt, train_on=r.data.train_on)
             for rows, limit in zip(

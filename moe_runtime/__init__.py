@@ -21,7 +21,7 @@ _PUBLIC = {
     "quantize_experts": "moe_runtime.hf.dropin.quantize:quantize_experts",
     "register": "moe_runtime.hf.dropin.experts:register",
     "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes", "route": "moe_runtime.ops.routing:route",
-    "save_quantized": "moe_runtime.hf.dropin.quantize:save_quantized",
+    "save_quantized": "moe_runtime.hf.dropin.quantized_files:save_quantized",
     "ultrafuser": "moe_runtime.methods.ultrafuser:", "unpatch": "moe_runtime.hf.dropin.experts:unpatch",
     "upit": "moe_runtime.methods.upit:", "xft": "moe_runtime.methods.xft:",
 }  # fmt: skip

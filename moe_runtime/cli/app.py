@@ -41,6 +41,28 @@ def demo(
     return {"path": out} | read_json(out / "results.json")
 
 
+@verb(app, "--out runs/demo-real", Kept("{out}", resumes=True))
+def demo_real(
+    out: Annotated[Path, option("Folder for the models and the results; a rerun resumes there.")] = Path("runs/demo-real"),
+    model: Annotated[
+        Path | None, option("Model folder with a chat template; SmolLM2-135M-Instruct of the wheel unless given.")
+    ] = None,
+    gsm8k: Annotated[str | None, option("GSM8K as a fifth task: its file, or openai/gsm8k from the Hub.")] = None,
+    recipe: Annotated[
+        str, option("XFT recipe that decides experts and steps: a name or a YAML file.", words=(recipes,))
+    ] = "smollm2",
+    seed: Seed = 0,
+):
+    """Tune a real pretrained model, SmolLM2-135M, by XFT and by SFT on four tasks; compare losses and answers.
+
+    It takes about half an hour on two cores, minutes on a GPU, and says how long before it starts. Rerun to resume.
+    """
+    one_gpu()
+    from moe_runtime.tools.demo_real import run
+
+    return {"path": out} | run(out, model=model, gsm8k=gsm8k, recipe=recipe, seed=seed)
+
+
 @verb(app, "deepseek-coder-1.3b --out runs/deepseek", Kept("{out}", resumes=True))
 def run(
     recipe: Annotated[str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))],

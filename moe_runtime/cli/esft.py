@@ -7,7 +7,7 @@ import typer
 
 from moe_runtime.cli.verbs import (
     DTYPES, Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, TrainOn,
-    argument, group, numbers, one_gpu, option, verb, with_bar,
+    HUB, argument, group, numbers, one_gpu, option, verb, with_bar,
 )  # fmt: skip
 from moe_runtime.io import console
 from moe_runtime.io.files import check_out_file
@@ -16,7 +16,7 @@ from moe_runtime.io.rows import require
 ESFT = "ESFT: tune only the experts of an MoE model that a task uses, and ship only those."
 app = group("esft", ESFT, "score olmoe --data law.jsonl --out law/summary.json")
 VARIANTS = ("v1", "paper", "normalized", "head")
-Adapter = Annotated[Path, argument("Folder of the adapter.")]
+Adapter = Annotated[Path, argument("Folder or Hub id of the adapter."), HUB]
 Pack = Annotated[bool, option("Join short examples to samples of --max-length tokens.")]
 Variant = Annotated[str | None, option("Scores: v1 unless given, paper, normalized or head.", words=VARIANTS)]
 ForwardBatch = Annotated[int, option("Samples per forward pass.")]
@@ -102,7 +102,12 @@ def select(
     return {"path": out, "selection": selection.to_dict()}
 
 
-@verb(app, "olmoe --config law/config.json --data law.jsonl --out law/adapter", Kept("{out}-checkpoints", resumes=True))
+@verb(
+    app,
+    "olmoe --config law/config.json --data law.jsonl --out law/adapter",
+    Kept("{out}-checkpoints", resumes=True),
+    push="out",
+)
 def train(
     model: Source, config: Annotated[Path, option("What select wrote, or an official expert_cfg.json.")], data: Data,
     out: Annotated[Path, option("Folder of the adapter; must not exist.")],
@@ -204,7 +209,7 @@ def apply(
     }  # fmt: skip
 
 
-@verb(app, "olmoe law/adapter olmoe-law", Kept("{out}"))
+@verb(app, "olmoe law/adapter olmoe-law", Kept("{out}"), push="out")
 def merge(
     base: Source, adapter: Adapter, out: Target, max_shard_size: ShardSize = "2GB", any_weights: AnyWeights = False,
     overwrite: Overwrite = False,

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import Kept, Overwrite, Target, argument, group, one_gpu, option, verb
+from moe_runtime.cli.verbs import Kept, Overwrite, Seed, Target, argument, group, one_gpu, option, verb
 from moe_runtime.io.prompts import PROMPTS
 
 app = typer.Typer()  # its verbs are mounted at the top
-TASKS = "gsm8k humaneval mbpp arithmetic intent"
+TASKS = "gsm8k humaneval mbpp arithmetic intent json function"
 data = group("data", "A model to begin with, and training data without benchmarks.", "smollm2 smollm2")
 
 
@@ -19,7 +19,7 @@ data = group("data", "A model to begin with, and training data without benchmark
 def evaluate(
     models: Annotated[list[str], argument("Folders, NAME=FOLDER, or BASE+ADAPTER; dense, MoE, LoRA-MoE, fused.")],
     tasks: Annotated[
-        str, option("Comma-separated: gsm8k, humaneval, mbpp, arithmetic, intent, each with =FILE; or YAML tasks.", words=TASKS)
+        str, option(f"Comma-separated: {', '.join(TASKS.split())}, each with =FILE; or YAML tasks.", words=TASKS)
     ],
     out: Annotated[Path, option("Folder for the results; a rerun resumes there.")] = Path("runs/eval"),
     reference: Annotated[str | None, option("Model that the others are compared with; the first unless given.")] = None,
@@ -67,6 +67,25 @@ def smollm2(
     receipt = write_smollm2(out, dtype=dtype, overwrite=overwrite)
     typer.echo(f"wrote {receipt.path}: a Llama of {receipt.parameters:,} parameters with its tokenizer and chat template")
     return receipt
+
+
+@verb(data, "tasks", Kept("{out}"))
+def tasks(
+    out: Target,
+    train: Annotated[int, option("Examples of each task to train on.")] = 80,
+    held_out: Annotated[int, option("Held-out examples of each task.")] = 40,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+):
+    """Write examples of four tasks that a small pretrained model learns in minutes: intent, json, arithmetic, function.
+
+    They are made here, without a download. TASK-held_out.jsonl is what `moe-runtime eval --tasks TASK=FILE` takes.
+    """
+    from moe_runtime.experiments.everyday import write_tasks
+
+    lines = write_tasks(out, train=train, held_out=held_out, seed=seed, overwrite=overwrite)
+    typer.echo(f"wrote {out}: " + ", ".join(f"{name} ({count})" for name, count in lines.items()))
+    return {"path": out, "examples": lines}
 
 
 @verb(data, "rows.jsonl clean.jsonl --against humaneval.jsonl", Kept("{out}"))

@@ -13,7 +13,7 @@ FUSE = "ultralm-13b codellama-13b --template ultralm --template codellama --out 
 app = group("ultrafuser", "UltraFuser: fuse specialists with gates that weigh them token by token.", f"fuse {FUSE}")
 
 
-@verb(app, FUSE, Kept("{out}"))
+@verb(app, FUSE, Kept("{out}"), push="out")
 def fuse(
     specialists: Annotated[list[str], argument("Folders or ids of two or more models.")],
     out: Annotated[Path, option("Folder to write; must not exist.")],

@@ -96,7 +96,7 @@ def init_routers(
     return done
 
 
-@verb(app, "--routers routers --out moe", Kept("{out}"))
+@verb(app, "--routers routers --out moe", Kept("{out}"), push="out")
 def assemble(
     experts: Annotated[list[Path] | None, argument("Experts' folders, for a random router.")] = None, out: Out = ...,
     routers: Annotated[Path | None, option("What init-routers wrote: experts and vectors.")] = None, base: Base = None,
@@ -120,7 +120,7 @@ def assemble(
     return done
 
 
-@verb(app, "tuned mixtral", Kept("{target}"))
+@verb(app, "tuned mixtral", Kept("{target}"), push="target")
 def export(source: Source, target: Target, max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False):
     """Write an MoE model as a stock Mixtral model, which runs without this package."""
     from moe_runtime.methods.upit import export_mixtral

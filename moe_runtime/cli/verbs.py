@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import importlib
 import inspect
 import json as json_module
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +40,8 @@ def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.
 argument = functools.partial(option, kind=typer.Argument)
 DTYPES = ("float32", "bfloat16", "float16")
 # arguments and options of several verbs
-Source = Annotated[Path, argument("Folder of the model to read.")]
+HUB = object()  # marks a folder that may be an id of the Hub
+Source = Annotated[Path, argument("Folder or Hub id of the model to read."), HUB]
 Target = Annotated[Path, argument("Folder to write; must not exist.")]
 Overwrite = Annotated[bool, option("Replace the target if it exists.", "--overwrite")]
 ShardSize = Annotated[str, option("Largest file of the target, such as 500MB or 2GB.")]
@@ -50,6 +53,7 @@ TrainOn = Annotated[str, option("Tokens to train on: the assistant's (of a pair,
 RecipeSeed = Annotated[int | None, option("Seed; the recipe's unless given.")]
 Bf16 = Annotated[bool, option("Compute in bfloat16 (autocast).", "--bf16")]
 Checkpointing = Annotated[bool, option("Recompute activations to save memory.", "--gradient-checkpointing")]
+PushToHub = Annotated[str | None, option("Upload the result to this model repository, OWNER/NAME, with a model card.")]
 Json = Annotated[bool, option("Print the result as one JSON object; everything else goes to stderr.", "--json")]
 
 
@@ -136,26 +140,38 @@ def with_bar(name: str, function: Callable, *args, **options):
         return function(*args, progress=update, **options)
 
 
-def verb(app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, **more) -> Callable:
-    """Add a function to `app` as a verb that prints what it returns with --json; the `example` follows the verb's name."""
+def verb(
+    app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, push: str | None = None, **more
+) -> Callable:  # fmt: skip
+    """Add a function to `app` as a verb that prints what it returns with --json; the `example` follows the verb's name.
+
+    `push` names the option with the folder that --push-to-hub uploads; without it there is no such option.
+    """
 
     def add(function: Callable) -> Callable:
         words = f"moe-runtime {app.info.name or ''} {name or function.__name__.replace('_', '-')} {example}"
-        app.command(name, epilog=f"Example: {' '.join(words.split())}", **more)(_wrapped(function, kept or Kept()))
+        app.command(name, epilog=f"Example: {' '.join(words.split())}", **more)(_wrapped(function, kept or Kept(), push))
         return function
 
     return add
 
 
-def _wrapped(function: Callable, kept: Kept) -> Callable:
-    """Return the function with --json after its own options, and a last line where it is interrupted."""
+def _wrapped(function: Callable, kept: Kept, push: str | None) -> Callable:
+    """Return the function with --push-to-hub and --json after its own options, and a last line where it is interrupted."""
+    old = inspect.signature(function)
+    ids = [name for name, p in old.parameters.items() if HUB in getattr(p.annotation, "__metadata__", ())]
 
     @functools.wraps(function)
-    def run(*args, json: bool = False, **options):
+    def run(*args, json: bool = False, push_to_hub: str | None = None, **options):
         kept.begin(options)
         try:
             with _stdout_to_stderr() if json else contextlib.nullcontext():
-                value = function(*args, **options)
+                if push_to_hub is not None:
+                    _hub().check_repository(push_to_hub)
+                given = {name: options[name] for name in ids}
+                value = function(*args, **options | {name: _downloaded(name, source) for name, source in given.items()})
+                if push_to_hub is not None and console.is_main() and not isinstance(value, Ends):
+                    _push(Path(options[push]), push_to_hub, given, options, value)
         except KeyboardInterrupt as stop:
             line = f"{signals.word_of(stop)}; {getattr(stop, 'kept', None) or kept.say(options)}"
             with contextlib.suppress(OSError):  # a terminal's Ctrl-C ends `2>&1 | tee log` as well
@@ -168,11 +184,34 @@ def _wrapped(function: Callable, kept: Kept) -> Callable:
         if code:
             raise typer.Exit(code)
 
-    old = inspect.signature(function)
-    added = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-    run.__signature__ = old.replace(parameters=[*old.parameters.values(), added], return_annotation=None)
-    run.__annotations__ = {**function.__annotations__, "json": Json}
+    added = {"push_to_hub": (None, PushToHub)} if push else {}
+    added |= {"json": (False, Json)}
+    new = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=a) for n, (d, a) in added.items()]
+    run.__signature__ = old.replace(parameters=[*old.parameters.values(), *new], return_annotation=None)
+    run.__annotations__ = function.__annotations__ | {name: annotation for name, (_, annotation) in added.items()}
     return run
+
+
+def _hub():
+    return importlib.import_module("moe_runtime.hf.models.hub")
+
+
+def _downloaded(name: str, source: Path) -> Path:
+    """Return the folder of a Hub id's files; every other path as it is."""
+    looks = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)) and not source.exists() and not source.parent.is_dir()
+    return _hub().local_folder(source, name=name) if looks else source
+
+
+def _push(folder: Path, repo: str, given: dict, options: dict, value) -> None:
+    """Upload what a verb has written, with a card that says how it was made."""
+    words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]
+    url = _hub().push(
+        folder, repo, base=next((source for source in given.values()), None), command=shlex.join(["moe-runtime", *words]),
+        dataset=options.get("data") if _hub().is_id(options.get("data") or "") else None,
+        method=words[0] if words and words[0] in _hub().PAPERS else None,
+        facts=found if isinstance(found := console.jsonable(value), dict) else None,
+    )  # fmt: skip
+    typer.echo(f"pushed to {url}")
 
 
 @contextlib.contextmanager

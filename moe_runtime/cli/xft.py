@@ -15,7 +15,7 @@ GATE = "xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_
 PRESET = "Defaults of the options below: xft-paper, or xft-official for the released code's."
 
 
-@verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", Kept("{target}"))
+@verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", Kept("{target}"), push="target")
 def upcycle(
     source: Source, target: Target, num_experts: Annotated[int, option("Experts per layer, including the shared one.")] = 8,
     top_k: Annotated[int, option("Experts per token, including the shared one.")] = 6,
@@ -79,7 +79,7 @@ def _exports(folder: Path) -> dict[str, str | None]:
     return found
 
 
-@verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"))
+@verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"), push="target")
 def to_mergeable(
     source: Source, target: Target,
     shared_rate: Annotated[float, option("lambda: the mixing coefficient of the shared expert.")] = 0.75,
@@ -107,7 +107,7 @@ ALPHA = "Coefficients instead of the learned ones: uniform, or E numbers a,b,...
 Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
 
 
-@verb(app, "mixed dense", Kept("{target}"))
+@verb(app, "mixed dense", Kept("{target}"), push="target")
 def merge(
     source: Source, target: Target,
     shared_rate: Annotated[float | None, option("lambda of a merge without training; 0.75 unless given.")] = None,
@@ -126,7 +126,7 @@ def merge(
     return receipt
 
 
-@verb(app, "moe mixtral", Kept("{target}"))
+@verb(app, "moe mixtral", Kept("{target}"), push="target")
 def export(
     source: Source, target: Target,
     to: Annotated[str, option("mixtral (transformers) or official (XFT code).", words="mixtral official")] = "mixtral",
@@ -148,7 +148,7 @@ def export(
     return convert(export_mixtral, source, target, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-@verb(app, "official-moe moe", Kept("{target}"))
+@verb(app, "official-moe moe", Kept("{target}"), push="target")
 def import_official(
     source: Source, target: Target,
     ffn_folder: Annotated[Path | None, option("Folder of ffn_layer files; the config's unless given.")] = None,

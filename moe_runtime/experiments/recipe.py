@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from moe_runtime.config import one_line, shown
 from moe_runtime.io.prompts import PROMPTS, TRAIN_ON
@@ -127,15 +128,61 @@ def _check_nodes(node: yaml.Node | None) -> None:
             stack += node.value
 
 
+class Source(Node):
+    """One of several sources of rows; each has its own columns."""
+
+    source: str
+    weight: Positive | None = None  # rows of it for the others' rows; given for all sources, or for none: all rows
+    limit: Count | None = None  # rows of it at most, drawn from all
+    split: str | None = None  # None: the recipe's
+
+
+def _as_sources(value: Any) -> str | list[Source]:
+    """Return one source as it is, several as a list of Source."""
+    if not isinstance(value, str | list) or not value:
+        raise PydanticCustomError("sources", "a source, or a list of sources")
+    if isinstance(value, str):
+        return value
+    found = []
+    for place, one in enumerate(value):
+        try:
+            found.append(one if isinstance(one, Source) else Source.from_dict({"source": one} if isinstance(one, str) else one))
+        except ValueError as error:
+            raise ValueError(f"{place}.{error}") from None
+    weighed = sum(one.weight is not None for one in found)
+    if weighed not in (0, len(found)):
+        raise ValueError(f"weight is given for {weighed} of {len(found)} sources; want it for all of them, or for none")
+    return found
+
+
+Sources = Annotated[Any, PlainValidator(_as_sources)]  # str | list[Source]
+
+
 class Rows(Node):
     """Rows to tune on and rows to judge by: where they are, and how many."""
 
-    train: str  # a built-in source, a .jsonl, .json or .parquet file, a folder of them, or an id of the Hub
+    train: Sources  # a built-in source, a .jsonl, .json or .parquet file, a folder of them, or an id of the Hub; or several
     split: str = "train"
-    held_out: str | None = None  # None: `held_out_rows` of the train rows, on which nothing is trained
+    held_out: Sources | None = None  # None: `held_out_rows` of the train rows, on which nothing is trained
     held_out_split: str = "test"
     held_out_rows: Count = 256
     limit: Count | None = None  # rows to train on at most
+    # of weighed sources: whether those that run out begin again, until each has been read once
+    repeat: bool = Field(False, exclude_if=lambda repeats: not repeats)
+
+    def listed(self, part: str = "train") -> list[Source]:
+        """Return the sources of `train` or `held_out`, each with its split; none where nothing is given."""
+        value, split = getattr(self, part), self.split if part == "train" else self.held_out_split
+        found = value if isinstance(value, list) else [Source(source=value)] if value else []
+        return [one.change(split=one.split or split) for one in found]
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of all sources, those of `train` first."""
+        return [one.source for part in ("train", "held_out") for one in self.listed(part)]
+
+    def __str__(self) -> str:
+        return " + ".join(one.source for one in self.listed())
 
 
 class Training(Node):

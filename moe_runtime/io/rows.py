@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import gzip
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,45 @@ def hold_out(rows, count: int, seed: int = 0):
     return rows.select(rest), held_out
 
 
+def mix(parts: Sequence, weights: Sequence[float] | None, limits: Sequence[int | None], repeat: bool = False, seed: int = 0):
+    """Join parts, datasets.Datasets or lists of rows of any forms, to one Dataset in an order drawn by `seed`.
+
+    Part i gives its N_i rows, at most limits[i] of them, or with `weights` max(floor(t weight_i), 1) of them, drawn by `seed`:
+    t = min_i N_i / weight_i, so that no row comes twice; with `repeat` t = max_i, and parts that run out begin again.
+    `one_form` takes the columns of the other parts off a row.
+    """
+    datasets = require("datasets")
+    datasets.disable_progress_bars()
+    parts = [datasets.Dataset.from_list(part) if isinstance(part, list) else part for part in parts]
+    parts = [part.shuffle(seed=seed) for part in _same_types(datasets, parts)]
+    sizes = [min(len(part), limit or len(part)) for part, limit in zip(parts, limits, strict=True)]
+    counts = sizes
+    if weights is not None:
+        times = (max if repeat else min)(size / weight for size, weight in zip(sizes, weights, strict=True))
+        counts = [max(int(times * weight + 1e-6), 1) for weight in weights]
+    drawn = [part.select([i % size for i in range(count)]) for part, size, count in zip(parts, sizes, counts, strict=True)]
+    return datasets.concatenate_datasets(drawn).shuffle(seed=seed)
+
+
+def _same_types(datasets, parts: list) -> list:
+    """Return Datasets whose columns of one name have one type: chats whose turns have other keys, texts of other widths."""
+    for name in dict.fromkeys(name for part in parts for name in part.column_names):
+        kinds = [part.features[name] for part in parts if name in part.column_names]
+        is_text = {isinstance(kind, datasets.Value) for kind in kinds}
+        if len(is_text) == 2:
+            raise ValueError(f"The column {name} is text in one source and turns in another; give all of them one form")
+        if any(kind != kinds[0] for kind in kinds):
+            kind = datasets.Value("string") if is_text == {True} else datasets.List(datasets.Json())
+            parts = [part.cast_column(name, kind) if name in part.column_names else part for part in parts]
+    return parts
+
+
+def one_form(row: Mapping) -> Mapping:
+    """Return a row without the columns that are null because other rows of its Dataset have them."""
+    own = {name: value for name, value in row.items() if value is not None}
+    return own if layout_of(own) in LAYOUTS[:3] else row
+
+
 def save_rows(rows, folder: Path) -> None:
     """Write a datasets.Dataset to a folder."""
     require("datasets").disable_progress_bars()
@@ -298,6 +337,7 @@ def tokenize_pairs(
     for place, row in enumerate(rows):
         if len(columns["labels"]) == limit:
             break
+        row = one_form(row)
         check_row(row, f"row {place}")
         ids, labels = (values[:max_length] for values in encode(tokenizer, row, prompt, train_on))
         if any(label != -100 for label in labels[1:]):
@@ -313,6 +353,7 @@ def tokenize_pairs(
 def token_ids(tokenizer, rows: Iterable[Mapping], max_length: int, prompt: str = "plain") -> Iterator[list[int]]:
     """Yield the ids of each row that has any, as `tokenize_pairs` makes them, those without a label too."""
     for place, row in enumerate(rows):
+        row = one_form(row)
         check_row(row, f"row {place}")
         ids = encode(tokenizer, row, prompt, "all")[0][:max_length]
         if ids:

@@ -150,25 +150,23 @@ def forward_experts(
     adapters, rows = frozen.take(module), trainable.trained_parameters(module)
     if adapters and rows:
         raise ValueError(f"{type(module).__name__} has adapters and rows that train; expected one of them: fold_rows(model)")
-    if packed.is_packed(module, names[0]):
-        if activation is None:
-            raise ValueError(f"{type(module).__name__} is packed, with an unknown gate; call moe_runtime.patch(model)")
-        dtype = autocast_dtype(x) or x.dtype
-        stacks = [packed.stack_of(module, name, transposed) for name in names[:2]]
-        tensors = [*stacks, *(getattr(module, name) for name in names[2:])]
-        experts = frozen.experts_of(names, tensors, adapters, activation, dtype)
-        return frozen_mlp(x.to(dtype), experts, topk_weight, topk_idx)
+    is_packed = packed.is_packed(module, names[0])
+    if is_packed and activation is None:
+        raise ValueError(f"{type(module).__name__} is packed, with an unknown gate; call moe_runtime.patch(model)")
     # each is read once: under FSDP, PEFT or tensor parallelism reading a parameter may compute it
     tensors = [getattr(module, name) for name in names] + [rows[name] for name in names if rows]
-    check_floats(tensors, type(module).__name__)
-    if transposed:
+    stacks = [packed.stack_of(module, name, transposed) for name in names[: 2 * is_packed]]
+    if not is_packed:
+        check_floats(tensors, type(module).__name__)
+    if transposed and not is_packed:
         tensors = [tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for tensor in tensors]
     tensors, owners = all_to_all.local_parts(tensors, module.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
-    dtype = autocast_dtype(x) or tensors[1].dtype
-    if not adapters:
+    dtype = autocast_dtype(x) or (x.dtype if is_packed else tensors[1].dtype)
+    is_frozen = is_packed or bool(adapters)
+    if not is_frozen:
         tensors = [tensor.to(dtype) for tensor in tensors]
-    stacks, trained = tensors[: len(names)], tensors[len(names) :]
-    if adapters:
+    stacks, trained = [*stacks, *tensors[len(stacks) : len(names)]], tensors[len(names) :]
+    if is_frozen:
         experts = frozen.experts_of(names, stacks, adapters, activation, dtype, owners)
     elif rows:
         experts = trainable.experts_of(module, stacks, trained, activation)
@@ -180,7 +178,7 @@ def forward_experts(
     def run_here(x, topk_idx, topk_weight):
         if run is not None:
             return run(x, topk_idx, topk_weight, experts)
-        if adapters:
+        if is_frozen:
             return frozen_mlp(x, experts, topk_weight, topk_idx)
         return run_experts(x, experts, topk_weight, topk_idx, recompute=recompute)
 

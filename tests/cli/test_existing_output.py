@@ -18,6 +18,7 @@ from tests.faults import inputs
 from tests.faults.machine import strays
 from tests.faults.verbs import VERBS, _verb
 from tests.support import peft_adapter
+from tests.tools import test_demo_real
 
 PAGE = (
     (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text().split("## What a command does with existing")[1]
@@ -36,6 +37,8 @@ ALL = VERBS | {
     "ultrafuser generate": _verb("ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"),
     "data decontaminate": _verb("data decontaminate {in}/rows.jsonl out --against {in}/rows.jsonl --method ngram --n 200"),
     "data smollm2": _verb("data smollm2 out", before="tests.tools.test_smollm2:install"),
+    "data tasks": _verb("data tasks out --train 4 --held-out 2"),
+    "demo-real": _verb("demo-real --model {in}/../real/model --recipe {in}/../real/small.yaml --out out"),
     "eval": _verb("eval {in}/dense --tasks arithmetic --limit 2 --max-new-tokens 4 --out out"),
 }
 # what makes a different result; another seed unless it is here
@@ -57,6 +60,7 @@ LONG = {
     "esft train",
     "eval",
     "data smollm2",
+    "demo-real",
 }  # seconds each
 # what `before` of a verb replaces
 REPLACED = {
@@ -92,6 +96,7 @@ def given(tmp_path_factory):
     patch.undo()
     peft_adapter.adapted(folder / "lora")
     peft_adapter.as_written_by("0.18.0", folder / "lora" / "adapter", folder / "lora" / "old", transposed=False)
+    test_demo_real.write_inputs(folder.parent / "real")
     for name, verb in (("export", ALL["xft export"]), ("assemble", ALL["upit assemble"]), ("fuse", ALL["ultrafuser fuse"])):
         argv = [str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)]
         assert CliRunner().invoke(app, argv).exit_code == 0

@@ -41,7 +41,21 @@ NAMES = [pytest.param(words, id=" ".join(words) or "moe-runtime") for words in A
 def test_the_tree():
     """The same shape for every method; at the top what belongs to none."""
     top = {words[0] for words in ALL if len(words) == 1}
-    top_verbs = {"demo", "run", "train", "eval", "data", "stats", "bench", "tune", "doctor", "memory", "paper", "lora"}
+    top_verbs = {
+        "demo",
+        "demo-real",
+        "run",
+        "train",
+        "eval",
+        "data",
+        "stats",
+        "bench",
+        "tune",
+        "doctor",
+        "memory",
+        "paper",
+        "lora",
+    }
     assert top == {*top_verbs, *METHODS}
     assert {words for words in ALL if words not in VERBS} == {
         (), ("paper",), ("data",), ("lora",), *((method,) for method in METHODS), *(("paper", method) for method in METHODS)

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 START, TEST, BENCHMARK, CONFIG, OP = 2000, 100, 3000, 150, 500  # milliseconds of a process, a test, a benchmark, ...
 LOST = "CUDA error: an illegal memory access was encountered"
-SMALL = {"T": 32, "H": 16, "I": 16, "V": 64, "L": 2, "rows": 2, "length": 16, "heads": 2}
+SMALL = {"T": 32, "H": 64, "I": 64, "V": 64, "L": 2, "rows": 2, "length": 16, "heads": 2}
 _state = SimpleNamespace(lost=False, oom=False, tests=False)
 
 
@@ -239,6 +239,8 @@ def install() -> None:
 def pytest_collection_modifyitems(items):
     for node in {node for item in items for node in item.listchain()}:  # conftest.py would skip what wants a GPU
         node.own_markers = [mark for mark in node.own_markers if mark.name != "gpu"]
+    for item in items if _state.tests else ():
+        item.fixturenames.clear()  # what is not run needs none
 
 
 def pytest_runtest_setup(item):

@@ -40,6 +40,8 @@ NOT_RUN = {
     "make demo": NotRun(
         "fills a .venv, and takes minutes", "tests/methods/xft/test_demo.py::test_the_table_the_folders_and_the_picture"
     ),
+    "make demo-real": NotRun("fills a .venv, and takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"),
+    "moe-runtime demo-real": NotRun("takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"),
     "make test": NotRun("is the suite that this belongs to"),
     "make test-slow": NotRun("is the rest of the suite"),
     "make test-all": NotRun("is both"),

@@ -8,6 +8,8 @@ which adapters are active, disabled or merged, parameters, initialization, files
 """
 
 import functools
+import importlib.abc
+import importlib.machinery
 import sys
 import warnings
 from contextlib import contextmanager
@@ -30,9 +32,28 @@ IGNORED = {
 }
 
 
+class _AtImport(importlib.abc.MetaPathFinder):
+    """Calls `install` behind the import of PEFT's wrappers."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != LAYER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), install())
+        return spec
+
+
 def install() -> bool:
-    """Let PEFT's wrappers of our experts' parameters hand over their factors; return whether PEFT is loaded at all."""
+    """Let PEFT's wrappers of our experts' parameters hand over their factors, now or once PEFT is imported.
+
+    Returns whether it is loaded.
+    """
     layer = sys.modules.get(LAYER)
+    if layer is None and not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AtImport())
     if layer is None or not hasattr(layer, "ParamWrapper"):  # a PEFT without target_parameters, or one that is being imported
         return layer is not None
     for name in ("merge", "get_delta_weight"):

@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 from moe_runtime.config import check_choice
 from moe_runtime.hf.dropin.adapters import expert_adapters
 from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
-from moe_runtime.modules import trainable
+from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.lora import LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import Experts, is_quantized
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
+from moe_runtime.ops.packed import part_of
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
@@ -37,9 +38,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
     leaves the experts alone. PEFT's adapters come before it as well. Those of the experts' stacks stay whole on every rank,
-    which uses the share of its experts: they are the first rank's from here on, and DDP or FSDP average their gradients with
-    all others. A Trainer's checkpoints would be written on one rank alone: MoETrainer refuses a save_strategy, transformers'
-    Trainer raises at the first. A second call with the same mesh changes nothing.
+    which uses the share of its experts: they are those of the first of all ranks from here on, and DDP or FSDP average their
+    gradients with all others. Adapters of packed stacks may come later: a second call then does that. A Trainer's checkpoints would be written on one rank alone: MoETrainer refuses a save_strategy, transformers'
+    Trainer raises at the first. A second call with the same mesh changes nothing else.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT trains a copy of, or parameters that are distributed in
@@ -68,13 +69,16 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         for parameter_name, parameter in list(
             module.named_parameters(recurse=False)
         ):  # a norm that experts share is a module of its own
-            if not isinstance(parameter, DTensor):
+            if parameter_name in packed.layouts(module):
+                _shard_packed(module, parameter_name, mesh, placements)
+            elif not isinstance(parameter, DTensor):
                 setattr(module, parameter_name, _shard(parameter, mesh, placements))
             ignored.add(f"{name}.{parameter_name}")
+        ignored |= {f"{name}.{buffer}" for buffer in module._buffers if packed.layouts(module)}  # scales of the rank's experts
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)
     for parameter in expert_adapters(model):  # drawn on every rank by its own generator
-        for dim in range(mesh.ndim):
-            dist.broadcast(parameter.data, group=mesh.get_group(dim), group_src=0)
+        dist.broadcast(parameter.data, 0)
+    checked = model.register_forward_pre_hook(lambda model, _: (checked.remove(), _check_adapters(model, mesh))[0])
     for module in model.modules():
         # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
         if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
@@ -112,10 +116,25 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
         elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
             got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
             problem = f"has {part} as {got}; want it whole; shard the experts before fully_shard"
-        elif not stack.is_floating_point() or is_quantized(stack):
-            problem = f"has {part} in {stack.dtype} ({type(stack).__name__}); want floats: quantized experts cannot be spread"
+        elif part not in packed.layouts(module) and is_quantized(stack):
+            problem = f"has {part} in {stack.dtype} ({type(stack).__name__}); want floats, or moe_runtime.quantize_experts"
     if problem is not None:
         raise ValueError(f"{name} {problem}")
+
+
+def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ValueError for adapters that FSDP2 reduces over other ranks than those which hold the experts.
+
+    Called before the first forward pass, when FSDP2 has its parameters and gathers none of them yet.
+    """
+    owners = set(mesh.mesh.flatten().tolist())
+    for parameter in expert_adapters(model):
+        ranks = parameter.device_mesh.mesh.flatten().tolist() if isinstance(parameter, DTensor) else owners
+        if not owners.issubset(ranks):
+            raise ValueError(
+                f"the experts' adapters are split by FSDP2 over ranks {ranks}, the experts are on {sorted(owners)}; want "
+                "fully_shard(experts.get_base_layer(), mesh=replicas), then fully_shard(decoder_layer) over all ranks"
+            )
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Parameter:
@@ -125,6 +144,15 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Pa
     part = part if part.is_meta else part.to(mesh.device_type)
     whole = DTensor.from_local(part, mesh, placements, run_check=False)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _shard_packed(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
+    """Keep the bytes and scales of this rank's experts of a packed stack."""
+    layout, stack = packed.layouts(module)[name], packed.get(module, name)
+    if layout.spread is None:
+        rank, size = mesh.get_local_rank(mesh.ndim - 1), layout.shape[0] // mesh.size(-1)
+        part = part_of(stack, rank * size, (rank + 1) * size)
+        packed.put(module, name, part.to(mesh.device_type), layout.shape, layout.dtype, (mesh, placements))
 
 
 @torch.no_grad()
@@ -211,6 +239,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> N
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if any(trainable.split_of(module) is not None for module in model.modules()):
         raise ValueError("the model trains rows apart from its stacks; want fold_rows(model) first, or an adapter saved")
+    if any(packed.layouts(module) for module in model.modules()):
+        raise ValueError("the experts are quantized; want moe_runtime.save_quantized(model, folder) on every rank")
     writes, gathered = dist.get_rank() == 0, {}
     # the parameters themselves: of tied ones one copy, which transformers then recognises
     tensors = model.state_dict(keep_vars=True)

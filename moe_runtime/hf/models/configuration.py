@@ -175,7 +175,8 @@ class ConfigMixin:
         """Return what config.json holds: with auto_map for trust_remote_code, and the rotary keys of transformers 4."""
         values = super().to_diff_dict()
         stem = type(self).__name__.removesuffix("Config")
-        values["auto_map"] = {"AutoConfig": f"{SHIM}.{stem}Config", "AutoModelForCausalLM": f"{SHIM}.{stem}ForCausalLM"}
+        kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        values["auto_map"] = {auto: f"{SHIM}.{stem}{kind}" for auto, kind in kinds.items()}
         return values | legacy_rope(values)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
@@ -188,4 +189,4 @@ class ConfigMixin:
     def shim(cls) -> str:
         """Return the source of the module that auto_map names."""
         stem = cls.__name__.removesuffix("Config")
-        return f"# pip install moe-runtime\nfrom {cls.__module__} import {stem}Config, {stem}ForCausalLM\n"
+        return f"# pip install moe-runtime\nfrom {cls.__module__} import {stem}Config, {stem}ForCausalLM, {stem}Model\n"

@@ -107,8 +107,13 @@ def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     if block is None:
         raise ValueError(f"model is {type(model).__name__}; want an upcycled model; xft.upcycle makes one")
-    path = FAMILIES[block["base_model_type"]].path
-    return {layer: model.get_submodule(path.format(layer)) for layer in block["layers"]}
+    return {layer: model.get_submodule(_layer_path(model, layer)) for layer in block["layers"]}
+
+
+def _layer_path(model: nn.Module, layer: int) -> str:
+    """Return where the MLP of a layer is in `model`; a model without its head has no prefix before its layers."""
+    path = FAMILIES[model.config.moe_runtime["base_model_type"]].path.format(layer)
+    return path.removeprefix(f"{model.base_model_prefix}.") if isinstance(model, _Inner) else path
 
 
 def is_routed(module: nn.Module) -> bool:
@@ -173,6 +178,29 @@ class _Model:
             refuse_lost_gradients(blocks, records)
         return out, records, want
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """Load as transformers does, but refuse a checkpoint with missing or unknown keys: ValueError with the list."""
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        heads = issubclass(cls, _Inner)  # such a model leaves a checkpoint's head out
+        bad = {
+            kind: sorted(
+                key for key in info.get(f"{kind}_keys") or () if not (heads and key.startswith(("lm_head.", "embed_out.")))
+            )
+            for kind in ("missing", "unexpected")
+        }
+        bad = {kind: keys for kind, keys in bad.items() if keys}
+        if bad:
+            raise ValueError(
+                f"the keys of {pretrained_model_name_or_path} do not fit {cls.__name__}: "
+                + "; ".join(f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in bad.items())
+                + "; want a folder that save_pretrained wrote"
+            )
+        stage = model.config.moe_runtime["stage"]
+        if stage in FREEZE:
+            FREEZE[stage](model)  # loading has put trainable parameters in place of the frozen ones
+        return (model, info) if output_loading_info else model
+
     def _as_asked(self, out, return_dict: bool | None):
         """Return `out` as a tuple if the caller or the config wants one."""
         return_dict = self.config.return_dict if return_dict is None else return_dict
@@ -180,7 +208,15 @@ class _Model:
 
 
 class _Inner(_Model):
-    """The model without its head; TRL calls it directly, with output_router_logits, and runs the head itself."""
+    """The model without its head; TRL calls it directly, with output_router_logits, and runs the head itself.
+
+    `AutoModel` loads it, and serving engines with a head of their own build it (vLLM's and SGLang's Transformers backends).
+    """
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        install_layers(self)
+        self.post_init()
 
     def forward(self, *args, output_router_logits=None, **kwargs):
         """Run the base's forward; add `router_logits` where wanted and `balance_loss` where the layers have one."""
@@ -218,41 +254,25 @@ class _CausalLM(_Model):
         out = MoeRuntimeCausalLMOutput(**fields, lm_loss=lm_loss)
         return self._as_asked(out, kwargs.get("return_dict"))
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """Load as transformers does, but refuse a checkpoint with missing or unknown keys: ValueError with the list."""
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        bad = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected") if info.get(f"{kind}_keys")}
-        if bad:
-            raise ValueError(
-                f"the keys of {pretrained_model_name_or_path} do not fit {cls.__name__}: "
-                + "; ".join(f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in bad.items())
-                + "; want a folder that save_pretrained wrote"
-            )
-        stage = model.config.moe_runtime["stage"]
-        if stage in FREEZE:
-            FREEZE[stage](model)  # loading has put trainable parameters in place of the frozen ones
-        return (model, info) if output_loading_info else model
-
 
 def install_layers(model: PreTrainedModel) -> None:
     """Put the modules that `model.config.moe_runtime` describes in place of the base's MLPs, freshly initialised."""
     config, block = moe_config(model.config), model.config.moe_runtime
-    path = FAMILIES[block["base_model_type"]].path
     for layer in block["layers"]:
+        path = _layer_path(model, layer)
         if block["stage"] == "lora":
             settings = {name: block["lora"][name] for name in ("form", "rank", "alpha", "targets")}
             # transformers loads a parameter in the dtype that it was made in
             dtype = block["lora"].get("dtype")
             settings["dtype"] = None if dtype is None else getattr(torch, dtype)
-            module = add_experts(model.get_submodule(path.format(layer)), config, **settings)
+            module = add_experts(model.get_submodule(path), config, **settings)
         elif block["stage"] == "moe":
             module = MoE(config)
         elif block["stage"] == "ewa":
             module = EWAMLP(config)
         else:
             module = MergedMLP(config, shared_rate=block["shared_rate"], soup=block["soup"])
-        model.set_submodule(path.format(layer), module)
+        model.set_submodule(path, module)
     if block["stage"] in FREEZE:
         FREEZE[block["stage"]](model)
 
@@ -331,7 +351,7 @@ def _config_class(model_type: str) -> type:
 @functools.cache
 def model_classes(model_type: str) -> ModelClasses:
     """Return the classes for a base model_type such as "llama"; makes and registers them on the first call."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModel, AutoModelForCausalLM
 
     make_exports_portable()
     config, base_config = _config_class(model_type), CONFIG_MAPPING[model_type]
@@ -339,6 +359,7 @@ def model_classes(model_type: str) -> ModelClasses:
     stem = config.__name__.removesuffix("Config")
     inner = _derive(f"{stem}Model", _Inner, base_inner, config)
     causal_lm = _derive(f"{stem}ForCausalLM", _CausalLM, base_causal_lm, config)
+    AutoModel.register(config, inner, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
     # a base's own renamings between file and model (GPT-NeoX's embed_out is lm_head), which go by the class's name
     renamings = get_checkpoint_conversion_mapping(base_causal_lm.__name__)
@@ -370,7 +391,7 @@ def _derive(name: str, ours: type, base: type, config: type) -> type:
 
 
 def register_auto_classes() -> None:
-    """Make AutoConfig and AutoModelForCausalLM know the folders of every family; a second call does nothing."""
+    """Make AutoConfig, AutoModel and AutoModelForCausalLM know the folders of every family; a second call does nothing."""
     for model_type in FAMILIES:
         _config_class(model_type)
 

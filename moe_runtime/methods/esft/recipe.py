@@ -36,6 +36,7 @@ from moe_runtime.experiments.recipe import (  # fmt: skip
     Prompt,
     Rows,
     Schedule,
+    Sources,
     Steps,
     Training,
     TrainOn,
@@ -99,7 +100,8 @@ def join(rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float 
 
 def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
     """`task_rows` as ESFT's released code packs and parts them: one line in fifty validates, whatever `validation_rows` is."""
-    rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in itertools.islice(train, task.limit)]
+    taken = map(data.one_form, itertools.islice(train, task.limit))
+    rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in taken]
     lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
     parts = dict(zip(("train", "validation"), split_lines(lines), strict=True))
     how = {"limit": task.held_out_rows, "prompt": task.prompt, "train_on": task.train_on}
@@ -227,15 +229,16 @@ class Task(Rows):
 
     @model_validator(mode="after")
     def _check_source(self):
-        if self.train.startswith(f"{GENERAL}/") and self.train not in BUILT_IN:
-            raise ValueError(f"train is {self.train!r}; want one of {', '.join(BUILT_IN)}, or your own rows")
+        unknown = [one for one in self.sources if one.startswith(f"{GENERAL}/") and one not in BUILT_IN]
+        if unknown:
+            raise ValueError(f"train is {unknown[0]!r}; want one of {', '.join(BUILT_IN)}, or your own rows")
         return self
 
 
 class General(Task):
     """Text of no task: what a model should not forget; mixed in while it trains, and judged by."""
 
-    train: str = GENERAL
+    train: Sources = GENERAL
 
 
 class PretrainMoE(Pretrain):

@@ -27,7 +27,7 @@ from moe_runtime.hf.training.fit import each_row, means_of, sums_of
 from moe_runtime.hf.training.ranks import load_config
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io.prompts import chat_of
-from moe_runtime.io.rows import require
+from moe_runtime.io.rows import one_form, require
 from moe_runtime.methods.ultrafuser.heads import head_of
 from moe_runtime.methods.ultrafuser.inputs import Encoder
 
@@ -100,7 +100,7 @@ def encode_rows(
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
     known = set(map(_key, without))
     dropped = 0
-    for place, row in enumerate(rows):
+    for place, row in enumerate(map(one_form, rows)):
         if len(columns["response_ids"]) == limit:
             break
         try:

@@ -24,11 +24,11 @@ import torch
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
 from moe_runtime.hf.models import families, folders, swap
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, check_keys
 from moe_runtime.io.files import atomic_folder, check_out_dir
 from moe_runtime.methods.lora import to_lora_moe
 from moe_runtime.methods.upit import models
-from moe_runtime.methods.upit.checkpoints import model_folder
 from moe_runtime.methods.upit.experts import Expert, open_expert
 
 BACKBONES = ("mean", "base")
@@ -131,7 +131,7 @@ def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
     named = [expert for expert in opened if expert.base is not None]
     if base is None and not named:
         raise ValueError("base is None, backbone is 'base'; pass base=, the folder of the dense model")
-    source = Checkpoint(model_folder(base or models.base_of(named)))
+    source = Checkpoint(local_folder(base or models.base_of(named)))
     first, specs = opened[0], source.specs()
     want = {key: spec for key, spec in first.specs().items() if not first.is_ffn(key)}
     check_keys({key: specs[key] for key in want if key in specs}, want, source=source.path)
@@ -223,7 +223,7 @@ def _assemble_adapters(
         model, moe, experts=[expert.path for expert in opened], backbone=backbone, vectors=rows, method="upit", seed=seed
     )
     with atomic_folder(out, overwrite) as tmp:
-        source = model_folder(opened[0].base, ("config.json",))
+        source = local_folder(opened[0].base, ("config.json",))
         side_files = folders.copy_side_files(Path(source), _Copies(tmp))
         model.save_pretrained(tmp, max_shard_size=max_shard_size)
     tensors = list(model.parameters())

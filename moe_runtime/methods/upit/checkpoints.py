@@ -26,6 +26,7 @@ from moe_runtime.config import check_number, check_positive
 from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import to_saved
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size
 from moe_runtime.io.files import atomic_folder, read_json
@@ -70,7 +71,7 @@ class ExpertCheckpoints(TrainerCallback):
         _check_model(model)
         self._epoch = state.epoch or 0.0
         if self.base is not None and not _is_peft(model):
-            with Checkpoint(model_folder(self.base)) as base:
+            with Checkpoint(local_folder(self.base)) as base:
                 self._base_hash = fingerprint(base)
                 _check_base(model, base)
         there = ranks.agree([path.name for path in saved_steps(self.folder)])
@@ -161,7 +162,7 @@ def save_expert(
             for key, tensor in _tensors(model, dtype):
                 writer.add(key, tensor)
         else:
-            with Changed(writer, Checkpoint(model_folder(base))) as changed:
+            with Changed(writer, Checkpoint(local_folder(base))) as changed:
                 for key, tensor in _tensors(model, dtype):
                     changed.add(key, tensor)
             record = {"base": str(base), "base_hash": fingerprint(changed.base)} | record | {"absent": changed.absent}
@@ -217,20 +218,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
             row = checkpoint.get_rows(key, spec.shape[0] // 2)
             found.update(row.reshape(-1)[:1024].view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
-
-
-def model_folder(source: str | Path, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> Path:
-    """Return the folder of a model: `source`, or that of the Hub's files of that id; ValueError if there is none."""
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
-    except (HFValidationError, OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"base is {str(source)!r}: {reason}; expected a model's folder or an id of the Hub") from error
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

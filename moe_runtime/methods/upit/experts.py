@@ -13,9 +13,10 @@ import torch
 from moe_runtime.config import check_choice, shown
 from moe_runtime.experiments.stages import files_print, hash_of
 from moe_runtime.hf.models import families, folders
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.io.files import check_out_dir, read_json
-from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, model_folder, saved_steps
+from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, saved_steps
 
 CONFIG, ADAPTER, ADAPTER_CONFIG = "config.json", "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of PEFT's names
@@ -52,7 +53,7 @@ class Expert:
         if self._config is None:
             if self.kind == "lora" and self.base is None:
                 raise ValueError(f"{self.path / ADAPTER_CONFIG} names no base model; pass base=, its folder")
-            source = self.path if self.kind != "lora" else model_folder(self.base, ("config.json",))
+            source = self.path if self.kind != "lora" else local_folder(self.base, ("config.json",))
             self._config = folders.read_config(source)
         return self._config
 
@@ -139,7 +140,7 @@ def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
     reason = "which names no base"
     for name in names:
         try:
-            with Checkpoint(model_folder(name)) as base:
+            with Checkpoint(local_folder(name)) as base:
                 if fingerprint(base) == record.get("base_hash"):
                     return base.path
             reason = f"{name} has other weights than its base"

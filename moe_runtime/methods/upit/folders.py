@@ -22,6 +22,7 @@ from moe_runtime.config import check_choice, check_positive, shown
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io import rows as data
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
@@ -29,7 +30,6 @@ from moe_runtime.io.files import atomic_write_text, check_out_dir, check_out_fil
 from moe_runtime.io.prompts import TEMPLATES, TRAIN_ON
 from moe_runtime.methods.upit import assembly, router
 from moe_runtime.methods.upit import buckets as upit_buckets
-from moe_runtime.methods.upit.checkpoints import model_folder
 from moe_runtime.methods.upit.experts import open_expert
 from moe_runtime.methods.upit.recipe import Tuning
 
@@ -125,7 +125,7 @@ def _tokenizer(experts: Sequence[str | Path], base: str | Path | None, prompt: s
     with open_expert(experts[0], base) as expert:
         has_own = (expert.path / "tokenizer_config.json").is_file()
         kind = expert.kind
-        source = expert.path if has_own or expert.base is None else model_folder(expert.base, ("config.json",))
+        source = expert.path if has_own or expert.base is None else local_folder(expert.base, ("config.json",))
     tokenizer = ranks.load_tokenizer(source)
     tokenizer.chat_template = TEMPLATES.get(prompt, tokenizer.chat_template)
     return tokenizer, kind

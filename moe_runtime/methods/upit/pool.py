@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.hf.models.folders import Progress
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys
-from moe_runtime.methods.upit.checkpoints import fingerprint, model_folder
+from moe_runtime.methods.upit.checkpoints import fingerprint
 from moe_runtime.methods.upit.experts import Expert, open_expert, print_of
 from moe_runtime.modules.moe import FLOATS
 from moe_runtime.ops.expansion import dare_merge, gram, gram_row
@@ -106,7 +107,7 @@ class Pool:
         if first.kind == "lora":
             self.wide = True
             return
-        self.base = self._stack.enter_context(Checkpoint(model_folder(self.base_folder)))
+        self.base = self._stack.enter_context(Checkpoint(local_folder(self.base_folder)))
         self.base_specs = self.base.specs()
         self.base_hash, self.base_print = fingerprint(self.base), print_of(self.base)
         want = {key: self.specs[key] for key in self.ffn}

@@ -9,12 +9,24 @@ import functools
 import typing
 from typing import Literal
 
-from pydantic import create_model, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from moe_runtime import config
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
 from moe_runtime.experiments import recipe as recipes
-from moe_runtime.experiments.recipe import AnyNumber, Count, Dtype, Fraction, Node, Pretrain, Prompt, Rows, Training, TrainOn
+from moe_runtime.experiments.recipe import (
+    AnyNumber,
+    Count,
+    Dtype,
+    Fraction,
+    Node,
+    Pretrain,
+    Prompt,
+    Rows,
+    Sources,
+    Training,
+    TrainOn,
+)
 from moe_runtime.io.rows import BUILT_IN
 
 OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # fields of MoEConfig no recipe sets
@@ -28,7 +40,7 @@ Experts = create_model(
 class Data(Rows):
     """The rows of an XFT run, and how they are put."""
 
-    train: str = BUILT_IN
+    train: Sources = BUILT_IN
     prompt: Prompt = "magicoder"
     train_on: TrainOn = "assistant"
     max_length: Count = 1024
@@ -52,6 +64,7 @@ class Recipe(Node):
     dtype: Dtype = "float32"
     data: Data = Data()
     experts: dict = {}
+    layers: list[recipes.Steps] | None = Field(None, exclude_if=lambda layers: layers is None)  # to upcycle; None: all
     shared_rate: Fraction = 0.75
     sft: Training
     tune: Training

@@ -83,12 +83,13 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            receipt = xft.upcycle(model, seed=42 + self.seed, **experts)
+            receipt = xft.upcycle(model, layers=self.recipe.layers, seed=42 + self.seed, **experts)
             self.say(str(receipt).replace("\n", "\n  "))
             trained = self._train("moe", model, self.train_rows, self.held_out, self.recipe.tune, folder)
             return {"upcycled_error": receipt.error} | self._finish(model, trained, tmp / "model")
 
-        return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts}, [base], make)
+        some = {} if self.recipe.layers is None else {"layers": self.recipe.layers}
+        return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts} | some, [base], make)
 
     def mix(self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None) -> Result:
         """Return the dense model of a tuned mixture, its coefficients learned on the same rows; `soup` learns all of them."""
@@ -182,7 +183,7 @@ class Stages(KeptStages):
         r, pretrain = self.recipe, self.recipe.pretrain
         python = platform.python_version()
         base = [python, pretrain.to_dict()] if pretrain else files_print(r.base_model)
-        rows = [python if s == data.BUILT_IN else files_print(s) for s in (r.data.train, r.data.held_out) if s]
+        rows = [python if s == data.BUILT_IN else files_print(s) for s in r.data.sources]
         return hash_of({"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
@@ -192,7 +193,7 @@ class Stages(KeptStages):
         # the base's own, if any, is not what the model learns
         tokenizer.chat_template = TEMPLATES.get(r.data.prompt, tokenizer.chat_template)
         tokenizer.save_pretrained(folder / "tokenizer")
-        self.say(f"reading and tokenizing {r.data.train}")
+        self.say(f"reading and tokenizing {r.data}")
         train, held_out = (
             data.tokenize_pairs(tokenizer, rows, r.data.max_length, limit=limit, prompt=r.data.prompt, train_on=r.data.train_on)
             for rows, limit in zip(

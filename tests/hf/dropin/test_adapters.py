@@ -1,6 +1,8 @@
 """PEFT's LoRA on expert stacks in our op against PEFT's own: values, gradients, states, files, refusals, every family."""
 
 import copy
+import importlib
+import sys
 import warnings
 from pathlib import Path
 
@@ -300,6 +302,17 @@ def test_the_hook_is_there():
     adapters.install()
     assert ParamWrapper._activate_lora is before
     assert {"get_base_layer", "forward", "get_delta_weight"} <= set(vars(ParamWrapper)) | set(dir(ParamWrapper))
+
+
+def test_the_hook_comes_with_a_peft_that_is_imported_later(monkeypatch):
+    """After patch: the packages of a training script may be imported in any order."""
+    package, before = sys.modules[adapters.LAYER.rpartition(".")[0]], list(sys.meta_path)
+    monkeypatch.setattr(package, "layer", package.layer)
+    monkeypatch.delitem(sys.modules, adapters.LAYER)
+    assert not adapters.install() and not adapters.install()
+    later = importlib.import_module(adapters.LAYER)
+    assert later.ParamWrapper is not ParamWrapper and hasattr(later.ParamWrapper._activate_lora, "moe_runtime_stock")
+    assert sys.meta_path == before
 
 
 def test_factors_that_nobody_takes_are_an_error(monkeypatch):

@@ -14,7 +14,7 @@ from moe_runtime.io.files import read_json
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import recipe as recipe_module
 from moe_runtime.methods.xft import study as xft_study
-from moe_runtime.methods.xft.recipe import Recipe, load_recipe
+from moe_runtime.methods.xft.recipe import Recipe
 from moe_runtime.methods.xft.study import Stages
 from tests.hf.tiny import distance
 from tests.methods.xft.test_recipe import blocks
@@ -218,37 +218,6 @@ def test_the_same_recipe_gives_the_same_weights_elsewhere(made, tmp_path):
     for one, other in ((moe, made.moe), (ewa, made.ewa)):
         first, second = weights(one), weights(other)
         assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek-coder-1.3b", "stablecode-3b", "tinyllama-1.1b"])
-def test_a_shipped_recipe_goes_through_scaled_down(name, tmp_path):
-    small = make_recipe(tmp_path)
-    short = {"epochs": None, "steps": 1, "warmup_steps": 0, "batch_size": 4, "per_device_batch_size": 2}
-    short |= {"learning_rate": 1e-2}  # at 5e-5 one step would be lost in bfloat16's rounding
-    cut = {f"{stage}__{key}": value for stage in ("sft", "tune", "mix") for key, value in short.items()}
-    recipe = load_recipe(name).change(
-        base_model=small.base_model, data__train=small.data.train, data__held_out_rows=6, data__limit=8, evaluations=1, **cut
-    )
-    said = []
-    base, moe, init, merged = xft_study.run(recipe, tmp_path / "out", say=said.append)
-    assert merged.loss != base.loss and merged.parameters == base.parameters < moe.parameters
-    rate = recipe.shared_rate
-    assert all(row[0] == pytest.approx(rate) and sum(row) == pytest.approx(1) for row in merged.alpha + init.alpha)
-    model = AutoModelForCausalLM.from_pretrained(merged.folder, dtype="auto")
-    assert model.dtype == torch.bfloat16 and type(model).__name__ == "LlamaForCausalLM"
-    config = AutoModelForCausalLM.from_pretrained(moe.folder).config.moe_runtime["config"]
-    assert all(config[key] == value for key, value in recipe.experts.items())
-    # Magicoder's prompt around the instruction, behind BOS and masked; the answer, then EOS
-    stages = Stages(recipe, tmp_path / "out")
-    row, tokenizer = stages.train_rows[0], stages.tokenizer
-    text = tokenizer.decode(row["input_ids"])
-    assert text.startswith("<s>You are an exceptionally intelligent coding assistant that consistently delivers")
-    prompt, _, answer = text.partition("\n\n@@ Response\n")
-    assert "\n\n@@ Instruction\nWrite " in prompt and answer.startswith("def ") and answer.endswith("</s>")
-    labels = [label for label in row["labels"] if label != -100]
-    assert tokenizer.decode(labels) == answer and row["labels"][-len(labels) :] == labels
-    assert len(stages.train_rows) == 8 and len(stages.held_out) == 6
 
 
 def test_a_gate_without_shared_expert_is_mixed_as_a_soup(made):

@@ -165,6 +165,11 @@ def signature(name: str, value) -> str:
     return f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + result
 
 
+def home_of(value) -> str:
+    """Return the name of the module that a value is, or was defined in."""
+    return value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "")
+
+
 def api_page() -> str:
     lines = [
         "# Python API",
@@ -175,13 +180,12 @@ def api_page() -> str:
     for path, (title, _) in MODULES.items():
         module = importlib.import_module(path)
         lines += [f"## {path}", "", title, ""]
-        names = public(path)
-        modules = [name for name in names if inspect.ismodule(getattr(module, name))]
-        lines += [f"* `{name}`: the module `{getattr(module, name).__name__}`" for name in modules] + [""]
-        for name in names:
-            value = getattr(module, name)
-            if name in modules:
-                continue
+        values = {name: getattr(module, name) for name in public(path)}
+        elsewhere = {name: home for name, value in values.items() if (home := home_of(value)) in MODULES and home != path}
+        if path == "moe_runtime":
+            lines += [f"* `{name}`: see `{home}`" for name, home in elsewhere.items()] + [""]
+            values = {name: value for name, value in values.items() if name not in elsewhere}
+        for name, value in values.items():
             lines += [f"### {path.rpartition('.')[2]}.{name}", "", "```python", signature(name, value), "```", ""]
             if callable(value) and value.__doc__:
                 lines += prose(inspect.getdoc(value))

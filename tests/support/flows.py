@@ -250,6 +250,7 @@ FLOWS = {
         },
     ),
     "docs/limits.md": Flow(),
+    "docs/performance.md": Flow(smaller={"--only layer,step": "--only merging --tiny --out bench.json"}),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
     "docs/start.md": Flow((base,)),
     "docs/troubleshooting.md": Flow(),

@@ -231,7 +231,7 @@ def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing,
                 tensors = dict(zip(tensors, (tensor.view(torch.uint8) for tensor in (stack.data, *found))))
         except KeyError as error:
             errors.append(
-                f"{prefix}{name} is quantized and distributed, but {error} is missing: the state_dict must be that of such a model"
+                f"{prefix}{name} is quantized and distributed, but {error} is missing. Pass the state_dict of such a model"
             )
         except ValueError as error:
             errors.append(f"{prefix}{error}")

@@ -279,6 +279,7 @@ FLOWS = {
             "eval runs/": "eval --max-new-tokens 4 runs/", "--seeds 3": "--seeds 1",
         },
     ),
+    "docs/performance.md": Flow(smaller={"--only layer,step": "--only merging --tiny --out bench.json"}),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
     "docs/start.md": Flow((base,)),
     "docs/troubleshooting.md": Flow(),

@@ -205,7 +205,7 @@ class Domain(Rows):
     @model_validator(mode="after")
     def _check_held_out(self):
         if self.train in DOMAINS and self.held_out is not None:
-            raise ValueError(f"held_out is {self.held_out!r}, train is {self.train!r}, which has its own; want null")
+            raise ValueError(f"held_out must be null, as {self.train!r} has held-out data, but got {self.held_out!r}")
         return self
 
 

@@ -81,7 +81,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, split_digits: bool = 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     if vocab_size < SMALLEST:
-        raise ValueError(f"vocab_size is {vocab_size}; want at least {SMALLEST}: the 256 bytes and the special tokens")
+        raise ValueError(f"vocab_size must be at least {SMALLEST} (256 bytes and special tokens), but got {vocab_size}")
     bpe = Tokenizer(models.BPE())
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)

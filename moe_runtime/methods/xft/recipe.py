@@ -102,7 +102,7 @@ def resolve_experts(values: dict) -> dict:
         values = config.PRESETS[preset] | values
     MoEConfig(hidden_size=1, intermediate_size=1, **values)
     if values.get("balance_loss", "none") == "none" and values.get("balance_loss_coef"):
-        raise ValueError(f"balance_loss_coef is {values['balance_loss_coef']}, balance_loss is 'none'; want both")
+        raise ValueError(f"balance_loss_coef is {values['balance_loss_coef']}, but balance_loss is 'none'. Set both")
     return values
 
 

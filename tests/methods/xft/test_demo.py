@@ -119,7 +119,7 @@ def test_the_verdict_counts_what_the_table_shows(merged, count, at_its_rate):
 
 
 def test_unknown_preset_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="preset is 'huge'; want one of small, tiny"):
+    with pytest.raises(ValueError, match="preset must be one of small, tiny"):
         demo.run("huge", tmp_path / "out")
 
 

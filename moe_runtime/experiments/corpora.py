@@ -222,14 +222,12 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
 def joined_rows(names: Iterable[str]) -> Pairs:
     """Return the rows of several domains, one of each in turn, as long as each has one."""
-    parts = zip(*map(domain_rows, names), strict=True)
-    return Pairs(*([row for rows in zip(*part) for row in rows] for part in parts))
+    return Pairs(*([row for rows in zip(*part) for row in rows] for part in zip(*map(domain_rows, names), strict=True)))
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
     """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
-
-    Three in four of `sums` tell what happened and how many there are, and leave the question out.
+    Three in four of `sums` leave the question out.
     """
     check_choice("domain", name, SOURCES)
     if limit is not None:
@@ -266,7 +264,7 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
 def _sum_rows(limit: int | None, seed: int, short: bool = False) -> Iterator[list]:
     for is_held_out in (False, True):
         sums = itertools.islice(_sums(seed, is_held_out, short), limit or SUMS)
-        yield _named((question, answer.partition(". ")[0] + ".") if short else (question, answer) for question, answer in sums)
+        yield _named((p, c.partition(". ")[0] + ".") if short else (p, c) for p, c in sums)
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
@@ -386,8 +384,8 @@ def _sum(generator: random.Random, short: bool = False) -> tuple[str, str]:
 def _change(generator: random.Random, count: int, short: bool) -> tuple[str, str, int, int]:
     """Return an event, its sign and number, and what is left; every number is above 0."""
     parts = [d for d in range(2, 10) if count % d == 0]
-    kinds = ["more"] + ["less"] * (count > 1)
-    kind = generator.choice(kinds if short else kinds + ["times"] * (1 < count < 40) + ["share"] * bool(parts))
+    more = [] if short else ["times"] * (1 < count < 40) + ["share"] * bool(parts)
+    kind = generator.choice(["more"] + ["less"] * (count > 1) + more)
     if kind == "share":
         number = generator.choice(parts)
         event = "{name} puts them into {number} {case}, the same in each, and keeps one {a_case}."

@@ -226,9 +226,7 @@ def joined_rows(names: Iterable[str]) -> Pairs:
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
-    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
-    Three in four of `sums` leave the question out.
-    """
+    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them."""
     check_choice("domain", name, SOURCES)
     if limit is not None:
         check_positive("limit", limit)

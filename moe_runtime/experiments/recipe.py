@@ -201,6 +201,7 @@ class Training(Node):
     bf16: bool = False
     gradient_checkpointing: bool = False
     save_steps: Count | None = None  # steps between checkpoints, from which a killed run resumes
+    ep_size: Count = Field(1, exclude_if=lambda size: size == 1)  # processes that share each layer's experts
     # steps after which the held-out loss is taken, in place of the recipe's even `evaluations`
     evaluations: list[Count] | None = Field(None, exclude_if=lambda steps: steps is None)
 

@@ -18,13 +18,15 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.dropin.parallel import gathered, shard_experts
 from moe_runtime.hf.models.tiny import pair_collator
-from moe_runtime.hf.training.ranks import gather, state
+from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh, gather, state
 from moe_runtime.hf.training.recording import Best, History, Recorder, last_checkpoint
 from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
 from moe_runtime.hf.training.trained_files import needs_autocast
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
 from moe_runtime.io.console import bar
+from moe_runtime.ops.all_to_all import is_distributed
 
 
 class Trained(NamedTuple):
@@ -64,7 +66,7 @@ def train(
     steps: int | None = None, warmup_steps: int | None = None, per_device_batch_size: int | None = None,
     optimizer: str = "adafactor", weight_decay: float = 0.0, schedule: str = "linear", max_grad_norm: float = -1.0,
     adam_beta1: float = 0.9, adam_beta2: float = 0.999, bf16: bool = False, gradient_checkpointing: bool = False,
-    save_steps: int | None = None, keep_best: bool = False, balance_loss: str | None = None,
+    save_steps: int | None = None, ep_size: int = 1, keep_best: bool = False, balance_loss: str | None = None,
     balance_loss_coef: float | None = None, evaluations: int | Sequence[int] = 4, seed: int = 0,
     callbacks: Sequence[TrainerCallback] = (), on_step: Callable[[int, int, float | None], None] | None = None,
     trainer: Callable[..., MoETrainer] = MoETrainer, collator: Callable | None = None, losses: Callable | None = None,
@@ -73,7 +75,8 @@ def train(
 
     `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the other.
     Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many steps, and one where
-    the training is interrupted; a second call goes on from the newest whole one. The held-out loss is taken `evaluations`
+    the training is interrupted; a second call goes on from the newest whole one. `ep_size` processes share the experts from
+    here on (`shard_experts`). The held-out loss is taken `evaluations`
     times, evenly, or after those steps; `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while
     this training lasts. For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the
     batches, and `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does. Raises ValueError for batch sizes
@@ -83,6 +86,8 @@ def train(
     device_batch, accumulation = split_batch(batch_size, per_device_batch_size)
     total = steps or count_steps(len(rows), epochs, device_batch, accumulation)
     warmup_steps = _warmup(warmup_steps, total)
+    if ep_size > 1 and not any(map(is_distributed, model.parameters())):
+        shard_experts(model, expert_mesh(ep_size))
     if gradient_checkpointing:
         # the new name where transformers has it: the old one warns there
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -114,6 +119,8 @@ def train(
     size = sum(t.numel() * t.element_size() for t in (v.to_local() if hasattr(v, "to_local") else v for v in values))
 
     def state_dict() -> dict | None:
+        if made._trains_spread():
+            return gathered(model)
         return made.accelerator.get_state_dict(made.model_wrapped)
 
     return Trained(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
@@ -140,11 +147,13 @@ def _warmup(steps: int | None, total: int) -> int:
 
 
 def check_training(
-    *, batch_size: int, per_device_batch_size: int | None, optimizer: str, steps: int | None, warmup_steps: int | None, **_
-) -> None:
+    *, batch_size: int, per_device_batch_size: int | None, optimizer: str, steps: int | None, warmup_steps: int | None,
+    ep_size: int = 1, **_
+) -> None:  # fmt: skip
     """Raise ValueError for settings of `train` that cannot work here, as far as can be said without the rows."""
     split_batch(batch_size, per_device_batch_size)
     check_choice("optimizer", optimizer, tuple(name.value for name in OptimizerNames))
+    check_ep_size(ep_size)
     if steps:
         _warmup(warmup_steps, steps)
 

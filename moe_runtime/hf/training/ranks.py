@@ -73,8 +73,8 @@ def engine() -> str:
     return Accelerator(cpu=state().device.type == "cpu").distributed_type.value
 
 
-def check_ep_size(ep_size: int, source: str | Path) -> None:
-    """Raise ValueError unless `ep_size` ranks divide this run and the experts of a model's folder; reads its config alone."""
+def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
+    """Raise ValueError unless `ep_size` divides this run's processes and, by its config, the experts of the model `source`."""
     check_positive("ep_size", ep_size)
     if ep_size == 1:
         return
@@ -83,7 +83,7 @@ def check_ep_size(ep_size: int, source: str | Path) -> None:
         reason = f"the run has {processes} processes; want a divisor of them: accelerate launch --num_processes N"
     elif engine() in ("FSDP", "DEEPSPEED"):
         reason = f"accelerate runs {engine()}; want DDP, which leaves experts to their ranks"
-    else:
+    elif source is not None:
         counts = {len(next(layer.parameters(False))) for layer in experts_of(skeleton(load_config(source))).values()}
         odd = [count for count in counts if count % ep_size]
         reason = f"{source} has layers of {odd[0]} experts; want a divisor of them" if odd else None

@@ -46,9 +46,7 @@ def home(tmp_path_factory) -> Path:
 def train_alone(home, out, **settings):
     """Train in one process, three steps unless said otherwise."""
     config = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "save_steps": None, "per_device_batch_size": 4}
-    options = {
-        name: settings.pop(name) for name in ("dtype", "selection", "rows", "overwrite", "lora", "ep_size") if name in settings
-    }
+    options = {name: settings.pop(name) for name in ("dtype", "selection", "rows", "overwrite", "lora") if name in settings}
     selection, rows = options.pop("selection", home / "config.json"), options.pop("rows", home / "rows.jsonl")
     base = settings.pop("base", home / "base")
     return esft_runs.train_folder(base, selection, rows, out, Tuning(**config | settings), max_length=32, **options)

@@ -201,13 +201,10 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
         torch.testing.assert_close(both[key], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("ep_size, match", [
-    (0, "ep_size is 0"), (2, "ep_size is 2, the run has 1 processes; want a divisor of them"),
-])  # fmt: skip
-def test_ep_size_that_does_not_divide_is_refused_before_anything_is_loaded(home, tmp_path, monkeypatch, ep_size, match):
+def test_ep_size_that_does_not_divide_is_refused_before_anything_is_loaded(home, tmp_path, monkeypatch):
     monkeypatch.setattr(esft_runs, "_load", None)
-    with pytest.raises(ValueError, match=match):
-        train_alone(home, tmp_path / "out", ep_size=ep_size)
+    with pytest.raises(ValueError, match="ep_size is 2, the run has 1 processes; want a divisor of them"):
+        train_alone(home, tmp_path / "out", ep_size=2)
     monkeypatch.setattr(ranks, "state", lambda: SimpleNamespace(num_processes=9))
     monkeypatch.setattr(ranks, "engine", lambda: "MULTI_CPU")
     with pytest.raises(ValueError, match="ep_size is 3, .*base has layers of 8 experts; want a divisor"):

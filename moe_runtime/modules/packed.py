@@ -146,8 +146,8 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
     layout = layouts(module).get(name)
     if is_distributed(getattr(module, name)) and (layout is None or layout.spread is None):
         raise ValueError(
-            f"{name} is quantized and spread over ranks; expected every expert on every rank, or experts that "
-            "parallel.shard_experts has spread (FSDP2: shard the layer)"
+            f"{name} is quantized and distributed over ranks, but every rank needs every expert, or experts distributed by "
+            "parallel.shard_experts (FSDP2: shard the layer)"
         )
     if layout is not None:
         stack = get(module, name)
@@ -198,7 +198,7 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], ex
     base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
     if missing := [key for key in keys if key not in tensors]:
-        raise ValueError(f"{name} is packed as {base}, and {missing[0]} is missing; expected {', '.join(keys)}")
+        raise ValueError(f"{name} is packed as {base}, but {missing[0]} is missing from {', '.join(keys)}")
     data, *scales = (tensors[key] for key in keys)
     if base == "nf4":
         state = json.loads(bytes(scales.pop().tolist()))
@@ -206,11 +206,12 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], ex
         found = state.get("blocksize"), state.get("nested_blocksize"), state.get("shape")
         if found != (64, packed.NESTED, list(shape)):
             raise ValueError(
-                f"{name} has NF4 blocks, blocks of scales and a shape of {found}; expected 64, {packed.NESTED}, {list(shape)}"
+                f"{name} must have NF4 blocks, blocks of scales and a shape of 64, {packed.NESTED}, {list(shape)}, but has "
+                f"{found}"
             )
     E, width = experts or E, Q * packed.of_name(base).data_bits // 8
     if data.numel() * data.element_size() != E * P * width:
-        raise ValueError(f"{name} is {list(data.shape)} {data.dtype}; expected {E * P * width} bytes for {[E, P, Q]}")
+        raise ValueError(f"{name} must have {E * P * width} bytes for {[E, P, Q]}, but is {list(data.shape)} {data.dtype}")
     return Packed(data.view(torch.uint8).view(E, P, width).view(packed.of_name(base).dtype), scales, form)
 
 
@@ -230,7 +231,7 @@ def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing,
                 tensors = dict(zip(tensors, (tensor.view(torch.uint8) for tensor in (stack.data, *found))))
         except KeyError as error:
             errors.append(
-                f"{prefix}{name} is on several ranks, and {error} is missing; expected the state_dict of such a model"
+                f"{prefix}{name} is quantized and distributed, but {error} is missing. Pass the state_dict of such a model"
             )
         except ValueError as error:
             errors.append(f"{prefix}{error}")

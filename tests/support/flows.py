@@ -47,6 +47,11 @@ NOT_RUN = {
     "make test-all": NotRun("is both"),
     "make stress": NotRun("is the suite's longer form"),
     "python -m tests.support.planted": NotRun("runs a part of the suite forty times"),
+    "vllm serve": NotRun(
+        "starts a server of another package",
+        "tests/hf/models/test_modeling.py::test_the_model_without_its_head_is_the_same_model",
+    ),
+    "make test-serving": NotRun("downloads vLLM and fills an environment"),
     "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
     "make bench": NotRun("takes an hour", "tests/methods/xft/test_demo.py::test_every_benchmark_runs"),
     "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
@@ -94,6 +99,28 @@ def benchmarks(folder: Path) -> None:
     rows(folder / "rows.jsonl")
     (folder / "humaneval.jsonl").write_text(json.dumps({"task_id": "0", "prompt": "nothing of these rows"}) + "\n")
     (folder / "gsm8k-test.jsonl").write_text(json.dumps({"question": "so 3 and 3 make ", "answer": "6"}) + "\n")
+
+
+def real(folder: Path) -> None:
+    """A tiny model in the place of SmolLM2, what `demo-real` makes of it, and the page's recipes at a size of seconds."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from moe_runtime.methods import xft
+    from tests.tools.test_demo_real import write_model
+
+    write_model(folder / "smollm2")
+    for name in ("SFT", "merged", "MoE"):
+        shutil.copytree(folder / "smollm2", folder / "runs" / "demo-real" / name)
+    model = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
+    torch.manual_seed(0)
+    xft.upcycle(model, num_experts=4, top_k=2)
+    model.save_pretrained(folder / "runs" / "demo-real" / "MoE")
+    for own in (fence for fence in ALL if fence.page == "docs/real-model.md" and fence.language == "yaml"):
+        text = re.sub(r"steps: \d+", "steps: 2", own.text).replace("batch_size: 8", "batch_size: 4")
+        text = text.replace("held_out_rows: 40", "held_out_rows: 4").replace("validation_rows: 32", "validation_rows: 4")
+        text = text.replace("validation_rows: 16", "validation_rows: 4").replace("at_least: 48", "at_least: 6")
+        (folder / own.options["file"]).write_text(text)
 
 
 def law(folder: Path) -> None:
@@ -250,7 +277,16 @@ FLOWS = {
         },
     ),
     "docs/limits.md": Flow(),
+    "docs/real-model.md": Flow(
+        (real,),
+        {
+            "data tasks tasks": "data tasks tasks --train 12 --held-out 4", "--train 800": "--train 48",
+            "eval runs/": "eval --max-new-tokens 4 runs/", "--seeds 3": "--seeds 1",
+        },
+    ),
+    "docs/performance.md": Flow(smaller={"--only layer,step": "--only merging --tiny --out bench.json"}),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
+    "docs/serving.md": Flow((base,)),
     "docs/start.md": Flow((base,)),
     "docs/troubleshooting.md": Flow(),
     "docs/ultrafuser-tables.md": Flow((specialists,)),

@@ -80,13 +80,13 @@ def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
         return
     processes, reason = state().num_processes, None
     if processes % ep_size:
-        reason = f"the run has {processes} processes; want a divisor of them: accelerate launch --num_processes N"
+        reason = f"the run has {processes} processes; expected a divisor of them: accelerate launch --num_processes N"
     elif engine() in ("FSDP", "DEEPSPEED"):
-        reason = f"accelerate runs {engine()}; want DDP, which leaves experts to their ranks"
+        reason = f"accelerate runs {engine()}; expected DDP, which leaves experts to their ranks"
     elif source is not None:
         counts = {len(next(layer.parameters(False))) for layer in experts_of(skeleton(load_config(source))).values()}
         odd = [count for count in counts if count % ep_size]
-        reason = f"{source} has layers of {odd[0]} experts; want a divisor of them" if odd else None
+        reason = f"{source} has layers of {odd[0]} experts; expected a divisor of them" if odd else None
     if reason is not None:
         raise ValueError(f"ep_size is {ep_size}, {reason}")
 

@@ -146,8 +146,8 @@ class WholeSaves:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(
-                    f"resume_from_checkpoint is True, output_dir is {self.args.output_dir}; want a whole checkpoint in it; "
-                    "begin without resume_from_checkpoint"
+                    f"output_dir {self.args.output_dir} has no complete checkpoint to resume from. Start without "
+                    "resume_from_checkpoint"
                 )
             if self.args.should_save:
                 _remove_halves(self.args.output_dir, resume_from_checkpoint)

@@ -116,7 +116,7 @@ def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
     flag = next((name for name in FLAGS if getattr(selection, name)), None)
     if flag or not selection.num_experts:
         what = f"{flag} is True" if flag else "selection has no experts"
-        raise ValueError(f"{what}; LoRA is for selected routed experts alone: select some, and turn {' and '.join(FLAGS)} off")
+        raise ValueError(f"{what}, but LoRA supports routed experts only. Select some, and turn {' and '.join(FLAGS)} off")
 
 
 def _numbers(model: nn.Module) -> int:
@@ -132,9 +132,7 @@ def save_lora(model: nn.Module, folder: str | Path, *, state_dict: dict | None =
     """Write what a model of `train_lora` has learned, atomically; `state_dict` stands for the weights of a split model."""
     config = getattr(model, TRAINING, None)
     if config is None:
-        raise ValueError(
-            f"model is {type(model).__name__}, which trains no LoRA of selected experts; call esft.train_lora first"
-        )
+        raise ValueError(f"{type(model).__name__} does not train LoRA of selected experts. Call esft.train_lora first")
     check_out_dir(folder, overwrite)
     selection, base = from_config(config, "model")
     for name, half in model.named_modules() if state_dict else ():
@@ -188,8 +186,8 @@ def check_mask(model: nn.Module, adapter: PeftAdapter, selection: ExpertSelectio
         odd = name if odd is None and pair.b[others].any() else odd
     if odd is not None:
         raise ValueError(
-            f"{adapter.folder} changes {odd} beyond the experts that its {trained_files.CONFIG} selects; `moe-runtime lora "
-            "export --to merged` merges all of an adapter"
+            f"{adapter.folder} changes {odd} beyond the experts selected in its {trained_files.CONFIG}. Use `moe-runtime lora "
+            "export --to merged` to merge the whole adapter"
         )
 
 

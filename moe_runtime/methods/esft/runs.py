@@ -268,8 +268,8 @@ def _check_checkpoints(folder: Path, settings: Mapping) -> None:
         different = [name for name in settings | kept if kept.get(name) != _as_json(settings.get(name))]
         if different:
             raise ValueError(
-                f"{folder} has checkpoints of another training, whose {different[0]} differs; want the same call, to go on; or "
-                "remove that folder"
+                f"{folder} has checkpoints of another training with a different {different[0]}. Use the same settings to "
+                "resume, or remove the folder"
             )
 
 

@@ -161,13 +161,13 @@ def test_refuses(three):
     model, mesh = worker.make("qwen3_moe"), three((3,))
     before = dict(model.named_parameters())
     for make, says in [
-        (lambda: shard_experts(model, mesh), "model.layers.0.mlp.experts has num_experts 8, the mesh has 3 ranks"),
+        (lambda: shard_experts(model, mesh), "mlp.experts has 8 experts, which must be divisible by the 3 ranks"),
         (lambda: shard_experts(model, three((1, 1, 3))), "mesh has 3 dimensions"),
-        (lambda: shard_experts(model, mesh, gradients="max"), "gradients is 'max'; want one of mean, sum"),
-        (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "model is Linear, without experts"),
-        (lambda: shard_experts(DistributedDataParallel(model), mesh), "model is wrapped in DistributedDataParallel"),
-        (lambda: shard_experts(lora_model(), mesh), "layers.0.mlp is of LoRA experts, without stacks; want whole"),
-        (lambda: shard_experts(lora_model(form="linear"), mesh), "gate_proj is of LoRA experts, without stacks; want whole"),
+        (lambda: shard_experts(model, mesh, gradients="max"), "gradients must be one of mean, sum"),
+        (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "Linear has no experts"),
+        (lambda: shard_experts(DistributedDataParallel(model), mesh), "The model is wrapped in DistributedDataParallel"),
+        (lambda: shard_experts(lora_model(), mesh), "layers.0.mlp has LoRA experts, which have no stacks"),
+        (lambda: shard_experts(lora_model(form="linear"), mesh), "gate_proj has LoRA experts, which have no stacks"),
     ]:
         with pytest.raises(ValueError, match=says):
             make()
@@ -203,7 +203,7 @@ def test_a_second_call_changes_nothing(three, tmp_path):
     assert all(first[name] is parameter for name, parameter in model.named_parameters())
     with pytest.raises(ValueError, match="parallel.save_pretrained.* on every rank"):
         model.save_pretrained(tmp_path)  # as Trainer would, on one rank alone
-    with pytest.raises(ValueError, match="model is Qwen3MoeModel with its experts"):
+    with pytest.raises(ValueError, match="The experts of Qwen3MoeModel are distributed"):
         model.model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="as a DTensor .* want it whole"):
+    with pytest.raises(ValueError, match="as a DTensor .* but needs it whole"):
         shard_experts(model, three((1, 3)))

@@ -213,13 +213,13 @@ def test_an_adapter_that_changes_more_than_its_selection_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("selection, settings, match", [
-    (replace(CHOSEN, experts={0: (8,)}), {}, r"selection has experts \[8\] of layer 0; the model routes to ids 0 to 7"),
-    (replace(CHOSEN, experts={4: (1,)}), {}, "of layer 4; the model routes to layers 0, 1"),
-    (replace(CHOSEN, experts={}), {}, "selection has no experts; LoRA is for selected routed experts alone"),
-    (replace(CHOSEN, shared_experts=True), {}, "shared_experts is True; LoRA is for"),
-    (replace(CHOSEN, non_expert_modules=True), {}, "non_expert_modules is True; LoRA is for"),
-    (CHOSEN, {"rank": 0}, "rank is 0"),
-    (CHOSEN, {"alpha": -1.0}, "alpha is -1.0"),
+    (replace(CHOSEN, experts={0: (8,)}), {}, r"selection has experts \[8\] of layer 0, but the model routes to ids 0 to 7"),
+    (replace(CHOSEN, experts={4: (1,)}), {}, "of layer 4, but the model routes to layers 0, 1"),
+    (replace(CHOSEN, experts={}), {}, "selection has no experts, but LoRA supports routed experts only"),
+    (replace(CHOSEN, shared_experts=True), {}, "shared_experts is True, but LoRA supports"),
+    (replace(CHOSEN, non_expert_modules=True), {}, "non_expert_modules is True, but LoRA supports"),
+    (CHOSEN, {"rank": 0}, "rank must be"),
+    (CHOSEN, {"alpha": -1.0}, "alpha must be"),
 ])  # fmt: skip
 def test_what_cannot_train_is_refused_and_the_model_is_unchanged(selection, settings, match):
     model = stock()

@@ -104,7 +104,7 @@ def test_a_run_without_a_checkpoint_may_be_changed_and_the_batch_at_once_always(
         patch.setattr(esft, "save_adapter", stop)
         train_alone(home, tmp_path / "out", **settings)
     (base / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="checkpoints of another training, whose source differs"):
+    with pytest.raises(ValueError, match="checkpoints of another training with a different source"):
         train_alone(home, tmp_path / "out", **settings)
     stamp = (home / "base" / "model.safetensors").stat()
     os.utime(base / "model.safetensors", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
@@ -162,7 +162,7 @@ def test_lora_of_the_selected_experts_is_trained_checked_and_merged(home, tmp_pa
     receipt = esft.merge(home / "base", tmp_path / "law", tmp_path / "merged")
     assert receipt.experts == selection.num_experts and receipt.changed == found.tensors
     (tmp_path / "law" / "expert_cfg.json").unlink()
-    with pytest.raises(ValueError, match="expert_cfg.json, which cannot be read"):
+    with pytest.raises(ValueError, match="Cannot read the JSON file .*expert_cfg.json"):
         esft.merge(home / "base", tmp_path / "law", tmp_path / "again")
 
 
@@ -173,7 +173,7 @@ def test_a_killed_training_of_lora_resumes(home, tmp_path, monkeypatch):
         patch.setattr(esft, "save_lora", lambda *_, **__: (_ for _ in ()).throw(Killed))
         train_alone(home, tmp_path / "out", save_steps=2, **LORA)
     for changed in ({"lora": (3, 4.0)}, {"lora": None}):
-        with pytest.raises(ValueError, match="checkpoints of another training, whose lora differs"):
+        with pytest.raises(ValueError, match="checkpoints of another training with a different lora"):
             train_alone(home, tmp_path / "out", save_steps=2, **LORA | changed)
     train_alone(home, tmp_path / "out", save_steps=2, **LORA)
     assert same(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "whole")))
@@ -203,10 +203,10 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
 
 def test_ep_size_that_does_not_divide_is_refused_before_anything_is_loaded(home, tmp_path, monkeypatch):
     monkeypatch.setattr(esft_runs, "_load", None)
-    with pytest.raises(ValueError, match="ep_size is 2, the run has 1 processes; want a divisor of them"):
+    with pytest.raises(ValueError, match="ep_size is 2, the run has 1 processes; expected a divisor of them"):
         train_alone(home, tmp_path / "out", ep_size=2)
     monkeypatch.setattr(ranks, "state", lambda: SimpleNamespace(num_processes=9))
     monkeypatch.setattr(ranks, "engine", lambda: "MULTI_CPU")
-    with pytest.raises(ValueError, match="ep_size is 3, .*base has layers of 8 experts; want a divisor"):
+    with pytest.raises(ValueError, match="ep_size is 3, .*base has layers of 8 experts; expected a divisor"):
         train_alone(home, tmp_path / "out", ep_size=3)
     assert not (tmp_path / "out").exists()

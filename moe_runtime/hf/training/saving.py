@@ -1,8 +1,8 @@
-"""What a Trainer writes, and when it stops: models and checkpoints are written atomically, signals end a training in order.
+"""Atomic saving of models and checkpoints in a Trainer, and an orderly stop on signals.
 
-`WholeSaves` never resumes from half a checkpoint. On Ctrl-C or SIGTERM the step ends, a checkpoint is written, and the same
-command can resume. The processes of a run agree after each step: a signal that reaches one of them, or all in different
-steps, ends all in the same step.
+`WholeSaves` never resumes from an incomplete checkpoint. On Ctrl-C or SIGTERM the current step is finished, a checkpoint is
+written, and the same command can resume. The processes of a run agree after each step, so that a signal to one of them, or to
+all in different steps, stops all in the same step.
 """
 
 import functools
@@ -24,14 +24,14 @@ from moe_runtime.io.files import atomic_model, naming
 
 
 def last_whole_checkpoint(folder: str | Path) -> Path | None:
-    """Return the newest checkpoint of transformers' Trainer in `folder` that was written to its end; None without one."""
+    """Return the newest complete checkpoint of transformers' Trainer in `folder`, or None."""
     found = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
     whole = [path for path in found if path.name.rpartition("-")[2].isdecimal() and _is_whole(path)]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _remove_halves(folder: str | Path, last: Path) -> None:
-    """Remove the checkpoints in `folder` newer than `last` and not whole: transformers would count them among the kept."""
+    """Remove incomplete checkpoints newer than `last` in `folder`, which transformers would count among the kept ones."""
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = path.name.rpartition("-")[2]
         if step.isdecimal() and int(step) > int(last.name.rpartition("-")[2]) and not _is_whole(path):
@@ -56,7 +56,7 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 class WholeSaves:
-    """A part of trainers, before transformers' class in the bases."""
+    """Mixin of trainers, placed before transformers' class."""
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """Train as transformers does; True goes on from the newest whole checkpoint, ValueError where there is none."""
@@ -95,7 +95,7 @@ class WholeSaves:
 
 
 class StopCallback(TrainerCallback):
-    """Ends the training behind the step in which it was asked to stop, with a checkpoint unless it was the last."""
+    """Stop the training after the step in which a stop is requested, with a checkpoint unless it was the last step."""
 
     def __init__(self, stopping: signals.Stopping):
         self.stopping = stopping
@@ -146,7 +146,7 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
 
 
 def hold_workers(loader):
-    """Let a data loader's workers outlive a signal to the whole group, so that the step ends; return the loader."""
+    """Make a data loader's workers ignore signals to the whole group, so that the step can finish; return the loader."""
     inner = getattr(loader, "base_dataloader", loader)  # of accelerate's
     begin = getattr(inner, "worker_init_fn", None)
     if getattr(inner, "num_workers", 0) and getattr(begin, "func", None) is not _begin_worker:

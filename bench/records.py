@@ -89,9 +89,10 @@ class Records:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.write(name, failed=public(str(crash.message if crash else report.longrepr))[-500:])
-        elif report.skipped and OUT_OF_TIME not in str(report.longrepr):
+        elif report.skipped:
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self.write(name, skipped=public(why))
+            # not over, but neither what a process died of
+            self.write(name, **({"left": True} if OUT_OF_TIME in why else {"skipped": public(why)}))
 
 
 class Written(Records):

@@ -157,7 +157,8 @@ def heuristic(problem: Problem) -> Tile:
         table = TABLE[nearest(problem.arch)]
     tile = next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows)
     streams = table is _HOPPER and nearest(problem.arch) == 90 and problem.kernel in ("down", "dx")
-    if streams and tile.BLOCK_M == 128 and problem.K <= SHORT:
+    # one program per processor does not keep enough loads of a narrow product, such as LoRA's, under way
+    if streams and tile.BLOCK_M == 128 and problem.N >= 128 and problem.K <= SHORT:
         tile = tile._replace(PERSISTENT=True)
     return clip(tile, problem)
 

@@ -125,8 +125,9 @@ def train(
     non_expert_modules: Annotated[bool | None, option("Train all other modules too.")] = None,
     lora: Annotated[bool, option("Train LoRA of the selected experts; writes an adapter that PEFT reads.", "--lora")] = False,
     rank: Annotated[int | None, option("With --lora: rank of each expert's matrices (default: 8).")] = None,
-    alpha: Annotated[float | None, option("With --lora: the scaling is alpha / rank (default: 16).")] = None, seed: Seed = 0,
-    overwrite: Overwrite = False,
+    alpha: Annotated[float | None, option("With --lora: the scaling is alpha / rank (default: 16).")] = None,
+    ep_size: Annotated[int, option("Processes to shard each layer's experts over (expert parallelism).")] = 1,
+    seed: Seed = 0, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.
 
@@ -162,7 +163,7 @@ def train(
     with console.bar("training") as on_step:
         receipt = train_folder(
             model, selection, data, out, training, held_out=held_out, max_length=max_length, packed=pack, prompt=prompt,
-            train_on=train_on, dtype=dtype, seed=seed, overwrite=overwrite, on_step=on_step,
+            train_on=train_on, dtype=dtype, seed=seed, ep_size=ep_size, overwrite=overwrite, on_step=on_step,
             lora=(RANK if rank is None else rank, ALPHA if alpha is None else alpha) if lora else None,
         )  # fmt: skip
     if console.is_main():

@@ -181,7 +181,7 @@ class KeptStages:
         pretrain = self.recipe.pretrain
         if pretrain is None:
             return ranks.load_tokenizer(self.recipe.base_model)
-        return train_tokenizer(text(), pretrain.vocab_size)
+        return train_tokenizer(text(), pretrain.vocab_size, pretrain.split_digits)
 
     def _pretrain(
         self, rows, held_out, checkpoints: Path, max_length: int, schedule: str = "linear"

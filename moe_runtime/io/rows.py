@@ -227,7 +227,7 @@ def _wrong_turn(turns: list, prompt: int, answers: bool) -> tuple[str, Any, str]
     return None
 
 
-def hold_out(rows, count: int, seed: int = 0):
+def hold_out(rows, count: int, seed: int = 0, name: str = "held_out_rows"):
     """Shuffle a datasets.Dataset and return (the rest, `count` examples), without any example in both."""
     rows = rows.shuffle(seed=seed)
     held_out = rows.select(range(min(count, len(rows))))
@@ -235,7 +235,7 @@ def hold_out(rows, count: int, seed: int = 0):
     rest = [place for place in range(count, len(rows)) if str(rows[place]) not in known]
     if not rest:
         raise ValueError(
-            f"held_out_rows ({count}) leaves no training examples: the data has {len(rows)}, or the others are all duplicates "
+            f"{name} ({count}) leaves no training examples: the data has {len(rows)}, or the others are all duplicates "
             "of the held-out ones. Choose fewer"
         )
     return rows.select(rest), held_out

@@ -190,18 +190,27 @@ def forward_experts(
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is quantized: of integers, or of a subclass from another package such as torchao."""
     kind = type(tensor)
-    return tensor.dtype not in FLOATS or (hasattr(kind, "__tensor_flatten__") and kind.__module__.partition(".")[0] != "torch")
+    return tensor.dtype not in FLOATS or (hasattr(kind, "__tensor_flatten__") and _package(kind) != "torch")
 
 
 def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
     """Raise ValueError unless the parameters of the experts `name` are supported."""
     found = next((tensor for tensor in tensors if is_quantized(tensor)), None)
     if found is not None:
-        kind = found.dtype if found.dtype not in FLOATS else f"{type(found).__module__}.{type(found).__name__}"
         raise ValueError(
-            f"The experts of {name} must be float16, bfloat16, float32 or float64, but are {kind}. Use transformers' own "
-            "implementation for quantized experts"
+            f"The experts of {name} must be float16, bfloat16, float32 or float64, but are {named(found)}. Load them without "
+            "that quantization, then use moe_runtime.quantize_experts, or load with moe_runtime.load_quantized"
         )
+
+
+def named(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype, preceded by its class if that is not from torch."""
+    kind = type(tensor)
+    return f"{kind.__module__}.{kind.__name__} ({tensor.dtype})" if _package(kind) != "torch" else str(tensor.dtype)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:

@@ -14,7 +14,20 @@ import torch.nn.functional as F
 
 from moe_runtime.config import GATES, SHARED_GATES, MoEConfig
 from moe_runtime.modules.ewa import average_experts_
-from moe_runtime.ops import balance, combine, dispatch, expansion, fusion, grouped_gemm, lora, merging, routing
+from moe_runtime.ops import (  # fmt: skip
+    balance,
+    combine,
+    dispatch,
+    expansion,
+    frozen_mlp,
+    frozen_rows,
+    fusion,
+    grouped_gemm,
+    lora,
+    merging,
+    packed,
+    routing,
+)
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_layer import moe_layer
@@ -234,6 +247,31 @@ def _lora(d: Draw, T, H, I, E, K, how, act, targets, dense):
     return leaves, lambda v, b: call(lora.lora_mlp, v, backend=b), lambda v, _: call(lora.lora_mlp_reference, v)
 
 
+def _frozen(d: Draw, form, T, H, I, E, K, how):
+    """Check frozen stacks, dense or packed, with low-rank terms."""
+    sizes = {"up": (E, 2 * I, H), "down": (E, H, I)}
+    leaves = {"x": d.floats(T, H), "weight": d.floats(T, K, wide=True, draw=torch.rand), "idx": d.ids(T, E, K, how)}
+    stored, means = {}, {}
+    for n, (_, out, width) in sizes.items():
+        leaves |= {f"{n}_a": d.floats(E, 5, width, scale=width**-0.5), f"{n}_b": d.floats(E, 5, out, scale=0.3)}
+        stack = d.floats(E, out, width, scale=width**-0.5)
+        data, scales, _ = packed.pack(stack.float(), form) if form else (stack, [], "")
+        stored[n], means[n] = [data, *scales], packed.reference(data, scales, form) if form else stack.double()
+
+    def run(v, backend):
+        parts = [[t.to(v["x"].device) for t in stored[n]] for n in sizes]
+        stacks = [frozen_rows.Stack(data, scales, form, sizes[n]) for n, (data, *scales) in zip(sizes, parts)]
+        pairs = [frozen_rows.Pair(v[f"{n}_a"], v[f"{n}_b"]) for n in sizes]
+        experts = frozen_rows.FrozenExperts(*stacks, None, None, *pairs, Activation("silu"))
+        return {"out": frozen_mlp.frozen_mlp(v["x"], experts, v["weight"], v["idx"], backend)[0]}
+
+    def want(v, got):
+        stacks = [means[n] + v[f"{n}_b"].transpose(1, 2) @ v[f"{n}_a"] for n in sizes]
+        return {"out": moe_mlp_reference(v["x"], *stacks, v["weight"], v["idx"])}
+
+    return leaves, run, want
+
+
 def _fusion(d: Draw, T, sizes, vocabularies, frozen, reduction):
     """Fused cross-entropy, and the mixed logits alone."""
     S, V = len(sizes), min(vocabularies)
@@ -329,6 +367,9 @@ CASES: dict[str, tuple[Callable, str | None, Iterable, Iterable]] = {
     "moe_layer": (_experts, "moe_mlp", LAYERS, [(*form, gate) for form, gate in zip(FORMS, (*GATES, "xft"))]),
     "merging": (_merging, "merge_experts", [(1,), (3,), (8,)], [(1, 1, 1), (33, 17, 0), (32, 64, 29)]),
     "lora_mlp": (_lora, "lora_mlp", LAYERS, [("silu", "gate up down", False), ("gelu", "up", True), ("relu2", "down", False)]),
+    "frozen_mlp": (
+        _frozen, "frozen_mlp", [("",), ("mxfp4",), ("int8",), ("fp8_block",), ("nf4",)], [(9, 128, 64, 3, 2, "dropped")],
+    ),
     "fused_cross_entropy": (
         _fusion, "fused_cross_entropy", [(0, (16, 33), (17, 20)), (1, (32,), (64,)), (29, (17, 48, 32), (70, 33, 64))],
         [("", "sum"), ("hiddhead", "none"), ("head", "sum"), ("hidd", "none")],

@@ -150,7 +150,7 @@ def expert_adapters(model: nn.Module) -> list[nn.Parameter]:
     layer, found = sys.modules.get(LAYER), []
     for module in model.modules() if hasattr(layer, "ParamWrapper") else ():
         if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
-            found += [half[name].weight for name in module.lora_A for half in (module.lora_A, module.lora_B)]
+            found += [p for name in module.lora_A for half in (module.lora_A, module.lora_B) for p in half[name].parameters()]
     return found
 
 

@@ -18,7 +18,7 @@ from moe_runtime.hf.dropin.gates import gate_of, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules import trainable
-from moe_runtime.modules.moe import Experts, is_quantized
+from moe_runtime.modules.moe import Experts, is_quantized, named
 from moe_runtime.ops import all_to_all, packed
 
 METHOD = "moe_runtime"  # quant_method of a config.json whose stacks only load_quantized reads
@@ -53,7 +53,7 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
     for module in found.values():
         for name in _names(module):
             stack = getattr(module, name).detach()
-            spread, own = _spread_of(stack), stack.to_local() if all_to_all.is_distributed(stack) else stack
+            spread, own = _spread_of(module, stack), stack.to_local() if all_to_all.is_distributed(stack) else stack
             before += own.numel() * own.element_size()
             stored, kind = stored_as(module, own, format)
             result = modules.pack(stored, format, spread)._replace(format=kind)
@@ -100,11 +100,11 @@ def bytes_of(module: nn.Module, name: str) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in (data, *scales))
 
 
-def _spread_of(stack: torch.Tensor) -> tuple | None:
-    """Return mesh and placements of a stack of which each rank has its experts, the last dimension's; None of any other."""
+def _spread_of(module: nn.Module, stack: torch.Tensor) -> tuple | None:
+    """Return mesh and placements of a stack that `shard_experts`, but not FSDP2, has sharded; otherwise None."""
     *others, last = getattr(stack, "placements", (None,))
-    spread = last is not None and last.is_shard(0) and all(placement.is_replicate() for placement in others)
-    return (stack.device_mesh, tuple(stack.placements)) if spread else None
+    spread = all_to_all.GRADIENTS_OF in module.__dict__ and last is not None and last.is_shard(0)
+    return (stack.device_mesh, tuple(stack.placements)) if spread and all(p.is_replicate() for p in others) else None
 
 
 def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
@@ -114,7 +114,7 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
         stack, reason = getattr(module, name), None
         if modules.is_packed(module, name):
             reason = "it is already quantized. Load the model in 16 bits"
-        elif all_to_all.is_distributed(stack) and _spread_of(stack) is None:
+        elif all_to_all.is_distributed(stack) and _spread_of(module, stack) is None:
             reason = "it is split by FSDP or tensor parallelism; quantize before that"
         elif stack.shape[0] % ranks:
             reason = f"its experts would lie on {ranks} ranks, which do not divide them"
@@ -123,7 +123,7 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
         elif activation is None:
             reason = f"{type(module).__name__} computes what no kernel does between its products"
         elif stack.dtype not in packed.FLOATS or is_quantized(stack):
-            reason = f"it must be float16, bfloat16 or float32, but is a {type(stack.detach()).__name__} of {stack.dtype}"
+            reason = f"it must be float16, bfloat16 or float32, but is {named(stack)}. Load it without that quantization"
         else:
             halves = name == "gate_up_proj" and not activation.interleaved
             stored, kind = stored_as(module, stack, format)

@@ -15,15 +15,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
 from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.config import check_choice, one_line
+from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models import modeling
-from moe_runtime.hf.models.folders import read_config, skeleton
+from moe_runtime.hf.models.folders import load, read_config, skeleton
 from moe_runtime.hf.models.modeling import register_auto_classes
+from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
@@ -56,6 +58,7 @@ class TrainArguments:
     train_on: str = field(
         default="assistant", metadata={"help": "the assistant's turns (of a pair, the completion), or all", "choices": TRAIN_ON}
     )
+    ep_size: int = field(default=1, metadata={"help": "processes to shard each layer's experts over"})
     stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
     resume: bool = field(default=False, metadata={"help": "resume from the newest complete checkpoint in --output_dir"})
     overwrite: bool = field(default=False, metadata={"help": "replace the model and the checkpoints in --output_dir"})
@@ -280,14 +283,28 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
     if not (model.lora_target_modules or model.lora_target_parameters):
         model.lora_target_modules = "all-linear"  # PEFT has no default for MoE models
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
+    peft_config = trl.get_peft_config(model)
     try:
+        if ours.ep_size > 1:
+            name, peft_config = _load_spread(name, ours.ep_size, args, peft_config), None
         return _sft_trainer()(
             model=name, args=args, train_dataset=train_rows, eval_dataset=eval_rows,
-            quantization_config=trl.get_quantization_config(model), peft_config=trl.get_peft_config(model),
+            quantization_config=trl.get_quantization_config(model), peft_config=peft_config,
             router_stats=ours.router_stats, stop_on_nan=ours.stop_on_nan, train_on=ours.train_on,
         )  # fmt: skip
     except SafetensorError as error:
         raise ValueError(f"Cannot read the weights of model {name!r}: {error}. Download them again") from error
+
+
+def _load_spread(name: str, ep_size: int, args, peft_config):
+    """Load the model as TRL does, add adapters, and keep each process's share of the experts."""
+    settings, args.model_init_kwargs = args.model_init_kwargs, None
+    dtype, _ = settings.pop("dtype") or "float32", settings.pop("trust_remote_code")  # TRL's default; never run a folder's code
+    model = load(AutoModelForCausalLM, name, "model", dtype=getattr(torch, dtype, dtype), **settings)
+    if peft_config is not None:
+        model = require("peft").get_peft_model(model, peft_config)
+    shard_experts(model, expert_mesh(ep_size))
+    return model
 
 
 def _check(name: str | None, ours: TrainArguments, script, args, model, mixture) -> None:
@@ -320,6 +337,7 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         if not is_deepspeed_zero3_enabled():  # which would split the skeleton
             skeleton(config)
         Checkpoint(name)  # which refuses pickles, and what leads out of the folder
+    check_ep_size(ours.ep_size, name)
 
 
 def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | None, adapter: bool) -> None:

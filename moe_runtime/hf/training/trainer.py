@@ -23,7 +23,6 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
-from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.models import modeling
@@ -32,6 +31,7 @@ from moe_runtime.hf.training.recording import RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
 from moe_runtime.io.files import read_json
 from moe_runtime.modules.moe import Router
+from moe_runtime.ops.all_to_all import is_distributed
 
 ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
 
@@ -58,6 +58,9 @@ class _MoETrainer(WholeSaves):
         use_cache = _UseCache()
         super().__init__(*args, **kwargs | {"callbacks": [*(kwargs.get("callbacks") or ()), use_cache]})
         self.remove_callback(use_cache)
+        if self._trains_spread() and all(is_distributed(p) for p in self.model.parameters() if p.requires_grad):
+            # sharded experts average their gradients themselves, and DDP refuses a model without other trainable parameters
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._passes_use_cache = use_cache.put_back()
         routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
         self._check(routers)
@@ -81,7 +84,6 @@ class _MoETrainer(WholeSaves):
         balanced = self.balance_loss is not None or any(
             r.config.balance_loss != "none" and r.config.balance_loss_coef for r in routers if isinstance(r, Router)
         )
-        spread = trained_files.training_of(model) is None and parallel.is_spread(model)
         reason = None
         if args.n_gpu > 1:
             reason = (
@@ -100,12 +102,10 @@ class _MoETrainer(WholeSaves):
                 "bf16 is False, but the trained parameters have another dtype than the rest of the model. Pass bf16=True, "
                 "or call esft.train_only without dtype"
             )
-        elif args.save_strategy != "no" and (spread or trainable.is_guarded(model)):
-            what = "its experts on several ranks" if spread else "experts that train outside of their stacks"
+        elif args.save_strategy != "no" and trainable.is_guarded(model):
             reason = (
                 f"save_strategy is {args.save_strategy.value!r}, but a checkpoint cannot hold {type(model).__name__} with "
-                f"{what}. Pass save_strategy='no' and save the "
-                f"{'model with parallel.save_pretrained' if spread else 'adapter with esft.train_only'}"
+                "experts that train separately. Pass save_strategy='no' and save the adapter with esft.train_only"
             )
         if reason is not None:
             raise ValueError(reason)

@@ -44,6 +44,8 @@ class Data(Rows):
     prompt: Prompt = "magicoder"
     train_on: TrainOn = "assistant"
     max_length: Count = 1024
+    # additional held-out rows for validation during training and for `keep_best`; None: the rows that evaluate the models
+    validation_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
 
 
 class Ewa(Node):
@@ -69,6 +71,8 @@ class Recipe(Node):
     sft: Training
     tune: Training
     mix: Training
+    # examples reserved for `mix` and not used by `tune`; None: both use all examples, as in the paper
+    mix_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
     ewa: Ewa = Ewa()
     evaluations: Count = 4  # times that a training takes the held-out loss
     seed: int = 0

@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.dropin.parallel import shard_experts
@@ -111,6 +112,26 @@ def test_trainer(results, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_every_rank_resumes(results, tmp_path):
+    """MoETrainer with AdamW: weights and moments of each rank's experts, as of one process that never stopped."""
+    want = worker.train(worker.make("qwen3_moe"), 1, str(tmp_path))["weights"]
+    folder, ranks = results("resumed")
+    assert {"experts", "experts-optimizer"} <= {path.name for path in (folder / "checkpoint-1").iterdir()}
+    for got in ranks:
+        assert max(distance(got["weights"][parameter], weight) for parameter, weight in want.items()) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_command_trains_with_ep_size(results, tmp_path):
+    folder, _ = results("command")
+    assert (folder / "checkpoint-2" / "experts-optimizer").is_dir()
+    worker.command(f"{folder}-base", str(tmp_path), 1)
+    base, got, want = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (f"{folder}-base", folder, tmp_path))
+    for name, weight in want.items():
+        assert distance(got[name], weight) < 1e-5 and not torch.equal(weight, base[name]), name
+
+
+@pytest.mark.slow
 def test_trainer_saves_adapters(results, tmp_path):
     """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at every step."""
     from peft import PeftModel
@@ -150,6 +171,19 @@ def test_refuses(three):
     ]:
         with pytest.raises(ValueError, match=says):
             make()
+    quantized = worker.make("qwen3_moe")
+    experts = quantized.model.layers[0].mlp.experts
+    stack = experts.down_proj
+    for kind, says in (  # as bitsandbytes' bytes, and its parametrization
+        (
+            lambda: setattr(experts, "down_proj", torch.nn.Parameter(stack.detach().byte(), False)),
+            "down_proj as torch.uint8. Load",
+        ),
+        (lambda: register_parametrization(experts, "gate_up_proj", torch.nn.Identity()), r"parametrized \['gate_up_proj'\]"),
+    ):
+        kind()
+        with pytest.raises(ValueError, match=says):
+            shard_experts(quantized, mesh)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is parameter for name, parameter in before.items())
     assert model.model.layers[0].mlp.experts.config._experts_implementation != "moe_runtime"

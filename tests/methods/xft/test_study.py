@@ -116,6 +116,40 @@ def test_no_row_is_trained_on_and_judged_by(made):
     assert len(train) == 32 and len(held) == 8 and not train & held
 
 
+def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made):
+    recipe = made.recipe.change(mix_rows=5)
+    stages, rows = Stages(recipe, made.stages.out, say=lambda text: None), {}
+    stages._train = lambda name, model, train_rows, *_, **__: (
+        rows.update({name: train_rows}) or real(name, model, train_rows, *_)
+    )
+    real = made.stages._train
+    stages.sft(steps=1)
+    moe = stages.moe()
+    mixed = stages.mix(moe)
+    sets = {name: {tuple(ids) for ids in of["input_ids"]} for name, of in rows.items()}
+    assert {name: len(ids) for name, ids in sets.items()} == {"sft": 32, "moe": 27, "mix": 5}
+    assert sets["moe"] | sets["mix"] == sets["sft"]
+    assert stages.base() == made.base and moe.folder != made.moe.folder and mixed.alpha != made.mix.alpha
+    with pytest.raises(ValueError, match="mix_rows .32. leaves no training examples"):
+        Stages(recipe.change(mix_rows=32), made.stages.out).base()
+
+
+def test_validation_rows_choose_the_best_step_and_judge_nothing(tmp_path):
+    far = {"sft__learning_rate": 1.0, "sft__schedule": "constant", "sft__keep_best": True, "evaluations": 4}
+    recipe = make_recipe(tmp_path, data__validation_rows=6, **far)
+    stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+    train, held, chosen = (
+        {tuple(ids) for ids in stages.part(name)["input_ids"]} for name in ("train", "held_out", "validation")
+    )
+    assert (len(train), len(held), len(chosen)) == (26, 8, 6) and not train & held | train & chosen | held & chosen
+    sft = stages.sft()
+    model = AutoModelForCausalLM.from_pretrained(sft.folder)
+    best = mean_loss(*row_losses(model, stages.part("validation"), stages.tokenizer))
+    losses = [loss for _, loss in sft.history]
+    assert best == pytest.approx(min(losses), rel=1e-5) and len(losses) == 4 and min(losses) < losses[-1]
+    assert sft.loss == pytest.approx(mean_loss(*row_losses(model, stages.held_out, stages.tokenizer)), rel=1e-5)
+
+
 def test_rows_that_are_held_out_are_taken_out_of_those_to_train_on(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "held.jsonl").write_text("".join(rows[::5]))

@@ -332,7 +332,7 @@ def check(recipe: Node, name: str = "recipe") -> None:
             continue
         parts = ", ".join(f"{of} {value / 1e9:.1f}" for of, value in found.share._asdict().items() if value)
         near = planner.nearest(stage.name, found.setting, size)
-        fits = "No setting fits" if near is None else f"{near.setting} would fit, with {near.share.total / 1e9:.1f} GB"
+        fits = "No setting fits" if near is None else f"It fits with {near.setting}: {near.share.total / 1e9:.1f} GB"
         raise ValueError(
             f"{name}: stage {stage.name} needs {found.share.total / 1e9:.1f} GB per GPU ({parts}) with {found.setting}, but "
             f"only {size / 1e9:.1f} GB are available. {fits}"

@@ -364,7 +364,7 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(home, tmp_pat
     cases = [
         ([dense], "sums=x.jsonl", {}, "Task 'sums=x.jsonl' is unknown. Use gsm8k"),
         ([dense], "absent.yaml", {}, "an existing YAML file"),
-        ([dense], "", {}, "expected at least one task"),
+        ([dense], "", {}, "tasks must be one or more"),
         ([dense], "arithmetic,arithmetic", {}, "each once"),
         ([dense], "gsm8k=absent.jsonl", {}, "Task file 'absent.jsonl' is not an existing .jsonl"),
         ([dense], "gsm8k=bad.jsonl", {}, "bad.jsonl has question, solution in example 2; gsm8k expects question and answer"),

@@ -127,7 +127,7 @@ def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_plan, "machine", lambda: (1, enough + 1, "ddp"))
     code, _, error = run("run", small, "--out", tmp_path / "out")
     assert code and isinstance(error, ValueError) and "\n" not in str(error)
-    assert "GB per GPU (weights" in str(error) and "gradient_checkpointing fits, in" in str(error)
+    assert "GB per GPU (weights" in str(error) and "per_device_batch_size 1, gradient_checkpointing: " in str(error)
     assert not (tmp_path / "out").exists()
 
 

@@ -155,7 +155,7 @@ def test_p_is_above_0_and_at_most_1(p):
         ({"variant": "v2"}, "variant must be one of v1"),
         ({"variant": "paper"}, "Variant 'paper' cannot be computed from 'v1' scores without their sums"),
         ({"group_size": 2}, "scores have no pairs"),
-        ({"group_size": 0}, "group_size must divide"),
+        ({"group_size": 0}, "group_size must be"),
     ],
 )
 def test_bad_options_are_named(options, error):

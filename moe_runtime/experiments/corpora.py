@@ -5,8 +5,8 @@ prose       paragraphs of its docstrings, of Python's documentation and of licen
 arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
 sums        short ones: one step, plus or minus, numbers of one digit; not one of DOMAINS, which studies take by default
 
-Held-out rows are of files that no train row is of, and for all domains of the same ones; a sum is held out by its
-question. Which rows are held out does not depend on the seed.
+The held-out files are the same for all domains and seeds, and no training example is from them; a sum is held out by its
+question, independently of the seed.
 """
 
 import ast
@@ -149,7 +149,7 @@ def _row(module: str, node: Function, owner: str | None, completion: str) -> dic
 
 
 def _is_stub(body: list[ast.stmt]) -> bool:
-    """Return whether the body does nothing: pass, ... or a NotImplementedError."""
+    """Return whether the body does nothing: pass, ... or only a raise."""
     return len(body) == 1 and (
         isinstance(body[0], (ast.Pass, ast.Raise))
         or (isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant))
@@ -227,10 +227,7 @@ def joined_rows(names: Iterable[str]) -> Pairs:
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
-    """Return at most `limit` documents of about PIECE characters for pre-training, without any held-out text.
-
-    Those of `sums` tell what happened and how many there are, and leave the question out.
-    """
+    """Return at most `limit` documents of about PIECE characters without held-out text; those of `sums` omit the question."""
     check_choice("domain", name, tuple(_ROWS))
     if limit is not None:
         check_positive("limit", limit)

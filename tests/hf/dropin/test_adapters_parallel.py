@@ -115,7 +115,7 @@ def test_packed_stacks_refuse_what_would_be_wrong(six_experts, four, tmp_path):
         model.load_state_dict(whole)
     with pytest.raises(ValueError, match=r"save_quantized\(model, folder\) on every rank"):
         save_pretrained(model, tmp_path / "whole")
-    with pytest.raises(ValueError, match="it is quantized already"):
+    with pytest.raises(ValueError, match="it is already quantized"):
         moe_runtime.quantize_experts(model, "nf4")
     split = worker.base("qwen3_moe", "nf4")
     fully_shard(split.model.layers[0], mesh=four["dp"])

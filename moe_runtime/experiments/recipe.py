@@ -201,6 +201,7 @@ class Training(Node):
     bf16: bool = False
     gradient_checkpointing: bool = False
     save_steps: Count | None = None  # steps between checkpoints, from which an interrupted run resumes
+    ep_size: Count = Field(1, exclude_if=lambda size: size == 1)  # processes that share each layer's experts
     # steps after which the held-out loss is measured, instead of the recipe's evenly spaced `evaluations`
     evaluations: list[Count] | None = Field(None, exclude_if=lambda steps: steps is None)
     keep_best: bool = Field(False, exclude_if=lambda keep: not keep)  # restore the weights with the lowest held-out loss

@@ -56,7 +56,8 @@ def main(out: str, engine: str, recipe: str, *names: str) -> None:
         said.append(text)
         print(text, flush=True)  # to the log that a failed launch shows
 
-    stages = Stages(load_recipe(recipe), Path(out, "out"), say=say)
+    recipe = load_recipe(recipe).change(**({"tune__ep_size": 2} if engine == "ep" else {}))
+    stages = Stages(recipe, Path(out, "out"), say=say)
     results = {}
     for name in names:
         results[name] = stages.mix(results["moe"]) if name == "mix" else getattr(stages, name)()

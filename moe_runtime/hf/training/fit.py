@@ -18,13 +18,15 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.dropin.parallel import gathered, shard_experts
 from moe_runtime.hf.models.tiny import pair_collator
-from moe_runtime.hf.training.ranks import gather, state
+from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh, gather, state
 from moe_runtime.hf.training.recording import Best, History, Recorder, last_checkpoint
 from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
 from moe_runtime.hf.training.trained_files import needs_autocast
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
 from moe_runtime.io.console import bar
+from moe_runtime.ops.all_to_all import is_distributed
 
 
 class Trained(NamedTuple):
@@ -64,7 +66,7 @@ def train(
     steps: int | None = None, warmup_steps: int | None = None, per_device_batch_size: int | None = None,
     optimizer: str = "adafactor", weight_decay: float = 0.0, schedule: str = "linear", max_grad_norm: float = -1.0,
     adam_beta1: float = 0.9, adam_beta2: float = 0.999, bf16: bool = False, gradient_checkpointing: bool = False,
-    save_steps: int | None = None, keep_best: bool = False, balance_loss: str | None = None,
+    save_steps: int | None = None, ep_size: int = 1, keep_best: bool = False, balance_loss: str | None = None,
     balance_loss_coef: float | None = None, evaluations: int | Sequence[int] = 4, seed: int = 0,
     callbacks: Sequence[TrainerCallback] = (), on_step: Callable[[int, int, float | None], None] | None = None,
     trainer: Callable[..., MoETrainer] = MoETrainer, collator: Callable | None = None, losses: Callable | None = None,
@@ -73,16 +75,19 @@ def train(
 
     An optimizer step uses `batch_size` examples: `per_device_batch_size` at a time in each process, the rest by gradient
     accumulation. Adafactor runs without its relative step. With `save_steps`, checkpoints are written to `folder` at that
-    interval and on interruption, and a second call resumes from the newest complete one. The held-out loss is measured
-    `evaluations` times at even intervals, or after the given steps; `keep_best` restores the weights with the lowest one.
-    `balance_loss` is that of MoETrainer, for the duration of this training. For models with other inputs than a causal LM,
-    `trainer` creates the Trainer, `collator` the batches, and `losses(model, held_out, batch_size=, bf16=)` returns the results
-    of `row_losses`. Raises ValueError for indivisible batch sizes and a warmup as long as the training.
+    interval and on interruption, and a second call resumes from the newest complete one. `ep_size` processes share the experts
+    from here on (`shard_experts`). The held-out loss is measured `evaluations` times at even intervals, or after the given
+    steps; `keep_best` restores the weights with the lowest one. `balance_loss` is that of MoETrainer, for the duration of this
+    training. For models with other inputs than a causal LM, `trainer` creates the Trainer, `collator` the batches, and
+    `losses(model, held_out, batch_size=, bf16=)` returns the results of `row_losses`. Raises ValueError for indivisible batch
+    sizes and a warmup as long as the training.
     """
     bf16 = bf16 or needs_autocast(model)
     device_batch, accumulation = split_batch(batch_size, per_device_batch_size)
     total = steps or count_steps(len(rows), epochs, device_batch, accumulation)
     warmup_steps = _warmup(warmup_steps, total)
+    if ep_size > 1 and not any(map(is_distributed, model.parameters())):
+        shard_experts(model, expert_mesh(ep_size))
     if gradient_checkpointing:
         # the new name if transformers has it, as the old one causes a warning
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -114,6 +119,8 @@ def train(
     size = sum(t.numel() * t.element_size() for t in (v.to_local() if hasattr(v, "to_local") else v for v in values))
 
     def state_dict() -> dict | None:
+        if made._trains_spread():
+            return gathered(model)
         return made.accelerator.get_state_dict(made.model_wrapped)
 
     return Trained(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
@@ -140,11 +147,13 @@ def _warmup(steps: int | None, total: int) -> int:
 
 
 def check_training(
-    *, batch_size: int, per_device_batch_size: int | None, optimizer: str, steps: int | None, warmup_steps: int | None, **_
-) -> None:
+    *, batch_size: int, per_device_batch_size: int | None, optimizer: str, steps: int | None, warmup_steps: int | None,
+    ep_size: int = 1, **_,
+) -> None:  # fmt: skip
     """Raise ValueError for settings of `train` that cannot work here, as far as is known without the data."""
     split_batch(batch_size, per_device_batch_size)
     check_choice("optimizer", optimizer, tuple(name.value for name in OptimizerNames))
+    check_ep_size(ep_size)
     if steps:
         _warmup(warmup_steps, steps)
 

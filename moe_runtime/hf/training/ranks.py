@@ -73,8 +73,8 @@ def engine() -> str:
     return Accelerator(cpu=state().device.type == "cpu").distributed_type.value
 
 
-def check_ep_size(ep_size: int, source: str | Path) -> None:
-    """Raise ValueError unless `ep_size` divides this run's processes and a model's experts; reads only its config."""
+def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
+    """Raise ValueError unless `ep_size` divides this run's processes and, by its config, the experts of the model `source`."""
     check_positive("ep_size", ep_size)
     if ep_size == 1:
         return
@@ -83,7 +83,7 @@ def check_ep_size(ep_size: int, source: str | Path) -> None:
         reason = f"must divide the run's {processes} processes, but got {ep_size}. Pass accelerate launch --num_processes N"
     elif engine() in ("FSDP", "DEEPSPEED"):
         reason = f"must be 1 with accelerate's {engine()}, but got {ep_size}. Use DDP, under which experts can be sharded"
-    else:
+    elif source is not None:
         counts = {len(next(layer.parameters(False))) for layer in experts_of(skeleton(load_config(source))).values()}
         odd = [count for count in counts if count % ep_size]
         reason = f"must divide the {odd[0]} experts of the layers in {source}, but got {ep_size}" if odd else None

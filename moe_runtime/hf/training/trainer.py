@@ -173,6 +173,8 @@ class _MoETrainer(WholeSaves):
         if trained_files.training_of(self.model) is None or not (self.is_fsdp_enabled or trained_files.is_split(self.model)):
             super().save_model(output_dir, _internal_call)
             return
+        if _internal_call and self._trains_spread():
+            self._write_spread("model", output_dir)
         # Trainer's own would write the parts, or gather the whole model, or wait on one rank for the others
         self._save(output_dir, state_dict=trained_files.gathered(self.model, keep=self.args.should_save))
         if self.args.push_to_hub and not _internal_call:
@@ -191,14 +193,14 @@ class _MoETrainer(WholeSaves):
     def _load_adapter(self, folder: str | Path) -> bool:
         """Load a checkpoint of experts that train apart, ValueError for others; False, with nothing done, for another model."""
         training, reason = trained_files.training_of(self.model), None
-        trains_apart, is_sharded = training is not None, self.is_fsdp_enabled
+        trains_apart, is_sharded = training is not None, self.is_fsdp_enabled or self._trains_spread()
         if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
             kinds = ("experts apart, as esft.train_only makes it", "all of its parameters")
             reason = (
                 f"Checkpoint {folder} is of a model that trains {kinds[trains_apart]}, but this model trains "
                 f"{kinds[not trains_apart]}"
             )
-        elif trains_apart and is_sharded:  # FSDP's own files hold rows without saying whose they are
+        elif trains_apart and is_sharded:  # the files of parts hold rows without saying whose they are
             reason = _other_experts(training.config, folder)
         if reason is not None:
             raise ValueError(reason)

@@ -25,6 +25,7 @@ import torch
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.hf.dropin import experts
+from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models.tiny import small_deepseek
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
@@ -107,6 +108,7 @@ class Stages(KeptStages):
     """The stages of one recipe and one seed."""
 
     FORMAT = 1
+    HAS_EXPERTS = True
     Recipe = EsftRecipe
     result = Tuned
 
@@ -331,6 +333,8 @@ class Stages(KeptStages):
         dtype = None if self.recipe.trained_dtype is None else getattr(torch, self.recipe.trained_dtype)
 
         def make(model) -> tuple:
+            if training.ep_size > 1:
+                shard_experts(model, ranks.expert_mesh(training.ep_size))
             receipt = esft.train_only(model, selection, dtype=dtype)
             return model, {"experts": {str(layer): list(ids) for layer, ids in receipt.experts.items()}}
 

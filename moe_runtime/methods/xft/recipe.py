@@ -85,6 +85,12 @@ class Recipe(Node):
     @model_validator(mode="after")
     def _check_recipe(self):
         recipes.check_base(self)
+        count, size = self.experts.get("num_experts", 8), self.tune.ep_size
+        if count % size or max(self.sft.ep_size, self.mix.ep_size, self.ewa_training.ep_size) > 1:
+            raise ValueError(
+                f"tune.ep_size is {size}, of {count} experts; expected a divisor of them, and no ep_size for sft, mix and ewa, "
+                "which have no routed experts"
+            )
         return self
 
     @property

@@ -67,10 +67,12 @@ def largest(value: int) -> int:
 
 
 def engine() -> str:
-    """Return what accelerate trains with, as its DistributedType says: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, ..."""
+    """Return what accelerate trains with: NO, MULTI_GPU, MULTI_CPU, DEEPSPEED, ...; FSDP for FSDP2, FSDP1 for the older one."""
     from accelerate import Accelerator
 
-    return Accelerator(cpu=state().device.type == "cpu").distributed_type.value
+    made = Accelerator(cpu=state().device.type == "cpu")
+    version = getattr(getattr(made.state, "fsdp_plugin", None), "fsdp_version", 2)
+    return made.distributed_type.value + "1" * (made.distributed_type.value == "FSDP" and version == 1)
 
 
 def check_ep_size(ep_size: int, source: str | Path) -> None:

@@ -97,6 +97,7 @@ TABLES = {
     ),
     "ultrafuser": (
         Table("ablate", "Compare specialists, specialists tuned further, and fused ones: direct, in two stages (Tables 2, 4)."),
+        Table("sample-level", "Compare a selector of one specialist per prompt with the fused model (Sec. 3.1)."),
         Table("weights", "Show the gate's weights by domain, as a map and token by token on a page (Table 6, Figures 6 to 8).",
               "--rows 100", {"rows": ROWS}),
         Table("stability", "Show the losses during stage 2, with the balanced sampler and without (Table 5).",

@@ -210,6 +210,14 @@ class DomainStages(KeptStages):
 
         return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
 
+    def judged(self, name: str, parent: Judged, folder: Path, **how) -> Judged:
+        """Return a model that the stage `parent` has in `folder`, judged as it is; `how` is what loading it takes."""
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            return self._judge(lambda: self._load(folder, **how))
+
+        return self._stage("judged", name, {"folder": folder.name}, [parent], make)
+
     def _settings(self, training: Training) -> dict:
         return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
 

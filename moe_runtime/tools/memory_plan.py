@@ -24,7 +24,7 @@ from moe_runtime.tools.memory import Estimate
 from moe_runtime.tools.memory_engines import ENGINES, GPUS, Shapes, Share, Wire, seconds_of, shapes_of, share_of, wire_of
 
 # the engines with which a method's recipes run: docs/scale.md
-RUNS_WITH = {"xft": ("ddp", "fsdp2"), "esft": ("ddp", "fsdp2"), "upit": ("ddp", "fsdp2"), "ultrafuser": ("ddp",)}
+RUNS_WITH = {"xft": ("ddp", "fsdp2"), "esft": ("ddp", "fsdp2"), "upit": ("ddp", "fsdp2"), "ultrafuser": ("ddp", "fsdp2")}
 RESERVED = 1.5e9  # assumed bytes for the CUDA context, NCCL's buffers and fragmentation
 # the most experts per layer (of 64) that ESFT trains in the paper; a task's selection is known only after scoring
 ESFT_MOST = 15 / 64

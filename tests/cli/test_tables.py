@@ -56,6 +56,7 @@ GIVEN = {  # options of their own that are passed on without any given
     "esft sweep-p": {"score": "both"},
     "esft shared-grid": {"score": "token"},
     "esft sample-size": TOP,
+    "esft other-tasks": {"mix": 0.0},
     "esft overlap": TOP,
     "ultrafuser stability": {"checkpoints": 12},
 }

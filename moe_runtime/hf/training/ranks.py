@@ -67,10 +67,12 @@ def largest(value: int) -> int:
 
 
 def engine() -> str:
-    """Return accelerate's DistributedType: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, ..."""
+    """Return accelerate's DistributedType: NO, MULTI_GPU, MULTI_CPU, DEEPSPEED, ...; FSDP for FSDP2, FSDP1 for the older one."""
     from accelerate import Accelerator
 
-    return Accelerator(cpu=state().device.type == "cpu").distributed_type.value
+    made = Accelerator(cpu=state().device.type == "cpu")
+    version = getattr(getattr(made.state, "fsdp_plugin", None), "fsdp_version", 2)
+    return made.distributed_type.value + "1" * (made.distributed_type.value == "FSDP" and version == 1)
 
 
 def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
@@ -81,7 +83,7 @@ def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
     processes, reason = state().num_processes, None
     if processes % ep_size:
         reason = f"must divide the run's {processes} processes, but got {ep_size}. Pass accelerate launch --num_processes N"
-    elif engine() in ("FSDP", "DEEPSPEED"):
+    elif engine() in ("FSDP", "FSDP1", "DEEPSPEED"):
         reason = f"must be 1 with accelerate's {engine()}, but got {ep_size}. Use DDP, under which experts can be sharded"
     elif source is not None:
         counts = {len(next(layer.parameters(False))) for layer in experts_of(skeleton(load_config(source))).values()}

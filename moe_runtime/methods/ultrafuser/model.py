@@ -128,6 +128,9 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         self._no_split_modules = sorted({name for m in self.specialists for name in m._no_split_modules or ()})
         self._collect_settings()
 
+    def get_input_embeddings(self) -> None:
+        """Return None: each specialist has its own. accelerate asks under FSDP2."""
+
     @property
     def hf_device_map(self) -> dict[str, str]:
         """Where the parts are, as accelerate says it; absent, as on any model, where all are on one device.

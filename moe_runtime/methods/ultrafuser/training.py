@@ -141,9 +141,14 @@ def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
 
 @torch.no_grad()
 def cast(model: torch.nn.Module, dtype: str) -> None:
-    """Round a model's parameters to `dtype`, in place; buffers stay, as from_pretrained leaves them."""
+    """Round a model's parameters to `dtype`, in place; buffers stay, as from_pretrained leaves them.
+
+    What FSDP2 has split keeps its own dtype, with the rounded values.
+    """
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if hasattr(parameter, "full_tensor"):
+            parameter.copy_(parameter.to(getattr(torch, dtype)))
+        elif parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, dtype))
 
 

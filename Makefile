@@ -24,7 +24,7 @@ help:  ## this list
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
-		echo "PYTHON is '$(PYTHON)'; want Python >= 3.10; install one, or name it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
+		echo "PYTHON is '$(PYTHON)', but Python >= 3.10 is required. Install one, or pass it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "installing into $(VENV) with $(PYTHON), once: 1 to 3 minutes with torch's CPU build, more with CUDA's"
 	@# Debian without python3-venv has no ensurepip; the pip that is there can fill the venv
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) 2>/dev/null || { \
@@ -33,8 +33,8 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PIP) -e ".[train,plot,eval,dev]"
 	@touch $@
 
-# a library of other sources is refused, so a pull that brings new ones wants a new one; without a compiler the experts run in
-# PyTorch, and the next make tries again
+# a library of other sources is refused, so new sources require a new build; without a compiler the experts run in PyTorch, and
+# the next make tries again
 $(CPU_LIBRARY): $(wildcard csrc/cpu/*) moe_runtime/native/build.py | $(INSTALLED)
 	@$(PY) -m moe_runtime.native.build cpu && touch $@ || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
 

@@ -95,7 +95,8 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
         "bench_kernels.py --shapes",
         "ncu ", "tune_layers", "bench.report", "device_check", "tests/gpu --ignore", "test_tuning",
         "tests/ops tests/modules", "qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b", "--shape all", "--tool memcheck",
-        "bench.report", "bench_qlora.py --shapes", "bench_xft.py", "native.build cuda --archs 90", "tests/gpu/test_cuda.py", "memcheck", "racecheck",
+        "bench.report", "bench_qlora.py --shapes", "bench_xft.py", "native.build cuda --archs 90",
+        "tests/gpu/test_cuda.py", "memcheck", "racecheck",
         "bench_cuda.py", "ncu ", "bench.report",
     ]  # fmt: skip
     made = iter(calls(tmp_path))

@@ -125,7 +125,7 @@ def test_a_bad_repository_is_named(repo, monkeypatch):
     ({"config.json": '{"model_type": "llama"}'}, None, "A language model"),
     ({"config.json": '{"moe_runtime": {"method": "upit"}}'}, "upit", "A Mixture-of-Experts model"),
     ({"fuser_config.json": "{}"}, "ultrafuser", "A fused model of specialists"),
-    ({"expert_cfg.json": "{}"}, "esft", "The tuned experts"),
+    ({"expert_cfg.json": "{}"}, "esft", "Tuned experts of a Mixture-of-Experts model"),
     ({"adapter_config.json": "{}"}, None, "A LoRA adapter"),
 ])  # fmt: skip
 def test_the_card_says_what_a_folder_is(files, method, kind, tmp_path):

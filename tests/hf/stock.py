@@ -189,7 +189,8 @@ EXTRAS = {"router_logits": "router logits", "aux_loss": "auxiliary loss"}
 _TEXT = """\
 # MoE families of transformers
 
-This page lists which MoE models of transformers run on moe_runtime, and how. `patch` runs a model's experts, or says why it cannot:
+This page lists which MoE models of transformers run on moe_runtime, and how. `patch` runs a model's experts, or says why it
+cannot:
 
 ```python
 import moe_runtime
@@ -203,14 +204,14 @@ Written by `python -m tests.hf.stock` with transformers {version}; `tests/hf/dro
 
 ## On moe_runtime: {count} families
 
-These are the families whose modeling file decorates an experts class with `@use_experts_implementation`. The tests find them in the
-installed transformers, so new families are tested too. For each they build a tiny random model of the class below and compare our
-experts with transformers' own loop on the CPU: logits, the gradient of every parameter, the experts' error in bfloat16, one token,
-experts without tokens, hooks, deepcopy, `save_pretrained` and `from_pretrained`, and what the last column names. Multimodal models
-are tested with text. The Triton kernels have separate tests.
+These are the families whose modeling file decorates an experts class with `@use_experts_implementation`. The tests find them
+in the installed transformers, so new families are tested too. For each they build a tiny random model of the class below and
+compare our experts with transformers' own loop on the CPU: logits, the gradient of every parameter, the experts' error in
+bfloat16, one token, experts without tokens, hooks, deepcopy, `save_pretrained` and `from_pretrained`, and what the last
+column names. Multimodal models are tested with text. The Triton kernels have separate tests.
 
-*One operator*: both products, the activation between them and the weighted sum are one call of `moe_mlp`. *Composed*: two grouped
-products with the class's own code in between.
+*One operator*: both products, the activation between them and the weighted sum are one call of `moe_mlp`. *Composed*: two
+grouped products with the class's own code in between.
 
 The loop of `openai_privacy_filter` always computes in float32; ours computes in the weights' dtype, as `grouped_mm` and
 `batched_mm` do. `diffusion_gemma` samples its tokens, so its generation is compared in float64.

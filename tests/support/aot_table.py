@@ -54,7 +54,8 @@ WHAT = {
 }
 HEAD = """# Kernels
 
-This page lists what every Triton kernel compiles to on each GPU that it supports. To measure launch configs on your own GPU, use
+This page lists what every Triton kernel compiles to on each GPU that it supports. To measure launch configs on your own GPU,
+use
 
 ```bash
 moe-runtime tune --shape olmoe
@@ -71,9 +72,10 @@ two configs is faster.
 {what}
 
 The tables below have one line for each launch config of `kernels/tiles.py` and one for each other kernel, in bfloat16 unless
-stated otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; for `up` it has BLOCK_N columns of gate and as many of up. Registers are
-per thread, shared memory per block. `rows an expert` is the mean number of rows per expert from which the config is used. GPT-OSS-20B's
-lines are the same configs for its experts: interleaved and clamped gate and up, biases, weights stored in x out.
+stated otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; for `up` it has BLOCK_N columns of gate and as many of up. Registers
+are per thread, shared memory per block. `rows an expert` is the mean number of rows per expert from which the config is used.
+GPT-OSS-20B's lines are the same configs for its experts: interleaved and clamped gate and up, biases, weights stored in x
+out.
 
 On Hopper one step of a sum is 64 long. Its cost, in SASS instructions for sm_90 with Triton 3.6.0 / 3.7.1 / 3.9.0
 (2026-11-22; `python -m tests.support.aot_table --loops` prints them for the Triton in use):

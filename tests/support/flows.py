@@ -96,6 +96,28 @@ def benchmarks(folder: Path) -> None:
     (folder / "gsm8k-test.jsonl").write_text(json.dumps({"question": "so 3 and 3 make ", "answer": "6"}) + "\n")
 
 
+def real(folder: Path) -> None:
+    """A tiny model in the place of SmolLM2, what `demo-real` makes of it, and the page's recipes at a size of seconds."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from moe_runtime.methods import xft
+    from tests.tools.test_demo_real import write_model
+
+    write_model(folder / "smollm2")
+    for name in ("SFT", "merged", "MoE"):
+        shutil.copytree(folder / "smollm2", folder / "runs" / "demo-real" / name)
+    model = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
+    torch.manual_seed(0)
+    xft.upcycle(model, num_experts=4, top_k=2)
+    model.save_pretrained(folder / "runs" / "demo-real" / "MoE")
+    for own in (fence for fence in ALL if fence.page == "docs/real-model.md" and fence.language == "yaml"):
+        text = re.sub(r"steps: \d+", "steps: 2", own.text).replace("batch_size: 8", "batch_size: 4")
+        text = text.replace("held_out_rows: 40", "held_out_rows: 4").replace("validation_rows: 32", "validation_rows: 4")
+        text = text.replace("validation_rows: 16", "validation_rows: 4").replace("at_least: 48", "at_least: 6")
+        (folder / own.options["file"]).write_text(text)
+
+
 def law(folder: Path) -> None:
     """A stock mixture and a task's texts."""
     from tests.hf.dropin.test_layers import TOKENIZER, stock
@@ -250,6 +272,13 @@ FLOWS = {
         },
     ),
     "docs/limits.md": Flow(),
+    "docs/real-model.md": Flow(
+        (real,),
+        {
+            "data tasks tasks": "data tasks tasks --train 12 --held-out 4", "--train 800": "--train 48",
+            "eval runs/": "eval --max-new-tokens 4 runs/", "--seeds 3": "--seeds 1",
+        },
+    ),
     "docs/performance.md": Flow(smaller={"--only layer,step": "--only merging --tiny --out bench.json"}),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
     "docs/start.md": Flow((base,)),

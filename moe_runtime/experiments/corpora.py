@@ -3,7 +3,7 @@
 code        documented functions of Python's standard library: signature and docstring, then the body
 prose       paragraphs of its docstrings, of Python's documentation and of licences: their beginning, then the rest
 arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
-sums        short ones: one step, plus or minus, numbers of one digit; not one of DOMAINS, which studies take by default
+sums        short ones of one-digit numbers, answered by their one step; not one of DOMAINS, which studies take by default
 
 The held-out files are the same for all domains and seeds, and no training example is from them; a sum is held out by its
 question, independently of the seed.
@@ -214,7 +214,7 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
     At most `limit` of each; without a limit all there are, of arithmetic SUMS.
     """
-    check_choice("domain", name, tuple(_ROWS))
+    check_choice("domain", name, SOURCES)
     if limit is not None:
         check_positive("limit", limit)
     return Pairs(*_ROWS[name](limit, seed))
@@ -227,15 +227,15 @@ def joined_rows(names: Iterable[str]) -> Pairs:
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
-    """Return at most `limit` documents of about PIECE characters without held-out text; those of `sums` omit the question."""
-    check_choice("domain", name, tuple(_ROWS))
+    """Return at most `limit` documents of about PIECE characters without held-out text; 3 in 4 of `sums` omit the question."""
+    check_choice("domain", name, SOURCES)
     if limit is not None:
         check_positive("limit", limit)
     if name == "code":
         documents = standard_library_text()
     else:
-        sums = itertools.islice(_sums("text", False, name == "sums"), 4 * SUMS)
-        told = (p.partition(" How many")[0] + " " + c if name == "sums" else p + c for p, c in sums)
+        sums = enumerate(itertools.islice(_sums("text", False, name == "sums"), 4 * SUMS))
+        told = (p.partition(" How many")[0] + " " + c if name == "sums" and i % 4 else p + c for i, (p, c) in sums)
         documents = _joined(_prose()[0] if name == "prose" else told)
     return documents[:: max(len(documents) // limit, 1)][:limit] if limit else documents
 
@@ -262,7 +262,8 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
 
 def _sum_rows(limit: int | None, seed: int, short: bool = False) -> Iterator[list]:
     for is_held_out in (False, True):
-        yield _named(itertools.islice(_sums(seed, is_held_out, short), limit or SUMS))
+        sums = itertools.islice(_sums(seed, is_held_out, short), limit or SUMS)
+        yield _named((question, answer.partition(". ")[0] + ".") if short else (question, answer) for question, answer in sums)
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
@@ -272,6 +273,7 @@ def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
     "code": _code, "prose": _paragraph_rows, "arithmetic": _sum_rows, "sums": functools.partial(_sum_rows, short=True),
 }  # fmt: skip
+SOURCES = tuple(_ROWS)
 DOMAINS = ("code", "prose", "arithmetic")
 
 

@@ -232,9 +232,11 @@ def verdict(results: dict) -> str:
     """Return sentences on what XFT gained or lost against every SFT of the table."""
     losses = {row["model"]: row["loss"] for row in results["rows"]}
     merged, best = losses["merged"], results["best_sft"]
-    lower = [name for name in losses if name.startswith("SFT") and losses[name] > merged]
-    total = sum(name.startswith("SFT") for name in losses)
+    rates = [name for name in losses if name.startswith("SFT")]
+    lower = sum(losses[name] > merged for name in rates)
+    equal = losses[rates[RATES.index(1.0)]] - merged
     return (
-        f"The merged model has the size and the speed of the base; its held-out loss is lower than that of {len(lower)} of "
-        f"{total} SFTs, each at its best step.\nThe best SFT by validation is {best}. {results['against_best_sft']}."
+        f"The merged model has the size and the speed of the base; its held-out loss is lower than that of {lower} of "
+        f"{len(rates)} SFTs, each at its best step.\nAt XFT's own learning rate SFT's loss is {abs(equal):.4f} "
+        f"{'higher' if equal > 0 else 'lower'}. The best SFT by validation is {best}.\n{results['against_best_sft']}."
     )

@@ -42,7 +42,7 @@ from moe_runtime.tools.evaluate_tasks import find_tasks, hub_rows
 from moe_runtime.tools.smollm2 import check_smollm2, write_smollm2
 
 GSM8K = "openai/gsm8k"
-TOKENS = {"gsm8k": 160}  # of an answer, at most; of other tasks 64
+TOKENS = {"gsm8k": 160} | dict.fromkeys(TASKS, 64)  # of an answer, at most
 ASKED_AT_ONCE, MEASURED = 32, 4
 NOTES = {
     "base": "as it was pretrained",
@@ -104,7 +104,7 @@ def run(
     report = evaluate(
         [f"{name}={one.folder}" for name, one in asked.items()], files, out / "eval", reference="SFT", prompt="chat",
         batch_size=ASKED_AT_ONCE, dtype="bfloat16" if settings.tune.bf16 else "auto",
-        max_new_tokens=max(TOKENS.get(name, 64) for name in names),
+        max_new_tokens=max(TOKENS[name] for name in names),
     )  # fmt: skip
     results = _results(stages, found, report, measured)
     atomic_write_json(out / "results.json", jsonable(results))

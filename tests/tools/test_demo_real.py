@@ -91,6 +91,7 @@ def test_the_whole_way(home, tmp_path, monkeypatch, capsys):
         results["upcycled_error"] < 1e-5
         and rows["MoE"]["parameters"] > rows["base"]["parameters"] == rows["merged"]["parameters"]
     )
+    assert json.loads((out / "MoE/config.json").read_text())["moe_runtime"]["layers"] == [1]
     assert rows["SFT"]["steps"] == 2 and rows["merged"]["steps"] == 3 and rows["SFT_time"]["steps"] >= 2
     assert rows["SFT"]["loss"] != rows["base"]["loss"] != rows["merged"]["loss"]
     assert set(results["measured"]) == {"sft", "tune", "mix", "dense tokens/s", "MoE tokens/s"}

@@ -88,8 +88,8 @@ class Stages(KeptStages):
             trained = self._train("moe", model, self.train_rows, self.held_out, self.recipe.tune, folder)
             return {"upcycled_error": receipt.error} | self._finish(model, trained, tmp / "model")
 
-        some = {} if self.recipe.layers is None else {"layers": self.recipe.layers}
-        return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts} | some, [base], make)
+        settings = self._settings(self.recipe.tune) | {"experts": experts} | _some_layers(self.recipe)
+        return self._stage("moe", "moe", settings, [base], make)
 
     def mix(self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None) -> Result:
         """Return the dense model of a tuned mixture, its coefficients learned on the same rows; `soup` learns all of them."""
@@ -136,7 +136,7 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            baselines.to_ewa(model, num_experts=count, partition=partition, seed=42 + self.seed)
+            baselines.to_ewa(model, num_experts=count, layers=self.recipe.layers, partition=partition, seed=42 + self.seed)
             callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
             trained = self._train("ewa", model, self.train_rows, self.held_out, training, folder, callbacks)
             self._save(model, trained, tmp / "experts")
@@ -152,7 +152,7 @@ class Stages(KeptStages):
         settings = self._settings(training) | {
             "share": ewa.share, "schedule_of_share": ewa.schedule, "partition": partition, "num_experts": count,
         }  # fmt: skip
-        return self._stage("ewa", "ewa", settings, [base], make)
+        return self._stage("ewa", "ewa", settings | _some_layers(self.recipe), [base], make)
 
     def _finish(self, model, trained: trainers.Trained, folder: Path) -> dict:
         """Save, and return the numbers of what was saved: it is judged anew where it trained in another dtype."""
@@ -223,6 +223,11 @@ def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, s
         stages.say(f"{r.name:8s}{r.loss:9.4f}{math.exp(min(r.loss, 700)):12.2f}{sizes}{r.total_seconds:9.0f}")
     stages.say(f"the dense model: {results[-1].folder}")
     return results
+
+
+def _some_layers(recipe: Recipe) -> dict:
+    """What the layers that are upcycled add to a stage's hash: nothing if they are all."""
+    return {} if recipe.layers is None else {"layers": recipe.layers}
 
 
 def _for_steps(training: Training, steps: int | None) -> Training:

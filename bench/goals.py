@@ -189,7 +189,7 @@ CPU_GOALS = (
 
 def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
     """Return one line per goal, and one per benchmark that misses it."""
-    lines, missed = ["| goal | want | worst | best | met | not measured |", "|---|---|---|---|---|---|"], []
+    lines, missed = ["| goal | target | worst | best | met | not measured |", "|---|---|---|---|---|---|"], []
     for goal in wanted:
         values = {}
         for name in goal.benchmarks:

@@ -112,7 +112,7 @@ again() {
     local flag=$1 more=() words status=124 budget patience
     shift
     for _ in 1 2 3 4 5 6; do
-        budget=$(((deadline - $(now)) * 8 / 10))
+        budget=$(((deadline - $(now) - grace) * 8 / 10))
         [ $budget -gt 0 ] || break
         patience=$((budget * 5 / 8 < 120000 ? budget * 5 / 8 : 120000))
         words=("${@/#BUDGET/$(seconds $budget)}")

@@ -1,4 +1,4 @@
-"""The command line: what belongs to no method, and the groups of the methods. Verbs import lazily, so that --help is quick."""
+"""The top-level commands, and the command groups of the methods. Commands import lazily, so that --help is fast."""
 
 import importlib
 from pathlib import Path
@@ -45,7 +45,7 @@ def demo(
 def demo_real(
     out: Annotated[Path, option("Folder for the models and the results; a rerun resumes there.")] = Path("runs/demo-real"),
     model: Annotated[
-        Path | None, option("Model folder with a chat template; SmolLM2-135M-Instruct of the wheel unless given.")
+        Path | None, option("Model folder with a chat template (default: SmolLM2-135M-Instruct of the wheel).")
     ] = None,
     gsm8k: Annotated[str | None, option("GSM8K as a fifth task: its file, or openai/gsm8k from the Hub.")] = None,
     recipe: Annotated[
@@ -68,14 +68,12 @@ def run(
     recipe: Annotated[str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))],
     out: Annotated[Path, option("Folder for the models and their results; a rerun resumes there.")] = Path("runs/recipe"),
     seed: RecipeSeed = None,
-    skip_memory_check: Annotated[
-        bool, option("Run even if the estimate says that it does not fit.", "--skip-memory-check")
-    ] = False,
+    skip_memory_check: Annotated[bool, option("Run even if the estimated memory does not fit.", "--skip-memory-check")] = False,
 ):
     """Run a method from a recipe.
 
     XFT (base, upcycle, tune, learn mixing, merge), ESFT (base, score, select, tune), UpIT (base, tune, expand experts, route,
-    assemble, tune) or UltraFuser (specialists, gate, all). Existing stages are not made again. A name may include its method:
+    assemble, tune) or UltraFuser (specialists, gate, all). Completed stages are skipped. A name may include its method, such as
     esft/tiny.
 
     On several GPUs: accelerate launch --config_file FILE -m moe_runtime run RECIPE --out OUT.

@@ -1,4 +1,4 @@
-"""moe-runtime lora: PEFT adapters of MoE models, as today's PEFT, an inference engine or a merged model has them."""
+"""moe-runtime lora: convert PEFT adapters of MoE models for current PEFT, an inference engine or a merged model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from moe_runtime.cli.verbs import HUB, Kept, Overwrite, ShardSize, Source, Target, argument, group, option, verb, with_bar
 
-LORA = "LoRA adapters on experts: convert old ones, and write them as they are served."
+LORA = "LoRA adapters on experts: convert old ones, and export them for serving."
 app = group("lora", LORA, "export olmoe adapter adapter-vllm --to vllm")
 # what serves the files of each engine
 SERVE = {

@@ -1,4 +1,4 @@
-"""What all verbs share: an example in the help, --json, completion of choices, and what an interrupted verb says it left."""
+"""Common parts of all commands: help with an example, --json, completion of choices, and the message on interruption."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]:
-    """Return what completes an option to one of these words; a function lists them when it is asked."""
+    """Return a completion function for these words; a function in `found` lists words lazily."""
 
     def complete(incomplete: str) -> list[str]:
         words = [word for one in found for word in (one() if callable(one) else [one])]
@@ -32,7 +32,7 @@ def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]
 
 
 def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.Option, **more):
-    """Return typer's option of this help text, completed by `words`: a list, or a string of them."""
+    """Return a typer option with this help text that completes to `words`, a list or a space-separated string."""
     words = words.split() if isinstance(words, str) else words
     return kind(*names, help=help, autocompletion=choices(*words) if words else None, **more)
 
@@ -50,7 +50,7 @@ Data = Annotated[str, option("jsonl, parquet or a dataset's id: chats, pairs or 
 MaxLength = Annotated[int, option("Tokens per sample, at most.")]
 Prompt = Annotated[str, option("Prompt format: plain, deepseek, chat (the tokenizer's) or magicoder.", words=PROMPTS)]
 TrainOn = Annotated[str, option("Tokens to train on: the assistant's (of a pair, the completion's) or all.", words=TRAIN_ON)]
-RecipeSeed = Annotated[int | None, option("Seed; the recipe's unless given.")]
+RecipeSeed = Annotated[int | None, option("Seed (default: the recipe's).")]
 Bf16 = Annotated[bool, option("Compute in bfloat16 (autocast).", "--bf16")]
 Checkpointing = Annotated[bool, option("Recompute activations to save memory.", "--gradient-checkpointing")]
 PushToHub = Annotated[str | None, option("Upload the result to this model repository, OWNER/NAME, with a model card.")]
@@ -58,7 +58,7 @@ Json = Annotated[bool, option("Print the result as one JSON object; everything e
 
 
 def group(name: str, help: str, example: str) -> typer.Typer:
-    """Return an empty group of verbs; `name` and the `example` are the words after moe-runtime and after those."""
+    """Return an empty group of commands called `name`; the `example` follows the name in the help."""
     return typer.Typer(
         name=name, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=help,
         epilog=f"Example: {' '.join(f'moe-runtime {name} {example}'.split())}",
@@ -66,16 +66,16 @@ def group(name: str, help: str, example: str) -> typer.Typer:
 
 
 class Ends(NamedTuple):
-    """What a verb returns to exit with a code other than 0."""
+    """Return value of a command that exits with a code other than 0."""
 
     value: object
     code: int
 
 
 class Kept:
-    """What an interrupted verb leaves: paths, with the verb's options in braces, that are complete or were not written.
+    """Paths that an interrupted command leaves either complete or unwritten, with the command's options in braces.
 
-    One that `resumes` continues from what is in the first path when it is run again, without the options in `drop`.
+    A command that `resumes` continues from the first path when it is rerun, without the options in `drop`.
     """
 
     def __init__(self, *paths: str, resumes: bool = False, drop: tuple[str, ...] = ()):
@@ -86,7 +86,7 @@ class Kept:
         self.before = {path: _mark(path) for path in self._named(options)}
 
     def say(self, options: dict) -> str:
-        """Say what exists now, and how to resume."""
+        """Describe what has been written, and how to resume."""
         named = self._named(options)
         if self.resumes:
             found = os.path.exists(named[0])
@@ -100,7 +100,7 @@ class Kept:
 
 
 def _mark(path: str) -> tuple | None:
-    """Return what identifies a file or a folder that is not empty."""
+    """Return the identity of a file or a folder that is not empty."""
     try:
         found = os.stat(path)
     except OSError:
@@ -109,16 +109,16 @@ def _mark(path: str) -> tuple | None:
 
 
 def again(drop: tuple[str, ...] = ()) -> str:
-    """Return the advice to rerun this command; without the command under a launcher, whose own is not known here."""
+    """Return the advice to rerun this command; under a launcher without the command, as the launcher's is unknown."""
     if "LOCAL_RANK" in os.environ:
         return "rerun to resume"
     return "rerun to resume: " + shlex.join(["moe-runtime", *(part for part in sys.argv[1:] if part not in drop)])
 
 
 def one_gpu() -> None:
-    """Hide all GPUs but the first, unless a launcher runs; call it before torch looks.
+    """Hide all GPUs except the first, unless a launcher is running; must be called before torch queries the GPUs.
 
-    One is enough, and Trainer would spread a single process over all that it sees.
+    Trainer would otherwise use DataParallel over all visible GPUs in a single process.
     """
     if "LOCAL_RANK" not in os.environ:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
@@ -126,7 +126,7 @@ def one_gpu() -> None:
 
 @contextlib.contextmanager
 def leaving(say: Callable[[], str]) -> Iterator[None]:
-    """Let an interruption of the block end in what `say` returns, in place of what the verb's `Kept` says."""
+    """On an interruption of the block, print what `say` returns instead of what the command's `Kept` describes."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -135,7 +135,7 @@ def leaving(say: Callable[[], str]) -> Iterator[None]:
 
 
 def with_bar(name: str, function: Callable, *args, **options):
-    """Call a function that reports its progress in bytes, under a bar of this name; return what it returns."""
+    """Call a function that reports its progress in bytes with a progress bar of this name; return its result."""
     with console.bar(name, "B") as update:
         return function(*args, progress=update, **options)
 
@@ -174,7 +174,7 @@ def _wrapped(function: Callable, kept: Kept, push: str | None) -> Callable:
                     _push(Path(options[push]), push_to_hub, given, options, value)
         except KeyboardInterrupt as stop:
             line = f"{signals.word_of(stop)}; {getattr(stop, 'kept', None) or kept.say(options)}"
-            with contextlib.suppress(OSError):  # a terminal's Ctrl-C ends `2>&1 | tee log` as well
+            with contextlib.suppress(OSError):  # Ctrl-C on a terminal also stops `2>&1 | tee log`
                 if console.is_main():
                     print(line, file=sys.stderr, flush=True)
             json, value = False, Ends(None, signals.code_of(stop))
@@ -216,7 +216,7 @@ def _push(folder: Path, repo: str, given: dict, options: dict, value) -> None:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Let all that prints write to stderr, C (NCCL) and programs too, so that stdout holds one JSON object."""
+    """Redirect all output to stderr, including that of C code (NCCL) and programs, so that stdout is one JSON object."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = None
@@ -234,7 +234,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def recipes(method: str | None = None) -> list[str]:
-    """List the shipped recipes: a method's by their names, or all as METHOD/NAME."""
+    """List the shipped recipes: the names of a method's, or all as METHOD/NAME."""
     found = sorted(PACKAGE.glob(f"methods/{method or '*'}/recipes/*.yaml"))
     return [path.stem if method else f"{path.parts[-3]}/{path.stem}" for path in found]
 
@@ -247,6 +247,6 @@ def numbers(text: str | None) -> list[int] | None:
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"layers is {text!r}; want numbers and ranges, such as 0-3,8")
+            raise ValueError(f"layers must be numbers and ranges, such as 0-3,8, but got {text!r}")
         found += range(int(first), int(last if dash else first) + 1)
     return found

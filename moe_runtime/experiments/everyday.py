@@ -120,7 +120,7 @@ def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> Pairs:
                 break
         if len(found) < count:
             where = "held out" if is_held_out else "to train on"
-            raise ValueError(f"{count} examples of {name} {where} were asked for; there are {len(found)}. Ask for fewer")
+            raise ValueError(f"There are only {len(found)} examples of {name} {where}, but {count} are requested")
         parts.append([{"prompt": prompt, "completion": completion} for prompt, completion in found.items()])
     return Pairs(*parts)
 

@@ -103,7 +103,7 @@ class KeptStages:
         self.is_main = ranks.state().is_main_process
         self.say = say if self.is_main else lambda text: None
         if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"out is {out}, which is a file; want a folder")
+            raise ValueError(f"Output folder {out} is a file. Choose another")
         for training in self.trainings():
             trainers.check_training(**training.to_dict())
         trainers.quiet()
@@ -181,7 +181,7 @@ class KeptStages:
         pretrain = self.recipe.pretrain
         if pretrain is None:
             return ranks.load_tokenizer(self.recipe.base_model)
-        return train_tokenizer(text(), pretrain.vocab_size)
+        return train_tokenizer(text(), pretrain.vocab_size, pretrain.split_digits)
 
     def _pretrain(
         self, rows, held_out, checkpoints: Path, max_length: int, schedule: str = "linear"
@@ -247,8 +247,8 @@ def read_result(stage: Path, kind: type = Result, **changes):
         values["history"] = [tuple(point) for point in values["history"]]
         return kind(**{name: values[name] for name in kind._fields if name in values} | changes)
     except (KeyError, TypeError) as error:
-        how = "remove the folder, and the stage is made anew"
-        raise ValueError(f"{stage / 'result.json'} lacks fields ({error}); want a file of a stage; {how}") from error
+        how = "Remove the folder to run the stage again"
+        raise ValueError(f"{stage / 'result.json'} lacks fields ({error}). {how}") from error
 
 
 @contextlib.contextmanager
@@ -342,7 +342,9 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
         ids = found[f"{name}-train"]["input_ids"]
         left = [place for place, row in enumerate(ids) if tuple(row) not in known]
         if not left:
-            raise ValueError(f"held_out of the domains has every row of {name}, cut at {max_length} tokens; want other rows")
+            raise ValueError(
+                f"All examples of {name}, truncated to {max_length} tokens, are in the domains' held_out. Choose others"
+            )
         if len(left) < len(ids):
             found[f"{name}-train"] = found[f"{name}-train"].select(left)
     return found
@@ -353,7 +355,7 @@ def without(train, held_out, source: str | None):
     known = {str(data.one_form(row)) for row in held_out}
     left = [place for place, row in enumerate(train) if str(data.one_form(row)) not in known]
     if not left:
-        raise ValueError(f"held_out is {source!r}, which has every row of train; want other rows")
+        raise ValueError(f"held_out {source!r} contains every example of train. Choose other examples")
     return train.select(left) if hasattr(train, "select") else [train[place] for place in left]
 
 

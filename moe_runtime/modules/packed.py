@@ -88,7 +88,8 @@ def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype, 
     data = stack.data.view(torch.uint8)
     module.register_parameter(name, PackedParameter(data if spread is None else _spread(data, spread), shape))
     for i, scale in enumerate(stack.scales):
-        module.register_buffer(f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=False)
+        # the fifth, in which the ranks differ, is in no checkpoint
+        module.register_buffer(f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=i < 4)
     if not layouts(module):
         module.__dict__[PACKED] = {}
         module.register_state_dict_post_hook(_save)
@@ -111,9 +112,9 @@ def pack(stack: torch.Tensor, format: str, spread: tuple | None = None) -> Packe
 
     def double(largest: torch.Tensor) -> list[torch.Tensor]:  # every rank scales all of NF4's scales
         own = largest.to(mesh.device_type)
-        everyone = own.new_empty(n * own.numel())
-        dist.all_gather_into_tensor(everyone, own, group=group)
-        scales = packed.nest(everyone.to(largest.device))
+        everyone = [torch.empty_like(own) for _ in range(n)]
+        dist.all_gather(everyone, own, group=group)
+        scales = packed.nest(torch.cat(everyone).to(largest.device))
         return packed.part_of_scales(scales, n * count, rank * count, (rank + 1) * count)
 
     return packed.pack(stack, format, double)
@@ -145,8 +146,8 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
     layout = layouts(module).get(name)
     if is_distributed(getattr(module, name)) and (layout is None or layout.spread is None):
         raise ValueError(
-            f"{name} is quantized and spread over ranks; expected every expert on every rank, or experts that "
-            "parallel.shard_experts has spread (FSDP2: shard the layer)"
+            f"{name} is quantized and distributed over ranks, but every rank needs every expert, or experts distributed by "
+            "parallel.shard_experts (FSDP2: shard the layer)"
         )
     if layout is not None:
         stack = get(module, name)
@@ -157,18 +158,17 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
 
 def _save(module: nn.Module, state_dict, prefix: str, metadata) -> None:
     for name, layout in layouts(module).items():
+        scales = _buffers(layout, name)
         if not is_distributed(getattr(module, name)):
-            del state_dict[prefix + name]
+            for key in (name, *scales):
+                del state_dict[prefix + key]
             saved = to_saved(get(module, name), name, layout)
-        else:
-            saved = {key: getattr(module, key) for key in _buffers(layout, name)}
-            if layout.spread is not None:
-                saved[f"{name}_packed0"] = _spread(saved[f"{name}_packed0"], layout.spread)
-        state_dict.update({prefix + key: tensor for key, tensor in saved.items()})
+            state_dict.update({prefix + key: tensor for key, tensor in saved.items()})
+        elif layout.spread is not None:
+            state_dict[prefix + scales[0]] = _spread(getattr(module, scales[0]), layout.spread)
 
 
 def _buffers(layout: Layout, name: str) -> list[str]:
-    """Return the names of the scales' buffers but for the fifth, in which the ranks differ."""
     return [f"{name}_packed{i}" for i in range(min(len(layout.scales), 4))]
 
 
@@ -198,7 +198,7 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], ex
     base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
     if missing := [key for key in keys if key not in tensors]:
-        raise ValueError(f"{name} is packed as {base}, and {missing[0]} is missing; expected {', '.join(keys)}")
+        raise ValueError(f"{name} is packed as {base}, but {missing[0]} is missing from {', '.join(keys)}")
     data, *scales = (tensors[key] for key in keys)
     if base == "nf4":
         state = json.loads(bytes(scales.pop().tolist()))
@@ -206,11 +206,12 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], ex
         found = state.get("blocksize"), state.get("nested_blocksize"), state.get("shape")
         if found != (64, packed.NESTED, list(shape)):
             raise ValueError(
-                f"{name} has NF4 blocks, blocks of scales and a shape of {found}; expected 64, {packed.NESTED}, {list(shape)}"
+                f"{name} must have NF4 blocks, blocks of scales and a shape of 64, {packed.NESTED}, {list(shape)}, but has "
+                f"{found}"
             )
     E, width = experts or E, Q * packed.of_name(base).data_bits // 8
     if data.numel() * data.element_size() != E * P * width:
-        raise ValueError(f"{name} is {list(data.shape)} {data.dtype}; expected {E * P * width} bytes for {[E, P, Q]}")
+        raise ValueError(f"{name} must have {E * P * width} bytes for {[E, P, Q]}, but is {list(data.shape)} {data.dtype}")
     return Packed(data.view(torch.uint8).view(E, P, width).view(packed.of_name(base).dtype), scales, form)
 
 
@@ -218,21 +219,20 @@ def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing,
     for name, layout in layouts(module).items():
         names = [key for key in state_dict if key.startswith(prefix + name) and not key.startswith(prefix + name + "_bias")]
         given = {key.removeprefix(prefix): state_dict.pop(key) for key in names}
-        parameter, found = getattr(module, name), given.get(name)
-        scales = [given.get(key) for key in _buffers(layout, name)] if is_distributed(parameter) else []
-        if any(scale is None for scale in scales) and given:
-            errors.append(f"{prefix}{name} is quantized and on several ranks; expected the state_dict of such a model")
-        if given and not scales:
-            try:
+        tensors = {name: getattr(module, name).data} | {key: getattr(module, key) for key in _buffers(layout, name)}
+        try:
+            if is_distributed(tensors[name]):  # a DTensor of a stack's bytes is loaded as any other
+                here = {key: t.to_local() if key != name and is_distributed(t) else t for key, t in given.items()}
+                tensors |= {key: here[key] for key in tensors if given}
+            elif given:
                 shape = packed.shape_of(get(module, name).data, layout.format.removesuffix(packed.TRANSPOSED))
                 stack = from_saved(name, layout.format, shape, given)
-                found = stack.data.view(torch.uint8)
-                scales = [scale.to(dtype).contiguous().view(torch.uint8) for scale, dtype in zip(stack.scales, layout.scales)]
-            except ValueError as error:
-                errors.append(f"{prefix}{error}")
-        if errors or not given:
-            state_dict[prefix + name] = parameter.data  # as it is
-            continue
-        state_dict[prefix + name] = found
-        for key, theirs in zip(_buffers(layout, name), scales):
-            getattr(module, key).copy_(theirs.to_local() if is_distributed(theirs) else theirs)
+                found = [scale.to(dtype).contiguous() for scale, dtype in zip(stack.scales, layout.scales)]
+                tensors = dict(zip(tensors, (tensor.view(torch.uint8) for tensor in (stack.data, *found))))
+        except KeyError as error:
+            errors.append(
+                f"{prefix}{name} is quantized and distributed, but {error} is missing. Pass the state_dict of such a model"
+            )
+        except ValueError as error:
+            errors.append(f"{prefix}{error}")
+        state_dict.update({prefix + key: tensor for key, tensor in tensors.items()})

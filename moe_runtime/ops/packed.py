@@ -98,7 +98,7 @@ def pack(stack: torch.Tensor, name: str, double: Callable | None = None) -> Pack
     fmt = of_name(name)
     reason = why_not(stack.shape, name) if stack.dim() == 3 else "it has not three dimensions"
     if stack.dtype not in FLOATS:
-        reason = f"it is {stack.dtype}; expected float16, bfloat16 or float32"
+        reason = f"it must be float16, bfloat16 or float32, but is {stack.dtype}"
     if reason:
         raise ValueError(f"a stack {list(stack.shape)} cannot be packed to {name}: {reason}")
     with torch.no_grad():

@@ -66,7 +66,7 @@ def run(
         require(module, extra)
     out, settings = Path(out), load_recipe(recipe)
     if out.exists() and not out.is_dir():
-        raise ValueError(f"out is {out}, which is a file; pass a folder")
+        raise ValueError(f"Output folder {out} is a file. Choose another")
     if model is None:
         check_smollm2()
     else:
@@ -120,7 +120,7 @@ def _school(source: str, train: int, held_out: int) -> Pairs:
     """Return rows of GSM8K, those to train on and those held out; raises ValueError for a file without its columns."""
     rows = list(hub_rows(GSM8K, "main", "train")()) if source == GSM8K else find_tasks(f"gsm8k={source}")[0].rows
     if len(rows) < train + held_out:
-        raise ValueError(f"{source} has {len(rows)} examples; expected at least {train + held_out}")
+        raise ValueError(f"{source} must have at least {train + held_out} examples, but has {len(rows)}")
     rows = [in_form(row, layout_of(row), source) for row in rows[: train + held_out]]
     return Pairs(rows[held_out:], rows[:held_out])
 

@@ -152,7 +152,7 @@ def test_one_process_prints_the_json(app, monkeypatch):
 
 def test_an_interruption_says_what_the_work_says_is_kept(app):
     stop = KeyboardInterrupt()
-    stop.kept = "the last checkpoint is c"
+    stop.kept = "The last checkpoint is c"
     for error, line in ((KeyboardInterrupt(), "interrupted; nothing was written"), (stop, f"interrupted; {stop.kept}")):
         out = CliRunner().invoke(app(error, Kept()), ["--json"])
         assert out.exit_code == 130 and out.stdout == "" and out.stderr.splitlines()[-1] == line

@@ -20,7 +20,7 @@ from tests.support.dist_launch import launch
 def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
     launch(dist_leading.__file__, 2, tmp_path, str(tmp_path), seconds=120)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert first["merge"].startswith("ValueError: model is ") and "which has no config.json" in first["merge"]
+    assert first["merge"].startswith("ValueError: Folder ") and "has no config.json" in first["merge"]
     assert first["full disk"] == "OSError: [Errno 28] No space left on device: 'model.safetensors'"
     assert first["other"] == "KeyError: 'lm_head'" and first["rows"] == first["other"]
     assert "Error: " in first["no place"] and "file" in first["no place"]
@@ -96,14 +96,14 @@ def test_a_source_has_its_own_limit_and_held_out_files_may_be_several(sources):
 
 
 @pytest.mark.parametrize("value, says", [
-    pytest.param([], "data.train is []; want a source, or a list of sources", id="empty"),
-    pytest.param(5, "data.train is 5; want a source, or a list of sources", id="number"),
-    pytest.param([{"source": "a", "weight": -1}], "data.train.0.weight is -1; want greater than 0", id="negative"),
-    pytest.param(["a", {"source": "b", "weight": "much"}], "data.train.1.weight is 'much'; want a valid number", id="text"),
+    pytest.param([], "data.train must be a source, or a list of sources, but got []", id="empty"),
+    pytest.param(5, "data.train must be a source, or a list of sources, but got 5", id="number"),
+    pytest.param([{"source": "a", "weight": -1}], "data.train.0.weight must be greater than 0, but got -1", id="negative"),
+    pytest.param(["a", {"source": "b", "weight": "much"}], "data.train.1.weight must be a valid number", id="text"),
     pytest.param(["a", {"weight": 1}], "data.train.1.source is missing", id="no-source"),
     pytest.param(["a", {"source": "b", "weight": 1}],
-                 "data.train.weight is given for 1 of 2 sources; want it for all of them, or for none", id="half"),
-    pytest.param([{"source": "a", "columns": 1}], "data.train.0.columns is no key of a recipe", id="unknown"),
+                 "data.train.weight must be given for all sources or for none, but 1 of 2 have one", id="half"),
+    pytest.param([{"source": "a", "columns": 1}], "data.train.0.columns is not a valid key", id="unknown"),
 ])  # fmt: skip
 def test_bad_sources_are_one_error(value, says):
     training = {"steps": 1, "learning_rate": 1.0}
@@ -114,10 +114,10 @@ def test_bad_sources_are_one_error(value, says):
 
 
 @pytest.mark.parametrize("bad, says", [
-    pytest.param('{"prompt": "p", "solution": "s"}\n', "with the columns prompt, solution; want", id="missing-column"),
-    pytest.param("", "which is empty; want", id="empty-file"),
+    pytest.param('{"prompt": "p", "solution": "s"}\n', "has the columns prompt, solution. Rename them", id="missing-column"),
+    pytest.param("", "is empty. Pass", id="empty-file"),
     pytest.param('{"prompt": [{"role": "user", "content": "p"}], "completion": [{"role": "assistant", "content": "c"}]}\n',
-                 "The column prompt is text in one source and turns in another", id="two-forms"),
+                 "Column prompt is text in one source and turns in another", id="two-forms"),
 ])  # fmt: skip
 def test_a_bad_file_among_others_is_one_error(sources, tmp_path, bad, says):
     (tmp_path / "bad.jsonl").write_text(bad)

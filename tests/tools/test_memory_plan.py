@@ -115,7 +115,7 @@ def test_recipe_by_stage_and_engine(small):
     code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 1.5)
     assert code == 1 and "DOES NOT FIT" in text and "no setting that runs fits" in text
     code, text, error = run("memory", small, "--lora", 4)
-    assert code and "a recipe has its own batch" in str(error)
+    assert code and "A recipe sets batch" in str(error)
 
 
 def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from moe_runtime.hf.dropin.gates import gate_of, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules import trainable
-from moe_runtime.modules.moe import Experts, is_quantized
+from moe_runtime.modules.moe import Experts, is_quantized, named
 from moe_runtime.ops import all_to_all, packed
 
 METHOD = "moe_runtime"  # quant_method of a config.json whose stacks only load_quantized reads
@@ -53,7 +53,7 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
     for module in found.values():
         for name in _names(module):
             stack = getattr(module, name).detach()
-            spread, own = _spread_of(stack), stack.to_local() if all_to_all.is_distributed(stack) else stack
+            spread, own = _spread_of(module, stack), stack.to_local() if all_to_all.is_distributed(stack) else stack
             before += own.numel() * own.element_size()
             stored, kind = stored_as(module, own, format)
             result = modules.pack(stored, format, spread)._replace(format=kind)
@@ -71,7 +71,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the experts modules of a model, stock or ours, by path; ValueError if there is none."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Experts) or is_experts(module)}
     if not found:
-        raise ValueError(f"model is {type(model).__name__}, which has no experts that moe_runtime runs (docs/families.md)")
+        raise ValueError(f"{type(model).__name__} has no experts that moe_runtime supports (see docs/families.md)")
     return found
 
 
@@ -100,11 +100,11 @@ def bytes_of(module: nn.Module, name: str) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in (data, *scales))
 
 
-def _spread_of(stack: torch.Tensor) -> tuple | None:
-    """Return mesh and placements of a stack of which each rank has its experts, the last dimension's; None of any other."""
+def _spread_of(module: nn.Module, stack: torch.Tensor) -> tuple | None:
+    """Return mesh and placements of a stack that `shard_experts` has spread and FSDP2 has not split; None of any other."""
     *others, last = getattr(stack, "placements", (None,))
-    spread = last is not None and last.is_shard(0) and all(placement.is_replicate() for placement in others)
-    return (stack.device_mesh, tuple(stack.placements)) if spread else None
+    spread = all_to_all.GRADIENTS_OF in module.__dict__ and last is not None and last.is_shard(0)
+    return (stack.device_mesh, tuple(stack.placements)) if spread and all(p.is_replicate() for p in others) else None
 
 
 def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
@@ -113,17 +113,17 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
     for name in _names(module):
         stack, reason = getattr(module, name), None
         if modules.is_packed(module, name):
-            reason = "it is quantized already; load the model in 16 bits"
-        elif all_to_all.is_distributed(stack) and _spread_of(stack) is None:
+            reason = "it is already quantized. Load the model in 16 bits"
+        elif all_to_all.is_distributed(stack) and _spread_of(module, stack) is None:
             reason = "it is split by FSDP or tensor parallelism; quantize before that"
         elif stack.shape[0] % ranks:
             reason = f"its experts would lie on {ranks} ranks, which do not divide them"
         elif trainable.split_of(module) is not None or parametrize.is_parametrized(module, name):
-            reason = "some of its experts train, or it is parametrized; undo that first"
+            reason = "some of its experts train, or it has a parametrization. Undo that first"
         elif activation is None:
             reason = f"{type(module).__name__} computes what no kernel does between its products"
         elif stack.dtype not in packed.FLOATS or is_quantized(stack):
-            reason = f"it is {type(stack.detach()).__name__} of {stack.dtype}; expected a float16, bfloat16 or float32 tensor"
+            reason = f"it must be float16, bfloat16 or float32, but is {named(stack)}. Load it without that quantization"
         else:
             halves = name == "gate_up_proj" and not activation.interleaved
             stored, kind = stored_as(module, stack, format)
@@ -143,8 +143,8 @@ def _refuse_to_save(model: nn.Module) -> None:
 
 def _save_pretrained(*args, **kwargs):
     raise ValueError(
-        "the experts are quantized, and save_pretrained would take their bytes for weights. Save the model by "
-        "moe_runtime.save_quantized(model, folder), or its adapter alone by the PEFT model's save_pretrained."
+        "The experts are quantized, which save_pretrained does not support. Save the model with "
+        "moe_runtime.save_quantized(model, folder), or only its adapter with the PEFT model's save_pretrained"
     )
 
 
@@ -206,7 +206,7 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
     format = format or held
     if format is None or (method and held is None):
         raise ValueError(
-            f"format is {format!r}, and {source} is quantized by {method or 'nothing'}; pass one of {list(packed.FORMATS)}"
+            f"format must be one of {list(packed.FORMATS)}, but got {format!r} for {source}, quantized by {method or 'nothing'}"
         )
     packed.of_name(format)
     checkpoint = Checkpoint(source)
@@ -238,7 +238,7 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
 
     shapes, base = {}, getattr(transformers, (config.architectures or [""])[0], None)
     if base is None:
-        raise ValueError(f"{source} is a {(config.architectures or ['model'])[0]}; expected a class of transformers")
+        raise ValueError(f"{source} is a {(config.architectures or ['model'])[0]}, which is not a class of transformers")
 
     def __init__(self, *args, **kwargs):
         base.__init__(self, *args, **kwargs)
@@ -338,6 +338,6 @@ def _parts(checkpoint, path: str, name: str, shape) -> dict[int, list]:
                 if (sum(size[0] for size in sizes), sizes[0][1]) == tuple(shape[1:]):
                     return parts
     raise ValueError(
-        f"{checkpoint.path} has no {key} {list(shape)} and no matrices {path}.0.*.weight of it; load it by from_pretrained and "
-        "call quantize_experts"
+        f"{checkpoint.path} has neither {key} {list(shape)} nor its matrices {path}.0.*.weight. Load it with from_pretrained "
+        "and call quantize_experts"
     )

@@ -30,8 +30,8 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
     """
     found = {path: module for path, module in experts_of(model).items() if modules.layouts(module)}
     if not found or not hasattr(model, "config") or any("base_layer" in path for path in found):
-        what = "whose experts PEFT wraps: unload the adapter" if found else "without quantized experts: save_pretrained"
-        raise ValueError(f"model is {type(model).__name__}, {what}")
+        what = "has experts in a PEFT adapter. Unload it" if found else "has no quantized experts. Use save_pretrained"
+        raise ValueError(f"{type(model).__name__} {what}")
     first = next(iter(found.values()))
     form = next(iter(modules.layouts(first).values())).format.removesuffix(packed.TRANSPOSED)
     experts = {f"{path}." for path in found}

@@ -83,7 +83,7 @@ def local_folder(source: str | Path, patterns: tuple[str, ...] = FILES, name: st
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (HFValidationError, OSError, ValueError) as error:
         raise ValueError(
-            f"{name} is {str(source)!r}: {one_line(error)}; expected a model's folder or an id of the Hub"
+            f"{name} {str(source)!r} cannot be read: {one_line(error)}. Pass the folder of a model or a Hub id"
         ) from error
 
 

@@ -59,8 +59,8 @@ def check_gradients(parameters: list[torch.nn.Parameter], router_logits: list[to
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
         raise ValueError(
-            "use_reentrant is True for gradient checkpointing; want False with a balance loss or router_aux_loss_coef, "
-            "whose gradient would be lost; pass gradient_checkpointing_kwargs={'use_reentrant': False}"
+            "use_reentrant=True in gradient checkpointing would lose the gradient of a balance loss or router_aux_loss_coef. "
+            "Pass gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
 
 
@@ -101,7 +101,7 @@ def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
     """Return the modules that took the MLPs' places in an upcycled model, by layer; raises ValueError for another model."""
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     if block is None:
-        raise ValueError(f"model is {type(model).__name__}; want an upcycled model; xft.upcycle makes one")
+        raise ValueError(f"Expected an upcycled model, but got {type(model).__name__}. Use xft.upcycle to create one")
     return {layer: model.get_submodule(_layer_path(model, layer)) for layer in block["layers"]}
 
 
@@ -146,8 +146,8 @@ class _Model:
         """Refuse transformers' own implementations, which these experts would ignore without a word."""
         if requested_experts not in (None, "eager", "moe_runtime"):
             raise ValueError(
-                f"experts_implementation is {requested_experts!r}; want 'moe_runtime' or None; this model runs "
-                "moe_runtime.ops.moe_mlp, whose kernel MOE_RUNTIME_BACKEND chooses"
+                f"experts_implementation must be 'moe_runtime' or None, but got {requested_experts!r}. This model always runs "
+                "moe_runtime.ops.moe_mlp; MOE_RUNTIME_BACKEND selects its kernel"
             )
         return "eager"  # transformers' word for a module's own forward
 
@@ -183,9 +183,9 @@ class _Model:
         bad = {kind: new for kind, keys in found.items() if (new := sorted(k for k in keys if not k.startswith(left)))}
         if bad:
             raise ValueError(
-                f"the keys of {pretrained_model_name_or_path} do not fit {cls.__name__}: "
+                f"The keys of {pretrained_model_name_or_path} do not match {cls.__name__}: "
                 + "; ".join(f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in bad.items())
-                + "; want a folder that save_pretrained wrote"
+                + ". Pass a folder written by save_pretrained"
             )
         stage = model.config.moe_runtime["stage"]
         if stage in FREEZE:
@@ -296,7 +296,7 @@ def adopt(model: PreTrainedModel, causal_lm: type, inner: type) -> None:
     for module in (model, model.base_model):
         if vars(module).pop("forward", None) is not None:
             # accelerate's autocast and TRL's head are such: bound to the old class, whose super() fails from here on
-            warnings.warn(f"forward had been replaced on this object; {type(module).__name__}'s own is back", stacklevel=3)
+            warnings.warn(f"forward was replaced on this object; that of {type(module).__name__} is restored", stacklevel=3)
     for cls in {causal_lm, inner} - _INTRODUCED:
         # transformers notes what a class can record (hidden states) when an object of it is made, and `__class__ =`
         # makes none; so make one, without parts

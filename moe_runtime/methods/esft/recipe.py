@@ -137,7 +137,8 @@ def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) ->
     parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
     if not all(map(len, parts)):
         raise ValueError(
-            f"The data fill {len(lines)} lines, of which {share:.0%} train and the others validate; pass more data"
+            f"The data fill only {len(lines)} lines, of which {share:.0%} are for training and the others for validation. Pass "
+            "more data"
         )
     return tuple(parts)
 
@@ -231,7 +232,7 @@ class Task(Rows):
     def _check_source(self):
         unknown = [one for one in self.sources if one.startswith(f"{GENERAL}/") and one not in BUILT_IN]
         if unknown:
-            raise ValueError(f"train is {unknown[0]!r}; want one of {', '.join(BUILT_IN)}, or your own rows")
+            raise ValueError(f"train must be one of {', '.join(BUILT_IN)} or other data, but got {unknown[0]!r}")
         return self
 
 
@@ -258,8 +259,8 @@ class PretrainMoE(Pretrain):
     def _check_sizes(self):
         if self.top_k > self.num_experts or self.dense_layers >= self.num_layers:
             raise ValueError(
-                f"top_k is {self.top_k}, num_experts is {self.num_experts}, dense_layers is {self.dense_layers}, num_layers is "
-                f"{self.num_layers}; want top_k <= num_experts and dense_layers < num_layers"
+                f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}), and dense_layers "
+                f"({self.dense_layers}) below num_layers ({self.num_layers})"
             )
         return self
 
@@ -334,8 +335,8 @@ class EsftRecipe(Node):
         prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
         if "general" in self.tasks or len(prompts & {"deepseek", "chat", "esft"}) > 1:
             raise ValueError(
-                f"tasks are {', '.join(self.tasks)}, their prompts {', '.join(sorted(prompts))}; want none with the name "
-                "'general', and one chat template for all, 'deepseek', 'esft' or 'chat'"
+                "No task may be named 'general', and all must use one chat template ('deepseek', 'esft' or 'chat'), but tasks "
+                f"are {', '.join(self.tasks)} with the prompts {', '.join(sorted(prompts))}"
             )
         return self
 

@@ -345,7 +345,7 @@ def run(recipe: FuserRecipe | str | Path, out: str | Path, seed: int | None = No
     """
     model = Path(out) / MODEL
     if model.exists() and not model.is_symlink():
-        raise ValueError(f"out is {str(out)!r}, in which {MODEL} exists and is no link; want another folder")
+        raise ValueError(f"{MODEL} in {str(out)!r} exists and is not a link. Choose another folder")
     stages = Stages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     results = [*map(stages.specialist, stages.names), *([stages.gate()] if recipe.two_stage else []), stages.fused()]

@@ -110,12 +110,14 @@ def assemble_folders(
     """
     if bool(experts) == (routers is not None):
         given = "both are given" if experts else "neither is given"
-        raise ValueError(f"experts and routers: {given}; pass expert folders, or the folder of upit init-routers")
+        raise ValueError(f"Pass either expert folders or the folder of upit init-routers, but {given}")
     if routers is None:
         return assembly.assemble(experts, None, out, **settings)
     listed = read_json(Path(routers) / SUMMARY).get("experts")
     if not isinstance(listed, list) or not listed:
-        raise ValueError(f"experts of {Path(routers) / SUMMARY} are {shown(listed)}; expected what upit init-routers wrote")
+        raise ValueError(
+            f"experts in {Path(routers) / SUMMARY} are {shown(listed)}. Pass the folder written by upit init-routers"
+        )
     routed = [router.load_routed(Path(routers) / f"expert-{i}") for i in range(len(listed))]
     return assembly.assemble([one.folder for one in routed], [one.vectors for one in routed], out, **settings)
 
@@ -159,9 +161,9 @@ def mixtral_config(config) -> MixtralConfig:
     }
     for name, (value, known) in checks.items():
         if value not in known:
-            only = f"{name} is {value!r}; Mixtral computes only {' or '.join(map(repr, known))}"
-            others = f", xft export --to official, or begin with --gate {GATES[0]}" if name == "gate" else ""
-            raise ValueError(f"{only}; use xft merge for a dense model{others}")
+            only = f"{name} is {value!r}, but Mixtral supports only {' or '.join(map(repr, known))}"
+            others = f", xft export --to official, or start with --gate {GATES[0]}" if name == "gate" else ""
+            raise ValueError(f"{only}. Use xft merge for a dense model{others}")
     fields = {name: getattr(config, name) for name in _SHARED if hasattr(config, name)}
     return MixtralConfig(
         **fields,

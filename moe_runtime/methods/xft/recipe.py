@@ -44,6 +44,8 @@ class Data(Rows):
     prompt: Prompt = "magicoder"
     train_on: TrainOn = "assistant"
     max_length: Count = 1024
+    # more held-out rows, by which trainings are watched and `keep_best` chooses; None: those that models are judged by
+    validation_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
 
 
 class Ewa(Node):
@@ -69,6 +71,8 @@ class Recipe(Node):
     sft: Training
     tune: Training
     mix: Training
+    # examples that `tune` leaves out and `mix` alone learns on; None: the paper's way, all examples for both
+    mix_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
     ewa: Ewa = Ewa()
     evaluations: Count = 4  # times that a training takes the held-out loss
     seed: int = 0
@@ -98,7 +102,7 @@ def resolve_experts(values: dict) -> dict:
         values = config.PRESETS[preset] | values
     MoEConfig(hidden_size=1, intermediate_size=1, **values)
     if values.get("balance_loss", "none") == "none" and values.get("balance_loss_coef"):
-        raise ValueError(f"balance_loss_coef is {values['balance_loss_coef']}, balance_loss is 'none'; want both")
+        raise ValueError(f"balance_loss_coef is {values['balance_loss_coef']}, but balance_loss is 'none'. Set both")
     return values
 
 

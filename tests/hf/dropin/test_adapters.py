@@ -338,14 +338,14 @@ def test_refusals_and_warnings():
 
     said("ignores layers_to_transform", layers_to_transform=[0], layers_pattern="layers")
     said("ignores use_qalora", use_qalora=True)
-    said("bias='all' does not reach experts", bias="all")
+    said("bias='all' does not apply to experts", bias="all")
     said("layer_replication .* configs", ValueError, layer_replication=[[0, 1], [0, 1]])
     model = adapted(sizes={"moe_intermediate_size": 16})  # gate_up is square: PEFT loads what 0.19 wrote, and transposes it
     model.peft_config["default"].peft_version = "0.19.1"
-    with pytest.raises(ValueError, match="has peft_version 0.19.1, .* gate_up_proj of .* transposed change"):
+    with pytest.raises(ValueError, match="was saved by PEFT 0.19.1, .* gate_up_proj of .* transposed update"):
         moe_runtime.patch(model)
     model = get_peft_model(stock("gpt_oss", num_hidden_layers=1), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
-    with pytest.warns(UserWarning, match="do not reach this model's expert stacks"):
+    with pytest.warns(UserWarning, match="do not match this model's expert stacks"):
         moe_runtime.patch(model)
     sizes = {"num_local_experts": 1, "num_experts": 1, "num_experts_per_tok": 1, "intermediate_size": 32}
     one = adapted("gpt_oss", sizes=sizes, targets=TARGETS[1:])

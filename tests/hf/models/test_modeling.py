@@ -221,7 +221,7 @@ def spoiled(folder, spoil):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda s: s.pop("model.layers.1.mlp.gate.weight"), r"1 missing: model\.layers\.1\.mlp\.gate\.weight; want"),
+        (lambda s: s.pop("model.layers.1.mlp.gate.weight"), r"1 missing: model\.layers\.1\.mlp\.gate\.weight\. Pass"),
         (lambda s: s.pop("model.layers.0.mlp.experts.down_proj"), "1 missing: model.layers.0.mlp.experts.down_proj"),
         (lambda s: s.pop("model.norm.weight"), "1 missing: model.norm.weight"),
         (lambda s: s.update({"model.layers.0.mlp.up_proj.weight": torch.ones(2)}), "1 unexpected: .*up_proj.weight"),
@@ -241,10 +241,10 @@ def test_a_config_that_is_not_ours_is_refused():
         config = copy.deepcopy(model.config)
         config.moe_runtime |= change
         with pytest.raises(
-            ValueError, match="moe_runtime of config.json is .*; want format 1, a stage of moe.*layers from 0 to 1"
+            ValueError, match="moe_runtime in config.json must have format 1, a stage of moe.*layers from 0 to 1"
         ):
             AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="moe_runtime of config.json is None"):
+    with pytest.raises(ValueError, match="moe_runtime in config.json must have .*but is None"):
         AutoModelForCausalLM.from_config(AutoConfig.for_model("moe_runtime_llama", hidden_size=32))
 
 
@@ -254,9 +254,9 @@ def test_breakage_1_experts_implementation(tmp_path):
     for kwargs in ({}, {"experts_implementation": "eager"}):
         assert torch.equal(tiny.logits(reload(model, tmp_path, **kwargs)), tiny.logits(model))
     for wrong in ("grouped_mm", "batched_mm"):
-        with pytest.raises(ValueError, match=f"experts_implementation is '{wrong}'; want 'moe_runtime' or None"):
+        with pytest.raises(ValueError, match=f"experts_implementation must be 'moe_runtime' or None, but got '{wrong}'"):
             AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=wrong)
-        with pytest.raises(ValueError, match=f"experts_implementation is '{wrong}'"):
+        with pytest.raises(ValueError, match=f"experts_implementation must be .*but got '{wrong}'"):
             model.set_experts_implementation(wrong)
     model.set_experts_implementation("moe_runtime")
 

@@ -63,7 +63,7 @@ def _built(source: str, dtype: str, change: Callable = lambda config: config):
 
 def _xft(r) -> Iterator[Stage]:
     def moe(config):
-        return folders.upcycled_config(config, folders.config_for_folder(config, **r.experts))
+        return folders.upcycled_config(config, folders.config_for_folder(config, **r.experts), r.layers)
 
     def mixed(config):
         return folders.mergeable_config(moe(config), r.shared_rate, False)

@@ -163,7 +163,7 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            baselines.to_ewa(model, num_experts=count, partition=partition, seed=42 + self.seed)
+            baselines.to_ewa(model, num_experts=count, layers=self.recipe.layers, partition=partition, seed=42 + self.seed)
             callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
             trained = self._train("ewa", model, self.train_rows, self.watched, training, folder, callbacks)
             self._save(model, trained, tmp / "experts")
@@ -179,6 +179,8 @@ class Stages(KeptStages):
         settings = self._settings(training) | {
             "share": ewa.share, "schedule_of_share": ewa.schedule, "partition": partition, "num_experts": count,
         }  # fmt: skip
+        if self.recipe.layers is not None:
+            settings["layers"] = self.recipe.layers
         return self._stage("ewa", "ewa", settings, [base], make)
 
     def _finish(self, model, trained: trainers.Trained, folder: Path) -> dict:

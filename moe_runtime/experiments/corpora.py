@@ -5,8 +5,7 @@ prose       paragraphs of its docstrings, of Python's documentation and of licen
 arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
 sums        short ones of one-digit numbers, answered by their one step; not one of DOMAINS, which studies take by default
 
-The held-out files are the same for all domains and seeds, and no training example is from them; a sum is held out by its
-question, independently of the seed.
+The held-out files, and sums by their questions, are the same for all domains and seeds; no training example is from them.
 """
 
 import ast

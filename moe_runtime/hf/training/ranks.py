@@ -67,7 +67,7 @@ def largest(value: int) -> int:
 
 
 def engine() -> str:
-    """Return accelerate's DistributedType: NO, MULTI_GPU, MULTI_CPU, DEEPSPEED, ...; FSDP for FSDP2, FSDP1 for the older one."""
+    """Return accelerate's DistributedType: NO, MULTI_GPU, MULTI_CPU, DEEPSPEED, ...; FSDP means FSDP2, FSDP1 the older one."""
     from accelerate import Accelerator
 
     made = Accelerator(cpu=state().device.type == "cpu")

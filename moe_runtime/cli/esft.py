@@ -126,7 +126,7 @@ def train(
     lora: Annotated[bool, option("Train LoRA of the selected experts; writes an adapter that PEFT reads.", "--lora")] = False,
     rank: Annotated[int | None, option("With --lora: rank of each expert's matrices (default: 8).")] = None,
     alpha: Annotated[float | None, option("With --lora: the scaling is alpha / rank (default: 16).")] = None,
-    ep_size: Annotated[int, option("Processes that share each layer's experts; 1 leaves all of them on each.")] = 1,
+    ep_size: Annotated[int, option("Processes to shard each layer's experts over (expert parallelism).")] = 1,
     seed: Seed = 0, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.experiments.corpora import DOMAINS, SUMS, domain_rows, domain_text, standard_library_text
+from moe_runtime.experiments.corpora import DOMAINS, SOURCES, SUMS, domain_rows, domain_text, standard_library_text
 from moe_runtime.experiments.recipe import Node, Pretrain, Rows, Training, load_recipe
 from moe_runtime.hf.dropin.layers import sizes
 from moe_runtime.hf.models.tiny import small_llama, train_tokenizer
@@ -373,6 +373,6 @@ def domain_documents(pretrain: Pretrain, sources: Iterable[str]) -> list[str]:
 
     Code's are the standard library's source. Where no source is built in, all built-in domains are read.
     """
-    names = [name for name in DOMAINS if name in set(sources)] or list(DOMAINS)
+    names = [name for name in SOURCES if name in set(sources)] or list(DOMAINS)
     count = pretrain.documents and max(pretrain.documents // len(names), 1)
     return [text for name in names for text in domain_text(name, limit=count)]

@@ -162,7 +162,7 @@ def test_refuses(three):
     before = dict(model.named_parameters())
     for make, says in [
         (lambda: shard_experts(model, mesh), "mlp.experts has 8 experts, which must be divisible by the 3 ranks"),
-        (lambda: shard_experts(model, three((1, 1, 3))), "two for replicas and experts, but has 3"),
+        (lambda: shard_experts(model, three((1, 1, 3))), "replicas and experts, but has 3"),
         (lambda: shard_experts(model, mesh, gradients="max"), "gradients must be one of mean, sum"),
         (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "Linear has no experts"),
         (lambda: shard_experts(DistributedDataParallel(model), mesh), "The model is wrapped in DistributedDataParallel"),

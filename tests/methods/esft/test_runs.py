@@ -203,10 +203,10 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
 
 def test_ep_size_that_does_not_divide_is_refused_before_anything_is_loaded(home, tmp_path, monkeypatch):
     monkeypatch.setattr(esft_runs, "_load", None)
-    with pytest.raises(ValueError, match="ep_size is 2, the run has 1 processes; expected a divisor of them"):
+    with pytest.raises(ValueError, match="ep_size must divide the run's 1 processes, but got 2"):
         train_alone(home, tmp_path / "out", ep_size=2)
     monkeypatch.setattr(ranks, "state", lambda: SimpleNamespace(num_processes=9))
     monkeypatch.setattr(ranks, "engine", lambda: "MULTI_CPU")
-    with pytest.raises(ValueError, match="ep_size is 3, .*base has layers of 8 experts; expected a divisor"):
+    with pytest.raises(ValueError, match="ep_size must divide the 8 experts of the layers in .*base, but got 3"):
         train_alone(home, tmp_path / "out", ep_size=3)
     assert not (tmp_path / "out").exists()

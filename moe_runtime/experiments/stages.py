@@ -92,6 +92,7 @@ class KeptStages:
     """
 
     FORMAT: int
+    HAS_EXPERTS = False  # the base, before anything is made of it
     Recipe: type[Node]
     result: type = Result
 
@@ -106,6 +107,7 @@ class KeptStages:
             raise ValueError(f"Output folder {out} is a file. Choose another")
         for training in self.trainings():
             trainers.check_training(**training.to_dict())
+            ranks.check_ep_size(training.ep_size, self.recipe.base_model if self.HAS_EXPERTS else None)
         trainers.quiet()
         self._rows: dict = {}
         self._key = ranks.agree(self.data_key())  # once, as the rows are read once

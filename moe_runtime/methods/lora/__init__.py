@@ -252,7 +252,7 @@ def _check_upcycled(folder: Path, block: dict) -> None:
     )
     other = [name for name in ours if found[name] != ours[name]]
     if other or not is_upcycled:
-        what = f"{other[0]} {found[other[0]]!r}, not {ours[other[0]]!r} as the model" if other else "no upcycled model"
+        what = f"{other[0]} {found[other[0]]!r}, but the model has {ours[other[0]]!r}" if other else "no upcycled model"
         raise ValueError(f"{folder} has {what}. Pass the base, upcycled by xft.upcycle with the same settings")
 
 

@@ -65,7 +65,7 @@ def save(
     others = [path for path in paths if Path(folder, COPIES).resolve() not in Path(path or "").resolve().parents]
     folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
-        reason, remedy = "has an adapter", "merge it, in place by peft's merge_and_unload"
+        reason, remedy = "has an adapter", "Merge it in place with PEFT's merge_and_unload"
         if not any(hasattr(module, "base_layer") for module in model.modules()):
             reason = unsaved_reason(fuser, s, folder) if specialists == "reference" else None
             remedy = "Use specialists='copy' or another folder"

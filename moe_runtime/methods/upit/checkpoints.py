@@ -71,7 +71,7 @@ class ExpertCheckpoints(TrainerCallback):
         _check_model(model)
         self._epoch = state.epoch or 0.0
         if self.base is not None and not _is_peft(model):
-            with Checkpoint(local_folder(self.base)) as base:
+            with Checkpoint(local_folder(self.base, name="base")) as base:
                 self._base_hash = fingerprint(base)
                 _check_base(model, base)
         there = ranks.agree([path.name for path in saved_steps(self.folder)])
@@ -161,7 +161,7 @@ def save_expert(
             for key, tensor in _tensors(model, dtype):
                 writer.add(key, tensor)
         else:
-            with Changed(writer, Checkpoint(local_folder(base))) as changed:
+            with Changed(writer, Checkpoint(local_folder(base, name="base"))) as changed:
                 for key, tensor in _tensors(model, dtype):
                     changed.add(key, tensor)
             record = {"base": str(base), "base_hash": fingerprint(changed.base)} | record | {"absent": changed.absent}

@@ -108,7 +108,7 @@ def _check_choices(metric, of, parents, drop, weights, seed) -> None:
 def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) -> None:
     """Raise ValueError if `out` has other files than this expansion's, or an expert in the place of a child."""
     ours = {f"{CHILD}{number}" for number in range(len(experts), count)}
-    found = None if out.is_dir() or not out.exists() else "a file"
+    found = None if out.is_dir() or not out.exists() else "is a file"
     for path in experts:
         if path.resolve().parent == out.resolve() and path.name in ours:
             found = f"contains the expert {path.name}, which a child would replace"

@@ -166,7 +166,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path, library):
     shutil.copytree(build.csrc_dir("cpu"), csrc)
     (csrc / "vector.h").write_text((csrc / "vector.h").read_text() + "// changed\n")
     with pytest.raises(
-        OSError, match="was built from other sources than .*\. To rebuild it, run python -m moe_runtime.native.build cpu"
+        OSError, match=r"was built from other sources than .*\. To rebuild it, run python -m moe_runtime.native.build cpu"
     ):
         cpp.bind(library.path, csrc)
 

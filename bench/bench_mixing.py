@@ -14,10 +14,6 @@ from moe_runtime.config import MoEConfig
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import merge_experts
 
-pytest.importorskip("transformers", exc_type=ImportError)
-from moe_runtime.methods.xft.demo import PRESETS
-from moe_runtime.methods.xft.recipe import load_recipe
-
 KIND = "method"
 TOKENS = 2048  # of a device's batch in the official hyperparameters: 2 rows of 1024
 GPU_SHAPES = shapes.MIXING
@@ -33,6 +29,9 @@ def bench_mixing_step(interleaved, preset):
     """A whole step of the demo's model, its batch too: loss, backward and optimizer, of all weights or of the logits alone."""
     if CUDA:
         pytest.skip("a model of the CPU's size: a GPU would be measured at waiting for its launches")
+    from moe_runtime.methods.xft.demo import PRESETS
+    from moe_runtime.methods.xft.recipe import load_recipe
+
     recipe = load_recipe(PRESETS[preset])
     dense, mergeable = (_demo_model(recipe, mergeable) for mergeable in (False, True))
     ids = torch.randint(0, recipe.pretrain.vocab_size, (recipe.tune.batch_size, recipe.data.max_length), device=DEVICE)

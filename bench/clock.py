@@ -139,10 +139,10 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
 
 
 def held_bytes(model, optimizer) -> int:
-    """Return the bytes of a model's parameters and an optimizer's states, each storage once: what lies there before a step."""
+    """Return the bytes of a model's tensors and an optimizer's states, each storage once: what lies there before a step."""
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *states)}
-    return sum(storages.values())
+    storages = (tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers(), *states))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def totals(details: dict, held: int) -> dict:

@@ -148,7 +148,7 @@ def _warnings(one: dict, other: dict) -> list[str]:
         warnings += [f"{key} differs: {a} and {b}" for a, b in sorted(pairs, key=str) if a != b and None not in (a, b)]
     few = [name for name in both if _rounds(one[name], other[name]) < ROUNDS]
     if few:
-        warnings.append(f"{len(few)} benchmarks have fewer than {ROUNDS} rounds: what is slower there cannot be told")
+        warnings.append(f"{len(few)} benchmarks have fewer than {ROUNDS} rounds, too few to detect regressions")
     for unit in ("TFLOP/s", "GB/s"):
         limits = [(one[name].get("ceilings", {}), other[name].get("ceilings", {})) for name in both]
         ratios = [b[unit] / a[unit] for a, b in limits if unit in a and unit in b]

@@ -103,7 +103,7 @@ def pytest_collection_finish(session):
 
 def pytest_runtest_setup(item):
     if item.config.getoption("--owner") not in (None, os.getppid()):
-        pytest.exit("whoever asked for this is gone", returncode=1)
+        pytest.exit("the parent process has exited", returncode=1)
     if time.monotonic() - item.config.began > item.config.getoption("--budget"):
         pytest.skip(clock.OUT_OF_TIME)
 

@@ -29,7 +29,7 @@ plan_of() {
     case $1 in
     first) echo "check=30 ops_check=60 smoke=90 repeats=45 layers=140 kernels=60 counters=55 tune_qwen3=80 report=10" ;;
     second) echo "check=20 tests=210 clock=40 ops=120 tune=130 memcheck=40 report=10" ;;
-    third) echo "check=20 bench=280 build_cuda=60 cuda_tests=50 cuda_memcheck=30 cuda_racecheck=30 cuda_bench=60 counters_all=30 report=10" ;;
+    third) echo "check=20 adapters=110 bench=190 build_cuda=60 cuda_tests=45 cuda_memcheck=25 cuda_racecheck=25 cuda_bench=55 counters_all=30 report=10" ;;
     tests) echo "check=20 tests=450 clock=90 report=10" ;;
     ops) echo "check=20 ops=540 report=10" ;;
     tune) echo "check=20 tune=550" ;;
@@ -112,7 +112,7 @@ again() {
     local flag=$1 more=() words status=124 budget patience
     shift
     for _ in 1 2 3 4 5 6; do
-        budget=$(((deadline - $(now)) * 8 / 10))
+        budget=$(((deadline - $(now) - grace) * 8 / 10))
         [ $budget -gt 0 ] || break
         patience=$((budget * 5 / 8 < 120000 ? budget * 5 / 8 : 120000))
         words=("${@/#BUDGET/$(seconds $budget)}")
@@ -161,7 +161,7 @@ check() {
 }
 
 ops_check() { SHOWN=40 run "$python" -m moe_runtime.tools.check; } # every op and backend against float64
-smoke() { pytest_on "${WORKERS:-8}" tests/gpu/test_moe_mlp.py -k "user_gets or few_rows or poisoned or twenty or cuda_graph or never_waits"; }
+smoke() { pytest_on "${WORKERS:-8}" tests/gpu/test_moe_mlp.py tests/gpu/test_frozen_mlp.py -k "frozen or user_gets or few_rows or poisoned or twenty or cuda_graph or never_waits"; }
 repeats() { pytest_on 1 tests/gpu/test_repeats.py; }
 layers() {
     bench_on 1.5 bench/bench_layer.py --shapes Qwen3-30B-A3B-16384,Mixtral-8x7B-16384,XFT-DSCoder-1.3B-16384,OLMoE-16384,Qwen3-30B-A3B-4096,OLMoE-4096,XFT-DSCoder-1.3B-4096,Mixtral-8x7B-4096
@@ -187,7 +187,8 @@ counters_of() {
     return $status
 }
 
-tune_on() { again "" "$python" -m moe_runtime tune --out "$tiles" --seconds BUDGET "$@"; }
+# not the command, whose packages may be missing
+tune_on() { again "" "$python" -m moe_runtime.bench.tune_layers "$tiles" --seconds BUDGET "$@"; }
 tune_qwen3() { tune_on --shape qwen3-30b-a3b --tokens 16384,4096; }
 tune() {
     tune_on --shape qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b --tokens 16384,4096 &&
@@ -199,17 +200,29 @@ tests() {
         --ignore tests/gpu/test_cuda.py
 }
 clock() { pytest_on 1 tests/gpu/test_tuning.py; } # it times the GPU, and wants it for itself
-ops() { pytest_on "${WORKERS:-8}" tests/ops tests/modules tests/hf/dropin/test_experts.py; }
+ops() { # the kernels of frozen experts first: tests/gpu has them at few sizes
+    pytest_on "${WORKERS:-8}" tests/ops/test_frozen_mlp.py tests/ops/test_frozen_mlp_packed.py -k triton
+    local status=$?
+    pytest_on "${WORKERS:-8}" tests/ops tests/modules tests/hf/dropin/test_experts.py -k "(triton or kernel) and not cpp" &&
+        return $status
+}
+
+use_tiles() {
+    [ ! -e "$tiles" ] || { mkdir -p "$XDG_CACHE_HOME/moe_runtime" && cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"; }
+}
+
+# LoRA on a layer, then the peak of a whole model's training: a few of its layers before all of them
+adapters() {
+    use_tiles
+    bench_on 1 bench/bench_adapters.py bench/bench_qlora.py --shapes Qwen3-30B-A3B-4096,Qwen3-30B-A3B-4-layers,Qwen3-30B-A3B
+}
 
 bench() {
-    if [ -e "$tiles" ]; then
-        mkdir -p "$XDG_CACHE_HOME/moe_runtime"
-        cp "$tiles" "$XDG_CACHE_HOME/moe_runtime/tiles.json"
-    fi
+    use_tiles
     bench_on 1 bench/bench_layer.py bench/bench_xft.py bench/bench_step.py bench/bench_tokens.py bench/bench_memory.py \
         bench/bench_breakdown.py bench/bench_routing.py bench/bench_merging.py bench/bench_mixing.py \
-        bench/bench_trainable.py bench/bench_fusion.py bench/bench_lora.py bench/bench_adapters.py bench/bench_expansion.py bench/bench_methods.py \
-        bench/bench_kernels.py bench/bench_tokens_backward.py
+        bench/bench_trainable.py bench/bench_fusion.py bench/bench_lora.py bench/bench_adapters.py bench/bench_expansion.py \
+        bench/bench_methods.py bench/bench_kernels.py bench/bench_tokens_backward.py bench/bench_qlora.py
 }
 
 # into the folder that XDG_CACHE_HOME names, for this GPU alone

@@ -23,7 +23,7 @@ class OfficialBlock(nn.Module):
         super().__init__()
         config = moe.config
         if config.gate != "xft" or config.noisy_gate or config.hidden_act != "silu" or config.bias or not config.gated:
-            raise ValueError(f"config is {config}; want gate='xft', noisy_gate=False, hidden_act='silu' and no bias")
+            raise ValueError(f"config must have gate='xft', noisy_gate=False, hidden_act='silu' and no bias, but is {config}")
         self.k, self.num_experts, self.router = config.top_k - 1, config.num_experts, moe.gate
         up, down = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
         stacks = (*up.chunk(2, 1), down)

@@ -12,7 +12,7 @@ from moe_runtime.io.files import naming, read_json
 UNWRITTEN = 98  # exit code: the file of the results cannot be written, and the output says why
 LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
 STATES = {"extra_info", "skipped", "failed"}  # what a line holds of a benchmark that is over
-WRITTEN = "want a file that moe-runtime bench wrote"
+WRITTEN = "Pass a file written by moe-runtime bench"
 LINE = {"name": str, "extra_info": dict, "skipped": str, "failed": str, "began": bool, "planned": int, "broken": dict}
 POSITIVE = ("ms", "ratio", "TFLOP/s", "GB/s", "tokens/s")  # numbers that others are divided by
 RENAMED = {"bench_mixing_step": "bench_mixing_step[small]"}  # in files of before it had its preset in its name
@@ -41,7 +41,7 @@ class Records:
         try:
             written = self.path.read_bytes()
         except OSError as error:
-            raise ValueError(f"path is {self.path}, which cannot be read ({error.strerror}); {WRITTEN}") from error
+            raise ValueError(f"Cannot read {self.path} ({error.strerror}). {WRITTEN}") from error
         found = []
         for number, text in enumerate(written.split(b"\n"), 1):
             try:
@@ -49,10 +49,10 @@ class Records:
             except (ValueError, RecursionError):
                 continue
             if not isinstance(line, dict) or "name" not in line:
-                raise ValueError(f"line {number} of {self.path} is {shown(line)}; {WRITTEN}")
+                raise ValueError(f"Line {number} of {self.path} is invalid: {shown(line)}. {WRITTEN}")
             for name in LINE.keys() & line.keys():
                 if not isinstance(line[name], LINE[name]):
-                    raise ValueError(f"line {number} of {self.path} has {name} {shown(line[name])}; {WRITTEN}")
+                    raise ValueError(f"Line {number} of {self.path} has an invalid {name}, {shown(line[name])}. {WRITTEN}")
             found.append(line)
         return found
 
@@ -89,9 +89,10 @@ class Records:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.write(name, failed=public(str(crash.message if crash else report.longrepr))[-500:])
-        elif report.skipped and OUT_OF_TIME not in str(report.longrepr):
+        elif report.skipped:
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self.write(name, skipped=public(why))
+            # not over, but neither what a process died of
+            self.write(name, **({"left": True} if OUT_OF_TIME in why else {"skipped": public(why)}))
 
 
 class Written(Records):
@@ -117,15 +118,15 @@ def _benchmarks(path: Path) -> list[dict]:
     else:
         listed = read_json(path).get("benchmarks", [])
         if not isinstance(listed, list):
-            raise ValueError(f"path is {path}, whose benchmarks are {shown(listed)}; {WRITTEN}")
+            raise ValueError(f"The benchmarks in {path} are invalid: {shown(listed)}. {WRITTEN}")
         # what pytest-benchmark wrote may have others beside ours
         infos = [bench.get("extra_info", {}) if isinstance(bench, dict) else None for bench in listed]
         found = [bench for bench, info in zip(listed, infos) if not isinstance(info, dict) or "rows" in info]
         if not found:
-            raise ValueError(f"path is {path}, which holds no benchmarks; {WRITTEN}")
+            raise ValueError(f"{path} contains no benchmarks. {WRITTEN}")
     for bench in found:
         if not _is_benchmark(bench):
-            raise ValueError(f"path is {path}, which has the benchmark {shown(bench)}; {WRITTEN}")
+            raise ValueError(f"{path} contains an invalid benchmark: {shown(bench)}. {WRITTEN}")
     return found
 
 
@@ -153,7 +154,7 @@ def failures(path: str | Path) -> dict[str, str]:
     if path.suffix != ".jsonl":
         failed = read_json(path).get("failed", {})
         if not isinstance(failed, dict):
-            raise ValueError(f"path is {path}, whose failed is {shown(failed)}; {WRITTEN}")
+            raise ValueError(f"`failed` in {path} is invalid: {shown(failed)}. {WRITTEN}")
         return failed
     last = {line["name"]: line for line in Records(path).lines() if STATES & line.keys()}
     return {name: line["failed"] for name, line in last.items() if "failed" in line}

@@ -50,7 +50,8 @@ def files(only: str | None) -> list[Path]:
     chosen = set()
     for word in (part.strip() for part in only.split(",")):
         if word not in names:
-            raise ValueError(f"only is {word!r}; want kinds ({', '.join(groups)}) or names ({', '.join(map(_name, every))})")
+            every_kind, known = ", ".join(groups), ", ".join(map(_name, every))
+            raise ValueError(f"only must list kinds ({every_kind}) or names ({known}), but got {word!r}")
         chosen.update(names[word])
     return sorted(chosen)
 
@@ -69,7 +70,7 @@ def place(out: Path | None, tiny: bool = False) -> Path:
     if out is None:
         out = FOLDER.resolve() / "results" if (machine.ROOT / ".git").exists() else Path("bench-results")
     if out.exists() and not out.is_dir():
-        raise ValueError(f"out is {out}, which is a file; want a folder, or a name that ends in .json")
+        raise ValueError(f"Output {out} is a file. Choose a folder, or a name that ends in .json")
     name = f"{machine.commit()}-{DEVICE}" + "-tiny" * tiny
     begun = sorted(out.glob(f"*-{name}.jsonl"))
     return begun[-1].with_suffix(".json") if begun else out / f"{machine.today()}-{name}.json"
@@ -81,10 +82,10 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
     for path, found in ((lines, begun), (target, _there(target))):
         if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in found):
             kind = ("tiny", "real") if tiny else ("real", "tiny")
-            raise ValueError(f"out is {target}, but {path} holds {kind[1]} results; want another file for {kind[0]} ones")
+            raise ValueError(f"{path} contains {kind[1]} results. Choose another file than {target} for {kind[0]} ones")
     asked = {bench["extra_info"].get("asked", rounds) for bench in begun}
     if other := asked - {rounds}:
-        raise ValueError(f"rounds is {rounds}, but {lines} was begun with {min(other)}; want as many, or another --out")
+        raise ValueError(f"rounds is {rounds}, but {lines} was started with {min(other)}. Pass the same, or another --out")
 
 
 def resume(lines: Path, target: Path, overwrite: bool = False) -> None:
@@ -118,7 +119,7 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
     if status == UNWRITTEN and (told := re.search(r"\(errno (\d+)\)", said)):
         raise OSError(int(told[1]), os.strerror(int(told[1])), str(lines))
     if status not in (0, 1, 5):  # passed, some failed, nothing was left to run
-        raise RuntimeError(f"pytest ended with {status}:\n{said}")
+        raise RuntimeError(f"pytest failed with exit code {status}:\n{said}")
 
 
 def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:

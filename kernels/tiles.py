@@ -157,7 +157,8 @@ def heuristic(problem: Problem) -> Tile:
         table = TABLE[nearest(problem.arch)]
     tile = next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows)
     streams = table is _HOPPER and nearest(problem.arch) == 90 and problem.kernel in ("down", "dx")
-    if streams and tile.BLOCK_M == 128 and problem.K <= SHORT:
+    # one program per processor does not keep enough loads of a narrow product, such as LoRA's, under way
+    if streams and tile.BLOCK_M == 128 and problem.N >= 128 and problem.K <= SHORT:
         tile = tile._replace(PERSISTENT=True)
     return clip(tile, problem)
 
@@ -171,7 +172,7 @@ def tuned_path() -> Path:
     base = base if base.is_absolute() else Path(os.path.expanduser("~/.cache"))  # as XDG says
     if not base.is_absolute():
         raise ValueError(
-            f"HOME is {os.environ.get('HOME')!r}, and this user has no other; want a place for measured configs; set "
+            f"This user has no home folder (HOME is {os.environ.get('HOME')!r}) to store measured configs in. Set "
             "XDG_CACHE_HOME to the full path of a folder that can be written"
         )
     return base / "moe_runtime" / "tiles.json"
@@ -183,7 +184,7 @@ def refused(path: Path) -> str | None:
     if found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022:
         return None
     how = f"belongs to user {found.st_uid}, its mode is {found.st_mode & 0o777:o}"
-    return f"{path} is refused: it {how}; remove it, or chmod go-w {path} if it is yours"
+    return f"{path} is refused: it {how}. Remove it, or run chmod go-w {path} if it is yours"
 
 
 @functools.cache
@@ -204,7 +205,7 @@ def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
             name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()} for name, device in devices.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a file of `moe-runtime tune` ({error}); want it removed or written anew") from None
+        raise ValueError(f"{path} is not a file of `moe-runtime tune` ({error})") from None
 
 
 @functools.lru_cache(maxsize=4096)

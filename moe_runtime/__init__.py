@@ -21,7 +21,7 @@ _PUBLIC = {
     "quantize_experts": "moe_runtime.hf.dropin.quantize:quantize_experts",
     "register": "moe_runtime.hf.dropin.experts:register",
     "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes", "route": "moe_runtime.ops.routing:route",
-    "save_quantized": "moe_runtime.hf.dropin.quantize:save_quantized",
+    "save_quantized": "moe_runtime.hf.dropin.quantized_files:save_quantized",
     "ultrafuser": "moe_runtime.methods.ultrafuser:", "unpatch": "moe_runtime.hf.dropin.experts:unpatch",
     "upit": "moe_runtime.methods.upit:", "xft": "moe_runtime.methods.xft:",
 }  # fmt: skip
@@ -33,7 +33,7 @@ def __getattr__(name: str):
     if name in _PUBLIC:
         globals()[name] = resolve_name(_PUBLIC[name])
         return globals()[name]
-    if name.startswith("MoeRuntime"):  # a model's class, where transformers' table of configs leads
+    if name.startswith("MoeRuntime"):  # a model class, which transformers' table of configs names
         return resolve_name(f"moe_runtime.hf.models.modeling:{name}")
     raise AttributeError(f"module 'moe_runtime' has no attribute {name!r}")
 
@@ -51,7 +51,7 @@ _AUTO = "transformers.models.auto.configuration_auto"
 
 
 class _AutoLoader(SourceFileLoader):
-    """Loads a file of transformers/models/auto as Python does, then adds our configs to the table if it is that one."""
+    """Load a file of transformers/models/auto as Python does, then add our configs if it defines the table."""
 
     def exec_module(self, module) -> None:
         super().exec_module(module)

@@ -1,4 +1,4 @@
-"""Which implementation runs an op, and why not another.
+"""Choose the implementation that runs an op, and explain why another one cannot.
 
 "torch" (any device), "triton" (kernels/), "cuda" (csrc/) or "cpp" (csrc/cpu, on a CPU).
 """
@@ -28,15 +28,15 @@ CUDA_OPS = ("route", "dispatch", "combine", "merge_experts")
 CPP_OPS = ("moe_mlp", "frozen_mlp", "merge_experts")
 KERNELS = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS, "cpp": CPP_OPS}
 
-# where "cuda" was measured faster than "triton", and so is the default: rows of op, device, date, torch, triton and
-# times_faster at its worst size; `python -m moe_runtime.bench.report --cuda-table` writes it
+# where "cuda" was measured to be faster than "triton" and is therefore the default: entries of op, device, date, torch, triton
+# and times_faster at the worst size; written by `python -m moe_runtime.bench.report --cuda-table`
 CUDA_TABLE = Path(__file__).parent / "native" / "cuda_table.json"
 
 
-# Triton's interpreter computes on bfloat16's bits as integers; who repairs it, as the test suite does, says so here
+# Triton's interpreter computes on bfloat16's bits as integers; set to True by code that patches it, as the test suite does
 interpreter_knows_bfloat16 = False
 
-# asked once: inside a compiled function the question would break the graph
+# cached: querying it inside a compiled function would break the graph
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -49,12 +49,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-# what torch.compiler.assume_constant_result sets; that one would import the compiler here. Without it the graph would break
+# the attribute that torch.compiler.assume_constant_result sets; calling that here would import the compiler. Without it the
+# graph would break
 _capability._dynamo_marked_constant = True
 
 
 def why_not(backend: str, op: str, device: torch.device) -> str | None:
-    """Say why `backend` cannot run `op` on `device`; None if it can."""
+    """Return why `backend` cannot run `op` on `device`, or None if it can."""
     if backend == "torch":
         return None
     if op not in KERNELS[backend]:
@@ -69,20 +70,21 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
         if not _TRITON_INSTALLED:
             return "triton is not installed"
         if device.type == "cpu":
-            return None if interpreted() else "the tensor is on the CPU; set TRITON_INTERPRET=1 to interpret the kernels"
+            return None if interpreted() else "the tensor is on the CPU. Set TRITON_INTERPRET=1 to interpret the kernels"
     if device.type != "cuda":
-        return f"the tensor is on {device.type}; want cuda"
+        return f"the tensor is on {device.type}, not on cuda"
     if torch.version.hip:
-        return "the GPU is AMD's; want NVIDIA's, for which the launch configs are"
+        return "the GPU is an AMD one, and the launch configs are for NVIDIA GPUs only"
     capability = _capability(device)
     if capability < MIN_CAPABILITY:
-        return f"the GPU is sm_{capability[0]}{capability[1]}; want sm_{MIN_CAPABILITY[0]}{MIN_CAPABILITY[1]} or newer"
+        own, least = (f"sm_{major}{minor}" for major, minor in (capability, MIN_CAPABILITY))
+        return f"the GPU is {own}, but {least} or newer is required"
     return None
 
 
 @functools.cache
 def measured_faster() -> frozenset[tuple[str, str]]:
-    """Return the (op, device name) pairs of CUDA_TABLE."""
+    """Return the (op, device name) pairs listed in CUDA_TABLE."""
     return frozenset((row["op"], row["device"]) for row in json.loads(CUDA_TABLE.read_text())["measured"])
 
 
@@ -95,32 +97,32 @@ _cuda_is_faster._dynamo_marked_constant = True
 
 
 def _default(op: str, x: torch.Tensor, cuda_fits: bool) -> str:
-    """Return the backend of `op` where nobody asks for one: the fastest kernel on a GPU that has it, else "torch"."""
+    """Return the default backend of `op`: the fastest kernel that the device supports, else "torch"."""
     if not x.is_cuda:
         fits = op in CPP_OPS and x.dtype in cpp.DTYPES
         return "cpp" if fits and why_not("cpp", op, x.device) is None else "torch"
-    cuda_fits = cuda_fits and (op == "dispatch" or x.dtype in cuda.DTYPES)  # dispatch takes every integer
+    cuda_fits = cuda_fits and (op == "dispatch" or x.dtype in cuda.DTYPES)  # dispatch accepts every integer dtype
     if cuda_fits and _cuda_is_faster(op, x.device) and why_not("cuda", op, x.device) is None:
         return "cuda"
     return "triton" if why_not("triton", op, x.device) is None else "torch"
 
 
 def exporting() -> bool:
-    """Whether a graph is being made for another process: then it names no backend, and keeps nothing for a backward pass."""
+    """Return whether a graph is being exported: it then names no backend and saves nothing for a backward pass."""
     return torch.compiler.is_exporting() or torch._C._is_tracing()
 
 
-exporting._dynamo_marked_constant = True  # torch.compile takes is_exporting() for true
+exporting._dynamo_marked_constant = True  # torch.compile would evaluate is_exporting() to True
 
 
-# how transformers computes experts in what it exports for runtimes that know no op of ours; hf.dropin.experts sets it
+# the experts implementation for exports to runtimes that do not know our ops; set by hf.dropin.experts
 foreign_experts: str | None = None
 
 
 def portable() -> str | None:
-    """Return `foreign_experts`, "batched_mm" in torch.onnx.export; None where the graph is run by torch and our ops stay.
+    """Return the experts implementation for a foreign runtime, "batched_mm" in torch.onnx.export; None if torch runs the graph.
 
-    Otherwise the ops trace their equations in plain torch, every expert on every token.
+    For a foreign runtime the ops trace their equations in plain torch, every expert on every token.
     """
     if not exporting():
         return None
@@ -131,21 +133,21 @@ portable._dynamo_marked_constant = True
 
 
 def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
-    """As `choose`; AT_RUN_TIME where nobody asks for a backend and the graph is exported."""
+    """Return AT_RUN_TIME if no backend is requested and the graph is being exported, else what `choose` returns."""
     return AT_RUN_TIME if backend is None and exporting() else choose(op, x, backend, cuda_fits)
 
 
 def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
     """Return the backend that runs `op` on `x`; `cuda_fits` says whether "cuda" may be the default for x's sizes.
 
-    An explicit `backend` is honoured or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND speaks for the ops that have
-    a kernel of that backend, is refused where none has, and leaves the other ops on their default: on a GPU that has the kernel
-    "triton", or "cuda" where CUDA_TABLE says that it was measured faster; on a CPU "cpp" where its library is; else "torch".
+    An explicit `backend` is used or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND applies to the ops that have a
+    kernel of that backend and leaves the others on their default. The default on a supported GPU is "triton", or "cuda" where
+    CUDA_TABLE lists it as faster; on a CPU it is "cpp" if its library is built and the op has a kernel there; else "torch".
     """
     asked = (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
     if x.dtype == torch.float64:  # the kernels sum in float32
         if backend not in (None, "torch"):
-            raise ValueError(f"backend is {backend!r} for {op}, but the tensor is {x.dtype}; want 'torch' for float64")
+            raise ValueError(f"backend {backend!r} cannot run {op}: the tensor is {x.dtype}. Use backend 'torch' for float64")
         return "torch"
     if asked is None:
         return _default(op, x, cuda_fits)
@@ -155,9 +157,9 @@ def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool
     if backend is None and kernels and op not in kernels:
         return _default(op, x, cuda_fits)
     if reason is None and asked == "triton" and x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        reason = None if interpreter_knows_bfloat16 else "Triton's interpreter computes bfloat16 wrong; want float32"
+        reason = None if interpreter_knows_bfloat16 else "Triton's interpreter computes bfloat16 wrongly. Use float32"
     if reason is None and asked == "cpp" and x.dtype not in cpp.DTYPES:
-        reason = f"the tensor is {x.dtype}; want float32 or bfloat16"
+        reason = f"the tensor is {x.dtype}, but float32 or bfloat16 is required"
     if reason is not None:
-        raise ValueError(f"backend is {asked!r} for {op}, but {reason}")
+        raise ValueError(f"backend {asked!r} cannot run {op}: {reason}")
     return asked

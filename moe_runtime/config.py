@@ -1,4 +1,4 @@
-"""What a user may set: frozen, keyword-only dataclasses, checked on construction, one JSON object each."""
+"""User settings: frozen, keyword-only dataclasses that are checked on construction and convert to one JSON object each."""
 
 import sys
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ BALANCE_LOSSES = ("none", "cv2", "switch")
 
 
 def shown(value: object, width: int = 200) -> str:
-    """Return a value as an error shows it: its repr, cut where it is long."""
+    """Format a value for an error message: its repr, truncated to `width` characters."""
     text = repr(value)
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def one_line(text: object, width: int = 500) -> str:
-    """Return a text from elsewhere as an error shows it: in one line, control characters escaped, cut where it is long."""
+    """Format foreign text for an error message: on one line, control characters escaped, truncated to `width` characters."""
     words = " ".join(str(text)[: 4 * width].split())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
     return line if len(line) <= width else line[: width - 3] + "..."
@@ -29,27 +29,28 @@ def one_line(text: object, width: int = 500) -> str:
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"{name} is {shown(value)}; want one of {', '.join(choices)}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, but got {shown(value)}")
 
 
 def check_positive(name: str, value: int) -> None:
     """Raise ValueError unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {shown(value)}; want an integer of at least 1")
+        raise ValueError(f"{name} must be an integer of at least 1, but got {shown(value)}")
 
 
 def check_number(name: str, value: float, positive: bool = False) -> None:
     """Raise ValueError unless `value` is a finite number of 0 or more, or above 0 if `positive`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= sys.float_info.max or (positive and value == 0):
-        raise ValueError(f"{name} is {shown(value)}; want a number {'above 0' if positive else 'of 0 or more'}")
+        raise ValueError(f"{name} must be a number {'above 0' if positive else 'of at least 0'}, but got {shown(value)}")
 
 
 def check_numbers(name: str, values: object, *shape: int | None, finite: bool = True, most: float = sys.float_info.max) -> None:
-    """Raise ValueError unless `values` are lists of numbers in that shape, None for any length; NaN only if not `finite`."""
+    """Raise ValueError unless `values` are nested lists of numbers of `shape` (None: any length); NaN only if not `finite`."""
     if not _are_numbers(values, shape, finite, most):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} is {shown(values)}; want {'finite ' if finite else ''}numbers, [{sizes}]")
+        kind = f"{'finite ' if finite else ''}numbers of shape [{sizes}]"
+        raise ValueError(f"{name} must be {kind}, but got {shown(values)}")
 
 
 def _are_numbers(values: object, shape: tuple[int | None, ...], finite: bool, most: float) -> bool:
@@ -62,38 +63,38 @@ def _are_numbers(values: object, shape: tuple[int | None, ...], finite: bool, mo
 
 
 def check_fraction(name: str, value: float, meaning: str = "", *, zero: bool = True, one: bool = True) -> None:
-    """Raise ValueError unless `value` is a number from 0 to 1; `zero` and `one` say whether the ends are among them."""
+    """Raise ValueError unless `value` is a number from 0 to 1; `zero` and `one` say whether the ends are allowed."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= 1 or (value == 0 and not zero) or (value == 1 and not one):
         if zero:
-            want = "0 to 1" if one else "0 to below 1"
+            bounds = "from 0 to 1" if one else "from 0 to below 1"
         else:
-            want = "a number above 0 and at most 1" if one else "a number between 0 and 1"
-        raise ValueError(f"{name} is {shown(value)}; want {want}{', ' if meaning else ''}{meaning}")
+            bounds = "above 0 and at most 1" if one else "above 0 and below 1"
+        raise ValueError(f"{name} must be {bounds}{f' ({meaning})' if meaning else ''}, but got {shown(value)}")
 
 
 def check_shared_rate(shared_rate: float, name: str = "shared_rate") -> None:
-    """Raise ValueError unless `shared_rate`, which the user calls `name`, is a number from 0 to 1."""
+    """Raise ValueError, which calls the value `name`, unless `shared_rate` is a number from 0 to 1."""
     check_fraction(name, shared_rate, "the shared expert's mixing coefficient")
 
 
 def check_seed(name: str, value: int) -> None:
-    """Raise ValueError unless `value` is an integer that a stream of random numbers is drawn from."""
+    """Raise ValueError unless `value` is an integer from 0 to 2^63 - 1, as a random seed must be."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise ValueError(f"{name} is {shown(value)}; want an integer from 0 to 2^63 - 1")
+        raise ValueError(f"{name} must be an integer from 0 to 2^63 - 1, but got {shown(value)}")
 
 
 def check_bool(name: str, value: bool) -> None:
     """Raise ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {shown(value)}; want True or False")
+        raise ValueError(f"{name} must be True or False, but got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """One Mixture-of-Experts layer. `num_experts` and `top_k` count the shared expert, as the XFT paper does.
+    """Configuration of one Mixture-of-Experts layer. `num_experts` and `top_k` include the shared expert, as in the XFT paper.
 
-    Defaults are XFT's for DeepSeek-Coder-1.3B (Sec. 4.1): 8 experts, 6 per token, one of each shared.
+    The defaults are those of XFT for DeepSeek-Coder-1.3B (Sec. 4.1): 8 experts, 6 per token, including the shared one.
     """
 
     hidden_size: int
@@ -111,8 +112,8 @@ class MoEConfig:
     balance_loss_coef: float = 0.0
     load_quirk: bool = False  # the official cv2 load compares the noise, not the noisy logit, with the threshold
     initializer_range: float = 0.02
-    shared: str = "group"  # "dense": on a GPU, torch multiplies for the shared expert, not the experts' kernels
-    recompute: bool = False  # keep x only for the backward pass and compute the pre-activation again
+    shared: str = "group"  # "dense": on a GPU, torch's matmul computes the shared expert instead of the experts' kernels
+    recompute: bool = False  # save only x for the backward pass and recompute the pre-activation
 
     def __post_init__(self):
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
@@ -123,12 +124,12 @@ class MoEConfig:
         check_choice("balance_loss", self.balance_loss, BALANCE_LOSSES)
         check_choice("shared", self.shared, SHARED_MODES)
         if self.shared == "dense" and self.gate not in SHARED_GATES:
-            raise ValueError(f"shared is 'dense', gate is {self.gate!r}; want one of {', '.join(SHARED_GATES)}")
+            raise ValueError(f"shared='dense' requires gate to be one of {', '.join(SHARED_GATES)}, but got {self.gate!r}")
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
+            raise ValueError(f"top_k must be at most num_experts ({self.num_experts}), but got {self.top_k}")
         if self.gate in SHARED_GATES and self.num_experts > 1 and self.top_k < 2:
             raise ValueError(
-                f"top_k is {self.top_k}, gate is {self.gate!r}; want at least 2: the shared expert and one routed expert"
+                f"top_k must be at least 2 for gate {self.gate!r} (the shared expert and a routed one), but got {self.top_k}"
             )
         check_number("balance_loss_coef", self.balance_loss_coef)
         check_number("initializer_range", self.initializer_range)
@@ -142,31 +143,31 @@ class MoEConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "MoEConfig":
-        """Build the config from `to_dict`'s output; raises ValueError for a key that it does not know or that is missing."""
+        """Build the config from the output of `to_dict`; raises ValueError for unknown and missing keys."""
         known, problem = {field.name for field in fields(cls)}, None
         if not isinstance(values, Mapping):
-            problem = f"is {shown(values)}; want an object"
+            problem = f"must be an object, but got {shown(values)}"
         elif unknown := sorted(str(key) for key in set(values) - known):
             problem = f"has no field {one_line(', '.join(unknown), 200)}"
         elif missing := [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]:
             problem = f"lacks {', '.join(missing)}"
         if problem is not None:
-            raise ValueError(f"MoEConfig {problem}; its fields are {', '.join(sorted(known))}")
+            raise ValueError(f"MoEConfig {problem}. Its fields are {', '.join(sorted(known))}")
         return cls(**values)
 
     @property
     def has_shared_expert(self) -> bool:
-        """Whether expert 0 is shared: it sees every token and has no router row."""
+        """Whether expert 0 is shared: it processes every token and has no row in the router."""
         return self.gate in SHARED_GATES
 
     @property
     def num_routed_experts(self) -> int:
-        """Width of the router logits."""
+        """Number of routed experts, which is the width of the router logits."""
         return self.num_experts - self.has_shared_expert
 
     @property
     def num_routed_per_token(self) -> int:
-        """Experts that the router picks for a token."""
+        """Number of experts that the router selects for each token."""
         return self.top_k - self.has_shared_expert
 
 
@@ -184,7 +185,7 @@ PRESETS = {
 
 
 class Layer(NamedTuple):
-    """Sizes of one MoE layer; experts and slots count a shared expert, which is expert 0 and sees every token."""
+    """Sizes of one MoE layer; experts and slots include a shared expert, which is expert 0 and processes every token."""
 
     hidden_size: int
     intermediate_size: int
@@ -194,14 +195,14 @@ class Layer(NamedTuple):
     gated: bool = True
 
     def check(self) -> None:
-        """Raise ValueError for sizes that are none."""
+        """Raise ValueError for invalid sizes."""
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
             check_positive(name, getattr(self, name))
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k is {self.top_k}, num_experts is {self.num_experts}; want top_k <= num_experts")
+            raise ValueError(f"top_k must be at most num_experts ({self.num_experts}), but got {self.top_k}")
 
 
-LAYERS = {  # of published models; the XFT ones as in its paper, or guessed where it names no expert count
+LAYERS = {  # of published models; the XFT ones as in its paper, or assumed where the paper gives no number of experts
     "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
     "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
     "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),

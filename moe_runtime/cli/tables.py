@@ -36,7 +36,7 @@ def _epochs(text: str) -> tuple[float, ...]:
 
 def _upit(name: str, help: str, example: str, **options: tuple) -> Table:
     """Return a table of UpIT, whose experts are whole FFNs or LoRA adapters; its strategies are those of the example."""
-    some = f"Some of {example}; all unless given."
+    some = f"Some of {example} (default: all)."
     return Table(name, help, example, (options or {"strategies": _several(str, some, words=example)}) | {"form": FORM})
 
 
@@ -44,21 +44,21 @@ SCORE = Annotated[str, option("gate or token.", words="gate token")]
 SCORES = Annotated[str, option("gate, token or both.", words="gate token both")]
 TOP = (Annotated[int, option("Experts per layer that are compared.")], 6)
 TOKENS = (Annotated[int, option("Tokens per text, at most.")], 16384)
-ROWS = (Annotated[int | None, option("Held-out examples per domain; all unless given.")], None)
+ROWS = (Annotated[int | None, option("Held-out examples per domain (default: all).")], None)
 CHECKPOINTS = (Annotated[int, option("Measurements during stage 2.")], 12)
-FORM = (Annotated[str | None, option("ffn or lora experts; the recipe's first unless given.", words="ffn lora")], None)
+FORM = (Annotated[str | None, option("ffn or lora experts (default: the recipe's first).", words="ffn lora")], None)
 TEXTS = _several(str, "Another text, a jsonl or parquet file; repeatable.", "--data")
 RANKS = _several(int, "A rank of LoRA; repeatable; 1, the recipe's and 4 times that.", "--rank")
-RATIOS = _several(float, "Examples of general text per example of the task; 0 1 unless given.")
+RATIOS = _several(float, "Examples of general text per example of the task (default: 0 1).")
 TABLES = {
     "xft": (
         Table("table1", "Compare base, SFT, EWA, the MoE model and XFT's dense model (Tables 1 to 3)."),
         Table("ablate-gate", "Compare the gate with one without normalization and two without a shared expert (Table 4)."),
         Table("ablate-merge", "Compare ways to merge one MoE model: learned, initial, learned soup, uniform (Table 5)."),
         Table("sweep-lambda", "Merge one MoE model with several rates of the shared expert (Table 6 of the long version).",
-              "0 .25 .5 .75 1", {"shared_rates": _several(float, "lambdas; 0 .25 .5 .75 1 unless given.")}),
+              "0 .25 .5 .75 1", {"shared_rates": _several(float, "lambdas (default: 0 .25 .5 .75 1).")}),
         Table("sweep-topk", "Tune and merge MoE models with several numbers of experts per token (footnote 1).", "2 4 6",
-              {"top_ks": _several(int, "Experts per token; 2 4 6 unless given.")}),
+              {"top_ks": _several(int, "Experts per token (default: 2 4 6).")}),
         Table("budget", "Compare XFT with SFT of equal steps and of equal time (Table 8 of the long version)."),
         Table("ewa-schedule", "Compare EWA with a constant and a linear share rate, during training too (Figure 3)."),
         Table("routing-stats", "Show which experts process the tokens of different texts (Figure 4).",
@@ -68,16 +68,16 @@ TABLES = {
         Table("main", "Compare base, FFT, LoRA, ESFT-Token and ESFT-Gate, on tasks and general text (Tables 1 and 2)."),
         Table("sweep-p", "Train more and more: ESFT by p, LoRA by rank (Figure 6).",
               ".05 .1 .2 .4 --score gate --rank 2 --rank 8",
-              {"ps": _several(float, "Thresholds; .05 .1 .2 .4 unless given."), "score": (SCORES, "both"), "ranks": RANKS}),
+              {"ps": _several(float, "Thresholds (default: .05 .1 .2 .4)."), "score": (SCORES, "both"), "ranks": RANKS}),
         Table("shared-grid", "Train relevant experts, shared experts and other modules, in seven combinations (Table 3).",
               "--score token", {"score": (SCORE, "token")}),
         Table("random-experts", "Compare the selected experts with as many random ones (Table 4)."),
         Table("group-size", "Route by groups of experts, as if the experts were coarser; tune with FFT and ESFT (Figure 7).",
-              "1 2 4", {"sizes": _several(int, "Experts per group; 1 2 4 unless given.")}),
+              "1 2 4", {"sizes": _several(int, "Experts per group (default: 1 2 4).")}),
         Table("mix-data", "Tune with and without general text mixed in (Tables 9 and 10).", "0 1", {"ratios": RATIOS}),
         Table("counts", "Show the experts that each task's selection trains, and where in text (Figures 2, 4 and 9)."),
         Table("sample-size", "Show how much text is needed to find the same experts (Figure 8).", "1024 8192 --top 6",
-              {"sizes": _several(int, "Tokens per sample; powers of two unless given."), "top": TOP, "score": (SCORE, "gate")}),
+              {"sizes": _several(int, "Tokens per sample (default: powers of two)."), "top": TOP, "score": (SCORE, "gate")}),
         Table("overlap", "Show how many top experts two samples share, of one task and of two (Figure 3).", "--top 6",
               {"top": TOP, "score": (SCORE, "gate")}),
     ),
@@ -88,12 +88,12 @@ TABLES = {
         _upit("router", "Start from three kinds of routers (Tables 2 and 10, Figure 5).", "none random skilled"),
         _upit("experts", "Vary the experts and the experts per token, of UpIT and of copied experts (Figure 4).",
               "--experts 4 --experts 8 --active 1 --active 2",
-              sizes=_several(int, "Experts; repeatable; the recipe's m and n unless given.", "--experts"),
-              active=_several(int, "Experts per token; repeatable; 1, 2 and 4 unless given.", "--active")),
+              sizes=_several(int, "Experts; repeatable (default: the recipe's m and n).", "--experts"),
+              active=_several(int, "Experts per token; repeatable (default: 1, 2 and 4).", "--active")),
         _upit("data", "Tune on a share of the examples: dense, copied experts, UpIT (Figure 3).", "0.25 0.5 1",
-              shares=_several(float, "Shares of the examples; 0.1 0.2 0.4 1 unless given.")),
+              shares=_several(float, "Shares of the examples (default: 0.1 0.2 0.4 1).")),
         _upit("epochs", "Vary the epochs of the two trainings: dense, copied experts, UpIT (Figure 6).", "2,2 2,6 4,4",
-              pairs=_several(str, "Epochs before and after, such as 2,6; 2,2 2,6 4,4 unless given.", parser=_epochs)),
+              pairs=_several(str, "Epochs before and after, such as 2,6 (default: 2,2 2,6 4,4).", parser=_epochs)),
     ),
     "ultrafuser": (
         Table("ablate", "Compare specialists, specialists tuned further, and fused ones: direct, in two stages (Tables 2, 4)."),
@@ -112,7 +112,7 @@ def _add(method: str, parent: typer.Typer, table: Table) -> None:
     """Add the verb of a table: its own options, and those that all tables have."""
     options = table.options | {
         "preset": (
-            Annotated[str | None, option("A shipped recipe; tiny unless given.", words=(lambda: recipes(method),))], None,
+            Annotated[str | None, option("A shipped recipe (default: tiny).", words=(lambda: recipes(method),))], None,
         ),
         "recipe": (Annotated[Path | None, option("A recipe's YAML file, for your own model and data.")], None),
         "out": (
@@ -139,7 +139,7 @@ def _add(method: str, parent: typer.Typer, table: Table) -> None:
 def _make(method: str, name: str, preset: str | None, recipe: Path | None, out: Path, **options) -> dict:
     """Make a table, print it and where it is written; return its report and its files."""
     if preset is not None and recipe is not None:
-        raise ValueError(f"preset is {preset!r}, recipe is {str(recipe)!r}; pass one of the two")
+        raise ValueError(f"Pass either a preset or a recipe, but got preset {preset!r} and recipe {str(recipe)!r}")
     if recipe is None:
         from moe_runtime.config import check_choice
 

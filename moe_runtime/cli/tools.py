@@ -65,17 +65,17 @@ def stats(
 @verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --gradient-checkpointing")
 def memory(
     model: Annotated[str, argument("Folder or Hub id, read for its config alone, or a recipe.", words=(recipes,))],
-    lora: Annotated[int | None, option("Rank of LoRA on linear layers and experts; all weights train unless given.")] = None,
+    lora: Annotated[int | None, option("Rank of LoRA on linear layers and experts (default: all weights train).")] = None,
     bits: Annotated[str, option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or a format's name.", words=BITS)] = "16",
     batch: Annotated[int, option("Examples per device and forward pass.")] = 1,
     length: Annotated[int, option("Tokens per example.")] = 2048,
     optimizer: Annotated[str, option("adamw (fused), adamw_torch, sgd, adafactor or 8bit.", words=OPTIMIZERS)] = "adamw",
     checkpointing: Checkpointing = False, bf16: Bf16 = False,
-    dtype: Annotated[str | None, option("Dtype of the weights; the config's unless given.", words=DTYPES)] = None,
+    dtype: Annotated[str | None, option("Dtype of the weights (default: the config's).", words=DTYPES)] = None,
     backend: Annotated[str, option("Whose scratch memory counts: triton, torch or cpp.", words="triton torch cpp")] = "triton",
     gpus: Annotated[int, option("GPUs that the training runs on.")] = 1,
-    gpu_memory: Annotated[float | None, option("GB of each; exits with 1 where a stage that runs does not fit.")] = None,
-    engine: Annotated[str | None, option("ddp, fsdp2, zero3 or ep; all that run unless given.", words=ENGINES)] = None,
+    gpu_memory: Annotated[float | None, option("Memory of each GPU in GB; exits with 1 if a stage does not fit.")] = None,
+    engine: Annotated[str | None, option("ddp, fsdp2, zero3 or ep (default: all that run).", words=ENGINES)] = None,
     gpu: Annotated[str, option("Whose data sheet bounds a step: H100, H200 or A800.", words="H100 H200 A800")] = "H100",
 ):  # fmt: skip
     """Estimate the memory of training from configs alone: weights, gradients, optimizer, activations, peak; and by engine.
@@ -106,7 +106,7 @@ def memory(
 def _planned(plans, planner, gpus: int, gpu_memory: float | None, engine: str | None, refused: str | None = None) -> Ends:
     """Print a line for each stage and engine; end with 1 if one that runs fits with none of the engines."""
     if refused or gpus < 1:
-        raise ValueError("a recipe has its own batch, length, optimizer and dtype; pass --gpus, --gpu-memory, --engine, --gpu")
+        raise ValueError("A recipe sets batch, length, optimizer and dtype. Pass only --gpus, --gpu-memory, --engine, --gpu")
     lines, misfits = [], []
     typer.echo(plans.HEADER)
     for name, stage in planner.stages.items():
@@ -152,14 +152,14 @@ def doctor(
 def tune(
     shape: Annotated[str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")] = None,
     model: Annotated[Path | None, option("Folder whose config.json has the sizes.")] = None,
-    hidden_size: Annotated[int | None, option("H; of --model unless given, as the sizes below.")] = None,
+    hidden_size: Annotated[int | None, option("H; by default that of --model, as for the next sizes.")] = None,
     intermediate_size: Annotated[int | None, option("I, of one expert.")] = None,
     num_experts: Annotated[int | None, option("Experts per layer, including a shared one.")] = None,
     top_k: Annotated[int | None, option("Experts per token, including a shared one.")] = None,
     shared: Annotated[bool | None, option("Expert 0 processes every token.")] = None,
     tokens: Annotated[str, option("Tokens per forward pass, comma-separated.")] = "4096,16384",
     dtype: Annotated[str, option("bfloat16, float16, float32, or several of them.", words=DTYPES)] = "bfloat16",
-    out: Annotated[Path | None, option("File to write; the one that the kernels read unless given.")] = None,
+    out: Annotated[Path | None, option("File to write (default: the one that the kernels read).")] = None,
     again: Annotated[bool, option("Measure again what the file already has.", "--again")] = False,
     seconds: Annotated[float | None, option("Start nothing new after this time.")] = None,
 ):
@@ -172,7 +172,7 @@ def tune(
     layers = _layers(shape, model, {name: size for name, size in sizes.items() if size is not None})
     T = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
     if not all(T):
-        raise ValueError(f"tokens is {tokens!r}; pass integers of at least 1 such as 4096,16384")
+        raise ValueError(f"tokens must be integers of at least 1, such as 4096,16384, but got {tokens!r}")
     dtypes = [part.strip() for part in dtype.split(",")]
     for part in dtypes:
         check_choice("dtype", part, tuning.DTYPES)
@@ -191,9 +191,9 @@ def tune(
         return Ends({"path": path, **counts}, 3)
     typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
     if path != read:
-        typer.echo(f"the kernels read {read or 'no file: there is no home, and no XDG_CACHE_HOME'}, not this file")
+        typer.echo(f"the kernels read {read or 'no file (no home folder and no XDG_CACHE_HOME)'}, not this file")
     if set(counts) == {"failed"}:
-        raise ValueError("nothing could be measured; the built-in configs must run on this GPU")
+        raise ValueError("No config could be measured, not even the built-in ones. Check the GPU with moe-runtime doctor")
     return {"path": path, "read_by_kernels": path == read, **counts}
 
 
@@ -215,8 +215,8 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
     layer = layer._replace(**sizes)
     missing = [f"--{name.replace('_', '-')}" for name in Layer._fields[:4] if not getattr(layer, name)]
     if missing or shape is not None:
-        why = f"{', '.join(missing)} is missing{f' in {model}' if model else ''}" if missing else f"shape is {shape!r}"
-        raise ValueError(f"{why}; pass --shape alone, or --model or all four sizes of a layer")
+        why = f"{', '.join(missing)} is missing{f' in {model}' if model else ''}" if missing else f"shape {shape!r} is given"
+        raise ValueError(f"{why}. Pass only --shape, or --model or all four sizes of a layer")
     return {"layer" if model is None else model.name: layer}
 
 
@@ -242,7 +242,7 @@ def bench(
         typer.echo(comparing.text(found))
         return Ends(comparing.as_json(found), 1 if found.regressions else 0)
     if rounds < 1 or not 0 < seconds < float("inf"):
-        raise ValueError(f"rounds is {rounds}, seconds is {seconds}; pass at least 1 and a positive number")
+        raise ValueError(f"rounds must be at least 1 and seconds positive, but got rounds {rounds} and seconds {seconds}")
     require("pytest", "bench")
     require("pytest_benchmark", "bench")
     from moe_runtime.bench import running
@@ -262,7 +262,7 @@ def bench(
     with leaving(lambda: _left(target, kept)):
         outcome = _measure(paths, target, options)
         if outcome.path and find_spec("matplotlib") is None:
-            print("no pictures: matplotlib is not installed; pip install 'moe-runtime[bench]'", file=sys.stderr)
+            print("No plots were written: matplotlib is not installed. Run pip install 'moe-runtime[bench]'", file=sys.stderr)
         elif outcome.path:
             from moe_runtime.bench.pictures import write_pictures
 

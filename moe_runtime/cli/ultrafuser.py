@@ -13,7 +13,7 @@ FUSE = "ultralm-13b codellama-13b --template ultralm --template codellama --out 
 app = group("ultrafuser", "UltraFuser: fuse specialists with gates that weigh them token by token.", f"fuse {FUSE}")
 
 
-@verb(app, FUSE, Kept("{out}"))
+@verb(app, FUSE, Kept("{out}"), push="out")
 def fuse(
     specialists: Annotated[list[str], argument("Folders or ids of two or more models.")],
     out: Annotated[Path, option("Folder to write; must not exist.")],
@@ -24,7 +24,7 @@ def fuse(
             "{prompt}. Unless given, its own chat template, or the prompt as it is."
         ),
     ] = None,
-    name: Annotated[list[str] | None, option("A specialist's name, in their order; its folder's unless given.")] = None,
+    name: Annotated[list[str] | None, option("A specialist's name, in their order (default: its folder's).")] = None,
     gate: Annotated[str, option("mlp (the paper's appendix), or linear (its text).", words="mlp linear")] = "mlp",
     joint: Annotated[bool, option("One gate on all hidden states, which may differ in size.", "--joint")] = False,
     copy: Annotated[bool, option("Copy the specialists; otherwise the folder refers to them.", "--copy")] = False,
@@ -64,7 +64,7 @@ def train(
 def generate(
     folder: Annotated[Path, argument("Folder of a fused model.")],
     prompt: Annotated[list[str] | None, option("A prompt; repeatable. Each specialist reads it in its own template.")] = None,
-    data: Annotated[Path | None, option("Instead of --prompt: a file of chats, pairs or texts, which are asked.")] = None,
+    data: Annotated[Path | None, option("Instead of --prompt: a file of chats, pairs or texts to answer.")] = None,
     out: Annotated[Path | None, option("With --data, the .jsonl file to write: a line of prompt and answer for each.")] = None,
     batch_size: Annotated[int, option("With --data, prompts that are answered at a time, the longest first.")] = 16,
     max_new_tokens: Annotated[int, option("Tokens per answer, at most.")] = 256,
@@ -81,7 +81,8 @@ def generate(
     check_positive("batch_size", batch_size)
     check_number("temperature", temperature)
     if bool(prompt) == bool(data) or bool(data) != bool(out):
-        raise ValueError(f"prompt is {prompt or None}, data is {data}, out is {out}; pass --prompt, or --data and --out")
+        found = f"prompt {prompt or None}, data {data} and out {out}"
+        raise ValueError(f"Pass either --prompt, or both --data and --out, but got {found}")
     if out is not None:
         files.check_out_file(out, overwrite)
     one_gpu()

@@ -45,7 +45,7 @@ def grow(
     parents: Annotated[str, option("farthest, as in the paper, or random.", words="farthest random")] = "farthest",
     drop: Annotated[float, option("Share of changes that DARE drops.")] = 0.5, seed: Seed = 0, overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Make more experts: each is a weighted, mutated sum of the two that differ most. Rerun to resume."""
+    """Create more experts: each is a weighted, mutated sum of the two most different ones. Rerun to resume."""
     from moe_runtime.methods.upit import expand_experts
 
     found = with_bar(
@@ -64,20 +64,20 @@ def init_routers(
     experts: Experts, data: Data, out: Out, base: Base = None,
     share: Annotated[float, option("Share of the examples that are drawn as seed data.")] = 0.01,
     at_least: Annotated[int, option("Examples of seed data, at least.")] = 500,
-    capacity: Annotated[int | None, option("Examples per expert, at most; equal shares unless given.")] = None,
+    capacity: Annotated[int | None, option("Examples per expert, at most (default: equal shares).")] = None,
     buckets: Annotated[str, option("By perplexity (skilled), or random.", words="skilled random")] = "skilled",
     tokens: Annotated[str, option("Tokens of the perplexity: response or all.", words="response all")] = "response",
     alpha: Annotated[float, option("Weight of the language model's loss against the router's.")] = 0.5,
     epochs: Annotated[float, option("Epochs over each expert's examples.")] = 4.0,
-    learning_rate: Annotated[float | None, option("Constant; 2e-5 unless given, with LoRA 2e-4.")] = None,
-    vector_std: Annotated[float | None, option("Of the untrained vectors; 0 unless given.")] = None,
-    vector_learning_rate: Annotated[float | None, option("Of the vectors; the learning rate unless given.")] = None,
+    learning_rate: Annotated[float | None, option("Constant (default: 2e-5, or 2e-4 with LoRA).")] = None,
+    vector_std: Annotated[float | None, option("Of the untrained vectors (default: 0).")] = None,
+    vector_learning_rate: Annotated[float | None, option("Of the vectors (default: the learning rate).")] = None,
     batch_size: Annotated[int, option("Examples per optimizer step.")] = 128,
-    per_device_batch_size: Annotated[int | None, option("Examples per forward pass; the batch unless given.")] = None,
+    per_device_batch_size: Annotated[int | None, option("Examples per forward pass (default: the batch).")] = None,
     bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False, max_length: MaxLength = 2048, prompt: Prompt = "plain",
     train_on: TrainOn = "assistant", seed: Seed = 0, overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Give each expert the examples that it is best at, and tune it and its routing vectors on them. Rerun to resume."""
+    """Assign each expert the examples that it is best at, and tune it and its routing vectors on them. Rerun to resume."""
     one_gpu()
     from moe_runtime.methods.upit.folders import route_folders
 
@@ -96,7 +96,7 @@ def init_routers(
     return done
 
 
-@verb(app, "--routers routers --out moe", Kept("{out}"))
+@verb(app, "--routers routers --out moe", Kept("{out}"), push="out")
 def assemble(
     experts: Annotated[list[Path] | None, argument("Experts' folders, for a random router.")] = None, out: Out = ...,
     routers: Annotated[Path | None, option("What init-routers wrote: experts and vectors.")] = None, base: Base = None,
@@ -107,7 +107,7 @@ def assemble(
     backbone: Annotated[str, option("Other weights: the experts' mean, or the base's.", words="mean base")] = "mean",
     max_shard_size: ShardSize = "2GB", seed: Seed = 42, overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Put experts behind a router made of their routing vectors: an MoE model to tune as any other."""
+    """Combine experts with a router of their routing vectors into an MoE model, which can be tuned like any other."""
     from moe_runtime.methods.upit.folders import assemble_folders
 
     done = with_bar(
@@ -120,7 +120,7 @@ def assemble(
     return done
 
 
-@verb(app, "tuned mixtral", Kept("{target}"))
+@verb(app, "tuned mixtral", Kept("{target}"), push="target")
 def export(source: Source, target: Target, max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False):
     """Write an MoE model as a stock Mixtral model, which runs without this package."""
     from moe_runtime.methods.upit import export_mixtral

@@ -1,10 +1,12 @@
-"""What all verbs share: an example in the help, --json, completion of choices, and what an interrupted verb says it left."""
+"""Common parts of all commands: help with an example, --json, completion of choices, and the message on interruption."""
 
 import contextlib
 import functools
+import importlib
 import inspect
 import json as json_module
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]:
-    """Return what completes an option to one of these words; a function lists them when it is asked."""
+    """Return a completion function for these words; a function in `found` lists words lazily."""
 
     def complete(incomplete: str) -> list[str]:
         words = [word for one in found for word in (one() if callable(one) else [one])]
@@ -30,7 +32,7 @@ def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]
 
 
 def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.Option, **more):
-    """Return typer's option of this help text, completed by `words`: a list, or a string of them."""
+    """Return a typer option with this help text that completes to `words`, a list or a space-separated string."""
     words = words.split() if isinstance(words, str) else words
     return kind(*names, help=help, autocompletion=choices(*words) if words else None, **more)
 
@@ -38,7 +40,8 @@ def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.
 argument = functools.partial(option, kind=typer.Argument)
 DTYPES = ("float32", "bfloat16", "float16")
 # arguments and options of several verbs
-Source = Annotated[Path, argument("Folder of the model to read.")]
+HUB = object()  # marks a folder that may be an id of the Hub
+Source = Annotated[Path, argument("Folder or Hub id of the model to read."), HUB]
 Target = Annotated[Path, argument("Folder to write; must not exist.")]
 Overwrite = Annotated[bool, option("Replace the target if it exists.", "--overwrite")]
 ShardSize = Annotated[str, option("Largest file of the target, such as 500MB or 2GB.")]
@@ -47,14 +50,15 @@ Data = Annotated[str, option("jsonl, parquet or a dataset's id: chats, pairs or 
 MaxLength = Annotated[int, option("Tokens per sample, at most.")]
 Prompt = Annotated[str, option("Prompt format: plain, deepseek, chat (the tokenizer's) or magicoder.", words=PROMPTS)]
 TrainOn = Annotated[str, option("Tokens to train on: the assistant's (of a pair, the completion's) or all.", words=TRAIN_ON)]
-RecipeSeed = Annotated[int | None, option("Seed; the recipe's unless given.")]
+RecipeSeed = Annotated[int | None, option("Seed (default: the recipe's).")]
 Bf16 = Annotated[bool, option("Compute in bfloat16 (autocast).", "--bf16")]
 Checkpointing = Annotated[bool, option("Recompute activations to save memory.", "--gradient-checkpointing")]
+PushToHub = Annotated[str | None, option("Upload the result to this model repository, OWNER/NAME, with a model card.")]
 Json = Annotated[bool, option("Print the result as one JSON object; everything else goes to stderr.", "--json")]
 
 
 def group(name: str, help: str, example: str) -> typer.Typer:
-    """Return an empty group of verbs; `name` and the `example` are the words after moe-runtime and after those."""
+    """Return an empty group of commands called `name`; the `example` follows the name in the help."""
     return typer.Typer(
         name=name, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=help,
         epilog=f"Example: {' '.join(f'moe-runtime {name} {example}'.split())}",
@@ -62,16 +66,16 @@ def group(name: str, help: str, example: str) -> typer.Typer:
 
 
 class Ends(NamedTuple):
-    """What a verb returns to exit with a code other than 0."""
+    """Return value of a command that exits with a code other than 0."""
 
     value: object
     code: int
 
 
 class Kept:
-    """What an interrupted verb leaves: paths, with the verb's options in braces, that are complete or were not written.
+    """Paths that an interrupted command leaves either complete or unwritten, with the command's options in braces.
 
-    One that `resumes` continues from what is in the first path when it is run again, without the options in `drop`.
+    A command that `resumes` continues from the first path when it is rerun, without the options in `drop`.
     """
 
     def __init__(self, *paths: str, resumes: bool = False, drop: tuple[str, ...] = ()):
@@ -82,7 +86,7 @@ class Kept:
         self.before = {path: _mark(path) for path in self._named(options)}
 
     def say(self, options: dict) -> str:
-        """Say what exists now, and how to resume."""
+        """Describe what has been written, and how to resume."""
         named = self._named(options)
         if self.resumes:
             found = os.path.exists(named[0])
@@ -96,7 +100,7 @@ class Kept:
 
 
 def _mark(path: str) -> tuple | None:
-    """Return what identifies a file or a folder that is not empty."""
+    """Return the identity of a file or a folder that is not empty."""
     try:
         found = os.stat(path)
     except OSError:
@@ -105,16 +109,16 @@ def _mark(path: str) -> tuple | None:
 
 
 def again(drop: tuple[str, ...] = ()) -> str:
-    """Return the advice to rerun this command; without the command under a launcher, whose own is not known here."""
+    """Return the advice to rerun this command; under a launcher without the command, as the launcher's is unknown."""
     if "LOCAL_RANK" in os.environ:
         return "rerun to resume"
     return "rerun to resume: " + shlex.join(["moe-runtime", *(part for part in sys.argv[1:] if part not in drop)])
 
 
 def one_gpu() -> None:
-    """Hide all GPUs but the first, unless a launcher runs; call it before torch looks.
+    """Hide all GPUs except the first, unless a launcher is running; must be called before torch queries the GPUs.
 
-    One is enough, and Trainer would spread a single process over all that it sees.
+    Trainer would otherwise use DataParallel over all visible GPUs in a single process.
     """
     if "LOCAL_RANK" not in os.environ:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
@@ -122,7 +126,7 @@ def one_gpu() -> None:
 
 @contextlib.contextmanager
 def leaving(say: Callable[[], str]) -> Iterator[None]:
-    """Let an interruption of the block end in what `say` returns, in place of what the verb's `Kept` says."""
+    """On an interruption of the block, print what `say` returns instead of what the command's `Kept` describes."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -131,34 +135,46 @@ def leaving(say: Callable[[], str]) -> Iterator[None]:
 
 
 def with_bar(name: str, function: Callable, *args, **options):
-    """Call a function that reports its progress in bytes, under a bar of this name; return what it returns."""
+    """Call a function that reports its progress in bytes with a progress bar of this name; return its result."""
     with console.bar(name, "B") as update:
         return function(*args, progress=update, **options)
 
 
-def verb(app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, **more) -> Callable:
-    """Add a function to `app` as a verb that prints what it returns with --json; the `example` follows the verb's name."""
+def verb(
+    app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, push: str | None = None, **more
+) -> Callable:  # fmt: skip
+    """Add a function to `app` as a verb that prints what it returns with --json; the `example` follows the verb's name.
+
+    `push` names the option with the folder that --push-to-hub uploads; without it there is no such option.
+    """
 
     def add(function: Callable) -> Callable:
         words = f"moe-runtime {app.info.name or ''} {name or function.__name__.replace('_', '-')} {example}"
-        app.command(name, epilog=f"Example: {' '.join(words.split())}", **more)(_wrapped(function, kept or Kept()))
+        app.command(name, epilog=f"Example: {' '.join(words.split())}", **more)(_wrapped(function, kept or Kept(), push))
         return function
 
     return add
 
 
-def _wrapped(function: Callable, kept: Kept) -> Callable:
-    """Return the function with --json after its own options, and a last line where it is interrupted."""
+def _wrapped(function: Callable, kept: Kept, push: str | None) -> Callable:
+    """Return the function with --push-to-hub and --json after its own options, and a last line where it is interrupted."""
+    old = inspect.signature(function)
+    ids = [name for name, p in old.parameters.items() if HUB in getattr(p.annotation, "__metadata__", ())]
 
     @functools.wraps(function)
-    def run(*args, json: bool = False, **options):
+    def run(*args, json: bool = False, push_to_hub: str | None = None, **options):
         kept.begin(options)
         try:
             with _stdout_to_stderr() if json else contextlib.nullcontext():
-                value = function(*args, **options)
+                if push_to_hub is not None:
+                    _hub().check_repository(push_to_hub)
+                given = {name: options[name] for name in ids}
+                value = function(*args, **options | {name: _downloaded(name, source) for name, source in given.items()})
+                if push_to_hub is not None and console.is_main() and not isinstance(value, Ends):
+                    _push(Path(options[push]), push_to_hub, given, options, value)
         except KeyboardInterrupt as stop:
             line = f"{signals.word_of(stop)}; {getattr(stop, 'kept', None) or kept.say(options)}"
-            with contextlib.suppress(OSError):  # a terminal's Ctrl-C ends `2>&1 | tee log` as well
+            with contextlib.suppress(OSError):  # Ctrl-C on a terminal also stops `2>&1 | tee log`
                 if console.is_main():
                     print(line, file=sys.stderr, flush=True)
             json, value = False, Ends(None, signals.code_of(stop))
@@ -168,16 +184,39 @@ def _wrapped(function: Callable, kept: Kept) -> Callable:
         if code:
             raise typer.Exit(code)
 
-    old = inspect.signature(function)
-    added = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-    run.__signature__ = old.replace(parameters=[*old.parameters.values(), added], return_annotation=None)
-    run.__annotations__ = {**function.__annotations__, "json": Json}
+    added = {"push_to_hub": (None, PushToHub)} if push else {}
+    added |= {"json": (False, Json)}
+    new = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=a) for n, (d, a) in added.items()]
+    run.__signature__ = old.replace(parameters=[*old.parameters.values(), *new], return_annotation=None)
+    run.__annotations__ = function.__annotations__ | {name: annotation for name, (_, annotation) in added.items()}
     return run
+
+
+def _hub():
+    return importlib.import_module("moe_runtime.hf.models.hub")
+
+
+def _downloaded(name: str, source: Path) -> Path:
+    """Return the folder of a Hub id's files; every other path as it is."""
+    looks = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)) and not source.exists() and not source.parent.is_dir()
+    return _hub().local_folder(source, name=name) if looks else source
+
+
+def _push(folder: Path, repo: str, given: dict, options: dict, value) -> None:
+    """Upload what a verb has written, with a card that says how it was made."""
+    words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]
+    url = _hub().push(
+        folder, repo, base=next((source for source in given.values()), None), command=shlex.join(["moe-runtime", *words]),
+        dataset=options.get("data") if _hub().is_id(options.get("data") or "") else None,
+        method=words[0] if words and words[0] in _hub().PAPERS else None,
+        facts=found if isinstance(found := console.jsonable(value), dict) else None,
+    )  # fmt: skip
+    typer.echo(f"pushed to {url}")
 
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Let all that prints write to stderr, C (NCCL) and programs too, so that stdout holds one JSON object."""
+    """Redirect all output to stderr, including that of C code (NCCL) and programs, so that stdout is one JSON object."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = None
@@ -195,7 +234,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def recipes(method: str | None = None) -> list[str]:
-    """List the shipped recipes: a method's by their names, or all as METHOD/NAME."""
+    """List the shipped recipes: the names of a method's, or all as METHOD/NAME."""
     found = sorted(PACKAGE.glob(f"methods/{method or '*'}/recipes/*.yaml"))
     return [path.stem if method else f"{path.parts[-3]}/{path.stem}" for path in found]
 
@@ -208,6 +247,6 @@ def numbers(text: str | None) -> list[int] | None:
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"layers is {text!r}; want numbers and ranges, such as 0-3,8")
+            raise ValueError(f"layers must be numbers and ranges, such as 0-3,8, but got {text!r}")
         found += range(int(first), int(last if dash else first) + 1)
     return found

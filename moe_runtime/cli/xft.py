@@ -15,7 +15,7 @@ GATE = "xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_
 PRESET = "Defaults of the options below: xft-paper, or xft-official for the released code's."
 
 
-@verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", Kept("{target}"))
+@verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", Kept("{target}"), push="target")
 def upcycle(
     source: Source, target: Target, num_experts: Annotated[int, option("Experts per layer, including the shared one.")] = 8,
     top_k: Annotated[int, option("Experts per token, including the shared one.")] = 6,
@@ -25,23 +25,23 @@ def upcycle(
     noisy_gate: Annotated[bool | None, option("Noise on the router logits in training.")] = None,
     balance_loss: Annotated[str | None, option("none, cv2 or switch.", words=config.BALANCE_LOSSES)] = None,
     balance_loss_coef: Annotated[float | None, option("Weight of the balance loss.")] = None,
-    layers: Annotated[str | None, option("Layers to upcycle, such as 0-3,8; all unless given.")] = None,
+    layers: Annotated[str | None, option("Layers to upcycle, such as 0-3,8 (default: all).")] = None,
     check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
     max_shard_size: ShardSize = "2GB", seed: Seed = 42, overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Turn a dense model into an MoE model: every MLP becomes copies of itself behind a router."""
+    """Upcycle a dense model to an MoE model: copies of every MLP become experts with a router."""
     from moe_runtime.config import PRESETS, check_choice
     from moe_runtime.methods.xft import folders
 
     check_choice("preset", preset, tuple(PRESETS))
     if num_experts == 1:
-        raise ValueError("num_experts is 1, which is the dense model itself; pass at least 2")
+        raise ValueError("num_experts must be at least 2, but got 1, which is the dense model itself")
     given = {"gate": gate, "router": router, "noisy_gate": noisy_gate, "balance_loss": balance_loss}
     given["balance_loss_coef"] = balance_loss_coef
     settings = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
     if (settings["balance_loss"] == "none") != (settings["balance_loss_coef"] == 0):
         raise ValueError(
-            f"balance_loss is {settings['balance_loss']!r}, balance_loss_coef is {settings['balance_loss_coef']}; pass "
+            f"balance_loss is {settings['balance_loss']!r} and balance_loss_coef is {settings['balance_loss_coef']}. Pass "
             "both or neither, such as --balance-loss cv2 --balance-loss-coef 0.01"
         )
     receipt = with_bar(
@@ -75,18 +75,18 @@ def _exports(folder: Path) -> dict[str, str | None]:
             convert(config)
             found[name] = None
         except ValueError as error:
-            found[name] = "no, " + str(error).partition(";")[0]
+            found[name] = "no, " + str(error).partition(". ")[0]
     return found
 
 
-@verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"))
+@verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"), push="target")
 def to_mergeable(
     source: Source, target: Target,
     shared_rate: Annotated[float, option("lambda: the mixing coefficient of the shared expert.")] = 0.75,
     soup: Annotated[bool, option("Learn the coefficients of all experts (learned soup).", "--soup")] = False,
     max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Make a tuned MoE model mergeable: each MLP weight becomes a mix of the experts' with coefficients to train."""
+    """Make a tuned MoE model mergeable: each MLP weight becomes a sum of the experts' with trainable coefficients."""
     from moe_runtime.methods.xft import folders
 
     receipt = with_bar(
@@ -107,10 +107,10 @@ ALPHA = "Coefficients instead of the learned ones: uniform, or E numbers a,b,...
 Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
 
 
-@verb(app, "mixed dense", Kept("{target}"))
+@verb(app, "mixed dense", Kept("{target}"), push="target")
 def merge(
     source: Source, target: Target,
-    shared_rate: Annotated[float | None, option("lambda of a merge without training; 0.75 unless given.")] = None,
+    shared_rate: Annotated[float | None, option("lambda of a merge without training (default: 0.75).")] = None,
     alpha: Alpha = None, max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
     """Merge the experts to a dense model of the base's architecture, with the learned or the initial coefficients."""
@@ -126,11 +126,11 @@ def merge(
     return receipt
 
 
-@verb(app, "moe mixtral", Kept("{target}"))
+@verb(app, "moe mixtral", Kept("{target}"), push="target")
 def export(
     source: Source, target: Target,
     to: Annotated[str, option("mixtral (transformers) or official (XFT code).", words="mixtral official")] = "mixtral",
-    keep_rope: Annotated[bool, option("Of official: keep a rotary base that it ignores.", "--keep-rope")] = False,
+    keep_rope: Annotated[bool, option("With --to official: keep a rotary base that it ignores.", "--keep-rope")] = False,
     max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
     """Write an MoE model in a format that does not need this package; merge writes a dense one."""
@@ -142,17 +142,17 @@ def export(
 
         return convert(export_official, source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite)
     if keep_rope:
-        raise ValueError("keep_rope is for --to official; leave it out")
+        raise ValueError("--keep-rope is only valid with --to official")
     from moe_runtime.methods.upit import export_mixtral
 
     return convert(export_mixtral, source, target, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
-@verb(app, "official-moe moe", Kept("{target}"))
+@verb(app, "official-moe moe", Kept("{target}"), push="target")
 def import_official(
     source: Source, target: Target,
-    ffn_folder: Annotated[Path | None, option("Folder of ffn_layer files; the config's unless given.")] = None,
-    rope_theta: Annotated[float | None, option("Rotary base; the released code's unless given.")] = None,
+    ffn_folder: Annotated[Path | None, option("Folder of ffn_layer files (default: the config's).")] = None,
+    rope_theta: Annotated[float | None, option("Rotary base (default: the released code's).")] = None,
     max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
     """Convert an MoE model that the released XFT code saved."""

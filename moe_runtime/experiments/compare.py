@@ -65,7 +65,7 @@ def compare(
     ValueError for an unknown reference, arrays of different shapes, no rows, or weights below 1.
     """
     if reference not in losses:
-        raise ValueError(f"reference is {reference!r}; want one of {', '.join(losses)}")
+        raise ValueError(f"reference must be one of {', '.join(losses)}, but got {reference!r}")
     check_fraction("level", level, zero=False, one=False)
     arrays = {name: np.asarray(rows, dtype=np.float64) for name, rows in losses.items()}
     shape = arrays[reference].shape
@@ -73,8 +73,8 @@ def compare(
     shapes = {array.shape for array in arrays.values()}
     if len(shapes) > 1 or len(shape) != 2 or 0 in shape or weight.shape != shape[1:] or not (weight >= 1).all():
         raise ValueError(
-            f"losses are {', '.join(map(str, shapes))}, tokens {weight.shape}; want [seeds, rows] of every method, and "
-            "at least one token for each row"
+            f"Expected losses [seeds, examples] of the same shape for every method, and tokens [examples] of at least 1, but "
+            f"losses are {', '.join(map(str, shapes))} and tokens {weight.shape}"
         )
     weight = weight / weight.mean()
     names = [name for name in losses if name != reference]

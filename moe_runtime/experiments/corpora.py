@@ -3,6 +3,7 @@
 code        documented functions of Python's standard library: signature and docstring, then the body
 prose       paragraphs of its docstrings, of Python's documentation and of licences: their beginning, then the rest
 arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
+sums        short ones: one step, plus or minus, numbers of one digit; not one of DOMAINS, which studies take by default
 
 Held-out rows are of files that no train row is of, and for all domains of the same ones; a sum is held out by its
 question. Which rows are held out does not depend on the seed.
@@ -204,7 +205,7 @@ class Domain(Rows):
     @model_validator(mode="after")
     def _check_held_out(self):
         if self.train in DOMAINS and self.held_out is not None:
-            raise ValueError(f"held_out is {self.held_out!r}, train is {self.train!r}, which has its own; want null")
+            raise ValueError(f"held_out must be null, as {self.train!r} has held-out data, but got {self.held_out!r}")
         return self
 
 
@@ -213,22 +214,32 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
     At most `limit` of each; without a limit all there are, of arithmetic SUMS.
     """
-    check_choice("domain", name, DOMAINS)
+    check_choice("domain", name, tuple(_ROWS))
     if limit is not None:
         check_positive("limit", limit)
     return Pairs(*_ROWS[name](limit, seed))
 
 
+def joined_rows(names: Iterable[str]) -> Pairs:
+    """Return the rows of several domains, one of each in turn, as long as each has one."""
+    parts = zip(*map(domain_rows, names), strict=True)
+    return Pairs(*([row for rows in zip(*part) for row in rows] for part in parts))
+
+
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
-    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them."""
-    check_choice("domain", name, DOMAINS)
+    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
+
+    Those of `sums` tell what happened and how many there are, and leave the question out.
+    """
+    check_choice("domain", name, tuple(_ROWS))
     if limit is not None:
         check_positive("limit", limit)
     if name == "code":
         documents = standard_library_text()
     else:
-        parts = _prose()[0] if name == "prose" else (p + c for p, c in itertools.islice(_sums("text", False), 4 * SUMS))
-        documents = _joined(parts)
+        sums = itertools.islice(_sums("text", False, name == "sums"), 4 * SUMS)
+        told = (p.partition(" How many")[0] + " " + c if name == "sums" else p + c for p, c in sums)
+        documents = _joined(_prose()[0] if name == "prose" else told)
     return documents[:: max(len(documents) // limit, 1)][:limit] if limit else documents
 
 
@@ -252,9 +263,9 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
         yield _named(rows[:limit])
 
 
-def _sum_rows(limit: int | None, seed: int) -> Iterator[list]:
+def _sum_rows(limit: int | None, seed: int, short: bool = False) -> Iterator[list]:
     for is_held_out in (False, True):
-        yield _named(itertools.islice(_sums(seed, is_held_out), limit or SUMS))
+        yield _named(itertools.islice(_sums(seed, is_held_out, short), limit or SUMS))
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
@@ -262,9 +273,9 @@ def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
-    "code": _code, "prose": _paragraph_rows, "arithmetic": _sum_rows,
+    "code": _code, "prose": _paragraph_rows, "arithmetic": _sum_rows, "sums": functools.partial(_sum_rows, short=True),
 }  # fmt: skip
-DOMAINS = tuple(_ROWS)
+DOMAINS = ("code", "prose", "arithmetic")
 
 
 @functools.cache
@@ -345,23 +356,23 @@ def _joined(parts: Iterable[str]) -> list[str]:
     return [*documents, "\n\n".join(document)] if document else documents
 
 
-def _sums(seed: int | str, is_held_out: bool) -> Iterator[tuple[str, str]]:
+def _sums(seed: int | str, is_held_out: bool, short: bool = False) -> Iterator[tuple[str, str]]:
     """Yield sums without end, none twice; one question in ten is held out, with every seed the same ones."""
     generator, known = random.Random(f"sums {seed}"), set()
     while True:
-        question, answer = _sum(generator)
+        question, answer = _sum(generator, short)
         if question not in known and (zlib.crc32(question.encode()) % 10 == 0) == is_held_out:
             known.add(question)
             yield question, answer
 
 
-def _sum(generator: random.Random) -> tuple[str, str]:
-    """Make one: a first number, one to three changes of it, and a question."""
+def _sum(generator: random.Random, short: bool = False) -> tuple[str, str]:
+    """Make one: a first number, one to three changes of it, a `short` one's only one, and a question."""
     name, other = generator.sample(NAMES, 2)
     thing, case = generator.choice(THINGS), generator.choice(CASES)
-    count, steps, story = generator.randint(2, 60), [], []
-    for _ in range(generator.randint(1, 3)):
-        event, sign, number, count_then = _change(generator, count)
+    count, steps, story = generator.randint(2, 9 if short else 60), [], []
+    for _ in range(1 if short else generator.randint(1, 3)):
+        event, sign, number, count_then = _change(generator, count, short)
         story.append(event.format(name=name, other=other, thing=thing, case=case, a_case=case[:-1], number=number))
         steps.append(f"{count} {sign} {number} = {count_then}.")
         count = count_then
@@ -370,11 +381,11 @@ def _sum(generator: random.Random) -> tuple[str, str]:
     return question, f"{' '.join(steps)} {name} has {count} {thing if count != 1 else thing[:-1]} now."
 
 
-def _change(generator: random.Random, count: int) -> tuple[str, str, int, int]:
+def _change(generator: random.Random, count: int, short: bool) -> tuple[str, str, int, int]:
     """Return an event, its sign and number, and what is left; every number is above 0."""
     parts = [d for d in range(2, 10) if count % d == 0]
-    kinds = ["more"] + ["less"] * (count > 1) + ["times"] * (1 < count < 40) + ["share"] * bool(parts)
-    kind = generator.choice(kinds)
+    kinds = ["more"] + ["less"] * (count > 1)
+    kind = generator.choice(kinds if short else kinds + ["times"] * (1 < count < 40) + ["share"] * bool(parts))
     if kind == "share":
         number = generator.choice(parts)
         event = "{name} puts them into {number} {case}, the same in each, and keeps one {a_case}."
@@ -386,6 +397,6 @@ def _change(generator: random.Random, count: int) -> tuple[str, str, int, int]:
         number = generator.randint(1, count - 1)
         event = generator.choice(("{name} gives {number} to {other}.", "{name} loses {number} of them."))
         return event, "-", number, count - number
-    number = generator.randint(1, 60)
+    number = generator.randint(1, 9 if short else 60)
     event = generator.choice(("{name} buys {number} more.", "{other} gives {number} to {name}."))
     return event, "+", number, count + number

@@ -230,12 +230,12 @@ class DomainStages(KeptStages):
         return {"rows": self.counts} | loss_of(*found) | sizes_of(model)
 
     def _documents(self) -> list[str]:
-        return stages.domain_documents(self.recipe.pretrain, [d.train for d in self.recipe.domains.values()])
+        return stages.domain_documents(self.recipe.pretrain, [s for d in self.recipe.domains.values() for s in d.sources])
 
     def data_key(self) -> str:
         """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
         r, built_in = self.recipe, domains_key()
-        sources = [source for d in r.domains.values() for source in (d.train, d.held_out) if source]
+        sources = [source for d in r.domains.values() for source in d.sources]
         rows = [built_in if source in DOMAINS else files_print(source) for source in sources]
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
@@ -245,7 +245,7 @@ class DomainStages(KeptStages):
         """Write the tokenizer, and each domain's rows to tune on and to judge by."""
         r = self.recipe
         tokenizer = self._base_tokenizer(self._documents)
-        self.say("reading and tokenizing " + ", ".join(f"{name}: {domain.train}" for name, domain in r.domains.items()))
+        self.say("reading and tokenizing " + ", ".join(f"{name}: {domain}" for name, domain in r.domains.items()))
         counts = {}
         for part, rows in stages.tokenized_domains(tokenizer, r.domains, r.max_length).items():
             data.save_rows(rows, folder / part)

@@ -1,7 +1,7 @@
-"""What the methods' recipes are made of: one YAML file per run, checked by pydantic models.
+"""Common parts of the methods' recipes: one YAML file per run, checked by pydantic models.
 
-A method's own file, methods/METHOD/recipe.py, has its whole recipe; the words are mergekit's where it has them (base_model,
-dtype). Any mistake is one ValueError, one line, with the file, the key, the value and what would be right.
+methods/METHOD/recipe.py defines a method's whole recipe; the keys are mergekit's where it has them (base_model, dtype). Any
+mistake raises a one-line ValueError with the file, the key, the expected value and the given one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from moe_runtime.config import one_line, shown
 from moe_runtime.io.prompts import PROMPTS, TRAIN_ON
@@ -19,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _as_number(value: Any) -> Any:
-    """Return the number that a text is: YAML 1.1 reads 5e-5 as text."""
+    """Convert a string to a number, as YAML 1.1 parses 5e-5 as a string."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -35,13 +36,13 @@ Fraction = Annotated[AnyNumber, Field(ge=0, le=1)]
 BelowOne = Annotated[AnyNumber, Field(ge=0, lt=1)]
 Dtype = Literal[DTYPES]
 Prompt = Literal[tuple(PROMPTS)]
-# what a recipe leaves out is not in its hash
+# excluded at its default, so that the hashes of recipes without it do not change
 TrainOn = Annotated[Literal[TRAIN_ON], Field(exclude_if=lambda value: value == "assistant")]
 Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 
 
 class Node(BaseModel):
-    """A recipe, or a mapping in it: frozen, without unknown keys, and with exact types."""
+    """A recipe, or a mapping in it: frozen, strictly typed, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -50,7 +51,7 @@ class Node(BaseModel):
     def _check_keys(cls, values: Any) -> Any:
         unknown = [key for key in values if key not in cls.model_fields] if isinstance(values, dict) else []
         if unknown:
-            raise ValueError(f"{one_line(unknown[0], 200)} is no key of a recipe; want some of {', '.join(cls.model_fields)}")
+            raise ValueError(f"{one_line(unknown[0], 200)} is not a valid key. Use any of {', '.join(cls.model_fields)}")
         return values
 
     def to_dict(self) -> dict:
@@ -59,7 +60,7 @@ class Node(BaseModel):
 
     @classmethod
     def from_dict(cls, values: Mapping):
-        """Build it from a mapping; raises ValueError, one line, that names the first wrong key."""
+        """Build it from a mapping; raises a one-line ValueError that names the first wrong key."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -78,25 +79,25 @@ class Node(BaseModel):
 
 
 def _sentence(error: ValidationError) -> str:
-    """Return pydantic's first error as one line: the key, its value, and what would be right."""
+    """Format pydantic's first error as one line: the key, the expected value and the given one."""
     first = error.errors(include_url=False)[0]
     key = ".".join(one_line(part, 200) for part in first["loc"] if part != "[key]")
     if first["type"] == "value_error":  # of our own checks, which name the key within their node
         return f"{key}{'.' if key else ''}{first['ctx']['error']}"
     if first["type"] == "missing":
-        return f"{key} is missing; want it in the recipe"
-    want = first["msg"].removeprefix("Input should be ").partition(" or instance of ")[0]
-    return f"{key or 'recipe'} is {shown(first['input'])}; want {want}"
+        return f"{key} is missing from the recipe"
+    valid = first["msg"].removeprefix("Input should be ").partition(" or instance of ")[0]
+    return f"{key or 'recipe'} must be {valid}, but got {shown(first['input'])}"
 
 
-MAX_VALUES = 100_000  # that aliases may expand a file to: nine lines can stand for a billion
+MAX_VALUES = 100_000  # limit after expanding aliases, as nine lines can expand to a billion values
 _MERGE = "tag:yaml.org,2002:merge"
-# what PyYAML's constructors raise for a value that does not fit its tag, and its parser for too deep nesting
+# exceptions of PyYAML's constructors for a value that does not match its tag, and of its parser for deep nesting
 _NAKED = (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError, RecursionError)
 
 
 def read_yaml(path: Path) -> Any:
-    """Read the one document of a YAML file; raises ValueError, with the file, if it is not valid."""
+    """Read the single document of a YAML file; raises a ValueError that names the file if it is not valid."""
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         try:
@@ -107,35 +108,81 @@ def read_yaml(path: Path) -> Any:
             loader.dispose()
     except (yaml.YAMLError, *_NAKED) as error:
         why = one_line(error) or type(error).__name__
-        raise ValueError(f"{path} is not valid YAML ({why}); want a recipe") from error
+        raise ValueError(f"{path} is not valid YAML ({why})") from error
 
 
 def _check_nodes(node: yaml.Node | None) -> None:
-    """Raise ValueError for a duplicate key, of which YAML silently keeps the last, and for aliases without bound."""
+    """Raise ValueError for duplicate keys, of which YAML silently keeps the last, and for unbounded aliases."""
     stack, count = [] if node is None else [node], 0
     while stack:
         node, count = stack.pop(), count + 1
         if count > MAX_VALUES:
-            raise ValueError(f"it holds more than {MAX_VALUES} values, aliases written out")
+            raise ValueError(f"it has more than {MAX_VALUES} values after expanding aliases")
         if isinstance(node, yaml.MappingNode):
             keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
             twice = next((key for key in keys if keys.count(key) > 1), None) if len(set(keys)) < len(keys) else None
             if twice is not None:
-                raise ValueError(f"the key {shown(twice, 80)} is given twice{node.start_mark}")
+                raise ValueError(f"duplicate key {shown(twice, 80)}{node.start_mark}")
             stack += [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
             stack += node.value
 
 
+class Source(Node):
+    """One of several sources of rows; each has its own columns."""
+
+    source: str
+    weight: Positive | None = None  # rows of it for the others' rows; given for all sources, or for none: all rows
+    limit: Count | None = None  # rows of it at most, drawn from all
+    split: str | None = None  # None: the recipe's
+
+
+def _as_sources(value: Any) -> str | list[Source]:
+    """Return one source as it is, several as a list of Source."""
+    if not isinstance(value, str | list) or not value:
+        raise PydanticCustomError("sources", "a source, or a list of sources")
+    if isinstance(value, str):
+        return value
+    found = []
+    for place, one in enumerate(value):
+        try:
+            found.append(one if isinstance(one, Source) else Source.from_dict({"source": one} if isinstance(one, str) else one))
+        except ValueError as error:
+            raise ValueError(f"{place}.{error}") from None
+    weighed = sum(one.weight is not None for one in found)
+    if weighed not in (0, len(found)):
+        raise ValueError(f"weight must be given for all sources or for none, but {weighed} of {len(found)} have one")
+    return found
+
+
+Sources = Annotated[Any, PlainValidator(_as_sources)]  # str | list[Source]
+
+
 class Rows(Node):
     """Rows to tune on and rows to judge by: where they are, and how many."""
 
-    train: str  # a built-in source, a .jsonl, .json or .parquet file, a folder of them, or an id of the Hub
+    train: Sources  # a built-in source, a .jsonl, .json or .parquet file, a folder of them, or an id of the Hub; or several
     split: str = "train"
-    held_out: str | None = None  # None: `held_out_rows` of the train rows, on which nothing is trained
+    held_out: Sources | None = None  # None: `held_out_rows` of the train rows, on which nothing is trained
     held_out_split: str = "test"
     held_out_rows: Count = 256
     limit: Count | None = None  # rows to train on at most
+    # of weighed sources: whether those that run out begin again, until each has been read once
+    repeat: bool = Field(False, exclude_if=lambda repeats: not repeats)
+
+    def listed(self, part: str = "train") -> list[Source]:
+        """Return the sources of `train` or `held_out`, each with its split; none where nothing is given."""
+        value, split = getattr(self, part), self.split if part == "train" else self.held_out_split
+        found = value if isinstance(value, list) else [Source(source=value)] if value else []
+        return [one.change(split=one.split or split) for one in found]
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of all sources, those of `train` first."""
+        return [one.source for part in ("train", "held_out") for one in self.listed(part)]
+
+    def __str__(self) -> str:
+        return " + ".join(one.source for one in self.listed())
 
 
 class Training(Node):
@@ -145,24 +192,26 @@ class Training(Node):
     steps: Count | None = None
     learning_rate: Positive
     warmup_steps: Steps | None = None  # None: one step in twenty
-    batch_size: Count = 64  # rows per optimizer step, all processes together
-    per_device_batch_size: Count | None = None  # None: all rows of a process at once
-    optimizer: str = "adafactor"  # a name that transformers' TrainingArguments takes as optim
+    batch_size: Count = 64  # examples per optimizer step, over all processes
+    per_device_batch_size: Count | None = None  # None: all examples of a process at once
+    optimizer: str = "adafactor"  # a value of optim in transformers' TrainingArguments
     weight_decay: Number = 0.0
     schedule: Schedule = "linear"
     max_grad_norm: AnyNumber = -1.0  # -1: no clipping
     bf16: bool = False
     gradient_checkpointing: bool = False
-    save_steps: Count | None = None  # steps between checkpoints, from which a killed run resumes
-    # steps after which the held-out loss is taken, in place of the recipe's even `evaluations`
+    save_steps: Count | None = None  # steps between checkpoints, from which an interrupted run resumes
+    # steps after which the held-out loss is measured, instead of the recipe's evenly spaced `evaluations`
     evaluations: list[Count] | None = Field(None, exclude_if=lambda steps: steps is None)
+    keep_best: bool = Field(False, exclude_if=lambda keep: not keep)  # end with the weights of the lowest held-out loss
 
     @model_validator(mode="after")
     def _check_training(self):
         both = (self.epochs is None) == (self.steps is None)
         if both or not (self.max_grad_norm == -1 or self.max_grad_norm > 0):
-            clipping = f"max_grad_norm is {self.max_grad_norm}; want a number above 0, or -1 for no clipping"
-            raise ValueError(f"epochs is {self.epochs}, steps is {self.steps}; want one of the two" if both else clipping)
+            clipping = f"max_grad_norm must be a number above 0, or -1 for no clipping, but got {self.max_grad_norm}"
+            found = f"epochs is {self.epochs} and steps is {self.steps}. Set exactly one of the two"
+            raise ValueError(found if both else clipping)
         return self
 
 
@@ -176,32 +225,33 @@ class Pretrain(Node):
     steps: Count
     batch_size: Count
     learning_rate: Positive = 1e-3
-    documents: Count | None = None  # of the text, about 2,000 characters each; all by default
-    seed: int = 0  # not the run's seed: every seed tunes the same base
+    documents: Count | None = None  # number of documents of about 2,000 characters; all by default
+    seed: int = 0  # independent of the run's seed: every seed tunes the same base
     optimizer: str = Field("adamw_torch", exclude_if=lambda name: name == "adamw_torch")
+    split_digits: bool = Field(False, exclude_if=lambda split: not split)  # every digit a token of its own
 
 
 def check_base(recipe) -> None:
     """Raise ValueError unless a recipe has one of base_model and pretrain."""
     if (recipe.base_model is None) == (recipe.pretrain is None):
-        other = "null" if recipe.pretrain is None else f"given, base_model is {recipe.base_model!r}"
-        raise ValueError(f"pretrain is {other}; want one of the two: base_model, or pretrain with base_model: null")
+        given = "neither" if recipe.pretrain is None else f"both (base_model is {recipe.base_model!r})"
+        raise ValueError(f"pretrain or base_model must be given, but got {given}. With pretrain, set base_model: null")
 
 
 def check_names(of: str, names: Iterable[str], least: int = 1) -> None:
-    """Raise ValueError for fewer than `least` names of `of`, and for one that cannot name a folder."""
+    """Raise ValueError if `of` has fewer than `least` names, or one that cannot name a folder."""
     names = list(names)
     bad = [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]
     if len(names) < least or bad:
-        few = f"is {', '.join(names) or 'empty'}; want at least {least}"
-        named = f"has the name {bad[0]!r}; want letters, digits, - and _, as it names a folder" if bad else few
+        few = f"must have at least {least}, but got {', '.join(names) or 'none'}"
+        named = f"must be named with letters, digits, - and _, as folders are, but got {bad[0]!r}" if bad else few
         raise ValueError(f"{of} {named}")
 
 
 def load_recipe(kind: type[Node], path_or_name: str | Path | Node):
-    """Read a YAML file, or a shipped recipe by its name, as the recipe `kind` of a method; a recipe is returned as it is.
+    """Read a YAML file, or a shipped recipe by name, as the recipe `kind` of a method; a recipe is returned unchanged.
 
-    Raises ValueError with the file and the key of a mistake.
+    Raises a ValueError that names the file and the key of a mistake.
     """
     if isinstance(path_or_name, kind):
         return path_or_name
@@ -214,14 +264,14 @@ def load_recipe(kind: type[Node], path_or_name: str | Path | Node):
 
 
 def shipped_recipes(method: str) -> list[str]:
-    """Return the names of a method's recipes that come with the package."""
+    """Return the names of a method's recipes in the package."""
     return sorted(path.stem for path in (METHODS / method / "recipes").glob("*.yaml"))
 
 
 def recipe_path(path_or_name: str | Path, *methods: str) -> Path:
-    """Return the file of a recipe: the path itself, or a shipped one by its name in the first of `methods` that has it.
+    """Return the file of a recipe: the path itself, or the shipped recipe of that name in the first of `methods` that has it.
 
-    A method's name may precede it: esft/tiny.
+    The name may include the method: esft/tiny.
     """
     if Path(path_or_name).is_file():
         return Path(path_or_name)
@@ -230,10 +280,10 @@ def recipe_path(path_or_name: str | Path, *methods: str) -> Path:
         if name in known:
             return METHODS / known[name] / "recipes" / f"{name.partition('/')[2]}.yaml"
     names = ", ".join(name if len(methods) > 1 else name.partition("/")[2] for name in known)
-    raise ValueError(f"recipe is {str(path_or_name)!r}; want a YAML file, or one of {names}")
+    raise ValueError(f"Recipe {str(path_or_name)!r} does not exist. Pass a YAML file or one of {names}")
 
 
 def method_of(path: Path) -> str:
-    """Return the method that a recipe's file names, xft if it names none."""
+    """Return the method that a recipe file names, by default xft."""
     values = read_yaml(path)
     return values.get("method", "xft") if isinstance(values, dict) else "xft"

@@ -7,6 +7,7 @@ that a recipe names are read here too, told apart from those held out, and token
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import shutil
@@ -102,7 +103,7 @@ class KeptStages:
         self.is_main = ranks.state().is_main_process
         self.say = say if self.is_main else lambda text: None
         if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"out is {out}, which is a file; want a folder")
+            raise ValueError(f"Output folder {out} is a file. Choose another")
         for training in self.trainings():
             trainers.check_training(**training.to_dict())
         trainers.quiet()
@@ -180,7 +181,7 @@ class KeptStages:
         pretrain = self.recipe.pretrain
         if pretrain is None:
             return ranks.load_tokenizer(self.recipe.base_model)
-        return train_tokenizer(text(), pretrain.vocab_size)
+        return train_tokenizer(text(), pretrain.vocab_size, pretrain.split_digits)
 
     def _pretrain(
         self, rows, held_out, checkpoints: Path, max_length: int, schedule: str = "linear"
@@ -246,8 +247,8 @@ def read_result(stage: Path, kind: type = Result, **changes):
         values["history"] = [tuple(point) for point in values["history"]]
         return kind(**{name: values[name] for name in kind._fields if name in values} | changes)
     except (KeyError, TypeError) as error:
-        how = "remove the folder, and the stage is made anew"
-        raise ValueError(f"{stage / 'result.json'} lacks fields ({error}); want a file of a stage; {how}") from error
+        how = "Remove the folder to run the stage again"
+        raise ValueError(f"{stage / 'result.json'} lacks fields ({error}). {how}") from error
 
 
 @contextlib.contextmanager
@@ -284,15 +285,30 @@ def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool 
     `built_in` makes both parts of the sources that it names. With `shuffle`, train rows of a file come in an order that is
     always the same: a limit takes some of all, not the first.
     """
-    own, answers = built_in.get(rows.train), getattr(rows, "train_on", "assistant") == "assistant"
-    if rows.held_out is None and own is None:
-        return data.hold_out(data.read_rows(rows.train, rows.split, answers), rows.held_out_rows)
-    train = own()[0] if own else data.read_rows(rows.train, rows.split, answers)
-    if rows.held_out is None:
-        return train, own()[1]
-    other = built_in.get(rows.held_out)
-    held_out = other()[1] if other else data.read_rows(rows.held_out, rows.held_out_split, answers)
-    return without(train.shuffle(seed=0) if shuffle else train, held_out, rows.held_out), held_out
+    if rows.held_out is None and isinstance(rows.train, str) and rows.train in built_in:
+        return built_in[rows.train]()
+    if rows.held_out is None and not rows.repeat:
+        return data.hold_out(_read(rows, "train", built_in), rows.held_out_rows)
+    if rows.held_out is None:  # each row once, so that none is held out twice
+        held_out = data.hold_out(_read(rows.change(repeat=False), "train", built_in), rows.held_out_rows)[1]
+    else:
+        held_out = _read(rows, "held_out", built_in)
+    train = _read(rows, "train", built_in)
+    source = " + ".join(one.source for one in rows.listed("held_out") or rows.listed())
+    return without(train.shuffle(seed=0) if shuffle else train, held_out, source), held_out
+
+
+def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
+    """Return the rows of one part: those of its one source, in their order, or of several, mixed."""
+    answers, listed = getattr(rows, "train_on", "assistant") == "assistant", rows.listed(part)
+    found = [
+        built_in[one.source]()[part == "held_out"] if one.source in built_in else data.read_rows(one.source, one.split, answers)
+        for one in listed
+    ]
+    if isinstance(getattr(rows, part), str):
+        return found[0]
+    weights = [one.weight for one in listed]
+    return data.mix(found, None if None in weights else weights, [one.limit for one in listed], rows.repeat)
 
 
 def domain_pairs(domain) -> tuple:
@@ -300,7 +316,8 @@ def domain_pairs(domain) -> tuple:
     asked = max(domain.limit or 0, domain.held_out_rows)
     # without a limit sums end at SUMS; some more than asked, as rows that are too long drop out
     limit = asked + asked // 8 if asked > SUMS else None
-    return split_rows(domain, {name: lambda: domain_rows(domain.train, limit=limit) for name in DOMAINS}, shuffle=True)
+    made = {name: functools.partial(domain_rows, name, limit=limit) for name in DOMAINS}
+    return split_rows(domain, made, shuffle=True)
 
 
 def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
@@ -325,19 +342,21 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
         ids = found[f"{name}-train"]["input_ids"]
         left = [place for place, row in enumerate(ids) if tuple(row) not in known]
         if not left:
-            raise ValueError(f"held_out of the domains has every row of {name}, cut at {max_length} tokens; want other rows")
+            raise ValueError(
+                f"All examples of {name}, truncated to {max_length} tokens, are in the domains' held_out. Choose others"
+            )
         if len(left) < len(ids):
             found[f"{name}-train"] = found[f"{name}-train"].select(left)
     return found
 
 
-def without(train, held_out, source: str | None) -> list:
-    """Return the rows of `train` that are not held out; raises ValueError if none is left."""
-    known = {str(dict(row)) for row in held_out}
-    left = [row for row in train if str(dict(row)) not in known]
+def without(train, held_out, source: str | None):
+    """Return the rows of `train`, a list or a Dataset, that are not held out; raises ValueError if none is left."""
+    known = {str(data.one_form(row)) for row in held_out}
+    left = [place for place, row in enumerate(train) if str(data.one_form(row)) not in known]
     if not left:
-        raise ValueError(f"held_out is {source!r}, which has every row of train; want other rows")
-    return left
+        raise ValueError(f"held_out {source!r} contains every example of train. Choose other examples")
+    return train.select(left) if hasattr(train, "select") else [train[place] for place in left]
 
 
 def documents(pretrain: Pretrain) -> list[str]:

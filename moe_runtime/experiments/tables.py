@@ -111,7 +111,7 @@ class Report(Finding):
     def __post_init__(self):
         tokens = self.entries[0].results[0].tokens
         if any(list(result.tokens) != list(tokens) for entry in self.entries for result in entry.results):
-            raise ValueError("methods are judged on different held-out rows; want one recipe for all")
+            raise ValueError("The methods are evaluated on different held-out examples. Use one recipe for all")
         losses = {entry.name: [result.losses for result in entry.results] for entry in self.entries}
         self.comparisons: list[Comparison] = compare(losses, self.reference, tokens)
 
@@ -201,7 +201,7 @@ def verdict(report: Report, name: str) -> str:
     if one.verdict == "lower":
         return f"{name} gained. {one}."
     if one.verdict == "higher":
-        return f"{name} did not pay here: its loss is higher. {one}."
+        return f"{name} did not help here: its loss is higher. {one}."
     return f"{name} shows no gain here. {one}."
 
 
@@ -235,8 +235,8 @@ def check_report(path: Path, settings: dict, overwrite: bool = False) -> None:
     if old != settings:
         changed = _changed(old if isinstance(old, dict) else {}, settings)
         raise ValueError(
-            f"out is {path.parent}, where {path.name} was made with other settings ({', '.join(changed)}); want another "
-            "folder; or pass overwrite=True"
+            f"{path.name} in {path.parent} was created with other settings ({', '.join(changed)}). Choose another "
+            "folder or pass overwrite=True"
         )
 
 
@@ -320,7 +320,7 @@ def different(name: str, values: Sequence, check: Callable) -> tuple:
     """Return the values of an option, checked one by one; raises ValueError for none and for one given twice."""
     values = tuple(values)
     if not values or len(set(values)) < len(values):
-        raise ValueError(f"{name} is {', '.join(map(str, values)) or 'not given'}; want different values")
+        raise ValueError(f"{name} must have one or more different values, but got {', '.join(map(str, values)) or 'none'}")
     for value in values:
         check(value)
     return values

@@ -1,4 +1,4 @@
-"""Safetensors folders: read tensor by tensor, written shard by shard, atomically.
+"""Safetensors folders, read tensor by tensor and written shard by shard, atomically.
 
 Reading holds one tensor and writing one shard, so that models larger than memory can be converted: safetensors' mmap refuses
 such files, and its "pread" backend allocates whole tensors for slices (safetensors 0.8, 2026-11-20). No pickle is ever loaded.
@@ -29,8 +29,8 @@ MAX_DIMS = 64  # torch's own limit
 SHOWN = 8  # keys or files of a kind in an error
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 CONVERT = (
-    "only safetensors is read, as a pickle (.bin, .pt) can run code: convert one that you trust with transformers' "
-    "from_pretrained(path).save_pretrained(new_path)"
+    "Pickle files (.bin, .pt) can run code and are never loaded. Convert one that you trust with transformers: "
+    "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
 )
 
 DTYPES = {
@@ -43,7 +43,7 @@ DTYPES = {
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor looks like, without its values."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,12 +55,12 @@ class TensorSpec(NamedTuple):
 
 
 def parse_size(size: int | str) -> int:
-    """Return `size` in bytes: a number, or one with B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024)."""
+    """Parse `size` in bytes: a number, optionally with B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT]?)B|([KMGT])IB)?", str(size).upper())
     unit, base = (match[3], 1024) if match and match[3] else (match and match[2], 1000)
     value = int(Fraction(match[1]) * base ** " KMGT".index(unit or " ")) if match else 0
     if value < 1:
-        raise ValueError(f"size is {size!r}; want at least one byte, as a number or such as '2GB', '500MB', '1.5GiB'")
+        raise ValueError(f"size must be a number of bytes or a string such as '2GB', '500MB' or '1.5GiB', but got {size!r}")
     return value
 
 
@@ -69,7 +69,7 @@ def _join(names: list[str]) -> str:
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
-    """Return memory for one tensor; large ones are mapped, because the heap would keep holes as large when they are freed."""
+    """Return memory for one tensor; large ones are mapped so that freeing them does not fragment the heap."""
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -84,19 +84,19 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         return [SINGLE], None
     problem, weight_map = None, None
     if not folder.is_dir():
-        problem = f"path is {folder}, which is not a folder; want one with {SINGLE}; hf download makes it"
-    elif not index.is_file():  # nor a pipe, whose opening would wait for ever
+        problem = f"{folder} is not a folder. Use hf download to get the folder of a model"
+    elif not index.is_file():  # a pipe is refused too: opening it would block
         weights = _join([name for name in found if name.endswith(WEIGHTS)]) or "no weights"
-        problem = f"path is {folder}, which holds {weights}; want {SINGLE} or {INDEX}; {CONVERT}"
+        problem = f"Expected {SINGLE} or {INDEX} in {folder}, but found {weights}. {CONVERT}"
     elif not isinstance(weight_map := read_json(index).get("weight_map"), dict) or not weight_map:
-        problem = f"weight_map of {index} is {shown(weight_map, 80)}; want an object from key to shard"
+        problem = f"weight_map in {index} must be an object that maps keys to shards, but got {shown(weight_map, 80)}"
     elif wrong := [k for k, v in weight_map.items() if not is_plain_name(v) or not v.endswith(".safetensors")]:
         shard = shown(weight_map[wrong[0]])
-        problem = f"shard of {one_line(wrong[0])} in {index} is {shard}; want the plain name of a .safetensors file"
+        problem = f"The shard of {one_line(wrong[0])} in {index} must be the plain name of a .safetensors file, but got {shard}"
     elif missing := [shard for shard in sorted(set(weight_map.values())) if not (folder / shard).is_file()]:
-        problem = f"{index} names {_join(missing)}, which are missing; want all shards; get them again"
+        problem = f"{index} names {_join(missing)}, which do not exist. Download the missing shards"
     elif SINGLE in found and SINGLE not in weight_map.values():
-        problem = f"{index} does not name the {SINGLE} beside it; want one of the two; delete the stale one"
+        problem = f"{folder} has both {INDEX} and a {SINGLE} that the index does not name. Delete the stale one"
     if problem:
         raise ValueError(problem)
     check_names(weight_map, index)
@@ -104,12 +104,12 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _parse_tensor(fields: Any) -> tuple[int, int, TensorSpec] | None:
-    """Return the first byte, the end and the spec that a header's entry says; None if it is not valid."""
+    """Return the first byte, the end and the spec in a header entry; None if the entry is invalid."""
     try:
         (begin, end), spec = fields["data_offsets"], TensorSpec(tuple(fields["shape"]), DTYPES[fields["dtype"]])
-        valid = len(spec.shape) <= MAX_DIMS  # whose product takes quadratic time
+        valid = len(spec.shape) <= MAX_DIMS  # the product of the sizes takes quadratic time
         valid = valid and all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape)) and end - begin == spec.nbytes
-        # torch multiplies the sizes of an empty tensor too
+        # torch also multiplies the sizes of an empty tensor
         valid = valid and math.prod(max(n, 1) for n in spec.shape) * spec.dtype.itemsize < 2**63
     except (KeyError, TypeError, ValueError):
         valid = False
@@ -120,8 +120,8 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
     """Read and check a header; return the metadata, and each tensor's spec and first byte in the order of their bytes."""
     file, size, length = stream.name, os.fstat(stream.fileno()).st_size, int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER):
-        again = "get it again, it is cut off or a git-lfs pointer"
-        raise ValueError(f"{file} is {size} bytes with a header of {length}; want a whole safetensors file; {again}")
+        why = f"its size is {size} bytes and its header would take {length}"
+        raise ValueError(f"{file} is truncated or a git-lfs pointer: {why}. Download it again")
     header = parse_object(stream.read(length), f"header of {file}")
     check_names(header, f"header of {file}")
     metadata = header.pop("__metadata__", {})
@@ -136,18 +136,19 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         bad, header["__metadata__"] = ["__metadata__"], metadata
     if bad:
-        want = "a known dtype, a shape, and data_offsets that span its bytes and follow the tensor before"
-        want = "an object of texts" if bad == ["__metadata__"] else want
-        raise ValueError(f"{bad[0]} in the header of {file} is {shown(header[bad[0]])}; want {want}")
+        valid = "have a known dtype, a shape, and data_offsets that span its bytes and follow the previous tensor"
+        valid = "be an object of strings" if bad == ["__metadata__"] else valid
+        raise ValueError(f"{bad[0]} in the header of {file} must {valid}, but got {shown(header[bad[0]])}")
     if data + position != size:
-        raise ValueError(f"{file} is {size} bytes; want {data + position}, as its header says; get the whole file again")
+        raise ValueError(f"{file} has {size} bytes, but its header describes {data + position}. Download it again")
     return metadata, tensors
 
 
 class Checkpoint:
-    """A safetensors folder open for reading: `model.safetensors`, or shards and their index; `file` names another single file.
+    """A safetensors folder for reading: `model.safetensors`, or shards with an index, or the single file `file`.
 
-    Opening checks the headers against the index; ValueError names the file and the key. Tensors are read on demand.
+    Opening it checks the headers against the index and raises a ValueError that names the file and the key. Tensors are read
+    on demand.
     """
 
     def __init__(self, path: str | os.PathLike, file: str | None = None):
@@ -166,8 +167,8 @@ class Checkpoint:
                 self._tensors[key] = (spec, name, start)
         held = {key: shard for key, (_, shard, _) in self._tensors.items()}
         if weight_map is not None and (wrong := sorted(dict(held.items() ^ weight_map.items()))):
-            where = f"{wrong[0]} in {weight_map.get(wrong[0], 'no shard')}, it is in {held.get(wrong[0], 'none')}"
-            raise ValueError(f"{self.path / INDEX} has {where}; want them to agree; get the folder again")
+            where = f"{wrong[0]} is in {weight_map.get(wrong[0], 'no shard')}, but it is in {held.get(wrong[0], 'none')}"
+            raise ValueError(f"According to {self.path / INDEX}, {where}. Download the folder again")
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -176,7 +177,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Do nothing: no file stays open between reads."""
+        """Do nothing, as no file stays open between reads."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -185,32 +186,32 @@ class Checkpoint:
         return key in self._tensors
 
     def keys(self) -> list[str]:
-        """Keys shard by shard, in the order of their bytes: the order to walk them in."""
+        """Return the keys shard by shard in the order of their bytes, the fastest order to read them in."""
         return list(self._tensors)
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Shape and dtype of every tensor, from the headers."""
+        """Return the shape and dtype of every tensor, from the headers."""
         return {key: spec for key, (spec, _, _) in self._tensors.items()}
 
     def get(self, key: str) -> torch.Tensor:
-        """Read one tensor; raises ValueError for a key that is not there."""
+        """Read one tensor; raises ValueError for an unknown key."""
         return self._read(key, self._spec(key), 0)
 
     def get_rows(self, key: str, index: int | slice) -> torch.Tensor:
-        """Read `tensor[index]` and no other bytes; ValueError unless `index` is an int in range or a slice of step 1."""
+        """Read only the bytes of `tensor[index]`; raises ValueError unless `index` is an int in range or a slice of step 1."""
         shape, dtype = self._spec(key)
         try:
             rows = range(*shape[:1])[index]
         except (IndexError, TypeError):
             rows = None
         if rows is None or (isinstance(rows, range) and rows.step != 1):
-            raise ValueError(f"index is {index!r}, {key} is {list(shape)}; want an int in dim 0 or a slice of step 1")
+            raise ValueError(f"index must be an int in dim 0 of {key} {list(shape)} or a slice of step 1, but got {index!r}")
         first, lead = (rows.start, (len(rows),)) if isinstance(rows, range) else (rows, ())
         return self._read(key, TensorSpec((*lead, *shape[1:]), dtype), first * TensorSpec(shape[1:], dtype).nbytes)
 
     def _spec(self, key: str) -> TensorSpec:
         if key not in self._tensors:
-            raise ValueError(f"key is {shown(key)}; want one of the {len(self._tensors)} keys of {self.path}")
+            raise ValueError(f"Key {shown(key)} is not among the {len(self._tensors)} keys of {self.path}")
         return self._tensors[key][0]
 
     def _read(self, key: str, spec: TensorSpec, skip: int) -> torch.Tensor:
@@ -219,44 +220,44 @@ class Checkpoint:
             stream.seek(start + skip)
             count = stream.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
             if count != spec.nbytes or _stamp(stream) != self._stamps[shard]:
-                raise ValueError(f"{stream.name} changed since its header was read; want it unchanged; open it anew")
+                raise ValueError(f"{stream.name} has changed since its header was read. Open the checkpoint again")
         return tensor
 
 
 def _stamp(stream: BinaryIO) -> tuple[int, ...]:
-    """Return what tells a file from another in its place, on which the first one's offsets must not be used."""
+    """Return what identifies a file, so that the offsets of one are never used on another that replaced it."""
     stat = os.fstat(stream.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def check_keys(specs: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], *, source: str | os.PathLike) -> None:
-    """Raise one ValueError that counts the missing, unexpected, misshapen and mistyped keys and lists the first 8 of each."""
+    """Raise one ValueError that counts the missing and unexpected keys and the wrong shapes and dtypes, and lists 8 of each."""
     both = [(key, specs[key], want[key]) for key in want if key in specs]
     kinds = {
         "missing": [key for key in want if key not in specs],
         "unexpected": [key for key in specs if key not in want],
-        "of another shape": [f"{k} is {list(a.shape)}, want {list(b.shape)}" for k, a, b in both if a.shape != b.shape],
-        "of another dtype": [f"{k} is {a.dtype}, want {b.dtype}" for k, a, b in both if a.dtype != b.dtype],
+        "with a wrong shape": [f"{k} is {list(a.shape)}, not {list(b.shape)}" for k, a, b in both if a.shape != b.shape],
+        "with a wrong dtype": [f"{k} is {a.dtype}, not {b.dtype}" for k, a, b in both if a.dtype != b.dtype],
     }
     faults = [f"{len(keys)} {kind}: {_join(keys)}" for kind, keys in kinds.items() if keys]
     if faults:
-        raise ValueError("; ".join([f"{source} has {len(specs)} tensors; want the {len(want)} asked for", *faults]))
+        raise ValueError(f"The {len(specs)} tensors of {source} do not match the {len(want)} expected: {'; '.join(faults)}")
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {"format": "pt"}) -> None:
-    """Write one safetensors file with the mode of any new file in its folder. Raises OSError if it cannot be written."""
+    """Write one safetensors file with the default permissions of its folder. Raises OSError if it cannot be written."""
     with naming(file, file):
         save_file(dict(tensors), file, metadata=dict(metadata))
-    # save_file leaves 0600
+    # save_file sets the mode 0600
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 class CheckpointWriter:
-    """Write tensors as they come, in shards of `max_shard_size` bytes; a context manager over `atomic_folder`.
+    """Write tensors one by one into shards of `max_shard_size` bytes; a context manager over `atomic_folder`.
 
-    Holds one shard in memory. The folder appears when the block ends, and not at all when it raises. One shard becomes
-    `model.safetensors`, several `model-00001-of-0000N.safetensors` with an index; a tensor above `max_shard_size` has a
-    shard of its own. Raises ValueError before anything is written, also if `expected_bytes` exceed the free space.
+    It holds one shard in memory. The folder appears when the block ends, and does not appear if the block raises. One shard
+    becomes `model.safetensors`, several become `model-00001-of-0000N.safetensors` with an index; a tensor larger than
+    `max_shard_size` gets a separate shard. Raises ValueError before writing, also if `expected_bytes` exceed the free space.
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class CheckpointWriter:
         self.out_dir, self.max_shard_size = check_out_dir(out_dir, overwrite), parse_size(max_shard_size)
         free = shutil.disk_usage(next(parent for parent in self.out_dir.parents if parent.exists())).free
         if expected_bytes is not None and free < expected_bytes:
-            raise ValueError(f"out_dir is {self.out_dir}, on a disk with {free} bytes free; want {expected_bytes}")
+            raise ValueError(f"Writing {self.out_dir} needs {expected_bytes} bytes, but the disk has {free} free")
         self.overwrite, self._stack = overwrite, contextlib.ExitStack()
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = self._total_bytes = self._shards = 0
@@ -284,19 +285,19 @@ class CheckpointWriter:
             self._stack.__exit__(*error)
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Store the values that `tensor` has now; ValueError for a key given twice, and for all but plain dense tensors."""
+        """Store the current values of `tensor`; raises ValueError for a repeated key or anything but a plain dense tensor."""
         plain = isinstance(tensor, torch.Tensor) and type(tensor.detach()) is torch.Tensor
         what = f"{tensor.layout} {tensor.dtype} on {tensor.device}" if plain else f"a {type(tensor).__name__}"
         stored = plain and tensor.layout == torch.strided and not tensor.is_meta and tensor.dtype in DTYPES.values()
         if not stored or not isinstance(key, str) or key in ("", "__metadata__") or key in self._shard_of:
-            want = "want a plain dense tensor of a dtype of safetensors under a new name"
-            raise ValueError(f"tensor of {key!r} is {what}, {len(self._shard_of)} are written before; {want}")
+            valid = "must be a plain dense tensor of a safetensors dtype under a new name"
+            raise ValueError(f"Tensor {key!r} {valid}, but got {what} after {len(self._shard_of)} others")
         spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if self._pending_bytes + spec.nbytes > self.max_shard_size:
             self._flush()
         tensor = tensor.detach()
         as_stored = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        # a tensor that waits for others is copied: the caller may reuse its memory meanwhile
+        # a tensor that waits for others is copied, as the caller may reuse its memory
         if not as_stored or spec.nbytes < self.max_shard_size:
             tensor = _empty(spec).copy_(tensor)
         self._pending[key] = tensor
@@ -307,15 +308,15 @@ class CheckpointWriter:
             self._flush()
 
     def copy_file(self, src: str | os.PathLike) -> None:
-        """Copy one file (config, tokenizer) under its own name."""
+        """Copy one file (config, tokenizer) under the same name."""
         shutil.copyfile(src, self.place(Path(src).name))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file of UTF-8 text."""
+        """Write a UTF-8 text file."""
         self.place(name).write_text(text, encoding="utf-8")
 
     def place(self, name: str) -> Path:
-        """Return the path at which to write one more file of the folder, before the block ends."""
+        """Return the path at which to write one more file of the folder before the block ends."""
         return self._tmp / name
 
     def _flush(self) -> None:

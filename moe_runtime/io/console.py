@@ -1,4 +1,4 @@
-"""What is printed: progress, tables with lines on a terminal and plain elsewhere, and values as JSON."""
+"""Printed output: progress bars, tables with borders on a terminal and plain elsewhere, and values as JSON."""
 
 import dataclasses
 import math
@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-FIRST, EVERY = 10.0, 60.0  # seconds until a log gets its first line, and between two
+FIRST, EVERY = 10.0, 60.0  # seconds before the first line in a log, and between lines
 
 
 def is_main() -> bool:
-    """Whether this is the process that prints, of those of a distributed run."""
+    """Return whether this is the process of a distributed run that prints."""
     return int(os.environ.get("RANK") or 0) == 0
 
 
 @contextmanager
 def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable[..., None]]:
-    """Yield `update(done, total, loss=None)`: on a terminal a bar, in a log a line after ten seconds and then every minute.
+    """Yield `update(done, total, loss=None)`: a bar on a terminal, or in a log a line after ten seconds and then every minute.
 
     Both go to stderr. The unit "B" is for bytes. Only the first process of a run prints, and only if `shown`.
     """
@@ -35,7 +35,7 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
         nonlocal began, following
         now = time.monotonic()
         if began is None:
-            # what a checkpoint holds was not done now, and says nothing about the rate
+            # work restored from a checkpoint does not count towards the rate
             began = now, done
             if terminal and done > 1:
                 progress.reset(total)
@@ -64,13 +64,13 @@ LOG = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {ra
 def print_table(
     title: str, columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str]], width: int | None = None
 ) -> None:
-    """Print a table of (name, "left" | "right") columns; boxes and bold are for terminals, NO_COLOR is respected."""
+    """Print a table of (name, "left" | "right") columns, with boxes and bold on terminals only; NO_COLOR is respected."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     is_terminal = sys.stdout.isatty()
-    # elsewhere a line under the head, and as wide as the rows are: grep needs them whole
+    # elsewhere a line under the header, and the full width, so that grep finds whole rows
     table = Table(title=title, title_justify="left", box=box.HEAVY_HEAD if is_terminal else box.SIMPLE, show_edge=is_terminal)
     for name, justify in columns:
         table.add_column(name, justify=justify, no_wrap=width is not None or not is_terminal)
@@ -80,7 +80,7 @@ def print_table(
 
 
 def jsonable(value):
-    """Return a value for JSON: records as objects, tensors as lists, paths as text, None for NaN and infinities."""
+    """Convert a value for JSON: records to objects, tensors to lists, paths to strings, NaN and infinities to None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -1,18 +1,18 @@
-"""Rows to train on: reading them, and the one way in which a row becomes ids and labels, whatever trains on them.
+"""Training examples: reading them, and encoding them as ids and labels, the same for every method.
 
-.jsonl files are read here, line by line; what else there is by `datasets` (an extra, imported where it is used). `read_rows`
-brings every format to one of three: messages; prompt and completion; text. `encode` makes ids and labels of those:
+.jsonl files are read here line by line, other formats by `datasets` (an extra, imported where it is used). `read_rows` converts
+every format to one of three: messages; prompt and completion; text. `encode` converts these to ids and labels:
 
     prompt, completion   BOS prompt completion EOS     labels -100 on BOS and prompt, as in the official XFT code (Sec. 4.1)
     text                 BOS text EOS                  labels are the ids
-    messages             the chat template's ids       labels -100 but on the assistant's turns (prompts.encode_chat)
+    messages             the chat template's ids       labels -100 except on the assistant's turns (prompts.encode_chat)
 """
 
 import contextlib
 import datetime
 import gzip
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,50 +21,50 @@ from moe_runtime.io.console import bar
 from moe_runtime.io.files import parse_object
 from moe_runtime.io.prompts import chat_of, encode_chat, encode_turns, put_prompt
 
-# the first layout whose columns are all there counts, and only its columns are kept
+# the first layout whose columns are all present is used, and only its columns are kept
 LAYOUTS = (
     ("messages",), ("prompt", "completion"), ("text",), ("instruction", "response"), ("instruction", "output"),
     ("query", "response"), ("problem", "solution"), ("question", "answer"), ("conversations",), ("prompt", "raw_answers"),
 )  # fmt: skip
 EVALUATION, OSS_INSTRUCT = ("prompt", "raw_answers"), ("problem", "solution")
-OSS_COLUMNS = ("lang", "seed")  # by which OSS-Instruct's rows are told from other problems with solutions
+OSS_COLUMNS = ("lang", "seed")  # distinguish OSS-Instruct's examples from other problems with solutions
 KEPT_WITH = {"messages": ("tools", "chat_template_kwargs"), "conversations": ("tools",), "instruction": ("input",)}
-# ShareGPT's names of the roles
+# role names of ShareGPT
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-BUILT_IN = "standard-library"  # the name of moe_runtime.experiments.corpora where a recipe names its data
-_WANTED_SOURCE = "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set on the Hub"
+BUILT_IN = "standard-library"  # the name by which a recipe refers to the data of moe_runtime.experiments.corpora
+_SOURCES = "Pass a .jsonl, .json or .parquet file, a folder of them, or the id of a dataset on the Hub"
 
 
 def require(module: str, extra: str = "train"):
-    """Import and return a module that an extra brings; raises ImportError with the command that installs it."""
+    """Import and return a module of an optional extra; raises ImportError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} cannot be imported ({error}); pip install 'moe-runtime[{extra}]'") from error
+        raise ImportError(f"{module} cannot be imported ({error}). Run pip install 'moe-runtime[{extra}]'") from error
 
 
 def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True):
-    """Read a .jsonl, .json or .parquet file, a folder of them or a data set of the Hub; return a datasets.Dataset.
+    """Read a .jsonl, .json or .parquet file, a folder of them or a dataset of the Hub into a datasets.Dataset.
 
-    .jsonl has one object per line, .json that or an array. The columns are those of one layout, and become messages | prompt,
-    completion | text. Raises ValueError if the source does not exist, is empty, cannot be read or has other columns, and, with
-    its line, for an example that is not of its layout, or with `answers` a chat without an answer.
+    .jsonl has one object per line, .json either that or an array. The columns must be those of one layout, and become
+    messages | prompt, completion | text. Raises ValueError if the source does not exist, is empty, cannot be read or has other
+    columns, and, with the line, for an example that does not match the layout or, with `answers`, a chat without an answer.
     """
     datasets, path, name = require("datasets"), Path(path_or_id), str(path_or_id)
     local = path.suffix in BUILDERS or path.is_absolute() or name.startswith(".")
     is_empty = path.is_file() and path.stat().st_size == 0
     if is_empty or (path.is_file() and path.suffix not in BUILDERS) or (local and not path.exists()):
         problem = "does not exist" if not path.exists() else "is empty" if is_empty else f"ends in {path.suffix!r}"
-        raise ValueError(f"data is {name!r}, which {problem}; want {_WANTED_SOURCE}")
+        raise ValueError(f"Data {name!r} {problem}. {_SOURCES}")
     with _reading(datasets, path, name):
         if path.is_file() and path.suffix == ".jsonl":
-            # tuples: `datasets` treats lists as shards; the file's state makes its cache notice a change
+            # tuples, as `datasets` treats lists as shards; the file's state lets its cache notice a change
             (columns, uneven), stat = _names_in(path), path.stat()
             state = {"path": str(path), "columns": columns, "state": (stat.st_size, stat.st_mtime_ns), "answers": answers}
             layout, features = _layout(columns, name), None
             if uneven and layout[0] in ("messages", "conversations"):
-                # `datasets` takes the types from the first rows, and drops or refuses what only later turns have
+                # `datasets` infers the types from the first examples, and drops or rejects keys that only later turns have
                 kept = {"messages": datasets.List(datasets.Json())} | dict.fromkeys(_kept(layout, columns)[1:], datasets.Json())
                 features = datasets.Features(kept)
             return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=state)
@@ -89,12 +89,12 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
 
 
 def raw_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .jsonl (or .jsonl.gz), .json or .parquet file with all their columns, as they are."""
+    """Yield the examples of a .jsonl (or .jsonl.gz), .json or .parquet file with all their columns, unchanged."""
     datasets, path = require("datasets"), Path(path)
     is_lines = path.name.endswith((".jsonl", ".jsonl.gz"))
     if not (is_lines or path.suffix in BUILDERS) or not path.is_file():
         what = f"ends in {path.suffix!r}" if path.is_file() else "does not exist"
-        raise ValueError(f"The file {path} {what}; pass a .jsonl, .jsonl.gz, .json or .parquet file")
+        raise ValueError(f"File {path} {what}. Pass a .jsonl, .jsonl.gz, .json or .parquet file")
     with _reading(datasets, path, str(path)):
         if is_lines:
             yield from (row for _, row in _lines(path))
@@ -103,29 +103,29 @@ def raw_rows(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 class BadRow(ValueError):
-    """A row that is not of its layout; the text names it."""
+    """An example that does not match its layout; the message names it."""
 
 
 @contextlib.contextmanager
 def _reading(datasets, path: Path, name: str) -> Iterator[None]:
-    """Turn what `datasets` raises into one ValueError, and keep it from counting a local file as a download, on the Hub."""
+    """Convert what `datasets` raises into one ValueError, and keep it from reporting a local file to the Hub as a download."""
     before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = before and not path.exists()
     try:
         yield
-    except Exception as error:  # every reader behind it has exceptions of its own
-        # ours names the line; the others' own text describes what they wrap
+    except Exception as error:  # every underlying reader raises different exceptions
+        # ours name the line; those of `datasets` wrap the actual cause
         cause = error if type(error) in (ValueError, BadRow) else error.__cause__ or error
         if isinstance(cause, BadRow):
             raise ValueError(str(cause)) from error
         reason = one_line(str(cause).strip().partition("\n")[0]) or type(cause).__name__
-        raise ValueError(f"data is {name!r}, which cannot be read: {reason}; want {_WANTED_SOURCE}") from error
+        raise ValueError(f"Data {name!r} cannot be read: {reason}. {_SOURCES}") from error
     finally:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = before
 
 
 def _names_in(path: Path) -> tuple[tuple[str, ...], bool]:
-    """Return the columns of a .jsonl file, and whether some turns of its chats have keys that others have not."""
+    """Return the columns of a .jsonl file, and whether the turns of its chats have different keys."""
     columns, keys = {}, set()
     for _, row in _lines(path):
         columns |= dict.fromkeys(row)
@@ -141,7 +141,7 @@ def _rows(path: str, columns: tuple[str, ...], state: tuple[int, int], answers: 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and object of each line that is not blank; ValueError names the line that is none."""
+    """Yield the number and the object of each line that is not blank; raises a ValueError that names an invalid line."""
     size = path.stat().st_size
     with bar(f"reading {path.name}", "B") as update, open(path, "rb") as file:
         for number, line in enumerate(gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, 1):
@@ -153,7 +153,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def layout_of(columns: Iterable[str]) -> tuple[str, ...]:
-    """Return the first of LAYOUTS whose columns are all there; () if there is none."""
+    """Return the first of LAYOUTS whose columns are all present, or () if there is none."""
     return next((layout for layout in LAYOUTS if set(layout) <= set(columns)), ())
 
 
@@ -164,27 +164,27 @@ def _kept(layout: tuple[str, ...], columns: Iterable[str]) -> list[str]:
 def _layout(columns: Iterable[str], name: str) -> tuple[str, ...]:
     layout = layout_of(columns)
     if not layout:
-        problem = ", which has no rows; want at least one"
+        problem = "has no examples"
         if columns:
             wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
-            problem = f" with the columns {one_line(', '.join(columns))}; want {wanted}; rename them"
-        raise BadRow(f"data is {name!r}{problem}")
+            problem = f"has the columns {one_line(', '.join(columns))}. Rename them to {wanted}"
+        raise BadRow(f"Data {name!r} {problem}")
     return layout
 
 
 def in_form(row: Mapping, layout: tuple[str, ...], where: str, answers: bool = True) -> dict[str, Any]:
-    """Return a row of one of LAYOUTS as messages, prompt and completion, or text; raises BadRow, with `where`."""
+    """Convert an example of one of LAYOUTS to messages, prompt and completion, or text; raises BadRow with `where`."""
     found = {name: row[name] for name in _kept(layout, row)}
-    if layout == ("conversations",):  # ShareGPT's, or messages by another name
+    if layout == ("conversations",):  # ShareGPT's, or messages under another name
         turns = found.pop("conversations")
         found["messages"] = [_turn(turn) for turn in turns] if isinstance(turns, list | tuple) else turns
     elif len(layout) == 2:
         prompt, answer, more = found[layout[0]], found[layout[1]], found.get("input")
         if layout == EVALUATION and isinstance(prompt, str) and isinstance(answer, list | tuple) and answer:
-            # written for a model that is asked: put into DeepSeek's prompt, the answers that count in a list
+            # evaluation data: the prompt is in DeepSeek's format, and the accepted answers are a list
             prompt, answer = prompt.removeprefix("User: ").removesuffix("\n\nAssistant:"), answer[0]
         if layout == OSS_INSTRUCT and set(OSS_COLUMNS) <= set(row) and isinstance(prompt, str):
-            prompt = f"Write a solution to the following coding problem:\n{prompt}"  # as Magicoder's own preprocessing
+            prompt = f"Write a solution to the following coding problem:\n{prompt}"  # as in Magicoder's preprocessing
         if more and isinstance(prompt, str):
             prompt = f"{prompt}\n\n{more}" if isinstance(more, str) else more
         found = {"prompt": prompt, "completion": answer}
@@ -198,7 +198,7 @@ def _turn(turn: Any) -> Any:
 
 
 def check_row(row: Mapping, where: str, answers: bool = False) -> None:
-    """Raise BadRow, which names the value, unless a row is text, prompt and completion, or a chat of roles and contents."""
+    """Raise BadRow, which names the value, unless an example is text, prompt and completion, or a valid chat."""
     columns = next((layout for layout in LAYOUTS[:3] if row.keys() >= set(layout)), ())
     is_chat = "messages" in columns or isinstance(row.get("prompt"), list | tuple)
     bad = [name for name in columns if not isinstance(row[name], list | tuple if is_chat else str)]
@@ -210,49 +210,89 @@ def check_row(row: Mapping, where: str, answers: bool = False) -> None:
         wrong = _wrong_turn(*chat_of(row), answers) if is_chat else None
     if wrong:
         value = "null" if wrong[1] is None else shown(wrong[1])
-        dated = "; a .jsonl file keeps strings that look like dates" if isinstance(wrong[1], datetime.date) else ""
-        raise BadRow(f"{where}: {wrong[0]} {value}; expected {wrong[2]}{dated}")
+        dated = ". Use a .jsonl file, which keeps strings that look like dates" if isinstance(wrong[1], datetime.date) else ""
+        raise BadRow(f"{where}: {wrong[0]} {value}, but expected {wrong[2]}{dated}")
 
 
 def _wrong_turn(turns: list, prompt: int, answers: bool) -> tuple[str, Any, str] | None:
-    """Return what is wrong with a chat whose first `prompt` turns are not trained: its name, its value, what is expected."""
+    """Return name, value and expectation of what is wrong with a chat whose first `prompt` turns are not trained."""
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
             return f"turn {number} is", turn, "role and content, or from (human, gpt or system) and value"
-        content = turn.get("content")  # a text, parts of one, or none beside a tool call
+        content = turn.get("content")  # text, parts of text, or nothing beside a tool call
         if not isinstance(content, str | list) and (content is not None or not turn.get("tool_calls")):
             return f"the content of turn {number} is", content, "a string"
     if answers and not any(turn["role"] == "assistant" for turn in turns[prompt:]):
-        return "the roles are", [turn["role"] for turn in turns], "a turn of the assistant, which is what is trained"
+        return "the roles are", [turn["role"] for turn in turns], "at least one assistant turn, as only these are trained"
     return None
 
 
-def hold_out(rows, count: int, seed: int = 0):
-    """Shuffle a datasets.Dataset and return (the rest, `count` rows), no row of the one equal to a row of the other."""
+def hold_out(rows, count: int, seed: int = 0, name: str = "held_out_rows"):
+    """Shuffle a datasets.Dataset and return (the rest, `count` examples), without any example in both."""
     rows = rows.shuffle(seed=seed)
     held_out = rows.select(range(min(count, len(rows))))
     known = {str(row) for row in held_out}
     rest = [place for place in range(count, len(rows)) if str(rows[place]) not in known]
     if not rest:
         raise ValueError(
-            f"held_out_rows is {count}, the data has {len(rows)} rows; want fewer, and others that equal none of them"
+            f"{name} ({count}) leaves no training examples: the data has {len(rows)}, or the others are all duplicates "
+            "of the held-out ones. Choose fewer"
         )
     return rows.select(rest), held_out
 
 
+def mix(parts: Sequence, weights: Sequence[float] | None, limits: Sequence[int | None], repeat: bool = False, seed: int = 0):
+    """Join parts, datasets.Datasets or lists of rows of any forms, to one Dataset in an order drawn by `seed`.
+
+    Part i gives its N_i rows, at most limits[i] of them, or with `weights` max(floor(t weight_i), 1) of them, drawn by `seed`:
+    t = min_i N_i / weight_i, so that no row comes twice; with `repeat` t = max_i, and parts that run out begin again.
+    `one_form` takes the columns of the other parts off a row.
+    """
+    datasets = require("datasets")
+    datasets.disable_progress_bars()
+    parts = [datasets.Dataset.from_list(part) if isinstance(part, list) else part for part in parts]
+    parts = [part.shuffle(seed=seed) for part in _same_types(datasets, parts)]
+    sizes = [min(len(part), limit or len(part)) for part, limit in zip(parts, limits, strict=True)]
+    counts = sizes
+    if weights is not None:
+        times = (max if repeat else min)(size / weight for size, weight in zip(sizes, weights, strict=True))
+        counts = [max(int(times * weight + 1e-6), 1) for weight in weights]
+    drawn = [part.select([i % size for i in range(count)]) for part, size, count in zip(parts, sizes, counts, strict=True)]
+    return datasets.concatenate_datasets(drawn).shuffle(seed=seed)
+
+
+def _same_types(datasets, parts: list) -> list:
+    """Return Datasets whose columns of one name have one type: chats whose turns have other keys, texts of other widths."""
+    for name in dict.fromkeys(name for part in parts for name in part.column_names):
+        kinds = [part.features[name] for part in parts if name in part.column_names]
+        is_text = {isinstance(kind, datasets.Value) for kind in kinds}
+        if len(is_text) == 2:
+            raise ValueError(f"Column {name} is text in one source and turns in another. Use the same form in all of them")
+        if any(kind != kinds[0] for kind in kinds):
+            kind = datasets.Value("string") if is_text == {True} else datasets.List(datasets.Json())
+            parts = [part.cast_column(name, kind) if name in part.column_names else part for part in parts]
+    return parts
+
+
+def one_form(row: Mapping) -> Mapping:
+    """Return a row without the columns that are null because other rows of its Dataset have them."""
+    own = {name: value for name, value in row.items() if value is not None}
+    return own if layout_of(own) in LAYOUTS[:3] else row
+
+
 def save_rows(rows, folder: Path) -> None:
-    """Write a datasets.Dataset to a folder."""
+    """Save a datasets.Dataset to a folder."""
     require("datasets").disable_progress_bars()
     rows.save_to_disk(str(folder))
 
 
 def load_rows(folder: Path):
-    """Read what `save_rows` wrote, mapped from the disk."""
+    """Load what `save_rows` saved, memory-mapped."""
     return require("datasets").load_from_disk(str(folder))
 
 
 def pack(tokenizer, documents: Iterable[str], length: int):
-    """Join the documents' tokens, EOS after each, and cut them into a Dataset of rows of `length` ids, which are the labels."""
+    """Concatenate the documents' tokens with EOS after each, and split them into blocks of `length` ids, also the labels."""
     encoded = tokenizer(list(documents), add_special_tokens=False).input_ids
     ids = [i for document in encoded for i in [*document, tokenizer.eos_token_id]]
     blocks = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
@@ -260,10 +300,10 @@ def pack(tokenizer, documents: Iterable[str], length: int):
 
 
 def encode(tokenizer, row: Mapping, prompt: str = "plain", train_on: str = "assistant") -> tuple[list[int], list[int]]:
-    """Return the ids of a row that `read_rows` made, and its labels: -100 on what is not trained; nothing is cut.
+    """Return the ids and labels of an example from `read_rows`, -100 on tokens that are not trained, without truncation.
 
-    BOS and EOS are added where the tokenizer has them and the text does not. `prompt` is one of prompts.PROMPTS, `train_on` one
-    of prompts.TRAIN_ON.
+    BOS and EOS are added if the tokenizer has them and the text does not. `prompt` is one of prompts.PROMPTS, `train_on` is
+    one of prompts.TRAIN_ON.
     """
     row = put_prompt(row, prompt)
     if chat_of(row) and prompt == "esft":
@@ -272,7 +312,7 @@ def encode(tokenizer, row: Mapping, prompt: str = "plain", train_on: str = "assi
     if chat_of(row):
         ids, mask = encode_chat(tokenizer, row, train_on, prompt)
         return ids, [i if trained else -100 for i, trained in zip(ids, mask, strict=True)]
-    # separately: the boundary is exact, whatever the tokenizer would merge across it
+    # encoded separately, so that the tokenizer cannot merge across the boundary
     is_pair, bos, eos = "completion" in row, tokenizer.bos_token_id, tokenizer.eos_token_id
     given, answer = (
         tokenizer.encode(part, add_special_tokens=False) if part else []
@@ -288,16 +328,17 @@ def tokenize_pairs(
     tokenizer, rows: Iterable[Mapping], max_length: int, row_ids: bool = False, limit: int | None = None, *,
     prompt: str = "plain", train_on: str = "assistant",
 ):  # fmt: skip
-    """Make a datasets.Dataset of input_ids and labels of rows, as `encode` does; truncation cuts the end.
+    """Encode examples into a datasets.Dataset of input_ids and labels; long ones are truncated at the end.
 
-    Rows without a label left are dropped; the first `limit` of the others are returned. `row_ids` adds the column `row_id`, a
-    row's place in `rows`, by which MoETrainer names a bad batch. Raises ValueError if no row remains.
+    Examples without any label left are dropped, and the first `limit` of the others are returned. `row_ids` adds the column
+    `row_id`, the index in `rows`, with which MoETrainer names a bad batch. Raises ValueError if no example remains.
     """
     datasets = require("datasets")
     columns: dict[str, list] = {"input_ids": [], "labels": []} | ({"row_id": []} if row_ids else {})
     for place, row in enumerate(rows):
         if len(columns["labels"]) == limit:
             break
+        row = one_form(row)
         check_row(row, f"row {place}")
         ids, labels = (values[:max_length] for values in encode(tokenizer, row, prompt, train_on))
         if any(label != -100 for label in labels[1:]):
@@ -306,13 +347,14 @@ def tokenize_pairs(
             if row_ids:
                 columns["row_id"].append(place)
     if not columns["labels"]:
-        raise ValueError(f"max_length is {max_length}, within which no row has a token to learn; want a larger one")
+        raise ValueError(f"No example has a token to train on within max_length ({max_length}). Choose a larger one")
     return datasets.Dataset.from_dict(columns)
 
 
 def token_ids(tokenizer, rows: Iterable[Mapping], max_length: int, prompt: str = "plain") -> Iterator[list[int]]:
-    """Yield the ids of each row that has any, as `tokenize_pairs` makes them, those without a label too."""
+    """Yield the ids of each example, as `tokenize_pairs` computes them, including those without labels."""
     for place, row in enumerate(rows):
+        row = one_form(row)
         check_row(row, f"row {place}")
         ids = encode(tokenizer, row, prompt, "all")[0][:max_length]
         if ids:

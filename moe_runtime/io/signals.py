@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a training ends after its step with a checkpoint, anything else at once."""
+"""Ctrl-C and SIGTERM: a training stops after the current step with a checkpoint, anything else stops immediately."""
 
 import os
 import signal
@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-REPEAT = 2.0  # seconds; a scheduler signals the launcher and the workers, and the launcher signals them again
+REPEAT = 2.0  # seconds; a scheduler signals both the launcher and the workers, and the launcher signals the workers again
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which schedulers send, as an exception that unwinds what is open as Ctrl-C does."""
+    """SIGTERM, which schedulers send, as an exception that unwinds the stack as Ctrl-C does."""
 
 
 def code_of(stop: KeyboardInterrupt) -> int:
-    """Return the exit code that a shell expects: 128 plus the signal's number."""
+    """Return the exit code that a shell expects: 128 plus the signal number."""
     return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 
@@ -32,13 +32,13 @@ def word_of(stop: KeyboardInterrupt) -> str:
 
 @contextmanager
 def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
-    """Handle signals in the main thread during the block; those that are ignored, or handled outside Python, stay so."""
+    """Handle signals in the main thread during the block, except those that are ignored or handled outside Python."""
     process, before = os.getpid(), {}
 
     def ours(number, frame):
         if os.getpid() == process:
             return handler(number, frame)
-        # a forked child inherits the handler, but its parent expects it to end
+        # a forked child inherits the handler, but its parent expects it to exit
         signal.signal(number, signal.SIG_DFL)
         return os.kill(os.getpid(), number)
 
@@ -53,13 +53,13 @@ def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
             signal.signal(one, old)
 
 
-# of a command: the signal that came in the last step of a training, whose result is saved before it is raised
+# per command: the signal that arrived in the last step of a training; it is raised after the result is saved
 _command: dict[str, KeyboardInterrupt | None] = {}
 
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise Terminated during the block, a command, so that nothing half-written is left."""
+    """Let SIGTERM raise Terminated during the block (a command), so that no partial output is left."""
 
     def stop(number, frame):
         raise Terminated
@@ -73,34 +73,34 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def raise_later(stop: KeyboardInterrupt) -> None:
-    """Raise `stop` when the command's next training begins: the one it interrupted is finished and is saved first."""
+    """Raise `stop` when the command's next training begins, after the interrupted one is finished and saved."""
     if "late" in _command:
         _command["late"] = stop
 
 
 class Stopping:
-    """What was requested while a training runs: `asked` is the exception to raise when its step is done, or None."""
+    """A stop requested during a training: `asked` is the exception to raise after the current step, or None."""
 
     def __init__(self):
         self.asked: KeyboardInterrupt | None = None
         self._since = 0.0
 
     def handle(self, number, frame) -> None:
-        """Record the first signal and raise at the second; the same one again within REPEAT seconds counts as the first."""
+        """Record the first signal and raise at the second; a repetition within REPEAT seconds is ignored."""
         stop = of(128 + number)
         if self.asked is not None:
             if type(stop) is type(self.asked) and time.monotonic() - self._since < REPEAT:
                 return
             raise stop
         self.asked, self._since = stop, time.monotonic()
-        # print may be what was interrupted; a terminal's Ctrl-C ends `| tee log` as well
+        # the signal may have interrupted print itself; Ctrl-C on a terminal also stops `| tee log`
         with suppress(OSError, ValueError, AttributeError):
             os.write(sys.__stderr__.fileno(), b"\nstopping after this step with a checkpoint; again: at once\n")
 
 
 @contextmanager
 def after_the_step() -> Iterator[Stopping]:
-    """Collect Ctrl-C and SIGTERM while a training runs that looks at `asked`."""
+    """Collect Ctrl-C and SIGTERM during a training, which checks `asked` after each step."""
     if (late := _command.get("late")) is not None:
         raise late
     stopping = Stopping()

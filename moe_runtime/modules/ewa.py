@@ -1,14 +1,14 @@
-"""EWA (arXiv 2308.06093), a baseline of XFT: experts without a router that are drawn towards their mean after each step.
+"""EWA (arXiv 2308.06093), a baseline of XFT: experts without a router that are pulled towards their mean after each step.
 
 `EWAMLP`, the layer: while training, a random equal partition of the batch's tokens over the experts, weight 1; in eval mode
 the expert whose weights are the mean of theirs.
 
 `average_experts_`, one step of averaging:  W_i <- (1 - b) W_i + b / (E - 1) sum_{j != i} W_j
 with the mean m = mean_j W_j:               W_i <- W_i + c (m - W_i),  c = b E / (E - 1)
-So the mean stays, and what distinguishes an expert from it shrinks by 1 - c; b = (E - 1) / E makes all experts equal.
+The mean is preserved, and each expert's difference from it shrinks by 1 - c; b = (E - 1) / E makes all experts equal.
 
-m is computed as W_0 + sum_j (W_j - W_0) / E, and torch.lerp switches its formula at c = 1/2: equal experts stay what they are
-and c = 1 makes them equal, to the last bit. Of a DTensor m is the plain sum over E: equal to float32 rounding.
+m is computed as W_0 + sum_j (W_j - W_0) / E, and torch.lerp switches its formula at c = 1/2: equal experts stay unchanged and
+c = 1 makes them equal, bit by bit. For a DTensor m is the plain sum divided by E, equal up to float32 rounding.
 """
 
 import torch
@@ -24,7 +24,7 @@ from moe_runtime.ops.merging import block_size, merge_experts, uniform_mixture
 
 @torch.no_grad()
 def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
-    """Take one averaging step on `weight` [E, ...], in place, in float32; returns it. No gradient passes.
+    """Apply one averaging step to `weight` [E, ...] in place, in float32, and return it. Not differentiable.
 
     `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks. Raises ValueError for another share, experts
     that overlap in memory and stacks that DeepSpeed ZeRO-3 has partitioned.
@@ -32,7 +32,7 @@ def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
     check_share(share)
     if getattr(weight, "ds_id", None) is not None and weight.numel() != getattr(weight, "ds_numel", weight.numel()):
         got = f"weight is {tuple(weight.shape)} of DeepSpeed's {tuple(weight.ds_shape)}"
-        raise ValueError(f"{got}; want the whole stack; train with FSDP2 or DDP in place of ZeRO-3")
+        raise ValueError(f"Expected the whole stack, but {got}. Train with FSDP2 or DDP instead of ZeRO-3")
     E = weight.shape[0]
     pull = 0.0 if E == 1 else share * E / (E - 1)
     if pull == 0.0:
@@ -42,7 +42,7 @@ def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
         return weight
     row = weight[0]
     if weight.stride(0) == 0 or (row.is_contiguous() and weight.stride(0) < row.numel()):
-        raise ValueError(f"weight's strides are {weight.stride()}; want experts of their own memory; pass a clone")
+        raise ValueError(f"The experts in weight overlap in memory (strides {weight.stride()}). Pass a clone")
     stack = weight if row.is_contiguous() else weight.contiguous()
     _average_by_blocks(stack.view(E, row.numel()), pull)
     if stack is not weight:
@@ -56,9 +56,9 @@ def check_share(share: float) -> None:
 
 
 def _average_by_blocks(rows: torch.Tensor, pull: float) -> None:
-    """Average `rows` [E, P], a block of all experts at a time: no float32 copy of the stack."""
+    """Average `rows` [E, P] in blocks over all experts, without a float32 copy of the stack."""
     E, P = rows.shape
-    # a compiler makes blocks of its own
+    # a compiler chooses the blocks itself
     step = P if torch.compiler.is_compiling() else max(block_size(rows[0]) // E, 1)
     for start in range(0, P, step):
         part = rows[:, start : start + step]
@@ -68,11 +68,11 @@ def _average_by_blocks(rows: torch.Tensor, pull: float) -> None:
 
 
 def _average_over_ranks(weight, pull: float) -> None:
-    """Average a DTensor: each rank has some of the experts, or some columns of all, or all; only means are exchanged."""
+    """Average a DTensor sharded over experts or columns, or replicated; only means are exchanged."""
     from torch.distributed.tensor import Partial
 
     if any(isinstance(placement, Partial) for placement in weight.placements):
-        raise ValueError(f"weight's placements are {weight.placements}; want shards or replicas")
+        raise ValueError(f"The placements of weight must be shards or replicas, but are {weight.placements}")
     local, E = weight.to_local(), weight.shape[0]
     mean = local.sum(0, dtype=wide_dtype(local.dtype))
     for dim, placement in enumerate(weight.placements):
@@ -84,10 +84,10 @@ def _average_over_ranks(weight, pull: float) -> None:
 
 
 class EWAMLP(nn.Module):
-    """E stacked MLPs; `config`'s gate, router and top_k play no part.
+    """E stacked MLPs; the gate, router and top_k of `config` are not used.
 
-    Padding counts as tokens. The partition comes from the device's default generator, so that a seed repeats it, and so
-    does gradient checkpointing that preserves the generator (preserve_rng_state) of the device that the input comes from.
+    Padding counts as tokens. The partition is drawn from the device's default generator, so that it is repeated by a seed, and
+    by gradient checkpointing that preserves the generator (preserve_rng_state) of the input's device.
     """
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):
@@ -109,7 +109,7 @@ class EWAMLP(nn.Module):
         return self.experts(x, idx, one).view_as(hidden_states)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the mean expert, made anew in each call: nothing is kept that an optimizer's step would make stale."""
+        """Run the mean expert, recomputed in each call, so that it is never stale after an optimizer step."""
         alpha, up = self.alpha(), self.experts.up_name
         mean = {name: merge_experts(weight, alpha) for name, weight in self.experts.named_parameters()}
         mean = {name: weight.to(compute_dtype(weight)) for name, weight in mean.items()}
@@ -124,7 +124,7 @@ class EWAMLP(nn.Module):
 
 
 def random_partition(tokens: int, num_experts: int, device=None) -> torch.Tensor:
-    """Return an expert for each token [T] int32, every partition into groups equal but for one token as likely as another."""
-    # which experts get a token more is drawn too, or with fewer tokens than experts the last ones would never train
+    """Return an expert for each token [T] int32, uniformly over all partitions into groups of equal size up to one token."""
+    # the experts that get one more token are drawn too, or with fewer tokens than experts the last ones would never be trained
     order = torch.randperm(num_experts, device=device)
     return order[torch.randperm(tokens, device=device) % num_experts].to(torch.int32)

@@ -1,10 +1,10 @@
-"""Low-rank adapters on the stacks of an experts module: from PEFT's layout to the pairs that `ops.frozen_mlp` takes.
+"""Low-rank adapters on the stacks of an experts module: convert PEFT's layout to the pairs of `ops.frozen_mlp`.
 
     A [E r, in], row e r + j;   B [out, r E], column j E + e: the expert is the slowest index of A, and the fastest of B
 
-Both are PEFT's, of plain and of transposed stacks alike (PEFT 0.20 and 0.21). A is read where it lies; B is transposed once a
-call, [r, E, out], and autograd transposes its gradient back. Whoever calls an experts module with adapters (hf.dropin.adapters)
-leaves their factors on the module for the time of the call, and `take` hands them over.
+Both layouts are PEFT's, for plain and for transposed stacks (PEFT 0.20 and 0.21). A is read in place; B is transposed once per
+call to [r, E, out], and autograd transposes its gradient back. The caller of an experts module with adapters
+(hf.dropin.adapters) stores their factors on the module for the duration of the call, and `take` returns them.
 """
 
 from typing import NamedTuple
@@ -29,12 +29,12 @@ class Factors(NamedTuple):
 
 
 def take(module: nn.Module) -> dict[str, list[Factors]]:
-    """Return the factors that were left for this call of `module`, by the name of their stack, and remove them from it."""
+    """Return the factors stored for this call of `module`, by the name of their stack, and remove them from it."""
     return module.__dict__.pop(ADAPTERS, {})
 
 
 def pair_of(adapters: list[Factors], count: int, dtype: torch.dtype, first: int = 0) -> Pair | None:
-    """Return the adapters of one stack as a pair in `dtype`: of `count` experts from `first` on."""
+    """Return the adapters of one stack as a pair in `dtype`, for `count` experts starting at `first`."""
     a, b = [], []
     for one in adapters:
         E = one.num_experts
@@ -53,22 +53,22 @@ def pair_of(adapters: list[Factors], count: int, dtype: torch.dtype, first: int 
 def experts_of(
     names, tensors, adapters: dict[str, list[Factors]], activation, dtype: torch.dtype, owners: Owners | None = None
 ) -> FrozenExperts:
-    """Return the experts of the stacks [E, out, in], packed ones as `Stack`, and biases [E, out], called `names`.
+    """Return the experts from the stacks [E, out, in] (packed ones as `Stack`) and biases [E, out], called `names`.
 
-    `owners` says who has the others, if they are spread over ranks: A and B are whole on each, and a rank takes the share of
-    its experts. Raises ValueError for experts that are spread in another way.
+    `owners` are the ranks of all experts if they are distributed: A and B are whole on each rank, which uses the share of its
+    experts. Raises ValueError for experts that are distributed in another way.
     """
     up, down, *biases = tensors
     count, whole = up.shape[0], up.shape[0] if owners is None else owners.num_experts
     first = 0 if owners is None else dist.get_rank(owners.group) * count
     factors = [one for found in adapters.values() for one in found]
     if any(is_distributed(half) for one in factors for half in one[:2]):
-        raise ValueError("the adapters are sharded by themselves; expected fully_shard on the decoder layer that holds them")
+        raise ValueError("The adapters are sharded separately. Apply fully_shard to the decoder layer that contains them")
     strange = [one.num_experts for one in factors if one.num_experts != whole]
     if strange:
         raise ValueError(
-            f"the adapters are of {strange[0]} experts, the stacks of {whole}: another engine has spread the experts. Spread "
-            "them by moe_runtime.hf.dropin.parallel.shard_experts."
+            f"The adapters have {strange[0]} experts, but the stacks have {whole}: another engine has distributed the experts. "
+            "Distribute them with moe_runtime.hf.dropin.parallel.shard_experts"
         )
     pairs = [pair_of(adapters.get(name, []), count, dtype, first) for name in names[:2]]
     biases = [bias.to(dtype) for bias in biases] or [None, None]

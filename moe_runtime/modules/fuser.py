@@ -1,9 +1,9 @@
-"""The gate that mixes specialists token by token, and the loss of the mixture.
+"""The gate that mixes specialists per token, and the loss of the mixture.
 
 UltraFuser, Sec. 3 and App. A:  z_s = g(h_s),  g = Linear(H, H), ReLU, Linear(H, 1), one g for all specialists
 UltraFuser, Eq. (1):            w = softmax_s(z),  o = sum_s w_s o_s
-The last bias moves all z_s alike, so its gradient is 0. `joint` is a gate that sees all states at once,
-z = g(h_1 : ... : h_S), which serves specialists of several hidden sizes.
+The last bias shifts all z_s equally, so its gradient is 0. `joint` is a gate on all states at once, z = g(h_1 : ... : h_S),
+which supports specialists with different hidden sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ GATES = ("mlp", "linear")
 
 
 class FuserGate(nn.Module):
-    """Last hidden states S of [..., H_s] -> weights [..., S] float32 that sum to 1; its parameters are float32.
+    """Map last hidden states S of [..., H_s] to weights [..., S] float32 that sum to 1, with float32 parameters.
 
-    `kind` "mlp" is the paper's App. A, "linear" its Sec. 3. `joint` gives each specialist a row of the last layer instead
-    of a copy of the gate. Raises ValueError for several hidden sizes without it.
+    `kind` "mlp" is App. A of the paper, "linear" is its Sec. 3. With `joint` each specialist has a row of the last layer
+    instead of sharing the gate. Raises ValueError for different hidden sizes without it.
     """
 
     def __init__(self, hidden_sizes: Sequence[int], *, kind: str = "mlp", joint: bool = False, device=None):
@@ -34,7 +34,7 @@ class FuserGate(nn.Module):
             check_positive("hidden_sizes", size)
         self.hidden_sizes, self.kind, self.joint = tuple(hidden_sizes), kind, joint
         if not self.hidden_sizes or (not joint and len(set(self.hidden_sizes)) > 1):
-            raise ValueError(f"hidden_sizes is {self.hidden_sizes}; want one size for all specialists; or joint=True")
+            raise ValueError(f"hidden_sizes must be the same for all specialists, but got {self.hidden_sizes}. Pass joint=True")
         width = max(self.hidden_sizes)
         inputs, outputs = (sum(self.hidden_sizes), len(self.hidden_sizes)) if joint else (width, 1)
         like = {"dtype": torch.float32, "device": device}
@@ -42,17 +42,17 @@ class FuserGate(nn.Module):
         self.score = nn.Linear(width if kind == "mlp" else inputs, outputs, **like)
 
     def _apply(self, fn, recurse=True):
-        """Keep the parameters float32 whatever the module is cast to: the gates are, end to end."""
+        """Keep the parameters float32 whatever the module is cast to, as gates are float32 end to end."""
         super()._apply(fn, recurse)
         for parameter in self.parameters():
             parameter.data = parameter.data.float()
         return self
 
     def forward(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """`hidden` S of [..., H_s], any float dtype -> [..., S] float32; autocast leaves it alone."""
+        """Compute [..., S] float32 from `hidden` S of [..., H_s] of any float dtype, not affected by autocast."""
         sizes = tuple(h.shape[-1] for h in hidden)
         if sizes != self.hidden_sizes:
-            raise ValueError(f"hidden's sizes are {sizes}; want {self.hidden_sizes}, one state per specialist")
+            raise ValueError(f"Expected hidden states of sizes {self.hidden_sizes}, one per specialist, but got {sizes}")
         with torch.autocast(self.score.weight.device.type, enabled=False):
             states = [h.to(self.score.weight.dtype) for h in hidden]
             if self.joint:
@@ -68,7 +68,7 @@ class FuserGate(nn.Module):
 
 
 class FuserLoss(NamedTuple):
-    """What a training step looks at."""
+    """Loss and statistics of a training step."""
 
     loss: torch.Tensor  # [], or [B, R] with reduction "none"; float32
     weight: torch.Tensor  # [B, R, S] float32: the gate's, without a gradient
@@ -78,11 +78,11 @@ def fuser_loss(
     gate: FuserGate, hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], labels: torch.Tensor, *,
     reduction: str = "mean", ignore_index: int = -100, scales: Sequence[float] | None = None, backend: str | None = None,
 ) -> FuserLoss:  # fmt: skip
-    """Eq. (2) of responses `labels` [B, R] from `hidden` S of [B, R, H_s], the states before each token, and `heads`.
+    """Compute Eq. (2) for responses `labels` [B, R] from `hidden` S of [B, R, H_s], the states before each token, and `heads`.
 
     `reduction`: "mean" over tokens, "sum", "none", or "sample", the paper's: the sum over tokens, the mean over samples.
-    `scales` multiply the specialists' logits, of some families. Specialists whose states and heads want no gradient are
-    frozen (stage 1): the gate alone learns, without a backward product.
+    `scales` multiply the specialists' logits, as some families require. Specialists whose states and heads need no gradient
+    are frozen (stage 1): only the gate is trained, without a matrix product in the backward pass.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     weight = gate(hidden)
@@ -100,12 +100,12 @@ def chunked_loss(
     gate: FuserGate, hidden: Sequence[torch.Tensor], heads: Sequence[Logits], labels: torch.Tensor, *, reduction: str = "mean",
     ignore_index: int = -100, chunk: int | None = None,
 ) -> FuserLoss:  # fmt: skip
-    """Return `fuser_loss` for heads that are no product: functions from states to logits, on whatever devices.
+    """Return `fuser_loss` for heads that are arbitrary functions from states to logits, on any devices.
 
     `hidden` S times [..., H_s], `labels` [...] of the same tokens.
 
-    `chunk` tokens are worked on at once, by default as many as make ops.fusion's chunk of the CPU; the backward pass makes
-    their logits anew, and then holds three or four copies of them per specialist.
+    `chunk` tokens are processed at a time, by default as many as in ops.fusion's chunk on the CPU; the backward pass recomputes
+    their logits and then holds three or four copies of them per specialist.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     device = gate.score.weight.device

@@ -1,7 +1,7 @@
-"""Experts that are low-rank changes of one dense MLP, which stays as it is and serves all of them.
+"""Experts that are low-rank changes of one dense MLP, which is frozen and shared by all of them.
 
-UpIT's LoRA experts: FFN_e = base + scaling B_e A_e in each projection, a router picks top_k of them. LoRAMoE (arXiv
-2312.09979) picks every expert. The equations, and why the base runs once per token: `moe_runtime.ops.lora`.
+UpIT's LoRA experts: FFN_e = base + scaling B_e A_e in each projection, and a router selects top_k of them. LoRAMoE (arXiv
+2312.09979) selects every expert. For the equations, and why the base runs once per token, see `moe_runtime.ops.lora`.
 """
 
 import math
@@ -18,7 +18,7 @@ TARGETS = ("gate_proj", "up_proj", "down_proj")
 
 
 class DrawnHalves(nn.ParameterDict):
-    """The a of each target, [E, r, in]; a class of its own says how transformers is to initialise it."""
+    """The a of each target, [E, r, in]; a separate class tells transformers how to initialize it."""
 
 
 class ZeroHalves(nn.ParameterDict):
@@ -26,11 +26,11 @@ class ZeroHalves(nn.ParameterDict):
 
 
 class LoRAExperts(nn.Module):
-    """E low-rank experts over `base`, a gated MLP with the linear layers of TARGETS, which is kept by reference and frozen.
+    """E low-rank experts over `base`, a gated MLP with the linear layers of TARGETS, which is referenced and frozen.
 
-    `lora_a[target]` [E, r, in] is drawn as nn.Linear draws, `lora_b[target]` [E, r, out] is zero: at first every expert is
-    the base. What is added is alpha / rank times b^T a. They may be of another dtype than the base, whose dtype is computed in.
-    The base's weights are read, its layers never called: each must be a plain nn.Linear, now and whenever they are read.
+    `lora_a[target]` [E, r, in] is initialized as in nn.Linear and `lora_b[target]` [E, r, out] to zero, so that every expert
+    starts as the base. The update is alpha / rank times b^T a. Its dtype may differ from the base's, in which it computes.
+    The base's weights are read directly and its layers never called: each must be a plain nn.Linear.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LoRAExperts(nn.Module):
         check_choice("hidden_act", hidden_act, ACTIVATIONS)
         check_base(base)
         if not targets or set(targets) - set(TARGETS):
-            raise ValueError(f"targets is {targets!r}; want some of {', '.join(TARGETS)}")
+            raise ValueError(f"targets must be some of {', '.join(TARGETS)}, but got {targets!r}")
         self.base = base.requires_grad_(False)
         self.num_experts, self.rank, self.alpha, self.hidden_act, self.recompute = (
             num_experts, rank, alpha, hidden_act, recompute
@@ -61,9 +61,9 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw every a from U(-1, 1) / sqrt(in), nn.Linear's own distribution; set every b to zero.
+        """Draw every a from U(-1, 1) / sqrt(in), the distribution of nn.Linear, and set every b to zero.
 
-        A `generator` draws in float32 on its own device: the same numbers whatever the layer's device and dtype.
+        A `generator` draws in float32 on its device, so that the numbers do not depend on the layer's device and dtype.
         """
         for target in self.targets:
             draw_as_linear(self.lora_a[target], generator)
@@ -71,7 +71,7 @@ class LoRAExperts(nn.Module):
 
     @property
     def scaling(self) -> float:
-        """What b^T a is multiplied by: alpha / rank."""
+        """The factor of b^T a: alpha / rank."""
         return self.alpha / self.rank
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -87,9 +87,9 @@ class LoRAExperts(nn.Module):
         return self._linear(target).weight
 
     def forward(self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weight: torch.Tensor) -> torch.Tensor:
-        """`x` [T, H], `topk_idx`, `topk_weight` [T, K] -> sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]), [T, H].
+        """Sum topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) over k: `x` [T, H], `topk_idx`, `topk_weight` [T, K].
 
-        `topk_idx` None: every expert, with weights [T, E]. Computes in the base's dtype or, under autocast, in autocast's.
+        With `topk_idx` None every expert runs, with weights [T, E]. Computes in the base's or autocast's dtype.
         """
         linears = [self._linear(target) for target in TARGETS]
         dtype = autocast_dtype(x) or linears[-1].weight.dtype
@@ -106,9 +106,9 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def whole_weight(self, target: str, expert: int) -> torch.Tensor:
-        """Return the weight [out, in] that `expert` has in the projection `target`, summed in float32, in the base's dtype.
+        """Return the weight [out, in] of `expert` in the projection `target`, summed in float32, in the base's dtype.
 
-        Raises ValueError for an expert that is not there.
+        Raises ValueError for an expert out of range.
         """
         check_expert(expert, self.num_experts)
         weight = self._weight(target)
@@ -127,9 +127,9 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def merged_experts(self) -> dict[str, torch.Tensor]:
-        """Return the experts made whole, as `modules.moe.Experts` names them: gate_up_proj [E, 2I, H], down_proj [E, H, I].
+        """Return whole experts with the names of `modules.moe.Experts`: gate_up_proj [E, 2I, H], down_proj [E, H, I].
 
-        With the base's biases, if it has any, an equal one for each: gate_up_proj_bias [E, 2I], down_proj_bias [E, H].
+        If the base has biases, each expert gets a copy: gate_up_proj_bias [E, 2I], down_proj_bias [E, H].
         """
         gate, _, down = (self._weight(target) for target in TARGETS)
         (I, H), E = gate.shape, self.num_experts
@@ -156,14 +156,14 @@ class LoRAExperts(nn.Module):
 def check_expert(expert: int, num_experts: int) -> None:
     """Raise ValueError unless `expert` is the number of one of `num_experts` experts."""
     if not 0 <= expert < num_experts:
-        raise ValueError(f"expert is {expert}; want 0 to {num_experts - 1}")
+        raise ValueError(f"expert must be from 0 to {num_experts - 1}, but got {expert}")
 
 
 class LoRAMoE(MoE):
-    """A router and LoRA experts; takes the place of the dense MLP `base`, and takes and returns what that did.
+    """A router and LoRA experts that replace the dense MLP `base`, with the same inputs and outputs.
 
-    `config.top_k` of the experts see a token; with gate="softmax_topk" and top_k = num_experts all do, each by its softmax
-    (LoRAMoE). `config`'s sizes and activation are the base's.
+    `config.top_k` experts process each token; with gate="softmax_topk" and top_k = num_experts all do, weighted by the softmax
+    (LoRAMoE). The sizes and the activation of `config` are those of the base.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class LoRAMoE(MoE):
         sizes = (config.intermediate_size, config.hidden_size)
         if base.gate_proj.weight.shape != sizes or not config.gated:
             raise ValueError(
-                f"gate_proj of base is {tuple(base.gate_proj.weight.shape)}, config has {sizes}, gated={config.gated}; want "
-                "the same [I, H], gated"
+                f"Expected a gated config of base's sizes, but gate_proj is {tuple(base.gate_proj.weight.shape)} and the "
+                f"config has {sizes}, gated={config.gated}"
             )
         weight = base.gate_proj.weight
         self.config = config
@@ -189,7 +189,7 @@ class LoRAMoE(MoE):
         self.forced: torch.Tensor | None = None  # [B] the one expert of each row of a batch, in the router's place
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`hidden_states` [..., H] -> [..., H]; with `forced`, [B, ..., H] and every token of row b to expert forced[b]."""
+        """Compute [..., H] from `hidden_states` [..., H]; with `forced`, row b of [B, ..., H] uses expert forced[b]."""
         if self.forced is None:
             return super().forward(hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -197,7 +197,7 @@ class LoRAMoE(MoE):
 
     @torch.no_grad()
     def to_moe(self) -> MoE:
-        """Return the layer with experts made whole, and a copy of the router: the same outputs but for rounding."""
+        """Return an equivalent layer (up to rounding) with whole experts and a copy of the router."""
         config = MoEConfig.from_dict(self.config.to_dict() | {"bias": self.experts.has_bias()})
         weight = self.experts.base.down_proj.weight
         with torch.device("meta"):
@@ -228,7 +228,7 @@ def add_pairs(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: tor
 def forced_slots(forced: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return topk_idx, topk_weight [T, 1] that send every token of row b of `x` [B, ..., H] to expert forced[b], weight 1."""
     if x.shape[0] != forced.shape[0]:
-        raise ValueError(f"the batch has {x.shape[0]} rows, forced {forced.shape[0]}; want one expert for each row")
+        raise ValueError(f"forced must have one expert for each of {x.shape[0]} rows, but has {forced.shape[0]}")
     tokens = x[..., 0].numel() // max(x.shape[0], 1)
     idx = forced.to(device=x.device, dtype=torch.int32).repeat_interleave(tokens)[:, None]
     return idx, torch.ones(idx.shape, dtype=wide_dtype(x.dtype), device=x.device)
@@ -240,20 +240,18 @@ def check_base(base: nn.Module) -> None:
     weights = [getattr(layer, "weight", None) for layer in layers]
     shapes = [tuple(weight.shape) if isinstance(weight, torch.Tensor) else None for weight in weights]
     if None in shapes or shapes[0] != shapes[1] or shapes[0] != shapes[2][::-1] or len(shapes[0]) != 2:
-        raise ValueError(
-            f"base is a {type(base).__name__} with {', '.join(TARGETS)} of {shapes}; want linear layers [I, H], [I, H], [H, I]"
-        )
+        raise ValueError(f"{', '.join(TARGETS)} of base must be linear layers [I, H], [I, H], [H, I], but got {shapes}")
     if len({(weight.dtype, weight.device) for weight in weights}) != 1 or not weights[0].is_floating_point():
         kinds = [f"{weight.dtype} on {weight.device}" for weight in weights]
-        raise ValueError(f"base's weights are {', '.join(kinds)}; want one floating dtype on one device")
+        raise ValueError(f"The weights of base must have one floating dtype and one device, but are {', '.join(kinds)}")
     for layer, target in zip(layers, TARGETS):
         check_plain(layer, target)
 
 
 def check_plain(linear: nn.Module, name: str) -> None:
-    """Raise ValueError unless `linear` computes what its weight and bias say: an nn.Linear itself, without hooks.
+    """Raise ValueError unless `linear` is exactly an nn.Linear without hooks, so that its weight and bias define its output.
 
-    Of accelerate's hooks those pass that leave the weights where they are (a device_map over several GPUs).
+    accelerate's hooks are allowed if they do not move the weights (a device_map over several GPUs).
     """
     if is_plain(linear, nn.Linear):
         return
@@ -262,8 +260,8 @@ def check_plain(linear: nn.Module, name: str) -> None:
         return
     kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
     raise ValueError(
-        f"{name} of base is {kind}{' with hooks' if type(linear) is nn.Linear else ''}; want a plain torch.nn.Linear, whose "
-        "weights are read without a call; merge adapters (merge_and_unload), or keep them out of the MLPs; remove hooks"
+        f"{name} of base must be a plain torch.nn.Linear without hooks, as its weights are read directly, but is {kind}"
+        f"{' with hooks' if type(linear) is nn.Linear else ''}. Merge adapters (merge_and_unload) or exclude the MLPs"
     )
 
 

@@ -1,13 +1,13 @@
-"""LoRA experts of one linear layer, with a router of its own: LoRAMoE's form (arXiv 2312.09979, Eq. (5) and its code).
+"""LoRA experts of one linear layer with a separate router, as in LoRAMoE (arXiv 2312.09979, Eq. (5) and its code).
 
     y = W x + s sum_i w_i(x) B_i A_i x,   w(x) = softmax(G x) over all experts,   s = alpha / r
 
-LoRAMoE's experts see every token; with config.top_k below num_experts, w is what `config.gate` makes of the best top_k. Where
-`modules.lora.LoRAMoE` routes once for a whole MLP and mixes what comes out of its activation, here each linear layer routes
-its own input and the activation sees the mixture. G and A are drawn as nn.Linear draws, B is zero, as in LoRAMoE's code.
+LoRAMoE's experts process every token; with config.top_k below num_experts, w are the weights of `config.gate` for the top_k.
+`modules.lora.LoRAMoE` routes once for a whole MLP and mixes the outputs of its activation; here each linear layer routes its
+input, and the activation is applied to the mixture. G and A are initialized as in nn.Linear, B to zero, as in LoRAMoE's code.
 
-Not here: LoRAMoE's loss that divides the experts by the type of a row's task (its localized balancing constraint, a cv2 of
-importances that the row's type weighs). Rows have no type in this package; config.balance_loss is that of all routers.
+LoRAMoE's localized balancing constraint, a cv2 of importances weighted by the type of an example's task, is not implemented, as
+examples have no type in this package; config.balance_loss applies to all routers.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ FORMS = ("block", "linear")
 
 
 class LoRALinear(nn.Module):
-    """`base`, an nn.Linear which is kept by reference and frozen, and E low-rank changes of it that a router weighs.
+    """A frozen nn.Linear `base`, kept by reference, and E low-rank changes of it that are weighted by a router.
 
-    `lora_a` [E, r, in], `lora_b` [E, r, out]. Takes and returns what `base` did. Of `config` it uses what a router does; its
-    hidden_size is the layer's in_features, whatever `config` says. `records` collects as a MoE's do; `forced` as LoRAMoE's.
+    `lora_a` [E, r, in], `lora_b` [E, r, out]. Same inputs and outputs as `base`. Only the router settings of `config` are used;
+    its hidden_size is replaced by the layer's in_features. `records` works as in MoE, `forced` as in LoRAMoE.
     """
 
     def __init__(self, base: nn.Module, config: MoEConfig, rank: int = 8, *, alpha: float = 16.0, dtype=None):
@@ -37,7 +37,7 @@ class LoRALinear(nn.Module):
         check_number("alpha", alpha, positive=True)
         weight = getattr(base, "weight", None)
         if not isinstance(base, nn.Linear) or not weight.is_floating_point():
-            raise ValueError(f"base is a {type(base).__name__}; want an nn.Linear of a floating dtype")
+            raise ValueError(f"base must be an nn.Linear of a floating dtype, but is a {type(base).__name__}")
         self.config = dataclasses.replace(config, hidden_size=base.in_features)
         self.base, self.rank, self.alpha = base.requires_grad_(False), rank, alpha
         self.gate = Router(self.config, dtype=weight.dtype, device=weight.device)
@@ -56,7 +56,7 @@ class LoRALinear(nn.Module):
         self.lora_b.zero_()
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return a [E, r, in] and b [E, r, out], as of the one target of a LoRAExperts."""
+        """Return a [E, r, in] and b [E, r, out], like those of a single target of LoRAExperts."""
         return [(self.lora_a, self.lora_b)]
 
     @property
@@ -65,17 +65,17 @@ class LoRALinear(nn.Module):
         return self.alpha / self.rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in] -> [..., out], in the dtype that `base` computes in."""
+        """Compute [..., out] from `x` [..., in], in the dtype in which `base` computes."""
         out, rows = self.base(x), x.reshape(-1, x.shape[-1])
         weight = self._weights(x, rows)
         E, dtype = self.config.num_experts, out.dtype
         low = F.linear(rows.to(dtype), self.lora_a.to(dtype).flatten(0, 1)).view(-1, E, self.rank)
-        # the weights float32 in this product, as the experts' own op has them
+        # the weights are float32 in this product, as in the experts' op
         low = (low * (weight * self.scaling)[:, :, None]).to(dtype)
         return out + (low.flatten(1) @ self.lora_b.to(dtype).flatten(0, 1)).view_as(out)
 
     def _weights(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return what each token weighs each expert with, [T, E]."""
+        """Return each token's weight for each expert, [T, E]."""
         if self.forced is not None:
             idx, weight = forced_slots(self.forced, x)
         else:
@@ -91,13 +91,13 @@ class LoRALinear(nn.Module):
 
 
 class LinearExperts:
-    """The LoRALinears of one MLP, read as a LoRAExperts is: by target, halves [E, r, in] and [E, r, out]."""
+    """The LoRALinears of one MLP with the interface of LoRAExperts: by target, a [E, r, in] and b [E, r, out]."""
 
     def __init__(self, mlp: nn.Module):
         self.base = mlp
         self.linears = {name: module for name, module in mlp.named_children() if isinstance(module, LoRALinear)}
         if not self.linears:
-            raise ValueError(f"mlp is a {type(mlp).__name__} without LoRALinear; want an MLP whose linear layers are such")
+            raise ValueError(f"mlp must have LoRALinear layers, but is a {type(mlp).__name__} without any")
         first = next(iter(self.linears.values()))
         self.num_experts, self.rank, self.alpha = first.config.num_experts, first.rank, first.alpha
         self.scaling, self.targets = first.scaling, tuple(self.linears)
@@ -112,7 +112,7 @@ class LinearExperts:
         return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
 
     def unwrap(self) -> nn.Module:
-        """Put the linear layers back in the LoRALinears' place; return the MLP."""
+        """Replace the LoRALinears by the original linear layers and return the MLP."""
         for name, linear in self.linears.items():
             self.base.set_submodule(name, linear.base)
         return self.base
@@ -121,7 +121,7 @@ class LinearExperts:
 def add_experts(
     mlp: nn.Module, config: MoEConfig, *, form: str, rank: int, alpha: float, targets: tuple[str, ...] = TARGETS, dtype=None
 ) -> nn.Module:
-    """Return what takes the MLP's place: a LoRAMoE over it (form "block"), or itself with LoRALinears in it ("linear")."""
+    """Return the replacement of the MLP: a LoRAMoE over it (form "block"), or the MLP with LoRALinears in it ("linear")."""
     check_choice("form", form, FORMS)
     if form == "block":
         return LoRAMoE(mlp, config, rank, alpha=alpha, targets=targets, dtype=dtype)

@@ -1,7 +1,7 @@
 """The mergeable layer: a dense MLP whose weights are a learned mixture of frozen experts.
 
-XFT, Eq. (4) and (6): only the mixing logits train; one vector of them per layer serves every projection. The mixture
-changes once per optimizer step, so it is computed once per step and kept for the forward passes until the next.
+XFT, Eq. (4) and (6): only the mixing logits are trained, one vector per layer for all projections. The mixture changes once per
+optimizer step, so it is computed once per step and cached for the forward passes until the next one.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from moe_runtime.ops.workspace import stream_of
 
 
 class _Mixture(NamedTuple):
-    """Merged weights, and what they were made of."""
+    """Merged weights, and the inputs that they were computed from."""
 
     key: tuple
     storages: tuple[StorageWeakRef, ...]  # that nothing new gets the address of an old one that `key` holds
@@ -31,7 +31,7 @@ class _Mixture(NamedTuple):
 
 
 class MergedMLP(nn.Module):
-    """act(gate x) * (up x) through `down`, with W = sum_e alpha_e W_e and alpha = mixing(mixing_logits, shared_rate).
+    """An MLP act(gate x) * (up x), then `down`, with W = sum_e alpha_e W_e and alpha = mixing(mixing_logits, shared_rate).
 
     `mixing_logits` is float32: [E - 1] for XFT (expert 0 gets `shared_rate`), [E] for a learned soup (`soup=True`).
     """
@@ -54,21 +54,21 @@ class MergedMLP(nn.Module):
         self.mixing_logits.copy_(logits)
 
     def _apply(self, fn, recurse=True):
-        """Keep the logits float32 whatever the module is cast to: steps of 1e-5 are lost on a bfloat16 number near 1."""
+        """Keep the logits float32 whatever the module is cast to, as updates of 1e-5 are lost in bfloat16 near 1."""
         self.release()
         super()._apply(fn, recurse)
         self.mixing_logits.data = self.mixing_logits.data.float()
         return self
 
     def __getstate__(self):
-        """Leave the kept mixture out of copies and pickles, as it is out of state_dict."""
+        """Exclude the cached mixture from copies and pickles, as from state_dict."""
         return self.__dict__ | {"_mixture": None}
 
     def release(self) -> None:
-        """Free the kept mixture, the size of a dense MLP; the next forward pass makes it anew.
+        """Free the cached mixture, which has the size of a dense MLP; the next forward pass recomputes it.
 
-        Needed after a write to the experts that autograd's version counter does not see, such as `weight.data.copy_()`.
-        A write to the mixing logits is noticed either way.
+        Call it after changing the experts without updating autograd's version counter, for example by `weight.data.copy_()`.
+        Changes of the mixing logits are always detected.
         """
         self._mixture = None
 
@@ -82,34 +82,34 @@ class MergedMLP(nn.Module):
         return {name: merge_experts(weight, alpha) for name, weight in self.experts.named_parameters()}
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`hidden_states` [..., H] -> [..., H]."""
+        """Compute [..., H] from `hidden_states` [..., H]."""
         linear = self._linear()
         h = Activation(self.config.hidden_act, self.config.gated).apply(linear(hidden_states, self.experts.up_name))
         return linear(h, "down_proj")
 
     def _linear(self):
-        """Return the function of (x, a stack's name) that is x W^T + b with the merged weight and bias of that name."""
+        """Return a function of (x, name of a stack) that computes x W^T + b with the merged weight and bias of that name."""
         stacks, alpha = dict(self.experts.named_parameters()), self.alpha()
         weights = {name: stack for name, stack in stacks.items() if not name.endswith("_bias")}
         bias = {name: merge_experts(stacks[f"{name}_bias"], alpha) for name in weights if f"{name}_bias" in stacks}
         if any(weight.requires_grad for weight in weights.values()) or torch._C._are_functorch_transforms_active():
             merged = {name: merge_experts(weight, alpha) for name, weight in weights.items()}
             return lambda x, name: F.linear(x, merged[name], bias.get(name))
-        # where ops are traced, faked or counted one call's result must not become another's constant
+        # when ops are traced, faked or counted, the result of one call must not become a constant of another
         watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
         merged = {} if watched else self._merged(weights, alpha)
         return lambda x, name: merged_linear(x, weights[name], alpha, merged.get(name), bias.get(name))
 
-    @torch.inference_mode(False)  # training cannot save what was made under inference_mode
+    @torch.inference_mode(False)  # tensors made under inference_mode cannot be saved for backward
     @torch.no_grad()
     def _merged(self, weights: dict[str, torch.Tensor], alpha: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return `weights` merged with `alpha`, made anew if anything they depend on changed; {} if they cannot be kept."""
+        """Return `weights` merged with `alpha`, recomputed if any of their inputs changed; {} if they cannot be cached."""
         sources, device = (self.mixing_logits, *weights.values()), alpha.device
         backend = backends.pick("merge_experts", weights["down_proj"])
         plain = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_inference() for t in sources)
         if not plain or (backend == "torch" and device.type != "cpu"):  # to compare alpha there is to wait for the GPU
             return {}
-        # another stream would not wait for the one that merges, and capture by a CUDA graph runs no kernel
+        # another stream would not wait for the merging one, and a CUDA graph capture runs no kernel
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return {}
         dtypes = {name: compute_dtype(weight) for name, weight in weights.items()}
@@ -117,8 +117,8 @@ class MergedMLP(nn.Module):
         kept = self._mixture  # read once: other threads write it
         if kept is not None and kept.key != key:
             kept = None
-        # a fused optimizer, or one that goes through .data, counts no version: alpha itself is compared, on a GPU by the
-        # kernel, in place and without waiting for it
+        # fused optimizers, and writes through .data, do not change the version counter: alpha itself is compared, on a GPU by
+        # the kernel, in place and without synchronization
         if kept is not None and backend not in ("torch", "cpp"):
             for name, weight in weights.items():
                 kept.weights[name].kept.remerge(kept.weights[name], weight, alpha)
@@ -137,5 +137,5 @@ class MergedMLP(nn.Module):
 
 
 def _identity(t: torch.Tensor) -> tuple:
-    """What is another's, or another, once `t` is replaced, moved, cast or written to."""
+    """Return a key that changes if `t` is replaced, moved, cast or written to."""
     return id(t), t._version, t.untyped_storage()._cdata, t.data_ptr(), t.dtype, t.device, t.shape, t.stride()

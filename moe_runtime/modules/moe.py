@@ -1,7 +1,7 @@
-"""The Mixture-of-Experts layer that takes the place of a dense MLP: router, experts, their combination.
+"""The Mixture-of-Experts layer that replaces a dense MLP: router, experts and their combination.
 
-The names are transformers': `gate.weight`, `experts.gate_up_proj` [E, 2I, H] (gate first), `experts.down_proj` [E, H, I].
-With the gates xft and nonorm, expert 0 is the shared one and the router has E - 1 rows.
+The parameter names are those of transformers: `gate.weight`, `experts.gate_up_proj` [E, 2I, H] (gate first) and
+`experts.down_proj` [E, H, I]. With the gates xft and nonorm, expert 0 is the shared one and the router has E - 1 rows.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes
 
 
 class RouterOutput(NamedTuple):
-    """What a router returns; the first three in the order of transformers' routers."""
+    """Output of a router; the first three fields are in the order of transformers' routers."""
 
     router_logits: torch.Tensor  # [T, E or E - 1], before noise, in the router's dtype; float32 in MoE.records
     topk_weight: torch.Tensor  # [T, K] float32
@@ -35,13 +35,13 @@ class RouterOutput(NamedTuple):
     balance_loss: torch.Tensor | None  # [] float32, times its coefficient; None without a balance loss
 
     def widened(self) -> "RouterOutput":
-        """Return it with logits in float32 or wider."""
+        """Return a copy with logits in float32 or wider."""
         wide = wide_dtype(self.router_logits.dtype)
         return self._replace(router_logits=self.router_logits.to(wide))
 
 
 class Router(nn.Module):
-    """Router logits, optional noise while training, top-k. `weight` [R, H], R = routed experts.
+    """Compute router logits, optional noise in training, and the top-k. `weight` [R, H], R = routed experts.
 
     router="mlp" computes weight_out tanh(weight x), weight_out [R, R]; noisy_gate adds
     eps * (softplus(x noise_weight^T) + noise_epsilon), eps ~ N(0, 1), while training (XFT, official code).
@@ -66,7 +66,7 @@ class Router(nn.Module):
             weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
     def forward(self, x: torch.Tensor, eps: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None) -> RouterOutput:
-        """Route `x` [T, H]; `topk_idx` [T, K] takes the place of the router's choice, its weights stay the router's.
+        """Route `x` [T, H]; `topk_idx` [T, K] replaces the router's selection, with the router's weights for these experts.
 
         `eps` [T, R] replaces the normal draw of the noise; without noisy_gate it must be None.
         """
@@ -76,7 +76,8 @@ class Router(nn.Module):
             logits = F.linear(torch.tanh(logits), self.weight_out)
         if eps is not None and not (config.noisy_gate and eps.shape == logits.shape):
             raise ValueError(
-                f"eps is {tuple(eps.shape)}, noisy_gate is {config.noisy_gate}; want {tuple(logits.shape)} and True"
+                f"Expected eps {tuple(logits.shape)} and noisy_gate=True, but eps is {tuple(eps.shape)} and noisy_gate is "
+                f"{config.noisy_gate}"
             )
         noise = scale = None
         if config.noisy_gate and (self.training or eps is not None):
@@ -90,7 +91,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E stacked MLPs: act(gate x) * (up x) through `down`, or act(up x) when not gated; biases by config."""
+    """E stacked MLPs: act(gate x) * (up x), or act(up x) when not gated, then `down`; biases as configured."""
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):
         super().__init__()
@@ -115,9 +116,9 @@ class Experts(nn.Module):
             )
 
     def forward(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor) -> torch.Tensor:
-        """`x` [T, H], `topk_idx`, `topk_weight` [T, K] -> sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]), [T, H].
+        """Compute sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) [T, H] of `x` [T, H], `topk_idx`, `topk_weight` [T, K].
 
-        Computes in the weights' dtype or, under autocast, in autocast's; that is the result's dtype too.
+        Computes and returns the dtype of the weights or, under autocast, that of autocast.
         """
         return forward_experts(
             self, x, topk_idx, topk_weight, self.stacks(), self.activation(), shared=self.config.shared,
@@ -125,12 +126,12 @@ class Experts(nn.Module):
         )[0]  # fmt: skip
 
     def stacks(self) -> tuple[str, ...]:
-        """Return the names of the parameters with a row for each expert: up and down projection, then their biases."""
+        """Return the names of the stacked parameters: up and down projection, then their biases."""
         up = self.up_name
         return (up, "down_proj", f"{up}_bias", "down_proj_bias") if self.config.bias else (up, "down_proj")
 
     def activation(self) -> Activation:
-        """Return what happens between the two projections."""
+        """Return the activation between the two projections."""
         return Activation(self.config.hidden_act, self.config.gated)
 
 
@@ -138,49 +139,46 @@ def forward_experts(
     module: nn.Module, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor, names: Sequence[str],
     activation: Activation | None, *, transposed: bool = False, shared: str = "group", recompute: bool = False, run=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Run x [T, H] through the experts of `module`, ours or transformers': from its parameters to `moe_mlp`.
+    """Run x [T, H] through the experts of `module` (ours or transformers') with `moe_mlp` on its parameters.
 
-    `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then any biases. Rows that
-    train may be stored separately (`modules.trainable`), the experts be spread over ranks (`ops.all_to_all`) or have adapters
-    (`modules.frozen`) or be packed (`modules.packed`), with which `frozen_mlp` runs. `run(x, topk_idx, topk_weight, experts)`
-    replaces `moe_mlp` or `frozen_mlp`. Returns [T, H] in the weights' dtype, of packed ones in x's, or, under autocast, in
-    autocast's, and the expert_offsets [E + 1] of x's
-    slots.
+    `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then any biases. Trained
+    experts may be stored separately (`modules.trainable`), and experts may be distributed over ranks (`ops.all_to_all`). With
+    adapters (`modules.frozen`) or packed stacks (`modules.packed`) `frozen_mlp` runs. `run(x, topk_idx, topk_weight, experts)`
+    replaces `moe_mlp` or `frozen_mlp`. Returns [T, H] in the dtype of the weights (x's if packed) or, under autocast, that of
+    autocast, and the expert_offsets [E + 1] of x's slots.
     """
     adapters, rows = frozen.take(module), trainable.trained_parameters(module)
     if adapters and rows:
-        raise ValueError(f"{type(module).__name__} has adapters and rows that train; expected one of them: fold_rows(model)")
-    if packed.is_packed(module, names[0]):
-        if activation is None:
-            raise ValueError(f"{type(module).__name__} is packed, with an unknown gate; call moe_runtime.patch(model)")
-        dtype = autocast_dtype(x) or x.dtype
-        stacks = [packed.stack_of(module, name, transposed) for name in names[:2]]
-        tensors = [*stacks, *(getattr(module, name) for name in names[2:])]
-        experts = frozen.experts_of(names, tensors, adapters, activation, dtype)
-        return frozen_mlp(x.to(dtype), experts, topk_weight, topk_idx)
-    # each is read once: under FSDP, PEFT or tensor parallelism reading a parameter may compute it
+        raise ValueError(f"{type(module).__name__} has both adapters and separately trained experts. Call fold_rows(model)")
+    is_packed = packed.is_packed(module, names[0])
+    if is_packed and activation is None:
+        raise ValueError(f"{type(module).__name__} is packed and has an unknown activation. Call moe_runtime.patch(model)")
+    # each is read once, as reading a parameter may compute it under FSDP, PEFT or tensor parallelism
     tensors = [getattr(module, name) for name in names] + [rows[name] for name in names if rows]
-    check_floats(tensors, type(module).__name__)
-    if transposed:
+    stacks = [packed.stack_of(module, name, transposed) for name in names[: 2 * is_packed]]
+    if not is_packed:
+        check_floats(tensors, type(module).__name__)
+    if transposed and not is_packed:
         tensors = [tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for tensor in tensors]
     tensors, owners = all_to_all.local_parts(tensors, module.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
-    dtype = autocast_dtype(x) or tensors[1].dtype
-    if not adapters:
+    dtype = autocast_dtype(x) or (x.dtype if is_packed else tensors[1].dtype)
+    is_frozen = is_packed or bool(adapters)
+    if not is_frozen:
         tensors = [tensor.to(dtype) for tensor in tensors]
-    stacks, trained = tensors[: len(names)], tensors[len(names) :]
-    if adapters:
+    stacks, trained = [*stacks, *tensors[len(stacks) : len(names)]], tensors[len(names) :]
+    if is_frozen:
         experts = frozen.experts_of(names, stacks, adapters, activation, dtype, owners)
     elif rows:
         experts = trainable.experts_of(module, stacks, trained, activation)
     else:
-        # the shared expert's rows are not the first ones where they come from several ranks
+        # the shared expert's rows are not the first ones if they come from several ranks
         shared = shared if owners is None else "group"
         experts = expert_rows.Experts(*stacks, activation=activation, shared=shared)
 
     def run_here(x, topk_idx, topk_weight):
         if run is not None:
             return run(x, topk_idx, topk_weight, experts)
-        if adapters:
+        if is_frozen:
             return frozen_mlp(x, experts, topk_weight, topk_idx)
         return run_experts(x, experts, topk_weight, topk_idx, recompute=recompute)
 
@@ -190,34 +188,43 @@ def forward_experts(
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are not what its dtype says: it is of integers, or of another package, as torchao's are."""
+    """Return whether a tensor is quantized: of integers, or of a subclass from another package such as torchao."""
     kind = type(tensor)
-    return tensor.dtype not in FLOATS or (hasattr(kind, "__tensor_flatten__") and kind.__module__.partition(".")[0] != "torch")
+    return tensor.dtype not in FLOATS or (hasattr(kind, "__tensor_flatten__") and _package(kind) != "torch")
 
 
 def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
-    """Raise ValueError unless the experts of `name`, with these parameters, can be computed with."""
+    """Raise ValueError unless the parameters of the experts `name` are supported."""
     found = next((tensor for tensor in tensors if is_quantized(tensor)), None)
     if found is not None:
-        kind = found.dtype if found.dtype not in FLOATS else f"{type(found).__module__}.{type(found).__name__}"
         raise ValueError(
-            f"the experts of {name} are {kind}; want float16, bfloat16, float32 or float64: quantized experts have "
-            "implementations of their own in transformers"
+            f"The experts of {name} must be float16, bfloat16, float32 or float64, but are {named(found)}. Load them without "
+            "that quantization, then use moe_runtime.quantize_experts, or load with moe_runtime.load_quantized"
         )
 
 
+def named(tensor: torch.Tensor) -> str:
+    """Return the class of a tensor, if it is of another package than torch, and its dtype."""
+    kind = type(tensor)
+    return f"{kind.__module__}.{kind.__name__} ({tensor.dtype})" if _package(kind) != "torch" else str(tensor.dtype)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
 def is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling `module` is calling kind.forward and nothing else."""
+    """Return whether calling `module` only calls kind.forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module) is kind and "forward" not in module.__dict__ and not any(hooks)
 
 
 class MoE(nn.Module):
-    """Router and experts; takes and returns what the dense MLP did.
+    """Router and experts, with the inputs and outputs of the dense MLP.
 
-    `records` collects RouterOutputs while it is a list: set it for one forward pass and take it away before the backward
-    pass, in which gradient checkpointing runs the layer again. Router and experts run as one op where nobody looks between
-    them: a linear router without noise, the same dtype, no hook, wrapper or subclass on either, and no global hook.
+    `records` collects RouterOutputs while it is a list: set it for one forward pass and reset it before the backward pass, in
+    which gradient checkpointing runs the layer again. Router and experts run as one op if nothing can observe them separately:
+    a linear router without noise, the same dtype, no hook, wrapper or subclass on either, and no global hook.
     """
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):
@@ -255,7 +262,7 @@ class MoE(nn.Module):
         experts = expert_rows.Experts(*stacks, activation=self.experts.activation(), shared=config.shared)
         weight = self.gate.weight.to(dtype)
         output = moe_layer(x.to(dtype), weight, experts, config.top_k, config.gate, recompute=config.recompute)
-        # with or without records: checkpointing wants the same graph when it runs the layer again
+        # with or without records, as checkpointing needs the same graph when it runs the layer again
         loss = balance_loss(config, output.router_logits, output.topk_idx)
         self._record(RouterOutput(*output[1:], loss))
         return output.out

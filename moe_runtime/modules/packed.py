@@ -7,12 +7,17 @@ for a partitioned parameter. A state_dict has the names of the library whose for
     nf4        bitsandbytes: <name>, .absmax, .nested_absmax, .nested_quant_map, .quant_map, .quant_state.bitsandbytes__nf4
     mxfp4      GPT-OSS: <name>_blocks, <name>_scales          fp8_block   FP8Experts: <name>, <name>_scale_inv
     int8       <name>, and <name>.SCB as bitsandbytes calls the largest values
+
+Where experts are spread over ranks (hf.dropin.parallel) the bytes are a DTensor over them, and each rank has the scales of its
+experts alone. Such a stack, or one that FSDP2 has split, has its parameter and buffers in a state_dict as they are, for
+torch.distributed.checkpoint; `whole` gathers it.
 """
 
 import json
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moe_runtime.ops import packed
@@ -35,6 +40,7 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]  # of the stack's parameter
     dtype: torch.dtype
     scales: tuple[torch.dtype, ...]
+    spread: tuple | None = None  # mesh and placements, of experts that are spread over ranks
 
     def logical(self, transposed: bool) -> tuple[int, int, int]:
         """Return E, out, in."""
@@ -72,13 +78,18 @@ def is_packed(module: nn.Module, name: str) -> bool:
     return name in layouts(module) or getattr(getattr(module, name, None), "dtype", None) == torch.float8_e4m3fn
 
 
-def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype) -> None:
-    """Let a packed stack take the place of the parameter `name` of this shape and dtype."""
-    layout = Layout(stack.format, tuple(shape), dtype, tuple(scale.dtype for scale in stack.scales))
+def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype, spread: tuple | None = None) -> None:
+    """Let a packed stack take the place of the parameter `name` of this shape and dtype.
+
+    `spread`, a mesh and placements, says that `stack` has this rank's experts alone; the shape is of all.
+    """
+    layout = Layout(stack.format, tuple(shape), dtype, tuple(scale.dtype for scale in stack.scales), spread)
     module._parameters.pop(name, None)
-    module.register_parameter(name, PackedParameter(stack.data.view(torch.uint8), shape))
+    data = stack.data.view(torch.uint8)
+    module.register_parameter(name, PackedParameter(data if spread is None else _spread(data, spread), shape))
     for i, scale in enumerate(stack.scales):
-        module.register_buffer(f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=False)
+        # the fifth, in which the ranks differ, is in no checkpoint
+        module.register_buffer(f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=i < 4)
     if not layouts(module):
         module.__dict__[PACKED] = {}
         module.register_state_dict_post_hook(_save)
@@ -86,38 +97,84 @@ def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype) 
     module.__dict__[PACKED][name] = layout
 
 
+def _spread(local: torch.Tensor, spread: tuple) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, *spread, run_check=False)
+
+
+def pack(stack: torch.Tensor, format: str, spread: tuple | None = None) -> Packed:
+    """Pack a stack as `ops.packed.pack`; of this rank's experts, if they are spread, as one process would pack all."""
+    if spread is None:
+        return packed.pack(stack, format)
+    mesh, count = spread[0], stack.shape[0]
+    n, rank, group = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+
+    def double(largest: torch.Tensor) -> list[torch.Tensor]:  # every rank scales all of NF4's scales
+        own = largest.to(mesh.device_type)
+        everyone = [torch.empty_like(own) for _ in range(n)]
+        dist.all_gather(everyone, own, group=group)
+        scales = packed.nest(torch.cat(everyone).to(largest.device))
+        return packed.part_of_scales(scales, n * count, rank * count, (rank + 1) * count)
+
+    return packed.pack(stack, format, double)
+
+
 def get(module: nn.Module, name: str) -> Packed:
-    """Return the packed stack `name` as the ops take it; views."""
-    layout = layouts(module)[name]
-    data = getattr(module, name).data.view(packed.of_name(layout.format).dtype)
+    """Return the packed stack `name` as the ops take it, of this rank's experts; views."""
+    layout, data = layouts(module)[name], getattr(module, name)
+    data = (data.to_local() if is_distributed(data) else data.data).view(packed.of_name(layout.format).dtype)
     scales = [getattr(module, f"{name}_packed{i}").view(dtype) for i, dtype in enumerate(layout.scales)]
     return Packed(data, scales, layout.format)
+
+
+def whole(module: nn.Module, name: str) -> Packed:
+    """Return the packed stack `name` with all of its experts; if it is spread or split, every rank must call."""
+    layout, data, (own, (head, *rest), form) = layouts(module)[name], getattr(module, name), get(module, name)
+    if layout.spread is not None:
+        head = _spread(head.view(torch.uint8), layout.spread).full_tensor().view(head.dtype)
+    if is_distributed(data):
+        own = data.full_tensor().view(own.dtype)
+    return Packed(own, [head, *rest[:3]], form)
 
 
 def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
     """Return the packed stack `name` [E, out, in] for `frozen_mlp`: one of ours, or FP8Experts' own parameters.
 
-    Raises ValueError for one that is spread over ranks, whose scales are not.
+    Of experts that are spread over ranks it is this rank's. Raises ValueError for a stack that is split in another way.
     """
-    if is_distributed(getattr(module, name)):
+    layout = layouts(module).get(name)
+    if is_distributed(getattr(module, name)) and (layout is None or layout.spread is None):
         raise ValueError(
-            f"{name} is quantized and spread over ranks; expected every expert on every rank (FSDP2: shard the layer)"
+            f"{name} is quantized and distributed over ranks, but every rank needs every expert, or experts distributed by "
+            "parallel.shard_experts (FSDP2: shard the layer)"
         )
-    if name in layouts(module):
-        return Stack(*get(module, name), layouts(module)[name].logical(transposed))
+    if layout is not None:
+        stack = get(module, name)
+        return Stack(*stack, (stack.data.shape[0], *layout.logical(transposed)[1:]))
     data = getattr(module, name).detach()
     return Stack(data, [getattr(module, f"{name}_scale_inv").detach()], "fp8_block", tuple(data.shape))
 
 
 def _save(module: nn.Module, state_dict, prefix: str, metadata) -> None:
-    for name in layouts(module):
-        del state_dict[prefix + name]
-        state_dict.update({prefix + key: tensor for key, tensor in to_saved(module, name).items()})
+    for name, layout in layouts(module).items():
+        scales = _buffers(layout, name)
+        if not is_distributed(getattr(module, name)):
+            for key in (name, *scales):
+                del state_dict[prefix + key]
+            saved = to_saved(get(module, name), name, layout)
+            state_dict.update({prefix + key: tensor for key, tensor in saved.items()})
+        elif layout.spread is not None:
+            state_dict[prefix + scales[0]] = _spread(getattr(module, scales[0]), layout.spread)
 
 
-def to_saved(module: nn.Module, name: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a packed stack by the names and in the shapes in which they are saved."""
-    (data, scales, form), layout = get(module, name), layouts(module)[name]
+def _buffers(layout: Layout, name: str) -> list[str]:
+    return [f"{name}_packed{i}" for i in range(min(len(layout.scales), 4))]
+
+
+def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, torch.Tensor]:
+    """Return the tensors of a whole packed stack by the names and in the shapes in which they are saved."""
+    data, scales, form = stack
     form = form.removesuffix(packed.TRANSPOSED)
     if form == "mxfp4":
         data = data.view(*scales[0].shape, 16)
@@ -133,12 +190,15 @@ def to_saved(module: nn.Module, name: str) -> dict[str, torch.Tensor]:
     return saved
 
 
-def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor]) -> Packed:
-    """Return the packed stack that `to_saved` gave, of a format and a shape [E, P, Q]; ValueError if it does not fit."""
+def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], experts: int | None = None) -> Packed:
+    """Return the packed stack that `to_saved` gave, of a format and a shape [E, P, Q]; ValueError if it does not fit.
+
+    `experts` is how many of them the tensors have, all unless given.
+    """
     base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
     if missing := [key for key in keys if key not in tensors]:
-        raise ValueError(f"{name} is packed as {base}, and {missing[0]} is missing; expected {', '.join(keys)}")
+        raise ValueError(f"{name} is packed as {base}, but {missing[0]} is missing from {', '.join(keys)}")
     data, *scales = (tensors[key] for key in keys)
     if base == "nf4":
         state = json.loads(bytes(scales.pop().tolist()))
@@ -146,11 +206,12 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor]) ->
         found = state.get("blocksize"), state.get("nested_blocksize"), state.get("shape")
         if found != (64, packed.NESTED, list(shape)):
             raise ValueError(
-                f"{name} has NF4 blocks, blocks of scales and a shape of {found}; expected 64, {packed.NESTED}, {list(shape)}"
+                f"{name} must have NF4 blocks, blocks of scales and a shape of 64, {packed.NESTED}, {list(shape)}, but has "
+                f"{found}"
             )
-    width = Q * packed.of_name(base).data_bits // 8
+    E, width = experts or E, Q * packed.of_name(base).data_bits // 8
     if data.numel() * data.element_size() != E * P * width:
-        raise ValueError(f"{name} is {list(data.shape)} {data.dtype}; expected {E * P * width} bytes for {list(shape)}")
+        raise ValueError(f"{name} must have {E * P * width} bytes for {[E, P, Q]}, but is {list(data.shape)} {data.dtype}")
     return Packed(data.view(torch.uint8).view(E, P, width).view(packed.of_name(base).dtype), scales, form)
 
 
@@ -158,19 +219,20 @@ def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing,
     for name, layout in layouts(module).items():
         names = [key for key in state_dict if key.startswith(prefix + name) and not key.startswith(prefix + name + "_bias")]
         given = {key.removeprefix(prefix): state_dict.pop(key) for key in names}
-        own = get(module, name)
+        tensors = {name: getattr(module, name).data} | {key: getattr(module, key) for key in _buffers(layout, name)}
         try:
-            found = from_saved(name, layout.format, _stored(layout, own), given) if given else None
+            if is_distributed(tensors[name]):  # a DTensor of a stack's bytes is loaded as any other
+                here = {key: t.to_local() if key != name and is_distributed(t) else t for key, t in given.items()}
+                tensors |= {key: here[key] for key in tensors if given}
+            elif given:
+                shape = packed.shape_of(get(module, name).data, layout.format.removesuffix(packed.TRANSPOSED))
+                stack = from_saved(name, layout.format, shape, given)
+                found = [scale.to(dtype).contiguous() for scale, dtype in zip(stack.scales, layout.scales)]
+                tensors = dict(zip(tensors, (tensor.view(torch.uint8) for tensor in (stack.data, *found))))
+        except KeyError as error:
+            errors.append(
+                f"{prefix}{name} is quantized and distributed, but {error} is missing. Pass the state_dict of such a model"
+            )
         except ValueError as error:
             errors.append(f"{prefix}{error}")
-            found = None
-        if found is None:
-            state_dict[prefix + name] = getattr(module, name).data  # as it is
-            continue
-        state_dict[prefix + name] = found.data.view(torch.uint8)
-        for mine, theirs in zip(own.scales, found.scales, strict=True):
-            mine.copy_(theirs)
-
-
-def _stored(layout: Layout, own: Packed) -> tuple[int, int, int]:
-    return packed.shape_of(own.data, layout.format.removesuffix(packed.TRANSPOSED))
+        state_dict.update({prefix + key: tensor for key, tensor in tensors.items()})

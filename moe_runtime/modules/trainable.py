@@ -1,13 +1,13 @@
-"""Experts of a layer that train, their weights apart from the stacks of those that do not.
+"""Trained experts of a layer, whose weights are stored separately from the stacks of the frozen ones.
 
     W_e = trained_<stack>[trained_row[e]]  where trained_row[e] >= 0,   <stack>[e]  elsewhere
 
-ESFT (arXiv 2407.01906, Sec. 3.3) trains the experts that a task selects. The stacks [E, ...] of an experts module, ours or
-transformers', are frozen, and beside each lies a parameter [n, ...] of the n experts that train, in the stack's own layout:
-gradients and an optimizer's states are those of n experts, and weight decay cannot reach the others. Biases are done alike.
+ESFT (arXiv 2407.01906, Sec. 3.3) trains the experts that a task selects. The stacks [E, ...] of an experts module (ours or
+transformers') are frozen, and each gets a separate parameter [n, ...] of the n trained experts in the same layout: gradients
+and optimizer states have the size of n experts, and weight decay does not affect the others. Biases are treated alike.
 
-A state_dict has the rows in the order of the ids, and the ids in its metadata, which torch.save keeps: rows of other experts do
-not load. Safetensors keep none, and rows from there go where they are put.
+A state_dict has the rows in the order of the ids, and the ids in its metadata, which torch.save keeps, so that rows of other
+experts cannot be loaded. Safetensors files have no such metadata, and their rows are loaded in order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ SPLIT = "moe_runtime_split"  # attribute of an experts module whose rows lie apa
 
 @dataclass(frozen=True)
 class Split:
-    """Which experts of a module train, and what is to be given back when they no longer do."""
+    """The trained experts of a module, and what has to be restored afterwards."""
 
     ids: tuple[int, ...]  # in the order that was asked for
     places: tuple[int, ...]  # their rows in the whole parameters; all, in order, unless experts are spread over ranks
@@ -35,13 +35,13 @@ class Split:
 
 
 def split_of(module: nn.Module) -> Split | None:
-    """Return which experts of `module` train apart from its stacks; None if it has no such."""
+    """Return the separately stored experts of `module`, or None if there are none."""
     return module.__dict__.get(SPLIT)
 
 
 @torch.no_grad()
 def split_rows(module: nn.Module, names: Iterable[str], ids: Sequence[int], dtype: torch.dtype | None = None) -> None:
-    """Put the rows `ids` of the stacks `names` into parameters of their own, in `dtype` or the stack's; freeze the stacks."""
+    """Copy the rows `ids` of the stacks `names` to separate parameters, in `dtype` or the stack's, and freeze the stacks."""
     stacks = {name: getattr(module, name) for name in names}
     first = next(iter(stacks.values()))
     index = torch.tensor(ids, dtype=torch.int64, device=first.device)
@@ -55,7 +55,7 @@ def split_rows(module: nn.Module, names: Iterable[str], ids: Sequence[int], dtyp
 
 
 def register_maps(module: nn.Module, num_experts: int, index: torch.Tensor) -> None:
-    """Keep where the experts `index` [n] int64 have their rows, all or nothing; not in state_dict, which holds weights."""
+    """Register the row numbers of the experts `index` [n] int64 as buffers that are not in state_dict, all or nothing."""
     row = torch.full((num_experts,), -1, dtype=torch.int32, device=index.device)
     row[index] = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
     module.register_buffer(ROW, row, persistent=False)
@@ -63,7 +63,7 @@ def register_maps(module: nn.Module, num_experts: int, index: torch.Tensor) -> N
 
 
 def remember(module: nn.Module, stacks: dict[str, nn.Parameter], split: Split) -> None:
-    """Freeze `stacks` and note in `module` what was done."""
+    """Freeze `stacks` and record in `module` what was changed."""
     before = {name: stack.requires_grad for name, stack in stacks.items()}
     for stack in stacks.values():
         stack.requires_grad_(False)
@@ -80,20 +80,20 @@ def _check_ids(module: nn.Module, state_dict, prefix: str, metadata, strict, mis
     split, saved = split_of(module), metadata.get(SPLIT)
     if saved is not None and saved != {"ids": split.ids, "places": split.places}:
         errors.append(
-            f"{prefix[:-1]}: state_dict has rows of the experts {list(saved['ids'])}; want those of {list(split.ids)}, in this "
-            "order; train_rows with the same"
+            f"{prefix[:-1]}: state_dict must have the experts {list(split.ids)}, in this order, but has {list(saved['ids'])}. "
+            "Call train_rows with the same experts"
         )
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the experts that train, by their stacks' names; {} without such."""
+    """Return the parameters of the trained experts by the names of their stacks; {} if there are none."""
     split = split_of(module)
     return {} if split is None else {name: getattr(module, PREFIX + name) for name in split.requires_grad}
 
 
 @torch.no_grad()
 def drop_rows(module: nn.Module) -> None:
-    """Remove the rows that lie apart: the stacks are as they were, bit by bit."""
+    """Remove the separate rows, so that the stacks are bit-identical to before."""
     split = module.__dict__.pop(SPLIT)
     for hook in split.hooks:
         hook.remove()
@@ -106,7 +106,7 @@ def drop_rows(module: nn.Module) -> None:
 
 @torch.no_grad()
 def fold_rows(module: nn.Module) -> None:
-    """Write the rows that lie apart into their stacks, rounded to the stacks' dtype, and remove them."""
+    """Write the separate rows into their stacks, rounded to the stacks' dtype, and remove them."""
     index = getattr(module, EXPERT)
     for name, rows in trained_parameters(module).items():
         stack, rows = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (getattr(module, name), rows))
@@ -115,14 +115,14 @@ def fold_rows(module: nn.Module) -> None:
 
 
 def experts_of(module: nn.Module, stacks: Sequence, trained: Sequence, activation: Activation | None) -> Experts:
-    """Return the experts of `moe_mlp` from the frozen `stacks` [E, ...], up, down and any biases, and the rows that train.
+    """Return the experts for `moe_mlp` from the frozen `stacks` [E, ...] (up, down and any biases) and the trained rows.
 
-    `trained` [n, ...] or longer are in the order of `stacks`. Biases are small: each pair becomes one [E, ...], differentiable
-    in the trained rows.
+    `trained` [n, ...] or longer are in the order of `stacks`. Each pair of biases becomes one [E, ...], differentiable in the
+    trained rows.
     """
     index = getattr(module, EXPERT)
     n = index.numel()
-    # on a rank where fewer experts train than on others, the last rows belong to no expert
+    # on a rank with fewer trained experts than others, the last rows belong to no expert
     up, down, *biases = (part if part.shape[0] == n else part[:n] for part in trained)
     biases = [stack.index_copy(0, index, bias) for stack, bias in zip(stacks[2:], biases)] or [None, None]
     return Experts(*stacks[:2], *biases, getattr(module, ROW), up, down, activation)

@@ -3,7 +3,7 @@
 cpu    csrc/cpu with g++ or clang++ into libmoert_cpu.so
 cuda   csrc/ with nvcc into libmoert_cuda.so
 
-As a command it builds into the user's cache, where `moe_runtime.native.library` looks. setup.py has Python's own library only.
+The command builds into the user's cache, where `moe_runtime.native.library` searches. Only the standard library is used.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from moe_runtime.io.files import cache_home, distrust, own_folder
 
 NAMES = {"cpu": "libmoert_cpu.so", "cuda": "libmoert_cuda.so"}
 SUFFIXES = {"cpu": (".cpp", ".h"), "cuda": (".cu", ".cuh", ".h")}
-MAX_AGE_DAYS = 30  # what no build has used for so long is deleted; another checkout may still use its own
+MAX_AGE_DAYS = 30  # objects that no build has used for this long are deleted; other checkouts may still use theirs
 
 CPU_FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
@@ -39,34 +39,34 @@ CPU_FLAGS = (
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _BF16 = (*_AVX512, "-mavx512bf16")
-# the table of kernels.h that kernels.cpp becomes, and the flags that make it; the library picks one when it is loaded
+# the variants for which kernels.cpp is compiled, with their flags; the library selects one when it is loaded
 X86_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _BF16, "amx": (*_BF16, "-mamx-tile", "-mamx-bf16")}
-# what the CPU sources need beyond C++17: vectors that convert, and selection by element
+# compiler features that the CPU sources need beyond C++17: vector conversion and elementwise selection
 PROBE = """
 typedef float f4 __attribute__((vector_size(16)));
 typedef int i4 __attribute__((vector_size(16)));
 typedef unsigned short h4 __attribute__((vector_size(8)));
 f4 wide(h4 h, float x) { f4 v = (f4)(__builtin_convertvector(h, i4) << 16); return v > x ? x - f4{} : v; }
 """
-GET_COMPILER = "install g++ or clang++, or set CXX to one"
+GET_COMPILER = "Install g++ or clang++, or set CXX to one"
 
 MIN_NVCC = (12, 8)  # the first with sm_100 and sm_120
 ARCHS = "80;86;89;90;100+PTX;120"  # the PTX is for GPUs newer than the list
 MAX_REGISTERS = 128  # per thread: at least 512 threads per multiprocessor
 CUDA_FLAGS = ("-O3", "-std=c++17", "--threads", "1", "--compress-mode=size", "-Xptxas", "-v")
-CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-threadsafe-statics"  # so that libc is all it needs
-GET_NVCC = "install a CUDA toolkit and set CUDA_HOME, or pip install 'moe-runtime[nvcc]'"
+CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-threadsafe-statics"  # so that it depends on libc only
+GET_NVCC = "Install a CUDA toolkit and set CUDA_HOME, or run pip install 'moe-runtime[nvcc]'"
 DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 LIBRARY_DIRS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
 SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 
 
 class BuildError(RuntimeError):
-    """What is missing, or what the compiler printed."""
+    """A build failure: what is missing, or the compiler's output."""
 
 
 class Toolkit(NamedTuple):
-    """An nvcc and the folder of its static runtime."""
+    """An nvcc, its version and the folder of its static runtime."""
 
     nvcc: Path
     version: tuple[int, int]
@@ -74,7 +74,7 @@ class Toolkit(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What ptxas reports of one kernel on one architecture; bytes, except for the registers."""
+    """What ptxas reports for one kernel on one architecture, in bytes except for the registers."""
 
     kernel: str
     arch: str
@@ -95,19 +95,19 @@ def csrc_dir(kind: str) -> Path:
 def cache_dir(kind: str) -> Path:
     """Return moe_runtime/cpu or cuda in `cache_home`. Raises BuildError if there is no home."""
     if (home := cache_home()) is None:
-        what = f"HOME is {os.environ.get('HOME')!r}, and this user has no home folder"
-        raise BuildError(f"{what}; set XDG_CACHE_HOME to the full path of a writable folder")
+        what = f"This user has no home folder (HOME is {os.environ.get('HOME')!r})"
+        raise BuildError(f"{what}. Set XDG_CACHE_HOME to the full path of a writable folder")
     return home / "moe_runtime" / kind
 
 
 def library_path(kind: str, csrc: Path | None = None) -> Path:
-    """Return where the command puts the library of these sources, for this kind of machine."""
+    """Return where the build command writes the library of these sources for this machine."""
     name = source_hash(kind, csrc or csrc_dir(kind)) + (f"-{platform.machine()}" if kind == "cpu" else "")
     return cache_dir(kind) / name / NAMES[kind]
 
 
 def source_hash(kind: str, csrc: Path) -> str:
-    """Return 16 hex digits of all that the compiler reads from `csrc`."""
+    """Return a hash (16 hex digits) of everything that the compiler reads from `csrc`."""
     digest = hashlib.sha256()
     for path in sorted(path for path in csrc.iterdir() if path.suffix in SUFFIXES[kind]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -118,8 +118,8 @@ def find_sources(kind: str, csrc: Path) -> list[Path]:
     """Return the files to compile. Raises BuildError if there are none."""
     sources = sorted(csrc.glob("*" + SUFFIXES[kind][0]))
     if not sources:
-        what = f"{csrc} has no *{SUFFIXES[kind][0]} file"
-        raise BuildError(f"{what}; expected the sources of a checkout, an sdist or an installed wheel")
+        what = f"{csrc} contains no *{SUFFIXES[kind][0]} file"
+        raise BuildError(f"{what}. Pass the sources of a checkout, an sdist or an installed wheel")
     return sources
 
 
@@ -129,29 +129,29 @@ def find_compiler() -> tuple[list[str], str]:
     for command in [asked] if asked else [["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             return command, _run([*command, "--version"]).splitlines()[0].strip()
-    missing = f"CXX is {asked[0]!r}, which is missing" if asked else "the compilers g++ and clang++ are missing"
-    raise BuildError(f"{missing}; {GET_COMPILER}")
+    missing = f"The compiler of CXX, {asked[0]!r}, was not found" if asked else "Neither g++ nor clang++ was found"
+    raise BuildError(f"{missing}. {GET_COMPILER}")
 
 
 def check_cpu(csrc: Path) -> tuple[list[str], str]:
-    """Return the compiler that a build would use and its version. Raises BuildError for what is missing."""
+    """Return the compiler that a build would use and its version. Raises BuildError if there is none or it is too old."""
     find_sources("cpu", csrc)
     compiler, version = find_compiler()
     if not _accepts(compiler, ()):
-        raise BuildError(f"the compiler is {version}; expected g++ 9 or newer, or a clang++ as new; {GET_COMPILER}")
+        raise BuildError(f"The compiler {version} is too old, as g++ 9 or a recent clang++ is required. {GET_COMPILER}")
     return compiler, version
 
 
 def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
-    """Whether the compiler supports what the CPU sources need, with these flags too."""
+    """Return whether the compiler supports what the CPU sources need, and these flags."""
     command = [*compiler, *CPU_FLAGS, *flags, "-x", "c++", "-fsyntax-only", "-"]
     return subprocess.run(command, input=PROBE, text=True, capture_output=True).returncode == 0
 
 
 def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> bool:
-    """Compile `csrc` into the library `out`, written atomically; return whether anything had to be done.
+    """Compile `csrc` into the library `out`, written atomically; return whether it had to be compiled.
 
-    A library of the same sources by the same compiler is left alone. Raises BuildError for what is missing or fails.
+    An existing library of the same sources and compiler is kept. Raises BuildError if something is missing or fails.
     """
     csrc = csrc or csrc_dir("cpu")
     compiler, version = check_cpu(csrc)
@@ -169,7 +169,7 @@ def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> bo
         jobs.append((csrc / "moert_cpu.cpp", "moert_cpu.o", stamp_flags))
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(lambda job: _run([*compiler, *CPU_FLAGS, *job[2], "-c", job[0], "-o", tmp / job[1]]), jobs))
-        # libc alone: OpenMP's functions come from the runtime that torch has loaded
+        # linked with libc only: OpenMP's functions come from the runtime that torch has loaded
         objects += [tmp / job[1] for job in jobs]
     return True
 
@@ -187,7 +187,7 @@ def _link(out: Path, compiler: list[str], kind: str) -> Iterator[tuple[Path, lis
             *compiler, "-shared", "-s", "-o", made, *objects, f"-Wl,--version-script={exports}", "-Wl,-z,defs",
             "-Wl,--as-needed", f"-Wl,-soname,{NAMES[kind]}",
         ])  # fmt: skip
-        made.chmod(0o755)  # others do not write it, whatever the umask
+        made.chmod(0o755)  # not writable by others, whatever the umask
         os.replace(made, out)
 
 
@@ -205,22 +205,22 @@ def find_toolkit() -> Toolkit:
             found += sorted(Path(root or ".").glob("nvidia/cu1[2-9]/bin/nvcc"), reverse=True)
     nvcc = next((Path(path) for path in found if path and Path(path).is_file()), None)
     if nvcc is None:
-        where = "nvcc is missing in PATH, /usr/local/cuda and pip's nvidia packages"
+        where = "nvcc was not found in PATH, /usr/local/cuda and pip's nvidia packages"
         where = f"{named} is {os.environ[named]}, which has no bin/nvcc" if named else where
-        raise BuildError(f"{where}; {GET_NVCC}")
+        raise BuildError(f"{where}. {GET_NVCC}")
     release = re.search(r"release (\d+)\.(\d+)", _run([nvcc, "--version"]))
     version = (int(release[1]), int(release[2])) if release else (0, 0)
     if version < MIN_NVCC:
         text, least = (".".join(map(str, numbers)) for numbers in (version, MIN_NVCC))
-        raise BuildError(f"{nvcc} is nvcc {text}; expected {least} or newer; {GET_NVCC}")
-    # nvcc itself says where its toolkit is: the one in PATH may be a script or a link
+        raise BuildError(f"nvcc {least} or newer is required, but {nvcc} is version {text}. {GET_NVCC}")
+    # ask nvcc where its toolkit is, as the one in PATH may be a script or a link
     plan = _run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
     top = re.search(r"^#\$ TOP=(.*)$", plan, re.M)
     home = Path(top[1]).resolve() if top else nvcc.resolve().parents[1]
     for folder in LIBRARY_DIRS:
         if (home / folder / "libcudart_static.a").is_file():
             return Toolkit(nvcc, version, home / folder)
-    raise BuildError(f"libcudart_static.a is missing in {home}; expected the toolkit's runtime; {GET_NVCC}")
+    raise BuildError(f"libcudart_static.a was not found in {home}, so the toolkit is incomplete. {GET_NVCC}")
 
 
 def architectures(spec: str, toolkit: Toolkit) -> tuple[list[str], list[str]]:
@@ -233,8 +233,8 @@ def architectures(spec: str, toolkit: Toolkit) -> tuple[list[str], list[str]]:
     items = list(filter(None, re.split(r"[;,\s]+", spec)))
     matches = [re.fullmatch(r"(?:sm_)?((\d+)[af]?)(\+PTX)?", item) for item in items]
     if not items or not all(match and match[2] in known for match in matches):
-        want = f"expected a list such as {ARCHS} of what {toolkit.nvcc} knows: {', '.join(known)}"
-        raise BuildError(f"architectures are {spec!r}; {want}")
+        known = f"with architectures that {toolkit.nvcc} supports ({', '.join(known)})"
+        raise BuildError(f"architectures must be a list such as {ARCHS} {known}, but got {spec!r}")
     flags, names, plain = [], [], None
     for match in matches:
         number, _, plus = match.groups()
@@ -257,7 +257,7 @@ def check_cuda(csrc: Path, archs: str = ARCHS) -> tuple[list[Path], Toolkit, lis
 def build_cuda(out: Path, *, csrc: Path | None = None, cache: Path | None = None, archs: str = ARCHS) -> list[Usage]:
     """Compile `csrc` for `archs` into the library `out`, written atomically; return what ptxas reports.
 
-    `cache` holds the objects, by the hash of all they depend on. Raises BuildError for what is missing or does not compile.
+    `cache` holds the objects by the hash of all their inputs. Raises BuildError if something is missing or does not compile.
     """
     csrc, flags = csrc or csrc_dir("cuda"), [*CUDA_FLAGS, "-Xcompiler", CUDA_HOST_FLAGS]
     sources, toolkit, compiler, gencode, names = check_cuda(csrc, archs)
@@ -268,20 +268,20 @@ def build_cuda(out: Path, *, csrc: Path | None = None, cache: Path | None = None
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time
         workers = min(len(os.sched_getaffinity(0)), len(sources))
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            # info.cu has no kernel: one architecture will do
+            # info.cu has no kernel, so one architecture is enough
             targets = [gencode[:2] if path.stem == "info" else gencode for path in sources]
             jobs = [pool.submit(_compile, toolkit, flags + t, p, identity, cache) for p, t in zip(sources, targets)]
             made, reports = zip(*(job.result() for job in jobs))
         prune(cache)
         with _link(out, compiler, "cuda") as (_, objects):
-            # the runtime is static and hidden: torch brings its own, maybe of another version
+            # the runtime is linked statically and hidden, as torch brings one that may be of another version
             objects += [*made, "-L", toolkit.library_dir, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     return [usage for report in reports for usage in report]
 
 
 def _compile(toolkit: Toolkit, flags: list, source: Path, identity: dict, cache: Path) -> tuple[Path, list[Usage]]:
     """Return the object of one source, from `cache` if it is there, and ptxas' report of it."""
-    # a header and not -D: nvcc runs its steps through a shell, which would take the quotes away
+    # a header instead of -D, as nvcc runs its steps through a shell, which would remove the quotes
     stamp = f"#define MOERT_BUILD_INFO {json.dumps(json.dumps(identity))}\n" if source.stem == "info" else ""
     headers = [path for path in sorted(source.parent.iterdir()) if path.suffix in (".cuh", ".h")]
     digest = hashlib.sha256(repr((flags, stamp, toolkit.version)).encode())
@@ -299,7 +299,7 @@ def _compile(toolkit: Toolkit, flags: list, source: Path, identity: dict, cache:
             os.replace(Path(tmp) / report.name, report)
             os.replace(fresh, made)
     for path in (made, report):
-        path.touch()  # its age is the time since it was last used
+        path.touch()  # so that its age is the time since its last use
     return made, read_ptxas(report.read_text())
 
 
@@ -313,7 +313,7 @@ def prune(folder: Path) -> None:
 
 
 def read_ptxas(text: str) -> list[Usage]:
-    """Return what `ptxas -v` reports, one entry per kernel and architecture."""
+    """Parse the output of `ptxas -v` into one entry per kernel and architecture."""
     found: list[Usage] = []
     for line in text.splitlines():
         if kernel := re.search(r"Compiling entry function '(\S+)' for '(\S+)'", line):
@@ -340,32 +340,32 @@ def complaints(usages: list[Usage], max_registers: int = MAX_REGISTERS) -> list[
 
 
 def _run(command: list) -> str:
-    """Return what the command prints; raises BuildError with it if it fails."""
+    """Return the output of the command; raises a BuildError with the output if it fails."""
     command = [str(part) for part in command]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     except OSError as error:
-        raise BuildError(f"{command[0]} cannot be run ({error.strerror}); reinstall it") from error
+        raise BuildError(f"{command[0]} cannot be run ({error.strerror}). Reinstall it") from error
     if done.returncode:
-        raise BuildError(f"{shlex.join(command)} failed with {done.returncode}:\n{done.stdout}")
+        raise BuildError(f"{shlex.join(command)} failed with exit code {done.returncode}:\n{done.stdout}")
     return done.stdout
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Build for this machine and print the library's path; 1 if a kernel exceeds the gates, 2 if nothing was built."""
+    """Build for this machine and print the library's path; return 1 if a kernel exceeds a limit, 2 if nothing was built."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.native.build", description=__doc__.splitlines()[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
     for kind, what in (("cpu", "csrc/cpu with g++ or clang++"), ("cuda", "csrc/ with nvcc")):
         options = kinds.add_parser(kind, help=what, description=f"Compile {what} into {NAMES[kind]}.")
-        place = f"moe_runtime/{kind}/<hash of the sources>" + f"-{platform.machine()}" * (kind == "cpu")
-        options.add_argument("--out", type=Path, help=f"default {place}/{NAMES[kind]} in $XDG_CACHE_HOME or ~/.cache")
-        options.add_argument("--csrc", type=Path, help="default the sources of this package")
+        place = f"moe_runtime/{kind}/<hash of the sources>{f'-{platform.machine()}' * (kind == 'cpu')}/{NAMES[kind]}"
+        options.add_argument("--out", type=Path, help=f"default: {place} in $XDG_CACHE_HOME or ~/.cache")
+        options.add_argument("--csrc", type=Path, help="folder of the sources (default: those of this package)")
         if kind == "cpu":
             options.add_argument("--force", action="store_true", help="build even if the library is up to date")
             continue
-        options.add_argument("--archs", default=ARCHS, help="default %(default)s; 90 alone takes a fifth of the time")
-        options.add_argument("--max-registers", type=int, default=MAX_REGISTERS, help="a thread, default %(default)s")
-        options.add_argument("--report", action="store_true", help="print what ptxas reports of each kernel")
+        options.add_argument("--archs", default=ARCHS, help="default: %(default)s; 90 alone takes a fifth of the time")
+        options.add_argument("--max-registers", type=int, default=MAX_REGISTERS, help="limit per thread (default: %(default)s)")
+        options.add_argument("--report", action="store_true", help="print the report of ptxas for each kernel")
     asked = parser.parse_args(arguments)
     out = asked.out
     try:
@@ -382,8 +382,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (BuildError, OSError, ValueError) as error:
         if isinstance(error, OSError):
             place = error.filename2 or error.filename or out or asked.csrc
-            remedy = "set XDG_CACHE_HOME or --out to a writable place"
-            error = f"{place} cannot be read or written ({error.strerror}); {remedy}"
+            remedy = "Set XDG_CACHE_HOME or --out to a writable path"
+            error = f"{place} cannot be read or written ({error.strerror}). {remedy}"
         print(f"error: {error}", file=sys.stderr)
         return 2
     most = max(usages, key=lambda usage: usage.registers, default=Usage("no kernel", "no architecture"))

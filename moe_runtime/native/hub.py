@@ -1,7 +1,8 @@
 """Write a repository for the pip package `kernels` and the Hub: `python -m moe_runtime.native.hub OUT` (docs/build.md).
 
-A kernel is loaded from any folder, under its metadata's id, possibly several versions in one process. So a variant holds
-those files of this package that its functions need, with relative imports, and torch.ops.<id> instead of torch.ops.moe_runtime:
+A kernel is loaded from any folder under the id in its metadata, possibly several versions in one process. A variant therefore
+holds the files of this package that its functions need, with relative imports and torch.ops.<id> instead of
+torch.ops.moe_runtime:
 
     OUT/README.md
     OUT/build/torch-cuda/                                  Triton, any torch with CUDA; torch-cpu/ is the same without a GPU
@@ -24,7 +25,7 @@ from moe_runtime.native.build import NAMES, SUFFIXES, csrc_dir
 
 PACKAGE = Path(__file__).resolve().parents[1]
 VERSION = 0  # of the API on the Hub; 0 is not yet stable
-FUNCTIONS = {  # what a kernel offers: name -> module
+FUNCTIONS = {  # the public functions: name -> module
     "route": "ops.routing",
     "dispatch": "ops.dispatch",
     "grouped_gemm": "ops.grouped_gemm",
@@ -38,9 +39,9 @@ FUNCTIONS = {  # what a kernel offers: name -> module
 TORCH, CUDA = (
     "211",
     "cu130",
-)  # the library needs neither, but a variant's name must say from which torch on, and for which CUDA
+)  # the library depends on neither, but a variant's name must state the oldest torch and the CUDA version
 ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0+PTX", "12.0")
-GLIBC = (2, 28)  # the newest that the Hub allows
+GLIBC = (2, 28)  # the newest that the Hub accepts
 IMPORT = re.compile(r"^(\s*)from moe_runtime(\.[\w.]+)? import ", re.M)
 
 CARD = """---
@@ -83,7 +84,7 @@ globals().update({{name: getattr(_kernel, name) for name in __all__}})
 
 
 def needed(functions: dict[str, str] = FUNCTIONS) -> dict[str, str]:
-    """Return path -> text of the package's modules that `functions` import, however late."""
+    """Return path -> text of the package's modules that `functions` import, directly or lazily."""
     found: dict[str, str] = {}
     waiting = sorted({module.replace(".", "/") + ".py" for module in functions.values()})
     while waiting:
@@ -100,7 +101,7 @@ def needed(functions: dict[str, str] = FUNCTIONS) -> dict[str, str]:
 
 
 def relocated(path: str, text: str, unique: str) -> str:
-    """Return a module's text with relative imports and its ops under torch.ops.<unique>."""
+    """Return a module's text with relative imports and its ops in torch.ops.<unique>."""
     dots = "." * (path.count("/") + 1)
     text = IMPORT.sub(lambda found: f"{found[1]}from {dots}{(found[2] or '').lstrip('.')} import ", text)
     text = text.replace("torch.ops.moe_runtime", f"torch.ops.{unique}").replace('"moe_runtime::', f'"{unique}::')
@@ -108,7 +109,7 @@ def relocated(path: str, text: str, unique: str) -> str:
 
 
 def glibc(library: Path) -> tuple[int, int]:
-    """Return the oldest glibc that has all that the library asks of it."""
+    """Return the oldest glibc version that provides all symbols of the library."""
     found = re.findall(rb"GLIBC_(\d+)\.(\d+)", library.read_bytes())
     return max(((int(major), int(minor)) for major, minor in found), default=(0, 0))
 
@@ -145,16 +146,16 @@ def write_variant(folder: Path, backend: str, library: Path | None = None) -> No
 
 
 def write_repository(out: Path, library: Path | None = None, overwrite: bool = False) -> None:
-    """Write the repository `out` atomically, with a variant for `library`, a CUDA library, if it is given.
+    """Write the repository `out` atomically, with a variant for the CUDA library `library` if given.
 
-    Raises ValueError for a library that the Hub would refuse, and for a folder that is not empty.
+    Raises ValueError for a library that the Hub would reject, and for a folder that is not empty.
     """
     check_out_dir(out, overwrite, [library])
     if library is not None and glibc(library) > GLIBC:
         needs, most = (".".join(map(str, version)) for version in (glibc(library), GLIBC))
         raise ValueError(
-            f"library {library} needs glibc {needs}; the Hub accepts {most} or older; "
-            f"link with CXX='zig cc -target x86_64-linux-gnu.{most}'"
+            f"The library {library} needs glibc {needs}, but the Hub accepts {most} or older. "
+            f"Link it with CXX='zig cc -target x86_64-linux-gnu.{most}'"
         )
     with atomic_folder(out, overwrite) as folder:
         for name, backend in (("torch-cuda", "cuda"), ("torch-cpu", "cpu")):
@@ -165,11 +166,11 @@ def write_repository(out: Path, library: Path | None = None, overwrite: bool = F
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the repository."""
+    """Write the repository and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.native.hub", description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="a new folder")
-    parser.add_argument("--library", type=Path, help=f"a {NAMES['cuda']} for glibc {'.'.join(map(str, GLIBC))}")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("out", type=Path, help="new folder for the repository")
+    parser.add_argument("--library", type=Path, help=f"{NAMES['cuda']} linked for glibc {'.'.join(map(str, GLIBC))}")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     options = parser.parse_args(arguments)
     try:
         write_repository(options.out, options.library, options.overwrite)

@@ -1,8 +1,8 @@
-"""The compiled libraries: where they are, why one cannot be used, and how a kernel is launched.
+"""Find, check and load the compiled libraries, and launch their kernels.
 
 `cpp` is the library of csrc/cpu (backend "cpp"), `cuda` that of csrc/ (backend "cuda"). The argument types are read from each
-library's C header, so that no second list of them exists. Nothing is loaded before the first question, and having no library
-is a normal state: the backends "triton" and "torch" do without.
+library's C header, so that they are listed only once. Nothing is loaded before the first use. The libraries are optional: the
+backends "triton" and "torch" do not need them.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ _TYPES = {
     "double": ctypes.c_double,
 }  # fmt: skip
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-WHEEL = Path(__file__).resolve().parents[1] / "_lib"  # beside this code, and trusted as much
+WHEEL = Path(__file__).resolve().parents[1] / "_lib"  # installed with this code, and trusted equally
 NO_OPENMP = "none: torch has loaded no OpenMP runtime"
 
 
 def read_header(text: str) -> dict[str, tuple[type | None, list[type]]]:
-    """Return name -> (result type, argument types) of each MOERT_API function that a C header declares."""
+    """Return name -> (result type, argument types) of each MOERT_API function declared in a C header."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     declared = re.findall(r"^\s*MOERT_API\s+([\w\s]+?[\s*]+)(moert_\w+)\s*\(([^)]*)\)\s*;", text, re.M)
     found = {}
@@ -44,28 +44,29 @@ def _type(declaration: str) -> type | None:
 
 
 class Loaded(NamedTuple):
-    """A loaded library; `info` says how it was built: the hash of its sources, compiler or nvcc, sets or archs."""
+    """A loaded library; `info` describes its build: hash of the sources, compiler or nvcc, instruction sets or archs."""
 
     handle: ctypes.CDLL
     path: Path
     info: dict
-    openmp: str = NO_OPENMP  # cpp's: the runtime in whose threads it works
+    openmp: str = NO_OPENMP  # the OpenMP runtime whose threads the CPU library uses
 
     @property
     def variant(self) -> str:
-        """The instruction set that cpp's uses."""
+        """The instruction set that the CPU library uses."""
         return self.handle.moert_cpu_variant().decode()
 
     @property
     def emulated(self) -> bool:
-        """Whether the kernels of cuda's run on the CPU, on CPU tensors: the test emulator's library has no archs."""
+        """Whether the CUDA kernels run on CPU tensors: the library of the test emulator lists no archs."""
         return not self.info.get("archs")
 
 
 def _open(path: Path) -> int:
-    """Open a library of the cache; raises OSError, before any of its code runs, if another user could have written it.
+    """Open a library in the cache; raises OSError, before any of its code runs, if another user could have written it.
 
-    What is loaded is this open file, so that nobody exchanges it meanwhile. It stays open: glibc knows libraries by name.
+    This open file is what gets loaded, so that it cannot be exchanged in between. It stays open, as glibc identifies libraries
+    by name.
     """
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     if why := distrust(path, os.fstat(opened)) or distrusted(path.parent):
@@ -75,15 +76,15 @@ def _open(path: Path) -> int:
 
 
 class Library:
-    """One library of csrc/: searched for at the first question, in the wheel and where the build command puts it."""
+    """One library of csrc/, searched for at first use, in the wheel and where the build command writes it."""
 
     kind: str  # of moe_runtime.native.build
-    prefix: str  # of the functions, and the header's name
+    prefix: str  # of the functions, and the name of the header
     title: str
 
     def __init__(self):
         self.command = f"python -m moe_runtime.native.build {self.kind}"
-        self._found: Loaded | str | None = None  # or why there is none
+        self._found: Loaded | str | None = None  # a string says why there is none
 
     def bind(self, path: Path, csrc: Path | None = None, opened: int | None = None) -> Loaded:
         """Load the library at `path`, or the file `opened` there, with the types of the header in `csrc`.
@@ -107,18 +108,18 @@ class Library:
             or getattr(handle, f"{self.prefix}_abi_version")() != int(version[1])
         ):
             lacks = f" and has no {missing[0]}" if missing else ""
-            raise OSError(f"{path} was built from other sources than {csrc}{lacks}; rebuild it: {self.command}")
+            raise OSError(f"{path} was built from other sources than {csrc}{lacks}. To rebuild it, run {self.command}")
         return Loaded(handle, Path(path), info)
 
     def places(self) -> list[Path]:
-        """Return where the library may be: in the wheel, and in the cache if this user has one."""
+        """Return where to search for the library: in the wheel, and in the cache if this user has one."""
         places = [WHEEL / build.NAMES[self.kind]]
-        with contextlib.suppress(OSError, RuntimeError):  # no home, as in containers that run as a number
+        with contextlib.suppress(OSError, RuntimeError):  # no home, as in containers that run under a numeric user id
             places.append(build.library_path(self.kind))
         return places
 
     def find(self) -> Loaded | str:
-        """Return the library in use, or why there is none."""
+        """Return the library in use, or a string that says why there is none."""
         if self._found is None:
             self._found = self._search()
         return self._found
@@ -127,23 +128,23 @@ class Library:
         reasons, header = [], build.csrc_dir(self.kind) / f"{self.prefix}.h"
         try:
             if not header.is_file():
-                return f"{header.parent} has no {header.name}; expected a checkout or an installed wheel"
+                return f"{header.parent} has no {header.name}, as a checkout or an installed wheel has"
         except OSError as error:
             return str(error)
         for path in self.places():
             try:
-                if path.is_file():  # raises where a folder above it may not be read
+                if path.is_file():  # raises if a parent folder is not readable
                     return self.bind(path, opened=None if path == WHEEL / path.name else _open(path))
             except (OSError, RuntimeError, ValueError) as error:
                 reasons.append(str(error))
-        return "; ".join(reasons) or f"the {self.title} library is not built; {self.command} builds it"
+        return "; ".join(reasons) or f"the {self.title} library is not built. To build it, run {self.command}"
 
     def use(self, library: Loaded | None) -> None:
-        """Use `library`, which `bind` loaded, from now on; None: search again."""
+        """Use `library`, which `bind` has loaded, from now on; with None, search again."""
         self._found = library
 
     def library(self) -> Loaded:
-        """Return the library in use. Raises ValueError that says why there is none."""
+        """Return the library in use. Raises a ValueError that says why there is none."""
         found = self.find()
         if isinstance(found, str):
             raise ValueError(found)
@@ -164,9 +165,9 @@ class CppLibrary(Library):
     IDX_KINDS = {torch.uint8: 1, torch.int8: -1, torch.int16: -2, torch.int32: -4, torch.int64: -8}
 
     def bind(self, path: Path, csrc: Path | None = None, opened: int | None = None) -> Loaded:
-        """Load the library at `path`, as `Library.bind` does, and give it the OpenMP runtime that torch works in."""
+        """Load the library at `path`, as `Library.bind` does, and connect it to the OpenMP runtime that torch uses."""
         library = super().bind(path, csrc, opened)
-        # two runtimes in one process compete for the cores
+        # two OpenMP runtimes in one process would compete for the cores
         for runtime in _openmp_runtimes():
             if all(hasattr(runtime, name) for name in OPENMP):
                 addresses = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in OPENMP]
@@ -177,13 +178,13 @@ class CppLibrary(Library):
     def why_not(self, device: torch.device) -> str | None:
         """Return why the library's kernels cannot run on `device`; None if they can."""
         if device.type != "cpu":
-            return f"the tensor is on {device.type}; expected cpu"
+            return f"the tensor is on {device.type}, not on cpu"
         found = self.find()
         if isinstance(found, str):
             return found
         if found.openmp == NO_OPENMP and (threads := torch.get_num_threads()) > 1:
-            reason = f"the CPU library found no OpenMP runtime, torch's threads are {threads}"
-            return f"{reason}; load libgomp, or call torch.set_num_threads(1)"
+            reason = f"the CPU library found no OpenMP runtime, but torch uses {threads} threads"
+            return f"{reason}. Load libgomp, or call torch.set_num_threads(1)"
         return None
 
     # what torch.compiler.assume_constant_result sets: loading a library would break the graph
@@ -194,11 +195,11 @@ class CppLibrary(Library):
 
 
 def _openmp_runtimes() -> Iterator[ctypes.CDLL]:
-    """Yield where torch's OpenMP may be, the most certain first."""
+    """Yield candidates for torch's OpenMP runtime, the most certain first."""
     torch_lib = Path(torch.__file__).parent / "lib"
     if os.environ.get("LD_PRELOAD"):
-        yield ctypes.CDLL(None)  # what is preloaded comes before all else for torch too
-    # a name looked up through torch is found in what torch itself is linked with; other packages may bring their own
+        yield ctypes.CDLL(None)  # preloaded libraries take precedence for torch too
+    # a symbol looked up through torch resolves to what torch is linked with; other packages may load another runtime
     paths = [torch_lib / "libtorch_cpu.so"]
     names = {Path(line[5]) for line in _maps() if len(line) > 5}
     found = [path for path in names if re.match(r"lib(g|i)?omp\d*[-.]", path.name)]
@@ -209,7 +210,7 @@ def _openmp_runtimes() -> Iterator[ctypes.CDLL]:
 
 
 def _maps() -> list[list[str]]:
-    """Return what is mapped into this process: the addresses, four columns, and the file if there is one."""
+    """Return the mappings of this process: the addresses, four columns, and the file if there is one."""
     maps = Path("/proc/self/maps")
     return [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.is_file() else []
 
@@ -234,14 +235,14 @@ class CudaLibrary(Library):
         found = self.find()
         emulated = isinstance(found, Loaded) and found.emulated
         if device.type == "cpu":
-            return None if emulated else "the tensor is on the CPU; expected cuda"
+            return None if emulated else "the tensor is on the CPU, not on cuda"
         if isinstance(found, str):
             return found
         if emulated:
-            return "the CUDA library in use is the emulator's, for the CPU"
+            return "the CUDA library in use is the emulator, which runs on the CPU"
         major, minor = torch.cuda.get_device_capability(device)
         if not covers(found.info["archs"], major, minor):
-            return f"{found.path} is for {', '.join(found.info['archs'])}; expected sm_{major}{minor}; {self.command}"
+            return f"{found.path} is for {', '.join(found.info['archs'])}, not for sm_{major}{minor}. Run {self.command}"
         return None
 
     # what torch.compiler.assume_constant_result sets: loading a library would break the graph
@@ -254,9 +255,9 @@ class CudaLibrary(Library):
         return ("emulated" if found.emulated else f"nvcc {found.info['nvcc']} for {', '.join(found.info['archs'])}") + state
 
     def launch(self, name: str, tensor: torch.Tensor, *args) -> None:
-        """Call the launcher `name` on the current stream of `tensor`'s device, which becomes the current device for the call.
+        """Call the launcher `name` on the current stream of `tensor`'s device, with that device as the current one.
 
-        `args` are all arguments but the last, the stream; tensors give their pointers. Raises RuntimeError if it fails.
+        `args` are all arguments except the last, the stream; tensors are passed as pointers. Raises RuntimeError on failure.
         """
         handle = self.library().handle
         function = getattr(handle, name)
@@ -271,7 +272,7 @@ class CudaLibrary(Library):
 
 
 def covers(archs: list[str], major: int, minor: int) -> bool:
-    """Whether code for one of `archs` runs on a GPU of this compute capability: machine code of its major version, or PTX."""
+    """Return whether a GPU of this compute capability runs code for `archs`: machine code of its major version, or PTX."""
 
     def fits(arch: str) -> bool:
         kind, _, number = arch.partition("_")

@@ -1,10 +1,10 @@
-"""What stands between the two products of an expert: activations and their derivatives, by name, and the gated product.
+"""Activations, their derivatives and gated products between the two matrix products of an expert.
 
 gated      h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset),   z = [gate; up] [R, 2I]
 otherwise  h = act(z),                                                           z [R, I]
 
-Without a limit nothing is clamped. With `interleaved` z is gate_0, up_0, gate_1, up_1, ... The gradient of a clamp is 1 up to
-the limit and on it, and 0 beyond.
+Without a limit nothing is clamped. With `interleaved`, z is gate_0, up_0, gate_1, up_1, ... The gradient of a clamp is 1 up to
+and at the limit, and 0 beyond it.
 """
 
 import math
@@ -32,11 +32,11 @@ ACT_BACKWARD = {  # d act(x) / dx times grad
 }
 
 
-FORM = "str act, bool gated, float? limit, float up_offset, bool interleaved"  # an `Activation` as the ops take it
+FORM = "str act, bool gated, float? limit, float up_offset, bool interleaved"  # schema of an `Activation` in the ops
 
 
 class Activation(NamedTuple):
-    """The form of an expert's gate, in the order in which the ops take it."""
+    """The form of an expert's gate, with the fields in the order of the ops' schema."""
 
     act: str = "silu"
     gated: bool = True
@@ -45,31 +45,31 @@ class Activation(NamedTuple):
     interleaved: bool = False
 
     def check(self) -> None:
-        """Raise ValueError unless the act is known and the rest fits."""
+        """Raise ValueError for an unknown act or invalid parameters."""
         check_choice("act", self.act, ACTIVATIONS)
-        # math.isfinite of a number that dynamo makes a variable would break the graph
+        # math.isfinite would break the graph for a number that dynamo treats as a variable
         if (self.limit is not None and not 0 < self.limit < math.inf) or not -math.inf < self.up_offset < math.inf:
-            got = f"limit is {self.limit}, up_offset {self.up_offset}"
-            raise ValueError(f"{got}; expected a finite limit above 0 or None, and a finite up_offset")
+            got = f"limit is {self.limit} and up_offset is {self.up_offset}"
+            raise ValueError(f"Expected a finite limit above 0 or None, and a finite up_offset, but {got}")
         if not self.gated and (self.limit or self.up_offset or self.interleaved):
-            raise ValueError(f"gated is False in {self}; limit, up_offset and interleaved are for gated experts")
+            raise ValueError(f"limit, up_offset and interleaved require gated experts, but gated is False in {self}")
 
     def gate_form(self) -> dict[str, object]:
-        """Return all but act and gated, which the launchers take by name."""
+        """Return the parameters other than act and gated, which the launchers accept as keywords."""
         return dict(zip(self._fields[2:], self[2:]))
 
     def split(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return views of the gate and of up in z [..., 2I]; z and None without a gate."""
+        """Return views of gate and up in z [..., 2I], or z and None if not gated."""
         if not self.gated:
             return z, None
         return (z[..., ::2], z[..., 1::2]) if self.interleaved else z.chunk(2, -1)
 
     def below(self, gate: torch.Tensor) -> torch.Tensor:
-        """Return min(gate, limit) of `gate` [..., I], the gate itself without a limit."""
+        """Return min(gate, limit) of `gate` [..., I], or the gate itself without a limit."""
         return gate if self.limit is None else gate.clamp(max=self.limit)
 
     def shifted(self, up: torch.Tensor) -> torch.Tensor:
-        """Return clamp(up, -limit, limit) + up_offset of `up` [..., I]; up itself with neither."""
+        """Return clamp(up, -limit, limit) + up_offset of `up` [..., I], or up itself with neither."""
         if self.limit is not None:
             up = up.clamp(-self.limit, self.limit)
         return up + self.up_offset if self.up_offset else up

@@ -1,4 +1,4 @@
-"""Balance losses of a router, per layer, as return values.
+"""Balance losses of a router, computed per layer and returned.
 
     cv2      cv2(importance) + cv2(load),  cv2(v) = var(v) / (mean(v)^2 + 1e-10)       Shazeer et al. 2017; XFT, code
     switch   R sum_r f_r P_r,  f_r = share of slots sent to r, P_r = mean_t softmax(router_logits)[t, r]     Switch; UpIT
@@ -15,9 +15,9 @@ The official code decides "is among the selected" by comparing the noise (not th
 
 Losses are float32, those of float64 logits float64.
 
-top_k is top_k when balanced. transformers takes the means over the tokens of all layers together (pooled), and imbalances of
-different layers cancel: four layers, each collapsed on another pair of 8 experts, give 2, as balanced ones do. The mean of
-the layers' own losses (per_layer) gives 8.
+The top_k loss equals top_k when balanced. transformers averages over the tokens of all layers together (pooled), so imbalances
+of different layers cancel: four layers that have each collapsed to another pair of 8 experts give 2, like balanced ones. The
+mean of the losses of the layers (per_layer) gives 8.
 """
 
 from collections.abc import Sequence
@@ -29,20 +29,20 @@ from moe_runtime.ops.library import wide_dtype
 
 
 def cv2(v: torch.Tensor) -> torch.Tensor:
-    """Squared coefficient of variation of `v` [R], with the unbiased variance; 0 for R = 1."""
+    """Compute the squared coefficient of variation of `v` [R] with the unbiased variance; 0 for R = 1."""
     v = v.to(wide_dtype(v.dtype))
     return v.new_zeros(()) if v.numel() < 2 else v.var() / (v.mean().square() + 1e-10)
 
 
 def selection_mask(config: MoEConfig, topk_idx: torch.Tensor) -> torch.Tensor:
-    """`topk_idx` [T, K] -> which routed experts each token selected, [T, R] bool (the shared expert left out)."""
+    """Return which routed experts each token selected, [T, R] bool without the shared expert, from `topk_idx` [T, K]."""
     mask = torch.zeros(topk_idx.shape[0], config.num_experts, dtype=torch.bool, device=topk_idx.device)
     mask.scatter_(1, topk_idx.long(), True)
     return mask[:, int(config.has_shared_expert) :]
 
 
 def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> torch.Tensor:
-    """Smooth load [R] of k of R experts from clean logits, noise and its scale, [T, R] each; differentiable."""
+    """Compute the smooth load [R] of k of R experts from clean logits, noise and its scale, [T, R] each; differentiable."""
     noisy = router_logits + noise
     top = noisy.topk(k + 1, -1).values
     threshold_in, threshold_out = top[:, k : k + 1], top[:, k - 1 : k]
@@ -52,7 +52,7 @@ def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> torch.Tensor
 
 
 def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> torch.Tensor:
-    """cv2(importance) + cv2(load) of one layer, [], without its coefficient."""
+    """Compute cv2(importance) + cv2(load) of one layer, [], without its coefficient."""
     noisy = router_logits if noise is None else router_logits + noise
     mask = selection_mask(config, topk_idx)
     scores = noisy.to(wide_dtype(noisy.dtype))
@@ -68,7 +68,7 @@ def cv2_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None)
 
 
 def switch_loss(config: MoEConfig, router_logits, topk_idx) -> torch.Tensor:
-    """R sum_r f_r P_r of one layer, [], 1 when balanced; f carries no gradient."""
+    """Compute R sum_r f_r P_r of one layer, [], 1 when balanced; f has no gradient."""
     mask = selection_mask(config, topk_idx)
     router_logits = router_logits.to(wide_dtype(router_logits.dtype))
     f = mask.sum(0, dtype=router_logits.dtype) / max(mask.shape[0] * config.num_routed_per_token, 1)
@@ -76,7 +76,7 @@ def switch_loss(config: MoEConfig, router_logits, topk_idx) -> torch.Tensor:
 
 
 def balance_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> torch.Tensor | None:
-    """The layer's loss times its coefficient, []; None where config.balance_loss is "none" or no token came."""
+    """Return the layer's loss times its coefficient, []; None if config.balance_loss is "none" or there are no tokens."""
     if config.balance_loss == "none" or config.num_routed_experts == 0 or router_logits.shape[0] == 0:
         return None
     if config.balance_loss == "switch":
@@ -87,31 +87,31 @@ def balance_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=N
 
 
 def top_k_loss(router_logits: torch.Tensor, top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """E sum_e F_e P_e of `router_logits` [T, E], []; tokens with `token_mask` [T] 0 count in neither mean.
+    """Compute E sum_e F_e P_e of `router_logits` [T, E], []; tokens with `token_mask` [T] 0 are excluded from both means.
 
-    Differentiable through P; 0 without a token.
+    Differentiable through P; 0 without tokens.
     """
     return _top_k_loss(*_top_k_sums(router_logits, top_k, token_mask))
 
 
 def pooled_loss(router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """top_k_loss over the tokens of all layers together, `router_logits` L of [T, E], `token_mask` [T] -> []."""
+    """Compute `top_k_loss` over the tokens of all layers together, `router_logits` L of [T, E], `token_mask` [T] -> []."""
     sums = [_top_k_sums(logits, top_k, token_mask) for logits in router_logits]
     return _top_k_loss(*(sum(part.to(sums[0][0].device) for part in parts) for parts in zip(*sums, strict=True)))
 
 
 def per_layer_loss(router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean of the layers' top_k_loss, `router_logits` L of [T, E], `token_mask` [T] -> []."""
+    """Compute the mean of the layers' `top_k_loss`, `router_logits` L of [T, E], `token_mask` [T] -> []."""
     losses = [top_k_loss(logits, top_k, token_mask) for logits in router_logits]
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
 def _top_k_sums(router_logits, top_k: int, token_mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums over the tokens: the choices [E], the probabilities [E], and the tokens themselves []."""
+    """Sum over the tokens: the selections [E], the probabilities [E], and the number of tokens []."""
     probability = router_logits.to(wide_dtype(router_logits.dtype)).softmax(-1)
     chosen = torch.zeros_like(probability).scatter_(1, probability.topk(top_k, -1).indices, 1.0)
     weight = probability.new_ones(len(probability)) if token_mask is None else token_mask.to(probability)
-    # not weight @ chosen, which autocast would round
+    # not weight @ chosen, which autocast would compute in low precision
     return (weight[:, None] * chosen).sum(0), (weight[:, None] * probability).sum(0), weight.sum()
 
 

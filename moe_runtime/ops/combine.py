@@ -1,4 +1,4 @@
-"""Rows back to tokens: a gather and a weighted sum, never a scatter.
+"""Combine expert outputs per token with a gather and a weighted sum, without a scatter.
 
 out[t] = sum_k topk_weight[t, k] y[slot_row[t * K + k]]
 """
@@ -13,14 +13,14 @@ from moe_runtime.ops.library import LIB, kind, register, register_backward, wide
 
 
 def combine(y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None) -> torch.Tensor:
-    """`y` [R, H], `topk_weight` [T, K], `slot_row` [R = T * K] or [T, K] integers -> [T, H] in y's dtype.
+    """Combine `y` [R, H] with `topk_weight` [T, K] and `slot_row` [R = T * K] or [T, K] of integers -> [T, H] in y's dtype.
 
-    Summed in float32, float64 for float64 y. Differentiable in y and topk_weight. Raises ValueError for shapes that do not fit.
+    Sums in float32, or float64 for float64 y. Differentiable in y and topk_weight. Raises ValueError for mismatched shapes.
     """
     fits = y.dim() == 2 and topk_weight.dim() == 2 and y.shape[0] == topk_weight.numel() == slot_row.numel()
     if not fits or slot_row.dtype not in INTEGERS:
         got = f"y is {kind(y)}, topk_weight {kind(topk_weight)}, slot_row {kind(slot_row)}"
-        raise ValueError(f"{got}; want [T * K, H], [T, K], [T * K] integers")
+        raise ValueError(f"Expected y [T * K, H], topk_weight [T, K] and slot_row [T * K] of integers, but {got}")
     topk_weight = topk_weight.to(wide_dtype(y.dtype))
     return torch.ops.moe_runtime.combine(y, topk_weight, slot_row, backends.pick("combine", y, backend))
 
@@ -51,7 +51,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(x: torch.Tensor, row_token: torch.Tensor, slot_row: torch.Tensor) -> torch.Tensor:
-    """Rows `row_token` [R] of `x` [T, H] -> [R, H]; the gradient is a sum over each token's rows `slot_row` [R], no scatter."""
+    """Gather rows `row_token` [R] of `x` [T, H] -> [R, H]; the gradient sums each token's rows `slot_row` [R], no scatter."""
     return _GatherRows.apply(x, row_token, slot_row)
 
 
@@ -60,10 +60,10 @@ LIB.define("combine_backward(Tensor dout, Tensor y, Tensor topk_weight, Tensor s
 
 
 def weighted_sum(y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: torch.Tensor) -> torch.Tensor:
-    """`slot_row` [T, K] -> [T, H] in y's dtype. With weights, y must have their dtype; without, every weight is 1."""
+    """Sum rows of y by `slot_row` [T, K] -> [T, H] in y's dtype; weights must have y's dtype, None means ones."""
     if slot_row.numel() == 0 or y.shape[1] == 0:
         return y.new_zeros(slot_row.shape[0], y.shape[1])
-    # one pass, parallel over tokens, float32 inside; a gather and a bmm take ten times as long on the CPU
+    # one pass, parallel over tokens, float32 inside; a gather and a bmm are ten times slower on the CPU
     return F.embedding_bag(slot_row, y, mode="sum", per_sample_weights=topk_weight)
 
 

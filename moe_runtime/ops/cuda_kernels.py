@@ -1,7 +1,7 @@
-"""The CUDA library's kernels (csrc/) under the names and signatures of the Triton launchers in kernels/: the backend "cuda".
+"""The backend "cuda": kernels of csrc/ with the names and signatures of the Triton launchers in kernels/.
 
-What each computes is stated in the file of its op; csrc/moert.h is the interface. Outputs are allocated here, the library
-allocates nothing, and no launch waits for the GPU. Any strides are accepted, and copied away where the kernels want none.
+The file of each op states what its kernel computes; csrc/moert.h is the interface. Outputs are allocated here, as the library
+allocates nothing, and no launch waits for the GPU. Any strides are accepted; tensors are copied where the kernels need it.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import torch
 from moe_runtime.config import GATES
 from moe_runtime.native.library import cuda
 
-MAX_EXPERTS = 1024  # that route and dispatch can tell apart
+MAX_EXPERTS = 1024  # limit of the route and dispatch kernels
 
 
 class _Tiles(ctypes.Structure):
@@ -22,24 +22,24 @@ class _Tiles(ctypes.Structure):
 
 
 def fits(num_experts: int) -> bool:
-    """Whether the kernels of route and dispatch take so many experts."""
+    """Return whether the kernels of route and dispatch support this number of experts."""
     return num_experts <= MAX_EXPERTS
 
 
 def check_experts(num_experts: int) -> None:
-    """Raise ValueError for more experts than the kernels of route and dispatch take."""
+    """Raise ValueError for more experts than the kernels of route and dispatch support."""
     if not fits(num_experts):
-        raise ValueError(f"num_experts is {num_experts}, backend is 'cuda'; want at most {MAX_EXPERTS}, or another backend")
+        raise ValueError(f"num_experts must be at most {MAX_EXPERTS} for backend 'cuda', but got {num_experts}")
 
 
 def route_forward(
     router_logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, gate: str, shared: int,
     topk_idx: torch.Tensor | None = None, block_count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1.
+    """Route `router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1.
 
-    `topk_idx` [T, top_k] int32 are the ids if the caller has chosen them. `block_count` of `new_block_count` is filled with
-    how many slots of each block of tokens go to each expert, for `route_plan`.
+    `topk_idx` [T, top_k] int32 are the ids if the caller has selected them. `block_count` of `new_block_count` is filled with
+    the number of slots of each block of tokens for each expert, for `route_plan`.
     """
     T, E = router_logits.shape
     router_logits = _rows(router_logits)
@@ -55,13 +55,13 @@ def route_forward(
 
 
 def new_block_count(router_logits: torch.Tensor, shared: int) -> torch.Tensor:
-    """Return an unwritten [blocks of tokens, E + shared] int32 for `route_forward` of these logits."""
+    """Return an uninitialized [blocks of tokens, E + shared] int32 for `route_forward` of these logits."""
     T, E = router_logits.shape
     return router_logits.new_empty(-(-T // block_tokens(T, E)), E + shared, dtype=torch.int32)
 
 
 def block_tokens(T: int, E: int) -> int:
-    """Return how many tokens of T one row of `block_count` covers, for a router of E logits."""
+    """Return the number of tokens (of T) per row of `block_count`, for a router with E logits."""
     return cuda.library().handle.moert_route_block_tokens(T, E)
 
 
@@ -88,16 +88,16 @@ def route_plan(
     topk_idx: torch.Tensor, num_experts: int, block_rows: Sequence[int] = (), first_expert: int = 0,
     block_count: torch.Tensor | None = None, count_tokens: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """As `dispatch_forward`, and the map of tiles of each of up to 4 `block_rows`, as of `tile_map`: all in one launch.
+    """Compute `dispatch_forward` and the `tile_map` of each of up to 4 `block_rows` in a single launch.
 
-    `block_count` [blocks, E] is what `route_forward` counted of these ids, `count_tokens` the tokens of a block.
+    `block_count` [blocks, E] contains the counts of `route_forward` for these ids, `count_tokens` is the tokens of a block.
     """
     idx, id_bytes = _index(topk_idx)
     R, E, K = idx.numel(), num_experts, topk_idx.shape[1]
     offsets = idx.new_empty(E + 1, dtype=torch.int32)
     rows = [idx.new_empty(R, dtype=torch.int32) for _ in range(3)]
     maps = _new_maps(offsets, R, block_rows)
-    # the router's counts make the blocks' own superfluous
+    # with the router's counts, blocks need not count again
     workspace_bytes = 0 if block_count is not None else cuda.library().handle.moert_route_plan_workspace(R, E)
     workspace = idx.new_empty(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None
     cuda.launch(
@@ -110,7 +110,7 @@ def route_plan(
 def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
     """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
 
-    Tiles lie in row order; behind the last one the expert is -1. No tile holds rows of experts below `first_expert`, or
+    Tiles are in row order; after the last one the expert is -1. No tile contains rows of experts below `first_expert`, or
     dropped rows.
     """
     expert_offsets = expert_offsets.contiguous()
@@ -125,7 +125,7 @@ def merge_experts_forward(
 ) -> torch.Tensor:
     """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's dtype unless given.
 
-    With `seen` [E] float32 the kernel leaves `out` alone where alpha equals it; the host does not learn which.
+    With `seen` [E] float32 the kernel leaves `out` unchanged if alpha equals it, without synchronizing with the host.
     """
     weight, stride_e, P = _experts(weight)
     out = weight.new_empty(weight.shape[1:]) if out is None else out
@@ -155,7 +155,7 @@ def combine_forward(
 ) -> torch.Tensor:
     """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's dtype.
 
-    `num_rows` [1] int32, read on the device: slots whose row is not below it count nothing, whatever y and the weight hold.
+    `num_rows` [1] int32 is read on the device: slots whose row is not below it contribute nothing, whatever their values.
     """
     (T, K), H = topk_weight.shape, y.shape[1]
     y, (slot_row, row_bytes), out = y.contiguous(), _index(slot_row), y.new_empty(T, H)
@@ -168,7 +168,7 @@ def combine_backward(
     dout: torch.Tensor, y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of `combine_forward`."""
-    if dout.dtype != y.dtype:  # autograd's has y's
+    if dout.dtype != y.dtype:  # autograd passes y's dtype
         dy, dweight = combine_backward(dout.float(), y.float(), topk_weight, slot_row)
         return dy.to(y.dtype), dweight
     (T, K), H = topk_weight.shape, y.shape[1]
@@ -182,23 +182,23 @@ def combine_backward(
 
 def _dtype(tensor: torch.Tensor) -> int:
     if tensor.dtype not in cuda.DTYPES:
-        raise ValueError(f"dtype is {tensor.dtype}, backend is 'cuda'; want float32, float16 or bfloat16")
+        raise ValueError(f"dtype must be float32, float16 or bfloat16 for backend 'cuda', but got {tensor.dtype}")
     return cuda.DTYPES[tensor.dtype]
 
 
 def _index(index: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Contiguous int32 or int64, and the bytes of one; what is narrower is widened."""
+    """Return `index` as contiguous int32 or int64, widened if narrower, and its item size in bytes."""
     index = index if index.dtype in (torch.int32, torch.int64) else index.int()
     return index.contiguous(), index.element_size()
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
-    """Each row contiguous; the rows themselves may lie anywhere."""
+    """Return `logits` with contiguous rows; the row stride is arbitrary."""
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
 def _experts(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Each expert contiguous; the experts themselves may lie anywhere, even on top of each other (stride 0)."""
+    """Return `weight` with contiguous experts; the stride between experts is arbitrary, even 0."""
     if not weight[0].is_contiguous():
         weight = weight.contiguous()
     return weight, weight.stride(0), weight[0].numel()

@@ -1,11 +1,11 @@
-"""Tokens to experts: a stable counting sort of the T * K slots by expert.
+"""Dispatch tokens to experts: a stable counting sort of the T * K slots by expert.
 
 Slot t * K + k holds expert topk_idx[t, k]. Rows are the slots in expert order; slots of one expert keep their order:
 
     row_slot[r] = slot of row r,  row_token[r] = row_slot[r] // K,  slot_row[s] = row of slot s
     rows of expert e: expert_offsets[e] <= r < expert_offsets[e + 1]
 
-A slot whose id lies outside 0..E-1 (-1 by convention) is dropped: it sorts behind every expert and no expert owns its row.
+A slot with an id outside 0..E-1 (-1 by convention) is dropped: it is sorted after all experts, and no expert owns its row.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = Non
     """Sort the slots of `topk_idx` [T, K] (any integer dtype) by expert. Raises ValueError for a bad shape or dtype."""
     if topk_idx.dim() != 2 or topk_idx.dtype not in INTEGERS or num_experts < 1:
         got = f"topk_idx is {kind(topk_idx)}, num_experts is {num_experts}"
-        raise ValueError(f"{got}; want [T, K] integers and at least 1 expert")
+        raise ValueError(f"Expected topk_idx [T, K] of integers and num_experts of at least 1, but {got}")
     chosen = backends.pick("dispatch", topk_idx, backend, cuda_fits=cuda_kernels.fits(num_experts))
     if chosen == "cuda":
         cuda_kernels.check_experts(num_experts)
@@ -44,7 +44,7 @@ LIB.define("dispatch(Tensor topk_idx, int num_experts, str backend) -> (Tensor, 
 
 def sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return expert_offsets [E + 1] int32 and row_slot [R] int64."""
-    expert = topk_idx.reshape(-1).long()  # a narrower id might not hold num_experts, the mark of a dropped slot
+    expert = topk_idx.reshape(-1).long()  # a narrower dtype might not hold num_experts, the marker of a dropped slot
     expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert)
     # 16-bit keys halve the radix sort's work
     row_slot = expert.to(torch.int16 if num_experts < 32767 else torch.int32).sort(stable=True).indices
@@ -61,7 +61,7 @@ def invert(row_slot: torch.Tensor) -> torch.Tensor:
 
 
 def live_weights(topk_weight: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return `topk_weight` [T, K] with zeros for dropped slots, ids outside 0..E-1, whose weights may be anything."""
+    """Return `topk_weight` [T, K] with zeros for dropped slots (ids outside 0..E-1), whose weights may be arbitrary."""
     return topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), 0)
 
 

@@ -1,6 +1,6 @@
-"""More experts out of a few: which two differ most, and a child of theirs.
+"""Create more experts from a few: find the two that differ most, and merge them into a child.
 
-UpIT, Algorithm 2 (its body is missing in the paper; what is a guess is an option of whoever calls):
+UpIT, Algorithm 2 (the paper omits its body; every assumption is an option of the caller):
     G_ij = <d_i, d_j>,  d_i = W_i - W_base over all tensors       distance: cosine 1 - G_ij / sqrt(G_ii G_jj),
                                                                   l2 sqrt(G_ii + G_jj - 2 G_ij)
     child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  (j, k) the farthest pair, a + b = 1
@@ -8,8 +8,8 @@ DARE (arXiv 2311.03099, Eq. 1):  D(d) = (1 - m) d / (1 - p),  m ~ Bernoulli(p) f
                                  without rescaling  D(d) = (1 - m) d
 
 Element i of a tensor has one 64-bit number of Philox 4x64-10 (Salmon et al., 2011): output i % 4 at the counter
-(i // 4 + 1, 0, 0, 0), key (seed, stream), the stream being the tensor's own. Its low 32 bits decide for j, the high ones for
-k: dropped if below p 2^32. So a child does not depend on the order of tensors, on blocks, or on the device, to the last bit.
+(i // 4 + 1, 0, 0, 0) with the key (seed, stream), one stream per tensor. The low 32 bits are for j, the high ones for k:
+dropped if below p 2^32. A child is therefore bit-identical for any order of tensors, block size and device.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from moe_runtime.config import check_choice, check_fraction, check_seed
 from moe_runtime.ops.library import LIB, kind, register, wide_dtype
 
 METRICS = ("cosine", "l2")
-FEW = 64  # experts whose products are taken at once
-BLOCK = 1 << 17  # elements of all experts that are looked at together on the CPU
-WHOLE = 1 << 24  # on a GPU, where experts are apart and are put side by side
+FEW = 64  # experts whose products are computed together
+BLOCK = 1 << 17  # elements of all experts that are processed together on the CPU
+WHOLE = 1 << 24  # the same on a GPU, where separate experts are stacked first
 
 
 @torch.no_grad()
@@ -35,15 +35,15 @@ def gram(
 ) -> torch.Tensor:
     """Return G [n, n] float64 of `experts` [n, ...], or n tensors [...], minus `base` [...]; each is read once.
 
-    Products and short sums are in float32, long sums in float64 (all of it for float64). Add up the matrices of a model's
-    tensors to compare its experts as a whole. More than FEW tensors, of a sequence, are read several times. No gradient.
-    Raises ValueError for shapes, dtypes, devices that differ.
+    Products and short sums are in float32, long sums in float64 (everything for float64). Add the results of a model's tensors
+    to compare whole experts. A sequence of more than FEW tensors is read several times. Not differentiable. Raises ValueError
+    for different shapes, dtypes or devices.
     """
     is_stack = isinstance(experts, torch.Tensor)
     if len(experts) > FEW and not is_stack:
         return _gram_of_many(experts, base, backend)
     if not 0 < len(experts) <= FEW:
-        raise ValueError(f"experts are {len(experts)}; want 1 to {FEW}")
+        raise ValueError(f"Expected 1 to {FEW} experts, but got {len(experts)}")
     first = experts[0]
     for tensor in (first,) if is_stack else experts:
         _check_like("experts", tensor, first, "as the first expert")
@@ -67,11 +67,11 @@ def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor, how: str) 
     """Raise ValueError unless `tensor` has the shape, the floating dtype and the device of `first`."""
     wanted = (first.shape, first.dtype, first.device)
     if (tensor.shape, tensor.dtype, tensor.device) != wanted or not first.is_floating_point():
-        raise ValueError(f"{name} is {kind(tensor)}; want {kind(first)}, {how}, of a floating dtype")
+        raise ValueError(f"Expected {kind(first)}, {how}, of a floating dtype, but {name} is {kind(tensor)}")
 
 
 def _gram_of_many(experts: Sequence[torch.Tensor], base: torch.Tensor | None, backend: str | None) -> torch.Tensor:
-    """G of more experts than FEW: of every two groups of them."""
+    """Return G of more than FEW experts, computed for every two groups of them."""
     n, size = len(experts), FEW // 2
     groups = [range(start, min(start + size, n)) for start in range(0, n, size)]
     total = torch.zeros(n, n, dtype=torch.float64, device=experts[0].device)
@@ -86,7 +86,7 @@ def _gram_of_many(experts: Sequence[torch.Tensor], base: torch.Tensor | None, ba
 def gram_row(experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
     """Return the last row [n + 1] float64 of G of the n `experts` and of `child`, all [...], in the precision of `gram`.
 
-    Each is read once. No kernel of its own: torch, on any device. No gradient.
+    Each is read once. Runs in torch on any device. Not differentiable.
     """
     rows = [tensor.reshape(-1) for tensor in (*experts, child)]
     origin = None if base is None else base.reshape(-1)
@@ -102,7 +102,7 @@ def gram_row(experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.T
 
 
 def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
-    """Return the distance [n, n] float64 of each pair, 0 on the diagonal. A zero vector is at cosine distance 1 from others."""
+    """Return the distances [n, n] float64 of all pairs, 0 on the diagonal. A zero vector has cosine distance 1 to others."""
     check_choice("metric", metric, METRICS)
     gram = gram.double()
     square = gram.diagonal().clamp_min(0)
@@ -116,11 +116,11 @@ def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
 
 
 def farthest_pair(distance: torch.Tensor) -> tuple[int, int]:
-    """Return the pair i < j of `distance` [n, n] that is farthest apart, the first of equals; ValueError for NaN."""
+    """Return the pair i < j with the largest `distance` [n, n], the first of equals; raises ValueError for NaN."""
     values = distance.detach().double().cpu().numpy()
     i, j = np.triu_indices(len(values), 1)
     if len(values) < 2 or np.isnan(values[i, j]).any():
-        raise ValueError(f"distance is {values.shape}, with NaN if an expert is not finite; want numbers [n, n], n >= 2")
+        raise ValueError(f"distance must be [n, n] with n >= 2 and without NaN, but got {values.shape} or NaN")
     best = int(values[i, j].argmax())
     return int(i[best]), int(j[best])
 
@@ -135,23 +135,23 @@ def dare_merge(
     first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None = None, *, weights: tuple[float, float],
     drop: float = 0.5, rescale: bool = True, seed: int, tensor: str | int, start: int = 0, backend: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the child [...] of `first` and `second` [...], trained from `base` (None: zero, as of LoRA's halves).
+    """Return the child [...] of `first` and `second` [...], which were trained from `base` (None: zero, as for LoRA matrices).
 
-    `weights` are a and b, `drop` is p. `tensor` names the stream of random numbers under `seed`: a tensor's name, or a
-    number of one's own; a part of a tensor that begins at its element `start`, a multiple of 4, gets that part of the
-    child. Computed in float32 (float64 for float64) and rounded once. No gradient. Raises ValueError for shapes, dtypes,
-    devices that differ and numbers out of range.
+    `weights` are a and b, `drop` is p. `tensor` selects the stream of random numbers for `seed`: a tensor's name or any
+    number. A part of a tensor that begins at its element `start`, a multiple of 4, gets that part of the child. Computed in
+    float32 (float64 for float64) and rounded once. Not differentiable. Raises ValueError for different shapes, dtypes or
+    devices, and for numbers out of range.
     """
     for name, other in (("second", second), ("base", first if base is None else base)):
         _check_like(name, other, first, "as first")
     check_drop(drop)
     if len(weights) != 2 or not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"weights is {weights!r}; want two finite numbers")
+        raise ValueError(f"weights must be two finite numbers, but got {weights!r}")
     stream = stream_of(tensor)
     for name, number in (("seed", seed), ("tensor", stream)):
         check_seed(name, number)
     if start < 0 or start % 4:
-        raise ValueError(f"start is {start}; want a multiple of 4, the element at which this part begins")
+        raise ValueError(f"start (the first element of this part) must be a multiple of 4, but got {start}")
     threshold, scale = round(drop * (1 << 32)), 1.0 if drop == 1 or not rescale else 1 / (1 - drop)
     scales = [weight * scale for weight in weights]
     backend = backends.pick("dare_merge", first, backend)
@@ -159,14 +159,14 @@ def dare_merge(
 
 
 def stream_of(tensor: str | int) -> int:
-    """Return the number of a tensor's stream: itself, or 63 bits of its name's BLAKE2b."""
+    """Return the number of a tensor's stream: the number itself, or 63 bits of the BLAKE2b hash of its name."""
     if not isinstance(tensor, str):
         return tensor
     return int.from_bytes(hashlib.blake2b(tensor.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def draws(seed: int, stream: int, start: int, count: int) -> np.ndarray:
-    """Return elements [start, start + count)'s random numbers [count, 2] uint32, for first and second; 4 divides `start`."""
+    """Return the random numbers [count, 2] uint32 of elements [start, start + count), for both parents; 4 divides `start`."""
     bits = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=[start // 4, 0, 0, 0])
     return bits.random_raw(-(-count // 4) * 4)[:count].astype("<u8", copy=False).view("<u4").reshape(count, 2)
 

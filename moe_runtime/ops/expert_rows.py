@@ -1,8 +1,8 @@
-"""What the backends of `moe_mlp` share: the experts' weights, their rows in expert order, and their gradients.
+"""Common parts of the backends of `moe_mlp`: the experts' weights, their rows in expert order, and their gradients.
 
     rows of expert e: expert_offsets[e] <= r < expert_offsets[e + 1];  d down_e = dy^T wh,  d gate_up_e = dz^T x  over them
 
-Weights of the experts that train may lie apart from the stack of all, as in `grouped_gemm`:
+The weights of trained experts may be stored separately from the stack, as in `grouped_gemm`:
 
     weight of e = trained[trainable[e]] where trainable[e] >= 0, else stack[e]
 """
@@ -18,14 +18,14 @@ from moe_runtime.ops.library import kind
 from moe_runtime.ops.workspace import lease
 
 ROWS = 8  # a matmul of 255 rows takes 15 % longer than one of 256 in float32; 2 cores, torch 2.13, 2026-11-20
-PADDED_FROM = 4  # rows; fewer take the way of a matrix and a vector, which is faster
-GROUP_ELEMENTS = 1 << 19  # rows of the experts that go together, times the columns of the widest buffer
+PADDED_FROM = 4  # rows; fewer use matrix-vector products, which are faster
+GROUP_ELEMENTS = 1 << 19  # rows of the experts in a group times the columns of the widest buffer
 
 
 def check_trained(stack: torch.Tensor, trainable, trained, name: str = "trained", masks: bool = True) -> None:
-    """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...], called `name`, fit the frozen `stack` [E, ...].
+    """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...], called `name`, match the frozen `stack` [E, ...].
 
-    Without `trained`, `trainable` is a mask [E] bool, where the op takes `masks`.
+    Without `trained`, `trainable` is a mask [E] bool if the op supports `masks`.
     """
     if trainable is None and trained is None:
         return
@@ -34,18 +34,18 @@ def check_trained(stack: torch.Tensor, trainable, trained, name: str = "trained"
     if not fits or trainable.device != stack.device or (trained is None and not masks):
         wanted = f"[{stack.shape[0]}] {str(dtype).removeprefix('torch.')} on {stack.device}"
         wanted += "" if dtype == torch.bool else ", and trained with it"
-        raise ValueError(f"trainable is {kind(trainable)}; want {wanted}")
+        raise ValueError(f"Expected {wanted}, but trainable is {kind(trainable)}")
     if trained is None:
         return
     if trained.shape[1:] != stack.shape[1:] or trained.dtype != stack.dtype or trained.device != stack.device:
         wanted = f"[n, *{list(stack.shape[1:])}] {stack.dtype} on {stack.device}"
-        raise ValueError(f"{name} is {kind(trained)}; want {wanted}")
+        raise ValueError(f"Expected {wanted}, but {name} is {kind(trained)}")
     if stack.requires_grad:
-        raise ValueError(f"the stack beside {name} requires a gradient; want it frozen: `trained` holds what trains")
+        raise ValueError(f"The stack of {name} must be frozen, as only `trained` is trained, but it requires a gradient")
 
 
 def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
-    """Return for each expert the row of the weights that train, -1 if it is frozen; `trainable` [E], bools or such rows."""
+    """Return each expert's row in the trained weights, -1 if it is frozen; `trainable` [E] is bools or such rows."""
     if trainable is None:
         return list(range(E))
     if trainable.dtype == torch.bool:
@@ -54,11 +54,11 @@ def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
 
 
 def weight_at(e: int, row: int, stack: torch.Tensor, apart: torch.Tensor | None) -> torch.Tensor:
-    """Return expert e's weight [out, in]: `row` of `apart` [n, out, in] if it trains there, else of `stack` [E, out, in]."""
+    """Return expert e's weight [out, in]: `row` of `apart` [n, out, in] if trained there, else from `stack` [E, out, in]."""
     return stack[e] if apart is None or row < 0 else apart[row]
 
 
-# an `Experts` as the ops take it
+# schema of an `Experts` in the ops
 SCHEMA = (
     f"Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? up_trained, Tensor? down_trained, "
     f"{FORM}, str shared"
@@ -69,7 +69,7 @@ _NONE = Activation(*[None] * len(Activation._fields))  # the gradient of an acti
 
 
 class Experts(NamedTuple):
-    """The experts of a layer: what goes from the public function through the ops to the kernels, in the order of SCHEMA."""
+    """The experts of a layer, passed from the public function through the ops to the kernels, in the order of SCHEMA."""
 
     up: torch.Tensor  # [E, 2I or I, H]
     down: torch.Tensor  # [E, H, I]
@@ -79,7 +79,7 @@ class Experts(NamedTuple):
     up_trained: torch.Tensor | None = None  # [n, 2I or I, H]
     down_trained: torch.Tensor | None = None  # [n, H, I]
     activation: Activation = Activation()
-    shared: str = "group"  # "dense": the Triton backend leaves expert 0's matmuls to torch
+    shared: str = "group"  # "dense": the Triton backend computes expert 0 with torch's matmuls
 
     def pack(self) -> tuple:
         """Return the op arguments of SCHEMA."""
@@ -88,45 +88,45 @@ class Experts(NamedTuple):
 
     @classmethod
     def unpack(cls, arguments: Sequence) -> "Experts":
-        """Return the experts of the op arguments of SCHEMA, or what autograd says about each of these arguments."""
+        """Build the experts from the op arguments of SCHEMA, or from one value of autograd per argument."""
         *values, shared = arguments
         tensors = len(values) - len(Activation._fields)
         return cls(*values[:tensors], Activation(*values[tensors:]), shared)
 
     def requires_grad(self) -> bool:
-        """Whether any of the tensors requires a gradient."""
+        """Return whether any of the tensors requires a gradient."""
         *tensors, _, _ = self
         return any([t.requires_grad for t in tensors if t is not None])
 
     def learned(self) -> "Gradients":
-        """Return the tensors that may get a gradient: of weights stored in two places, those that train."""
+        """Return the tensors that may get a gradient; of weights stored in two places, only the trained ones."""
         up, down = (self.up, self.down) if self.up_trained is None else (self.up_trained, self.down_trained)
         return Gradients(None, up, down, None, self.up_bias, self.down_bias)
 
     def needs(self, x: bool, topk_weight: bool, flags: Sequence) -> "Gradients":
-        """Return which of x, topk_weight and `learned` need a gradient, by autograd's flag for each op argument of SCHEMA."""
+        """Return which of x, topk_weight and `learned` need a gradient, from autograd's flag for each op argument of SCHEMA."""
         of = Experts.unpack(flags)
         up, down = (of.up, of.down) if self.up_trained is None else (of.up_trained, of.down_trained)
         return Gradients(x, up, down, topk_weight, of.up_bias, of.down_bias)
 
     def in_place(self, grads: "Gradients") -> tuple:
-        """Return `grads` as the gradients of the op arguments of SCHEMA."""
+        """Return `grads` in the positions of the op arguments of SCHEMA."""
         biases = {"up_bias": grads.up_bias, "down_bias": grads.down_bias, "activation": _NONE, "shared": None}
         if self.up_trained is None:
             return Experts(grads.up, grads.down, **biases).pack()
         return Experts(None, None, up_trained=grads.up, down_trained=grads.down, **biases).pack()
 
     def rows(self) -> list[int]:
-        """Return each expert's row in the weights that train, -1 for a frozen expert."""
+        """Return each expert's row in the trained weights, -1 for a frozen expert."""
         return trained_rows(self.up.shape[0], self.trainable)
 
     def at(self, e: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return up and down of expert e, whose row in the weights that train is `row`."""
+        """Return up and down of expert e, whose row in the trained weights is `row`."""
         return weight_at(e, row, self.up, self.up_trained), weight_at(e, row, self.down, self.down_trained)
 
 
 class Gradients(NamedTuple):
-    """Gradients of `moe_mlp`, None where the input is absent or needs none; as `needs`, which of them are asked for."""
+    """Gradients of `moe_mlp`, None if the input is absent or needs none; as `needs`, flags of the requested ones."""
 
     x: torch.Tensor | None
     up: torch.Tensor | None
@@ -136,45 +136,45 @@ class Gradients(NamedTuple):
     down_bias: torch.Tensor | None
 
     def only(self, needs: "Gradients") -> "Gradients":
-        """Return those that `needs` asks for, None in place of the others."""
+        """Return the gradients requested by `needs`, None for the others."""
         return Gradients(*[grad if need else None for grad, need in zip(self, needs)])
 
     def besides(self, others: "Gradients") -> "Gradients":
-        """Return those that are None in `others`, None in place of the rest."""
+        """Return the gradients that are None in `others`, None for the rest."""
         return Gradients(*[grad if other is None else None for grad, other in zip(self, others)])
 
 
 class Member(NamedTuple):
-    """An expert of a group; its rows count from the group's first."""
+    """An expert of a group; its rows are numbered from the group's first row."""
 
     expert: int
     start: int
     end: int
-    padded: int  # the end, moved on to a multiple of ROWS rows if there are so many
+    padded: int  # the end, padded to a multiple of ROWS rows if there are as many
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return its rows of a group's, [rows, ...]; a view."""
+        """Return a view of its rows within a group's, [rows, ...]."""
         return rows[self.start : self.end]
 
     def wide(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return its rows and those up to the padded end, [rows, ...]; a view.
+        """Return a view of its rows up to the padded end, [rows, ...].
 
-        What is computed for the rows of later experts is overwritten when their turn comes: experts go in ascending order.
+        Results for rows of later experts are overwritten when these are computed, as experts are processed in ascending order.
         """
         return rows[self.start : self.padded]
 
 
 class Group(NamedTuple):
-    """Neighbouring experts, whose rows are gathered and go through the activation together."""
+    """Neighbouring experts whose rows are gathered and pass through the activation together."""
 
     start: int
-    end: int  # the last member's padded one
+    end: int  # the padded end of the last member
     members: list[Member]
-    everyone: bool  # one expert that sees every token once, in order
+    everyone: bool  # a single expert that processes every token once, in order
 
 
 def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
-    """Yield the experts that have rows, as many at a time as GROUP_ELEMENTS lets in; `everyone` says who sees every token."""
+    """Yield groups of experts with rows, limited by GROUP_ELEMENTS; `everyone` marks experts that process every token."""
     members, start = [], 0
     for e, (a, b) in enumerate(itertools.pairwise(bounds)):
         if a == b:
@@ -196,11 +196,11 @@ NOWHERE = Gradients(*[None] * len(Gradients._fields))
 
 
 def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = True) -> None:
-    """Let the backward pass add to the `.grad` of the stacks [E, ., .] among `parameters` in place, or to their `main_grad`.
+    """Make the backward pass add to the `.grad` (or `main_grad`) of the stacks [E, ., .] among `parameters` in place.
 
-    From the second micro-batch on, no gradient of a stack's size is made and added: with float32 gradients the result has
-    the same bits. Autograd sees no gradient then, and runs no hook: not for DDP or FSDP, which reduce in hooks, nor for
-    torch.autograd.grad. What is compiled by torch.compile, or differentiated with create_graph=True, gets its gradient as ever.
+    From the second micro-batch on, no separate gradient of a stack's size is allocated; with float32 gradients the result is
+    bit-identical. Autograd then sees no gradient and runs no hooks, so this is not for DDP or FSDP, which reduce in hooks, nor
+    for torch.autograd.grad. Code compiled by torch.compile, or with create_graph=True, gets its gradient as usual.
     """
     for parameter in parameters:
         if parameter.dim() == 3:
@@ -211,7 +211,7 @@ _ACCUMULATES = "moe_runtime_accumulates"
 
 
 def accumulating(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the parameter of `accumulate_into_grad` that `tensor` is, or is the transpose of; None of any other."""
+    """Return the parameter of `accumulate_into_grad` that `tensor` is or transposes; None for any other tensor."""
     leaf = tensor if tensor.is_leaf else tensor._base
     if not getattr(leaf, _ACCUMULATES, False):
         return None
@@ -220,7 +220,7 @@ def accumulating(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def gradients_so_far(learned: Gradients, leaves: Sequence[torch.Tensor | None]) -> Gradients:
-    """Return the gradients of `leaves`, the parameters of up and down, to add to; NOWHERE if there are none yet."""
+    """Return the existing gradients of `leaves`, the parameters of up and down; NOWHERE if there are none yet."""
     found = []
     for tensor, leaf in zip((learned.up, learned.down), leaves, strict=True):
         grad = None if leaf is None or torch.is_grad_enabled() else getattr(leaf, "main_grad", leaf.grad)
@@ -231,19 +231,19 @@ def gradients_so_far(learned: Gradients, leaves: Sequence[torch.Tensor | None]) 
 def new_gradients(
     experts: Experts, bounds: list[int], trained: list[int], needs: Gradients, into: Gradients = NOWHERE
 ) -> Gradients:
-    """Return memory for the gradients of the weights and biases that `needs` asks for; zeros for experts without rows.
+    """Allocate the gradients of the weights and biases requested by `needs`; zeros for experts without rows.
 
-    `into` has what is added to in place.
+    `into` contains the gradients that are accumulated in place.
     """
     learned = experts.learned().only(needs)
-    # the page faults of fresh memory would take a sixth of the time of a pass with 64 experts
+    # page faults of fresh memory would take a sixth of the time of a pass with 64 experts
     grads = Gradients(*(
         old if t is None or old is not None else in_layout_of(t, lambda shape, t=t: lease(shape, t))
         for t, old in zip(learned, into)
     ))  # fmt: skip
     E = len(trained)
     idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
-    # rows of weights that train which belong to no expert get zeros too
+    # rows of trained weights that belong to no expert also get zeros
     busy = {e if experts.up_trained is None else trained[e] for e in set(range(E)).difference(idle)}
     unused = set(range(experts.learned().up.shape[0])).difference(busy)
     for part, rows in ((grads.up, unused), (grads.down, unused), (grads.up_bias, idle), (grads.down_bias, idle)):
@@ -253,28 +253,28 @@ def new_gradients(
 
 
 def is_transposed(tensor: torch.Tensor) -> bool:
-    """Whether this is a stack [E, out, in] that is stored as [E, in, out], as GPT-OSS's are."""
+    """Return whether this is a stack [E, out, in] that is stored as [E, in, out], as in GPT-OSS."""
     return tensor.dim() == 3 and tensor.stride(1) == 1 and tensor.stride(2) != 1
 
 
 def in_layout_of(tensor: torch.Tensor, new: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of this shape that `new` makes of a shape, stored in the order of `tensor` [...].
+    """Return a tensor of this shape, allocated by `new`, with the memory order of `tensor` [...].
 
-    A gradient in its parameter's own layout becomes `.grad` as it is; autograd copies any other.
+    Autograd uses a gradient in its parameter's layout as `.grad` directly, and copies any other.
     """
     shape = tuple(tensor.shape)
     return new((shape[0], shape[2], shape[1])).transpose(1, 2) if is_transposed(tensor) else new(shape)
 
 
 def add_product(dy, x, out, adds: bool) -> None:
-    """Write dy^T x [out, in], or add it to `out` as autograd would."""
+    """Write dy^T x [out, in] to `out`, or add it as autograd would."""
     out.add_(torch.mm(dy.t(), x)) if adds else torch.mm(dy.t(), x, out=out)
 
 
 def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows, row_weight, into=NOWHERE) -> None:
     """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows.
 
-    Those that `into` has are added to.
+    Gradients in `into` are accumulated.
     """
     e, dy, dz = member.expert, member.own(dy), member.own(dz)
     if grads.down is not None:

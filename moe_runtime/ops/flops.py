@@ -1,9 +1,8 @@
-"""How many floating-point operations each op counts for in torch.utils.flop_counter.FlopCounterMode: its matrix products.
+"""FLOP formulas of the ops for torch.utils.flop_counter.FlopCounterMode, which count matrix products.
 
-A product of [m, k] and [k, n] is 2 m n k, as torch counts it; what is elementwise is 0, there as here. T tokens with K slots
-are R = T K rows whatever the experts that they go to: a slot that is dropped, or the weight gradient of a frozen expert,
-counts as if it were computed, since the formulas see shapes and no values. A pre-activation that the backward pass computes
-again counts again.
+A product of [m, k] and [k, n] counts 2 m n k, and elementwise ops count 0, as in torch. T tokens with K slots are R = T K rows
+for any routing: a dropped slot, or the weight gradient of a frozen expert, is counted as if it were computed, as the formulas
+see shapes but no values. A pre-activation that the backward pass recomputes is counted again.
 """
 
 import sys
@@ -20,7 +19,7 @@ def _moe_mlp(x, topk_weight, topk_idx, up, down, *_, **__) -> int:
 def _experts_backward(R: int, up, down, z, needs) -> int:
     need_x, need_up, need_down, *_ = needs
     again = int(z[0] != R)
-    # the gradient of h is always computed: that of the weights comes from it
+    # the gradient of h is always computed, as that of the weights depends on it
     return 2 * R * (prod(up[1:]) * (need_x + need_up + again) + prod(down[1:]) * (1 + need_down))
 
 
@@ -112,9 +111,9 @@ FORMULAS = {
 
 
 def announce(*_, **__):
-    """Make the formulas known to torch's counter, which asks each op whether it decomposes before it looks for a formula.
+    """Register the formulas with torch's counter, which asks each op whether it decomposes before it looks for a formula.
 
-    At import it would be too early: the counter's module imports triton, 130 ms. Ours do not decompose: NotImplemented.
+    This is not done at import, as the counter's module imports triton (130 ms). Our ops do not decompose (NotImplemented).
     """
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is not None:

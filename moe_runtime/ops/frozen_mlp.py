@@ -3,14 +3,14 @@
     out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t]);   FFN_e as in `ops.moe_mlp`, but each of its products is
     y = W_e x + b_e + B_e A_e x                                              (LoRA, arXiv 2106.09685, Eq. 3, per expert)
 
-W_e + B_e A_e is never made, and no gradient of W_e either. With low = x A_e^T [R, r] kept from the forward pass:
+Neither W_e + B_e A_e nor a gradient of W_e is ever materialized. With low = x A_e^T [R, r] saved by the forward pass:
 
     d_low = dy B_e;   dA_e = d_low^T x;   dB_e = dy^T low;   dx = dy W_e + d_low A_e
 
-The scaling alpha / r is a factor of B. Here A is [E, r, in] and B [E, r, out], that is B_e^T; PEFT's A [E r, in] is A as it
-is, and its B [out, r E], whose expert is the fastest index, is `.t().view(r, E, out).transpose(0, 1)`, any strides will do.
-Several adapters are one: concatenate them along r. For the backward pass x, the pre-activation, low, weights and indices
-are kept.
+B includes the scaling alpha / r. Here A is [E, r, in] and B is [E, r, out], which is B_e^T. PEFT's A [E r, in] has the same
+memory layout, and its B [out, r E], whose expert index is the fastest, is passed as `.t().view(r, E, out).transpose(0, 1)`;
+any strides are supported. Concatenate several adapters along r. x, the pre-activation, low, weights and indices are saved for
+the backward pass.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ def frozen_mlp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run x [T, H] through frozen `experts` -> out [T, H] in x's dtype, expert_offsets [E + 1] int32.
 
-    `topk_weight`, `topk_idx` [T, K] as of `moe_mlp`. Biases and pairs have x's dtype; dense stacks may have another one, and
-    are converted one expert at a time. Differentiable in x, topk_weight, biases and pairs. Raises ValueError for shapes,
-    dtypes or devices that do not fit, and for a stack that requires a gradient.
+    `topk_weight` and `topk_idx` [T, K] are as in `moe_mlp`. Biases and pairs have x's dtype; dense stacks may have another one
+    and are converted one expert at a time. Differentiable in x, topk_weight, biases and pairs. Raises ValueError for mismatched
+    shapes, dtypes or devices, and for a stack that requires a gradient.
     """
     _check(x, experts)
     check_slots(x, topk_weight, topk_idx)
@@ -47,7 +47,7 @@ def frozen_mlp(
 
 
 def frozen_mlp_reference(x, experts: FrozenExperts, topk_weight, topk_idx):
-    """The equation above as a sum over experts whose weights are made whole, in the inputs' dtype, through autograd."""
+    """Compute the equation above as a sum over experts with materialized weights, in the inputs' dtype, with autograd."""
     out = torch.zeros_like(x)
 
     def linear(rows, stack, pair: Pair | None, bias, e):
@@ -65,13 +65,14 @@ def frozen_mlp_reference(x, experts: FrozenExperts, topk_weight, topk_idx):
 def _check(x, experts: FrozenExperts) -> None:
     experts.activation.check()
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x is {kind(x)}; expected [T, H] of a floating dtype")
+        raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
     up, down, H = experts.up, experts.down, x.shape[1]
     E, _, I = down.shape if len(down.shape) == 3 else (0, 0, 0)
     Z = I * (1 + experts.activation.gated)
     if E == 0 or tuple(up.shape) != (E, Z, H) or tuple(down.shape) != (E, H, I):
         got = f"up is {tuple(up.shape)}, down {tuple(down.shape)}, x {tuple(x.shape)}"
-        raise ValueError(f"{got}; expected [E, {'2I' if experts.activation.gated else 'I'}, H], [E, H, I], [T, H], E >= 1")
+        sizes = f"up [E, {'2I' if experts.activation.gated else 'I'}, H], down [E, H, I] and x [T, H] with E >= 1"
+        raise ValueError(f"Expected {sizes}, but {got}")
     expected = {"up_bias": (E, Z), "down_bias": (E, H)}
     for name, pair, (out, into) in (("up", experts.up_lora, (Z, H)), ("down", experts.down_lora, (H, I))):
         r = 0 if pair is None else pair.a.shape[1]
@@ -80,11 +81,11 @@ def _check(x, experts: FrozenExperts) -> None:
         if tensor is None:
             continue
         if tensor.shape != expected[name] or tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(f"{name} is {kind(tensor)}; expected {expected[name]} {x.dtype} on {x.device}, as x")
+            raise ValueError(f"Expected {expected[name]} {x.dtype} on {x.device}, as x, but {name} is {kind(tensor)}")
     for name, stack in (("up", up), ("down", down)):
         if stack.data.requires_grad or stack.data.device != x.device:
             got = "requires a gradient" if stack.data.requires_grad else f"is on {stack.data.device}"
-            raise ValueError(f"{name} {got}; expected a frozen stack on {x.device}")
+            raise ValueError(f"Expected a frozen stack on {x.device}, but {name} {got}")
 
 
 LIB.define(
@@ -146,7 +147,7 @@ def _setup_context(ctx, inputs, output):
     x, topk_weight, _, *experts, _, ctx.backend = inputs
     _, z, up_low, down_low, expert_offsets, row_slot = output
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # or autograd fills a gradient of z's size with zeros
+    ctx.set_materialize_grads(False)  # otherwise autograd would fill a gradient of z's size with zeros
     tensors = [t for part in experts for t in (part if _is_list(part) else [part]) if isinstance(t, torch.Tensor)]
     ctx.arguments = [_Saved(len(a)) if _is_list(a) else _Saved() if isinstance(a, torch.Tensor) else a for a in experts]
     ctx.save_for_backward(x, topk_weight, z, up_low, down_low, expert_offsets, row_slot, *tensors)
@@ -157,7 +158,7 @@ def _is_list(argument) -> bool:
 
 
 class _Saved:
-    """The place of a saved tensor, or of a list of them, among the arguments."""
+    """Position of a saved tensor, or of a list of them, among the arguments."""
 
     def __init__(self, count: int | None = None):
         self.count = count
@@ -170,7 +171,7 @@ def _autograd(ctx, dout, *_):
     none = [[None] * len(need) if isinstance(need, (list, tuple)) else None for need in ctx.needs_input_grad]
     if dout is None:
         return tuple(none)
-    saved = ctx.saved_tensors  # read once: checkpointing unpacks anew at every look
+    saved = ctx.saved_tensors  # read once, as checkpointing unpacks at every access
     (x, topk_weight, *kept, expert_offsets, row_slot), rest = saved[:7], iter(saved[7:])
     arguments = [a.take(rest) if isinstance(a, _Saved) else a for a in ctx.arguments]
     first = 3 + 2 * len(Stack._fields)

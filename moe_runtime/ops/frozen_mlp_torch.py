@@ -1,7 +1,7 @@
-"""The torch and cpp backends of `frozen_mlp`: slots sorted by expert, one product per expert, projection and low-rank half.
+"""The torch and cpp backends of `frozen_mlp`: slots sorted by expert, one product per expert, projection and low-rank matrix.
 
-As `moe_mlp_torch` and `moe_mlp_cpp`, whose gathers, activations and sums these are. What is made is of R rows or of rank r:
-a weight is read where it lies, or converted one expert at a time (`frozen_rows.weight_of`).
+Gathers, activations and sums are those of `moe_mlp_torch` and `moe_mlp_cpp`. Temporaries have R rows or rank r: a weight is
+read in place, or converted one expert at a time (`frozen_rows.weight_of`).
 """
 
 import torch
@@ -14,9 +14,10 @@ from moe_runtime.ops.workspace import lease, scratch
 
 
 class _Steps:
-    """What lies between the products, in torch; `moe_mlp_cpp.Plan` is the same by the library.
+    """The steps between the products in torch; `moe_mlp_cpp.Plan` is the same with the library.
 
-    The weights are multiplied into h, before narrow dtypes round it (`folded`); the library keeps them for the sum.
+    The routing weights are multiplied into h before it is rounded to a narrow dtype (`folded`); the library applies them in
+    the sum.
     """
 
     folded = True
@@ -42,7 +43,7 @@ class _Steps:
         rows = slice(group.start, group.end)
         partial = self.row_weight.new_zeros(group.end - group.start)
         moe_mlp_torch.activate_backward(self.experts, z, dh, self.row_weight[rows], dz, wh, partial)
-        dweight[self.row_slot[rows]] = partial  # a later group's rows at the end come once more
+        dweight[self.row_slot[rows]] = partial  # rows of a later group at the end are overwritten later
 
     def combine(self, y, weighted: bool):
         y[self.rows :].zero_()
@@ -58,7 +59,7 @@ def _product(member: Member, rows, weight, bias, pair: Pair | None, low, out) ->
     """Write rows W^T + bias + low B, with low = rows A^T, for a member's rows."""
     e, rows, out = member.expert, member.wide(rows), member.wide(out)
     term, half = rows, weight.t()
-    if pair is not None:  # the small term first: the large product adds to it as it writes
+    if pair is not None:  # the small term first, as the large product accumulates onto it
         term, half = torch.mm(rows, pair.a[e].t(), out=member.wide(low)), pair.b[e]
     torch.mm(term, half, out=out) if bias is None else torch.addmm(bias[e], term, half, out=out)
     if pair is not None:
@@ -100,7 +101,7 @@ def forward(x, experts: FrozenExperts, topk_weight, topk_idx, save: bool, backen
 
 def backward(dout, x, experts: FrozenExperts, topk_weight, z_all, lows, offsets, row_slot, needs: FrozenGradients,
              backend: str) -> FrozenGradients:  # fmt: skip
-    """Gradients from `dout` [T, H], those that `needs` asks for; no stack gets one."""
+    """Compute the gradients requested by `needs` from `dout` [T, H]; stacks get none."""
     steps = _steps(backend, experts, x, topk_weight, offsets, row_slot)
     R, I, Z, H = steps.R, steps.I, steps.Z, steps.H
     grads = _new_gradients(experts, steps.bounds, needs)
@@ -170,7 +171,7 @@ def _bias_gradients(grads: FrozenGradients, e: int, bias, member: Member, dy, ro
 
 
 def _new_gradients(experts: FrozenExperts, bounds: list[int], needs: FrozenGradients) -> FrozenGradients:
-    """Return memory for the gradients of biases and pairs that `needs` asks for; zeros for experts without rows."""
+    """Allocate the gradients of biases and pairs requested by `needs`; zeros for experts without rows."""
     grads = FrozenGradients(*(None if t is None else in_order_of(t) for t in experts.learned().only(needs)))
     for e in (e for e in range(len(bounds) - 1) if bounds[e] == bounds[e + 1]):
         for grad in grads:

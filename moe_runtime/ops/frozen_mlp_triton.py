@@ -3,7 +3,7 @@
 forward   low of up (gathers), up with its term and the activation, low of down, down with its term, combine
 backward  d_low of down (gathers), dz with its term, d_low of up, dx with its term, sum of each token's rows, dA, dB
 
-A term is low[r] B_e: a product of rank r, with an accumulator of its own that is added after the loop over the base's sum.
+A term is low[r] B_e, a product of rank r with a separate accumulator that is added after the loop over the base's sum.
 """
 
 import torch
@@ -19,7 +19,7 @@ from moe_runtime.ops.moe_mlp_triton import Layer, sum_rows
 
 
 class _Layer(Layer):
-    """A layer of `moe_mlp_triton` over frozen stacks, and the products with the halves of its pairs."""
+    """A layer of `moe_mlp_triton` over frozen stacks, and the products with its low-rank matrices."""
 
     def __init__(self, experts: FrozenExperts, offsets, row_slot, slots: int):
         stacks = (_operand(stack) for stack in (experts.up, experts.down))
@@ -27,7 +27,7 @@ class _Layer(Layer):
         super().__init__(stacks, offsets, row_slot, slots)
 
     def choose(self, kernel: str, x, N: int, K: int):
-        """Return the launch config; packed weights are read through pointers, a step of a sum at most 64 long."""
+        """Return the launch config; packed weights are read through pointers, with steps of at most 64 along the sum."""
         tile = super().choose(kernel, x, N, K)
         up = self.experts.up
         return fit_packed(tile, kernel, up.format) if isinstance(up, PackedWeight) and kernel != "dw" else tile
@@ -53,7 +53,7 @@ class _Layer(Layer):
 
 
 def _operand(stack: Stack):
-    """Return a stack as the launchers take it; the scales of a packed one are made in float32, a number for each group."""
+    """Return the launchers' arguments for a stack; the scales of a packed one are converted to float32, one per group."""
     if not stack.format:
         return stack.data
     data, name = stack.data, stack.format
@@ -82,7 +82,7 @@ def forward(x, experts: FrozenExperts, topk_weight, topk_idx, save: bool, backen
 
 def backward(dout, x, experts: FrozenExperts, topk_weight, z, lows, offsets, row_slot, needs: FrozenGradients,
              backend: str) -> FrozenGradients:  # fmt: skip
-    """Gradients from `dout` [T, H], those that `needs` asks for; no stack gets one."""
+    """Compute the gradients requested by `needs` from `dout` [T, H]; stacks get none."""
     (T, K), E, (up, down) = topk_weight.shape, experts.up.shape[0], (experts.up_lora, experts.down_lora)
     layer, (up_low, down_low) = _Layer(experts, offsets, row_slot, K), lows
     down_dlow = None if down is None else layer.gathered(dout, down.b)

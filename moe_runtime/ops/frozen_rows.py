@@ -1,6 +1,6 @@
-"""What the backends of `frozen_mlp` share: frozen stacks, dense or packed, the low-rank terms, and an expert's weight.
+"""Common parts of the backends of `frozen_mlp`: frozen stacks (dense or packed), low-rank terms, and an expert's weight.
 
-A stack is never converted as a whole: `weight_of` returns one expert's weight, as a view or in memory that is used again.
+A stack is never converted as a whole: `weight_of` returns one expert's weight, as a view or in reused memory.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from moe_runtime.ops.activation import FORM, Activation
 from moe_runtime.ops.workspace import scratch
 
 _STACK = "Tensor {0}, Tensor[] {0}_scales, str {0}_format, SymInt[] {0}_shape"
-# a `FrozenExperts` as the ops take it
+# schema of a `FrozenExperts` in the ops
 SCHEMA = (
     f"{_STACK.format('up')}, {_STACK.format('down')}, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, "
     f"Tensor? down_a, Tensor? down_b, {FORM}"
@@ -23,7 +23,7 @@ SCHEMA = (
 class Stack(NamedTuple):
     """A frozen stack of E weights [out, in]."""
 
-    data: torch.Tensor  # dense: [E, out, in] with any strides; else the packed bytes, as `format` lays them out
+    data: torch.Tensor  # dense: [E, out, in] with any strides; else the packed bytes in the layout of `format`
     scales: Sequence[torch.Tensor] = ()
     format: str = ""  # "" for a dense stack
     shape: Sequence[int] = ()  # E, out, in
@@ -76,7 +76,7 @@ class FrozenExperts(NamedTuple):
 
 
 class FrozenGradients(NamedTuple):
-    """Gradients of `frozen_mlp`, None where the input is absent or needs none; as `needs`, which of them are asked for."""
+    """Gradients of `frozen_mlp`, None if the input is absent or needs none; as `needs`, flags of the requested ones."""
 
     x: torch.Tensor | None
     topk_weight: torch.Tensor | None
@@ -88,7 +88,7 @@ class FrozenGradients(NamedTuple):
     down_b: torch.Tensor | None
 
     def only(self, needs: Sequence) -> "FrozenGradients":
-        """Return those that `needs` asks for, None in place of the others."""
+        """Return the gradients requested by `needs`, None for the others."""
         return FrozenGradients(*[grad if need else None for grad, need in zip(self, needs)])
 
 
@@ -107,7 +107,7 @@ def weight_of(stack: Stack, e: int, dtype: torch.dtype, name: str) -> torch.Tens
 
 
 def in_order_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory for the gradient of a pair's `tensor` [E, r, n], in its order: of PEFT's B, [r, E, n]."""
+    """Allocate the gradient of a pair's `tensor` [E, r, n] in its memory order, which is [r, E, n] for PEFT's B."""
     if tensor.dim() == 3 and tensor.stride(0) < tensor.stride(1):
         return tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1)
     return tensor.new_empty(tensor.shape)

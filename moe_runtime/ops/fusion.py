@@ -1,11 +1,11 @@
-"""Logits of several language models mixed token by token, and the cross-entropy of the mixture without it in memory.
+"""Mix the logits of several language models per token, and compute the mixture's cross-entropy without materializing it.
 
 UltraFuser, Eq. (1):  o = sum_s w_s o_s,  o_s = h_s W_s^T;  w is the softmax of the gate's scores (`modules.fuser`)
 UltraFuser, Eq. (2):  L = sum_t CE(o_t, y_t)
 
-`hidden` h_s [..., H_s] are the specialists' last hidden states, those whose logits predict the label; `heads` W_s
-[V_s, H_s]; `gate_weight` w [..., S]. Vocabularies of several sizes are cut to the ids that all have. With p = softmax(o)
-and do the gradient of a token's loss times (p - onehot(y)):
+`hidden` h_s [..., H_s] are the specialists' last hidden states, whose logits predict the label; `heads` are W_s [V_s, H_s];
+`gate_weight` is w [..., S]. Vocabularies of different sizes are truncated to the common ids. With p = softmax(o) and do the
+gradient of a token's loss times (p - onehot(y)):
 
   dw_s = E_p[o_s] - o_s[y] = <do W_s, h_s>      dh_s = w_s do W_s      dW_s = do^T (w_s h_s)
 
@@ -29,21 +29,21 @@ from moe_runtime.ops.library import LIB, compute_dtype, inputs_of, kind, registe
 from moe_runtime.ops.workspace import scratch
 
 REDUCTIONS = ("mean", "sum", "none")
-CHUNK = 1 << 24  # logits that are in memory together on the CPU; on a GPU, whose products want more rows, 8 times that
+CHUNK = 1 << 24  # logits in memory at a time on the CPU; 8 times as many on a GPU, whose products need more rows
 
 
 def common_vocabulary(heads: Sequence[torch.Tensor]) -> int:
-    """Return how many ids all `heads` [V_s, H_s] have."""
+    """Return the number of ids that all `heads` [V_s, H_s] have in common."""
     return min(head.shape[0] for head in heads)
 
 
 def kept(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a sum over tokens that the loss's own gradient, 1 / tokens or so, has not scaled yet."""
+    """Return the dtype of a sum over tokens before it is scaled by the loss's gradient, about 1 / tokens."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def kernels_of(backend: str):
-    """Return the module whose functions mix logits: the Triton kernels', else torch's."""
+    """Return the module with the functions that mix logits: the Triton kernels, else torch."""
     if backend != "triton":
         return fusion_torch
     from moe_runtime.kernels import fusion
@@ -52,10 +52,10 @@ def kernels_of(backend: str):
 
 
 def fuse_logits(hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tensor:
-    """Eq. (1): `hidden` S of [..., H_s], `heads` S of [V_s, H_s], `gate_weight` [..., S] -> logits [..., V] float32.
+    """Compute Eq. (1): `hidden` S of [..., H_s], `heads` S of [V_s, H_s], `gate_weight` [..., S] -> [..., V] float32.
 
-    For generation, where few positions are asked for: each specialist's logits are in memory, first on its own device,
-    then on gate_weight's. Differentiable.
+    For generation, with few positions: each specialist's logits are materialized, first on its device, then on gate_weight's.
+    Differentiable.
     """
     _check(hidden, heads, gate_weight)
     V = common_vocabulary(heads)
@@ -64,9 +64,9 @@ def fuse_logits(hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], g
 
 
 def mix(parts: Iterable[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tensor:
-    """Eq. (1) of logits: `parts` S of [..., V_s], drawn one by one, `gate_weight` [..., S] -> [..., V], float32 or wider.
+    """Compute Eq. (1) from logits: `parts` S of [..., V_s], consumed one by one, `gate_weight` [..., S] -> [..., V] >= float32.
 
-    The result has the ids that all have, on gate_weight's device. Differentiable.
+    The result has the common ids, on gate_weight's device. Differentiable.
     """
     fused = None
     for s, logits in enumerate(parts):
@@ -78,7 +78,7 @@ def mix(parts: Iterable[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tenso
 
 
 def _first(logits: torch.Tensor, V: int) -> torch.Tensor:
-    # no view where nothing is cut: its gradient would be a copy
+    # no view if nothing is truncated, as its gradient would be a copy
     return logits if logits.shape[-1] == V else logits[..., :V]
 
 
@@ -86,10 +86,10 @@ def fused_cross_entropy(
     hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor, labels: torch.Tensor, *,
     ignore_index: int = -100, reduction: str = "mean", backend: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """F.cross_entropy of `fuse_logits` and `labels` [...]: a number, [...] if reduction is "none"; float32.
+    """Compute F.cross_entropy of `fuse_logits` and `labels` [...]: a scalar, or [...] if reduction is "none"; float32.
 
-    Differentiable in hidden, heads and gate_weight; autocast as for F.linear. Raises ValueError for shapes, dtypes and
-    devices that do not fit and for labels behind the common vocabulary; those make the loss NaN on a GPU.
+    Differentiable in hidden, heads and gate_weight; supports autocast as F.linear does. Raises ValueError for mismatched
+    shapes, dtypes and devices, and on the CPU for labels outside the common vocabulary, which make the loss NaN on a GPU.
     """
     _check(hidden, heads, gate_weight, labels)
     check_choice("reduction", reduction, REDUCTIONS)
@@ -112,46 +112,46 @@ def fused_cross_entropy(
 
 
 def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return `total` [] over the number of `labels` [...] that count: of none NaN, whose gradients are 0, as in torch."""
+    """Return `total` [] divided by the number of `labels` [...] not ignored; NaN with zero gradients if none, as in torch."""
     count = (labels != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
 
 
 def _check(hidden, heads, gate_weight, labels=None) -> None:
-    """Raise ValueError unless shapes, dtypes and devices fit."""
+    """Raise ValueError for mismatched shapes, dtypes or devices."""
     shape = hidden[0].shape[:-1] if len(hidden) else ()
-    want = f"want hidden [..., H_s], heads [V_s, H_s] and gate_weight [..., {len(hidden)}] of the same positions"
+    want = f"Expected hidden [..., H_s], heads [V_s, H_s] and gate_weight [..., {len(hidden)}] of the same positions"
     if not 0 < len(hidden) == len(heads) or gate_weight.shape != (*shape, len(hidden)):
-        got = f"hidden {len(hidden)} of [{tuple(shape)}, H_s], heads are {len(heads)}"
-        raise ValueError(f"gate_weight is {tuple(gate_weight.shape)}, {got}; {want}")
+        got = f"there are {len(hidden)} hidden states [{tuple(shape)}, H_s] and {len(heads)} heads"
+        raise ValueError(f"{want}, but gate_weight is {tuple(gate_weight.shape)} and {got}")
     for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
         fits = h.dim() > 0 and head.dim() == 2 and len(head) and h.shape[-1] == head.shape[1]
         if not fits or h.shape[:-1] != shape:
-            raise ValueError(f"hidden[{s}] is {tuple(h.shape)}, heads[{s}] {tuple(head.shape)}; {want}")
+            raise ValueError(f"{want}, but hidden[{s}] is {tuple(h.shape)} and heads[{s}] is {tuple(head.shape)}")
     if labels is None:
         return
     if labels.shape != shape or labels.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"labels is {kind(labels)}; want an int64 or int32 for each of the positions {tuple(shape)}")
+        raise ValueError(f"Expected labels {tuple(shape)} of int64 or int32, but labels is {kind(labels)}")
     dtypes, devices = (
         {compute_dtype(t) for t in (*hidden, *heads)},
         {t.device for t in (*hidden, *heads, gate_weight, labels)},
     )
     if len(dtypes) > 1 or len(devices) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
         dtypes, devices = (", ".join(sorted(map(str, found))) for found in (dtypes, devices))
-        want = "one floating dtype and one device; cast the specialists, move the heads"
-        raise ValueError(f"hidden and heads are {dtypes}, with gate_weight and labels on {devices}; want {want}")
+        got = f"hidden and heads are {dtypes}, with gate_weight and labels on {devices}"
+        raise ValueError(f"Expected one floating dtype and one device, but {got}. Cast the specialists or move the heads")
 
 
 def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend):
     """Return the loss of each token [T] and the gradients of sum(scale * loss): gate's, hidden's, heads'.
 
-    Empty where not needed. Those of heads are float32 where a narrow sum would be rounded more than once.
+    They are empty if not needed. Those of heads are float32 if a sum in a narrow dtype would be rounded more than once.
     """
     kernels, V, T = kernels_of(backend), common_vocabulary(heads), len(labels)
     gate, hidden, heads = gate.contiguous(), [h.contiguous() for h in hidden], [head.contiguous() for head in heads]
     nll, dgate = gate.new_empty(T), torch.empty_like(gate)
     dhidden = [torch.empty_like(h) if need else h.new_empty(0) for h, need in zip(hidden, need_hidden, strict=True)]
-    # slices of tokens, as many each, whose mixed logits are in memory together
+    # slices of equally many tokens whose mixed logits are in memory together
     most = max((CHUNK if gate.device.type == "cpu" else 8 * CHUNK) // V, 1)
     step = max(-(-T // max(-(-T // most), 1)), 1)
     chunks = [slice(start, min(start + step, T)) for start in range(0, T, step)]
@@ -177,7 +177,7 @@ def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, nee
 
 
 def _memory(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return uninitialized memory like `like`: on the CPU the same as before."""
+    """Return uninitialized memory like `like`, reused on the CPU."""
     return scratch(name, like.shape, like) if like.device.type == "cpu" else torch.empty_like(like)
 
 
@@ -187,7 +187,7 @@ def _add_product(total, a, b) -> None:
         total.addmm_(a, b)
     elif total.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # whose product may overflow before the loss's gradient makes it small
+    elif a.dtype == torch.float16:  # the product may overflow before the loss's gradient scales it down
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
     else:
         total.add_(torch.mm(a, b, out=scratch("fusion dhead", total.shape, b)))
@@ -207,12 +207,12 @@ NLLInputs, LossInputs = inputs_of("fused_nll"), inputs_of("fused_loss")
 
 
 def check_labels(labels, ignore_index, V) -> None:
-    """Raise ValueError for a label that not all specialists have; on the CPU alone: a GPU would have to be waited for."""
+    """Raise ValueError for a label outside the common vocabulary; on the CPU only, as it would synchronize a GPU."""
     if labels.device.type == "cpu":
         bad = (labels != ignore_index) & ((labels < 0) | (labels >= V))
         if bad.any():
-            got = f"labels hold {int(labels[bad][0])}, ignore_index is {ignore_index}"
-            raise ValueError(f"{got}; want ids below {V}, the smallest vocabulary's size")
+            got = f"got {int(labels[bad][0])} (ignore_index is {ignore_index})"
+            raise ValueError(f"labels must be below {V}, the size of the smallest vocabulary, but {got}")
 
 
 def _nll(gate, labels, hidden, heads, ignore_index, need_score, backend):
@@ -296,7 +296,7 @@ def _loss_autograd(ctx, dloss, *_):
         dgate, dhidden, dheads = torch.ops.moe_runtime.fused_loss_backward(
             dloss, gate, hidden, heads, dgate, dhidden, dheads, ctx.backend
         )
-    else:  # nobody asks again: the heads' gradients need not be in memory twice
+    else:  # not needed again, so the heads' gradients need not be in memory twice
         dgate, *dhidden = (_scale_in_place(grad, dloss) for grad in (dgate, *dhidden))
         dheads = [_scale_in_place(grad, dloss).to(head.dtype) for grad, head in zip(dheads, heads, strict=True)]
     dhidden, dheads = _only(dhidden, ctx.need_hidden), _only(dheads, ctx.need_heads)
@@ -318,7 +318,7 @@ def _loss_backward(dloss, gate, hidden, heads, dgate, dhidden, dheads, backend):
 
 
 def _factor(dloss, grad):
-    """Return `dloss` [] such that a product is rounded once: a number alone torch would take in `grad`'s narrow dtype."""
+    """Return `dloss` [] so that a product is rounded once; torch would convert a scalar to `grad`'s narrow dtype."""
     return dloss.view([1] * grad.dim())
 
 

@@ -1,8 +1,8 @@
-"""The torch backend of `moe_runtime.ops.fusion`: the loss goes over blocks of the vocabulary, its gradients have a chunk of
+"""The torch backend of `moe_runtime.ops.fusion`: the loss is computed over blocks of the vocabulary, gradients per chunk of
 tokens.
 
-Products go into memory that is used again; what is elementwise is done on pieces that stay in the cache. The functions
-have the signatures of those in kernels/fusion.py.
+Products are written to reused memory; elementwise ops run on pieces that stay in the cache. The functions have the signatures
+of those in kernels/fusion.py.
 """
 
 import math
@@ -11,13 +11,13 @@ import torch
 
 from moe_runtime.ops.workspace import scratch
 
-ROWS = 256  # of tokens that go over the vocabulary together
-CACHED = 1 << 20  # logits of all specialists that are in the cache together
-ON_GPU = 1 << 26  # the same where a launch costs more than the memory
+ROWS = 256  # tokens per pass over the vocabulary
+CACHED = 1 << 20  # logits of all specialists that fit into the cache
+ON_GPU = 1 << 26  # the same on a GPU, where a launch costs more than memory
 
 
 def fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score):
-    """Return the loss of each token [T] and, if asked for, its gradient in the gate's weights [T, S], else [0]."""
+    """Return the loss of each token [T] and, if requested, its gradient in the gate's weights [T, S], else [0]."""
     T, S = gate.shape
     nll, score = gate.new_empty(T), gate.new_empty((T, S) if need_score else 0)
     on_cpu = gate.device.type == "cpu"
@@ -38,17 +38,17 @@ def fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score)
 
 
 class _Sums:
-    """The softmax of some tokens' mixed logits as blocks of the vocabulary come along."""
+    """Online softmax of some tokens' mixed logits over blocks of the vocabulary."""
 
     def __init__(self, gate, need_score):
         T, S = gate.shape
         self.top, self.total = gate.new_full((T, 1), -math.inf), gate.new_zeros(T, 1)
-        self.target = gate.new_full((T, 1), math.nan)  # of a label that no block has
+        self.target = gate.new_full((T, 1), math.nan)  # stays NaN for a label that is in no block
         # E_p[o_s] times the total, and o_s of the label
         self.mean, self.targets = (gate.new_zeros(S, T), gate.new_full((S, T), math.nan)) if need_score else (None, None)
 
     def add(self, parts, gate, labels):
-        """Take a block: `parts` [S, T, n] is overwritten, `labels` count from its first id."""
+        """Add a block: `parts` [S, T, n] is overwritten, `labels` are relative to its first id."""
         n = parts.shape[2]
         mix = torch.mul(parts[0], gate[:, :1], out=scratch("fusion mix", parts.shape[1:], parts))
         for s in range(1, len(parts)):
@@ -65,7 +65,7 @@ class _Sums:
             self.mean = self.mean * shrink[:, 0] + parts.mul_(mix).sum(2)
 
     def nll(self):
-        """Return the loss of each token [T]; NaN without its label."""
+        """Return the loss of each token [T]; NaN if its label was not seen."""
         return (self.top + self.total.log() - self.target)[:, 0]
 
     def score(self):
@@ -88,7 +88,7 @@ def _parts(hidden, heads, ids, gate):
 def fused_logits_backward(gate, labels, scale, hidden, heads, V, ignore_index):
     """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed logits [T, V].
 
-    The gradient has hidden's dtype and is scratch memory: the next call overwrites it.
+    The gradient has hidden's dtype and is scratch memory, which the next call overwrites.
     """
     T = len(labels)
     logits, dlogits = _mixed_logits(gate, hidden, heads, V)
@@ -108,7 +108,7 @@ def fused_logits_backward(gate, labels, scale, hidden, heads, V, ignore_index):
 
 
 def _mixed_logits(gate, hidden, heads, V):
-    """Return the mixture's logits [T, V] in gate's dtype, and memory for their gradient in hidden's dtype: maybe the same."""
+    """Return the mixed logits [T, V] in gate's dtype, and memory for their gradient in hidden's dtype, possibly the same."""
     T = len(gate)
     logits = scratch("fusion logits", (T, V), gate)
     if hidden[0].dtype == logits.dtype:
@@ -130,7 +130,7 @@ def _mixed_logits(gate, hidden, heads, V):
 
 
 def _cached_rows(T, V, device):
-    """Return slices of rows of V numbers that the cores' caches hold; all rows on a GPU."""
+    """Return slices of rows of V numbers that fit into the caches; all rows on a GPU."""
     step = max((1 << 17) * torch.get_num_threads() // V, 1) if device.type == "cpu" else max(T, 1)
     return (slice(start, min(start + step, T)) for start in range(0, T, step))
 

@@ -2,8 +2,8 @@
 
     y[r] = weight[e] x[r] + bias[e]   for expert_offsets[e] <= r < expert_offsets[e + 1];  y[r] = 0 behind the last expert
 
-The step under `moe_mlp`, for those who put another computation between dispatch and combine. As there, the weights of experts
-that train may lie apart: trained[trainable[e]] is then the weight of e where trainable[e] >= 0.
+The building block of `moe_mlp`, for other computations between dispatch and combine. As there, the weights of trained experts
+may be stored separately: trained[trainable[e]] is then the weight of e if trainable[e] >= 0.
 """
 
 import itertools
@@ -19,21 +19,22 @@ def grouped_gemm(
     x: torch.Tensor, weight: torch.Tensor, expert_offsets: torch.Tensor, bias: torch.Tensor | None = None,
     backend: str | None = None, *, trainable: torch.Tensor | None = None, trained: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`x` [R, in], `weight` [E, out, in], `expert_offsets` [E + 1] integers, `bias` [E, out] -> [R, out].
+    """Multiply `x` [R, in] by `weight` [E, out, in] with `expert_offsets` [E + 1] of integers and `bias` [E, out] -> [R, out].
 
-    Differentiable in x, weight and bias. With `trained` [n, out, in] and `trainable` [E] int32, an expert's row there or -1, it
-    is so in trained in place of weight, and a frozen expert's bias gets zero. Raises ValueError for shapes, dtypes or offsets'
-    size that do not fit; offsets that do not ascend from 0 to at most R are seen by the torch backend only, the kernels do not
-    wait for the GPU to tell.
+    Differentiable in x, weight and bias. With `trained` [n, out, in] and `trainable` [E] int32 (an expert's row there, or -1)
+    it is differentiable in trained instead of weight, and a frozen expert's bias gets a zero gradient. Raises ValueError for
+    mismatched shapes and dtypes. Offsets that do not ascend from 0 to at most R are detected by the torch backend only, as the
+    kernels do not synchronize with the GPU.
     """
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
     if not fits or weight.dtype != x.dtype or weight.device != x.device:
-        want = "[R, in] and [E, out, in] of one dtype on one device"
-        raise ValueError(f"x is {kind(x)}, weight {kind(weight)}; want {want}")
+        want = "x [R, in] and weight [E, out, in] of the same dtype and device"
+        raise ValueError(f"Expected {want}, but x is {kind(x)} and weight is {kind(weight)}")
     fits = expert_offsets.shape == (weight.shape[0] + 1,) and not expert_offsets.is_floating_point()
     if not fits or (bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype)):
         got = f"expert_offsets is {kind(expert_offsets)}, bias is {bias if bias is None else kind(bias)}"
-        raise ValueError(f"{got}; want [{weight.shape[0] + 1}] integers and {tuple(weight.shape[:2])} {x.dtype} or None")
+        want = f"expert_offsets [{weight.shape[0] + 1}] of integers and bias {tuple(weight.shape[:2])} {x.dtype} or None"
+        raise ValueError(f"Expected {want}, but {got}")
     check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(
         x, weight, expert_offsets, bias, trainable, trained, backends.pick("grouped_gemm", x, backend)
@@ -52,7 +53,7 @@ Inputs = inputs_of("grouped_gemm")
 def _segments(expert_offsets: torch.Tensor, R: int):
     bounds = expert_offsets.tolist()
     if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > R:
-        raise ValueError(f"expert_offsets is {bounds}; want 0 first, then ascending to at most R = {R}")
+        raise ValueError(f"expert_offsets must ascend from 0 to at most R = {R}, but got {bounds}")
     return list(itertools.pairwise(bounds)), bounds[-1]
 
 
@@ -65,7 +66,7 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
 
 
 def one_layout(stack: torch.Tensor, apart: torch.Tensor | None):
-    """Return `stack` [E, N, K], copied only if neither way contiguous, and `apart` [n, N, K] with equal inner strides."""
+    """Return `stack` [E, N, K], copied unless contiguous in either order, and `apart` [n, N, K] with equal inner strides."""
     if apart is None or apart.stride()[1:] == stack.stride()[1:]:
         return stack, apart
     if stack[0].is_contiguous():
@@ -76,7 +77,7 @@ def one_layout(stack: torch.Tensor, apart: torch.Tensor | None):
 
 
 def _apart(weight, trainable, trained):
-    """Return the weights as the kernels take them: the stack, and what lies apart from it."""
+    """Return the weights for the kernels: the stack, and the separate rows."""
     if trained is None:
         return weight, None
     from moe_runtime.kernels.operands import Trained
@@ -136,7 +137,7 @@ def _shapes(x, weight, trained) -> tuple:
 
 
 def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
-    """Gradients of x [R, in], weight [E, out, in] (or trained's) and bias [E, out]; an empty tensor where `needs` says no."""
+    """Compute the gradients of x [R, in], weight [E, out, in] (or trained) and bias [E, out]; empty if not in `needs`."""
     if backend == "triton":
         return _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs)
     need_x, need_weight, need_bias = needs

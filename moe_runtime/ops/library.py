@@ -1,6 +1,6 @@
-"""The `torch.ops.moe_runtime` library: how an op of this package gets its kernel, its fake, its gradient and its FLOP count.
+"""The `torch.ops.moe_runtime` library: registration of kernels, fakes, gradients and FLOP counts of the ops.
 
-And in which dtype autocast wants an op's arguments, which are cast before the op is called: `compute_dtype`.
+`compute_dtype` returns autocast's dtype of an op's arguments, which are cast before the op is called.
 `Library.define` / `impl` cost 3 us a call where the `custom_op` decorator costs 15 to 26 (CPU, torch 2.13, 2026-11-20).
 `torch.library.register_autograd` costs 100 us more than `_autograd` for the 24 arguments of moe_mlp (same, 2026-11-22).
 """
@@ -23,7 +23,7 @@ LIB = torch.library.Library("moe_runtime", "DEF")
 
 
 def register(name: str, kernel, fake, backward=None, setup_context=None) -> None:
-    """Give the op `name`, already defined in LIB, its kernel for every device, its fake and its gradient."""
+    """Register the kernel for every device, the fake and the gradient of the op `name`, which is already defined in LIB."""
     op = getattr(torch.ops.moe_runtime, name).default
     LIB.impl(name, _kernel(op, kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_runtime::{name}", fake, lib=LIB)
@@ -32,22 +32,22 @@ def register(name: str, kernel, fake, backward=None, setup_context=None) -> None
 
 
 def register_backward(name: str, kernel, fake) -> None:
-    """As `register`, for the gradient `name` of an op: differentiating it again raises RuntimeError, where it would be 0."""
+    """Register the gradient `name` of an op; differentiating it again raises RuntimeError instead of returning 0."""
     op = name.partition("_backward")[0]
 
     def refuse(ctx, *grads):
-        raise RuntimeError(f"moe_runtime::{op} has no second derivative; want create_graph=False")
+        raise RuntimeError(f"moe_runtime::{op} has no second derivative. Pass create_graph=False")
 
     register(name, kernel, fake, refuse)
 
 
 def _autograd(op: torch._ops.OpOverload, backward, setup_context):
-    """Return what autograd runs in place of `op`: a node that calls it, or `op` itself where nothing requires a gradient."""
+    """Return what autograd runs for `op`: a node that calls it, or `op` itself if nothing requires a gradient."""
     below, after = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
 
     def forward(ctx, *args):
         *args, keyset = args
-        # what torch.func has outside this level wants gradients and tangents too; autograd.Function has switched them off
+        # outer levels of torch.func also need gradients and tangents, which autograd.Function has switched off
         outer = torch._C._are_functorch_transforms_active()
         with below(), torch.set_grad_enabled(outer), forward_ad._set_fwd_grad_enabled(outer):
             output = op.redispatch(keyset & after, *args)
@@ -67,7 +67,7 @@ def _autograd(op: torch._ops.OpOverload, backward, setup_context):
         call = super(_SingleLevelFunction, cls).apply
         if not torch._C._are_functorch_transforms_active():
             return call(*unwrap_dead_wrappers(args))
-        # Function.apply would start at the outermost transform again; here torch.func.grad has come down to its own level
+        # Function.apply would start at the outermost transform again; here torch.func.grad has already reached its level
         with enable_single_level_autograd_function():
             return call(*args)
 
@@ -88,28 +88,28 @@ def _autograd(op: torch._ops.OpOverload, backward, setup_context):
 
 
 def _refuse_tangents(op: torch._ops.OpOverload, args) -> None:
-    """Raise where an argument carries a forward-mode tangent, which the op would drop: derivatives would be zeros."""
+    """Raise if an argument has a forward-mode tangent, which the op would drop, so that derivatives would be zero."""
     tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
             f"{op.name()} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors). Use torch.func.vjp or jacrev, "
-            "or run the experts as transformers does: set_experts_implementation('eager')."
+            "or run the experts in transformers with set_experts_implementation('eager')"
         )
 
 
 def kind(tensor: torch.Tensor | None) -> str:
-    """Return a tensor's shape, dtype and device as errors show them."""
+    """Format a tensor's shape, dtype and device for an error message."""
     return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
 def inputs_of(op: str) -> type:
-    """Return a named tuple of the op's arguments: what it was given, autograd's flags, or the gradients, None by default."""
+    """Return a named tuple type for the op's arguments: values, autograd's flags, or gradients, None by default."""
     names = [argument.name for argument in getattr(torch.ops.moe_runtime, op).default._schema.arguments]
     return namedtuple(f"{op}_inputs", names, defaults=[None] * len(names))
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast wants `tensor`; None where it is off, and for float64, which it leaves alone."""
+    """Return autocast's dtype for `tensor`; None if autocast is off, and for float64, which it does not change."""
     device = tensor.device.type
     on = device != "meta" and tensor.dtype != torch.float64 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
@@ -125,7 +125,7 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     return autocast_dtype(tensor) or tensor.dtype
 
 
-# ops whose backend is another's
+# ops that use the backend of another op
 BACKEND_OF = {
     "moe_layer": "moe_mlp", "route_to": "route", "merged_linear": "merge_experts", "fused_nll": "fused_cross_entropy",
     "fused_loss": "fused_cross_entropy",
@@ -133,9 +133,9 @@ BACKEND_OF = {
 
 
 def _kernel(op: torch._ops.OpOverload, kernel):
-    """Return `kernel` outside of autocast, which would reach into it and round its matmuls, and with a backend of this machine.
+    """Wrap `kernel` to run outside of autocast, which would round its matmuls, and with a backend of this machine.
 
-    An op's dtypes are those of its arguments; an exported graph leaves the backend open.
+    An op's dtypes are those of its arguments; an exported graph does not fix the backend.
     """
     at = [argument.name for argument in op._schema.arguments].index("backend") - 1
     name = op._opname.partition("_backward")[0]
@@ -144,7 +144,7 @@ def _kernel(op: torch._ops.OpOverload, kernel):
     @functools.wraps(kernel)
     def run(tensor, *args):
         if args[at] == backends.AT_RUN_TIME:
-            # merged_linear_backward goes by the experts' dtype, where they have one of their own
+            # merged_linear_backward uses the experts' dtype if it differs
             own = op._opname == "merged_linear_backward" and args[1] is not None and tensor.dtype != torch.float64
             by = args[1] if own else tensor
             args = (*args[:at], backends.choose(name, by, None, False), *args[at + 1 :])

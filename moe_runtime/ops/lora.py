@@ -1,15 +1,15 @@
-"""LoRA experts over one frozen MLP, the base, which every token meets once.
+"""LoRA experts over one frozen MLP, the base, which runs once per token.
 
     out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t]),   FFN_e = W_down_e (act(W_gate_e x) * (W_up_e x))
     W_gate_e = W_gate + s B_gate_e^T A_gate_e, and so W_up_e, W_down_e;   s = alpha / r       (LoRA, arXiv 2106.09685, Sec. 4.1)
 
-UpIT's LoRA experts, and LoRAMoE's (arXiv 2312.09979) where every expert is chosen. The base is the same for all, so that
+These are UpIT's LoRA experts, and LoRAMoE's (arXiv 2312.09979) if every expert is selected. As the base is the same for all,
 
     z0 = [W_gate; W_up] x, once per token;   z_e = z0 + s [B_gate_e^T A_gate_e; B_up_e^T A_up_e] x
     h = sum_e w_e a_e,  a_e = act(gate_e) * up_e;   q_e = w_e A_down_e a_e;   out = W_down h + s sum_e B_down_e^T q_e
 
-is the same number, and K base MLPs per token are one. w_e is the sum of the token's weights for e; A [E, r, in] and B
-[E, r, out] lie so that all experts' x A^T and q B are one plain product each. For the backward pass x, z0, x A^T, q are kept.
+gives the same result with one base MLP per token instead of K. w_e is the sum of the token's weights for e; A [E, r, in] and B
+[E, r, out] are laid out so that x A^T and q B of all experts are one plain product each. x, z0, x A^T and q are saved.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from moe_runtime.ops.lora_torch import Base, Gradients, Pairs, flat, mixed_weigh
 
 
 class LoRA(NamedTuple):
-    """One projection's low-rank pairs, an expert each: what is added to its weight is scaling * b[e]^T a[e]."""
+    """Low-rank pairs of one projection, one per expert: scaling * b[e]^T a[e] is added to the weight."""
 
     a: torch.Tensor  # [E, r, in]
     b: torch.Tensor  # [E, r, out]
@@ -41,11 +41,11 @@ def lora_mlp(
 ) -> torch.Tensor:  # fmt: skip
     """Run x [T, H] through its LoRA experts -> [T, H] in x's dtype, which is that of all weights too.
 
-    `gate_proj`, `up_proj` [I, H], `down_proj` [H, I] and the biases are the base's, frozen. Each of `gate`, `up`, `down` may be
-    None: that projection is then the base's for every expert. `topk_weight` [T, K] (used in float32) and `topk_idx` [T, K]
-    integers; without `topk_idx` every token goes to every expert, with weights [T, E]. An id outside 0..E-1 adds nothing.
-    Differentiable in x, topk_weight and the pairs. `recompute` keeps x and what has rank r, and computes z0 again in the
-    backward pass. Raises ValueError for shapes, dtypes, devices that do not fit, and for a base that requires a gradient.
+    `gate_proj`, `up_proj` [I, H], `down_proj` [H, I] and the biases belong to the frozen base. Each of `gate`, `up`, `down` may
+    be None, so that all experts share the base's projection. `topk_weight` [T, K] (used in float32) and `topk_idx` [T, K] of
+    integers; without `topk_idx` every token uses every expert, with weights [T, E]. Ids outside 0..E-1 contribute nothing.
+    Differentiable in x, topk_weight and the pairs. `recompute` saves x and tensors of rank r, and recomputes z0 in the backward
+    pass. Raises ValueError for mismatched shapes, dtypes or devices, and for a base that requires a gradient.
     """
     check_choice("act", act, ACTIVATIONS)
     base, pairs = (gate_proj, up_proj, down_proj, gate_bias, up_bias, down_bias), (gate, up, down)
@@ -68,7 +68,7 @@ def lora_mlp(
 
 def _check_base(x, base) -> None:
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x is {kind(x)}; want [T, H] of a floating dtype")
+        raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
     H, down = x.shape[1], base[2]
     I = down.shape[-1]
     names = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
@@ -76,9 +76,9 @@ def _check_base(x, base) -> None:
         if tensor is None and name.endswith("bias"):
             continue
         if tensor.requires_grad or tensor.shape != shape or tensor.dtype != x.dtype or tensor.device != x.device:
-            want = f"{shape} {x.dtype} on {x.device}, as x {tuple(x.shape)} and down_proj {tuple(down.shape)} have it"
-            frozen = "requires a gradient; want a frozen base; call requires_grad_(False) on it"
-            raise ValueError(f"{name} {frozen if tensor.requires_grad else f'is {kind(tensor)}; want {want}'}")
+            want = f"{shape} {x.dtype} on {x.device} for x {tuple(x.shape)} and down_proj {tuple(down.shape)}"
+            frozen = f"{name} requires a gradient, but the base must be frozen. Call requires_grad_(False) on it"
+            raise ValueError(frozen if tensor.requires_grad else f"Expected {want}, but {name} is {kind(tensor)}")
 
 
 def _check_pairs(x, down, pairs) -> int:
@@ -86,12 +86,12 @@ def _check_pairs(x, down, pairs) -> int:
     given = [pair for pair in pairs if pair is not None]
     if not given or given[0].a.dim() != 3 or 0 in given[0].a.shape[:2]:
         got = f"a is {tuple(given[0].a.shape)}" if given else "gate, up and down are None"
-        raise ValueError(f"{got}; want the pairs of one projection at least, a [E, r, in], E >= 1, r >= 1")
+        raise ValueError(f"Expected the pairs of at least one projection, a [E, r, in] with E >= 1 and r >= 1, but {got}")
     (E, r, _), (H, I) = given[0].a.shape, down.shape
     for name, pair, sizes in zip(("gate", "up", "down"), pairs, ((H, I), (H, I), (I, H))):
         for part, tensor, size in zip("ab", pair or (), sizes):
             if tensor.shape != (E, r, size) or tensor.dtype != x.dtype or tensor.device != x.device:
-                raise ValueError(f"{name}.{part} is {kind(tensor)}; want {(E, r, size)} {x.dtype} on {x.device}")
+                raise ValueError(f"Expected {(E, r, size)} {x.dtype} on {x.device}, but {name}.{part} is {kind(tensor)}")
     return E
 
 
@@ -100,16 +100,17 @@ def _check_slots(x, topk_weight, topk_idx, E: int) -> None:
     fits = topk_weight.shape == (T, K) and topk_weight.is_floating_point() and topk_weight.device == x.device
     if topk_idx is not None:
         fits = fits and topk_idx.shape == (T, K) and topk_idx.dtype in INTEGERS and topk_idx.device == x.device
-    if not fits:  # what is said is written here: a number in a string is one size for torch.compile
+    if not fits:  # formatted only here, as torch.compile specializes on a number in a string
         want = f"{(T, E)} without topk_idx" if topk_idx is None else f"[{T}, K] both, topk_idx integers"
-        raise ValueError(f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}; want {want}, floats on {x.device}")
+        got = f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}"
+        raise ValueError(f"Expected {want}, floats on {x.device}, but {got}")
 
 
 def lora_mlp_reference(
     x, gate_proj, up_proj, down_proj, topk_weight, topk_idx=None, *, gate=None, up=None, down=None, scaling=1.0, act="silu",
     gate_bias=None, up_bias=None, down_bias=None,
 ):  # fmt: skip
-    """The first equation above as a sum over experts whose weights are made whole, in the inputs' dtype, through autograd."""
+    """Compute the first equation as a sum over experts with materialized weights, in the inputs' dtype, with autograd."""
     E = next(pair for pair in (gate, up, down) if pair is not None).a.shape[0]
 
     def linear(rows, weight, pair, bias, e):
@@ -137,7 +138,7 @@ Inputs = inputs_of("lora_mlp")
 
 
 def _part(group: type, i: Inputs):
-    """Return those of the inputs that make up a Base or Pairs, or what autograd says about each."""
+    """Return the inputs of a Base or Pairs, or autograd's value for each of them."""
     return group(*(getattr(i, name) for name in group._fields))
 
 
@@ -154,7 +155,7 @@ def _forward(*arguments):
 
 
 def _mixed_triton(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scaling: float, act: str, save: bool):
-    """As `lora_torch.mixed`: a product of the library and one kernel; no row of a single expert in memory."""
+    """Compute `lora_torch.mixed` with one library product and one kernel, without materializing rows of single experts."""
     from moe_runtime.kernels.lora import lora_forward
 
     z = base.first(x, x.new_empty(x.shape[0], 2 * base.gate.shape[0]))
@@ -196,7 +197,7 @@ def _backward(dout, z, low, need_x, needs, *arguments):
 
 
 def _mixed_backward_triton(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: Pairs, E: int, scaling, act: str):
-    """As `lora_torch.mixed_backward`, in three kernels."""
+    """Compute `lora_torch.mixed_backward` in three kernels."""
     from moe_runtime.kernels import lora_backward
 
     weight = mixed_weight(topk_weight, topk_idx, E).contiguous()
@@ -210,7 +211,7 @@ def _mixed_backward_triton(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, 
 
 
 def _slots(dweight, topk_idx, E: int):
-    """The gradient of each slot's weight, from that of each token's weight for each expert."""
+    """Return the gradient of each slot's weight from that of each token's weight for each expert."""
     if topk_idx is None:
         return dweight
     idx = topk_idx.long()
@@ -226,7 +227,7 @@ def _backward_fake(dout, z, low, need_x, needs, *arguments):
 def _setup_context(ctx, inputs, output):
     i, (_, z, low) = Inputs(*inputs), output
     ctx.mark_non_differentiable(z, low)
-    ctx.set_materialize_grads(False)  # or autograd fills a gradient of z's size with zeros
+    ctx.set_materialize_grads(False)  # otherwise autograd would fill a gradient of z's size with zeros
     ctx.settings = (i.E, i.scaling, i.act, i.save, i.backend)
     ctx.save_for_backward(z, low, *inputs[: -len(ctx.settings)])
 

@@ -1,12 +1,12 @@
-"""Experts to one dense weight, and the linear layer that has it.
+"""Merge experts into one dense weight, and apply the linear layer with it.
 
 XFT, Eq. (3):  W = sum_e alpha_e W_e
 XFT, Eq. (5):  alpha_0 = lambda for the shared expert (`shared_rate`), alpha_{e>0} = (1 - lambda) softmax(logits)_e
 Learned soup:  alpha = softmax(logits) over all experts
 XFT, Eq. (4) and (6) learn the logits through these ops, which are differentiable in alpha; `merge_experts` in W_e as well.
 
-`merged_linear` computes y = x W^T + b with W as given, so that one W serves many calls: dx = dy W, and
-dalpha_e = <dW, W_e> with dW = dy^T x, of which the Triton kernel never holds more than a tile.
+`merged_linear` computes y = x W^T + b with a given W, so that one W serves many calls: dx = dy W, and dalpha_e = <dW, W_e> with
+dW = dy^T x, of which the Triton kernel never holds more than a tile.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,23 +23,23 @@ from moe_runtime.ops.workspace import scratch
 
 
 def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
-    """Eq. (5): `logits` [E - 1] of the normal experts -> alpha [E] float32 (or float64), the shared expert first, sum 1.
+    """Compute Eq. (5): `logits` [E - 1] of the routed experts -> alpha [E] float32 (or float64), shared expert first, sum 1.
 
     shared_rate=None is the learned soup: `logits` [E] -> softmax over all. Raises ValueError for a rate outside 0..1.
     """
     if logits.dim() != 1:
-        raise ValueError(f"logits is {tuple(logits.shape)}; want one logit per expert")
+        raise ValueError(f"Expected one-dimensional logits, one per expert, but got shape {tuple(logits.shape)}")
     if shared_rate is None:
         return logits.to(wide_dtype(logits.dtype)).softmax(-1)
     check_shared_rate(shared_rate)
     logits = logits.to(wide_dtype(logits.dtype))
-    if logits.numel() == 0:  # one expert: it is all there is
+    if logits.numel() == 0:  # a single expert gets all the weight
         return logits.new_ones(1)
     return torch.cat([logits.new_full((1,), shared_rate), (1 - shared_rate) * logits.softmax(-1)])
 
 
 def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
-    """Logits [E] whose softmax is [shared_rate, (1 - shared_rate) / (E - 1), ...], the learned soup's start."""
+    """Return logits [E] whose softmax is [shared_rate, (1 - shared_rate) / (E - 1), ...], to initialize a learned soup."""
     if num_experts == 1:
         return torch.zeros(1)
     rest = (1 - shared_rate) / (num_experts - 1)
@@ -55,19 +55,19 @@ def uniform_mixture(num_experts: int, device=None) -> torch.Tensor:
 def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
     """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs a shared expert."""
     if not config.has_shared_expert:
-        raise ValueError(f"gate is {config.gate!r}, which has no shared expert; want alpha, or to_mergeable(soup=True)")
+        raise ValueError(f"Gate {config.gate!r} has no shared expert. Pass alpha, or use to_mergeable(soup=True)")
     return mixing(torch.ones(config.num_experts - 1), shared_rate)
 
 
 def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
-    """Return learned coefficients, `alpha` [E]; ValueError, naming the layer, for some that are not finite."""
+    """Return the learned coefficients `alpha` [E]; raises a ValueError that names the layer if any is not finite."""
     if not alpha.isfinite().all():
-        raise ValueError(f"alpha of {place} is {alpha.tolist()}; want finite coefficients; train the mixing logits again")
+        raise ValueError(f"alpha of {place} must be finite, but is {alpha.tolist()}. Train the mixing logits again")
     return alpha
 
 
 def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
-    """Return one alpha [E] float32 for each layer, of alpha [E], [L, E] or "uniform"; ValueError unless each sums to 1."""
+    """Return an alpha [E] float32 per layer from alpha [E], [L, E] or "uniform"; raises ValueError unless each sums to 1."""
     if isinstance(alpha, str):
         check_choice("alpha", alpha, ("uniform",))
         alpha = uniform_mixture(num_experts)
@@ -76,15 +76,16 @@ def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
     fits = alpha.shape == (num_layers, num_experts)
     if not fits or not (alpha.sum(1) - 1).abs().max().item() < 1e-4:
         got = f"alpha sums to {alpha.sum(1).tolist()}" if fits else f"alpha is {tuple(alpha.shape)}"
-        raise ValueError(f"{got}; want [{num_experts}] or [{num_layers}, {num_experts}], whose sum is 1 in every layer")
+        want = f"alpha [{num_experts}] or [{num_layers}, {num_experts}] with a sum of 1 in every layer"
+        raise ValueError(f"Expected {want}, but {got}")
     return list(alpha)
 
 
 def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype, summed in float32; differentiable in both."""
+    """Compute Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype, summed in float32; differentiable in both."""
     if weight.dim() == 0 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
         got = f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}"
-        raise ValueError(f"{got}; want one alpha per expert and at least one expert")
+        raise ValueError(f"Expected alpha [E] and weight [E, ...] with E >= 1, but {got}")
     alpha = alpha.to(wide_dtype(weight.dtype))
     if backends.portable() is not None:
         return (alpha.view(-1, *[1] * (weight.dim() - 1)) * weight.to(alpha.dtype)).sum(0).to(weight.dtype)
@@ -92,13 +93,13 @@ def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | N
 
 
 def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tensor:
-    """Eq. (3) of experts that come one by one: `rows` E times [...], each overwritten, `alpha` [E] -> [...]; no gradient.
+    """Compute Eq. (3) for experts given one by one: `rows` E of [...], overwritten, `alpha` [E] -> [...]; not differentiable.
 
-    The bits are `merge_experts`'s of the stack. Raises ValueError for more or fewer rows than alphas.
+    The result is bit-identical to `merge_experts` of the stack. Raises ValueError unless there are as many rows as alphas.
     """
     out = None
     for row, a in zip(rows, alpha, strict=True):
-        # the order and the roundings of the torch backend
+        # same order and rounding as the torch backend
         part = row.to(wide_dtype(row.dtype)).mul_(a)
         out = part if out is None else out.add_(part)
     return out.to(row.dtype)
@@ -107,9 +108,9 @@ def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tenso
 def remerge_experts(
     merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, seen: torch.Tensor, backend: str = "triton"
 ) -> None:
-    """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 is no longer `seen` [E], which stays.
+    """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 differs from `seen` [E], which is not changed.
 
-    By a kernel ("triton", "cuda"), which compares the two itself: the host does not wait, nor learn the outcome. No gradient.
+    A kernel ("triton", "cuda") compares the two, so that the host does not synchronize. Not differentiable.
     """
     if backend == "cuda":
         cuda_kernels.merge_experts_forward(weight, alpha, out=merged, seen=seen)
@@ -120,17 +121,17 @@ def remerge_experts(
 
 
 class Kept:
-    """The attribute `kept` of merged weights that are written over in place: the alpha in them, and how often that was.
+    """The attribute `kept` of merged weights that are overwritten in place: their alpha, and the number of overwrites.
 
-    Autograd counts no version, since nobody here learns whether alpha has changed. The backward pass of an older graph merges
-    its own alpha again.
+    Autograd's version counter is not used, as the host does not know whether alpha has changed. The backward pass of an older
+    graph merges again with its own alpha.
     """
 
     def __init__(self, seen: torch.Tensor, backend: str):
         self.seen, self.backend, self.times = seen, backend, 0
 
     def remerge(self, merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor) -> None:
-        """Make `merged`, whose attribute this is, the mixture of `alpha`."""
+        """Update `merged`, which has this attribute, to the mixture of `alpha`."""
         remerge_experts(merged, weight, alpha, self.seen, self.backend)
         self.seen.copy_(alpha)
         self.times += 1
@@ -140,11 +141,11 @@ def merged_linear(
     x: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, merged: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, *, backend: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`x` [..., in], experts `weight` [E, out, in], `alpha` [E] -> x merged^T + bias, [..., out]; autocast as for F.linear.
+    """Compute x merged^T + bias [..., out] of `x` [..., in], experts `weight` [E, out, in] and `alpha` [E].
 
-    `merged` [out, in] is what `merge_experts(weight, alpha)` gave, in x's dtype (autocast's under autocast) and without
-    a gradient of its own; None merges here. Differentiable in x, alpha and `bias` [out]; in `weight` too where it wants
-    a gradient, but then through a dW in memory. Raises ValueError for shapes and dtypes that do not fit.
+    `merged` [out, in] is the detached result of `merge_experts(weight, alpha)` in x's dtype (autocast's under autocast); None
+    merges here. Differentiable in x, alpha and `bias` [out], and in `weight` if it requires a gradient, which materializes dW.
+    Supports autocast as F.linear does. Raises ValueError for mismatched shapes and dtypes.
     """
     _check_linear(x, weight, alpha, merged, bias)
     if (torch.is_grad_enabled() and weight.requires_grad) or backends.portable() is not None:
@@ -154,7 +155,7 @@ def merged_linear(
     x, merged, bias = (t if t is None else t.to(compute_dtype(t)) for t in (x, merged, bias))
     exact = x if x.dtype == torch.float64 else weight  # the other may be narrower
     alpha = alpha.to(wide_dtype(exact.dtype))
-    # alone, dalpha's two kernels would need the whole dW: a default they are not
+    # dalpha's two kernels alone would need the whole dW, so they are not a default
     chosen = backends.pick("merge_experts", exact, backend, cuda_fits=False)
     return torch.ops.moe_runtime.merged_linear(x, weight, alpha, merged, bias, chosen)
 
@@ -163,9 +164,9 @@ def _check_linear(x, weight, alpha, merged, bias) -> None:
     fits = weight.dim() == 3 and weight.shape[0] > 0 and alpha.shape == weight.shape[:1]
     if not fits or x.dim() == 0 or x.shape[-1] != weight.shape[2]:
         got = f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}, alpha {tuple(alpha.shape)}"
-        raise ValueError(f"{got}; want [..., in], [E, out, in] and [E], E >= 1")
+        raise ValueError(f"Expected x [..., in], weight [E, out, in] and alpha [E] with E >= 1, but {got}")
     if merged is not None and merged.requires_grad:
-        raise ValueError("merged requires grad; want it detached: alpha's gradient comes from x and the experts")
+        raise ValueError("merged requires grad, but must be detached: alpha's gradient is computed from x and the experts")
     dtype, shapes = compute_dtype(x), {"merged": weight.shape[1:], "bias": weight.shape[1:2]}
     tensors = {"weight": weight, "alpha": alpha, "merged": merged, "bias": bias}
     for name, tensor in tensors.items():
@@ -176,7 +177,7 @@ def _check_linear(x, weight, alpha, merged, bias) -> None:
         fits = tensor.shape == shapes.get(name, tensor.shape) and (own_dtype or compute_dtype(tensor) == dtype)
         if not fits or tensor.device != x.device:
             want = f"{tuple(shapes.get(name, tensor.shape))} {tensor.dtype if own_dtype else dtype} on {x.device}"
-            raise ValueError(f"{name} is {kind(tensor)}; want {want}, as x")
+            raise ValueError(f"Expected {want}, as x, but {name} is {kind(tensor)}")
 
 
 LIB.define("merge_experts(Tensor weight, Tensor alpha, str backend) -> Tensor")
@@ -195,7 +196,7 @@ def _merge(weight, alpha, backend):
     out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
     rows, flat = weight.reshape(weight.shape[0], out.numel()), out.view(-1)
     total, term = torch.empty(2, block_size(out), dtype=alpha.dtype, device=weight.device)
-    # expert by expert, a block of each while it is in the cache: each number is rounded as by any other size of block
+    # expert by expert, in blocks that stay in the cache; the rounding does not depend on the block size
     for block in blocks(out):
         acc, part = total[: block.stop - block.start], term[: block.stop - block.start]
         for e, row in enumerate(rows):
@@ -209,18 +210,18 @@ def _merge(weight, alpha, backend):
 
 
 def block_size(one: torch.Tensor) -> int:
-    """Return how many numbers of `one` expert's to take at a time: what stays in each core's cache."""
+    """Return the number of elements of `one` expert to process at a time, which fit into each core's cache."""
     return max(min((1 << 15) * torch.get_num_threads() if one.device.type == "cpu" else 1 << 24, one.numel()), 1)
 
 
 def blocks(one: torch.Tensor) -> Iterator[slice]:
-    """Return slices of `block_size` that make up one expert's numbers."""
+    """Return slices of `block_size` that cover one expert's elements."""
     step, size = block_size(one), one.numel()
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 def _merge_cpp(weight, alpha):
-    """`merge_experts` by csrc/cpu/merging.h, which reads each expert once, in the order of memory; the torch backend's bits."""
+    """Run `merge_experts` with csrc/cpu/merging.h, which reads each expert once, bit-identical to the torch backend."""
     stack, order = _as_stored(weight)
     alpha, out = alpha.contiguous(), stack.new_empty(stack.shape[1:])
     cpp.library().handle.moert_cpu_merge(
@@ -246,7 +247,7 @@ def _merge_backward_alpha_cpp(dout, weight):
 
 
 def _as_stored(weight) -> tuple[torch.Tensor, list[int]]:
-    """Return the experts with their dims in the order of memory, each in one piece, and which dims those were."""
+    """Return the experts as contiguous blocks with their dims in memory order, and the permutation of the dims."""
     order = sorted(range(1, weight.dim()), key=weight.stride, reverse=True)
     stack = weight.permute(0, *order)
     if not stack[0].is_contiguous():
@@ -264,7 +265,7 @@ def _merge_backward_alpha(dout, weight, backend):
     if backend == "cpp":
         return _merge_backward_alpha_cpp(dout, weight)
     dtype = _alpha_dtype(dout, weight)
-    if torch.is_grad_enabled():  # what may be differentiated again writes into nothing
+    if torch.is_grad_enabled():  # a graph that may be differentiated again must not write in place
         dout = dout.reshape(-1).to(dtype)
         return torch.stack([dout.dot(w.reshape(-1).to(dtype)) for w in weight])
     rows, dout = weight.reshape(weight.shape[0], dout.numel()), dout.reshape(-1).to(dtype)
@@ -321,7 +322,7 @@ LIB.define(
 
 
 def _linear_backward(dout, x, weight, merged, bias, backend):
-    """dx where `merged` is given, dalpha where x and the experts are, dbias with `bias`; else empty tensors."""
+    """Return dx if `merged` is given, dalpha if x and the experts are, dbias with `bias`; empty tensors otherwise."""
     dout = dout.reshape(dout.shape[:-1].numel(), dout.shape[-1])
     dx, dalpha, dbias = (dout.new_empty(0) for _ in range(3))
     if merged is not None:

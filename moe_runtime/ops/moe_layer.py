@@ -1,10 +1,10 @@
-"""A whole MoE layer with a linear router as one op: one graph node, and the router's part of dx costs no pass of its own.
+"""A whole MoE layer with a linear router as one op: one graph node, and the router's part of dx needs no separate pass.
 
     router_logits = x W_router^T;   topk_weight, topk_idx = route(router_logits);   out = moe_mlp(x, ...)
     dx[t] = sum_k dx_row[slot_row[t, k]] + dlogits[t] W_router,   dW_router = dlogits^T x
 
-The equations of the two halves: `moe_runtime.ops.routing`, `moe_runtime.ops.moe_mlp`. dlogits is what `route` passes back from
-the gradient of the weights, plus what a balance loss sends to the logits.
+See `moe_runtime.ops.routing` and `moe_runtime.ops.moe_mlp` for the equations. dlogits is the gradient of the weights through
+`route`, plus that of a balance loss.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from moe_runtime.ops.moe_mlp import absent_as_empty, adding_to, check_experts, k
 
 
 class MoEOutput(NamedTuple):
-    """What `moe_layer` returns; all but topk_idx carry gradients."""
+    """Result of `moe_layer`; everything except topk_idx is differentiable."""
 
     out: torch.Tensor  # [T, H]
     router_logits: torch.Tensor  # [T, E or E - 1], in x's dtype
@@ -32,19 +32,19 @@ def moe_layer(
     x: torch.Tensor, router_weight: torch.Tensor, experts: Experts, top_k: int, gate: str = "xft", *, recompute: bool = False,
     backend: str | None = None,
 ) -> MoEOutput:  # fmt: skip
-    """Route x [T, H] by `router_weight` [E, H] ([E - 1, H] for xft, nonorm) and run it through `experts`, which train whole.
+    """Route x [T, H] by `router_weight` [E, H] ([E - 1, H] for xft, nonorm) and run it through `experts`, all trainable.
 
-    The other arguments are those of `route` and `moe_mlp`; router and experts have x's dtype. Raises ValueError for shapes,
-    dtypes or devices that do not fit.
+    The other arguments are those of `route` and `moe_mlp`; router and experts have x's dtype. Raises ValueError for mismatched
+    shapes, dtypes or devices.
     """
     check_choice("gate", gate, GATES)
     check_experts(x, experts)
     wanted = (experts.up.shape[0] - (gate in SHARED_GATES), x.shape[1])
     if router_weight.shape != wanted or router_weight.dtype != x.dtype or router_weight.device != x.device:
-        raise ValueError(f"router_weight is {kind(router_weight)}; want {wanted} {x.dtype} on {x.device}")
+        raise ValueError(f"Expected {wanted} {x.dtype} on {x.device}, but router_weight is {kind(router_weight)}")
     routing.check_top_k(top_k, wanted[0], gate)
     if experts.shared == "dense" and gate not in SHARED_GATES:
-        raise ValueError(f"shared is 'dense', gate is {gate!r}; want one with a shared expert: {', '.join(SHARED_GATES)}")
+        raise ValueError(f"shared='dense' requires gate to be one of {', '.join(SHARED_GATES)}, but got {gate!r}")
     if backends.portable() is not None:
         logits = torch.mm(x, router_weight.t())
         routed = routing.route(logits, top_k, gate)
@@ -69,7 +69,7 @@ LIB.define(
 
 
 def _router(backend: str) -> str:
-    """Return the backend of the router: csrc/cpu has none of its own."""
+    """Return the backend of the router, as csrc/cpu has no router kernel."""
     return "torch" if backend == "cpp" else backend
 
 

@@ -5,8 +5,8 @@
                                        h = act(W_up_e x + b_up_e)                                        (otherwise)
     gate-up forms of later models:     h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
 
-XFT, Eq. (2), UpIT, ESFT: the sum over the selected experts; the weights multiply the experts' outputs. A slot whose id is
-outside 0..E-1 contributes nothing. For the backward pass only x, the pre-activation, weights and indices are kept.
+XFT, Eq. (2), UpIT, ESFT: the sum over the selected experts, whose outputs are multiplied by the weights. A slot with an id
+outside 0..E-1 contributes nothing. Only x, the pre-activation, weights and indices are saved for the backward pass.
 """
 
 import torch
@@ -38,22 +38,22 @@ def moe_mlp(
     trained: tuple[torch.Tensor, torch.Tensor] | None = None, shared: str = "group", recompute: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run x [T, H] through its experts -> [T, H] in x's dtype, which is the weights' dtype too.
+    """Run x [T, H] through its experts -> [T, H] in x's dtype, which must be that of the weights.
 
     `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I], biases [E, 2I], [E, H],
-    `topk_weight` [T, K] (used in float32, or float64 with float64 x), `topk_idx` [T, K] integers. Differentiable in all but
-    topk_idx. `recompute` keeps x only and computes the pre-activation again in the backward pass.
+    `topk_weight` [T, K] (used in float32, or float64 with float64 x), `topk_idx` [T, K] of integers. Differentiable in all but
+    topk_idx. `recompute` saves only x and recomputes the pre-activation in the backward pass.
 
     `limit` clamps gate and up, `up_offset` is added to up. With `interleaved`, the rows of gate_up_proj and gate_up_bias are
-    gate_0, up_0, gate_1, up_1, ... All three are for gated experts. GPT-OSS uses all three, with act="quick_gelu", limit=7.0
-    and up_offset=1.0; its stacks are transposed views, which need not be contiguous.
+    gate_0, up_0, gate_1, up_1, ... All three require gated experts. GPT-OSS uses all three, with act="quick_gelu", limit=7.0
+    and up_offset=1.0; its stacks are transposed views, as stacks need not be contiguous.
 
-    Frozen experts (ESFT): those whose `trainable` [E] bool is False get a zero weight gradient at no cost. With `trained`, the
-    weights (gate_up [n, 2I, H], down [n, H, I]) of the experts that train are stored separately and get compact gradients:
-    `trainable` is then [E] int32, each expert's row in them (no two share one), or -1 for an expert of the frozen stacks.
+    Frozen experts (ESFT): those with `trainable` [E] bool False get a zero weight gradient at no cost. With `trained`, the
+    weights (gate_up [n, 2I, H], down [n, H, I]) of the trained experts are stored separately and get compact gradients:
+    `trainable` is then [E] int32, each expert's row in them (all different), or -1 for an expert of the frozen stacks.
 
-    `shared="dense"` (Triton) runs expert 0 through torch's matmul. It must own the last slot of every token and no other.
-    Raises ValueError for shapes, dtypes or devices that do not fit.
+    `shared="dense"` (Triton) runs expert 0 with torch's matmul. It must be in the last slot of every token and in no other.
+    Raises ValueError for mismatched shapes, dtypes or devices.
     """
     up_trained, down_trained = trained or (None, None)
     activation = Activation(act, gated, limit, up_offset, interleaved)
@@ -64,7 +64,7 @@ def moe_mlp(
 def run_experts(
     x: torch.Tensor, experts: Experts, topk_weight: torch.Tensor, topk_idx: torch.Tensor, *, recompute=False, backend=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`moe_mlp` of `experts`, and what its dispatch has counted: out [T, H], expert_offsets [E + 1] int32."""
+    """Run `moe_mlp` with `experts` and return out [T, H] and its dispatch's expert_offsets [E + 1] int32."""
     check_experts(x, experts)
     check_slots(x, topk_weight, topk_idx)
     _check_shared(experts, topk_idx)
@@ -82,9 +82,9 @@ def run_experts(
 
 
 def pick(x: torch.Tensor, num_experts: int, backend: str | None, ops: tuple[str, ...] = ("dispatch", "combine")) -> str:
-    """Return the backend of the experts; "cuda" is Triton's products with csrc/'s `ops` around them.
+    """Return the backend of the experts; "cuda" means Triton's products with csrc/'s `ops` around them.
 
-    That one cannot be asked for: it is where nobody names a backend and "cuda" is the choice for each of `ops`.
+    It cannot be requested: it is used if no backend is named and "cuda" is the default of each of `ops`.
     """
     chosen = backends.pick("moe_mlp", x, backend)
     if backend is not None or chosen != "triton" or not cuda_kernels.fits(num_experts):
@@ -93,34 +93,35 @@ def pick(x: torch.Tensor, num_experts: int, backend: str | None, ops: tuple[str,
 
 
 def check_experts(x: torch.Tensor, experts: Experts) -> None:
-    """Raise ValueError unless x [T, H] and the experts' tensors fit each other."""
+    """Raise ValueError unless x [T, H] and the experts' tensors match."""
     experts.activation.check()
     check_choice("shared", experts.shared, SHARED_MODES)
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x is {kind(x)}; want [T, H] of a floating dtype")
+        raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
     up, down, gated, H = experts.up, experts.down, experts.activation.gated, x.shape[1]
     E, _, I = down.shape if down.dim() == 3 else (0, 0, 0)
     Z = I * (1 + gated)
     if E == 0 or up.shape != (E, Z, H) or down.shape != (E, H, I):
         got = f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x {tuple(x.shape)}"
-        raise ValueError(f"{got}; want [E, {'2I' if gated else 'I'}, H], [E, H, I], [T, H], E >= 1")
+        want = f"gate_up_proj [E, {'2I' if gated else 'I'}, H], down_proj [E, H, I] and x [T, H] with E >= 1"
+        raise ValueError(f"Expected {want}, but {got}")
     dtype, device, biases = x.dtype, x.device, ((experts.up_bias, (E, Z)), (experts.down_bias, (E, H)))
     for name, (tensor, shape) in zip(_NAMES, ((up, None), (down, None), *biases)):
         if tensor is None:
             continue
         if tensor.dtype != dtype or tensor.device != device or (shape is not None and tensor.shape != shape):
-            raise ValueError(f"{name} is {kind(tensor)}; want {shape or tuple(tensor.shape)} {dtype} on {device}, as x")
+            raise ValueError(f"Expected {shape or tuple(tensor.shape)} {dtype} on {device}, as x, but {name} is {kind(tensor)}")
     if experts.trainable is None and experts.up_trained is None:
         return
     check_trained(up, experts.trainable, experts.up_trained, "trained gate_up")
     check_trained(down, experts.trainable, experts.down_trained, "trained down")
     if experts.up_trained is not None and experts.up_trained.shape[0] != experts.down_trained.shape[0]:
         got = f"trained gate_up is {tuple(experts.up_trained.shape)}, trained down {tuple(experts.down_trained.shape)}"
-        raise ValueError(f"{got}; want [n, ...] both")
+        raise ValueError(f"Expected the same number of trained experts in both stacks, but {got}")
 
 
 def _whole(experts: Experts, name: str) -> torch.Tensor:
-    """Return the stack `name` with the rows of the experts that train in their places."""
+    """Return the stack `name` with the rows of the trained experts inserted."""
     stack, trained = getattr(experts, name), getattr(experts, f"{name}_trained")
     if trained is None:
         return stack
@@ -129,36 +130,36 @@ def _whole(experts: Experts, name: str) -> torch.Tensor:
 
 
 def check_slots(x, topk_weight, topk_idx) -> None:
-    """Raise ValueError unless weights and ids [T, K] fit x [T, H]."""
+    """Raise ValueError unless weights and ids [T, K] match x [T, H]."""
     fits = topk_idx.dim() == 2 and topk_weight.shape == topk_idx.shape and topk_idx.shape[0] == x.shape[0]
     fits = fits and topk_idx.dtype in INTEGERS and topk_weight.is_floating_point()
     if not fits or not x.device == topk_weight.device == topk_idx.device:
         want = f"[{x.shape[0]}, K] floats and integers on {x.device}"
-        raise ValueError(f"topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}; want {want}")
+        raise ValueError(f"Expected {want}, but topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}")
 
 
 def _check_shared(experts: Experts, topk_idx) -> None:
     if experts.shared == "group":
         return
-    # a GPU would have to wait for the answer
+    # not checked on a GPU, as it would synchronize
     knows = topk_idx.device.type == "cpu" and not torch.compiler.is_compiling()
     is_shared = topk_idx == 0 if knows and topk_idx.shape[1] else None
     misplaced = topk_idx.shape[1] == 0 or (knows and not (is_shared[:, -1].all() and is_shared.sum() == topk_idx.shape[0]))
     if experts.trainable is not None or misplaced:
-        got = f"topk_idx {tuple(topk_idx.shape)} does not have expert 0 in every token's last slot, and only there"
-        got = got if experts.trainable is None else "trainable is given"
-        raise ValueError(f"shared is 'dense', {got}; want 'group'")
+        got = f"topk_idx {tuple(topk_idx.shape)} must have expert 0 in the last slot of every token and in no other"
+        got = got if experts.trainable is None else "trainable must be None"
+        raise ValueError(f"With shared='dense', {got}. Use shared='group'")
 
 
 def moe_mlp_reference(x, gate_up_proj, down_proj, topk_weight, topk_idx, *, gate_up_bias=None, down_bias=None, **activation):
-    """The equation above as a sum over experts, in the inputs' dtype, through autograd; `activation` as of `moe_mlp`."""
+    """Compute the equation above as a sum over experts, in the inputs' dtype, with autograd; `activation` as in `moe_mlp`."""
     out = torch.zeros_like(x)
     for e in range(gate_up_proj.shape[0]):
         z = x @ gate_up_proj[e].t()
         z = z if gate_up_bias is None else z + gate_up_bias[e]
         y = Activation(**activation).apply(z) @ down_proj[e].t()
         y = y if down_bias is None else y + down_bias[e]
-        # where, not a product with zero: a weight that is not used may be anything
+        # where instead of a product with zero, as unused weights may have any value
         out = out + torch.where(topk_idx == e, topk_weight, 0).sum(1, keepdim=True).to(x.dtype) * y
     return out
 
@@ -174,7 +175,7 @@ LIB.define(
 
 
 def kernels_of(backend: str):
-    """The module whose `forward` and `backward` run; Triton is imported where it is used."""
+    """Return the module with `forward` and `backward` of a backend; Triton is imported lazily."""
     if backend == "torch":
         return moe_mlp_torch
     if backend == "cpp":
@@ -200,7 +201,7 @@ def _forward_fake(x, topk_weight, topk_idx, *arguments):
 
 
 def adding_to(into: Gradients, backward):
-    """Return the kernel `backward` of an op, called as the op is, which adds to `into` in place: no op has such outputs."""
+    """Return the kernel `backward` of an op with the op's arguments, which adds to `into` in place, as ops cannot do."""
 
     def run(dout, *args):
         with torch.autocast(dout.device.type, enabled=False):
@@ -226,7 +227,7 @@ def _backward_fake(dout, x, topk_weight, *arguments):
 
 
 def absent_as_empty(grads, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return `grads` with an empty tensor in place of each None, which an op cannot return."""
+    """Return `grads` with an empty tensor for each None, which an op cannot return."""
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -234,7 +235,7 @@ def _setup_context(ctx, inputs, output):
     x, topk_weight, _, *experts, _, ctx.backend = inputs
     _, z, expert_offsets, row_slot = output
     ctx.mark_non_differentiable(z, expert_offsets, row_slot)
-    ctx.set_materialize_grads(False)  # or autograd fills a gradient of z's size with zeros
+    ctx.set_materialize_grads(False)  # otherwise autograd would fill a gradient of z's size with zeros
     experts = Experts.unpack(experts)
     ctx.accumulating = tuple(map(accumulating, experts.learned()[1:3]))
     *tensors, ctx.activation, ctx.shared = experts
@@ -244,7 +245,7 @@ def _setup_context(ctx, inputs, output):
 def _autograd(ctx, dout, *_):
     if dout is None:
         return (None,) * len(ctx.needs_input_grad)
-    # read once: checkpointing unpacks anew at every look
+    # read once, as checkpointing unpacks at every access
     x, topk_weight, *tensors, z, expert_offsets, row_slot = ctx.saved_tensors
     experts = Experts(*tensors, ctx.activation, ctx.shared)
     need_x, need_weight, _, *flags, _, _ = ctx.needs_input_grad

@@ -1,8 +1,8 @@
 """The torch backend of `moe_mlp`: slots sorted by expert, one `mm(out=)` per expert and projection, reused memory.
 
-No index_add, no gathered copy of all rows, no buffer of size [R, ...] but z (kept for the backward pass), y and dx. Small
-experts are gathered and activated together, where the call of an operator takes longer than its work; large ones in blocks of
-rows that stay in the cache between the passes.
+No index_add, no gathered copy of all rows, no buffer of size [R, ...] except z (saved for the backward pass), y and dx. Small
+experts are gathered and activated together, as operator calls would dominate; large ones in blocks of rows that stay in the
+cache between the passes.
 """
 
 import itertools
@@ -16,8 +16,8 @@ from moe_runtime.ops.dispatch import invert, live_weights, sort_slots
 from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, Group, groups, new_gradients, weight_gradients
 from moe_runtime.ops.workspace import lease, scratch
 
-ALONE_FROM = 24  # tokens; below, to gather them costs less than to go without the other experts
-GROUPED = 48  # rows of an expert, on average, up to which torch's grouped_mm is faster than our loop; 2026-11-22
+ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
+GROUPED = 48  # average rows per expert up to which torch's grouped_mm is faster than our loop; 2026-11-22
 BLOCK_ELEMENTS = 1 << 18  # rows of one elementwise block times I; measured on 2 cores with 1 MB of L2 each, 2026-11-20
 
 
@@ -28,19 +28,19 @@ def _blocks(start: int, end: int, width: int):
 
 
 def gather(name: str, x: torch.Tensor, tokens: torch.Tensor, everyone: bool) -> torch.Tensor:
-    """Rows `tokens` of x, in scratch memory; x itself if the expert sees every token once, in order."""
+    """Return rows `tokens` of x in scratch memory, or x itself if the expert processes every token once, in order."""
     if everyone:
         return x
     return torch.index_select(x, 0, tokens, out=scratch(name, (tokens.numel(), x.shape[1]), x))
 
 
 def activate(experts: Experts, z: torch.Tensor, weight: torch.Tensor | None, h: torch.Tensor) -> None:
-    """h = act(gate) * up [* weight], rows of z [n, 2I or I]; in float32 between the passes."""
+    """Compute h = act(gate) * up [* weight] from rows of z [n, 2I or I], in float32 between the passes."""
     activation, wide = experts.activation, z.dtype in (torch.float32, torch.float64)
     act = ACT[activation.act]
     for a, b in _blocks(0, z.shape[0], h.shape[1]):
         (gate, up), block = activation.split(z[a:b]), h[a:b]
-        if activation.interleaved:  # every other element: one copy costs less than each pass over them
+        if activation.interleaved:  # strided by 2: one copy costs less than strided passes
             gate, up = gate.contiguous(), up.contiguous()
         value = act(activation.below(gate if wide else gate.float()))
         if up is not None:
@@ -63,7 +63,7 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
         return _forward_grouped(x, experts, topk_weight, topk_idx, offsets, row_slot, save)
     bounds = offsets.tolist()
     row_token = row_slot // max(K, 1)
-    # float32 weights go through the weighted sum; narrower dtypes take them before h is rounded, so that they stay float32
+    # float32 applies the weights in the weighted sum; narrower dtypes apply them to h before rounding, so they stay float32
     fold = x.dtype not in (torch.float32, torch.float64)
     row_weight = topk_weight.reshape(-1)[row_slot]
     z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
@@ -88,8 +88,8 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
 
 
 def _grouped(experts: Experts, x: torch.Tensor, R: int) -> bool:
-    """Whether torch's grouped_mm takes these experts and their rows are so few that its loop beats ours."""
-    # a row of its operands has a multiple of 16 bytes
+    """Return whether torch's grouped_mm supports these experts and is faster than our loop, as they have few rows."""
+    # rows of its operands must be multiples of 16 bytes
     whole = 16 // x.element_size()
     fits = x.shape[1] % whole == 0 == experts.down.shape[2] % whole and x.dtype in (torch.float32, torch.bfloat16)
     contiguous = experts.up_trained is None and experts.up.is_contiguous() and experts.down.is_contiguous()
@@ -103,13 +103,13 @@ def _up_grouped(x, experts: Experts, offsets, row_slot, row_token):
 
 
 def _row_expert(offsets, row_slot):
-    """Return the expert of each row; of dropped slots' rows, the last one."""
+    """Return the expert of each row; the last one for rows of dropped slots."""
     rows = torch.arange(row_slot.numel(), device=row_slot.device)
     return torch.searchsorted(offsets[1:].long(), rows, right=True).clamp_max(offsets.numel() - 2)
 
 
 def _forward_grouped(x, experts: Experts, topk_weight, topk_idx, offsets, row_slot, save: bool):
-    """`forward` by torch's grouped_mm."""
+    """Run `forward` with torch's grouped_mm."""
     (T, K), E = topk_idx.shape, experts.up.shape[0]
     fold, row_weight = x.dtype != torch.float32, topk_weight.reshape(-1)[row_slot]
     z = _up_grouped(x, experts, offsets, row_slot, row_slot // K)
@@ -127,7 +127,7 @@ def _forward_grouped(x, experts: Experts, topk_weight, topk_idx, offsets, row_sl
 
 
 def sees_everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bool]:
-    """Say of each expert whether it sees every token once, in order."""
+    """Return for each expert whether it processes every token once, in order."""
     if T < ALONE_FROM:
         return [False] * (len(bounds) - 1)
     everyone = torch.arange(T, device=row_token.device)
@@ -140,18 +140,18 @@ def add_bias(y, bias, weight) -> None:
 
 
 def combine_rows(y, row_slot, topk_weight, folded: bool):
-    """Return each token's sum of its rows of `y` [R, H], times their weights unless these are `folded` into y."""
+    """Return the sum of each token's rows of `y` [R, H], times their weights unless these are `folded` into y."""
     slot_row = invert(row_slot).view(topk_weight.shape)
     return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
 
 
 def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None,
              into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
-    """Gradients from `dout` [T, H], those that `needs` asks for.
+    """Compute the gradients requested by `needs` from `dout` [T, H].
 
-    `z_all` [0, ...] is computed again. Frozen experts cost nothing and get zeros; where the trainable weights are apart, the
-    gradients of up and down are theirs. `router(dweight)` gives dlogits [T, R] and the router's weight [R, H], whose product
-    joins dx. What `into` has is added to in place.
+    `z_all` [0, ...] is recomputed. Frozen experts cost nothing and get zeros; if trained weights are stored separately, the
+    gradients of up and down are theirs. `router(dweight)` returns dlogits [T, R] and the router's weight [R, H], whose product
+    is added to dx. Gradients in `into` are accumulated in place.
     """
     E, Z, H = experts.up.shape
     T, K = topk_weight.shape
@@ -162,7 +162,7 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
     drow_weight = torch.zeros_like(row_weight)
     trained = experts.rows()
     grads = new_gradients(experts, bounds, trained, needs, into)
-    if not z_all.shape[0] and _grouped(experts, x, R):  # as the forward pass, to the last bit
+    if not z_all.shape[0] and _grouped(experts, x, R):  # bit-identical to the forward pass
         z_all = _up_grouped(x, experts, offsets, row_slot, row_token)
     dx = scratch("y", (R, H), x) if needs.x else None
     for group in groups(bounds, sees_everyone(bounds, row_token, T), R, max(Z, H)):
@@ -206,7 +206,7 @@ def _up(group: Group, experts: Experts, trained: list[int], rows, z):
 
 
 def activate_backward(experts: Experts, z, dh, weight, dz, wh, dweight) -> None:
-    """From z and dh = dy W_down (unweighted): dweight = <dh, h>, wh = weight * h, dz = weight * dh * h'(z); rows in blocks."""
+    """Compute dweight = <dh, h>, wh = weight * h and dz = weight * dh * h'(z) from z and dh = dy W_down, in blocks of rows."""
     activation = experts.activation
     act, act_backward, limit = ACT[activation.act], ACT_BACKWARD[activation.act], activation.limit
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32

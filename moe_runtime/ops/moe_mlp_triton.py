@@ -1,10 +1,10 @@
-"""The Triton backend of `moe_mlp`: which kernel runs after which. No host synchronization, no atomics, no buffer of [T, E].
+"""The Triton backend of `moe_mlp`: the sequence of kernels. No host synchronization, no atomics, no buffer of [T, E].
 
 forward   dispatch, up projection (gather, activation), down projection, combine
 backward  dz (gather, the activation's gradient, the weights' gradient), dx, sum of each token's rows, dW_up, dW_down
 
-Where csrc/'s kernels are chosen, `BESIDE_CUDA` is the same with its sort, maps (one launch) and combine in the forward pass.
-With shared="dense" the rows of expert 0, which are the first T of every buffer in expert order, go through torch's matmul.
+If csrc/'s kernels are selected, `BESIDE_CUDA` uses their sort, maps (one launch) and combine in the forward pass. With
+shared="dense" the rows of expert 0, the first T of every buffer in expert order, are computed with torch's matmul.
 """
 
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from moe_runtime.ops.grouped_gemm import one_layout
 
 
 class Layer:
-    """The experts and the rows' order; makes the tile map of every block size once."""
+    """The experts and the order of the rows; computes the tile map of every block size once."""
 
     def __init__(self, experts: Experts, offsets, row_slot, slots: int, maps: dict | None = None):
         self.experts, self.offsets, self.row_slot, self.slots = _in_order(experts), offsets, row_slot, slots
@@ -37,7 +37,7 @@ class Layer:
 
     def map(self, tile: tiles.Tile):
         """Return the tile map of a config's rows."""
-        # in the backward pass this launch comes first and gives autograd's thread its CUDA context: tensor descriptors need one
+        # in the backward pass this launch is the first and creates the CUDA context of autograd's thread for tensor descriptors
         if tile.BLOCK_M not in self.maps:
             self.maps[tile.BLOCK_M] = dispatch.tile_map(self.offsets, self.R, tile.BLOCK_M, self.first)
         return self.maps[tile.BLOCK_M]
@@ -95,9 +95,9 @@ class Layer:
     def dw(self, dy, x, gather: str, trained, into=None):
         """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which is gathered.
 
-        It is added to `into` in place, if given.
+        It is added to `into` in place if given.
         """
-        if is_transposed(self.learned.up if gather == "x" else self.learned.down):  # x^T dy, stored as the parameter is
+        if is_transposed(self.learned.up if gather == "x" else self.learned.down):  # x^T dy, in the layout of the parameter
             into = None if into is None else into.transpose(1, 2)
             return self._dw(x, dy, {"x": "dy", "dy": "x"}[gather], trained, into).transpose(1, 2)
         return self._dw(dy, x, gather, trained, into)
@@ -117,7 +117,7 @@ class Layer:
 
 
 def _first(experts: Experts) -> int:
-    """Return the first expert whose rows are the kernels'."""
+    """Return the first expert whose rows are computed by the kernels."""
     return int(experts.shared == "dense")
 
 
@@ -127,7 +127,7 @@ def _choose(experts: Experts, R: int, kernel: str, x, N: int, K: int) -> tiles.T
 
 
 def _in_order(experts: Experts) -> Experts:
-    """Give the kernels what they read without strides of its own: biases, the map, weights apart in the stacks' layout."""
+    """Return the kernel arguments without separate strides: biases, the map, separate weights in the stacks' layout."""
     up, up_trained = one_layout(experts.up, experts.up_trained)
     down, down_trained = one_layout(experts.down, experts.down_trained)
     flat = {name: getattr(experts, name) for name in ("up_bias", "down_bias", "trainable")}
@@ -208,11 +208,11 @@ def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool)
 
 def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs: Gradients, router=None,
              into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
-    """Gradients from `dout` [T, H], those that `needs` asks for; `z` [0, ...] is computed again.
+    """Compute the gradients requested by `needs` from `dout` [T, H]; `z` [0, ...] is recomputed.
 
-    Frozen experts cost nothing and get zeros; where the trainable weights are apart, the gradients of up and down are theirs.
-    `router(dweight)` gives dlogits [T, R] and the router's weight [R, H], whose product joins dx where its rows are summed.
-    What `into` has is added to in place.
+    Frozen experts cost nothing and get zeros; if trained weights are stored separately, gradients of up and down are theirs.
+    `router(dweight)` returns dlogits [T, R] and the router's weight [R, H], whose product is added to dx when its rows are
+    summed. Gradients in `into` are accumulated in place.
     """
     (T, K), E = topk_weight.shape, experts.down.shape[0]
     layer = Layer(experts, offsets, row_slot, K)

@@ -54,6 +54,10 @@ class Packed(NamedTuple):
     scales: list[torch.Tensor]
     format: str
 
+    def to(self, device: torch.device | str) -> "Packed":
+        """Return it on a device."""
+        return self._replace(data=self.data.to(device), scales=[scale.to(device) for scale in self.scales])
+
 
 def of_name(name: str) -> Format:
     """Return the format of a name, with or without TRANSPOSED; ValueError for any other."""
@@ -86,16 +90,36 @@ def why_not(shape: Sequence[int], name: str, halves: bool = False) -> str | None
     return None
 
 
-def pack(stack: torch.Tensor, name: str) -> Packed:
-    """Pack `stack` [E, P, Q] of 16 or 32 bits; one expert at a time is widened. Raises ValueError for any other."""
+def pack(stack: torch.Tensor, name: str, double: Callable | None = None) -> Packed:
+    """Pack `stack` [E, P, Q] of 16 or 32 bits; one expert at a time is widened. Raises ValueError for any other.
+
+    `double` stands for `nest` where the stack is a part of one whose other experts have a share in NF4's scales.
+    """
     fmt = of_name(name)
     reason = why_not(stack.shape, name) if stack.dim() == 3 else "it has not three dimensions"
     if stack.dtype not in FLOATS:
-        reason = f"it is {stack.dtype}; expected float16, bfloat16 or float32"
+        reason = f"it must be float16, bfloat16 or float32, but is {stack.dtype}"
     if reason:
         raise ValueError(f"a stack {list(stack.shape)} cannot be packed to {name}: {reason}")
     with torch.no_grad():
-        return Packed(*fmt.pack(stack), name)
+        return Packed(*(fmt.pack(stack) if fmt.number else fmt.pack(stack, double or nest)), name)
+
+
+def part_of(stack: Packed, first: int, last: int) -> Packed:
+    """Return the experts from `first` to `last` of a whole stack, in memory of their own."""
+    scales = part_of_scales(stack.scales, stack.data.shape[0], first, last)
+    return Packed(stack.data[first:last].clone(), scales, stack.format)
+
+
+def part_of_scales(scales: Sequence[torch.Tensor], E: int, first: int, last: int) -> list[torch.Tensor]:
+    """Return the scales of the experts from `first` to `last` of E.
+
+    NF4's blocks of scales may lie across experts: what scales them stays whole, 4 bytes for 16,384 weights, and a fifth
+    tensor has `first`.
+    """
+    head, *rest = scales
+    own = head.unflatten(0, (E, -1))[first:last].flatten(0, 1).clone()
+    return [own, *rest, *([torch.tensor([first], device=head.device)] if rest else [])]
 
 
 def unpack(
@@ -145,10 +169,12 @@ def _pairs(name: str, device: torch.device) -> torch.Tensor:
 def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
     _, P, q = data.shape
     offset = float(scales[3]) if fmt.number == 0 else 0.0
+    first = int(scales[4]) if len(scales) > 4 else 0
+    # the library counts experts of the whole stack, from where its first byte would be
     cpp.library().handle.moert_cpu_unpack(
-        fmt.number, cpp.DTYPES[out.dtype], data.data_ptr(), scales[0].data_ptr(),
+        fmt.number, cpp.DTYPES[out.dtype], data.data_ptr() - first * P * q, scales[0].data_ptr() - first * P * q // 32,
         scales[1].data_ptr() if offset or len(scales) > 1 else None, scales[2].data_ptr() if len(scales) > 2 else None,
-        offset, e, P, q * 8 // fmt.data_bits, out.data_ptr(), torch.get_num_threads(),
+        offset, first + e, P, q * 8 // fmt.data_bits, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -168,7 +194,7 @@ def _nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
-def _pack_nf4(stack):
+def _pack_nf4(stack, double):
     E, P, Q = stack.shape
     data = torch.empty(E, P, Q // 2, dtype=torch.uint8, device=stack.device)
     largest = torch.empty(E, P * Q // 64, device=stack.device)
@@ -179,7 +205,7 @@ def _pack_nf4(stack):
         # a block of zeros has the code of zero
         code = _nearest(blocks / largest[e, :, None].clamp_min(torch.finfo(torch.float32).tiny), table)
         data[e] = (code[:, ::2] << 4 | code[:, 1::2]).view(P, -1)
-    return data, nest(largest.view(-1))
+    return data, double(largest.view(-1))
 
 
 def nest(largest: torch.Tensor) -> list[torch.Tensor]:
@@ -194,10 +220,11 @@ def nest(largest: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _scale_nf4(scales, data, first, last):
-    absmax, nested, table, mean = scales
+    absmax, nested, table, mean, *start = scales  # `start` on the device: nothing waits for it
     each = data[0].numel() // 32
     rows = absmax[first * each : last * each].int()
-    block = torch.arange(first * each, last * each, device=data.device) // NESTED
+    place = torch.arange(first * each, last * each, device=data.device)
+    block = (place + start[0] * each if start else place) // NESTED
     return (table[rows] * nested[block] + mean).view(last - first, data.shape[1], -1)
 
 

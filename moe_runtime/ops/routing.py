@@ -1,4 +1,4 @@
-"""Token-to-expert routing: router logits to K experts and their weights per token.
+"""Token-to-expert routing: select K experts and their weights per token from router logits.
 
 With s = softmax_r(router_logits[t, r]) over the routed experts, s_max = max_r s_r and S = the experts of the largest logits:
 
@@ -9,11 +9,11 @@ With s = softmax_r(router_logits[t, r]) over the routed experts, s_max = max_r s
     softmax_topk_renorm  w_r = s_r / sum_{r in S} s_r                                       Mixtral, UpIT
     sigmoid_topk         w_r = sigmoid(router_logits_r)                                     DeepSeek-V3 without its scale
 
-The paper's softmax of XFT runs over the selected *probabilities*, not over the logits. With xft and nonorm, expert 0 is
-shared: router_logits has E - 1 columns, column r belongs to expert r + 1, and K counts the shared expert, which comes last.
-Experts come in descending order of logit, ties to the lower id, NaN first. The math is float32 whatever the logits' dtype
-(float64 stays float64); no float32 copy of the logits is made or kept. Experts that the caller has chosen, topk_idx, take the
-place of S as they are listed, and s_max is the first one's: with the ids that `route` itself returned, nothing changes.
+The softmax of the XFT paper is over the selected *probabilities*, not over the logits. With xft and nonorm, expert 0 is
+shared: router_logits has E - 1 columns, column r belongs to expert r + 1, and K includes the shared expert, which comes last.
+Experts are in descending order of logit, ties to the lower id, NaN first. The math is float32 for every dtype of the logits
+(float64 stays float64), without a float32 copy of the logits. Experts selected by the caller, topk_idx, replace S in their
+order, and s_max is that of the first one: passing the ids that `route` returned does not change the result.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from moe_runtime.ops.library import LIB, kind, register, register_backward, wide
 
 
 class Routing(NamedTuple):
-    """What `route` returns: the weight and the expert of each of a token's K slots."""
+    """Result of `route`: the weight and the expert of each of a token's K slots."""
 
     topk_weight: torch.Tensor  # [T, K] float32
     topk_idx: torch.Tensor  # [T, K] int32
@@ -39,8 +39,8 @@ def route(
 ) -> Routing:  # fmt: skip
     """Route T tokens: `router_logits` [T, E] ([T, E - 1] for xft, nonorm) -> weights and ids [T, K], best expert first.
 
-    `noise`, of the same shape, is added to the logits; `bias` [E] moves the choice of experts but not their weights
-    (sigmoid_topk only). `topk_idx` [T, K] takes the place of the choice. The weights are differentiable in logits and noise.
+    `noise`, of the same shape, is added to the logits; `bias` [E] affects the selection of experts but not their weights
+    (sigmoid_topk only). `topk_idx` [T, K] replaces the selection. The weights are differentiable in logits and noise.
     Raises ValueError for a bad shape or top_k.
     """
     _check(router_logits, top_k, gate, noise, bias, topk_idx)
@@ -60,26 +60,26 @@ def route(
 
 
 def check_top_k(top_k: int, routed: int, gate: str) -> None:
-    """Raise ValueError unless `gate` can choose top_k experts, the shared one counted, with `routed` logits per token."""
+    """Raise ValueError unless `gate` can select top_k experts, including the shared one, with `routed` logits per token."""
     shared = int(gate in SHARED_GATES)
     if not (1 <= top_k - shared <= routed or (top_k == shared == 1 and routed == 0)):
-        want = "2 <= top_k <= E, the shared expert counted" if shared else "1 <= top_k <= E"
-        raise ValueError(f"top_k is {top_k}, router_logits is [T, {routed}], gate is {gate!r}; want {want}")
+        want = "from 2 to E, including the shared expert," if shared else "from 1 to E"
+        raise ValueError(f"top_k must be {want} for gate {gate!r} and router_logits [T, {routed}], but got {top_k}")
 
 
 def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
     check_choice("gate", gate, GATES)
     if router_logits.dim() != 2 or not router_logits.is_floating_point():
-        raise ValueError(f"router_logits is {kind(router_logits)}; want [T, E], tokens by experts, of a floating dtype")
+        raise ValueError(f"Expected router_logits [T, E] of a floating dtype, but router_logits is {kind(router_logits)}")
     routed = router_logits.shape[1]
     check_top_k(top_k, routed, gate)
     shape, problem = (router_logits.shape[0], top_k), None
     if noise is not None and noise.shape != router_logits.shape:
-        problem = f"noise is {tuple(noise.shape)}; want {tuple(router_logits.shape)}, as router_logits"
+        problem = f"Expected noise {tuple(router_logits.shape)}, as router_logits, but noise is {tuple(noise.shape)}"
     elif bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
-        problem = f"bias is {tuple(bias.shape)}, gate is {gate!r}; want [{routed}] with gate 'sigmoid_topk'"
+        problem = f"Expected bias [{routed}] with gate 'sigmoid_topk', but bias is {tuple(bias.shape)} and gate is {gate!r}"
     elif topk_idx is not None and (topk_idx.shape != shape or topk_idx.is_floating_point()):
-        problem = f"topk_idx is {tuple(topk_idx.shape)}, {topk_idx.dtype}; want {shape}, integers"
+        problem = f"Expected topk_idx {shape} of integers, but topk_idx is {tuple(topk_idx.shape)}, {topk_idx.dtype}"
     if problem:
         raise ValueError(problem)
 
@@ -88,14 +88,14 @@ def route_reference(
     router_logits: torch.Tensor, top_k: int, gate: str = "xft", bias: torch.Tensor | None = None,
     topk_idx: torch.Tensor | None = None,
 ) -> Routing:  # fmt: skip
-    """Follow the equations above line by line, in the logits' dtype, through autograd: `router_logits` [T, E or E - 1].
+    """Compute the equations above line by line, in the logits' dtype, with autograd: `router_logits` [T, E or E - 1].
 
-    `bias` and `topk_idx` are `route`'s.
+    `bias` and `topk_idx` are as in `route`.
     """
     k = top_k - (gate in SHARED_GATES)
     if topk_idx is None:
         choice = router_logits if bias is None else router_logits.sigmoid() + bias
-        # sort, not topk: the order of equal values is defined, and NaN rows still give distinct ids; other runtimes have topk
+        # sort instead of topk, as it orders equal values and gives distinct ids for NaN rows; other runtimes use topk
         stable = backends.portable() is None
         idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k] if stable else choice.topk(k, -1).indices
     else:
@@ -126,7 +126,7 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _kernels(backend: str, router_logits: torch.Tensor):
-    """Return the module of the launchers; None where torch computes, as it does where the shared expert is alone."""
+    """Return the module of the launchers; None if torch computes, also if the shared expert is the only one."""
     if backend == "torch" or not router_logits.shape[1]:
         return None
     if backend == "cuda":
@@ -137,7 +137,7 @@ def _kernels(backend: str, router_logits: torch.Tensor):
 
 
 def route_kernel(router_logits, bias, top_k, gate, backend):
-    """Run the op `route`, nothing checked: `router_logits` [T, E or E - 1] -> topk_weight, topk_idx [T, K]."""
+    """Run the op `route` without checks: `router_logits` [T, E or E - 1] -> topk_weight, topk_idx [T, K]."""
     if kernels := _kernels(backend, router_logits):
         return kernels.route_forward(router_logits, bias, top_k, gate, int(gate in SHARED_GATES))
     return tuple(t.contiguous() for t in route_reference(_wide(router_logits), top_k, gate, bias))
@@ -150,7 +150,7 @@ def _route_fake(router_logits, bias, top_k, gate, backend):
 
 
 def route_to_kernel(router_logits, topk_idx, gate, backend):
-    """Return topk_weight [T, K] of the experts `topk_idx` [T, K] that are given."""
+    """Return topk_weight [T, K] of the given experts `topk_idx` [T, K]."""
     K = topk_idx.shape[1]
     if kernels := _kernels(backend, router_logits):
         return kernels.route_forward(router_logits, None, K, gate, int(gate in SHARED_GATES), topk_idx)[0]
@@ -158,14 +158,14 @@ def route_to_kernel(router_logits, topk_idx, gate, backend):
 
 
 def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend, forced=False):
-    """Return the gradient of router_logits from `dweight` [T, K]; `forced` says that the caller gave `topk_idx`."""
+    """Return the gradient of router_logits from `dweight` [T, K]; `forced` means that the caller passed `topk_idx`."""
     if kernels := _kernels(backend, router_logits):
         return kernels.route_backward(dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES), forced)
     return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)
 
 
 def _logits_gradient(dweight, router_logits, topk_idx, gate):
-    """Gradient of `route` in closed form, itself differentiable; it reaches every logit, unselected ones too."""
+    """Compute the gradient of `route` in closed form, itself differentiable, for all logits including unselected ones."""
     return _wide_gradient(dweight, _wide(router_logits), topk_idx, gate).to(router_logits.dtype)
 
 

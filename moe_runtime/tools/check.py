@@ -1,8 +1,8 @@
-"""Every op on every backend that runs here, on small and odd shapes, against float64: `moe-runtime doctor --check`.
+"""Check every op on every available backend against float64, on small and unusual shapes: `moe-runtime doctor --check`.
 
-The error of an output or a gradient is the norm of its difference from float64 over the norm; a slice along the first dimension
-(a token, an expert) may be four times as far off, integers not at all. `python -m moe_runtime.tools.check` does the same
-without the command line's packages.
+The error of an output or a gradient is the norm of its difference from float64 relative to the norm. A slice along the first
+dimension (a token, an expert) may have four times the error; integers must be equal. `python -m moe_runtime.tools.check` does
+the same without the command line's packages.
 """
 
 import argparse
@@ -31,13 +31,13 @@ DTYPES = {
     "torch": [*TOLERANCE], "cpp": [*cpp.DTYPES], "cuda": [*cuda.DTYPES],
     "triton": [torch.bfloat16, torch.float32, torch.float16],  # the first one has all cases
 }  # fmt: skip
-SLICE = 4.0  # how much farther off than the whole a slice may be
-SHOWN = 20  # failures
-SMALL = 1.0  # a root mean square below this counts as this: inputs are of size 1, and some gradients cancel to zero
+SLICE = 4.0  # factor on the tolerance for a slice
+SHOWN = 20  # failures that are printed
+SMALL = 1.0  # lower bound of the root mean square in a relative error, as some gradients cancel to zero
 
 
 class Result(NamedTuple):
-    """What came of an op's cases on a backend: the largest error over its tolerance, where it was, and each failure."""
+    """Outcome of an op's cases on a backend: the largest error over its tolerance, where it occurred, and the failures."""
 
     op: str
     backend: str
@@ -59,7 +59,7 @@ def _with_gradients(outputs: dict, leaves: dict) -> dict[str, torch.Tensor]:
 
 
 def _errors(case: tuple, backend: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Return the error over its tolerance of each output and gradient, infinite where one is missing or not a number."""
+    """Return each output's and gradient's error divided by its tolerance, infinite if it is missing or NaN."""
     tensors, run, want = case
     learns = {n: t.is_floating_point() and not n.startswith("_") for n, t in tensors.items()}
     leaves = {n: t.detach().to(device).requires_grad_(learns[n]) for n, t in tensors.items()}
@@ -83,7 +83,7 @@ def _error(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 def check(ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS) -> tuple[list[Result], dict[str, str]]:
-    """Check `ops` on those backends of `only` that have them: what came of it, and why a backend cannot run here."""
+    """Check `ops` on the backends in `only`; return the results, and why a backend cannot run here."""
     gpu = torch.device("cuda" if torch.cuda.is_available() and not backends.interpreted() else "cpu")
     found, reasons, threads = [], {}, torch.get_num_threads()
     for op, backend in itertools.product(ops, only):
@@ -94,7 +94,7 @@ def check(ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS) -
         if reason is not None:
             reasons[backend] = reason
             continue
-        torch.set_num_threads(threads if backend == "cpp" else 1)  # small sizes, and the library splits them over threads
+        torch.set_num_threads(threads if backend == "cpp" else 1)  # the sizes are small; only the library uses threads
         found.append(_check_op(op, backend, device))
         torch.set_num_threads(threads)
     return found, reasons
@@ -103,7 +103,7 @@ def check(ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS) -
 def _check_op(op: str, backend: str, device: torch.device) -> Result:
     make, _, first, second = CASES[op]
     pairs, dtypes, few = itertools.product(first, second), DTYPES[backend], backend == "triton"
-    if few:  # the interpreter is slow, and a GPU's kernels are compiled: each argument once, in one dtype; in others a third
+    if few:  # interpreting and compiling are slow: each argument once in the first dtype, a third of them in the others
         first = [one for one in first if one != LAYERS[-1] or device.type != "cpu"]
         n = max(len(first), len(second))
         pairs = [(first[i % len(first)], second[i % len(second)]) for i in range(n)]
@@ -127,9 +127,9 @@ def _check_op(op: str, backend: str, device: torch.device) -> Result:
 
 
 def _children(only: list[str], interpreted: bool) -> list[Result]:
-    """Check each op in a process of its own, as many at a time as there are cores: most of the time goes into compiling.
+    """Check each op in a separate process, as many at a time as there are cores, as compiling takes most of the time.
 
-    So goes the interpreter: a process interprets all kernels or none.
+    This also separates interpreted from compiled kernels, which one process cannot mix.
     """
 
     def run(op: str) -> list[Result]:
@@ -138,7 +138,7 @@ def _children(only: list[str], interpreted: bool) -> list[Result]:
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode not in (0, 1) or not done.stdout:
             last = (done.stderr.strip() or "no output").splitlines()[-1]
-            text = f"{op}: its process ended with exit code {done.returncode}: {last}"
+            text = f"{op}: the process failed with exit code {done.returncode}: {last}"
             return [Result(op, "interpreter" if interpreted else only[0], 0, math.inf, "", [text])]
         found = [Result(**one)._replace(worst=float(one["worst"])) for one in json.loads(done.stdout)["results"]]
         return [one._replace(backend="interpreter") for one in found] if interpreted else found
@@ -150,7 +150,7 @@ def _children(only: list[str], interpreted: bool) -> list[Result]:
 def report(
     ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS, interpret: bool = False, apart: bool = True
 ) -> dict:
-    """Run the checks, print a table of the worst errors and each failure, and return all of it."""
+    """Run the checks, print a table of the worst errors and each failure, and return them."""
     if interpret and (problem := interpreter_problem()):
         raise ValueError(problem)
     began = time.monotonic()
@@ -166,7 +166,7 @@ def report(
     failures = [line for one in results for line in one.failures]
     print_table("worst error / tolerance", [("op", "left"), *((name, "right") for name in names)], rows)
     for name in sorted(reasons.keys() - names):
-        print(f"not checked: {name}: {reasons[name]}{'; pass --interpret' * (name == 'triton' and not interpret)}")
+        print(f"not checked: {name}: {reasons[name]}{'. Pass --interpret' * (name == 'triton' and not interpret)}")
     total, more = sum(one.cases for one in results), [f"and {len(failures) - SHOWN} more"] * (len(failures) > SHOWN)
     print(f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed", *failures[:SHOWN], *more, sep="\n  ")
     results = [one._asdict() | {"worst": one.worst if math.isfinite(one.worst) else "inf"} for one in results]
@@ -174,10 +174,10 @@ def report(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks; the exit code is 1 where one fails."""
+    """Run the checks and return the exit code, 1 if one fails."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.tools.check", description=__doc__.splitlines()[0])
-    parser.add_argument("--interpret", action="store_true", help="run Triton's kernels in its interpreter too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
+    parser.add_argument("--interpret", action="store_true", help="also run the Triton kernels in its interpreter")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; everything else goes to stderr")
     parser.add_argument("--ops", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--backends", nargs="+", default=backends.BACKENDS, choices=backends.BACKENDS)
     given = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
-"""The cases of `moe_runtime.tools.check`: small and odd inputs of every op, and the op's equation in float64.
+"""The cases of `moe_runtime.tools.check`: small and unusual inputs of every op, and the op's equation in float64.
 
-A case is (leaves, run(leaves, backend), want(leaves, what run gave)); _leaves and integers get no gradient. `want` sees float64
-on the CPU. It calls no code that is checked: what it needs of the ops is `moe_mlp_reference` and `lora_mlp_reference`, dense
-loops over experts that no backend runs.
+A case is (leaves, run(leaves, backend), want(leaves, outputs of run)); _leaves and integers get no gradient. `want` computes in
+float64 on the CPU and calls none of the checked code, only `moe_mlp_reference` and `lora_mlp_reference`, dense loops over
+experts that no backend uses.
 """
 
 import time
@@ -14,13 +14,26 @@ import torch.nn.functional as F
 
 from moe_runtime.config import GATES, SHARED_GATES, MoEConfig
 from moe_runtime.modules.ewa import average_experts_
-from moe_runtime.ops import balance, combine, dispatch, expansion, fusion, grouped_gemm, lora, merging, routing
+from moe_runtime.ops import (  # fmt: skip
+    balance,
+    combine,
+    dispatch,
+    expansion,
+    frozen_mlp,
+    frozen_rows,
+    fusion,
+    grouped_gemm,
+    lora,
+    merging,
+    packed,
+    routing,
+)
 from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp_reference, run_experts
 
-SECONDS = 5.0  # of a large layer's repetitions on a GPU
+SECONDS = 5.0  # of repeating a large layer on a GPU
 LAYERS = (  # T, H, I, E, K, and how tokens choose their experts; the last one is not for the interpreter
     (0, 16, 16, 2, 2, "random"), (1, 33, 17, 3, 2, "random"), (13, 33, 17, 3, 2, "last idle"), (29, 48, 32, 4, 2, "one"),
     (16, 32, 16, 4, 4, "random"), (7, 17, 33, 1, 1, "random"), (37, 64, 32, 8, 3, "dropped"), (19, 32, 48, 5, 3, "shared"),
@@ -36,13 +49,13 @@ LOGITS = ((0, 4, 2, ""), (1, 1, 1, ""), (13, 3, 3, "ties"), (17, 33, 5, "strided
 
 
 class Draw:
-    """Random inputs of a dtype, the same on every machine."""
+    """Random inputs of a dtype that are the same on every machine."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype, self.rng = dtype, torch.Generator().manual_seed(20)
 
     def floats(self, *shape: int, scale: float = 1.0, wide: bool = False, draw: Callable = torch.randn) -> torch.Tensor:
-        """Return random numbers; `wide` ones are float32 at least."""
+        """Return random numbers, in at least float32 if `wide`."""
         numbers = scale * draw(shape, generator=self.rng, dtype=torch.float64)
         return numbers.to(torch.promote_types(self.dtype, torch.float32) if wide else self.dtype)
 
@@ -59,9 +72,9 @@ class Draw:
 
 
 def _experts(d: Draw, T, H, I, E, K, how, form, words, gate=None):
-    """moe_mlp; with a gate, moe_layer."""
+    """Return a case of moe_mlp, or of moe_layer if there is a gate."""
     activation = Activation(*form)
-    if d.dtype.itemsize < 4:  # no limit and no kink, which numbers are rounded across
+    if d.dtype.itemsize < 4:  # no limit and no kink, as rounding could move numbers across it
         activation = activation._replace(limit=None, act="gelu" if form[0] == "relu" else form[0])
     if gate:
         K, how, words = (
@@ -106,7 +119,7 @@ def _experts(d: Draw, T, H, I, E, K, how, form, words, gate=None):
             stacks = [t if t is None else torch.where(odd.view(-1, *[1] * (t.dim() - 1)), t, t.detach()) for t in stacks]
         weight, idx = v.get("weight"), v.get("idx")
         if gate:
-            logits, idx = v["x"] @ v["router"].t(), got["topk_idx"]  # chosen by rounded logits
+            logits, idx = v["x"] @ v["router"].t(), got["topk_idx"]  # selected by rounded logits
             weight, best = _gate(logits, idx, gate), _best(got["router_logits"].double(), K, gate)
             found = {"router_logits": logits, "topk_weight": weight, "topk_idx": best}
         biases = {"gate_up_bias": stacks[2], "down_bias": stacks[3]}
@@ -234,6 +247,31 @@ def _lora(d: Draw, T, H, I, E, K, how, act, targets, dense):
     return leaves, lambda v, b: call(lora.lora_mlp, v, backend=b), lambda v, _: call(lora.lora_mlp_reference, v)
 
 
+def _frozen(d: Draw, form, T, H, I, E, K, how):
+    """Frozen stacks, dense or packed, with low-rank terms."""
+    sizes = {"up": (E, 2 * I, H), "down": (E, H, I)}
+    leaves = {"x": d.floats(T, H), "weight": d.floats(T, K, wide=True, draw=torch.rand), "idx": d.ids(T, E, K, how)}
+    stored, means = {}, {}
+    for n, (_, out, width) in sizes.items():
+        leaves |= {f"{n}_a": d.floats(E, 5, width, scale=width**-0.5), f"{n}_b": d.floats(E, 5, out, scale=0.3)}
+        stack = d.floats(E, out, width, scale=width**-0.5)
+        data, scales, _ = packed.pack(stack.float(), form) if form else (stack, [], "")
+        stored[n], means[n] = [data, *scales], packed.reference(data, scales, form) if form else stack.double()
+
+    def run(v, backend):
+        parts = [[t.to(v["x"].device) for t in stored[n]] for n in sizes]
+        stacks = [frozen_rows.Stack(data, scales, form, sizes[n]) for n, (data, *scales) in zip(sizes, parts)]
+        pairs = [frozen_rows.Pair(v[f"{n}_a"], v[f"{n}_b"]) for n in sizes]
+        experts = frozen_rows.FrozenExperts(*stacks, None, None, *pairs, Activation("silu"))
+        return {"out": frozen_mlp.frozen_mlp(v["x"], experts, v["weight"], v["idx"], backend)[0]}
+
+    def want(v, got):
+        stacks = [means[n] + v[f"{n}_b"].transpose(1, 2) @ v[f"{n}_a"] for n in sizes]
+        return {"out": moe_mlp_reference(v["x"], *stacks, v["weight"], v["idx"])}
+
+    return leaves, run, want
+
+
 def _fusion(d: Draw, T, sizes, vocabularies, frozen, reduction):
     """Fused cross-entropy, and the mixed logits alone."""
     S, V = len(sizes), min(vocabularies)
@@ -298,10 +336,10 @@ def _balance(d: Draw, T, R, k, kind, gate):
 
 
 def _repeated(d: Draw):
-    """A large layer again and again: in how many runs had each result and gradient other bits than in the first?"""
+    """Run a large layer repeatedly; count the runs in which a result or gradient differs in bits from the first."""
 
     def run(v, backend):
-        large = v["_x"].is_cuda and backend != "torch"  # whose sums are atomic on a GPU
+        large = v["_x"].is_cuda and backend != "torch"  # torch's sums are atomic on a GPU
         small = (32, 32, 16, 4, 2) if backend == "triton" else (256, 128, 96, 8, 2)  # interpreted
         T, H, I, E, K = (8192, 2048, 768, 64, 8) if large else small
         first, end = None, time.monotonic() + (SECONDS if large else 0.1 * (not v["_x"].is_cuda))
@@ -329,6 +367,9 @@ CASES: dict[str, tuple[Callable, str | None, Iterable, Iterable]] = {
     "moe_layer": (_experts, "moe_mlp", LAYERS, [(*form, gate) for form, gate in zip(FORMS, (*GATES, "xft"))]),
     "merging": (_merging, "merge_experts", [(1,), (3,), (8,)], [(1, 1, 1), (33, 17, 0), (32, 64, 29)]),
     "lora_mlp": (_lora, "lora_mlp", LAYERS, [("silu", "gate up down", False), ("gelu", "up", True), ("relu2", "down", False)]),
+    "frozen_mlp": (
+        _frozen, "frozen_mlp", [("",), ("mxfp4",), ("int8",), ("fp8_block",), ("nf4",)], [(9, 128, 64, 3, 2, "dropped")],
+    ),
     "fused_cross_entropy": (
         _fusion, "fused_cross_entropy", [(0, (16, 33), (17, 20)), (1, (32,), (64,)), (29, (17, 48, 32), (70, 33, 64))],
         [("", "sum"), ("hiddhead", "none"), ("head", "sum"), ("hidd", "none")],

@@ -1,9 +1,9 @@
-"""Training data without the problems of benchmarks: rows that hold one of their texts are left out, and said.
+"""Remove benchmark problems from training data: examples that contain one of their texts are dropped and listed.
 
-substring   a row is dropped that has any text of a benchmark in it, in lower case: as XFT's data were filtered (the Magicoder
-            code's find_substrings.py); texts shorter than `min_chars` are not looked for, as `return a + b` proves nothing
-ngram       a row is dropped that shares `n` words in a row with a benchmark, in lower case and without punctuation. UltraFuser
-            filters by 13-grams (arXiv 2403.08281, App. A) but does not say of what
+substring   drops an example that contains any text of a benchmark, in lower case, as XFT's data were filtered (the Magicoder
+            code's find_substrings.py); texts shorter than `min_chars`, such as `return a + b`, are ignored
+ngram       drops an example that shares `n` consecutive words with a benchmark, in lower case and without punctuation.
+            UltraFuser filters by 13-grams (arXiv 2403.08281, App. A) but does not say of which units
 """
 
 import json
@@ -18,28 +18,28 @@ from moe_runtime.io.files import atomic_file, atomic_write_json, check_out_file
 from moe_runtime.io.rows import raw_rows
 
 METHODS = ("substring", "ngram")
-SHINGLE = 16  # characters by which candidates are found
+SHINGLE = 16  # characters used to find candidates
 WORD = re.compile(r"\w+")
 
 
 class Report(NamedTuple):
-    """What `decontaminate` did."""
+    """Result of `decontaminate`."""
 
     path: Path
     rows: int
     kept: int
-    by_benchmark: dict[str, int]  # rows dropped
-    dropped: list[dict]  # row, from 0, the benchmark, and the text that both have
+    by_benchmark: dict[str, int]  # number of dropped examples
+    dropped: list[dict]  # index of the example, the benchmark, and the common text
 
 
 def decontaminate(
     rows: str | Path, against: Sequence[str], out: str | Path, *, method: str = "substring", n: int = 13, min_chars: int = 20,
     columns: Sequence[str] = (), overwrite: bool = False,
 ) -> Report:  # fmt: skip
-    """Write to the .jsonl file `out` the rows of a .jsonl, .json or .parquet file that have nothing of the files `against`.
+    """Write the examples of a .jsonl, .json or .parquet file without texts of the files `against` to the .jsonl file `out`.
 
-    `against` are benchmarks, FILE or FILE:column,column; without columns all texts of a problem count. `columns` are those of
-    the rows that are searched, by default all texts in them, chats included. What was dropped is listed in OUT.dropped.json.
+    `against` are benchmarks, FILE or FILE:column,column; without columns all texts of a problem count. `columns` of the
+    examples are searched, by default all texts, including chats. The dropped examples are listed in OUT.dropped.json.
     """
     check_choice("method", method, METHODS)
     for name, value in (("n", n), ("min_chars", min_chars)):
@@ -47,7 +47,7 @@ def decontaminate(
     check_out_file(out, overwrite)
     benchmarks = dict(_benchmark(one) for one in against)
     if not benchmarks:
-        raise ValueError("No benchmark is given to compare with. Pass --against FILE at least once")
+        raise ValueError("No benchmark is given. Pass --against FILE at least once")
     found = Substrings(benchmarks, min_chars) if method == "substring" else NGrams(benchmarks, n)
     count, counts, dropped = 0, Counter(), []
     with atomic_file(out) as beside, open(beside, "w", encoding="utf-8") as file:
@@ -60,7 +60,7 @@ def decontaminate(
             dropped.append({"row": count - 1, "benchmark": hit[0], "text": hit[1]})
         if count == len(dropped):
             raise ValueError(
-                f"All {count} rows of {rows} have texts of the benchmarks; look for one that says little: {hit[1]!r}"
+                f"All {count} examples of {rows} contain benchmark texts. Check for texts that are too common: {hit[1]!r}"
             )
     report = Report(Path(out), count, count - len(dropped), {name: counts[name] for name in benchmarks}, dropped)
     settings = {"against": list(against), "method": method} | ({"n": n} if method == "ngram" else {"min_chars": min_chars})
@@ -69,13 +69,13 @@ def decontaminate(
 
 
 def texts_of(value: Any, columns: Sequence[str] = ()) -> list[str]:
-    """Return the texts in a row, those of lists and of mappings in it too; of a row's `columns` alone if there are some."""
+    """Return the texts in an example, including those in lists and mappings; only those of `columns` if given."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
         missing = [name for name in columns if name not in value]
         if missing:
-            raise ValueError(f"The column {missing[0]!r} is missing; the row has {', '.join(value)}")
+            raise ValueError(f"Column {missing[0]!r} does not exist. The columns are {', '.join(value)}")
         return [text for name in columns or value for text in texts_of(value[name])]
     return [text for one in value for text in texts_of(one)] if isinstance(value, Iterable) else []
 
@@ -87,7 +87,7 @@ def _benchmark(source: str) -> tuple[str, list[str]]:
 
 
 class Substrings:
-    """Finds texts of benchmarks within others."""
+    """Search for texts of benchmarks within other texts."""
 
     def __init__(self, benchmarks: Mapping[str, Iterable[str]], min_chars: int):
         self.short, self.long = {}, {}
@@ -101,7 +101,7 @@ class Substrings:
                     self.long.setdefault(text[:SHINGLE], []).append((text, name))
 
     def first(self, texts: Sequence[str]) -> tuple[str, str] | None:
-        """Return a benchmark and its text that `texts`, joined by blank lines, hold; None if there is none."""
+        """Return a benchmark and its text that `texts`, joined by blank lines, contain; None if there is none."""
         text = "\n\n".join(texts).lower()
         for own, name in self.short.items():
             if own in text:
@@ -114,7 +114,7 @@ class Substrings:
 
 
 class NGrams:
-    """Finds `n` words in a row that a benchmark has too."""
+    """Search for `n` consecutive words that also occur in a benchmark."""
 
     def __init__(self, benchmarks: Mapping[str, Iterable[str]], n: int):
         self.n, self.known = n, {}
@@ -127,7 +127,7 @@ class NGrams:
         return zip(*(words[i:] for i in range(self.n)), strict=False)
 
     def first(self, texts: Sequence[str]) -> tuple[str, str] | None:
-        """Return a benchmark and the words that one of `texts` shares with it; None if there are none."""
+        """Return a benchmark and the words that one of `texts` has in common with it; None if there are none."""
         return next(
             ((self.known[gram], " ".join(gram)) for text in texts for gram in self._of(text) if gram in self.known), None
         )

@@ -1,6 +1,6 @@
-"""What works here, what does not, and how to fix it: `moe-runtime doctor`.
+"""Report what works here, what does not, and how to fix it: `moe-runtime doctor`.
 
-Nothing that may be broken is imported with this module, not even torch: versions come from the packages' metadata.
+This module imports nothing that may be broken, not even torch: versions come from the packages' metadata.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-SUPPORTED = {  # package: versions that the test suite runs on
+SUPPORTED = {  # package: versions that the test suite covers
     "torch": ">=2.11",
     "triton": ">=3.6,<4",
     "transformers": ">=5.16,<6",
     "safetensors": ">=0.8",
     "numpy": "",
 }
-# what an extra brings, and what of the command line needs it
+# the packages of each extra, and the commands that need it
 EXTRAS = {
     "train": ("accelerate", "datasets", "tokenizers", "trl", "peft", "scipy"),
     "plot": ("matplotlib",),
@@ -32,11 +32,11 @@ NEEDED_BY = {
     "bench": "bench",
 }
 VARIABLES = ("MOE_RUNTIME_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
-# the oldest driver for a CUDA version's programs, from NVIDIA's release notes
+# the oldest driver that supports a CUDA version, from NVIDIA's release notes
 DRIVERS = {12: 525, 13: 580}
-# who brings the module triton: torch's builds for AMD's and Intel's GPUs have one of their own
+# packages that provide the module triton: torch's builds for AMD and Intel GPUs depend on other ones
 TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton-xpu", "triton-xpu", "pytorch-triton")
-# up to which Triton, for which GPU, what is compiled wrongly; and what keeps our kernels away from it
+# first Triton version without the bug, GPU, what is compiled wrongly, and why our kernels are not affected
 MISCOMPILED = (
     ((3, 7), "sm_90", "no fence between cp.async and wgmma (triton#9610): nobody has seen a wrong result on an H100"),
     ((3, 7), "sm_90", "warp_specialize=True with descriptors: no kernel asks for it"),
@@ -46,33 +46,33 @@ MISCOMPILED = (
     ((4, 0), "sm_100", "descriptors along a sum that ends inside of a block (triton#10927): pointers are used there"),
 )
 NVIDIA = Path("/proc/driver/nvidia/version")
-DEVICES = Path("/dev")  # of GPUs: a container without one sees the host's driver all the same
+DEVICES = Path("/dev")  # a container without a GPU still sees the host's driver, but no device
 
 
 def report() -> dict[str, dict[str, str]]:
-    """Return what a bug report needs: versions, devices, each op's backend and why; and under "problems" each remedy."""
+    """Return what a bug report needs: versions, devices, each op's backend and why; and problems with their fixes."""
     torch, reason = None, ""
     try:
         import torch
 
         torch.zeros(1)
-    except Exception as error:  # a broken install raises whatever it likes
+    except Exception as error:  # a broken installation may raise anything
         torch, reason = None, _first_line(error)
     hip = torch is not None and torch.version.hip is not None
-    rocm = "install torch's ROCm build again, which brings its own, as pytorch.org says"
+    rocm = "Reinstall torch's ROCm build, which includes it, as described on pytorch.org"
     found = {
         "system": {
             "python": _ask(platform.python_version), "platform": _ask(lambda: platform.platform()), "driver": _ask(_driver),
-            "nvcc": shutil.which("nvcc") or "none; only python -m moe_runtime.native.build cuda needs it",
+            "nvcc": shutil.which("nvcc") or "none. Only python -m moe_runtime.native.build cuda needs it",
             "compiler": _ask(_compiler), "cuda library": _ask(_library, "cuda"), "cpu library": _ask(_library, "cpp"),
             "cache": _ask(lambda: str(_cache() or "none: this user has no home")),
         },
         "packages": {
-            name: _ask(_package, name, spec, rocm if name == "triton" and hip else f"pip install '{name}{spec}'")
+            name: _ask(_package, name, spec, rocm if name == "triton" and hip else f"Run pip install '{name}{spec}'")
             for name, spec in SUPPORTED.items()
         }
         | {
-            name: _ask(_package, name, "", f"needed by {NEEDED_BY[extra]}; pip install 'moe-runtime[{extra}]'")
+            name: _ask(_package, name, "", f"It is needed by {NEEDED_BY[extra]}. Run pip install 'moe-runtime[{extra}]'")
             for extra, names in EXTRAS.items()
             for name in names
         },
@@ -85,18 +85,18 @@ def report() -> dict[str, dict[str, str]]:
     for part, ask in (("devices", _devices), ("backends", _backends)) if torch is not None else ():
         try:
             found[part] = ask(torch)
-        except Exception as error:  # a GPU may fail when it is asked, not when it is counted
+        except Exception as error:  # a GPU may be counted and still fail when it is queried
             found[part] = {part: f"unknown: {_first_line(error)}"}
-            problems[part] = f"{part} cannot be asked: {_first_line(error)}; see what nvidia-smi says"
+            problems[part] = f"{part} cannot be queried: {_first_line(error)}. Check the output of nvidia-smi"
     try:
         problems = dict(_problems(found, torch, reason)) | problems
     except Exception as error:
-        problems["doctor"] = f"what is broken could not be found: {_first_line(error)}; please report it"
+        problems["doctor"] = f"the search for problems failed: {_first_line(error)}. Please report it"
     return found | {"problems": problems}
 
 
 def _ask(question: Callable[..., str], *args) -> str:
-    """Return what `question` says, or what it raised: one broken part hides no other."""
+    """Return what `question` returns or raises, so that one broken part does not hide the others."""
     try:
         return question(*args)
     except Exception as error:
@@ -108,7 +108,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _version(name: str) -> str:
-    """Return the version of a package, of triton under any of its names; raises PackageNotFoundError."""
+    """Return the version of a package, for triton under any of its names; raises PackageNotFoundError."""
     for one in TRITONS if name == "triton" else ():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(one)
@@ -116,19 +116,19 @@ def _version(name: str) -> str:
 
 
 def _package(name: str, spec: str, remedy: str) -> str:
-    """Return a package's version, and what is expected if it is another or none; `remedy` is for one that is missing."""
+    """Return a package's version, with the fix if it is unsupported; `remedy` is the fix if it is missing."""
     try:
         version = _version(name)
     except importlib.metadata.PackageNotFoundError:
-        return f"missing; {remedy}"
+        return f"missing. {remedy}"
     except Exception as error:
-        return f"unreadable ({_first_line(error)}); pip install --force-reinstall '{name}{spec}'"
+        return f"unreadable ({_first_line(error)}). Run pip install --force-reinstall '{name}{spec}'"
     if not isinstance(version, str):
-        return f"unreadable (no version); pip install --force-reinstall '{name}{spec}'"
+        return f"unreadable (no version). Run pip install --force-reinstall '{name}{spec}'"
     from packaging.specifiers import SpecifierSet
 
     fits = SpecifierSet(spec).contains(version, prereleases=True)
-    return version if fits else f"{version}; want {spec}; pip install -U '{name}{spec}'"
+    return version if fits else f"{version}, but {spec} is required. Run pip install -U '{name}{spec}'"
 
 
 def _compiler() -> str:
@@ -138,7 +138,7 @@ def _compiler() -> str:
     try:
         command, version = build.find_compiler()
     except build.BuildError as error:
-        return f"none: {_first_line(error)}; only python -m moe_runtime.native.build cpu needs one"
+        return f"none: {_first_line(error)}. Only python -m moe_runtime.native.build cpu needs one"
     return f"{shlex.join(command)}: {version}"
 
 
@@ -152,7 +152,7 @@ def _library(name: str) -> str:
 
 
 def _driver_version() -> int | None:
-    """Return the first number of the NVIDIA driver's version."""
+    """Return the major version of the NVIDIA driver."""
     found = re.search(r"Module.*?\s(\d+)\.\d+", NVIDIA.read_text()) if NVIDIA.is_file() else None
     return int(found[1]) if found else None
 
@@ -163,12 +163,12 @@ def _driver() -> str:
 
 
 def _has_gpu() -> bool:
-    """Whether an NVIDIA GPU can be reached from here, whatever torch finds; a driver alone is the host's."""
+    """Return whether an NVIDIA GPU is accessible, whether or not torch finds it; a driver alone may be the host's."""
     return any(DEVICES.glob("nvidia[0-9]*"))
 
 
 def _is_hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES shows no GPU: the user's choice, or a scheduler's (NoDevFiles)."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs, set by the user or by a scheduler (NoDevFiles)."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
     return not first.startswith(("GPU-", "MIG-")) and not first.isdecimal()
 
@@ -195,7 +195,7 @@ def _cache() -> Path | None:
 
 
 def _launch_configs() -> str:
-    """Say where the experts' kernels get their tiles from."""
+    """Describe where the experts' kernels get their tiles from."""
     try:
         import torch
 
@@ -234,84 +234,84 @@ def explain(op: str, device) -> str:
         return f"error: {error}"
     others = [other for other in backends.BACKENDS if other not in (chosen, "torch")]
     reasons = [f"not {other}: {why}" for other in others if (why := backends.why_not(other, op, device))]
-    reasons = [reason for reason in reasons if "has no cpp kernel" not in reason]  # few ops have one, or gain by it
+    reasons = [reason for reason in reasons if "has no cpp kernel" not in reason]  # few ops have one or benefit from it
     if chosen == "triton" and backends.why_not("cuda", op, device) is None:
-        reasons.append("cuda when asked for: not measured faster here")
+        reasons.append("cuda on request: not measured to be faster here")
     return "; ".join([chosen, *reasons])
 
 
 def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
-    """Yield what is broken and its remedy, by the name of its part."""
+    """Yield (part, problem with its fix)."""
     for name, text in ((name, found["packages"][name]) for name in SUPPORTED):
-        if "; " in text:
+        if ". " in text:
             yield name, f"{name} is {text}"
     if torch is None:
-        yield "torch", f"torch cannot be imported: {reason}; pip install --force-reinstall 'torch{SUPPORTED['torch']}'"
+        yield "torch", f"torch cannot be imported: {reason}. Run pip install --force-reinstall 'torch{SUPPORTED['torch']}'"
     else:
         yield from _device_problems(torch)
         yield from _numpy_problems(torch)
     if (text := found["settings"]["launch configs"]).startswith("error: "):
         text = text.removeprefix("error: ")
-        yield "launch configs", text if " is refused: " in text else f"{text}; remove it, and moe-runtime tune measures again"
+        yield "launch configs", text if " is refused: " in text else f"{text}. Remove it and rerun moe-runtime tune"
     for row in ("cuda library", "cpu library"):
         if any(words in found["system"][row] for words in ("rebuild it", " is refused: ")):
             yield row, found["system"][row].removeprefix("none: ")
     why, is_torch = found["system"]["cpu library"], found["backends"].get("moe_mlp", "").startswith("torch")
     is_left = why.startswith("none: ") and "rebuild it" not in why and " is refused: " not in why
     if is_torch and is_left and not os.environ.get("MOE_RUNTIME_BACKEND"):
-        yield "cpu library", f"experts run in PyTorch, more slowly: {why.removeprefix('none: ')}"
+        yield "cpu library", f"experts run in PyTorch, which is slower: {why.removeprefix('none: ')}"
     failed = [text.removeprefix("error: ") for text in found["backends"].values() if text.startswith("error: ")]
     if failed:
-        more = f" (and {len(failed) - 1} ops more)" if len(failed) > 1 else ""
-        yield "MOE_RUNTIME_BACKEND", f"{failed[0]}{more}; unset it, or set another one"
+        more = f" (and {len(failed) - 1} more ops)" if len(failed) > 1 else ""
+        yield "MOE_RUNTIME_BACKEND", f"{failed[0]}{more}. Unset MOE_RUNTIME_BACKEND or set another one"
     if (asked := os.environ.get("XDG_CACHE_HOME")) and not Path(asked).is_absolute():
-        text = f"XDG_CACHE_HOME is {asked!r}, which is relative and ignored; want a full path"
-        yield "XDG_CACHE_HOME", f"{text}; export XDG_CACHE_HOME=FOLDER"
+        text = f"XDG_CACHE_HOME is {asked!r}, which is ignored because it is a relative path"
+        yield "XDG_CACHE_HOME", f"{text}. Run export XDG_CACHE_HOME=FOLDER with a full path"
     triton = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton")
     yield from _cache_problems("cache", _cache(), "XDG_CACHE_HOME")
     yield from _cache_problems("triton's cache", None if triton[0] == "~" else Path(triton), "TRITON_CACHE_DIR")
 
 
 def _device_problems(torch) -> Iterator[tuple[str, str]]:
-    """Yield what keeps a GPU that is there from being used."""
+    """Yield what prevents an existing GPU from being used."""
     available, cuda = torch.cuda.is_available(), torch.version.cuda
     if os.environ.get("TRITON_INTERPRET") == "1" and (available or _has_gpu()):
-        text = "TRITON_INTERPRET is 1, and there is a GPU; want the kernels to run on it; unset TRITON_INTERPRET"
+        text = "TRITON_INTERPRET is 1, so kernels are interpreted although there is a GPU. Unset TRITON_INTERPRET"
         yield "TRITON_INTERPRET", text
     if available and torch.cuda.get_device_capability()[0] == 10 and "tcgen05" in miscompiled().get("sm_100", ""):
-        text = f"triton is {_version('triton')}, which leaves out a fence on this GPU: results may differ from run to run"
-        yield "triton", f"{text}; pip install -U 'torch>=2.12', which brings a newer one"
+        text = f"triton is {_version('triton')}, which omits a fence on this GPU: results may differ from run to run"
+        yield "triton", f"{text}. Run pip install -U 'torch>=2.12', which depends on a newer one"
     if available or not _has_gpu() or _is_hidden():
         return
     driver, needed = _driver_version(), DRIVERS.get(int((cuda or "0").split(".")[0]), 0)
     if cuda is None and torch.version.hip is None:
-        text = f"torch {torch.__version__} has no CUDA, and there is an NVIDIA GPU; want torch's CUDA build"
-        yield "devices", f"{text}; install it as pytorch.org says"
+        text = f"torch {torch.__version__} is a build without CUDA, but there is an NVIDIA GPU"
+        yield "devices", f"{text}. Install the CUDA build as described on pytorch.org"
     elif driver is not None and driver < needed:
-        text = f"driver is {driver}, torch is built with CUDA {cuda}; want driver {needed} or newer"
-        yield "driver", f"{text}, or a torch of an older CUDA"
+        text = f"driver is {driver}, but torch is built with CUDA {cuda}, which requires {needed} or newer"
+        yield "driver", f"{text}. Update the driver, or install torch for an older CUDA"
     else:
-        text = "torch.cuda.is_available() is False, and there is an NVIDIA GPU; want a driver that works"
-        yield "devices", f"{text}; see what nvidia-smi says, and start a container with --gpus all"
+        text = "torch.cuda.is_available() is False, but there is an NVIDIA GPU"
+        yield "devices", f"{text}. Check the driver with nvidia-smi, and start containers with --gpus all"
 
 
 def _numpy_problems(torch) -> Iterator[tuple[str, str]]:
-    """Yield what does not fit between numpy, torch and Triton's interpreter."""
+    """Yield incompatibilities of numpy, torch and Triton's interpreter."""
     try:
         torch.zeros(1).numpy()
     except Exception as error:
-        yield "numpy", f"torch cannot use numpy ({_first_line(error)}); pip install -U numpy"
+        yield "numpy", f"torch cannot use numpy ({_first_line(error)}). Run pip install -U numpy"
         return
     if os.environ.get("TRITON_INTERPRET") == "1" and (text := interpreter_problem()):
         yield "numpy", text
 
 
 def interpreter_problem() -> str | None:
-    """Say why Triton's interpreter cannot compute with this numpy; None if it can, or nobody knows."""
-    with contextlib.suppress(Exception):  # a version that cannot be read is another problem
+    """Return why Triton's interpreter cannot compute with this numpy; None if it can, or if the versions are unknown."""
+    with contextlib.suppress(Exception):  # an unreadable version is reported elsewhere
         if _numbers("triton") < (3, 7) and _numbers("numpy") >= (2, 4):
-            text = "numpy is 2.4 or newer, triton is older than 3.7; want numpy<2.4 for its interpreter"
-            return f"{text}; pip install 'numpy<2.4'"
+            text = "numpy is 2.4 or newer, but the interpreter of triton<3.7 requires numpy<2.4"
+            return f"{text}. Run pip install 'numpy<2.4'"
 
 
 def _numbers(name: str) -> tuple[int, ...]:
@@ -320,26 +320,26 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 
 def miscompiled() -> dict[str, str]:
-    """Return what the Triton that is installed is known to compile wrongly, by GPU, and what it means for our kernels."""
+    """Return what the installed Triton is known to compile wrongly, by GPU, and what it means for our kernels."""
     found = {}
     with contextlib.suppress(Exception):
         for end, gpu, what in MISCOMPILED:
             if _numbers("triton") < end:
                 found[gpu] = f"{found[gpu]}; {what}" if gpu in found else what
-    return found or {"all": "nothing that is known of this version"}
+    return found or {"all": "nothing known for this version"}
 
 
 def _cache_problems(name: str, folder: Path | None, variable: str) -> Iterator[tuple[str, str]]:
-    """Yield a folder that cannot be written, or that others can write, where kernels are built or configs are stored."""
+    """Yield the problem of a cache folder that cannot be written, or that other users can write."""
     from moe_runtime.io.files import distrust
 
     try:
         there = folder and next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         writable = there and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    except OSError:  # a folder above it may not even be looked into
+    except OSError:  # a parent folder may not be readable
         writable = False
     if writable and folder.exists() and (why := distrust(folder, folder.stat())):
         yield name, why.replace("XDG_CACHE_HOME", variable)
     elif not writable:
-        what = f"is {folder}, which cannot be written" if folder else "has no place: this user has no home"
-        yield name, f"{name} {what}; want a writable folder; export {variable}=FOLDER"
+        what = f"is {folder}, which cannot be written" if folder else "has no folder, as this user has no home"
+        yield name, f"{name} {what}. Run export {variable}=FOLDER with a writable folder"

@@ -1,13 +1,13 @@
-"""`moe-runtime eval`: several models on several tasks, problem by problem, and whether one solves more than another.
+"""`moe-runtime eval`: evaluate models on tasks, problem by problem, with significance tests of their differences.
 
 OUT/results.json             the settings, every score with its interval, every comparison
 OUT/results.png              the scores
 OUT/MODEL/TASK.jsonl         every problem: question, answer, verdict and its reason
-OUT/MODEL/answers-HASH.jsonl what the model answered, as it came: a rerun asks only for what is missing
+OUT/MODEL/answers-HASH.jsonl the model's answers, written as they are generated: a rerun generates only the missing ones
 
-Two models are compared on the problems that one of them solves and the other does not. McNemar's exact test gives p, from the
-binomial distribution; scores of lm-eval that are not 0 or 1 take Wilcoxon's signed-rank test. Holm's correction is over all
-comparisons of the run, as in `moe_runtime.experiments.compare`.
+Two models are compared on the problems that only one of them solves, with McNemar's exact test (binomial distribution), or with
+Wilcoxon's signed-rank test for scores of lm-eval that are not 0 or 1. Holm's correction covers all comparisons of the run, as
+in `moe_runtime.experiments.compare`.
 """
 
 import json
@@ -37,11 +37,11 @@ class Score(NamedTuple):
     model: str
     metric: str
     score: float
-    low: float  # Wilson's interval at 1 - LEVEL; NaN where the values of the problems are not 0 or 1
+    low: float  # Wilson's interval at 1 - LEVEL; NaN if the values of the problems are not 0 or 1
     high: float
     problems: int
-    truncated: int  # questions that did not fit, and were cut on the left
-    values: list[float]  # of each problem; empty where a metric has none
+    truncated: int  # questions that were too long and truncated on the left
+    values: list[float]  # of each problem; empty if the metric has none
 
 
 class Comparison(NamedTuple):
@@ -50,7 +50,7 @@ class Comparison(NamedTuple):
     task: str
     model: str
     reference: str
-    gained: int  # problems that are better than the reference's
+    gained: int  # problems on which the model is better than the reference
     lost: int
     test: str
     p: float
@@ -59,7 +59,7 @@ class Comparison(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `evaluate` returns and writes."""
+    """The results that `evaluate` returns and writes."""
 
     settings: dict[str, Any]
     scores: list[Score]
@@ -99,11 +99,11 @@ def evaluate(
     shots: int = 0, prompt: str = "plain", batch_size: int = 16, dtype: str = "auto", max_new_tokens: int | None = None,
     code_seconds: int = 10,
 ) -> Report:  # fmt: skip
-    """Ask models, as `find_models` takes them, the problems of tasks, as `find_tasks` takes them; write the results into `out`.
+    """Evaluate models (see `find_models`) on tasks (see `find_tasks`) and write the results to `out`.
 
-    All models, tasks and settings are checked first. Greedy generation; `limit` problems of each task. `prompt` is one of
-    prompts.PROMPTS: "plain" continues a question as text, as tuning with "plain" did, the others use a chat template. Fused
-    models always read their own templates. An evaluation that is interrupted goes on when it is run again.
+    All models, tasks and settings are checked first. Decoding is greedy, on the first `limit` problems of each task. `prompt`
+    is one of prompts.PROMPTS: "plain" continues a question as text, as in tuning with "plain"; the others use a chat template.
+    Fused models always use their specialists' templates. Rerun an interrupted evaluation to resume it.
     """
     for name, value in {"batch_size": batch_size, "code_seconds": code_seconds}.items():
         check_positive(name, value)
@@ -111,7 +111,7 @@ def evaluate(
         if value is not None:
             check_positive(name, value)
     if shots < 0:
-        raise ValueError(f"shots is {shots}; expected 0 or more")
+        raise ValueError(f"shots must be at least 0, but got {shots}")
     check_choice("dtype", dtype, DTYPES)
     known, asked = find_models(models), find_tasks(tasks)
     reference = known[0].name if reference is None else reference
@@ -126,7 +126,7 @@ def evaluate(
     out.mkdir(parents=True, exist_ok=True)
     with files.locked(out, wait=False) as free:
         if free is False:
-            raise ValueError(f"out is {out}, where another evaluation writes; pass another folder")
+            raise ValueError(f"Another evaluation is writing to {out}. Choose another folder")
         for model, tokenizer in zip(known, tokenizers, strict=True):
             is_chat = prompt != "plain" or model.kind == "fused"
             (out / model.name).mkdir(exist_ok=True)
@@ -146,10 +146,10 @@ def evaluate(
 
 
 def _scores(lm: RecordedLM, asked: Asked, choices: Choices, limit: int | None, folder: Path) -> list[Score]:
-    """Run a task, or a group of them, and write each problem's verdict into `folder`."""
+    """Run a task or a group of tasks, and write each problem's verdict to `folder`."""
     evaluator, built = require("lm_eval.evaluator", "eval"), asked.build(choices)
     lm.is_rendered, lm.truncated = asked.task is not None or choices.chat, 0
-    # its own progress, of the requests' texts, would say "100%" before the model begins
+    # lm-eval's progress bar counts the preparation of requests and reaches 100% before the model starts
     require("lm_eval.api.task", "eval").tqdm = lambda rows, **_: rows
     with bar(f"{lm.model.name}, {asked.name}", "request") as lm.progress:
         try:
@@ -159,8 +159,8 @@ def _scores(lm: RecordedLM, asked: Asked, choices: Choices, limit: int | None, f
             )  # fmt: skip
         except (ValueError, OSError, MemoryError, RuntimeError):
             raise
-        except Exception as error:  # a YAML file's templates and metrics raise what they like
-            raise ValueError(f"task {asked.name!r} fails: {type(error).__name__}: {one_line(error, 400)}") from error
+        except Exception as error:  # the templates and metrics of a YAML file may raise anything
+            raise ValueError(f"Task {asked.name!r} failed: {type(error).__name__}: {one_line(error, 400)}") from error
     scores = []
     for name, samples in found["samples"].items():
         metric, filter_name = samples[0]["metrics"][0], samples[0]["filter"]
@@ -180,7 +180,7 @@ def _scores(lm: RecordedLM, asked: Asked, choices: Choices, limit: int | None, f
 
 
 def _problem(sample: dict, metric: str, is_ours: bool) -> dict:
-    """Return what is kept of a problem."""
+    """Return the record of a problem."""
     given = [one[0] for one in sample["resps"]]
     kept = {"id": sample["doc"].get("id", sample["doc_id"]) if is_ours else sample["doc_id"], metric: sample[metric]}
     kept |= {"reason": sample["filtered_resps"][0].reason} if is_ours else {}
@@ -222,14 +222,14 @@ def _notes(models: Sequence[Model], tokenizers: Sequence, scores: Sequence[Score
     vocabularies = {model.name: tokenizer.get_vocab() for model, tokenizer in zip(models, tokenizers)}
     others = [name for name, words in vocabularies.items() if words != vocabularies[reference]]
     notes = [
-        f"{', '.join(others)} and {reference} have different tokenizers; they are compared by problems, not tokens"
+        f"{', '.join(others)} and {reference} have different tokenizers, so they are compared by problems, not tokens"
     ] * bool(others)
     cut = [f"{s.model} on {s.task} ({s.truncated})" for s in scores if s.truncated]
-    return notes + [f"questions longer than the model, cut on the left: {', '.join(cut)}"] * bool(cut)
+    return notes + [f"questions longer than the context, truncated on the left: {', '.join(cut)}"] * bool(cut)
 
 
 def picture(report: Report, path: Path) -> None:
-    """Draw the scores, with their intervals, a group of bars for each task."""
+    """Plot the scores with their intervals, one group of bars for each task."""
     tasks = list(dict.fromkeys(score.task for score in report.scores))
     models = list(dict.fromkeys(score.model for score in report.scores))
     figure = require("matplotlib.figure", "plot").Figure(figsize=(2.5 + 1.6 * len(tasks), 4.2), layout="constrained")

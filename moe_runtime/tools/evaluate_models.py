@@ -1,11 +1,11 @@
-"""The models of `moe-runtime eval`: every kind of folder as a language model of lm-eval, with its answers on record.
+"""The models of `moe-runtime eval`: every kind of folder as a language model of lm-eval, with recorded answers.
 
 FOLDER               a model of transformers, dense or MoE, or one of ours, upcycled or with LoRA experts: lm-eval's HFLM
-FOLDER               with adapter_config.json (PEFT), over the base that it names; BASE+FOLDER, over another
+FOLDER               with adapter_config.json (PEFT) on the base that it names; BASE+FOLDER, on another base
 BASE+FOLDER          with expert_cfg.json (ESFT)
 FOLDER               with fuser_config.json (UltraFuser): `FusedLM`
 
-`RecordedLM` stands before each: it renders chats, and writes every answer to a file as it comes, from where a rerun takes it.
+`RecordedLM` wraps each of them: it renders chats, and appends every answer to a file, from which a rerun reads it.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ from moe_runtime.methods.esft import adapters
 from moe_runtime.methods.lora.baseline import load_lora
 from moe_runtime.methods.ultrafuser import folders
 
-KINDS = {"fused": folders.CONFIG, "esft": "expert_cfg.json", "peft": "adapter_config.json"}  # marks of a folder
+KINDS = {"fused": folders.CONFIG, "esft": "expert_cfg.json", "peft": "adapter_config.json"}  # files that identify a folder
 
 
 class Model(NamedTuple):
-    """A model as the command names it: a folder or an id of the Hub, or an adapter's folder and its base."""
+    """A model as given to the command: a folder or a Hub id, or an adapter's folder and its base."""
 
     name: str
     folder: str
@@ -43,7 +43,7 @@ class Model(NamedTuple):
     base: str | None = None
 
     def print(self) -> str:
-        """Return a hash that changes with the files of the model and of its base."""
+        """Return a hash of the files of the model and of its base."""
         parts = [self.kind, files_print(self.folder), files_print(self.base) if self.base else None]
         parts += [self.folder if self.kind == "model" and not os.path.isdir(self.folder) else None]
         if self.kind == "fused":
@@ -52,7 +52,7 @@ class Model(NamedTuple):
 
 
 def find_models(words: Sequence[str]) -> list[Model]:
-    """Return the models of words such as FOLDER, BASE+ADAPTER and NAME=FOLDER; raises ValueError for what is none."""
+    """Parse words such as FOLDER, BASE+ADAPTER and NAME=FOLDER; raises ValueError for one that is not a model."""
     models = []
     for word in words:
         name, is_named, rest = word.partition("=") if not os.path.exists(word) else ("", "", word)
@@ -63,17 +63,17 @@ def find_models(words: Sequence[str]) -> list[Model]:
         if kind == "peft" and base is None:
             base = read_json(Path(folder, KINDS["peft"])).get("base_model_name_or_path")
         if kind in ("esft", "peft") and not base:
-            raise ValueError(f"model is {word!r}, an adapter; pass its base too, as in BASE+{folder}")
+            raise ValueError(f"{word!r} is an adapter. Pass it with its base, as in BASE+{folder}")
         models.append(Model(name if is_named else _name(place), folder, kind, base))
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1 or not is_plain_name(name):
-            raise ValueError(f"two models are named {name!r}, or it is no file name; name each, as in NAME=FOLDER")
+            raise ValueError(f"Model names must be unique file names, but got {name!r}. Name the models, as in NAME=FOLDER")
     return models
 
 
 def _name(place: str) -> str:
-    """Return a folder's last name, and the one above where that says no more than "model"."""
+    """Return the last part of a path, with its parent if the last part is generic, such as "model"."""
     parts = []
     for one in place.split("+"):
         path = Path(os.path.realpath(one) if os.path.isdir(one) else one)
@@ -82,48 +82,48 @@ def _name(place: str) -> str:
 
 
 def _kind(folder: str, base: str | None) -> str:
-    """Return what a folder holds; raises ValueError if it is no adapter, and there is a base."""
+    """Return the kind of a folder; raises ValueError if there is a base and the folder is not an adapter."""
     path = Path(folder)
     found = [kind for kind, mark in KINDS.items() if (path / mark).is_file()]
     is_model = (path / "config.json").is_file() or not path.is_dir()
     if base is not None:
         found = [kind for kind in found if kind != "fused"]
         if not found:
-            raise ValueError(f"adapter is {folder!r}, without {KINDS['esft']} or {KINDS['peft']}; pass an adapter's folder")
+            raise ValueError(f"Adapter {folder!r} has no {KINDS['esft']} or {KINDS['peft']}. Pass the folder of an adapter")
         return found[0]
     if not found and not is_model:
-        raise ValueError(f"model is {folder!r}, which has no config.json, {', '.join(KINDS.values())}; pass a model's folder")
+        raise ValueError(f"{folder!r} has no config.json, {', '.join(KINDS.values())}. Pass the folder of a model")
     return found[0] if found and ("fused" in found or not is_model) else "model"
 
 
 def tokenizer_of(model: Model, prompt: str):
-    """Return a model's tokenizer, with the chat template that `prompt` names; an adapter's may be its base's.
+    """Return a model's tokenizer, or its base's for an adapter without one, with the chat template of `prompt`.
 
-    Raises ValueError where there is none, or no chat template and `prompt` needs one.
+    Raises ValueError if there is no tokenizer, or no chat template that `prompt` needs.
     """
     check_choice("prompt", prompt, tuple(PROMPTS))
     place = model.folder
     if model.kind != "fused" and os.path.isdir(model.base or place):
         with Checkpoint(model.base or place):
-            read_config(model.base or place)  # names what is wrong with the folder
+            read_config(model.base or place)  # raises an error that names what is wrong with the folder
     if model.kind in ("esft", "peft") and not Path(place, "tokenizer_config.json").is_file():
         place = model.base
     if model.kind == "fused":
         part = folders.locate(place, folders.read(place), {})[0]
         place = part.tokenizer or part.path
     if os.path.isdir(place) and not any(Path(place, name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
-        raise ValueError(f"model {model.name!r} has no tokenizer in {place}; save its tokenizer there")
+        raise ValueError(f"Model {model.name!r} has no tokenizer in {place}. Save its tokenizer there")
     tokenizer = ranks.load_tokenizer(place, f"tokenizer of {model.name!r}")
     tokenizer.chat_template = TEMPLATES.get(prompt, tokenizer.chat_template)
     if prompt == "chat" and not tokenizer.chat_template and model.kind != "fused":
         raise ValueError(
-            f"model {model.name!r} has no chat template; put a chat_template.jinja into {place}, or pass --prompt plain"
+            f"Model {model.name!r} has no chat template. Put a chat_template.jinja into {place}, or pass --prompt plain"
         )
     return tokenizer
 
 
 def load_lm(model: Model, tokenizer, dtype: str, batch_size: int):
-    """Load a model and return it as a language model of lm-eval, on the GPU if there is one."""
+    """Load a model as a language model of lm-eval, on the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if model.kind == "fused":
         return FusedLM(folders.load(model.folder, dtype=None if dtype == "auto" else dtype, device=device), batch_size)
@@ -139,7 +139,7 @@ def load_lm(model: Model, tokenizer, dtype: str, batch_size: int):
 
 
 class RecordedLM:
-    """A model of lm-eval whose answers are appended to `path`, and which is loaded when one is missing there.
+    """A model of lm-eval whose answers are appended to `path`, and which is loaded only if an answer is missing there.
 
     `progress(done, total)` counts the requests of a call.
     """
@@ -153,26 +153,26 @@ class RecordedLM:
         self._lm, self._done, self._total, self._answers = None, 0, 0, _read(path)
 
     def apply_chat_template(self, chat: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a chat as text: a text to continue, the tokenizer's template, or what `FusedLM` reads."""
+        """Render a chat as text to continue, with the tokenizer's template, or in the format of `FusedLM`."""
         if self.model.kind == "fused":
             return FUSED + json.dumps(chat)
         if self.prompt == "plain":
             turns = [turn["content"] for turn in chat]
-            if len(turns) > 1:  # examples: an answer begins a line, a blank line follows it
+            if len(turns) > 1:  # few-shot examples: answers start on a new line and are followed by a blank line
                 turns = [text.rstrip("\n") + ("\n" if i % 2 == 0 else "\n\n") for i, text in enumerate(turns)]
             return (self.tokenizer.bos_token or "") + "".join(turns)
         more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             return self.tokenizer.apply_chat_template(chat, tokenize=False, **more)
-        except Exception as error:  # a template is a program
-            raise ValueError(f"the chat template of {self.model.name!r} fails: {one_line(error, 300)}") from error
+        except Exception as error:  # a template is a program and may raise anything
+            raise ValueError(f"The chat template of {self.model.name!r} failed: {one_line(error, 300)}") from error
 
     def generate_until(self, requests: list) -> list[str]:
         """Return the continuation of each context, up to a stop sequence."""
         return self._answered("generate_until", requests)
 
     def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
-        """Return of each context and continuation the log probability, and whether greedy generation gives it."""
+        """Return the log probability of each continuation, and whether greedy decoding generates it."""
         return [tuple(answer) for answer in self._answered("loglikelihood", requests)]
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
@@ -180,7 +180,7 @@ class RecordedLM:
         return self._answered("loglikelihood_rolling", requests)
 
     def add_partial(self, kind: str, args: Sequence, answer) -> None:
-        """Record an answer: lm-eval's models call this on their cache_hook as soon as they have it."""
+        """Record an answer; lm-eval's models call this on their cache_hook for each answer."""
         if not _is_sampled(args):
             key = _key(kind, args)
             self._answers[key] = answer
@@ -204,11 +204,12 @@ class RecordedLM:
         return [fresh[id(one)] if missing and id(one) in fresh else self._answers[_key(kind, one.args)] for one in requests]
 
     def _check_lengths(self, requests: list) -> None:
-        """Count the contexts that lm-eval cuts on the left; raises ValueError where no token of one would be left."""
+        """Count the contexts that lm-eval truncates on the left; raises ValueError if no token of one would be left."""
         longest, lm = max(one.args[1].get("max_gen_toks", 256) for one in requests), self._lm
         if longest >= lm.max_length:
             raise ValueError(
-                f"answers have {longest} tokens, model {self.model.name!r} {lm.max_length} positions; lower --max-new-tokens"
+                f"Answers of {longest} tokens do not fit into the {lm.max_length} positions of model {self.model.name!r}. "
+                "Lower --max-new-tokens"
             )
         self.truncated += sum(len(lm.tok_encode(one.args[0])) > lm.max_length - longest for one in requests)
 
@@ -222,7 +223,7 @@ def _key(kind: str, args: Sequence) -> str:
 
 
 def _read(path: Path) -> dict:
-    """Read the answers of a file; a last line that a kill has cut is removed."""
+    """Read the answers in a file; an incomplete last line of a killed process is removed."""
     answers, whole = {}, 0
     if path.is_file():
         for line in path.read_bytes().splitlines(keepends=True):
@@ -236,14 +237,14 @@ def _read(path: Path) -> dict:
     return answers
 
 
-FUSED = "\0chat "  # begins a context that is a chat as JSON; no text has it
+FUSED = "\0chat "  # prefix of a context that is a chat as JSON; it occurs in no text
 
 
 class FusedLM:
-    """A fused model as one of lm-eval's: each specialist reads a context in its own template.
+    """A fused model as a language model of lm-eval: each specialist reads a context in its own template.
 
-    A context is a chat that `RecordedLM` rendered, or a text, which is the user's turn; a last turn of the assistant begins
-    the answer. Context and continuation are tokenized separately, as in training.
+    A context is a chat rendered by `RecordedLM`, or a text, which becomes the user's turn; a final turn of the assistant is
+    the beginning of the answer. Context and continuation are tokenized separately, as in training.
     """
 
     rank, world_size = 0, 1
@@ -254,7 +255,7 @@ class FusedLM:
         self.max_length = min(getattr(config, "max_position_embeddings", None) or 2048 for config in configs)
 
     def tok_encode(self, context: str) -> list[int]:
-        """Return the longest of the specialists' prompts, with the beginning of the answer."""
+        """Return the longest of the specialists' prompts with the beginning of the answer."""
         prompt, answer = self._ids(context)
         return max(prompt, key=len) + answer
 
@@ -288,10 +289,10 @@ class FusedLM:
         return {k: [t.to(device) for t in v] if isinstance(v, list) else v.to(device) for k, v in inputs.items()}
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list[str]:
-        """Return the answers to contexts, without what they begin with, up to a stop sequence."""
+        """Return the generated answers, without their given beginnings, up to a stop sequence."""
         rows = [(i, *self._ids(one.args[0]), json.dumps(one.args[1])) for i, one in enumerate(requests)]
         out, tokenizer = [""] * len(requests), self.fuser.encoder.tokenizer
-        # answers that begin with something of one length go on side by side
+        # answers whose given beginnings have the same length are generated in one batch
         for batch in self._batches(rows, lambda row: (len(row[2]), row[3])):
             settings = json.loads(batch[0][3])
             until, most = settings.pop("until", None) or [], settings.pop("max_gen_toks", 256)
@@ -312,7 +313,7 @@ class FusedLM:
         """Return the log probability of each continuation, and whether each of its tokens is the most probable one."""
         rows = []
         for i, (context, continuation) in enumerate(one.args for one in requests):
-            stripped = context if context.startswith(FUSED) else context.rstrip()  # as lm-eval: blanks are the continuation's
+            stripped = context if context.startswith(FUSED) else context.rstrip()  # lm-eval moves spaces to the continuation
             prompt, begun = self._ids(stripped)
             answer = self.fuser.encoder.answer(context[len(stripped) :] + continuation, end=False)
             rows.append((i, prompt, begun + answer, len(answer)))

@@ -1,15 +1,16 @@
-"""The tasks of `moe-runtime eval`: built-in ones, which read files, and YAML tasks of lm-eval; all become tasks of lm-eval.
+"""The tasks of `moe-runtime eval`: built-in ones that read files, and YAML tasks, all run as tasks of lm-eval.
 
 task        a problem's columns                        an answer is right if
-gsm8k       question, answer                           the number behind its first #### is the gold answer's
+gsm8k       question, answer                           the number after its first #### equals the gold answer's
 humaneval   prompt, test, entry_point                  prompt and answer pass the test
 mbpp        text or prompt, test_list                  it passes every test
 arithmetic  prompt, completion                         its last number is the gold answer's
-intent      prompt, completion; or prompt, raw_answers it is the gold answer, as JSON where both are, else but for whitespace
+intent, json, function  a pair; or prompt, raw_answers  it is the gold answer, as JSON where both are, else but for whitespace
 
-A built-in task asks by `Task.problems` and judges by `Task.judge`; the LM and the loop over requests are lm-eval's.
+`Task.problems` of a built-in task builds the questions and `Task.judge` scores the answers; lm-eval runs the requests.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -20,38 +21,40 @@ from typing import Any, NamedTuple
 
 from moe_runtime.config import one_line
 from moe_runtime.experiments.corpora import domain_rows
+from moe_runtime.experiments.everyday import task_rows
 from moe_runtime.io.rows import BUILDERS, in_form, layout_of, raw_rows, require
 from moe_runtime.tools.run_code import Verdict, run_programs
 
-NUMBER = r"(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # the minus of 5-3 is no sign
-SUMS = 256  # problems of arithmetic, unless a file holds them
+NUMBER = r"(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # the minus in 5-3 is not a sign
+SUMS = 256  # problems of arithmetic if no file is given
+SMALL = 64  # of json and function
 
 
 class Choices(NamedTuple):
-    """How problems are asked and judged."""
+    """Settings for asking and judging problems."""
 
-    chat: bool = False  # in a chat template, or a fused model's templates; else as a text to continue
-    shots: int = 0  # the first examples of a task's data, which are shown with their answers and not asked
+    chat: bool = False  # use a chat template, or a fused model's templates; else the question is text to continue
+    shots: int = 0  # number of a task's first examples that are shown with their answers instead of being asked
     max_new_tokens: int | None = None
     code_seconds: int = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A built-in task. `problems` makes of a row its question, gold answer, beginning of an answer, and text around code."""
+    """A built-in task. `problems` maps a row to its question, gold answer, beginning of an answer, and text around code."""
 
     name: str
-    columns: str  # as the table above says them
-    tokens: int  # of an answer, at most
-    until: tuple[str, ...]  # that ends an answer which continues a text
+    columns: str  # as in the table above
+    tokens: int  # maximum length of an answer
+    until: tuple[str, ...]  # stop sequences of an answer that continues a text
     problem: Callable[[dict, bool], dict | None]
     judge: Callable[[Sequence[dict], Sequence[str], int], list[Verdict]]
     metric: str = "exact_match"
-    source: Callable[[], Iterable[dict]]  # the rows where no file is given
+    source: Callable[[], Iterable[dict]]  # the rows if no file is given
 
 
 def number_after_mark(text: str) -> Decimal | None:
-    """Return the number behind the first ####, without dollar signs and separators of thousands."""
+    """Return the number after the first ####, without dollar signs and thousands separators."""
     found = re.search(rf"####\s*\$?\s*({NUMBER})", text)
     return _decimal(found[1]) if found else None
 
@@ -105,7 +108,7 @@ def _programs(problems: Sequence[dict], answers: Sequence[str], seconds: int) ->
 
 
 def _pair(row: dict, chat: bool) -> dict | None:
-    """Make a problem of a row of any layout of pairs, or of a chat of two turns."""
+    """Build a problem from a pair in any layout, or from a chat of two turns."""
     layout = layout_of(row)
     try:
         found = in_form(row, layout, "the problem", answers=False) if layout else {}
@@ -126,7 +129,7 @@ def _grade_school(row: dict, chat: bool) -> dict | None:
     return problem if problem is not None and number_after_mark(problem["answer"]) is not None else None
 
 
-_WRITE = "Write a solution to the following problem:\n```python\n{code}\n```"  # as the released XFT code asks
+_WRITE = "Write a solution to the following problem:\n```python\n{code}\n```"  # as in the released XFT code
 
 
 def _human_eval(row: dict, chat: bool) -> dict | None:
@@ -150,13 +153,15 @@ def _mbpp(row: dict, chat: bool) -> dict | None:
     return asked | {"answer": str(row.get("code", "")), "head": "", "tail": "\n".join((setup, *tests))}
 
 
-def _hub(path: str, name: str, split: str = "test") -> Callable[[], Iterable[dict]]:
+def hub_rows(path: str, name: str, split: str = "test") -> Callable[[], Iterable[dict]]:
+    """Return what downloads the rows of a data set of the Hub; it raises ValueError where it cannot."""
+
     def read() -> Iterable[dict]:
         try:
             return require("datasets").load_dataset(path, name, split=split)
-        except Exception as error:  # what the Hub's client raises differs with what is missing
+        except Exception as error:  # the Hub's client raises different exceptions
             raise ValueError(
-                f"{path} is not on this machine and could not be downloaded ({one_line(error, 200)}); pass its file, as in "
+                f"{path} is not on this machine and could not be downloaded ({one_line(error, 200)}). Pass its file, as in "
                 f"--tasks {path.rpartition('/')[2]}=test.jsonl"
             ) from error
 
@@ -168,7 +173,11 @@ def _packaged() -> Iterable[dict]:
 
 
 def _no_file() -> Iterable[dict]:
-    raise ValueError("intent needs its file, as in --tasks intent=eval/intent.jsonl")
+    raise ValueError("Task intent requires a file, as in --tasks intent=eval/intent.jsonl")
+
+
+def _held_out(name: str) -> Iterable[dict]:
+    return task_rows(name, train=1, held_out=SMALL).held_out
 
 
 def _held_out_sums() -> Iterable[dict]:
@@ -181,7 +190,7 @@ TASKS = {
     for task in (
         Task(
             name="gsm8k", columns="question and answer, which holds #### and a number", tokens=256, until=("\n\n",),
-            problem=_grade_school, judge=_numbers_equal(number_after_mark), source=_hub("openai/gsm8k", "main"),
+            problem=_grade_school, judge=_numbers_equal(number_after_mark), source=hub_rows("openai/gsm8k", "main"),
         ),
         Task(
             name="humaneval", columns="prompt, test and entry_point", tokens=512, until=("\ndef ", *_CODE_ENDS),
@@ -189,7 +198,7 @@ TASKS = {
         ),
         Task(
             name="mbpp", columns="text (or prompt) and a test_list of strings", tokens=512, until=('\n"""', *_CODE_ENDS),
-            problem=_mbpp, judge=_programs, metric="pass@1", source=_hub("google-research-datasets/mbpp", "full"),
+            problem=_mbpp, judge=_programs, metric="pass@1", source=hub_rows("google-research-datasets/mbpp", "full"),
         ),
         Task(
             name="arithmetic", columns="prompt and completion", tokens=96, until=("\n",), problem=_pair,
@@ -199,12 +208,19 @@ TASKS = {
             name="intent", columns="prompt and completion (or raw_answers)", tokens=128, until=("\n\n",), problem=_pair,
             judge=_same_text, source=_no_file,
         ),
+        *(
+            Task(
+                name=name, columns="prompt and completion (or raw_answers)", tokens=64, until=("\n",), problem=_pair,
+                judge=_same_text, source=functools.partial(_held_out, name),
+            )
+            for name in ("json", "function")
+        ),
     )
 }  # fmt: skip
 
 
 class Asked(NamedTuple):
-    """A task as the command names it: a built-in one with its rows, or what lm-eval finds by `name`."""
+    """A task as given to the command: a built-in one with its rows, or one that lm-eval finds by `name`."""
 
     name: str
     task: Task | None = None
@@ -220,20 +236,20 @@ class Asked(NamedTuple):
             found = manager.load([self.source or self.name])["tasks"]
         except KeyError as error:
             known = ", ".join(TASKS)
-            raise ValueError(f"task is {self.name!r}; expected {known}, a YAML file, or a task of lm-eval") from error
-        except Exception as error:  # lm-eval, datasets and YAML have exceptions of their own
-            raise ValueError(f"task {self.name!r} cannot be built: {one_line(error, 400) or type(error).__name__}") from error
+            raise ValueError(f"Task {self.name!r} is unknown. Use {known}, a YAML file, or a task of lm-eval") from error
+        except Exception as error:  # lm-eval, datasets and YAML raise different exceptions
+            raise ValueError(f"Task {self.name!r} cannot be built: {one_line(error, 400) or type(error).__name__}") from error
         if unsafe := [name for name, one in found.items() if getattr(one, "UNSAFE_CODE", False)]:
             raise ValueError(
-                f"task {unsafe[0]!r} of lm-eval runs code without limits; use humaneval or mbpp, or a file for them"
+                f"Task {unsafe[0]!r} of lm-eval would run code without limits. Use humaneval or mbpp, or a file for them"
             )
         return found
 
 
 def find_tasks(text: str) -> list[Asked]:
-    """Return the tasks of a text such as gsm8k=test.jsonl,arithmetic,mine.yaml, in order, with their rows read and checked.
+    """Parse tasks such as gsm8k=test.jsonl,arithmetic,mine.yaml, in order, and read and check their rows.
 
-    Raises ValueError for an unknown task, one named twice, a file that cannot be read or without the task's columns.
+    Raises ValueError for an unknown or repeated task, and for a file that cannot be read or lacks the task's columns.
     """
     asked = []
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -246,32 +262,32 @@ def find_tasks(text: str) -> list[Asked]:
                 what = (
                     f"has {', '.join(map(str, rows[bad])) or 'no columns'} in example {bad + 1}" if rows else "has no examples"
                 )
-                raise ValueError(f"{path or name} {what}; {name} expects {task.columns}")
+                raise ValueError(f"{path or name} {what}, but {name} expects {task.columns}")
             asked.append(Asked(name, task, rows, path))
         elif path or Path(name).suffix in (".yaml", ".yml"):
             if path or not Path(name).is_file():
                 known = ", ".join(TASKS)
                 raise ValueError(
-                    f"task is {word!r}; expected {known} (with =FILE), a YAML file that exists, or a task of lm-eval"
+                    f"Task {word!r} is unknown. Use {known} (with =FILE), an existing YAML file, or a task of lm-eval"
                 )
             asked.append(Asked(Path(name).stem, source=name))
         else:
             asked.append(Asked(name))
     names = [one.name for one in asked]
     if len(set(names)) < len(names) or not names:
-        raise ValueError(f"tasks is {text!r}; expected at least one task, each once")
+        raise ValueError(f"tasks must be one or more different tasks, but got {text!r}")
     return asked
 
 
 def read_file(path: Path) -> Iterable[dict]:
-    """Read the objects of a .jsonl file, gzipped or not, or of .json and .parquet; raises ValueError for another file."""
+    """Read the objects of a .jsonl file, gzipped or not, or of .json and .parquet; raises ValueError for other files."""
     if not path.is_file() or path.suffix not in (*BUILDERS, ".gz"):
-        raise ValueError(f"task file is {str(path)!r}; expected a .jsonl, .jsonl.gz, .json or .parquet file that exists")
+        raise ValueError(f"Task file {str(path)!r} is not an existing .jsonl, .jsonl.gz, .json or .parquet file")
     return raw_rows(path)
 
 
 class _Judging:
-    """A filter of lm-eval that turns the answers to all problems into verdicts, so that programs run side by side."""
+    """A filter of lm-eval that judges the answers to all problems at once, so that programs run in parallel."""
 
     def __init__(self, task: Task, seconds: int):
         self.task, self.seconds = task, seconds
@@ -282,10 +298,10 @@ class _Judging:
 
 
 def _configured(asked: Asked, choices: Choices):
-    """Return a built-in task as lm-eval's, of its first problems that are not shown as examples."""
+    """Return a built-in task as a task of lm-eval, with the problems that are not shown as examples."""
     task, rows = asked.task, [asked.task.problem(row, choices.chat) for row in asked.rows]
     if choices.shots >= len(rows):
-        raise ValueError(f"shots is {choices.shots}, {asked.name} has {len(rows)} problems; pass fewer")
+        raise ValueError(f"shots must be below the {len(rows)} problems of {asked.name}, but got {choices.shots}")
     ids = [str(row.get("task_id", row.get("idx", i))) for i, row in enumerate(asked.rows)]
     problems = [{"id": i} | row for i, row in zip(ids, rows)]
     shown_ones, problems = problems[: choices.shots], problems[choices.shots :]

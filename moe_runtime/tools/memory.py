@@ -1,9 +1,9 @@
-"""The memory that training a model takes, from its config alone: no weight is read, nothing is computed.
+"""Estimate the memory that training a model needs from its config, without reading weights or computing anything.
 
-The model is built without memory, and one training step runs on fake tensors, which have shapes and no bytes. What the step
-allocates and frees is counted storage by storage: what each layer keeps for its backward pass, the logits, gradients that
-appear while activations go. So the estimate follows what transformers, PEFT and our ops do, checkpointing and autocast
-included. Beside it stand what a fake step cannot show: packed weights, the optimizer's state, our kernels' scratch memory.
+The model is built on the meta device, and one training step runs on fake tensors, which have shapes but no data. All that the
+step allocates and frees is counted storage by storage: what each layer saves for its backward pass, the logits, and gradients
+that appear as activations are freed. The estimate therefore follows what transformers, PEFT and our ops do, including
+checkpointing and autocast. What a fake step cannot show is added: packed weights, optimizer state, our kernels' scratch memory.
 
     peak = weights + adapters + optimizer + max(the step at its peak, gradients + the optimizer's temporaries)
 
@@ -38,7 +38,7 @@ from moe_runtime.ops.packed import FORMATS, bytes_per_weight
 
 OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adafactor", "8bit")
 BITS = {"16": None, "4": "nf4", "8": "int8"} | {name: name for name in FORMATS}
-# part of a class's name -> whose activations its are; the innermost module that has one decides
+# part of a class name -> kind of its activations; the innermost module with a match decides
 KINDS = {
     "Attention": "attention", "Rotary": "attention", "Norm": "norms", "Experts": "experts", "MoeBlock": "experts",
     "MoE": "experts", "Router": "experts", "MLP": "dense MLPs", "Mlp": "dense MLPs",
@@ -49,10 +49,10 @@ LOGITS, OTHER = "logits and loss", "residual stream"
 class Step(NamedTuple):
     """What one forward and backward pass allocates, in bytes."""
 
-    kept: dict[str, int]  # at the end of the forward pass, by the modules that made it
-    peak: int  # of all that the step allocates, gradients included
+    kept: dict[str, int]  # at the end of the forward pass, by the kind of module that allocated it
+    peak: int  # of everything that the step allocates, including gradients
     gradients: int
-    active: int  # the peak of all but gradients
+    active: int  # the peak without gradients
 
 
 class Estimate(NamedTuple):
@@ -65,12 +65,12 @@ class Estimate(NamedTuple):
     optimizer: int
     activations: int  # at the end of the forward pass
     temporary: int  # beyond gradients and activations, at the peak
-    overlap: int  # gradients and activations that are never there at the same time
+    overlap: int  # gradients and activations that never exist at the same time
     peak: int
     kept: dict[str, int]  # the activations, by kind
     parameters: int
     trained: int
-    active: int  # activations and temporaries at their peak, where gradients lie elsewhere
+    active: int  # activations and temporaries at their peak, if gradients are stored elsewhere
 
     @property
     def states(self) -> int:
@@ -79,7 +79,7 @@ class Estimate(NamedTuple):
 
 
 class _Ledger(TorchDispatchMode):
-    """Counts the storages that operators make, by kind, until they die; storages of `known` tensors are not counted."""
+    """Count the storages that operators allocate, by kind, until they are freed, except those of `known` tensors."""
 
     def __init__(self, known: Sequence[torch.Tensor], backend: str, head: nn.Module | None):
         super().__init__()
@@ -99,7 +99,7 @@ class _Ledger(TorchDispatchMode):
         return out
 
     def own(self, parameter: torch.Tensor) -> None:
-        """Count what `parameter.grad` takes as a gradient, once."""
+        """Count the storage of `parameter.grad` as a gradient, once."""
         self.gradients += nbytes(parameter)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -117,7 +117,7 @@ class _Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Let each storage bear the kind of the module that runs: without hooks, which would change what our layers run."""
+        """Attribute each storage to the kind of the running module, without hooks, which would change what our layers run."""
         original = nn.Module.__call__
 
         def call(module, *args, **kwargs):
@@ -129,14 +129,14 @@ class _Ledger(TorchDispatchMode):
             finally:
                 self.kinds.pop()
                 if isinstance(module, PreTrainedModel):
-                    self.kinds[-1] = LOGITS  # what a causal LM does after its body, if it is the body
+                    self.kinds[-1] = LOGITS  # what a causal LM computes after its body
 
         with mock.patch.object(nn.Module, "__call__", call):
             yield
 
 
 def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
-    """Return what an op of ours holds beside its outputs on `backend`: while it runs; by name, what later calls use again."""
+    """Return the scratch memory of one of our ops on `backend`: while it runs, and by name, what later calls reuse."""
     name = getattr(func, "_opname", "") if getattr(func, "namespace", "") == "moe_runtime" else ""
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) if name else {}
     if not {"x", "up", "gated"} <= given.keys():
@@ -151,13 +151,13 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
     one_stack = all(given.get(part) is None for part in ("up_trained", "up_bias", "down_bias"))
     in_one_call = backend == "cpp" and one_stack and moe_mlp_cpp.back_in_one_call(x.dtype, -(-R // E))
     if in_one_call and name in ("moe_mlp_backward", "moe_layer_backward"):
-        offsets = (ctypes.c_int32 * (E + 1))(*[R * e // E for e in range(E + 1)])  # no tensor: all of them are fake here
+        offsets = (ctypes.c_int32 * (E + 1))(*[R * e // E for e in range(E + 1)])  # not a tensor, as all tensors are fake here
         how = (int(given["gated"]), ctypes.addressof(offsets), T, H, I, E, K, given["z"].shape[0] == 0)
         return 0, {"one call": moe_mlp_cpp.one_call_back_bytes(x.dtype, *how)}
-    alone = T if given.get("gate") in SHARED_GATES else 0  # rows of the expert that sees every token, which are not gathered
+    alone = T if given.get("gate") in SHARED_GATES else 0  # rows of the shared expert, which are not gathered
     group = min(R - alone, max(math.ceil(R / E), GROUP_ELEMENTS // max(Z, H)))
     widest, s = max(group, alone), x.element_size()
-    # the torch backend's passes over blocks of rows hold three to four float32 tensors at once
+    # the torch backend holds three to four float32 tensors per block of rows
     block = 14 * min(widest * I, BLOCK_ELEMENTS) * (is_backward and backend == "torch")
     return block, {"y": s * R * H, "x": s * group * H, "h": s * widest * I} | (
         {"dy": s * group * H, "dh": s * widest * I, "dz": s * widest * Z} if is_backward else {}
@@ -165,12 +165,12 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
 
 
 def model_of(source: str, dtype: str | None = None) -> nn.Module:
-    """Build a folder's or Hub id's model on the meta device, in its config's dtype unless given, its experts on our ops."""
+    """Build the model of a folder or Hub id on the meta device, by default in its config's dtype, with our experts."""
     return built(load_config(source, "model"), dtype)
 
 
 def built(config, dtype: str | None = None) -> nn.Module:
-    """Build a config's model on the meta device, its experts on our ops."""
+    """Build the model of a config on the meta device, with our experts."""
     if dtype is not None:
         config.dtype = getattr(torch, dtype)
     model = skeleton(config)
@@ -180,7 +180,7 @@ def built(config, dtype: str | None = None) -> nn.Module:
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """Freeze a model and give all its linear layers and expert stacks, but not head and routers, LoRA matrices by PEFT."""
+    """Freeze a model and add LoRA matrices by PEFT to all linear layers and expert stacks except the head and routers."""
     from moe_runtime.io.rows import require
     from moe_runtime.methods.lora import baseline
 
@@ -193,7 +193,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _give_shapes(model: nn.Module) -> None:
-    """Put fake tensors on the CPU in the place of a model's, in place; call it under FakeTensorMode."""
+    """Replace a model's tensors by fake ones on the CPU, in place; must be called under FakeTensorMode."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -218,16 +218,15 @@ def step_of(
     model: nn.Module, inputs, *, checkpointing: bool = False, bf16: bool = False, accumulate: bool = False,
     backend: str = "triton", prepare: Callable[[nn.Module], Any] | None = None,
 ) -> Step:  # fmt: skip
-    """Count one training step of a model on the meta device, which is of no use afterwards; `inputs()` makes its batch.
+    """Count one training step of a model on the meta device, which is unusable afterwards; `inputs()` returns the batch.
 
-    `prepare(model)` may split and freeze its weights, which have shapes then. `accumulate` is for micro-batches after the first
-    of an optimizer step, whose gradients are there already.
+    `prepare(model)` may split and freeze the weights, which then have shapes. `accumulate` is for micro-batches after the first
+    of an optimizer step, when gradients already exist.
     """
     check_choice("backend", backend, ("triton", "torch", "cpp"))
     if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    # transformers looks into position ids for packed examples, which fake ones do not tell
+        checkpoint(model)
+    # transformers searches position ids for packed examples, which fake ones cannot answer
     packed = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None, create=True)
     with FakeTensorMode(), packed:
         _give_shapes(model)
@@ -253,16 +252,22 @@ def step_of(
     return Step({kind: size for kind, size in kept.items() if size}, ledger.peak, sum(map(nbytes, trained)), ledger.active)
 
 
+def checkpoint(model: nn.Module) -> None:
+    """Let a model keep the inputs of its layers alone, by the name that this transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements, whatever device they are on."""
     return tensor.numel() * tensor.element_size()
 
 
 def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state for these parameters, and of the most that its step holds beside it.
+    """Return the bytes of the optimizer state for these parameters, and of its temporaries in a step.
 
-    adamw is torch's fused one, adamw_torch the one that takes all parameters at once (its default on GPUs), 8bit bitsandbytes'
-    AdamW8bit, adafactor transformers'.
+    adamw is torch's fused AdamW, adamw_torch the one that updates all parameters at once (the default on GPUs), 8bit is
+    bitsandbytes' AdamW8bit, adafactor is transformers' Adafactor.
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
     largest = max((p.numel() for p in parameters), default=0)
@@ -270,7 +275,7 @@ def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple
         return sum(2 * nbytes(p) + 4 for p in parameters), sum(map(nbytes, parameters)) * (optimizer == "adamw_torch")
     if optimizer == "sgd":
         return 0, 0
-    if optimizer == "8bit":  # small ones stay in float32; two maps of 256 values for all
+    if optimizer == "8bit":  # small parameters stay in float32; two shared maps of 256 values
         sizes = [8 * n if (n := p.numel()) < 4096 else 2 * n + 8 * math.ceil(n / 256) for p in parameters]
         return sum(sizes) + 2048 * any(p.numel() >= 4096 for p in parameters), 0
     rows = [math.prod(p.shape[:-1]) + p.numel() // max(p.shape[-2], 1) if p.dim() > 1 else p.numel() for p in parameters]
@@ -279,10 +284,10 @@ def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple
 
 
 def estimate(model: nn.Module, inputs, *, optimizer: str = "adamw", packed: str | None = None, **how: Any) -> Estimate:
-    """Return what training a model on the meta device takes, in bytes; it is of no use afterwards.
+    """Return the memory in bytes for training a model on the meta device, which is unusable afterwards.
 
-    `inputs` and `how` are `step_of`'s; `packed` is the format that frozen stacks are stored in, which count as they are in the
-    step: what an op keeps does not depend on it.
+    `inputs` and `how` are those of `step_of`. `packed` is the format in which frozen stacks are stored; in the step they count
+    unpacked, as what an op saves does not depend on it.
     """
     step = step_of(model, inputs, **how)
     stacks, names = stacks_of(model), dict(model.named_parameters())
@@ -303,33 +308,33 @@ def estimate(model: nn.Module, inputs, *, optimizer: str = "adamw", packed: str 
 
 
 def stacks_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the experts of a model, whoever wraps them."""
+    """Return the parameters of a model's experts, also through wrappers."""
     found = [m for m in model.modules() if dropin.is_experts(m) or isinstance(m, Experts)]
     return list({id(p): p for m in found for name, p in m.named_parameters() if "lora_" not in name}.values())
 
 
 def load(source: str, *, lora: int | None = None, bits: str = "16", dtype: str | None = None) -> nn.Module:
-    """Build a folder's or Hub id's model on the meta device: all of it trains, or LoRA matrices of rank `lora`.
+    """Build the model of a folder or Hub id on the meta device; all of it trains, or LoRA matrices of rank `lora`.
 
-    `bits` says in what the frozen stacks of experts will be packed: 16, 8 (int8), 4 (nf4), or a format's name. Raises
-    ValueError where nothing could be packed: without lora, since packed stacks do not train, or without experts.
+    `bits` is the format of the frozen stacks of experts: 16, 8 (int8), 4 (nf4), or a format's name. Raises ValueError if
+    nothing can be packed: without lora, as packed stacks cannot be trained, or without experts.
     """
     check_choice("bits", bits, tuple(BITS))
     if lora is not None:
         check_positive("lora", lora)
     model = model_of(source, dtype)
     if BITS[bits] and (lora is None or not stacks_of(model)):
-        why = "all weights train" if lora is None else f"{source} has no stacks of experts, which alone are packed"
-        raise ValueError(f"bits is {bits}, and {why}; pass {'--lora, or ' * (lora is None)}--bits 16")
+        why = "as all weights train" if lora is None else f"as {source} has no stacks of experts to pack"
+        raise ValueError(f"bits must be 16, {why}, but got {bits}. Pass {'--lora, or ' * (lora is None)}--bits 16")
     return model if lora is None else add_lora(model, lora)
 
 
 def table(found: Estimate) -> list[tuple[str, int]]:
-    """Return the lines that are printed: what, and its bytes; those of activations by kind are indented."""
+    """Return the printed lines as (name, bytes); those of activations by kind are indented."""
     lines = [("weights, experts", found.experts), ("weights, rest", found.rest), ("adapters", found.adapters)]
     lines += [("gradients", found.gradients), ("optimizer", found.optimizer), ("activations", found.activations)]
     lines += [(f"  {kind}", size) for kind, size in sorted(found.kept.items(), key=lambda item: -item[1])]
-    lines += [("temporary", found.temporary), ("never at once", -found.overlap)]
+    lines += [("temporary", found.temporary), ("not at the same time", -found.overlap)]
     return [line for line in lines if line[1]] + [("peak", found.peak)]
 
 

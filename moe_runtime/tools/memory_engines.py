@@ -1,9 +1,9 @@
-"""What engines put on each GPU and on the wire, and what bounds a step: the cost model of `moe-runtime memory --gpus N`.
+"""Memory per GPU, communication and bounds of a step for each engine: the cost model of `moe-runtime memory --gpus N`.
 
-    DDP      every GPU holds all; gradients are all-reduced in buckets, which are a copy of them
-    FSDP2    weights, gradients and state in n parts; a block's weights are gathered to run it, forward and backward
-    ZeRO-3   the same parts; up to a billion gathered weights stay (stage3_max_live_parameters)
-    EP       the stacks of experts in n parts, all else as in DDP; rows travel to their experts and back
+    DDP      every GPU holds everything; gradients are all-reduced in buckets, which are a copy of them
+    FSDP2    weights, gradients and state are sharded; a block's weights are gathered for its forward and backward pass
+    ZeRO-3   sharded in the same way; up to a billion gathered weights stay (stage3_max_live_parameters)
+    EP       the stacks of experts are sharded, everything else as in DDP; tokens are sent to their experts and back
 
 Bytes that a GPU sends per optimizer step, P weights as they are gathered, G gradients, f = (n - 1) / n:
 
@@ -24,11 +24,11 @@ from moe_runtime.tools import memory
 from moe_runtime.tools.memory import Estimate
 
 ENGINES = ("ddp", "fsdp2", "zero3", "ep")
-LIVE = 10**9  # gathered weights that ZeRO-3 lets stay, by default
+LIVE = 10**9  # gathered weights that ZeRO-3 keeps by default
 
 
 class Gpu(NamedTuple):
-    """A GPU as its data sheet describes it: dense bfloat16 FLOP/s, bytes/s of memory, of NVLink and of the network, one way."""
+    """A GPU's data sheet: dense bfloat16 FLOP/s, and bytes/s of memory, of NVLink and of the network (one direction)."""
 
     flops: float
     memory: float
@@ -41,7 +41,7 @@ GPUS = {"H100": Gpu(989e12, 3.35e12, 450e9), "H200": Gpu(989e12, 4.8e12, 450e9),
 
 
 class Shapes(NamedTuple):
-    """What of a model says how it is split, in bytes of its weights; T tokens per micro-batch."""
+    """Sizes of a model that determine how it is sharded, in bytes of its weights; T tokens per micro-batch."""
 
     weights: int
     block: int  # the largest of its layers
@@ -50,7 +50,7 @@ class Shapes(NamedTuple):
     expert_share: float  # of weights
     moe_layers: int
     row_bytes: int  # of a micro-batch's rows of one layer, T K H s
-    active_experts: float  # share of a layer's experts that a token goes through
+    active_experts: float  # share of a layer's experts that process a token
 
 
 class Share(NamedTuple):
@@ -60,11 +60,11 @@ class Share(NamedTuple):
     gradients: int
     optimizer: int
     activations: int  # and temporaries
-    buffers: int  # the engine's own: buckets, gathered blocks, rows under way
+    buffers: int  # of the engine: buckets, gathered blocks, rows being sent
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return sum(self)
 
 
@@ -88,7 +88,7 @@ def shapes_of(model: torch.nn.Module, tokens: int, size: int) -> Shapes:
 
 
 def share_of(found: Estimate, shapes: Shapes, engine: str, gpus: int, compute: float = 1.0) -> Share:
-    """Return what one of `gpus` GPUs holds; `compute` is the size of a gathered weight, in those of a stored one."""
+    """Return what each of `gpus` GPUs holds; `compute` is the size of a gathered weight relative to a stored one."""
     weights = found.experts + found.rest + found.adapters
     active = found.active if gpus > 1 and engine != "ddp" else found.activations + found.temporary - found.overlap
     if engine == "ep":
@@ -123,10 +123,10 @@ def wire_of(found: Estimate, shapes: Shapes, engine: str, gpus: int, micro: int 
         experts = shapes.expert_share * shapes.weights
         rest = found.gradients * (1 - experts / max(shapes.weights, 1))
         exchanges = shapes.moe_layers * micro * (4 + 2 * checkpointing)
-        # beside the rows go their counts, once in each forward pass
+        # the counts are sent as well, once in each forward pass
         count = {"all_to_all": shapes.moe_layers * micro * (5 + 3 * checkpointing), "all_reduce": _buckets(rest)}
         return Wire(math.ceil(f * (2 * rest + exchanges * shapes.row_bytes)), count)
-    # what is outside the blocks is gathered once and stays until the backward pass ends
+    # weights outside the blocks are gathered once and stay until the backward pass ends
     inside = shapes.weights - shapes.outside
     gathered = compute * (2 * inside + shapes.outside) * micro
     count = {"all_gather": (2 * shapes.blocks + 1) * micro, "reduce_scatter": (shapes.blocks + 1) * micro}
@@ -134,14 +134,14 @@ def wire_of(found: Estimate, shapes: Shapes, engine: str, gpus: int, micro: int 
 
 
 def _buckets(gradients: float) -> int:
-    """Return how many all-reduces DDP makes of gradients of so many bytes: the first takes 1 MiB, each other one 25."""
+    """Return the number of DDP's all-reduces for gradients of this size: the first bucket has 1 MiB, the others 25 MiB."""
     return 1 + math.ceil(max(gradients - 2**20, 0) / (25 * 2**20))
 
 
 def seconds_of(
     found: Estimate, wire: Wire, gpu: Gpu, gpus: int, tokens: int, active: int, engine: str = "ddp"
 ) -> dict[str, float]:
-    """Return the least seconds of a step by what bounds it: its FLOPs (6 per token and active weight), link and memory."""
+    """Return lower bounds of the seconds per step from its FLOPs (6 per token and active weight), the link and the memory."""
     link = gpu.link if gpus <= gpu.per_node else gpu.network
     states = found.states / (gpus if engine in ("fsdp2", "zero3") else 1)
     return {"compute": 6 * tokens * active / gpu.flops, "link": wire.bytes / link, "memory": 3 * states / gpu.memory}

@@ -1,6 +1,6 @@
-"""Recipes and several GPUs: what each stage takes of every GPU with each engine, and whether it fits.
+"""Memory of recipes on several GPUs: what each stage needs per GPU with each engine, and whether it fits.
 
-The stages are those of the methods' studies, built from configs alone; `check` is what `moe-runtime run` asks first.
+The stages are those of the methods' studies, built from configs only; `moe-runtime run` calls `check` before it starts.
 """
 
 import functools
@@ -23,12 +23,12 @@ from moe_runtime.tools import memory
 from moe_runtime.tools.memory import Estimate
 from moe_runtime.tools.memory_engines import ENGINES, GPUS, Shapes, Share, Wire, seconds_of, shapes_of, share_of, wire_of
 
-# with which the recipes of a method run: docs/scale.md
+# the engines with which a method's recipes run: docs/scale.md
 RUNS_WITH = {"xft": ("ddp", "fsdp2"), "esft": ("ddp", "fsdp2"), "upit": ("ddp", "fsdp2"), "ultrafuser": ("ddp",)}
-RESERVED = 1.5e9  # bytes of a GPU that are not ours: CUDA's context, NCCL's buffers, fragments; a guess
-# of 64 experts a layer, those that ESFT trains: the paper's most. What a task selects is known when it is scored
+RESERVED = 1.5e9  # assumed bytes for the CUDA context, NCCL's buffers and fragmentation
+# the most experts per layer (of 64) that ESFT trains in the paper; a task's selection is known only after scoring
 ESFT_MOST = 15 / 64
-# transformers' names of optimizers; any other counts as AdamW
+# names of optimizers in transformers; any other counts as AdamW
 NAMES = {"adamw_torch": "adamw_torch", "adafactor": "adafactor", "sgd": "sgd", "adamw_bnb_8bit": "8bit"}
 
 
@@ -41,7 +41,7 @@ class Stage(NamedTuple):
     training: Training
     length: int
     bf16: bool  # autocast
-    runs: bool = True  # in `moe-runtime run`; the others are baselines of the paper's tables
+    runs: bool = True  # part of `moe-runtime run`; the others are baselines of the paper's tables
     prepare: Callable[[torch.nn.Module], Any] | None = None
     packed: str | None = None  # the format of its frozen experts
 
@@ -49,7 +49,7 @@ class Stage(NamedTuple):
 def stages(recipe: Node) -> list[Stage]:
     """Return the trainings of a recipe; raises ValueError for one that pre-trains its base, which is small."""
     if getattr(recipe, "pretrain", None) is not None:
-        raise ValueError(f"recipe {recipe.name} pre-trains its own small base; use a recipe with base_model")
+        raise ValueError(f"Recipe {recipe.name} pre-trains a small base. Choose a recipe with base_model")
     return list({"xft": _xft, "esft": _esft, "upit": _upit, "ultrafuser": _ultrafuser}[recipe.method](recipe))
 
 
@@ -139,7 +139,7 @@ def _ultrafuser(r) -> Iterator[Stage]:
         return model.train_all() if train_all else model.freeze_specialists()
 
     def inputs(batch: int) -> dict:
-        half, count = r.max_length // 2, len(r.specialists)  # of a row, the other half is the response
+        half, count = r.max_length // 2, len(r.specialists)  # the other half of an example is the response
         ids = torch.zeros(batch, half, dtype=torch.long)
         return {"prompt_ids": [ids] * count, "prompt_mask": [torch.ones_like(ids)] * count, "response_ids": ids, "labels": ids}
 
@@ -185,7 +185,7 @@ class Planned(NamedTuple):
 
 
 class Planner:
-    """The stages of a recipe, or one of a model; what is counted for one setting is not counted again for another."""
+    """The stages of a recipe, or one stage of a model; counts are shared between settings."""
 
     def __init__(self, recipe: Node | None, gpu: str = "H100", parts: list[Stage] = ()):
         check_choice("gpu", gpu, tuple(GPUS))
@@ -207,7 +207,7 @@ class Planner:
         return cls(None, gpu, [Stage("training", make, _causal(length), training, length, bf16, packed=packed)])
 
     def engines_for(self, name: str, engine: str | None, gpus: int) -> tuple[str, ...]:
-        """Return the engines to compare for a stage: the one that is asked for, or all that run; one GPU needs none.
+        """Return the engines to compare for a stage: the requested one, or all that apply; one GPU needs none.
 
         Raises ValueError for expert parallelism on GPUs that do not divide the experts.
         """
@@ -222,10 +222,10 @@ class Planner:
         if engine is None:
             return tuple(one for one in asked if one != "ep")
         have = f"has layers of {', '.join(map(str, sorted(counts)))} experts" if counts else "has no experts"
-        raise ValueError(f"engine is ep on {gpus} GPUs, {name} {have}; pass a number of GPUs that divides the experts")
+        raise ValueError(f"Engine ep requires that {gpus} GPUs divide the experts, but {name} {have}. Pass another --gpus")
 
     def setting_of(self, name: str, engine: str, gpus: int) -> Setting:
-        """Return the recipe's own setting of a stage."""
+        """Return the setting of a stage in the recipe."""
         training = self.stages[name].training
         batch = training.per_device_batch_size or max(training.batch_size // gpus, 1)
         return Setting(engine, gpus, batch, training.gradient_checkpointing)
@@ -249,14 +249,14 @@ class Planner:
         return found, shapes_of(model, batch * stage.length, size)
 
     def plan(self, name: str, setting: Setting) -> Planned:
-        """Return what a stage takes in a setting."""
+        """Return what a stage needs in a setting."""
         stage, (engine, gpus, batch, checkpointing) = self.stages[name], setting
         micro = max(stage.training.batch_size // (batch * gpus), 1)
         sharded = gpus > 1 and engine in ("fsdp2", "zero3") and stage.bf16
         counted = functools.partial(self._counted, name, batch, checkpointing, micro > 1)
         found, shapes = counted(torch.float32 if sharded else None)
         compute, per_device = 1.0, 2 * batch * stage.length
-        if sharded:  # weights are gathered in bfloat16: autocast keeps no casts of them
+        if sharded:  # weights are gathered in bfloat16, so autocast saves no casts of them
             narrow, smaller = counted(torch.bfloat16)
             found, compute = found._replace(active=narrow.active), smaller.weights / max(shapes.weights, 1)
         wire = wire_of(found, shapes, engine, gpus, micro, compute, checkpointing)
@@ -279,7 +279,7 @@ class Planner:
 
 
 def as_text(found: Planned) -> str:
-    """Return one line of a stage: what one GPU holds, in GB, and what it sends."""
+    """Format a stage as one line: what one GPU holds, in GB, and what it sends."""
     parts = "".join(f"{size / 1e9:10.1f}" for size in (*found.share, found.share.total, found.wire.bytes))
     bound = max(found.seconds, key=found.seconds.get)
     return f"{found.stage:12s}{found.setting.engine:>6s}{parts}  {bound} {found.seconds[bound]:.2g} s"
@@ -290,7 +290,7 @@ HEADER = f"{'GB':12s}{'':>6s}{''.join(f'{name:>10s}' for name in COLUMNS)}  a st
 
 
 def recipe_of(source: str):
-    """Return the recipe that a name or a file is of; None for anything else, such as a model's folder."""
+    """Return the recipe of a name or file; None for anything else, such as a model's folder."""
     methods = tuple(RUNS_WITH)
     shipped = {name for method in methods for one in shipped_recipes(method) for name in (one, f"{method}/{one}")}
     if source not in shipped and not source.endswith((".yaml", ".yml")):
@@ -302,7 +302,7 @@ def recipe_of(source: str):
 
 
 def machine() -> tuple[int, float, str]:
-    """Return how many processes this run has, the bytes of memory of one, and the engine that its launcher sets."""
+    """Return the number of processes of this run, the bytes of memory of each, and the engine that the launcher sets."""
     gpus = int(os.environ.get("WORLD_SIZE", 1))
     engine = "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"
     engine = "zero3" if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else engine
@@ -316,14 +316,14 @@ SMALL = 50_000_000  # parameters of a base that is not checked before it runs
 
 
 def check(recipe: Node, name: str = "recipe") -> None:
-    """Raise ValueError, with the numbers and the nearest setting that fits, for a stage of `run` that does not fit here."""
+    """Raise ValueError, with the numbers and the nearest setting that fits, if a stage of `run` does not fit here."""
     if getattr(recipe, "pretrain", None) is not None:
         return
     planner, (gpus, size, engine) = Planner(recipe), machine()
     for stage in planner.stages.values():
         try:
             model = stage.make() if stage.runs else None
-        except ValueError:  # the run says it with the recipe's own words
+        except ValueError:  # the run itself raises a clearer error
             return
         if model is None or sum(p.numel() for p in model.parameters()) < SMALL:
             continue
@@ -332,8 +332,8 @@ def check(recipe: Node, name: str = "recipe") -> None:
             continue
         parts = ", ".join(f"{of} {value / 1e9:.1f}" for of, value in found.share._asdict().items() if value)
         near = planner.nearest(stage.name, found.setting, size)
-        fits = "no setting of it that runs fits" if near is None else f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB"
+        fits = "No setting fits" if near is None else f"{near.setting} would fit, with {near.share.total / 1e9:.1f} GB"
         raise ValueError(
-            f"{name}: stage {stage.name} takes {found.share.total / 1e9:.1f} GB per GPU ({parts}) with {found.setting}, and "
-            f"there are {size / 1e9:.1f} GB; {fits}"
+            f"{name}: stage {stage.name} needs {found.share.total / 1e9:.1f} GB per GPU ({parts}) with {found.setting}, but "
+            f"only {size / 1e9:.1f} GB are available. {fits}"
         )

@@ -1,4 +1,4 @@
-"""What the routers of a model folder do on a file of text: numbers per layer, a CSV file, a heat map."""
+"""Report the routing of a model folder on a file of text: numbers per layer, a CSV file, a heat map."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,18 +23,18 @@ def router_report(
     source: str | Path, data: str | Path, out: str | Path, *, tokens: int = 131072, max_length: int = 1024,
     batch_size: int = 4, overwrite: bool = False,
 ) -> RouterStats:  # fmt: skip
-    """Route at most `tokens` tokens of `data` through the model of folder `source`; write FILES into `out`.
+    """Route at most `tokens` tokens of `data` through the model in folder `source`, and write FILES to `out`.
 
-    `data` is what `read_rows` reads; an example gives at most max_length tokens. Runs on the GPU if there is one. Raises
-    ValueError for a folder or data that cannot be read, for data without a token or with one that the model does not have,
-    for a model without routers, and for FILES that exist unless `overwrite`; then it writes nothing.
+    `data` is anything that `read_rows` reads; examples are truncated to max_length tokens. Runs on the GPU if there is one.
+    Raises ValueError, and writes nothing, for a folder or data that cannot be read, data without tokens or with unknown ones,
+    a model without routers, and existing FILES unless `overwrite`.
     """
     for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
     out = Path(out)
     for name in FILES:
         check_out_file(out / name, overwrite)
-    read_config(source)  # names what is wrong with the folder
+    read_config(source)  # raises an error that names what is wrong with the folder
     rows = read_rows(data, answers=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = ranks.load_tokenizer(source, "model")
@@ -45,7 +45,7 @@ def router_report(
         batches = _reported(_known(model, tokenizer, batches), tokens, update)
         stats = collect_router_stats(model, batches)
     if not stats.counts.any():
-        raise ValueError(f"data is {str(data)!r}, whose rows have no tokens; want text")
+        raise ValueError(f"The examples of {str(data)!r} have no tokens. Pass data with text")
     out.mkdir(parents=True, exist_ok=True)
     for name, write in zip(FILES, (stats.to_csv, stats.heatmap)):
         write(out / name)
@@ -53,14 +53,14 @@ def router_report(
 
 
 def _known(model, tokenizer, batches: Iterator[dict]) -> Iterator[dict]:
-    """Pass batches on; raise ValueError for a token that the model does not have."""
+    """Yield the batches; raise ValueError for a token that is not in the model's vocabulary."""
     for batch in batches:
         check_ids(model, [int(batch["input_ids"].max())], tokenizer)
         yield batch
 
 
 def _reported(batches: Iterator[dict], tokens: int, update) -> Iterator[dict]:
-    """Pass batches on, and report their tokens when the next one is asked for."""
+    """Yield the batches, and report their tokens once they are processed."""
     done = 0
     for batch in batches:
         yield batch
@@ -69,7 +69,7 @@ def _reported(batches: Iterator[dict], tokens: int, update) -> Iterator[dict]:
 
 
 def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str) -> Iterator[dict]:
-    """Yield padded batches until the tokens are used up; the last example is cut to what is left."""
+    """Yield padded batches of `tokens` tokens in all; the last example is truncated accordingly."""
     found = token_ids(tokenizer, rows, max_length)
     while ids := list(itertools.islice(found, batch_size)):
         for i, row in enumerate(ids):
@@ -77,7 +77,7 @@ def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, dev
             tokens -= len(ids[i])
         ids = [row for row in ids if row]
         length = max(map(len, ids))
-        # any id will do: the mask keeps padding out of attention and of the counts
+        # any id works, as the mask excludes padding from attention and from the counts
         padded = torch.tensor([row + row[-1:] * (length - len(row)) for row in ids], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in ids], device=device)
         yield {"input_ids": padded, "attention_mask": mask, "use_cache": False}

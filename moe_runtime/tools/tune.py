@@ -1,8 +1,8 @@
-"""Measure launch configs on the user's own GPU, for `kernels.tiles` to look up: `moe-runtime tune`.
+"""Measure launch configs on this GPU, for `kernels.tiles` to look up: `moe-runtime tune`.
 
-A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, the mean rows per expert as a power of two. Each
-candidate runs on random rows and must give what the built-in config gives; then all are timed in turn. The file is written
-after every problem: rerun to resume. A process reads it at its first launch.
+A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, and the mean number of rows per expert as a power
+of two. Each candidate runs on random rows and must match the result of the built-in config; then all are timed in turn. The
+file is written after every problem, so an interrupted run can be resumed. A process reads it at its first launch.
 """
 
 import contextlib
@@ -33,30 +33,30 @@ from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backwa
 from moe_runtime.kernels.tiles import Problem, Tile
 
 DTYPES = ("bfloat16", "float16", "float32")
-PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel, of two problems a layer
-# largest error of a row against the built-in config's, over the rows' mean norm: both round to the dtype once
+PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel with two problems per layer
+# largest error of a row against the built-in config relative to the rows' mean norm: both round to the dtype once
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 4e-3}
-GAIN = 0.01  # by less than this share a candidate does not replace the built-in config
+GAIN = 0.01  # smallest relative gain for which a candidate replaces the built-in config
 ROUNDS, SECONDS = 15, 1.5  # of timing per problem, at most
-LOSER = 1.25  # slower than the best by this factor after three rounds: not timed any more
+LOSER = 1.25  # configs slower than the best by this factor after three rounds are not timed further
 
 
 class Unwritten(OSError):
-    """The measurements cannot be saved, which is not the fault of the config that was to run."""
+    """The measurements cannot be saved; the config being measured is not at fault."""
 
 
 class ContextLost(RuntimeError):
-    """A config broke the CUDA context: nothing runs any more in this process."""
+    """A config broke the CUDA context, so nothing can run in this process anymore."""
 
     def __init__(self, tile: Tile, note: str):
-        super().__init__(f"{tile} broke the CUDA context ({note}); run the command again, it skips this config")
+        super().__init__(f"{tile} broke the CUDA context ({note}). Rerun the command, which will skip this config")
         self.tile = tile
 
 
 class Results:
-    """The file of measured configs, for one GPU: what is done, and what must not be tried again.
+    """The file of measured configs for one GPU: what is done, and what must not be tried again.
 
-    What a process tries stands in a marker of a new name, locked as long as it is there: one that nobody locks says who died.
+    A process records what it tries in a new marker file, which it keeps locked; an unlocked marker belongs to a dead process.
     """
 
     def __init__(self, path: Path, device: str):
@@ -65,7 +65,7 @@ class Results:
         with files.alone_in(path.parent):
             for marker in list(path.parent.glob(f".{path.name}.trying-*")):
                 with files.locked(marker, wait=False) as free, contextlib.suppress(FileNotFoundError, ValueError):
-                    died = json.loads(marker.read_text() or "{}")  # empty: before it tried anything
+                    died = json.loads(marker.read_text() or "{}")  # empty if it died before it tried anything
                     alive = free is False or (free is None and Path(f"/proc/{died.get('pid')}").exists())
                     if not alive and died.get("host", self.host) == self.host:
                         if died:
@@ -77,7 +77,7 @@ class Results:
         return self._load()["devices"].get(self.device, {"tiles": {}})
 
     def broken(self, key: str) -> list[Tile | None]:
-        """Return the configs that ended a process when they ran on this problem; None stands for compiling many at once."""
+        """Return the configs that killed a process on this problem; None stands for compiling many at once."""
         return [entry["tile"] and Tile(**entry["tile"]) for entry in self.read().get("broken", {}).get(key, ())]
 
     def save(self, key: str, entry: dict) -> None:
@@ -85,17 +85,17 @@ class Results:
         self._change(lambda device: device["tiles"].update({key: entry}))
 
     def save_broken(self, key: str, tile: dict | None, note: str) -> None:
-        """Note a config that ended a process, None for compiling many at once."""
+        """Record a config that killed a process, None for compiling many at once."""
         self._change(lambda d: d.setdefault("broken", {}).setdefault(key, []).append({"tile": tile, "note": note}))
 
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
-        """Leave a marker that stays if the process dies in this block, and only then."""
+        """Create a marker file that remains only if the process dies in this block."""
         marker = self.path.with_name(f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}")
         with contextlib.ExitStack() as stack:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with files.alone_in(self.path.parent):  # nobody finds it before it is locked
+                with files.alone_in(self.path.parent):  # so that no process finds it before it is locked
                     marker.touch()
                     stack.enter_context(files.locked(marker))
                     stack.callback(marker.unlink)
@@ -109,24 +109,25 @@ class Results:
         return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
 
     def _change(self, change: Callable[[dict], object]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)  # read again, as another process may change the file too
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # reread, as another process may have changed the file
         with files.alone_in(self.path.parent):
             values = self._load()
             change(values["devices"].setdefault(self.device, {"tiles": {}}))
             files.atomic_write_json(self.path, values)
-            self.path.chmod(self.path.stat().st_mode & 0o755)  # whatever the umask, or the kernels would refuse it
+            self.path.chmod(self.path.stat().st_mode & 0o755)  # whatever the umask, as the kernels refuse writable files
 
 
 class EventTimer:
-    """Milliseconds of GPU work between two events; every call finds the L2 cache full of something else.
+    """Measure milliseconds of GPU work between two events, with a cold L2 cache for every call.
 
-    The GPU sleeps before each call while its launches are queued; triton.testing.do_bench would count them.
+    The GPU sleeps before each call while its launches are queued, so that launch overhead is not measured, as it would be with
+    triton.testing.do_bench.
     """
 
     def __init__(self, device: torch.device, ahead_ms: float = 0.2):
         size = max(torch.cuda.get_device_properties(device).L2_cache_size, 1 << 24)
-        self.other = torch.zeros(size, dtype=torch.float32, device=device)  # four times the cache
-        self.cycles = int(ahead_ms * 2e6)  # GPUs run at 2 GHz at most: it sleeps no shorter
+        self.other = torch.zeros(size, dtype=torch.float32, device=device)  # four times the size of the cache
+        self.cycles = int(ahead_ms * 2e6)  # at most 2 GHz, so it sleeps at least this long
         self.device = device
 
     def round(self, functions: Iterable[Callable[[], object]]) -> list[float]:
@@ -134,7 +135,7 @@ class EventTimer:
         pairs = []
         for function in functions:
             pairs.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-            self.other.sum()  # reading leaves no line to be written back while the call runs
+            self.other.sum()  # reading leaves no dirty cache lines to write back during the call
             torch.cuda._sleep(self.cycles)
             pairs[-1][0].record()
             function()
@@ -144,7 +145,7 @@ class EventTimer:
 
 
 def time_all(functions: dict[Hashable, Callable], timer, rounds: int, seconds: float) -> dict[Hashable, float]:
-    """Return the median milliseconds of each, timed in turn: after 3 rounds without losers, after 5 only within `seconds`."""
+    """Return the median milliseconds of each, timed in turn; losers drop out after 3 rounds, `seconds` limits from 5 on."""
     times = {name: [] for name in functions}
     left, spent, medians = list(functions), 0.0, {}
     for n in range(1, rounds + 1):
@@ -160,11 +161,11 @@ def time_all(functions: dict[Hashable, Callable], timer, rounds: int, seconds: f
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the largest error of a row over the rows' root mean square norm, of tensors [..., n]; inf for other shapes."""
+    """Return the largest row error relative to the rows' root mean square norm, of tensors [..., n]; inf for other shapes."""
     if got.shape != want.shape or not want.numel():
         return 0.0 if got.shape == want.shape else float("inf")
     got, want = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[:, None] for t in (got, want))
-    step = max(1, (1 << 28) // want.shape[1])  # a float32 copy of all could be too much
+    step = max(1, (1 << 28) // want.shape[1])  # a float32 copy of everything could be too large
     errors, norms = [], []
     for a, b in zip(got.split(step), want.split(step)):
         b = b.float()
@@ -174,7 +175,7 @@ def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
-    """Return what `ops.moe_mlp_triton` looks up for this matrix product of the layer with T tokens."""
+    """Return the key that `ops.moe_mlp_triton` looks up for this matrix product of the layer with T tokens."""
     H, I, E, K, _, gated = layer
     Z = I * (1 + gated)
     N, length = {"up": (I, H), "down": (H, I), "dz": (I, H), "dx": (H, Z), "dw_up": (H, Z), "dw_down": (I, H)}[product]
@@ -194,7 +195,7 @@ def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device)
     slots = torch.rand(T, E - shared, generator=generator, device=device).topk(K - shared).indices + shared
     slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
     offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
-    # made here: inside `compile_ahead` no kernel runs
+    # allocated here, as no kernel runs inside `compile_ahead`
     rows_of = {BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)}
     if product == "up":
         x, w = random(T, H), random(E, Z, H, scale=H**-0.5)
@@ -220,7 +221,7 @@ def find_gpu() -> tuple[torch.device, EventTimer]:
         device = torch.device("cuda", torch.cuda.current_device())
         reason = backends.why_not("triton", "moe_mlp", device)
     if reason:
-        raise ValueError(f"no CUDA GPU: {reason}; want a GPU, `tune` measures it")
+        raise ValueError(f"`tune` requires a CUDA GPU, but {reason}")
     return device, EventTimer(device)
 
 
@@ -235,7 +236,7 @@ def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], ti
         try:
             with trying(tile), _poisoned():
                 got = run(tile)
-                if problem.kernel == "dz":  # the partial sums depend on BLOCK_N, their sum does not
+                if problem.kernel == "dz":  # the partial sums depend on BLOCK_N, but their sum does not
                     got = (*got[:2], got[2].sum(1))
                 error = 0.0 if want is None else max(worst_row(a, b) for a, b in zip(got, want))
         except Unwritten:
@@ -244,13 +245,13 @@ def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], ti
             notes[tile] = _one_line(failure)
             _check_context(tile, notes[tile])
             if want is None:
-                raise RuntimeError(f"the built-in config does not run: {notes[tile]}") from failure
+                raise RuntimeError(f"The built-in config does not run: {notes[tile]}") from failure
             continue
         want = got if want is None else want
-        if error <= TOLERANCE[problem.dtype]:  # a NaN is not
+        if error <= TOLERANCE[problem.dtype]:  # false for NaN
             good.append(tile)
         else:
-            notes[tile] = f"wrong result: a row is off by {error:.1e}"
+            notes[tile] = f"wrong result: the error of a row is {error:.1e}"
     want = got = None
     times = time_all({tile: functools.partial(run, tile) for tile in good}, timer, ROUNDS, SECONDS)
     best = min(good, key=times.get)
@@ -262,7 +263,7 @@ def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], ti
 
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
-    """torch.empty is NaN: memory that held the right result a moment ago would hide a tile that was never written."""
+    """Fill torch.empty with NaN, as reused memory with the right result could hide a tile that was never written."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -275,23 +276,23 @@ def _poisoned() -> Iterator[None]:
 
 
 def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
-    """Compile the kernels of all configs at once, a thread each; a config that fails here fails again where it is noted."""
+    """Compile the kernels of all configs in parallel threads; a config that fails here fails again when it is measured."""
     if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
         return
     launch, workers = KernelInterface.__getitem__, min(len(pool), os.cpu_count() or 1, 8)
     try:
         with ThreadPoolExecutor(workers) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-            # what would launch only compiles
+            # launches only compile
             KernelInterface.__getitem__ = lambda kernel, grid: functools.partial(kernel.warmup, grid=grid)
             for tile in pool:
                 with contextlib.suppress(Exception):
                     run(tile)
             KernelInterface.__getitem__ = launch
-    except Exception:  # an API that Triton changed costs time, no result
+    except Exception:  # a changed API of Triton only costs time
         pass
     finally:
         KernelInterface.__getitem__ = launch
-        with contextlib.suppress(ImportError, AttributeError):  # Triton 3.6 leaves it set if its exit raises
+        with contextlib.suppress(ImportError, AttributeError):  # Triton 3.6 leaves it set if exiting raises
             from triton.runtime._async_compile import active_mode
 
             active_mode.set(None)
@@ -332,14 +333,14 @@ def tune(
 ) -> Iterator[Step]:  # fmt: skip
     """Measure every problem of `layers` with `tokens` in `dtypes`, one step each, into `path` (`tiles.tuned_path()`).
 
-    Problems that the file has already are kept unless `again`. After `seconds` nothing new begins. Raises ValueError
-    without a GPU or for a file that is not ours, ContextLost where nothing can run any more.
+    Problems that are already in the file are skipped unless `again`. After `seconds` no new problem is started. Raises
+    ValueError without a GPU or for an invalid file, and ContextLost if nothing can run anymore.
     """
     for layer in layers.values():
         layer.check()
     device, timer = find_gpu()
     results = Results(path or tiles.tuned_path(), tiles.device_name(device))
-    if again and "broken" in results.read():  # they are tried once more
+    if again and "broken" in results.read():  # these are tried again
         results._change(lambda device: device.pop("broken"))
     begin, done = time.monotonic(), {} if again else results.read()["tiles"]
     todo = {}  # key -> what to run; layers and tokens may share problems
@@ -362,7 +363,7 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
     trying, broken = functools.partial(results.trying, problem.key()), results.broken(problem.key())
     pool = [tile for tile in candidates(problem) if tile not in broken]
     if tiles.heuristic(problem) not in pool:
-        return step._replace(note="the built-in config ended a process before; --again tries it once more")
+        return step._replace(note="the built-in config killed an earlier process. Pass --again to retry it")
     try:
         run = runner(*work)
         if None not in broken:
@@ -373,12 +374,12 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
         if isinstance(lost, ContextLost):
             results.save_broken(problem.key(), lost.tile._asdict(), str(lost))
         raise
-    except Exception as failure:  # out of memory, or a built-in config that does not run on this GPU
+    except Exception as failure:  # out of memory, or the built-in config does not run on this GPU
         return step._replace(note=_one_line(failure))
     finally:
         run = None
         if torch.cuda.is_initialized():
-            with contextlib.suppress(RuntimeError):  # of a context that is lost
+            with contextlib.suppress(RuntimeError):  # the context may be lost
                 torch.cuda.empty_cache()
     _, layer, T, dtype, _ = work
     results.save(problem.key(), entry | {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions())
@@ -387,7 +388,7 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return what a measurement depends on beside the GPU, and the day."""
+    """Return the versions that a measurement depends on, and the date."""
     driver = collect_env.get_nvidia_driver_version(collect_env.run) or "unknown"
     commit = {"commit": os.environ["COMMIT"]} if "COMMIT" in os.environ else {}  # as bench/gpu.sh sets it
     found = {"torch": torch.__version__, "triton": triton.__version__, "driver": driver, "date": time.strftime("%Y-%m-%d")}

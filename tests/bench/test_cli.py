@@ -125,7 +125,7 @@ def test_kinds_and_names_choose_files():
     assert {path.name for path in running.files("merging,routing")} == {"bench_merging.py", "bench_routing.py"}
     groups = running.kinds()
     assert running.files("layer, step") == sorted(groups["layer"] + groups["step"])
-    with pytest.raises(ValueError, match="only is 'layers'; want kinds .*layer.* or names .*merging"):
+    with pytest.raises(ValueError, match="only must list kinds .*layer.* or names .*merging.* but got 'layers'"):
         running.files("op,layers")
 
 
@@ -140,16 +140,16 @@ def test_file_is_named_by_date_commit_and_device(tmp_path):
     begun = tmp_path / f"2020-01-01-{machine.commit()}-{running.DEVICE}.jsonl"
     begun.touch()
     assert running.place(tmp_path) == begun.with_suffix(".json")
-    with pytest.raises(ValueError, match="which is a file; want a folder, or a name that ends in .json"):
+    with pytest.raises(ValueError, match="is a file. Choose a folder, or a name that ends in .json"):
         running.place(begun)
 
 
 @pytest.mark.parametrize(
     "there, arguments, says",
     [
-        pytest.param({"tiny": False}, ["--tiny"], "holds real results; want another file for tiny ones", id="tiny"),
-        pytest.param({"tiny": True}, [], "holds tiny results; want another file for real ones", id="real"),
-        pytest.param({"asked": 15}, ["--rounds", "5"], "rounds is 5, but .* was begun with 15; want as many", id="rounds"),
+        pytest.param({"tiny": False}, ["--tiny"], "contains real results. Choose another file", id="tiny"),
+        pytest.param({"tiny": True}, [], "contains tiny results. Choose another file", id="real"),
+        pytest.param({"asked": 15}, ["--rounds", "5"], "rounds is 5, but .* was started with 15. Pass the same", id="rounds"),
     ],
 )
 def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says):
@@ -164,9 +164,11 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        pytest.param(["--rounds", "0"], "rounds is 0, .* pass at least 1 and", id="rounds"),
-        pytest.param(["--seconds", "-1"], "seconds is -1.0; pass .* a positive number", id="seconds"),
-        pytest.param(["--only", "what"], "only is 'what'; want kinds", id="only"),
+        pytest.param(["--rounds", "0"], "rounds must be at least 1 and seconds positive, but got rounds 0", id="rounds"),
+        pytest.param(
+            ["--seconds", "-1"], "rounds must be at least 1 and seconds positive, but got .* seconds -1.0", id="seconds"
+        ),
+        pytest.param(["--only", "what"], "only must list kinds .* but got 'what'", id="only"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, arguments, says):

@@ -75,7 +75,7 @@ def test_an_expert_without_tokens_and_shared_storage():
 
 
 def test_refuses_what_it_does_not_compute():
-    with pytest.raises(ValueError, match="want gate='xft'"):
+    with pytest.raises(ValueError, match="must have gate='xft'"):
         OfficialBlock(layer(noisy_gate=True))
 
 

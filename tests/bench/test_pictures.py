@@ -265,9 +265,9 @@ def test_files_are_the_same_each_time_and_text_is_text(tmp_path):
 @pytest.mark.parametrize(
     "text, says",
     [
-        pytest.param("[]", "is a JSON list; want one JSON object", id="list"),
+        pytest.param("[]", "must be a JSON object, but got a list", id="list"),
         pytest.param("no json", "is not valid JSON", id="text"),
-        pytest.param('{"benchmarks": [{"name": "x"}]}', "which holds no benchmarks; want a file", id="half"),
+        pytest.param('{"benchmarks": [{"name": "x"}]}', "contains no benchmarks. Pass a file", id="half"),
     ],
 )
 def test_what_is_no_results_file_is_said(tmp_path, text, says):

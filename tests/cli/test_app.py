@@ -86,10 +86,10 @@ def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, match", [
-    pytest.param(("{base}", "{out}", "--top-k", 9), "top_k is 9", id="K > E"),
-    pytest.param(("{base}", "{out}", "--gate", "best"), "gate is 'best'; want one of xft", id="unknown gate"),
-    pytest.param(("{base}", "{out}", "--preset", "best"), "preset is 'best'; want one of xft-paper", id="preset"),
-    pytest.param(("{base}", "{out}", "--layers", "a-b"), "layers is 'a-b'", id="bad layers"),
+    pytest.param(("{base}", "{out}", "--top-k", 9), "top_k must be", id="K > E"),
+    pytest.param(("{base}", "{out}", "--gate", "best"), "gate must be one of xft", id="unknown gate"),
+    pytest.param(("{base}", "{out}", "--preset", "best"), "preset must be one of xft-paper", id="preset"),
+    pytest.param(("{base}", "{out}", "--layers", "a-b"), "layers must be numbers and ranges", id="bad layers"),
     pytest.param(("{base}", "{out}", "--balance-loss", "cv2"), "balance_loss_coef is 0.0", id="a loss times zero"),
     pytest.param(("{tmp}", "{out}"), "has no config.json", id="no model"),
     pytest.param(("{base}", "{base}"), "--overwrite", id="target exists"),
@@ -108,9 +108,9 @@ def test_folders_of_other_models_are_refused_with_the_reason(run, base, tmp_path
     (tmp_path / "opt").mkdir()
     (tmp_path / "opt" / "config.json").write_text(json.dumps({"model_type": "opt"}))
     out = run("xft", "upcycle", tmp_path / "opt", tmp_path / "out")
-    assert out.returncode == 1 and "opt has no MLP module of its own" in out.stderr and not (tmp_path / "out").exists()
+    assert out.returncode == 1 and "which has no separate MLP module" in out.stderr and not (tmp_path / "out").exists()
     out = run("xft", "merge", base, tmp_path / "out")
-    assert out.returncode == 1 and "want an upcycled model's folder" in out.stderr
+    assert out.returncode == 1 and "Expected the folder of an upcycled model" in out.stderr
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_run_uses_the_method_that_the_recipe_names(run, monkeypatch, tmp_path, r
     assert name == method and path.stem == recipe.rpartition("/")[2] and out == tmp_path
     (tmp_path / "mine.yaml").write_text("method: dare")
     done = run("run", tmp_path / "mine.yaml")
-    assert done.returncode == 1 and "method is 'dare'; want one of xft, esft, upit, ultrafuser" in done.stderr
+    assert done.returncode == 1 and "method must be one of xft, esft, upit, ultrafuser" in done.stderr
 
 
 def test_doctor_names_every_op_and_why(run):
@@ -140,9 +140,9 @@ def test_doctor_names_every_op_and_why(run):
 
 def test_doctor_says_that_an_asked_backend_cannot_run(run):
     out = run("doctor", MOE_RUNTIME_BACKEND="triton", TRITON_INTERPRET="0")
-    assert "error: backend is 'triton' for merge_experts, but the tensor is on the CPU" in out.stdout
+    assert "error: backend 'triton' cannot run merge_experts: the tensor is on the CPU" in out.stdout
     out = run("doctor", MOE_RUNTIME_BACKEND="fast")
-    assert "backend is 'fast'; want one of torch, triton, cuda" in out.stdout
+    assert "backend must be one of torch, triton, cuda" in out.stdout
 
 
 def test_train_without_arguments_and_with_a_folder_that_is_none(run, tmp_path):
@@ -155,16 +155,16 @@ SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--
 
 
 @pytest.mark.parametrize("arguments, match", [
-    pytest.param((), "--num-experts, --top-k is missing; pass --shape alone", id="no layer"),
-    pytest.param(SIZES[:4], "--num-experts, --top-k is missing; pass --shape alone, or", id="half a layer"),
-    pytest.param(("--shape", "gpt-5"), "shape is 'gpt-5'; want one of xft-dscoder-1.3b, ", id="unknown shape"),
-    pytest.param(("--shape", "olmoe", *SIZES), "; pass --shape alone, or --model", id="shape and sizes"),
+    pytest.param((), "--num-experts, --top-k is missing. Pass only --shape", id="no layer"),
+    pytest.param(SIZES[:4], "--num-experts, --top-k is missing. Pass only --shape, or", id="half a layer"),
+    pytest.param(("--shape", "gpt-5"), "shape must be one of xft-dscoder-1.3b, ", id="unknown shape"),
+    pytest.param(("--shape", "olmoe", *SIZES), ". Pass only --shape, or --model", id="shape and sizes"),
     pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
     pytest.param(("--model", "{tmp}"), "config.json, which cannot be read", id="no model"),
-    pytest.param((*SIZES, "--tokens", "4k"), "tokens is '4k'; pass integers of at least 1", id="bad tokens"),
-    pytest.param((*SIZES, "--tokens", "16,0"), "tokens is '16,0'; pass integers of at least 1", id="no tokens"),
-    pytest.param((*SIZES, "--dtype", "int8"), "dtype is 'int8'; want one of bfloat16", id="bad dtype"),
-    pytest.param((*SIZES, "--top-k", 4), "top_k is 4, num_experts is 3", id="K > E"),
+    pytest.param((*SIZES, "--tokens", "4k"), "such as 4096,16384, but got '4k'", id="bad tokens"),
+    pytest.param((*SIZES, "--tokens", "16,0"), "such as 4096,16384, but got '16,0'", id="no tokens"),
+    pytest.param((*SIZES, "--dtype", "int8"), "dtype must be one of bfloat16", id="bad dtype"),
+    pytest.param((*SIZES, "--top-k", 4), "top_k must be at most num_experts (3), but got 4", id="K > E"),
 ])  # fmt: skip
 def test_tune_refuses_bad_input_in_one_line(run, base, tmp_path, arguments, match):
     names = {"base": base, "tmp": tmp_path}
@@ -177,7 +177,7 @@ def test_tune_without_a_gpu_says_so(run, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     out = run("tune", "--shape", "all", XDG_CACHE_HOME=str(tmp_path))
-    assert out.returncode == 1 and out.stderr.startswith("error: no CUDA GPU") and not list(tmp_path.iterdir())
+    assert out.returncode == 1 and out.stderr.startswith("error: `tune` requires a CUDA GPU") and not list(tmp_path.iterdir())
 
 
 def test_tune_without_a_home_writes_nowhere(run, clock, monkeypatch, tmp_path):
@@ -189,11 +189,11 @@ def test_tune_without_a_home_writes_nowhere(run, clock, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
     out = run("tune", *SIZES)
-    assert out.returncode == 1 and out.stderr.startswith("error: HOME is None, and this user has no other; ")
+    assert out.returncode == 1 and out.stderr.startswith("error: This user has no home folder (HOME is None). ")
     assert len(out.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
     out = run("tune", *SIZES, "--out", "tiles.json")
     assert out.returncode == 0 and [path.name for path in tmp_path.iterdir()] == ["tiles.json"]
-    assert out.stdout.endswith("the kernels read no file: there is no home, and no XDG_CACHE_HOME, not this file\n")
+    assert out.stdout.endswith("the kernels read no file (no home folder and no XDG_CACHE_HOME), not this file\n")
 
 
 @pytest.fixture
@@ -262,4 +262,4 @@ def test_tune_ends_where_the_context_is_lost(run, clock, monkeypatch):
 
     monkeypatch.setattr(tune, "measure", lost)
     out = run("tune", *SIZES)
-    assert out.returncode == 3 and "illegal memory access); run the command again" in out.stderr
+    assert out.returncode == 3 and "illegal memory access). Rerun the command" in out.stderr

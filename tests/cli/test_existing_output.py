@@ -1,4 +1,4 @@
-"""docs/start.md's table of what each verb does with existing output: every cell is a test."""
+"""docs/commands.md's table of what each verb does with existing output: every cell is a test."""
 
 import functools
 import importlib
@@ -18,8 +18,11 @@ from tests.faults import inputs
 from tests.faults.machine import strays
 from tests.faults.verbs import VERBS, _verb
 from tests.support import peft_adapter
+from tests.tools import test_demo_real
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "start.md").read_text().split("## What a command does with existing")[1]
+PAGE = (
+    (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text().split("## What a command does with existing")[1]
+)
 STATES = ("wrong kind", "other content", "same", "different", "unfinished", "overwrite")
 LINES = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
 CELLS = {(name, state): word for name, _, *words in LINES for state, word in zip(STATES, words, strict=True)}
@@ -34,6 +37,8 @@ ALL = VERBS | {
     "ultrafuser generate": _verb("ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"),
     "data decontaminate": _verb("data decontaminate {in}/rows.jsonl out --against {in}/rows.jsonl --method ngram --n 200"),
     "data smollm2": _verb("data smollm2 out", before="tests.tools.test_smollm2:install"),
+    "data tasks": _verb("data tasks out --train 4 --held-out 2"),
+    "demo-real": _verb("demo-real --model {in}/../real/model --recipe {in}/../real/small.yaml --out out"),
     "eval": _verb("eval {in}/dense --tasks arithmetic --limit 2 --max-new-tokens 4 --out out"),
 }
 # what makes a different result; another seed unless it is here
@@ -55,6 +60,7 @@ LONG = {
     "esft train",
     "eval",
     "data smollm2",
+    "demo-real",
 }  # seconds each
 # what `before` of a verb replaces
 REPLACED = {
@@ -90,6 +96,7 @@ def given(tmp_path_factory):
     patch.undo()
     peft_adapter.adapted(folder / "lora")
     peft_adapter.as_written_by("0.18.0", folder / "lora" / "adapter", folder / "lora" / "old", transposed=False)
+    test_demo_real.write_inputs(folder.parent / "real")
     for name, verb in (("export", ALL["xft export"]), ("assemble", ALL["upit assemble"]), ("fuse", ALL["ultrafuser fuse"])):
         argv = [str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)]
         assert CliRunner().invoke(app, argv).exit_code == 0
@@ -150,6 +157,8 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
         Path(JUDGED).unlink()
         (record,) = out.glob("dense/answers-*.jsonl")
         record.write_text(record.read_text().splitlines(keepends=True)[0] + '{"key": "cu')
+    elif name == "demo":  # its base and finished stages lie beside
+        shutil.rmtree(out)
     elif name != "tune":  # whose file is whole after every config
         shutil.rmtree(max(out.glob("*-*/"), key=lambda path: path.stat().st_mtime_ns))
 

@@ -44,12 +44,12 @@ def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
 
 
 @pytest.mark.parametrize("words, match", [
-    ("convert base adapter new", "has the axes that PEFT 0.20 and later read"),
+    ("convert base adapter new", "has the axes of PEFT 0.20 and later"),
     ("convert nowhere old new", "has no config.json"),
     ("convert base base new", "adapter_config.json, which cannot be read"),
-    ("export base adapter new --to ollama", "to is 'ollama'"),
-    ("export base adapter adapter --to vllm", "which exists"),
-    ("export base adapter base --to merged --overwrite", "which is or holds base, that is read"),
+    ("export base adapter new --to ollama", "to must be"),
+    ("export base adapter adapter --to vllm", "already exists"),
+    ("export base adapter base --to merged --overwrite", "is or contains base, which is read"),
     ("export base adapter new --to sglang", "self_attn.q_proj but not v_proj"),
 ])  # fmt: skip
 def test_bad_input_is_one_error_and_nothing_is_written(home, monkeypatch, words, match):

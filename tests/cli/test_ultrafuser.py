@@ -86,15 +86,15 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, match", [
-    pytest.param(("train", "--config", "none.yaml"), "recipe is 'none.yaml'; want a YAML file", id="none"),
-    pytest.param(("generate", "{here}", "--prompt", "a"), "fuser_config.json, which cannot be read", id="no folder"),
-    pytest.param(("generate", "{here}", "--prompt", "a", "--temperature", -1), "temperature is -1.0; want", id="cold"),
-    pytest.param(("generate", "{here}"), "prompt is None, data is None.*pass --prompt, or --data and --out", id="nothing"),
+    pytest.param(("train", "--config", "none.yaml"), "Recipe 'none.yaml' does not exist", id="none"),
+    pytest.param(("generate", "{here}", "--prompt", "a"), "fuser_config.json (No such file", id="no folder"),
+    pytest.param(("generate", "{here}", "--prompt", "a", "--temperature", -1), "temperature must be", id="cold"),
+    pytest.param(("generate", "{here}"), "but got prompt None, data None", id="nothing"),
     pytest.param(("generate", "{here}", "--data", "a.jsonl"), "or --data and --out", id="nowhere"),
     pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
-    pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "which transformers cannot load", id="missing"),
-    pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/f"), "gate is 'x'; want one of", id="gate"),
-    pytest.param(("fuse", "{a}", "{bare}", "--out", "{here}/f"), "bare', which has no tokenizer; save", id="no tokenizer"),
+    pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "cannot be loaded by transformers", id="missing"),
+    pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/"), "gate must be one of", id="gate"),
+    pytest.param(("fuse", "{a}", "{bare}", "--out", "{here}/f"), "bare' has no tokenizer. Save", id="no tokenizer"),
     pytest.param(("fuse", "{a}", "{other}", "--out", "{here}/f"), "encode the same text differently", id="vocabulary"),
     pytest.param(("fuse", "{a}", "{b}", "--template", "hi", "--out", "{here}/f"), "template is 'hi'", id="template"),
 ])  # fmt: skip

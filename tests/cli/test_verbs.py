@@ -41,7 +41,21 @@ NAMES = [pytest.param(words, id=" ".join(words) or "moe-runtime") for words in A
 def test_the_tree():
     """The same shape for every method; at the top what belongs to none."""
     top = {words[0] for words in ALL if len(words) == 1}
-    top_verbs = {"demo", "run", "train", "eval", "data", "stats", "bench", "tune", "doctor", "memory", "paper", "lora"}
+    top_verbs = {
+        "demo",
+        "demo-real",
+        "run",
+        "train",
+        "eval",
+        "data",
+        "stats",
+        "bench",
+        "tune",
+        "doctor",
+        "memory",
+        "paper",
+        "lora",
+    }
     assert top == {*top_verbs, *METHODS}
     assert {words for words in ALL if words not in VERBS} == {
         (), ("paper",), ("data",), ("lora",), *((method,) for method in METHODS), *(("paper", method) for method in METHODS)
@@ -138,7 +152,7 @@ def test_one_process_prints_the_json(app, monkeypatch):
 
 def test_an_interruption_says_what_the_work_says_is_kept(app):
     stop = KeyboardInterrupt()
-    stop.kept = "the last checkpoint is c"
+    stop.kept = "The last checkpoint is c"
     for error, line in ((KeyboardInterrupt(), "interrupted; nothing was written"), (stop, f"interrupted; {stop.kept}")):
         out = CliRunner().invoke(app(error, Kept()), ["--json"])
         assert out.exit_code == 130 and out.stdout == "" and out.stderr.splitlines()[-1] == line

@@ -37,9 +37,9 @@ def test_export_is_of_the_form_that_is_asked_for(tmp_path):
     official_xft.write_moe(tmp_path / "theirs")
     assert invoke("import-official", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
     for arguments, match in (
-        ((), "gate is 'xft'; .*Mixtral"),
-        (("--to", "gguf"), "to is 'gguf'; want one of mixtral, "),
-        (("--keep-rope",), "keep_rope is for --to official"),
+        ((), "gate is 'xft', but .*Mixtral"),
+        (("--to", "gguf"), "to must be one of mixtral, "),
+        (("--keep-rope",), "--keep-rope is only valid with --to official"),
     ):
         out = invoke("export", tmp_path / "ours", tmp_path / "out", *arguments)
         assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception))
@@ -86,11 +86,11 @@ def test_upcycle_says_what_each_gate_exports_to_and_so_it_is(gate, ways, tmp_pat
         out = invoke(verb, source, tmp_path / "".join([verb, *more]), *more)
         assert (out.exit_code == 0) == (way != "no"), out.exception
         if verb == "export" and not more and way == "no":
-            assert "; use xft merge for a dense model, xft export --to official, or begin with --gate " in str(out.exception)
+            assert ". Use xft merge for a dense model, xft export --to official, or start with --gate " in str(out.exception)
 
 
 def test_one_expert_is_the_dense_model(tmp_path):
     dense("llama").save_pretrained(tmp_path / "base")
     out = invoke("upcycle", tmp_path / "base", tmp_path / "moe", "--num-experts", 1, "--top-k", 1)
-    assert str(out.exception) == "num_experts is 1, which is the dense model itself; pass at least 2"
+    assert str(out.exception) == "num_experts must be at least 2, but got 1, which is the dense model itself"
     assert not (tmp_path / "moe").exists()

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import json
 import re
 import shutil
@@ -14,16 +15,17 @@ import pytest
 import typer
 import yaml
 
+from moe_runtime.methods.xft import recipe as xft_recipe
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense
 from tests.support import official_xft
 from tests.support.fences import ALL, PAGES, ROOT, check_command, command_line, fences, parse_verb, statements
 
-LANGUAGES = {"bash", "console", "json", "pycon", "python", "text", "yaml"}
+LANGUAGES = {"bash", "bibtex", "console", "json", "pycon", "python", "text", "yaml"}
 
 # blocks that a test elsewhere runs or loads: how many of a page and language, and the test, which names the page
 ELSEWHERE = {
-    ("README.md", "python"): (3, "tests/docs/test_readme.py::test_python_blocks_run"),
+    ("README.md", "python"): (2, "tests/docs/test_readme.py::test_python_blocks_run"),
     ("docs/drop-in.md", "python"): (7, "tests/docs/test_docs.py::test_examples_run"),
     ("docs/quantized-experts.md", "python"): (1, "tests/hf/dropin/test_quantize.py::test_the_example_of_the_docs_runs"),
     ("docs/drop-in.md", "yaml"): (1, "tests/docs/test_docs.py::test_the_fsdp2_config_is_one"),
@@ -211,10 +213,12 @@ def test_python_runs(fence, models, tmp_path, monkeypatch):
 @pytest.mark.parametrize("fence", LOADED, **place)
 def test_configs_are_loaded_by_what_reads_them(fence, tmp_path):
     assert fence.language == "yaml", f"{fence.place}: nothing reads this"
-    method = yaml.safe_load(fence.text).get("method")
+    values = yaml.safe_load(fence.text)
+    if set(values) == {"data"}:  # of a recipe its rows
+        assert xft_recipe.Data.from_dict(values["data"]).held_out_rows == values["data"]["held_out_rows"]
+        return
+    method = values.get("method")
     (tmp_path / "mine.yaml").write_text(fence.text)
-    assert method == "ultrafuser", f"{fence.place}: nothing reads this"
-    from moe_runtime.methods.ultrafuser.recipe import load_recipe
-
-    recipe = load_recipe(tmp_path / "mine.yaml")
-    assert recipe.stage1.steps == yaml.safe_load(fence.text)["stage1"]["steps"]
+    assert method in ("esft", "upit", "ultrafuser"), f"{fence.place}: nothing reads this"
+    recipe = importlib.import_module(f"moe_runtime.methods.{method}.recipe").load_recipe(tmp_path / "mine.yaml")
+    assert recipe.max_length == values["max_length"]

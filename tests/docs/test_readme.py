@@ -1,4 +1,4 @@
-"""What the README says is there: equations, families, commands, code blocks, the methods' tables, figures, links."""
+"""What the README and the pages it summarizes say: equations, families, code, the methods' tables, figures, links."""
 
 import importlib
 import json
@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from packaging.version import Version
 
 from moe_runtime.hf.models.families import FAMILIES
 from tests.hf import stock as stock_families
@@ -25,53 +23,56 @@ def section(title: str) -> str:
     return README.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
+def test_it_is_short():
+    assert len(README.splitlines()) <= 180
+
+
 def test_each_equation_lives_where_the_table_says():
-    places = re.findall(r"`((?:moe_runtime|kernels)/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", section("Where each equation lives"))
-    assert len(places) >= 15
+    page = (ROOT / "docs" / "equations.md").read_text()
+    places = re.findall(r"`((?:moe_runtime|kernels)/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", page)
+    assert len(places) >= 60
     for path, names in places:
         text = (ROOT / path).read_text()
         for name in re.findall(r"`(\w+)`", names):
             assert re.search(rf"^(def|class) {name}\b", text, re.MULTILINE), f"{path} has no {name}"
 
 
-def test_families_are_those_of_the_code():
-    table = section("What runs where").split("**Dense models that become mixtures**")[1]
+def test_dense_families_are_those_of_the_code():
+    table = (ROOT / "docs" / "xft.md").read_text().split("## Supported models\n")[1].split("\n## ")[0].split("|---|")[1]
     assert set(re.findall(r"`([a-z0-9_]+)`", table)) == set(FAMILIES)
+    assert f"for {len(FAMILIES)} architectures" in README
 
 
-def test_stock_families_are_those_of_the_installed_transformers():
-    details = section("What runs where").split("<details>")[1].split("</details>")[0]
-    served, others = details.split("Compared with")[1].split("Not served")
-    served, others = (set(re.findall(r"`([a-z0-9_]+)`", text)) - {"patch"} for text in (served, others))
-    written_with = re.search(r"transformers ([\d.]+)", (ROOT / "docs" / "families.md").read_text())[1].rstrip(".")
-    missing = set(stock_families.FAMILIES) - served
-    if transformers.__version__ == written_with:
-        assert served == set(stock_families.FAMILIES) and others == set(stock_families.OTHERS)
-        counts = re.findall(r"(\d+) families", README + (ROOT / "docs" / "index.md").read_text())
-        assert len(counts) >= 3 and {int(count) for count in counts} == {len(served)}
-    else:  # an older one has fewer, a newer one more
-        assert not missing or Version(transformers.__version__) > Version(written_with)
+def test_the_number_of_stock_families_is_that_of_their_page():
+    """tests/hf/dropin/test_experts_families.py compares that page with the installed transformers."""
+    page = (ROOT / "docs" / "families.md").read_text()
+    listed = page.split("## Not on moe_runtime")[0].count("\n| `")
+    counts = re.findall(r"(\d+)(?: stock MoE)? families", README + page + (ROOT / "docs" / "index.md").read_text())
+    assert len(counts) >= 6 and {int(count) for count in counts} == {listed}
+    if transformers.__version__ == re.search(r"transformers ([\d.]+)", page)[1].rstrip("."):
+        assert listed == len(stock_families.FAMILIES)
 
 
-@pytest.mark.parametrize("block", range(3))
+HUB = {"allenai/OLMoE-1B-7B-0924": "moe", "HuggingFaceTB/SmolLM2-135M": "base"}
+
+
+@pytest.mark.parametrize("block", range(2))
 def test_python_blocks_run(block, tmp_path, monkeypatch):
+    """As they stand, but for the ids of the Hub, for which small models are used."""
     monkeypatch.chdir(tmp_path)
     dense("llama").save_pretrained("base")
-    stock().save_pretrained("moe-model")
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[block]
+    stock().save_pretrained("moe")
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    code = blocks[block]
+    for name, folder in HUB.items():
+        code = code.replace(f'"{name}"', f'"{folder}"')
     names: dict = {}
     exec(compile(code, f"README.md, Python block {block}", "exec"), names)
-    if block == 1:
-        assert (tmp_path / "dense" / "config.json").exists()
-    elif block == 0:
+    if block == 0:
         assert names["model"].config._experts_implementation == "moe_runtime"
     else:
-        assert names["out"].shape == (20, 64) and torch.allclose(names["weight"].sum(1), torch.ones(20))
-        torch.testing.assert_close(names["out"].view_as(names["y"]), names["y"])
-
-
-def test_all_python_blocks_are_run():
-    assert README.count("```python") == 3
+        assert (tmp_path / "dense" / "config.json").exists()
 
 
 def test_cpu_figures_are_those_of_the_newest_file():
@@ -84,7 +85,7 @@ def test_cpu_figures_are_those_of_the_newest_file():
     table, page = section("Performance"), (ROOT / "docs" / "performance.md").read_text()
     assert newest.name in table and newest.name in page
     report, goals = (importlib.import_module(f"moe_runtime.bench.{name}") for name in ("report", "goals"))
-    assert report.cpu_table(rows) in table and report.steps_table(rows) in table
+    assert report.cpu_table(rows) in table and report.steps_table(rows) in page
     assert goals.goals(rows, goals.CPU_GOALS).strip() in page
 
 
@@ -97,11 +98,11 @@ def box_table(page: str, command: str) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-@pytest.mark.parametrize("page", [pytest.param(f"{name}-tables.md", id=name) for name in ("xft", "esft", "upit", "ultrafuser")])
-def test_the_methods_tables_are_those_that_were_printed(page):
-    part = next(part for part in section("The four methods").split("\n### ") if f"docs/{page}" in part)
+@pytest.mark.parametrize("method", ["xft", "esft", "upit", "ultrafuser"])
+def test_the_methods_tables_are_those_that_were_printed(method):
+    part = (ROOT / "docs" / f"{method}.md").read_text().split("## Results on a small model\n")[1].split("\n## ")[0]
     command = re.search(r"```bash\n(.*?)\n```", part)[1]
-    printed = {row["method"]: row for row in box_table(page, command.removesuffix(" --seeds 3"))}
+    printed = {row["method"]: row for row in box_table(f"{method}-tables.md", command.removesuffix(" --seeds 3"))}
     head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*$", part, re.MULTILINE))
     assert len(rows) >= 5
     for row in rows:

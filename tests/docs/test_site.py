@@ -1,6 +1,7 @@
 """The site of docs/ builds without a warning, fetches nothing from elsewhere, and holds every verb and public name."""
 
 import html
+import json
 import os
 import re
 import subprocess
@@ -55,12 +56,38 @@ def test_every_verb_and_option_is_on_its_page(site):
     assert "--shared-rate" in page and "Example: moe-runtime xft merge mixed dense" in page
 
 
+def test_no_entry_of_the_navigation_is_there_twice():
+    def titles(entries):
+        for entry in entries:
+            ((title, content),) = entry.items()  # every page has a title here
+            yield title
+            if isinstance(content, list):
+                yield from titles(content)
+
+    found = [title.lower() for title in titles(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
+    assert len(found) > 30 and len(set(found)) == len(found)
+
+
+def test_the_search_finds_verbs_and_parts_of_names(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    words = {}
+    for entry in index["docs"]:
+        for word in re.split(index["config"]["separator"], entry["title"]):
+            words.setdefault(word, []).append(entry["location"].partition("#")[0])
+    for path, _ in hooks.commands():
+        for word in re.split(index["config"]["separator"], path[-1]):
+            assert "cli.html" in words[word], path
+    for word in ("merge", "quantized", "upcycle", "patch", "stats"):  # of xft.merge, load_quantized, xft.upcycle, ...
+        assert "api.html" in words[word], word
+
+
 def test_every_public_name_is_on_its_page(site):
     page = html.unescape(re.sub(r"<[^>]+>", "", (site / "api.html").read_text()))
     for name in moe_runtime.__all__:
         assert name.startswith("_") or re.search(rf"\b{name}\b", page), name
     for path in hooks.MODULES:
-        assert hooks.public(__import__(path, fromlist=["_"])), f"{path} has no public name"
+        for name in hooks.public(path):
+            assert f"{path.rpartition('.')[2]}.{name}" in page or path == "moe_runtime", f"{path}.{name}"
     assert "0x" not in page, "an address of this run"
     assert re.search(r"def|moe_mlp\(\s+x: torch.Tensor", page)
 

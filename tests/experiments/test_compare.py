@@ -173,12 +173,12 @@ def test_holm_with_a_comparison_that_has_no_p():
 
 
 @pytest.mark.parametrize("losses, reference, tokens, match", [
-    pytest.param({"a": [[1.0]]}, "b", None, "reference is 'b'; want one of a", id="no such reference"),
-    pytest.param({"a": [[1.0]], "b": [[1.0, 2.0]]}, "b", None, "want .seeds, rows. of every", id="other rows"),
-    pytest.param({"a": [[]], "b": [[]]}, "b", None, "want .seeds, rows. of every", id="no rows"),
-    pytest.param({"a": [1.0], "b": [1.0]}, "b", None, "want .seeds, rows. of every", id="no seeds"),
-    pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [1, 2], "at least one token", id="other tokens"),
-    pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [0], "at least one token", id="no tokens"),
+    pytest.param({"a": [[1.0]]}, "b", None, "reference must be one of a", id="no such reference"),
+    pytest.param({"a": [[1.0]], "b": [[1.0, 2.0]]}, "b", None, "Expected losses .seeds, examples.", id="other rows"),
+    pytest.param({"a": [[]], "b": [[]]}, "b", None, "Expected losses .seeds, examples.", id="no rows"),
+    pytest.param({"a": [1.0], "b": [1.0]}, "b", None, "Expected losses .seeds, examples.", id="no seeds"),
+    pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [1, 2], "tokens .examples. of at least 1", id="other tokens"),
+    pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [0], "tokens .examples. of at least 1", id="no tokens"),
 ])  # fmt: skip
 def test_bad_input(losses, reference, tokens, match):
     with pytest.raises(ValueError, match=match):
@@ -186,7 +186,7 @@ def test_bad_input(losses, reference, tokens, match):
 
 
 def test_bad_level():
-    with pytest.raises(ValueError, match="level is 1"):
+    with pytest.raises(ValueError, match="level must be .*but got 1"):
         compare({"a": [[1.0]]}, "a", level=1)
 
 

@@ -88,7 +88,7 @@ def test_library_pairs_repeat_and_limit(pairs):
     assert other.train != pairs.train and sorted(map(str, other.train)) == sorted(map(str, pairs.train))
     again.train[0]["prompt"] = "changed"
     assert standard_library_pairs(limit=50).train == pairs.train[:50]
-    with pytest.raises(ValueError, match="limit is 0"):
+    with pytest.raises(ValueError, match="limit must be .*but got 0"):
         standard_library_pairs(limit=0)
 
 

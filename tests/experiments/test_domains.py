@@ -35,9 +35,11 @@ def test_without_a_limit_all_rows_come():
     assert ends.isdisjoint({row["completion"] for row in prose.held_out} | {row["prompt"] for row in prose.held_out})
 
 
-def test_every_step_of_a_sum_is_right():
-    for row in domain_rows("arithmetic", limit=500, seed=3).train:
+@pytest.mark.parametrize("name, most_steps", [("arithmetic", 3), ("sums", 1)])
+def test_every_step_of_a_sum_is_right(name, most_steps):
+    for row in domain_rows(name, limit=500, seed=3).train:
         *steps, said = row["completion"].removesuffix(".").split(". ")
+        assert 1 <= len(steps) <= most_steps
         result = re.match(r"\w+ has (\d+) ", row["prompt"])[1]
         for step in steps:
             left, sign, right, found = re.fullmatch(r"(\d+) ([-+*/]) (\d+) = (\d+)", step).groups()
@@ -46,6 +48,20 @@ def test_every_step_of_a_sum_is_right():
             result = str({"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign])
             assert found == result and (sign != "/" or a % b == 0)
         assert f" has {result} " in said and said.split()[0] == row["prompt"].split()[0]
+
+
+def test_told_sums_answer_no_held_out_question():
+    told = "\n".join(domain_text("sums"))
+    assert re.search(r"\d \w+\. \w+ gives \d+ to \w+\. \d+ [-+] \d+ = \d+\. \w+ has \d+ ", told) and "How many" not in told
+    rows = domain_rows("sums", limit=200)
+    stories = [row["prompt"].partition(" How many")[0] for row in rows.held_out]
+    assert not [story for story in stories if story in told]
+
+
+def test_joined_rows_take_turns(monkeypatch):
+    rows = {"a": corpora.Pairs(["a1", "a2"], ["a3"]), "b": corpora.Pairs(["b1", "b2", "b3"], ["b4"])}
+    monkeypatch.setattr(corpora, "domain_rows", rows.get)
+    assert corpora.joined_rows("ab") == (["a1", "b1", "a2", "b2"], ["a3", "b4"])
 
 
 def test_prose_is_whole_paragraphs_of_sentences():
@@ -90,7 +106,7 @@ def test_a_distribution_that_is_missing_has_no_version(monkeypatch):
 
 @pytest.mark.parametrize("call", [domain_rows, domain_text])
 def test_bad_input_is_one_error(call):
-    with pytest.raises(ValueError, match="domain is 'law'; want one of code, prose, arithmetic"):
+    with pytest.raises(ValueError, match="domain must be one of code, prose, arithmetic, sums"):
         call("law")
-    with pytest.raises(ValueError, match="limit is 0; want an integer of at least 1"):
+    with pytest.raises(ValueError, match="limit must be an integer of at least 1"):
         call("code", limit=0)

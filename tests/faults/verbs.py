@@ -28,7 +28,8 @@ def _verb(text: str, **more) -> Verb:
 WEIGHTS = "model.safetensors"
 VERBS: dict[str, Verb] = {
     "demo": _verb(
-        "demo --preset tiny --out out", volatile=("results.json", ".png"), before="tests.faults.verbs:short_demo"
+        "demo --preset tiny --out out", beside=("out.stages",), volatile=("results.json", ".png"),
+        before="tests.faults.verbs:short_demo",
     ),
     "xft upcycle": _verb(
         "xft upcycle {in}/dense out --num-experts 4 --top-k 2 --max-shard-size 50KB", reads=f"dense/{WEIGHTS}"
@@ -99,7 +100,8 @@ def short_demo() -> None:
     corpora.standard_library_files = lambda: texts
     sizes = {f"{stage}__batch_size": 2 for stage in ("pretrain", "sft", "tune", "mix")}
     sizes |= {"pretrain__steps": 2, "sft__steps": 4, "tune__steps": 2, "mix__steps": 2, "pretrain__vocab_size": 300}
-    recipe = demo.load_recipe("demo-tiny").change(**sizes, data__held_out_rows=4, data__limit=8)
+    sizes |= {"data__held_out_rows": 4, "data__validation_rows": 2, "data__limit": 8}
+    recipe = demo.load_recipe("demo-tiny").change(**sizes)
     demo.load_recipe = lambda name: recipe
 
 

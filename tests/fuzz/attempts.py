@@ -64,7 +64,7 @@ def attempt(read: Callable[[], Any], *names: str) -> Verdict:
     except (ValueError, OSError) as error:
         message = str(error)
         naked = type(error) is not ValueError and not isinstance(error, OSError)
-        named = any(word in message for word in ("; want ", "expected ", *names))
+        named = any(word in message for word in (" must ", "xpected ", " but ", *names))
         if naked or not named or len(message) > LONGEST:
             what = "too long" if len(message) > LONGEST else "naked"
             raise AssertionError(f"{what}: {type(error).__name__}: {message[:300]}") from error

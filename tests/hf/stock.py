@@ -189,21 +189,32 @@ EXTRAS = {"router_logits": "router logits", "aux_loss": "auxiliary loss"}
 _TEXT = """\
 # MoE families of transformers
 
+This page lists which MoE models of transformers run on moe_runtime, and how. `patch` runs a model's experts, or says why it
+cannot:
+
+```python
+import moe_runtime
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("model")
+print(moe_runtime.patch(model), "layers run on moe_runtime")
+```
+
 Written by `python -m tests.hf.stock` with transformers {version}; `tests/hf/dropin/test_experts_families.py` checks every line.
 
 ## On moe_runtime: {count} families
 
-Each family whose modeling file decorates an experts class with `@use_experts_implementation`. The tests find them in the
-installed transformers, so a family that is new there is tested without a change here or fails. For each they build a tiny
-random model of the class below and compare our experts with transformers' own loop on the CPU: logits, the gradient of every
-parameter, the experts' error in bfloat16, one token, experts without tokens, hooks, deepcopy, `save_pretrained` and
-`from_pretrained`, and what the last column names. Multimodal models get text. The Triton kernels have tests of their own.
+These are the families whose modeling file decorates an experts class with `@use_experts_implementation`. The tests find them
+in the installed transformers, so new families are tested too. For each they build a tiny random model of the class below and
+compare our experts with transformers' own loop on the CPU: logits, the gradient of every parameter, the experts' error in
+bfloat16, one token, experts without tokens, hooks, deepcopy, `save_pretrained` and `from_pretrained`, and what the last
+column names. Multimodal models are tested with text. The Triton kernels have separate tests.
 
-*One operator*: both products, what lies between them and the weighted sum are one call of `moe_mlp`. *Composed*: two grouped
-products with the class's own code between them.
+*One operator*: both products, the activation between them and the weighted sum are one call of `moe_mlp`. *Composed*: two
+grouped products with the class's own code in between.
 
-The loop of `openai_privacy_filter` computes in float32 whatever the weights are; ours computes in the weights' dtype, as
-`grouped_mm` and `batched_mm` do. `diffusion_gemma` draws its tokens, so its generation is compared in float64.
+The loop of `openai_privacy_filter` always computes in float32; ours computes in the weights' dtype, as `grouped_mm` and
+`batched_mm` do. `diffusion_gemma` samples its tokens, so its generation is compared in float64.
 
 | family | class | up projection | between the products | runs | also compared |
 |---|---|---|---|---|---|
@@ -211,7 +222,7 @@ The loop of `openai_privacy_filter` computes in float32 whatever the weights are
 
 ## Not on moe_runtime
 
-Their experts do not go through the interface; `moe_runtime.patch` raises ValueError for them.
+The experts of these families do not use transformers' experts interface; `moe_runtime.patch` raises ValueError for them.
 
 | family | why |
 |---|---|

@@ -124,6 +124,6 @@ def test_killed_between_two_renames_the_old_folder_is_whole_again(tmp_path, kill
     before = snapshot(out)
     killer(out, "between the renames", True)
     assert not out.exists()
-    with pytest.raises(ValueError, match="which exists"):
+    with pytest.raises(ValueError, match="already exists"):
         write(out, ten_tensors())
     assert snapshot(out) == before

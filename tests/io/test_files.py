@@ -37,14 +37,14 @@ def test_an_exception_leaves_nothing(tmp_path):
 def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monkeypatch):
     out = write(tmp_path / "out", ten_tensors())
     before = snapshot(tmp_path)
-    message = re.escape(f"out_dir is {out}, which exists; want a new or empty folder; or pass overwrite=True")
+    message = re.escape(f"Output folder {out} already exists. Choose another or pass overwrite=True")
     for start in (check_out_dir, CheckpointWriter, lambda path: atomic_folder(path).__enter__()):
         with pytest.raises(ValueError, match=message):
             start(out)
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"model.safetensors, which is a file"):
+        with pytest.raises(ValueError, match=r"model.safetensors is a file"):
             CheckpointWriter(out / SINGLE, overwrite=overwrite)
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"current folder; want one inside it"):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"current folder. Choose a folder inside it"):
             patch.chdir(out)
             CheckpointWriter(".", overwrite=overwrite)
         with pytest.raises(ValueError, match=r"a mount point"):
@@ -138,7 +138,7 @@ def test_read_only_parent(tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "mkdir", refuse)
     else:
         tmp_path.chmod(0o555)
-    message = r"out_dir is .*out, beside which nothing can be written \(Permission denied\)"
+    message = r"Output folder .*out cannot be written: no file can be created beside it \(Permission denied\)"
     with pytest.raises(ValueError, match=message):
         write(tmp_path / "out", ten_tensors())
     tmp_path.chmod(0o755)
@@ -172,7 +172,7 @@ def test_full_disk(small_disk, overwrite):
 
 
 def test_free_space_is_checked_first(small_disk):
-    with pytest.raises(ValueError, match=r"out_dir is .*out, on a disk with \d+ bytes free; want 2000000"):
+    with pytest.raises(ValueError, match=r"Writing .*out needs 2000000 bytes, but the disk has \d+ free"):
         CheckpointWriter(small_disk / "deep" / "out", expected_bytes=2_000_000)
     assert list(small_disk.iterdir()) == []
     write(small_disk / "out", {"w": torch.zeros(10)}, expected_bytes=40)
@@ -263,7 +263,7 @@ def test_an_old_folder_set_aside_by_a_killed_writer_comes_back(tmp_path):
     out = write(tmp_path / "out", ten_tensors())
     before = snapshot(out)
     out.rename(tmp_path / ".out.old-1-2")
-    with pytest.raises(ValueError, match="which exists"):
+    with pytest.raises(ValueError, match="already exists"):
         write(out, {"new": torch.zeros(1)})
     assert snapshot(out) == before
     assert siblings(out) == []
@@ -272,7 +272,7 @@ def test_an_old_folder_set_aside_by_a_killed_writer_comes_back(tmp_path):
 def test_two_writers_of_one_folder(tmp_path):
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.add("w", torch.zeros(1))
-        with pytest.raises(ValueError, match=r"nothing can be written \(another process is writing it\)"):
+        with pytest.raises(ValueError, match=r"no file can be created beside it \(another process is writing it\)"):
             write(tmp_path / "out", ten_tensors())
     assert Checkpoint(tmp_path / "out").keys() == ["w"]
 
@@ -283,8 +283,8 @@ def test_read_json(tmp_path):
         ('{"a": 1,}', r"a.json is not valid JSON \(.*line 1 column \d+"),
         ('{"a":\n  tru}', r"a.json is not valid JSON \(.*line 2 column 3"),
         ("", r"a.json is not valid JSON \(.*line 1 column 1"),
-        ("[1]", "a.json is a JSON list; want one JSON object"),
-        ("null", "a.json is a JSON NoneType; want one JSON object"),
+        ("[1]", "a.json must be a JSON object, but got a list"),
+        ("null", "a.json must be a JSON object, but got a NoneType"),
     ]:
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -292,7 +292,7 @@ def test_read_json(tmp_path):
     file.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match=r"a.json is not valid JSON \(.*position 7"):
         read_json(file)
-    with pytest.raises(ValueError, match=r"path is .*nope.json, which cannot be read \(No such file"):
+    with pytest.raises(ValueError, match=r"Cannot read the JSON file .*nope.json \(No such file"):
         read_json(tmp_path / "nope.json")
     file.write_text('{"ü": [1, 2.5, null]}', encoding="utf-8")
     assert read_json(str(file)) == {"ü": [1, 2.5, None]}

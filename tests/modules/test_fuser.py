@@ -153,9 +153,9 @@ def test_chunks_of_labels_that_do_not_count_or_fit():
     empty = chunked_loss(gate, [h[:0] for h in hidden], functions, labels[:0], reduction="none").loss
     assert empty.shape == (0, 5)
     labels[1, 1] = 40
-    with pytest.raises(ValueError, match="labels hold 40, .* want ids below 40"):
+    with pytest.raises(ValueError, match="labels must be below 40, .* got 40"):
         chunked_loss(gate, hidden, functions, labels)
-    with pytest.raises(ValueError, match="reduction is 'token'"):
+    with pytest.raises(ValueError, match="reduction must be .*but got 'token'"):
         chunked_loss(gate, hidden, functions, labels, reduction="token")
 
 

@@ -168,7 +168,7 @@ def test_a_forced_expert_is_that_expert_merged(form):
         plain = make(E=E, rank=RANK)
         plain.experts.load_state_dict(both()["block"].experts.state_dict())
         assert_close(got[row], merged_base(plain.experts, e)(x[row]), 1e-5)
-    with pytest.raises(ValueError, match="the batch has 3 rows, forced 4"):
+    with pytest.raises(ValueError, match="forced must have one expert for each of 3 rows, but has 4"):
         layer(x[:3])
     force(layer, None)
     assert not torch.allclose(layer(x), got)

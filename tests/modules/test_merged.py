@@ -172,7 +172,7 @@ def test_state_dict_round_trip():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
 def test_bad_rate_is_named(rate):
-    with pytest.raises(ValueError, match=f"shared_rate is {rate}"):
+    with pytest.raises(ValueError, match=f"shared_rate must be .*but got {rate}"):
         make(shared_rate=rate)
 
 

@@ -90,9 +90,12 @@ def test_what_does_not_compile_is_shown_and_leaves_the_old_one(tmp_path, small):
 def test_no_compiler_is_an_error_that_says_what_to_do(tmp_path):
     done = run("--out", tmp_path / "lib.so", PATH=str(tmp_path), CXX="")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "error: the compilers g++ and clang++ are missing; install g++ or clang++, or set CXX to one\n"
+    assert done.stderr == "error: Neither g++ nor clang++ was found. Install g++ or clang++, or set CXX to one\n"
     done = run("--out", tmp_path / "lib.so", CXX="no-such-compiler -O3")
-    assert done.stderr == "error: CXX is 'no-such-compiler', which is missing; install g++ or clang++, or set CXX to one\n"
+    assert (
+        done.stderr
+        == "error: The compiler of CXX, 'no-such-compiler', was not found. Install g++ or clang++, or set CXX to one\n"
+    )
 
 
 def test_where_nothing_can_be_written_is_an_error(tmp_path, small):
@@ -100,7 +103,7 @@ def test_where_nothing_can_be_written_is_an_error(tmp_path, small):
     done = run("--csrc", small, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {tmp_path / 'file'}/moe_runtime/cpu/") and done.stderr.count("\n") == 1
-    assert "cannot be read or written (Not a directory); set XDG_CACHE_HOME or --out" in done.stderr
+    assert "cannot be read or written (Not a directory). Set XDG_CACHE_HOME or --out" in done.stderr
     done = run("--csrc", small, "--out", tmp_path)  # a folder is there
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} cannot be read or written (")
 
@@ -163,12 +166,12 @@ def test_a_library_of_other_sources_is_refused(tmp_path, library):
     shutil.copytree(build.csrc_dir("cpu"), csrc)
     (csrc / "vector.h").write_text((csrc / "vector.h").read_text() + "// changed\n")
     with pytest.raises(
-        OSError, match="was built from other sources than .*; rebuild it: python -m moe_runtime.native.build cpu"
+        OSError, match="was built from other sources than .*\. To rebuild it, run python -m moe_runtime.native.build cpu"
     ):
         cpp.bind(library.path, csrc)
 
 
 def test_a_library_without_a_function_is_refused(tmp_path, small):
     build.build_cpu(tmp_path / "lib.so", csrc=small)
-    with pytest.raises(OSError, match=r"and has no moert_cpu_\w+; rebuild it"):
+    with pytest.raises(OSError, match=r"and has no moert_cpu_\w+. To rebuild it"):
         cpp.bind(tmp_path / "lib.so")

@@ -140,7 +140,7 @@ def test_ids_follow_the_contents(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("newest, says", [
-    pytest.param("GLIBC_2.34", r"needs glibc 2\.34; the Hub accepts 2\.28 or older.*zig cc", id="too new"),
+    pytest.param("GLIBC_2.34", r"needs glibc 2\.34, but the Hub accepts 2\.28 or older.*zig cc", id="too new"),
     pytest.param(None, "lib.so cannot be read", id="missing"),
 ])  # fmt: skip
 def test_a_library_that_the_hub_would_not_take(tmp_path, capsys, newest, says):

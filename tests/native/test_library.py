@@ -70,12 +70,12 @@ def move_away(path: Path, monkeypatch) -> None:
 
 
 REFUSED = {
-    "file": (lambda path, _: path.chmod(0o777), "other users can write it, its mode is 777; chmod go-w "),
-    "group": (lambda path, _: path.chmod(0o775), "other users can write it, its mode is 775; chmod go-w "),
-    "sticky folder": (lambda path, _: path.parent.chmod(0o1777), "other users can write it, its mode is 1777"),
-    "top folder": (lambda path, _: path.parents[2].chmod(0o777), "other users can write it, its mode is 777"),
-    "caches": (lambda path, _: path.parents[3].chmod(0o777), "other users can write it, its mode is 777"),
-    "link": (move_away, "other users can write it, its mode is 775"),
+    "file": (lambda path, _: path.chmod(0o777), "other users can write to it (mode 777). Run chmod go-w "),
+    "group": (lambda path, _: path.chmod(0o775), "other users can write to it (mode 775). Run chmod go-w "),
+    "sticky folder": (lambda path, _: path.parent.chmod(0o1777), "other users can write to it (mode 1777)"),
+    "top folder": (lambda path, _: path.parents[2].chmod(0o777), "other users can write to it (mode 777)"),
+    "caches": (lambda path, _: path.parents[3].chmod(0o777), "other users can write to it (mode 777)"),
+    "link": (move_away, "other users can write to it (mode 775)"),
     "owner": (give_away, "it belongs to user"),
     "folder's owner": (lambda path, patch: give_away(path.parent, patch), "it belongs to user"),
     "relative cache": (lambda _, patch: patch.setenv("XDG_CACHE_HOME", "cache"), "is not built"),
@@ -104,10 +104,10 @@ def test_doctor_says_what_was_refused_and_why(tmp_path, monkeypatch, place):
     tiles.chmod(0o666)
     monkeypatch.setattr(library.cpp, "_found", None)
     problems = doctor.report()["problems"]
-    assert problems["cpu library"].startswith(f"{path} is refused: other users can write it, its mode is 777; chmod go-w")
+    assert problems["cpu library"].startswith(f"{path} is refused: other users can write to it (mode 777). Run chmod go-w")
     assert problems["launch configs"].startswith(f"{tiles} is refused: ")
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    assert doctor.report()["problems"]["XDG_CACHE_HOME"].startswith("XDG_CACHE_HOME is 'cache', which is relative and ignored")
+    assert doctor.report()["problems"]["XDG_CACHE_HOME"].startswith("XDG_CACHE_HOME is 'cache', which is ignored because")
 
 
 def test_what_was_checked_is_what_is_loaded(tmp_path, place, planted):

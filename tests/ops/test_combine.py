@@ -221,7 +221,7 @@ def test_float64_is_never_summed_in_float32(monkeypatch):
     y, weight, slot_row = torch.randn(6, 5, dtype=torch.float64), torch.rand(2, 3), torch.randperm(6)
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
     torch.testing.assert_close(combine(y, weight, slot_row), by_slots(y, weight, slot_row), rtol=1e-14, atol=1e-14)
-    with pytest.raises(ValueError, match="want 'torch' for float64"):
+    with pytest.raises(ValueError, match="Use backend 'torch' for float64"):
         combine(y, weight, slot_row, "triton")
 
 

@@ -285,13 +285,13 @@ def test_float64_is_computed_in_float64(monkeypatch):
     pytest.param(
         {"first": torch.zeros(3).int(), "second": torch.zeros(3).int()}, "second is (3,) torch.int32", id="integers"
     ),
-    pytest.param({"drop": 1.5}, "drop is 1.5", id="a probability above 1"),
-    pytest.param({"drop": -0.1}, "drop is -0.1", id="a probability below 0"),
-    pytest.param({"weights": (1.0,)}, "weights is (1.0,)", id="one weight"),
-    pytest.param({"weights": (1.0, math.inf)}, "weights is (1.0, inf)", id="an infinite weight"),
-    pytest.param({"seed": -1}, "seed is -1", id="a negative seed"),
-    pytest.param({"start": 2}, "start is 2", id="a part that begins within four"),
-    pytest.param({"tensor": 1 << 63}, "tensor is 9223372036854775808", id="a stream beyond 63 bits"),
+    pytest.param({"drop": 1.5}, "drop must be", id="a probability above 1"),
+    pytest.param({"drop": -0.1}, "drop must be", id="a probability below 0"),
+    pytest.param({"weights": (1.0,)}, "weights must be two finite numbers, but got (1.0,)", id="one weight"),
+    pytest.param({"weights": (1.0, math.inf)}, "two finite numbers, but got (1.0, inf)", id="an infinite weight"),
+    pytest.param({"seed": -1}, "seed must be", id="a negative seed"),
+    pytest.param({"start": 2}, "must be a multiple of 4, but got 2", id="a part that begins within four"),
+    pytest.param({"tensor": 1 << 63}, "tensor must be", id="a stream beyond 63 bits"),
 ])  # fmt: skip
 def test_bad_arguments_of_dare_are_named(change, words):
     args = {"first": torch.zeros(3), "second": torch.zeros(3), **ARGS} | change

@@ -379,17 +379,17 @@ def good():
 
 
 @pytest.mark.parametrize("change, words", [
-    pytest.param({"hidden": []}, "hidden 0 of [(), H_s], heads are 2", id="none"),
-    pytest.param({"heads": [torch.randn(20, 16)]}, "hidden 2 of [(6,), H_s], heads are 1", id="a head is missing"),
-    pytest.param({"heads": [torch.randn(20, 16)] * 2}, "hidden[1] is (6, 17), heads[1] (20, 16)", id="H_s"),
-    pytest.param({"heads": [torch.randn(0, 16), torch.randn(9, 17)]}, "heads[0] (0, 16)", id="no ids"),
+    pytest.param({"hidden": []}, "0 hidden states [(), H_s] and 2 heads", id="none"),
+    pytest.param({"heads": [torch.randn(20, 16)]}, "2 hidden states [(6,), H_s] and 1 heads", id="a head is missing"),
+    pytest.param({"heads": [torch.randn(20, 16)] * 2}, "hidden[1] is (6, 17) and heads[1] is (20, 16)", id="H_s"),
+    pytest.param({"heads": [torch.randn(0, 16), torch.randn(9, 17)]}, "heads[0] is (0, 16)", id="no ids"),
     pytest.param({"hidden": [torch.randn(6, 16), torch.randn(5, 17)]}, "hidden[1] is (5, 17)", id="positions"),
     pytest.param({"gate_weight": torch.rand(6, 3)}, "gate_weight is (6, 3)", id="weights of another S"),
     pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels is (5,) torch.int64", id="labels' shape"),
     pytest.param({"labels": torch.zeros(6)}, "labels is (6,) torch.float32", id="labels that are no ids"),
-    pytest.param({"labels": torch.full((6,), 20)}, "labels hold 20, ignore_index is -100; want ids below 20", id="id"),
-    pytest.param({"labels": torch.full((6,), -1)}, "labels hold -1", id="a negative id"),
-    pytest.param({"reduction": "batchmean"}, "reduction is 'batchmean'", id="reduction"),
+    pytest.param({"labels": torch.full((6,), 20)}, "below 20, the size of the smallest vocabulary, but got 20", id="id"),
+    pytest.param({"labels": torch.full((6,), -1)}, "but got -1", id="a negative id"),
+    pytest.param({"reduction": "batchmean"}, "reduction must be", id="reduction"),
     pytest.param({"backend": "cuda"}, "fused_cross_entropy has no cuda kernel", id="backend"),
     pytest.param(
         {"hidden": [torch.randn(6, 16).half(), torch.randn(6, 17)]}, "are torch.float16, torch.float32", id="dtypes"

@@ -213,8 +213,8 @@ def test_the_mergeable_layer_keeps_its_mixture_and_sees_new_logits(dtype, monkey
 
 def test_dtypes_that_it_lacks_are_refused_and_go_elsewhere_by_default():
     assert backends.pick("merge_experts", torch.zeros(1, dtype=torch.float16)) == "torch"
-    with pytest.raises(ValueError, match="'cpp' for merge_experts, but the tensor is torch.float16; want float32 or bfl"):
+    with pytest.raises(ValueError, match="'cpp' cannot run merge_experts: the tensor is torch.float16, but float32 or bfl"):
         merge_experts(torch.zeros(2, 3, dtype=torch.float16), torch.ones(2), backend="cpp")
-    with pytest.raises(ValueError, match="want 'torch' for float64"):
+    with pytest.raises(ValueError, match="Use backend 'torch' for float64"):
         merge_experts(torch.zeros(2, 3, dtype=torch.float64), torch.ones(2), backend="cpp")
     assert set(cpp.DTYPES) == set(FLOATS) and "generic" in VARIANTS

@@ -196,14 +196,14 @@ def test_dense_shared_expert_is_the_group(gated, bias, backend, tolerance):
 
 def test_dense_shared_expert_wants_the_last_slot_of_every_token():
     v = leaves("topk_softmax", device="cpu")  # where the ids can be looked at
-    with pytest.raises(ValueError, match="shared is 'dense', gate is 'topk_softmax'"):
+    with pytest.raises(ValueError, match="shared='dense' requires gate to be one of"):
         whole(v, "topk_softmax", "torch", shared="dense")
     idx = torch.tensor([[1, 0], [0, 2]])
-    with pytest.raises(ValueError, match="shared is 'dense', topk_idx .* does not have expert 0"):
+    with pytest.raises(ValueError, match="With shared='dense', topk_idx .* must have expert 0"):
         moe_mlp(v["x"][:2], v["up"], v["down"], torch.rand(2, 2), idx, shared="dense")
-    with pytest.raises(ValueError, match="shared is 'both'"):
+    with pytest.raises(ValueError, match="shared must be .*but got 'both'"):
         whole(v, "topk_softmax", "torch", shared="both")
-    with pytest.raises(ValueError, match="shared is 'dense', trainable is given"):
+    with pytest.raises(ValueError, match="With shared='dense', trainable must be None"):
         mask = torch.ones(E, dtype=torch.bool)
         moe_mlp(v["x"][:2], v["up"], v["down"], torch.rand(2, 2), idx, shared="dense", trainable=mask)
 

@@ -368,7 +368,7 @@ def test_without_an_openmp_it_says_so_where_there_are_threads(monkeypatch, _libr
         cpp.bind(_library.path)  # the library is one for the process: give it its threads again
     monkeypatch.setattr(cpp, "_found", alone)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert "no OpenMP runtime, torch's threads are 4; load libgomp" in cpp.why_not(torch.device("cpu"))
+    assert "no OpenMP runtime, but torch uses 4 threads. Load libgomp" in cpp.why_not(torch.device("cpu"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert cpp.why_not(torch.device("cpu")) is None
 

@@ -11,7 +11,7 @@ from tests.support.oracle import GATES, SHARED, SUM_ONE, route_mismatches, route
 SHAPES = [  # T, experts in the router, experts that it picks
     pytest.param(1, 7, 5, id="one token"),
     pytest.param(23, 7, 5, id="XFT: 8 experts, top 6"),
-    pytest.param(9, 3, 1, id="one routed expert"),
+    pytest.param(9, 3, 1, id="the shared expert and a routed one"),
     pytest.param(9, 3, 3, id="K = E"),
     pytest.param(5, 1, 1, id="one expert to choose from"),
     pytest.param(5, 33, 17, id="odd sizes"),
@@ -257,10 +257,10 @@ def test_twenty_runs_give_the_same_bits(gate):
 
 
 @pytest.mark.parametrize("kwargs, words", [
-    pytest.param({"gate": "top2"}, "gate is 'top2'", id="unknown gate"),
-    pytest.param({"top_k": 9}, "top_k is 9", id="more experts than there are"),
-    pytest.param({"top_k": 1}, "top_k is 1", id="shared expert without a routed one"),
-    pytest.param({"top_k": 0, "gate": "topk_softmax"}, "top_k is 0", id="no expert"),
+    pytest.param({"gate": "top2"}, "gate must be", id="unknown gate"),
+    pytest.param({"top_k": 9}, "top_k must be", id="more experts than there are"),
+    pytest.param({"top_k": 1}, "top_k must be", id="shared expert without a routed one"),
+    pytest.param({"top_k": 0, "gate": "topk_softmax"}, "top_k must be", id="no expert"),
     pytest.param({"router_logits": torch.randn(2, 3, 7)}, "(2, 3, 7)", id="batch dims"),
     pytest.param({"router_logits": torch.ones(2, 7, dtype=torch.int64)}, "torch.int64", id="integer logits"),
     pytest.param({"noise": torch.randn(7)}, "noise is (7,)", id="noise that would broadcast"),
@@ -334,7 +334,7 @@ def test_forced_ids_keep_the_routers_weights(gate):
 
 def test_forced_ids_of_a_wrong_shape_are_refused():
     for bad in (torch.zeros(4, 3, dtype=torch.int64), torch.zeros(5, 2)):
-        with pytest.raises(ValueError, match=r"topk_idx is .*; want \(5, 2\), integers"):
+        with pytest.raises(ValueError, match=r"Expected topk_idx \(5, 2\) of integers, but"):
             route(torch.randn(5, 4), 2, "softmax_topk", topk_idx=bad)
 
 

@@ -39,7 +39,7 @@ SHAPES = [  # T, experts in the router, experts that it picks
     pytest.param(1, 7, 5, id="one token"),
     pytest.param(69, 7, 5, id="XFT: 8 experts, top 6; the last block ragged"),
     pytest.param(64, 8, 2, id="full blocks"),
-    pytest.param(9, 3, 1, id="one routed expert"),
+    pytest.param(9, 3, 1, id="the shared expert and a routed one"),
     pytest.param(9, 3, 3, id="K = E = 3"),
     pytest.param(18, 2, 1, id="E = 2"),
     pytest.param(17, 1, 1, id="E = 1"),
@@ -230,7 +230,7 @@ def test_second_gradient(gate, device):
 
 def test_float64_is_never_computed_in_float32(monkeypatch, device):
     logits = torch.randn(5, 7, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match="backend is 'triton' for route, but the tensor is torch.float64; want 'torch'"):
+    with pytest.raises(ValueError, match="backend 'triton' cannot run route: the tensor is torch.float64. Use backend 'torch'"):
         triton(logits, 3, "xft")
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
     got, want = route(logits, 3, "xft"), route_reference(logits, 3, "xft")

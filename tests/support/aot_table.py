@@ -54,22 +54,30 @@ WHAT = {
 }
 HEAD = """# Kernels
 
-Written by `python -m tests.support.aot_table` with Triton {version}; `tests/kernels/test_aot.py` fails where it is out of date.
+This page lists what every Triton kernel compiles to on each GPU that it supports. To measure launch configs on your own GPU,
+use
 
-What the Triton kernels compile to for the GPUs that they are for, on a machine without one: facts about programs, **not
-measured speed**. They say that nothing spills, that tensor cores, TMA and cp.async are in use, and how much of a processor
-one block takes. They do not say which of two configs is faster; `moe-runtime tune` measures that on the GPU itself.
+```bash
+moe-runtime tune --shape olmoe
+```
 
-| kernel | what it is |
+Written by `python -m tests.support.aot_table` with Triton {version}; `tests/kernels/test_aot.py` fails if it is out of date.
+
+The kernels were compiled on a machine without a GPU: these are facts about programs, **not measured speed**. They show that
+nothing spills, that tensor cores, TMA and cp.async are in use, and how much of a processor one block occupies, but not which of
+two configs is faster.
+
+| kernel | purpose |
 |---|---|
 {what}
 
-The tables below have one line for each launch config of `kernels/tiles.py` and one for each other kernel, bfloat16 unless a
-line says otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; up's has BLOCK_N columns of gate and as many of up. Registers are
-per thread, shared memory per block. `rows an expert` is the mean from which the config holds. GPT-OSS-20B's
-lines are the same configs for its experts: gate and up in turns and clamped, biases, weights stored in x out.
+The tables below have one line for each launch config of `kernels/tiles.py` and one for each other kernel, in bfloat16 unless
+stated otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; for `up` it has BLOCK_N columns of gate and as many of up. Registers
+are per thread, shared memory per block. `rows an expert` is the mean number of rows per expert from which the config is used.
+GPT-OSS-20B's lines are the same configs for its experts: interleaved and clamped gate and up, biases, weights stored in x
+out.
 
-On Hopper one step of a sum is 64 long. What it takes, in instructions of the SASS for sm_90 with Triton 3.6.0 / 3.7.1 / 3.9.0
+On Hopper one step of a sum is 64 long. Its cost, in SASS instructions for sm_90 with Triton 3.6.0 / 3.7.1 / 3.9.0
 (2026-11-22; `python -m tests.support.aot_table --loops` prints them for the Triton in use):
 
 | kernel | earlier form | instructions | present form | instructions |
@@ -87,8 +95,8 @@ COLUMNS = "| kernel | case | tile | warps | stages | registers | shared KiB | te
 AMD_HEAD = f"""
 ## {GPUS[AMD]}
 
-Compiled, not run: no such GPU has seen these kernels, and their configs are those of sm_80. What {AMD} has no room for
-(64 KiB of shared memory) or spills is listed as it is.
+Compiled, not run: these kernels have not run on such a GPU, and their configs are those of sm_80. Configs that exceed {AMD}'s
+64 KiB of shared memory or spill are listed as they are.
 
 | kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | scratch bytes |
 |---|---|---|---|---|---|---|---|---|

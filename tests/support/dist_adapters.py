@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +26,8 @@ class Scenario(NamedTuple):
     family: str
     engine: str
     mesh: tuple[int, int] | None = None  # replicas, owners
+    format: str = ""  # of packed stacks
+    packed: str = "first"  # before shard_experts, "after" it, or "loaded", each rank's experts alone
 
 
 SCENARIOS = {
@@ -34,17 +38,52 @@ SCENARIOS = {
     "gpt_oss-ddp-ep2": Scenario("gpt_oss", "ddp", (1, 2)),
     "qwen3-ddp-ep4": Scenario("qwen3_moe", "ddp", (1, 4)),
     "qwen3-ddp-dp2-ep2": Scenario("qwen3_moe", "ddp", (2, 2)),
+    "qwen3-fsdp2-dp2-ep2": Scenario("qwen3_moe", "fsdp2", (2, 2)),
+    "qwen3-fsdp2-nf4": Scenario("qwen3_moe", "fsdp2", None, "nf4"),
+    "gpt_oss-fsdp2-mxfp4": Scenario("gpt_oss", "fsdp2", None, "mxfp4"),
+    "qwen3-ddp-ep2-fp8": Scenario("qwen3_moe", "ddp", (1, 2), "fp8_block"),
+    "gpt_oss-ddp-ep2-mxfp4": Scenario("gpt_oss", "ddp", (1, 2), "mxfp4", "loaded"),
+    "gpt_oss-ddp-ep2-nf4": Scenario("gpt_oss", "ddp", (1, 2), "nf4", "loaded"),
+    "qwen3-ddp-dp2-ep2-int8": Scenario("qwen3_moe", "ddp", (2, 2), "int8", "loaded"),
+    "qwen3-ddp-ep4-nf4": Scenario("qwen3_moe", "ddp", (1, 4), "nf4", "loaded"),
+    "gpt_oss-ddp-ep4-nf4": Scenario("gpt_oss", "ddp", (1, 4), "nf4", "after"),
+    "qwen3-fsdp2-dp2-ep2-nf4": Scenario("qwen3_moe", "fsdp2", (2, 2), "nf4"),
 }
 
 
-def make(family: str, seed: int = 0):
+def base(family: str, format: str):
+    """The stock model. With I = 64 an expert's down projection has 64 NF4 scales: blocks of 256 lie across ranks."""
+    wide = 128 if format == "fp8_block" else 64
+    sizes = {"hidden_size": 64, "intermediate_size": wide, "moe_intermediate_size": wide} if format else {}
+    return stock(family, num_hidden_layers=2, **sizes).eval()
+
+
+def make(scenario: Scenario, mesh=None, folder: str = ""):
     """The model with adapters; the base equal in every process, the adapters by the process' own generator."""
-    model = stock(family, num_hidden_layers=2).eval()
-    torch.manual_seed(seed)
+    model, loads = base(scenario.family, scenario.format), mesh is not None and scenario.packed == "loaded"
+    if loads:
+        if dist.get_rank() == 0:
+            model.save_pretrained(f"{folder}-base")
+        dist.barrier()
+        model = moe_runtime.load_quantized(f"{folder}-base", scenario.format, mesh=mesh).eval()
+    elif scenario.format:
+        if scenario.packed == "after" and mesh is not None:
+            shard_experts(model, mesh)
+        moe_runtime.quantize_experts(model, scenario.format)
+    if mesh is not None and scenario.format:
+        shard_experts(model, mesh)
+        moe_runtime.save_quantized(model, f"{folder}-quantized")
+    torch.manual_seed(0 if mesh is None else dist.get_rank())
     targets = ["experts.gate_up_proj", "experts.down_proj", "q_proj"]
     config = LoraConfig(r=3, lora_alpha=6, target_parameters=targets[:2], target_modules=targets[2:], init_lora_weights=False)
     model = get_peft_model(model, config)
-    moe_runtime.patch(model)
+    if mesh is None:
+        moe_runtime.patch(model)
+        return model
+    shard_experts(model, mesh)
+    for name, parameter in learned(model).items():
+        if "q_proj" in name:  # DDP would send them
+            dist.broadcast(parameter.data, 0)
     return model
 
 
@@ -61,10 +100,13 @@ def learned(model) -> dict[str, torch.nn.Parameter]:
     return {name.removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def train(model, ranks, scale: float) -> dict:
-    """Train on the batches of `ranks`; return losses, the last gradients and the weights."""
-    optimizer, losses = torch.optim.SGD(list(learned(model).values()), lr=LR), []
-    for _ in range(STEPS):
+def train(model, ranks, scale: float, lr: float = LR, folder: str = "") -> dict:
+    """Train on the batches of `ranks`; return losses, the last gradients and the weights. A checkpoint to `folder` is read."""
+    optimizer, losses = torch.optim.SGD(list(learned(model).values()), lr=lr, momentum=0.3), []
+    for step in range(STEPS):
+        if step == 1 and folder:
+            optimizer.zero_grad()
+            resume(model, optimizer, folder)
         optimizer.zero_grad()
         parts = [model(input_ids=batch(rank), labels=batch(rank)).loss for rank in ranks]
         (sum(parts) * scale).backward()
@@ -74,28 +116,56 @@ def train(model, ranks, scale: float) -> dict:
     return {"losses": losses, "gradients": gradients, "weights": {name: whole(p) for name, p in learned(model).items()}}
 
 
-def alone(family: str, ranks: int) -> dict:
-    return train(make(family), range(ranks), 1 / ranks)
+def alone(scenario: Scenario, ranks: int) -> dict:
+    return train(make(scenario), range(ranks), 1 / ranks, lr_of(scenario))
+
+
+@torch.no_grad()
+def resume(model, optimizer, folder: str) -> None:
+    """Write model and optimizer by torch.distributed.checkpoint, forget them, and read them again."""
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.save(parts, checkpoint_id=folder)
+    held = [*model.state_dict().values(), *(value for state in optimizer.state.values() for value in state.values())]
+    for tensor in held:
+        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
+    parts = dict(zip(parts, get_state_dict(model, optimizer)))
+    dcp.load(parts, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+
+
+def lr_of(scenario: Scenario) -> float:
+    """Wider GPT-OSS makes a difference of 1e-7 one of 1e-3 in three steps of 0.5."""
+    return LR / 50 if scenario.format and scenario.family == "gpt_oss" else LR
 
 
 def run(scenario: Scenario, folder) -> dict:
-    spread = scenario.mesh is not None
-    model, rank = make(scenario.family, dist.get_rank() if spread else 0), dist.get_rank()
-    if spread:
+    mesh, rank = None, dist.get_rank()
+    if scenario.mesh is not None:
         mesh = init_device_mesh("cpu", scenario.mesh, mesh_dim_names=("dp", "ep"))
-        shard_experts(model, mesh["ep"] if scenario.mesh[0] == 1 else mesh)
+        mesh = mesh["ep"] if scenario.mesh[0] == 1 or scenario.engine == "fsdp2" else mesh
+    model = make(scenario, mesh, folder)
     if scenario.engine == "fsdp2":
+        everyone = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.base_model.model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            if scenario.mesh is not None:
+                fully_shard(layer.mlp.experts.get_base_layer(), mesh=mesh._get_root_mesh()["dp"])
+            fully_shard(layer, mesh=everyone)
+        fully_shard(model, mesh=everyone)
     else:
         model = DistributedDataParallel(model)
-    result = train(model, [rank], 1.0)
+    tensors = {name.removeprefix("module."): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    held = {name: held_of(tensor) for name, tensor in tensors.items() if "experts" in name and "lora" not in name}
+    checkpoint = f"{folder}-checkpoint" if mesh is not None or scenario.format else ""
+    result = {"held": held} | train(model, [rank], 1.0, lr_of(scenario), checkpoint)
     if scenario.engine == "ddp":
         if rank == 0:
             model.module.save_pretrained(folder)
         dist.barrier()
     return result
+
+
+def held_of(tensor: torch.Tensor) -> int:
+    return tensor.to_local().untyped_storage().nbytes() if hasattr(tensor, "to_local") else tensor.nbytes
 
 
 def main(out: str, *names: str) -> None:

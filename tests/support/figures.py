@@ -31,7 +31,7 @@ def newest() -> Path:
 def tables(path: Path) -> dict[Path, list[str]]:
     """Return each page's tables, as the file has them."""
     rows = report.rows_of(path)
-    return {README: [report.cpu_table(rows), report.steps_table(rows)], PAGE: [goals.goals(rows, goals.CPU_GOALS)]}
+    return {README: [report.cpu_table(rows)], PAGE: [report.steps_table(rows), goals.goals(rows, goals.CPU_GOALS)]}
 
 
 def pictures(path: Path, folder: str) -> dict[str, str]:

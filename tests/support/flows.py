@@ -40,6 +40,8 @@ NOT_RUN = {
     "make demo": NotRun(
         "fills a .venv, and takes minutes", "tests/methods/xft/test_demo.py::test_the_table_the_folders_and_the_picture"
     ),
+    "make demo-real": NotRun("fills a .venv, and takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"),
+    "moe-runtime demo-real": NotRun("takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"),
     "make test": NotRun("is the suite that this belongs to"),
     "make test-slow": NotRun("is the rest of the suite"),
     "make test-all": NotRun("is both"),
@@ -64,6 +66,7 @@ NOT_RUN = {
     ),
     "torchrun": NotRun("wants several nodes", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"),
     "moe-runtime memory": NotRun(NETWORK, "tests/tools/test_memory.py::test_estimate"),
+    "moe-runtime tune": NotRun("needs a GPU", "tests/tools/test_tune.py::test_the_fastest_config_is_written_and_picked_up"),
     "moe-runtime data smollm2": NotRun(
         "reads a package of 93 MB", "tests/tools/test_smollm2.py::test_the_folder_is_the_files_model"
     ),
@@ -91,6 +94,28 @@ def benchmarks(folder: Path) -> None:
     rows(folder / "rows.jsonl")
     (folder / "humaneval.jsonl").write_text(json.dumps({"task_id": "0", "prompt": "nothing of these rows"}) + "\n")
     (folder / "gsm8k-test.jsonl").write_text(json.dumps({"question": "so 3 and 3 make ", "answer": "6"}) + "\n")
+
+
+def real(folder: Path) -> None:
+    """A tiny model in the place of SmolLM2, what `demo-real` makes of it, and the page's recipes at a size of seconds."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from moe_runtime.methods import xft
+    from tests.tools.test_demo_real import write_model
+
+    write_model(folder / "smollm2")
+    for name in ("SFT", "merged", "MoE"):
+        shutil.copytree(folder / "smollm2", folder / "runs" / "demo-real" / name)
+    model = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
+    torch.manual_seed(0)
+    xft.upcycle(model, num_experts=4, top_k=2)
+    model.save_pretrained(folder / "runs" / "demo-real" / "MoE")
+    for own in (fence for fence in ALL if fence.page == "docs/real-model.md" and fence.language == "yaml"):
+        text = re.sub(r"steps: \d+", "steps: 2", own.text).replace("batch_size: 8", "batch_size: 4")
+        text = text.replace("held_out_rows: 40", "held_out_rows: 4").replace("validation_rows: 32", "validation_rows: 4")
+        text = text.replace("validation_rows: 16", "validation_rows: 4").replace("at_least: 48", "at_least: 6")
+        (folder / own.options["file"]).write_text(text)
 
 
 def law(folder: Path) -> None:
@@ -190,11 +215,16 @@ def three_domains(folder: Path) -> None:
     path = folder / "fuser" / "study.yaml"
     values = yaml.safe_load(path.read_text())
     sums, words = values["domains"].values()
-    values["domains"] = {"prose": words, "code": words | {"train": str(folder / "code.jsonl")}, "arithmetic": sums}
+    values["domains"] = {"prose": words, "code": words | {"train": str(folder / "fuser" / "code.jsonl")}, "arithmetic": sums}
     values["specialists"] = {name: {"template": "{prompt}\n"} for name in values["domains"]}
     values["stage1"]["batch_size"] = values["stage2"]["batch_size"] = 6
-    rows(folder / "code.jsonl")
+    rows(folder / "fuser" / "code.jsonl")
     path.write_text(yaml.safe_dump(values))
+
+
+def small_table(command: str, folder: str) -> dict[str, str]:
+    """Return what makes a paper's table small: one seed of the study in a folder."""
+    return {f"paper {command} --seeds 3": f"paper {command} --seeds 1 --recipe {folder}/study.yaml"}
 
 
 def mine(folder: Path) -> None:
@@ -228,9 +258,12 @@ FLOWS = {
         (results,), {"--only layer,step": "--only merging --tiny", "bench --tiny": "bench --tiny --only merging"}
     ),
     "docs/build.md": Flow((library,)),
+    "docs/commands.md": Flow(),
     "docs/cpu.md": Flow(),
     "docs/data.md": Flow((benchmarks,)),
-    "docs/esft.md": Flow((law,), {"esft train": "esft train --steps 2 --batch-size 4"}),
+    "docs/esft.md": Flow(
+        (law, study("esft")), {"esft train": "esft train --steps 2 --batch-size 4"} | small_table("esft main", "esft")
+    ),
     "docs/evaluation.md": Flow(
         (evaluated,),
         {
@@ -238,24 +271,25 @@ FLOWS = {
             "--out runs/": "--max-new-tokens 4 --out runs/",
         },
     ),
-    "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
-    "docs/start.md": Flow((base,)),
-    "docs/ultrafuser-tables.md": Flow((specialists,)),
-    "docs/ultrafuser.md": Flow((specialists,)),
-    "docs/upit.md": Flow((checkpoints,)),
-    "docs/xft-official.md": Flow((theirs,)),
-    "docs/xft-tables.md": Flow((study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}),
-    "docs/xft.md": Flow((base,)),
-    # the longest one last: what the others have imported is then out of the garbage collector's sight
-    "README.md": Flow(
-        (study("xft"), study("esft"), study("upit"), study("fuser"), three_domains),
+    "docs/limits.md": Flow(),
+    "docs/real-model.md": Flow(
+        (real,),
         {
-            f"paper {command} --seeds 3": f"paper {command} --seeds 1 --recipe {method}/study.yaml"
-            for command, method in {
-                "xft table1": "xft", "esft main": "esft", "upit main": "upit", "ultrafuser ablate": "fuser",
-            }.items()
+            "data tasks tasks": "data tasks tasks --train 12 --held-out 4", "--train 800": "--train 48",
+            "eval runs/": "eval --max-new-tokens 4 runs/", "--seeds 3": "--seeds 1",
         },
     ),
+    "docs/performance.md": Flow(smaller={"--only layer,step": "--only merging --tiny --out bench.json"}),
+    "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
+    "docs/start.md": Flow((base,)),
+    "docs/troubleshooting.md": Flow(),
+    "docs/ultrafuser-tables.md": Flow((specialists,)),
+    "docs/ultrafuser.md": Flow((specialists, study("fuser"), three_domains), small_table("ultrafuser ablate", "fuser")),
+    "docs/upit.md": Flow((checkpoints, study("upit")), small_table("upit main", "upit")),
+    "docs/xft-official.md": Flow((theirs,)),
+    "docs/xft-tables.md": Flow((study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}),
+    "docs/xft.md": Flow((base, study("xft")), small_table("xft table1", "xft")),
+    "README.md": Flow(),
 }  # fmt: skip
 
 

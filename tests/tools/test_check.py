@@ -75,7 +75,7 @@ PLANTED = [
 
 
 # of the results of these the first alone is handed out; the others went into the gradient's hands before they come here
-ONE_RESULT = ("moe_mlp", "lora_mlp", "fused_nll", "fused_loss")
+ONE_RESULT = ("moe_mlp", "frozen_mlp", "lora_mlp", "fused_nll", "fused_loss")
 
 
 class Planted:
@@ -193,7 +193,7 @@ def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(one_op,
     (result,) = check._children(("triton",), True)
     assert (result.op, result.backend, result.failures) == ("combine", "interpreter", []) and result.cases >= 8
     monkeypatch.setattr(sys, "executable", "false")
-    assert "ended with exit code 1: no output" in check.report(interpret=True)["failures"][0]
+    assert "failed with exit code 1: no output" in check.report(interpret=True)["failures"][0]
 
 
 def test_on_a_gpu_each_op_has_a_process_of_its_own(one_op, monkeypatch):

@@ -88,7 +88,9 @@ def test_a_problem_is_a_line_and_the_exit_code(versions):
     out = CliRunner().invoke(main_app, ["doctor"])
     assert out.exit_code == 1
     line = out.output.split("problems\n")[1]
-    assert line.strip().endswith("transformers is 4.57.0; want >=5.16,<6; pip install -U 'transformers>=5.16,<6'")
+    assert line.strip().endswith(
+        "transformers is 4.57.0, but >=5.16,<6 is required. Run pip install -U 'transformers>=5.16,<6'"
+    )
     assert len(line.splitlines()) == 1
     out = CliRunner().invoke(main_app, ["doctor", "--json"])
     assert out.exit_code == 1 and set(json.loads(out.stdout)["problems"]) == {"transformers"}
@@ -98,11 +100,11 @@ GONE = importlib.metadata.PackageNotFoundError("gone")
 
 
 @pytest.mark.parametrize("name, version, says", [
-    pytest.param("torch", "2.9.1", "torch is 2.9.1; want >=2.11; pip install -U 'torch>=2.11'", id="old torch"),
-    pytest.param("triton", "4.0", "triton is 4.0; want >=3.6,<4; pip install -U 'triton>=3.6,<4'", id="new triton"),
-    pytest.param("triton", GONE, "triton is missing; pip install 'triton>=3.6,<4'", id="no triton"),
-    pytest.param("numpy", None, "numpy is unreadable (no version); pip install --force-reinstall 'numpy'", id="none"),
-    pytest.param("safetensors", KeyError("Version"), "safetensors is unreadable ('Version'); pip", id="metadata"),
+    pytest.param("torch", "2.9.1", "torch is 2.9.1, but >=2.11 is required. Run pip install -U 'torch>=2.11'", id="old torch"),
+    pytest.param("triton", "4.0", "triton is 4.0, but >=3.6,<4 is required. Run pip", id="new triton"),
+    pytest.param("triton", GONE, "triton is missing. Run pip install 'triton>=3.6,<4'", id="no triton"),
+    pytest.param("numpy", None, "numpy is unreadable (no version). Run pip install --force-reinstall 'numpy'", id="none"),
+    pytest.param("safetensors", KeyError("Version"), "safetensors is unreadable ('Version'). Run pip", id="metadata"),
 ])  # fmt: skip
 def test_packages(versions, name, version, says):
     versions(**{name: version})
@@ -113,8 +115,8 @@ def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
     versions(trl=GONE, matplotlib=GONE)
     report = doctor.report()
     assert report["problems"] == {}
-    assert report["packages"]["trl"].startswith("missing; needed by demo, run, train,")
-    assert report["packages"]["matplotlib"].endswith("all tables; pip install 'moe-runtime[plot]'")
+    assert report["packages"]["trl"].startswith("missing. It is needed by demo, run, train,")
+    assert report["packages"]["matplotlib"].endswith("all tables. Run pip install 'moe-runtime[plot]'")
 
 
 @pytest.mark.parametrize("count, says", [(1, "1 core, 1 thread"), (2, "2 cores, 2 threads")])
@@ -129,15 +131,13 @@ def test_a_gpu_and_a_torch_without_cuda(gpu, monkeypatch):
     gpu("580.65.06")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert list(problems()) == ["devices"]
-    assert "has no CUDA, and there is an NVIDIA GPU; want torch's CUDA build" in problems()["devices"]
+    assert "is a build without CUDA, but there is an NVIDIA GPU" in problems()["devices"]
 
 
 def test_an_old_driver(gpu, monkeypatch):
     gpu("535.104.05")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert problems() == {
-        "driver": "driver is 535, torch is built with CUDA 13.0; want driver 580 or newer, or a torch of an older CUDA"
-    }
+    assert problems() == {"driver": "driver is 535, but torch is built with CUDA 13.0, which requires 580 or newer"}
     monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
     assert list(problems()) == ["devices"] and "nvidia-smi" in problems()["devices"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody wants that
@@ -171,14 +171,14 @@ def test_torch_and_numpy_that_do_not_fit(monkeypatch):
         raise RuntimeError("Numpy is not available")
 
     monkeypatch.setattr(torch.Tensor, "numpy", broken)
-    assert problems() == {"numpy": "torch cannot use numpy (Numpy is not available); pip install -U numpy"}
+    assert problems() == {"numpy": "torch cannot use numpy (Numpy is not available). Run pip install -U numpy"}
 
 
-@pytest.mark.parametrize("asked, says", [("fast", "backend is 'fast'; want one of"), ("triton", "TRITON_INTERPRET=1")])
+@pytest.mark.parametrize("asked, says", [("fast", "backend must be one of"), ("triton", "TRITON_INTERPRET=1")])
 def test_a_backend_that_cannot_run(monkeypatch, asked, says):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", asked)
     assert list(problems()) == ["MOE_RUNTIME_BACKEND"] and says in problems()["MOE_RUNTIME_BACKEND"]
-    assert problems()["MOE_RUNTIME_BACKEND"].endswith("unset it, or set another one")
+    assert problems()["MOE_RUNTIME_BACKEND"].endswith("Unset MOE_RUNTIME_BACKEND or set another one")
 
 
 def test_a_file_of_measured_configs_that_is_none(tmp_path):
@@ -187,18 +187,22 @@ def test_a_file_of_measured_configs_that_is_none(tmp_path):
     path.write_text("{")
     found = problems()
     assert list(found) == ["launch configs"] and str(path) in found["launch configs"]
-    assert found["launch configs"].endswith("remove it, and moe-runtime tune measures again")
+    assert found["launch configs"].endswith("Remove it and rerun moe-runtime tune")
 
 
 @pytest.mark.parametrize("library, row", [(cuda, "cuda library"), (cpp, "cpu library")])
 def test_a_library_of_other_sources(monkeypatch, library, row):
-    text = "lib.so was built from other sources than csrc; rebuild it: python -m moe_runtime.native.build"
+    text = "lib.so was built from other sources than csrc. To rebuild it: python -m moe_runtime.native.build"
     monkeypatch.setattr(library, "_found", text)
     assert problems() == {row: text}
-    monkeypatch.setattr(library, "_found", "the library is not built; how to")
+    monkeypatch.setattr(library, "_found", "the library is not built. To build it, run how to")
     monkeypatch.delenv("MOE_RUNTIME_BACKEND")
     # without a GPU the CPU's is what the experts would run in
-    slow = {row: "experts run in PyTorch, more slowly: the library is not built; how to"} if library is cpp else {}
+    slow = (
+        {row: "experts run in PyTorch, which is slower: the library is not built. To build it, run how to"}
+        if library is cpp
+        else {}
+    )
     found = {name: text for name, text in problems().items() if name == row}
     assert found == (slow if not torch.cuda.is_available() else {})
 
@@ -238,15 +242,17 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
     assert build.find_compiler()[0] == [str(mine), "-O1"]
     monkeypatch.setenv("CXX", "none-such")
     says = doctor.report()["system"]["compiler"]
-    assert says.startswith("none: CXX is 'none-such', which is missing; install g++ or clang++, or set CXX to one; only ")
+    assert says.startswith(
+        "none: The compiler of CXX, 'none-such', was not found. Install g++ or clang++, or set CXX to one. Only "
+    )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.report()["system"]["compiler"].startswith("none: the compilers g++ and clang++ are missing; ")
+    assert doctor.report()["system"]["compiler"].startswith("none: Neither g++ nor clang++ was found. ")
 
 
 @pytest.mark.parametrize(
     "triton, capability, says",
-    [("3.6.0", (10, 0), "triton is 3.6.0, which leaves out a fence"), ("3.7.1", (10, 0), None), ("3.6.0", (9, 0), None)],
+    [("3.6.0", (10, 0), "triton is 3.6.0, which omits a fence"), ("3.7.1", (10, 0), None), ("3.6.0", (9, 0), None)],
 )
 def test_what_triton_compiles_wrongly(versions, monkeypatch, triton, capability, says):
     versions(triton=triton)

@@ -362,30 +362,30 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(home, tmp_pat
     write(tmp_path / "smoke.jsonl", [{"question": "q", "label": 0}])
     dense = str(home / "dense")
     cases = [
-        ([dense], "sums=x.jsonl", {}, "task is 'sums=x.jsonl'; expected gsm8k"),
-        ([dense], "absent.yaml", {}, "a YAML file that exists"),
+        ([dense], "sums=x.jsonl", {}, "Task 'sums=x.jsonl' is unknown. Use gsm8k"),
+        ([dense], "absent.yaml", {}, "an existing YAML file"),
         ([dense], "", {}, "expected at least one task"),
         ([dense], "arithmetic,arithmetic", {}, "each once"),
-        ([dense], "gsm8k=absent.jsonl", {}, "task file is 'absent.jsonl'; expected a .jsonl"),
+        ([dense], "gsm8k=absent.jsonl", {}, "Task file 'absent.jsonl' is not an existing .jsonl"),
         ([dense], "gsm8k=bad.jsonl", {}, "bad.jsonl has question, solution in example 2; gsm8k expects question and answer"),
         ([dense], "gsm8k=unmarked.jsonl", {}, "which holds ####"),
         ([dense], "humaneval=bad.jsonl", {}, "expects prompt, test and entry_point"),
         ([dense], "mbpp=bad.jsonl", {}, "expects text"),
-        ([dense], "intent", {}, "intent needs its file"),
+        ([dense], "intent", {}, "Task intent requires a file"),
         ([dense], "bad.yaml", {}, "task 'bad' cannot be built"),
-        ([dense], "code.yaml", {}, "runs code without limits"),
-        (["empty"], "arithmetic", {}, "model is 'empty', which has no config.json"),
+        ([dense], "code.yaml", {}, "would run code without limits"),
+        (["empty"], "arithmetic", {}, "'empty' has no config.json"),
         (["bare"], "arithmetic", {}, "model 'bare' has no tokenizer in bare"),
-        (["mute"], "arithmetic", {"prompt": "chat"}, "model 'mute' has no chat template; .* or pass --prompt plain"),
-        ([str(home / "esft")], "arithmetic", {}, "an adapter; pass its base too, as in BASE"),
-        ([f"{dense}+{dense}"], "arithmetic", {}, "adapter is .*, without expert_cfg.json or adapter_config.json"),
-        ([dense, dense], "arithmetic", {}, "two models are named 'dense'.*NAME=FOLDER"),
+        (["mute"], "arithmetic", {"prompt": "chat"}, "Model 'mute' has no chat template. .* or pass --prompt plain"),
+        ([str(home / "esft")], "arithmetic", {}, "is an adapter. Pass it with its base, as in BASE"),
+        ([f"{dense}+{dense}"], "arithmetic", {}, "Adapter .* has no expert_cfg.json or adapter_config.json"),
+        ([dense, dense], "arithmetic", {}, "must be unique file names, but got 'dense'.*NAME=FOLDER"),
         ([f"../x={dense}"], "arithmetic", {}, "no file name"),
-        ([dense], "arithmetic", {"reference": "other"}, "reference is 'other'"),
-        ([dense], "arithmetic", {"prompt": "loud"}, "prompt is 'loud'"),
-        ([dense], "arithmetic", {"limit": 0}, "limit is 0"),
-        ([dense], "arithmetic", {"shots": 256}, "shots is 256, arithmetic has 256 problems"),
-        ([dense], "arithmetic", {"dtype": "int8"}, "dtype is 'int8'"),
+        ([dense], "arithmetic", {"reference": "other"}, "reference must be"),
+        ([dense], "arithmetic", {"prompt": "loud"}, "prompt must be"),
+        ([dense], "arithmetic", {"limit": 0}, "limit must be"),
+        ([dense], "arithmetic", {"shots": 256}, "shots must be below the 256 problems of arithmetic, but got 256"),
+        ([dense], "arithmetic", {"dtype": "int8"}, "dtype must be"),
     ]
     monkeypatch.setattr(evaluation, "load_lm", lambda *_: pytest.fail("a model was loaded"))
     for models, tasks, settings, says in cases:
@@ -396,17 +396,19 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(home, tmp_pat
 
 @pytest.mark.slow  # lm-eval reads some ten thousand files of its own tasks
 def test_an_unknown_task_is_said(home, tmp_path):
-    with pytest.raises(ValueError, match="task is 'no_such_task'; expected gsm8k, humaneval, mbpp, arithmetic, intent, a YAML"):
+    with pytest.raises(
+        ValueError, match="Task 'no_such_task' is unknown. Use gsm8k, humaneval, mbpp, arithmetic, intent, a YAML"
+    ):
         evaluate([str(home / "dense")], "no_such_task", tmp_path / "out")
 
 
 @pytest.mark.slow
 def test_answers_longer_than_the_model_and_questions_that_are_cut(home, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="answers have 512 tokens, model 'dense' 512 positions; lower --max-new-tokens"):
+    with pytest.raises(ValueError, match="into the 512 positions of model 'dense'. Lower --max-new-tokens"):
         evaluate([str(home / "dense")], "arithmetic", "out", max_new_tokens=512)
     report = evaluate([str(home / "dense")], "arithmetic", "out", max_new_tokens=500, limit=1)
-    assert report.notes == ["questions longer than the model, cut on the left: dense on arithmetic (1)"]
+    assert report.notes == ["questions longer than the context, truncated on the left: dense on arithmetic (1)"]
 
 
 @pytest.mark.slow
@@ -417,7 +419,7 @@ def test_models_of_two_tokenizers_are_compared_by_problems(scripted, home, tmp_p
     train_tokenizer(["other words altogether"] * 4, 270).save_pretrained(tmp_path / "foreign")
     monkeypatch.setattr(evaluation, "load_lm", lambda *_: Scripted(lambda text: "1"))
     report = evaluate([str(home / "dense"), str(tmp_path / "foreign")], "arithmetic", tmp_path / "out", limit=3)
-    assert report.notes == ["foreign and dense have different tokenizers; they are compared by problems, not tokens"]
+    assert report.notes == ["foreign and dense have different tokenizers, so they are compared by problems, not tokens"]
     assert len(report.comparisons) == 1
 
 

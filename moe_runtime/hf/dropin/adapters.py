@@ -1,16 +1,19 @@
-"""PEFT's LoRA on expert stacks (`target_parameters`) without a copy of the stack: base and low-rank terms in our op.
+"""Run PEFT's LoRA on expert stacks (`target_parameters`) without copying the stacks: base and low-rank terms in one op.
 
 PEFT wraps an experts module in one `ParamWrapper` for each adapted parameter, and before the module runs each wrapper puts
 W + s B A in the parameter's place (`ParamWrapper._activate_lora`): a tensor as large as the stack, twice a call, kept for the
-backward pass. `install` replaces that one method. Where the module runs on moe_runtime the wrapper leaves its factors A, B and
-s on the module, and `experts_forward` computes base and adapters together (`ops.frozen_mlp`). Everything else stays PEFT's:
+backward pass. `install` replaces only that method. If the module runs on moe_runtime, the wrapper stores its factors A, B and
+s on the module, and `experts_forward` computes base and adapters together (`ops.frozen_mlp`). Everything else is left to PEFT:
 which adapters are active, disabled or merged, parameters, initialization, files.
 """
 
 import functools
+import importlib.util
 import sys
 import warnings
 from contextlib import contextmanager
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
+from pathlib import Path
 
 from torch import nn
 
@@ -22,18 +25,35 @@ from moe_runtime.modules.frozen import ADAPTERS, Factors
 from moe_runtime.modules.moe import Experts
 
 LAYER = "peft.tuners.lora.layer"  # PEFT's module of wrappers
-# what a LoraConfig asks for and PEFT does not do for `target_parameters`: the field, when it is set, and the remedy
+# fields of LoraConfig that PEFT ignores for `target_parameters`, and what to do instead
 IGNORED = {
-    "layers_to_transform": "every layer gets an adapter; name the layers' parameters in target_parameters",
-    "exclude_modules": "excluded experts get an adapter all the same; name the others in target_parameters",
+    "layers_to_transform": "every layer gets an adapter. Name the layers' parameters in target_parameters",
+    "exclude_modules": "excluded experts still get an adapter. Name the others in target_parameters",
     "use_qalora": "the experts' adapters are plain LoRA",
 }
 
 
+class _LayerLoader(SourceFileLoader):
+    """Loads a file of PEFT's folder of LoRA as Python does, then calls `install` behind its module of wrappers."""
+
+    def exec_module(self, module) -> None:
+        super().exec_module(module)
+        if module.__name__ == LAYER:
+            install()
+
+
 def install() -> bool:
-    """Let PEFT's wrappers of our experts' parameters hand over their factors; return whether PEFT is loaded at all."""
+    """Let PEFT's wrappers of our experts' parameters hand over their factors, now or once PEFT is imported.
+
+    Returns whether it is loaded.
+    """
     layer = sys.modules.get(LAYER)
-    if layer is None or not hasattr(layer, "ParamWrapper"):  # a PEFT without target_parameters, or one that is being imported
+    if layer is None and (spec := importlib.util.find_spec("peft")):
+        folder = str(Path(*spec.submodule_search_locations, "tuners", "lora"))
+        sys.path_importer_cache[folder] = FileFinder(folder, (_LayerLoader, SOURCE_SUFFIXES))
+    if layer is None or not hasattr(
+        layer, "ParamWrapper"
+    ):  # a PEFT without target_parameters, or one that is still being imported
         return layer is not None
     for name in ("merge", "get_delta_weight"):
         _guard(layer.ParamWrapper, name)
@@ -44,7 +64,7 @@ def install() -> bool:
 
 
 def _guard(wrapper: type, name: str) -> None:
-    """Let a method of PEFT's wrappers, which computes in the parameter's dtype, refuse packed stacks."""
+    """Make a method of PEFT's wrappers, which computes in the parameter's dtype, raise ValueError for packed stacks."""
     stock = getattr(wrapper, name)
     if hasattr(stock, "moe_runtime_stock"):
         return
@@ -53,8 +73,8 @@ def _guard(wrapper: type, name: str) -> None:
     def guarded(self, *args, **kwargs):
         if packed.is_packed(self.get_base_layer(), self.parameter_name):
             raise ValueError(
-                f"{self.parameter_name} is quantized, and an adapter cannot be merged into its bytes; merge it into the model "
-                "in 16 bits, then quantize that"
+                f"{self.parameter_name} is quantized, so an adapter cannot be merged into it. Merge it into the 16-bit "
+                "model and quantize the result"
             )
         return stock(self, *args, **kwargs)
 
@@ -73,8 +93,8 @@ def _activating(stock):
             return
         if self.num_experts == 1 and getattr(base, "is_transposed", False):
             raise ValueError(
-                f"{self.parameter_name} of {type(base).__name__} is one transposed expert, of which PEFT adds the transposed "
-                "update; expected two experts or more"
+                f"{self.parameter_name} of {type(base).__name__} is one transposed expert, to which PEFT would add the "
+                "transposed update. Use a model with at least two experts per layer"
             )
         found = [
             Factors(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], self.num_experts)
@@ -89,8 +109,8 @@ def _activating(stock):
             yield
             if ADAPTERS in base.__dict__:
                 raise RuntimeError(
-                    f"the adapter of {self.parameter_name} was not used: {type(base).__name__} did not run on moe_runtime, as "
-                    "its config says. Call moe_runtime.patch(model) again."
+                    f"The adapter of {self.parameter_name} was not used, because {type(base).__name__} did not run on "
+                    "moe_runtime although its config says so. Call moe_runtime.patch(model) again"
                 )
         finally:
             base.__dict__.pop(ADAPTERS, None)
@@ -100,7 +120,7 @@ def _activating(stock):
 
 
 def _is_ours(wrapper, base: nn.Module) -> bool:
-    """Whether the wrapped parameter is a frozen stack of experts that run on moe_runtime, in a graph that our ops are in."""
+    """Return whether the wrapped parameter is a frozen expert stack that runs on moe_runtime, with our ops in the graph."""
     if isinstance(base, Experts):
         names = base.stacks()[:2]
     elif is_experts(base) and base.config._experts_implementation == NAME:
@@ -109,12 +129,12 @@ def _is_ours(wrapper, base: nn.Module) -> bool:
         return False
     if wrapper.parameter_name not in names or backends.portable() is not None:
         return False
-    # a stack that trains too gets its gradient the stock way: through W + s B A
+    # a stack that is trained as well gets its gradient as in PEFT, through W + s B A
     return all(name in base._parameters and not base._parameters[name].requires_grad for name in names)
 
 
 def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
-    """Return which stacks of a model's experts PEFT adapts: path of the experts -> parameter -> adapters, merged ones too."""
+    """Return the expert stacks that PEFT adapts: path of the experts -> parameter -> adapters, including merged ones."""
     layer, found = sys.modules.get(LAYER), {}
     if layer is None or not hasattr(layer, "ParamWrapper"):
         return found
@@ -130,15 +150,15 @@ def expert_adapters(model: nn.Module) -> list[nn.Parameter]:
     layer, found = sys.modules.get(LAYER), []
     for module in model.modules() if hasattr(layer, "ParamWrapper") else ():
         if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
-            found += [half[name].weight for name in module.lora_A for half in (module.lora_A, module.lora_B)]
+            found += [p for name in module.lora_A for half in (module.lora_A, module.lora_B) for p in half[name].parameters()]
     return found
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ValueError for adapters that would compute something else than was asked for; warn of what PEFT ignores.
+    """Raise ValueError for adapters that would not compute what was requested, and warn about settings that PEFT ignores.
 
-    For layer_replication, which copies configs, so that layers stay on another implementation; and for square stacks from a
-    file of PEFT before 0.20, which PEFT reads transposed.
+    It raises for layer_replication, which copies configs so that layers stay on another implementation, and for square stacks
+    saved by PEFT before 0.20, which PEFT loads transposed.
     """
     configs = {}
     for module in model.modules():
@@ -148,8 +168,8 @@ def check_adapters(model: nn.Module) -> None:
     for adapter, config in configs.items():
         if getattr(config, "layer_replication", None):
             raise ValueError(
-                f"adapter {adapter!r} has layer_replication {config.layer_replication}, whose copies of layers keep configs of "
-                "their own; expected an adapter without it"
+                f"Adapter {adapter!r} has layer_replication {config.layer_replication}, which is not supported, as copied "
+                "layers have separate configs. Use an adapter without it"
             )
         targets, version = getattr(config, "target_parameters", None), str(getattr(config, "peft_version", None) or "0")
         if not targets or not any(adapter in names for stack in stacks.values() for names in stack.values()):
@@ -157,26 +177,26 @@ def check_adapters(model: nn.Module) -> None:
             continue
         if (wrong := transposed_stack(model, adapter, version)) is not None:
             raise ValueError(
-                f"adapter {adapter!r} has peft_version {version}, which saved LoRA of expert stacks with other axes than PEFT "
-                f"reads today: of {wrong}, which is square, PEFT has loaded the transposed change. Convert the folder with "
-                "`moe-runtime lora convert`, and load the result."
+                f"Adapter {adapter!r} was saved by PEFT {version}, which stored LoRA of expert stacks with other axes than "
+                f"PEFT does today. As {wrong} is square, PEFT has loaded the transposed update. Convert the folder "
+                "with `moe-runtime lora convert` and load the result"
             )
         for field, says in IGNORED.items():
             if getattr(config, field, None):
-                warnings.warn(f"adapter {adapter!r}: PEFT ignores {field} for target_parameters: {says}.", stacklevel=3)
+                warnings.warn(f"Adapter {adapter!r}: PEFT ignores {field} for target_parameters: {says}.", stacklevel=3)
         if getattr(config, "bias", "none") == "all":
-            says = "the experts' biases stay frozen; target them by name, or set requires_grad"
-            warnings.warn(f"adapter {adapter!r}: PEFT's bias='all' does not reach experts: {says}.", stacklevel=3)
+            says = "the experts' biases stay frozen. Target them by name, or set requires_grad"
+            warnings.warn(f"Adapter {adapter!r}: PEFT's bias='all' does not apply to experts: {says}.", stacklevel=3)
 
 
 def _warn_of_experts_without_adapter(model: nn.Module, adapter: str, config, stacks) -> None:
-    """Say that an adapter that names the experts' projections does not reach them."""
+    """Warn if an adapter names the experts' projections but does not match them."""
     targets = getattr(config, "target_modules", None) or ()
     targets = [targets] if isinstance(targets, str) else targets
     named = [name for name in targets if name.endswith(("gate_proj", "up_proj", "down_proj"))]
     if named and not any(adapter in names for stack in stacks.values() for names in stack.values()):
         warnings.warn(
-            f"adapter {adapter!r} has target_modules {sorted(named)}, which do not reach this model's expert stacks: they "
+            f"Adapter {adapter!r} has target_modules {sorted(named)}, which do not match this model's expert stacks, so these "
             "get no adapter. Name them in target_parameters, for example ['experts.gate_up_proj', 'experts.down_proj'].",
             stacklevel=4,
         )

@@ -1,9 +1,9 @@
-"""Balance losses for the stock MoE models of transformers: the pooled one that they have, and one per layer.
+"""Balance losses for the stock MoE models of transformers: their pooled loss, and one per layer.
 
     loss = lm_loss + coef * aux_loss,    aux_loss = pooled_loss or per_layer_loss of the router logits (moe_runtime.ops.balance)
 
-`use_balance_loss` takes the logits where the model's own class says that its router gives them, so it works for families that
-compute an auxiliary loss of their own, whose place it takes, and for those that have none.
+`use_balance_loss` gets the logits where the model's class declares its router outputs. It therefore works for families with an
+auxiliary loss, which it replaces, and for families without one.
 """
 
 import functools
@@ -22,7 +22,7 @@ from moe_runtime.hf.models import modeling
 from moe_runtime.ops import balance
 
 KINDS = ("per_layer", "pooled")
-Place = Callable[[Sequence], torch.Tensor]  # finds the logits in what a router returns
+Place = Callable[[Sequence], torch.Tensor]  # finds the logits in the output of a router
 _FIELDS = ("router_aux_loss_coef", "output_router_logits")
 _MISSING = object()
 
@@ -30,9 +30,9 @@ _MISSING = object()
 def pooled_loss(
     router_logits: Sequence[torch.Tensor], num_experts: int, top_k: int, attention_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """transformers' auxiliary loss of L router logits [T, E], with its means over all layers together, [] float32.
+    """Compute transformers' auxiliary loss of L router logits [T, E], with means over all layers together, [] float32.
 
-    `attention_mask` [B, S] leaves padding out. `top_k` when balanced, and also when the layers' imbalances cancel.
+    `attention_mask` [B, S] excludes padding. The value is `top_k` when balanced, and also when the layers' imbalances cancel.
     """
     return balance.pooled_loss(router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask))
 
@@ -40,7 +40,7 @@ def pooled_loss(
 def per_layer_loss(
     router_logits: Sequence[torch.Tensor], num_experts: int, top_k: int, attention_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The mean of the layers' own auxiliary losses, of L router logits [T, E], [] float32; `top_k` when all are balanced."""
+    """Compute the mean of the layers' auxiliary losses from L router logits [T, E], [] float32; `top_k` if all are balanced."""
     return balance.per_layer_loss(router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask))
 
 
@@ -48,18 +48,18 @@ def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> tor
     shapes = sorted({tuple(logits.shape) for logits in router_logits})
     fits = len(shapes) == 1 and shapes[0][1:] == (num_experts,) and 1 <= top_k <= num_experts
     if not fits or (attention_mask is not None and attention_mask.numel() != shapes[0][0]):
-        got = "" if attention_mask is None else f", attention_mask is {tuple(attention_mask.shape)}"
+        got = "" if attention_mask is None else f", attention_mask {tuple(attention_mask.shape)}"
         raise ValueError(
-            f"router_logits are {shapes}, num_experts is {num_experts}, top_k is {top_k}{got}; want one [T, {num_experts}] per "
-            "layer, 1 <= top_k <= num_experts and an attention_mask [B, S] with B S = T"
+            f"Expected router_logits of shape [T, {num_experts}] for each layer, 1 <= top_k <= {num_experts} and an "
+            f"attention_mask [B, S] with B * S = T, but got router_logits {shapes}, top_k {top_k}{got}"
         )
     return None if attention_mask is None else attention_mask.reshape(-1) != 0
 
 
 class BalanceLoss:
-    """A model's balance loss while it is in use; `close` gives the model back as it was. Made by `use_balance_loss`.
+    """An active balance loss of a model, created by `use_balance_loss`; `close` restores the model.
 
-    A router that gives probabilities (Gemma 4's) is known by its first call, and their logarithm is taken for logits.
+    A router that returns probabilities (Gemma 4's) is detected at its first call, and their logarithm is used as logits.
     """
 
     def __init__(self, model: PreTrainedModel, kind: str, coef: float):
@@ -68,12 +68,12 @@ class BalanceLoss:
         self.routers = _declared_routers(model) or _routers_beside(model, layers)
         if not self.routers or not layers:
             raise ValueError(
-                f"model is {type(model).__name__}, {'whose routers' if layers else 'whose MoE layers'} transformers "
-                "does not know; want a stock MoE model; for our own layers set MoEConfig(balance_loss=...)"
+                f"No {'routers' if layers else 'MoE layers'} of {type(model).__name__} are known to transformers. Pass a stock "
+                "MoE model; for layers of moe_runtime set MoEConfig(balance_loss=...)"
             )
         self._logits: list[torch.Tensor] = []
         self._top_k, self._kwargs, self._wanted, self._as_tuple = 1, {}, False, False
-        self._softmaxed: dict[type, bool] = {}  # by the router's class, once it was called
+        self._softmaxed: dict[type, bool] = {}  # by the router's class, known after its first call
         forget_compiled()
         self._call = OpenCall(model, leave=self._forget)
         self._handles = [
@@ -86,16 +86,16 @@ class BalanceLoss:
         self._before = self._take_over()
 
     def _take_over(self) -> list[tuple]:
-        """Put the coefficient where TRL reads it, and return what was there."""
+        """Set the coefficient where TRL reads it, and return the previous values."""
         config = self.model.config.get_text_config()
         before = [(config, name, config.__dict__.get(name, _MISSING)) for name in _FIELDS]
         config.router_aux_loss_coef = self.coef
-        # TRL asks for an auxiliary loss where the config has this field
+        # TRL requests an auxiliary loss if the config has this field
         config.output_router_logits = getattr(config, "output_router_logits", False)
         return before
 
     def close(self) -> None:
-        """Take the hooks away and give the config its values back."""
+        """Remove the hooks and restore the config."""
         self._call.close()
         for handle in self._handles:
             handle.remove()
@@ -111,10 +111,10 @@ class BalanceLoss:
         self._wanted = bool(config.get_text_config().output_router_logits if asked is None else asked)
         self._as_tuple = not (config.return_dict if as_dict is None else as_dict)
         self._kwargs = named
-        # the model's own auxiliary loss would come on top
+        # the model's auxiliary loss would be added as well
         changes = {"output_router_logits": False} if asked or "output_router_logits" in names else {}
         if self._as_tuple:
-            # a tuple does not say what its parts are; it is made when the loss is in
+            # the parts of a tuple have no names, so it is built after the loss is added
             changes["return_dict"] = True
         if any(name in names[: len(args)] for name in changes):
             args, kwargs = (), named
@@ -127,12 +127,12 @@ class BalanceLoss:
             self._logits.append(self._as_logits(type(module), found.reshape(-1, found.shape[-1])))
 
     def _as_logits(self, router: type, found: torch.Tensor) -> torch.Tensor:
-        """Return `found` [T, E], or its logarithm if the router's softmax is in it already."""
+        """Return `found` [T, E], or its logarithm if the router has already applied a softmax."""
         softmaxed = self._softmaxed.get(router)
         if softmaxed is None:
             softmaxed = _are_probabilities(found)
             if torch.compiler.is_compiling():
-                # compiled code cannot choose by values
+                # compiled code cannot branch on values
                 return torch.where(softmaxed, _log(found), found)
             if found.numel():
                 self._softmaxed[router] = softmaxed = bool(softmaxed)
@@ -145,11 +145,11 @@ class BalanceLoss:
         self._logits, self._kwargs = [], {}
 
     def _add(self, module, args, out):
-        """Put the loss into what the model returns, and make that the tuple which was asked for."""
+        """Add the loss to the model's output, and convert it to a tuple if one was requested."""
         logits = self._logits
         if not isinstance(out, ModelOutput):
             if logits:
-                raise ValueError(f"{type(module).__name__} returns a {type(out).__name__}; want a ModelOutput")
+                raise ValueError(f"{type(module).__name__} must return a ModelOutput, but returned a {type(out).__name__}")
             return None
         loss = out.get("loss")
         if logits and (loss is not None or self._wanted):
@@ -164,7 +164,7 @@ class BalanceLoss:
             if hasattr(out, "router_logits"):
                 out["router_logits"] = tuple(logits)
         else:
-            # no item: evaluation would take it for a prediction
+            # not an item, which evaluation would treat as a prediction
             out.aux_loss = aux_loss
         if loss is not None:
             share = modeling.share_of_batch(self._kwargs, loss.device)
@@ -174,18 +174,18 @@ class BalanceLoss:
     def _loss(self, logits: list[torch.Tensor]) -> torch.Tensor:
         rows, experts = {len(layer) for layer in logits}, {layer.shape[1] for layer in logits}
         if self.kind == "pooled" and len(experts) > 1:
-            raise ValueError(f"the layers have {sorted(experts)} experts, kind is 'pooled'; want 'per_layer'")
+            raise ValueError(f"kind 'pooled' requires the same number of experts in all layers, but got {sorted(experts)}")
         mask = token_mask(self._call.mask, rows.pop()) if len(rows) == 1 else None
         function = balance.per_layer_loss if self.kind == "per_layer" else balance.pooled_loss
         return function(logits, self._top_k, mask)
 
 
 def use_balance_loss(model: nn.Module, kind: str = "per_layer", coef: float | None = None) -> BalanceLoss:
-    """Add coef * (per-layer or pooled loss) to the loss that a stock MoE model returns, in place of its own auxiliary loss.
+    """Add coef * (per-layer or pooled loss) to the loss of a stock MoE model, instead of its own auxiliary loss.
 
-    `coef` is the config's router_aux_loss_coef unless given. The model's output has the parts as `lm_loss` and `aux_loss`
-    (without coef). Works with Trainer and, set before it is made, TRL's SFTTrainer; over the micro-batches of a step
-    the loss is a mean. Raises ValueError for a model whose router logits transformers does not know, or without a coef.
+    `coef` defaults to the config's router_aux_loss_coef. The model's output has the parts as `lm_loss` and `aux_loss` (without
+    coef). It works with Trainer and, if called before its construction, with TRL's SFTTrainer; the loss is averaged over the
+    micro-batches of a step. Raises ValueError if transformers does not declare the model's router logits, or without a coef.
     """
     check_choice("kind", kind, KINDS)
     model = _unwrap(model)
@@ -198,33 +198,33 @@ def use_balance_loss(model: nn.Module, kind: str = "per_layer", coef: float | No
 
 
 def _unwrap(model: nn.Module) -> PreTrainedModel:
-    """Find transformers' model inside PEFT's, DDP's or torch.compile's."""
+    """Return transformers' model inside a PEFT, DDP or torch.compile wrapper."""
     inner = model
     while not isinstance(inner, PreTrainedModel):
         parts = [getattr(inner, name, None) for name in ("module", "_orig_mod", "model")]
         get = getattr(inner, "get_base_model", None)
         inner = get() if get is not None else next((part for part in parts if isinstance(part, nn.Module)), None)
         if inner is None:
-            raise ValueError(f"model is {type(model).__name__}; want a model of transformers, or PEFT or DDP around one")
+            raise ValueError(f"Expected a model of transformers, or PEFT or DDP around one, but got {type(model).__name__}")
     return inner
 
 
 def _declared_routers(model: PreTrainedModel) -> list[tuple[nn.Module, Place]]:
-    """List the modules that give router logits, and at which place of their output, as the model's classes say."""
+    """List the modules that return router logits and their place in the output, as declared by the model's classes."""
     found = {}
     for part in model.modules():
         specs = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
         specs = (specs or {}).get("router_logits", [])
         for spec in specs if isinstance(specs, list) else [specs]:
             for name, module in part.named_modules():
-                # not one that names the whole block, whose output is no router's
+                # not one that names the whole block, whose output is not a router's
                 if _matches(spec, name, module) and not any(map(is_experts, module.modules())):
                     found[module] = functools.partial(_at, getattr(spec, "index", 1))
     return list(found.items())
 
 
 def _routers_beside(model: PreTrainedModel, layers: list[RoutedLayer]) -> list[tuple[nn.Module, Place]]:
-    """The same for classes that say nothing: the routers, by their names, in the blocks of `layers`."""
+    """Do the same for classes that declare nothing: find the routers by name in the blocks of `layers`."""
     found = {}
     for layer in layers:
         for name, module in block_of(model, layer).named_children():
@@ -244,7 +244,7 @@ def _first_as_wide(E: int, parts: Sequence) -> torch.Tensor:
 
 
 def _are_probabilities(found: torch.Tensor) -> torch.Tensor:
-    """Whether all rows of `found` [T, E] are distributions, [] bool; the sum of bfloat16 is off by some thousandths."""
+    """Return whether all rows of `found` [T, E] are distributions, [] bool; sums of bfloat16 may be off by some thousandths."""
     return ((found >= 0).all(-1) & ((found.float().sum(-1) - 1).abs() < 1e-2)).all()
 
 
@@ -253,7 +253,7 @@ def _log(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def _matches(spec, name: str, module: nn.Module) -> bool:
-    """Whether transformers' recorder, an OutputRecorder, a class or the end of a path, means this module."""
+    """Return whether transformers' recorder (an OutputRecorder, a class or the end of a path) refers to this module."""
     kind = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
     suffix = spec if isinstance(spec, str) else getattr(spec, "class_name", None)
     layer = (getattr(spec, "layer_name", None) or "").strip(".")

@@ -1,10 +1,10 @@
-"""Our experts behind transformers' experts interface: `experts_implementation="moe_runtime"` for every stock MoE model.
+"""Experts for transformers' experts interface: `experts_implementation="moe_runtime"` for every stock MoE model.
 
     out[t] = sum_k top_k_weights[t, k] norm(down_e(gate_e(up_e x[t]))),   e = top_k_index[t, k]
 
-`norm` is the identity but for models with a norm behind each expert. The router stays the model's own. What a class does
-between its two products is found numerically (hf.dropin.gates): where our kernels have it, `moe_mlp` runs all of it; anything
-else goes through the class's own `_apply_gate` between two grouped products. Parameters keep names, shapes and layout.
+`norm` is the identity except for models with a norm after each expert. The model's router is kept. What a class computes
+between its two products is determined numerically (hf.dropin.gates): if our kernels support it, `moe_mlp` runs everything;
+otherwise the class's `_apply_gate` runs between two grouped products. Parameters keep their names, shapes and layout.
 """
 
 import contextlib
@@ -26,30 +26,30 @@ from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.packed import BLOCK
 
-OLDEST = "5.16"  # the first transformers whose interface has all that this file reads
-# parts of a path in which PEFT keeps what it adapts or trains a copy of
+OLDEST = "5.16"  # the first transformers whose interface has everything that this file reads
+# parts of a path under which PEFT stores what it adapts or trains a copy of
 ADAPTED = {"base_layer", "original_module", "modules_to_save"}
-# attribute of an experts module that `patch` has changed: its implementation before
+# attribute of an experts module changed by `patch`: its previous implementation
 BEFORE = "moe_runtime_replaced"
 
 
 def register() -> None:
-    """Make `experts_implementation="moe_runtime"` known to transformers; a second call changes nothing.
+    """Register `experts_implementation="moe_runtime"` with transformers; calling it again has no effect.
 
-    Then `from_pretrained(..., experts_implementation="moe_runtime")` or `model.set_experts_implementation("moe_runtime")`.
-    Raises ImportError for a transformers older than 5.16.
+    Then use `from_pretrained(..., experts_implementation="moe_runtime")` or `model.set_experts_implementation("moe_runtime")`.
+    Raises ImportError if transformers is older than 5.16.
     """
     import transformers
 
     if Version(transformers.__version__) < Version(OLDEST):
         raise ImportError(
-            f"transformers is {transformers.__version__}, whose experts cannot be replaced; want >={OLDEST},<6; "
-            f"pip install -U 'transformers>={OLDEST},<6'"
+            f"transformers>={OLDEST},<6 is required to replace experts, but {transformers.__version__} is installed. "
+            f"Run pip install -U 'transformers>={OLDEST},<6'"
         )
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, experts_forward)
-    with contextlib.suppress(ImportError, AttributeError):  # FP8Experts have an interface of their own
+    with contextlib.suppress(ImportError, AttributeError):  # FP8Experts have a separate interface
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 
         ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -59,7 +59,7 @@ def register() -> None:
 
 @functools.cache
 def make_exports_portable() -> None:
-    """Let transformers' exporters to formats that know no op of ours say so while they trace."""
+    """Make transformers' exporters to formats without our ops announce this while they trace."""
     with contextlib.suppress(ImportError):  # a transformers without exporters
         from transformers.exporters.utils import register_patch
 
@@ -68,12 +68,12 @@ def make_exports_portable() -> None:
 
 
 def patch(model: nn.Module) -> int:
-    """Run the experts of `model` through moe_runtime from now on and return how many layers that are; `unpatch` undoes it.
+    """Run the experts of `model` on moe_runtime from now on and return the number of layers; `unpatch` reverts it.
 
-    Our own MoE layers count: they run nothing else. Unlike `set_experts_implementation` it works on wrapped models (PEFT, DDP)
-    too and never leaves a model as it was in silence: raises ValueError where no module goes through transformers' experts
-    interface, where the experts are quantized, or where PEFT's adapters would not compute what they say (`check_adapters`).
-    Adapters on the experts' stacks, now or later, run in the same op, without a copy of a stack.
+    MoE layers of moe_runtime are counted too. Unlike `set_experts_implementation`, it also works on wrapped models (PEFT, DDP)
+    and never silently leaves a model unchanged: it raises ValueError if no module uses transformers' experts interface, if the
+    experts are quantized, or if PEFT's adapters would not compute what they should (`check_adapters`). Adapters on the expert
+    stacks, added before or after, run in the same op without a copy of a stack.
     """
     from transformers import PreTrainedModel
 
@@ -83,8 +83,8 @@ def patch(model: nn.Module) -> int:
     ours = {name: module.experts for name, module in modules.items() if isinstance(module, MoE)}
     if not layers and not ours:
         raise ValueError(
-            f"model is {type(model).__name__}, without experts that go through transformers' experts interface; want a MoE "
-            "model whose modeling file uses it (docs/families.md lists them)"
+            f"{type(model).__name__} has no experts that use transformers' experts interface. Pass an MoE model of a "
+            "supported family (see docs/families.md)"
         )
     for found, names in ((layers, stack_names), (ours, lambda experts: getattr(experts, "stacks", tuple)())):
         for name, module in found.items():
@@ -101,31 +101,31 @@ def patch(model: nn.Module) -> int:
         still = layers[missed[0]].config._experts_implementation
         unpatch(model)
         raise ValueError(
-            f"experts_implementation of {missed[0] or type(model).__name__} is {still!r} still; want {NAME!r}; load the model "
-            "through a class of transformers"
+            f"experts_implementation of {missed[0] or type(model).__name__} cannot be set to {NAME!r} and is still {still!r}. "
+            "Load the model through a class of transformers"
         )
     return len(layers) + len(ours)
 
 
 def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
-    """Raise ValueError unless our kernels read the stacks of an experts module: floats, packed, or FP8 in blocks of 128."""
+    """Raise ValueError unless our kernels support the stacks of an experts module: floats, packed, or FP8 in blocks of 128."""
     is_fp8 = bool(names) and not packed.layouts(module) and packed.is_packed(module, names[0])  # LoRA experts have no stacks
     if is_fp8:
         blocks = getattr(module, "block_size", None)
         halves = names[0] == "gate_up_proj" and getattr(module, names[0]).shape[1] // 2 % BLOCK
         if not blocks or tuple(blocks) != (BLOCK, BLOCK) or halves or note_gate(module) is None:
             raise ValueError(
-                f"the experts of {path} are FP8 in blocks of {blocks}, {list(getattr(module, names[0]).shape)}; expected "
-                f"blocks of {BLOCK} x {BLOCK} that hold gate or up, and a gate that moe_mlp has"
+                f"FP8 experts {path} {list(getattr(module, names[0]).shape)} have blocks of {blocks}, but need "
+                f"blocks of {BLOCK} x {BLOCK} that do not mix gate and up, and an activation that moe_mlp supports"
             )
     elif not packed.layouts(module):
         check_floats([getattr(module, name) for name in names], path)
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give the experts of `model` back the implementation that they had before `patch`, by whatever wrapper that was called.
+    """Restore the implementation that the experts of `model` had before `patch`, also through other wrappers.
 
-    Experts that `patch` has not changed stay as they are.
+    Experts that `patch` has not changed are left unchanged.
     """
     for module in model.modules():
         before = module.__dict__.pop(BEFORE, None)
@@ -136,10 +136,10 @@ def unpatch(model: nn.Module) -> None:
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Run `hidden_states` [T, H] through the experts module `self`: ids and weights [T, K] -> [T, H] in hidden_states' dtype.
+    """Compute the experts module `self` on `hidden_states` [T, H] with ids and weights [T, K] -> [T, H] in the same dtype.
 
-    Computes in the weights' dtype or, under autocast, in autocast's; weights and sums stay float32. A slot with an id outside
-    0..E-1 (expert parallelism's sentinel) contributes nothing and gets no gradient.
+    Computes in the dtype of the weights or, under autocast, in that of autocast; routing weights and sums stay float32. A slot
+    with an id outside 0..E-1 (the sentinel of expert parallelism) contributes nothing and gets no gradient.
     """
     plain = trainable.split_of(self) is None and not packed.is_packed(self, stack_names(self)[0])
     if (portable := backends.portable()) is not None and plain:
@@ -158,7 +158,7 @@ def experts_forward(
 
 
 def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts | FrozenExperts):
-    """Two grouped products with the class's own code between them."""
+    """Compute two grouped products with the class's own code between them."""
     E = experts.up.shape[0]
     expert_offsets, row_token, _, slot_row = dispatch(topk_idx, E)
     rows = gather_rows(x, row_token, slot_row)
@@ -167,7 +167,7 @@ def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts | Fr
     y = _product(h.to(x.dtype), experts, "down", expert_offsets)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y).to(x.dtype)
-    # a norm may make something of the rows behind the last expert
+    # a norm may produce values in the rows after the last expert
     return combine(y, live_weights(topk_weight, topk_idx, E), slot_row), expert_offsets
 
 

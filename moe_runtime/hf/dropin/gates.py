@@ -1,8 +1,8 @@
-"""Which modules are stock experts, and what their class does between its two products, found out numerically, once per class.
+"""Detect stock experts, and determine numerically, once per class, what they compute between their two products.
 
-Where it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset) with an activation that `moe_mlp` has, that op
-runs all of it. Whatever could change the numbers without the class changing (a gate or a forward set on an instance, hooks,
-an activation with a state, an attribute that is not known here) makes the answer None, and the class's own code runs.
+If it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset) with an activation of `moe_mlp`, that op runs all of
+it. Anything that could change the numbers without changing the class (a gate or a forward set on an instance, hooks, an
+activation with state, an unknown attribute) makes the result None, and the class's own code runs.
 """
 
 import functools
@@ -18,16 +18,16 @@ from moe_runtime.modules.moe import is_plain
 from moe_runtime.ops.activation import ACT, QUICK, Activation
 
 NAME = "moe_runtime"  # of our implementation, in transformers' interface
-GATE = "moe_runtime_gate"  # attribute of an experts module: its Activation, where the instance decides
+GATE = "moe_runtime_gate"  # attribute of an experts module: its Activation, if it depends on the instance
 LIMITS = ("limit", "swiglu_limit")  # attributes that classes clamp by
 ALPHAS = ("alpha", "swiglu_alpha")  # and scale by, inside the sigmoid
-# whose activations are what their types say; anybody else's may hold a state
+# packages whose activations are determined by their types; others may have state
 PLAIN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 PLAIN_FUNCTIONS = ("torch", "torch.nn.functional", "torch._C._nn")
 
 
 class Form(NamedTuple):
-    """A class's gate, and the attributes of an instance that hold its numbers."""
+    """The gate of a class, and the attributes of an instance that hold its parameters."""
 
     activation: Activation
     limit: str | None = None
@@ -35,22 +35,22 @@ class Form(NamedTuple):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether `module` is a stock experts module: one whose class transformers' decorator has been at."""
+    """Return whether `module` is a stock experts module, with a class decorated by transformers."""
     return hasattr(type(module), "_apply_gate") and all(
         hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
     )
 
 
 def stack_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the up and down projections and, where there are any, of their biases."""
+    """Return the names of the up and down projections and of their biases, if any."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     return (up, "down_proj", f"{up}_bias", "down_proj_bias") if module.has_bias else (up, "down_proj")
 
 
 def gate_of(module: nn.Module) -> Activation | None:
-    """Return what the experts module does between its products, None if `moe_mlp` does not have it.
+    """Return what the experts module computes between its products, or None if `moe_mlp` does not support it.
 
-    Reads here what the answer depends on: torch.compile guards what it sees read, and the same graph then serves every layer.
+    All attributes that the result depends on are read here, so that torch.compile guards them and one graph serves all layers.
     """
     if GATE in module.__dict__:
         return module.__dict__[GATE]
@@ -67,9 +67,9 @@ def gate_of(module: nn.Module) -> Activation | None:
 
 
 def note_gate(module: nn.Module) -> Activation | None:
-    """Find out what one instance computes, keep it for `gate_of`, and return it.
+    """Determine what one instance computes, store it for `gate_of`, and return it.
 
-    For FP8Experts, one class for the gates of all families, whose branches depend on the instance's numbers.
+    Used for FP8Experts, a single class for the gates of all families whose branches depend on the instance's parameters.
     """
     limits = {getattr(module, name, None) for name in LIMITS} | {None}
     known = itertools.product(ACT, [True], limits, (0.0, 1.0), [False])
@@ -80,8 +80,8 @@ def note_gate(module: nn.Module) -> Activation | None:
 
 
 def _of_instance(form: Form, module: nn.Module) -> Activation | None:
-    """Fill in the instance's numbers; None for such that `moe_mlp` does not take."""
-    # by name: torch 2.11 cannot trace the unpacking of a tuple that it got as a constant
+    """Fill in the instance's parameters; None for values that `moe_mlp` does not support."""
+    # by name, as torch 2.11 cannot trace unpacking a constant tuple
     activation = form.activation
     act, limit = activation.act, None
     if form.alpha is not None:
@@ -97,21 +97,21 @@ def _of_instance(form: Form, module: nn.Module) -> Activation | None:
 
 
 def _form(kind: type, gated: bool, act_fn, approximate: str | None) -> Form | None:
-    """`act_fn` is an activation's type, a function or None."""
+    """Return the form of a class; `act_fn` is the type of an activation, a function or None."""
     act = _name_of(act_fn, approximate)
     if not gated:
         return None if act is None else Form(Activation(act, gated=False))
     return _form_of_gate(kind._apply_gate, act)
 
 
-# what torch.compiler.assume_constant_result sets: tracing runs it for real. It is given no module, or the graph would be one
-# module's
+# the attribute that torch.compiler.assume_constant_result sets, so that tracing executes it. It gets no module as argument, or
+# the graph would be specific to one module
 _form._dynamo_marked_constant = True
 
 
 @functools.lru_cache(maxsize=64)
 def _name_of(act_fn, approximate: str | None) -> str | None:
-    """Name the activation, by its values; None if ACT has none like it."""
+    """Return the name of the activation with the same values, or None if ACT has none."""
     if isinstance(act_fn, type):
         if act_fn.__module__ not in PLAIN_MODULES:
             return None
@@ -123,7 +123,7 @@ def _name_of(act_fn, approximate: str | None) -> str | None:
 
 
 class _StandIn:
-    """An experts module that has its activation, and the numbers that it is given; it notes which of them were read."""
+    """A stand-in for an experts module with an activation and given parameters, which records which of them were read."""
 
     def __init__(self, act: str | None, limit: float, alpha: float):
         self._act, self._numbers, self.read = act, dict.fromkeys(LIMITS, limit) | dict.fromkeys(ALPHAS, alpha), set()
@@ -134,14 +134,14 @@ class _StandIn:
         if name in self._numbers:
             self.read.add(name)
             return self._numbers[name]
-        raise LookupError(name)  # no AttributeError: a getattr with a default would pass over it
+        raise LookupError(name)  # not AttributeError, which a getattr with a default would hide
 
 
 @functools.lru_cache(maxsize=256)
 def _form_of_gate(apply_gate, act: str | None) -> Form | None:
-    """Run a class's `_apply_gate` on numbers and find out which of ours it is.
+    """Run a class's `_apply_gate` on numbers and determine which supported form it is.
 
-    The class itself would be no key: PEFT makes a new one at every call.
+    The class itself cannot be the cache key, as PEFT creates a new one at every call.
     """
     found = {}
     for limit, alpha in ((3.0, QUICK), (0.7, QUICK), (3.0, 1.0)):
@@ -160,22 +160,22 @@ def _form_of_gate(apply_gate, act: str | None) -> Form | None:
         first._replace(limit=None if first.limit is None else 0.7),
         first if alpha is None else first._replace(act="silu"),
     ]
-    # an attribute that is read must be what the numbers follow, and in the way that we take it for
+    # every attribute that is read must affect the result in the assumed way
     fits = [other_limit, other_alpha] == wanted and (first.limit is None) == (limit is None)
     return Form(first, limit, alpha) if fits and (alpha is None or first.act == "quick_gelu") else None
 
 
 @torch.no_grad()
 def _first_equal(wanted, candidates: dict):
-    """Return the key of the first candidate that computes what `wanted` does; None without one, or if `wanted` cannot run."""
-    with _disable_current_modes():  # inside somebody's fake or meta mode there would be no numbers
-        # both parts of a gate in both signs and in no order, and so far out that a clamp shows
+    """Return the key of the first candidate equal to `wanted`; None if there is none, or if `wanted` cannot run."""
+    with _disable_current_modes():  # an outer fake or meta mode would give no numbers
+        # both signs of both parts, unordered, and large enough that a clamp has an effect
         generator = torch.Generator(device="cpu").manual_seed(0)
         z = torch.randn(96, 16, dtype=torch.float64, device="cpu", generator=generator)
         z *= torch.tensor([0.5, 5.0, 50.0, 1e3, 1e5, 1e8], dtype=torch.float64, device="cpu").repeat_interleave(16)[:, None]
         try:
             values = wanted(z.clone())
-        except Exception:  # a class that needs more than numbers; it runs through its own code
+        except Exception:  # a class that needs more than numbers runs through its own code
             return None
         for key, candidate in candidates.items():
             got = candidate(z)

@@ -1,7 +1,7 @@
-"""The layers of a model that route, our own and transformers' stock experts: which they are, what their calls say, their size.
+"""Find the MoE layers of a model, ours and transformers' stock experts, and observe their calls and sizes.
 
-A layer is watched only while the model that contains it runs: gradient checkpointing runs it again in the backward pass, and
-that is not a call of the model.
+A layer is watched only while the model that contains it runs, as gradient checkpointing runs it again in the backward pass,
+which is not a call of the model.
 """
 
 import functools
@@ -20,19 +20,19 @@ from moe_runtime.modules.lora import LoRAExperts, LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import MoE, Router
 
-# what DDP, torch.compile, FSDP and PEFT put into a module's path
+# parts that DDP, torch.compile, FSDP and PEFT insert into a module's path
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "original_module"}
 _TRAINED_COPY = re.compile(r"\.modules_to_save\.[^.]+")
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedLayer:
-    """A place where tokens meet experts: `module` is our Router or a stock experts module, `name` its path."""
+    """An MoE layer: `module` is our Router or a stock experts module, `name` is its path."""
 
     name: str
     module: nn.Module
     num_experts: int
-    num_shared: int = 0  # leading experts that see every token
+    num_shared: int = 0  # leading experts that process every token
 
     @property
     def is_stock(self) -> bool:
@@ -46,7 +46,7 @@ class RoutedLayer:
         return self.module.register_forward_hook(functools.partial(_after_router, see))
 
 
-# functions of the module, not lambdas: a model is pickled and copied with its hooks
+# module-level functions instead of lambdas, as a model is pickled and copied with its hooks
 def _before_experts(see, module, args, kwargs) -> None:
     see(ids_of(args, kwargs))
 
@@ -56,13 +56,13 @@ def _after_router(see, module, args, out) -> None:
 
 
 def ids_of(args: tuple, kwargs: dict) -> torch.Tensor:
-    """Find the ids [T, K] among the arguments of a stock experts module."""
+    """Return the ids [T, K] from the arguments of a stock experts module."""
     ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
     return ids.reshape(-1, ids.shape[-1])
 
 
 def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
-    """Return the layers of `model` that route, by path, in the order of its modules; raise ValueError if there is none."""
+    """Return the MoE layers of `model` by path, in the order of its modules; raises ValueError if there are none."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, Router):
@@ -72,17 +72,17 @@ def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
             layers[name] = RoutedLayer(name, module, module.num_experts)
     if not layers:
         raise ValueError(
-            f"model is {type(model).__name__}, without a router; want MoE layers; upcycle it first, or take a stock model "
-            "whose experts go through transformers' experts interface"
+            f"{type(model).__name__} has no MoE layers with a router. Upcycle it first, or use a stock model whose experts use "
+            "transformers' experts interface"
         )
     return layers
 
 
 def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
-    """Return the routed layers of `model` by their number in it, the first in their path (ESFT's files count so).
+    """Return the MoE layers of `model` by layer number, the first number in their path (as in ESFT's files).
 
-    Copies that an adapter trains take their originals' place. Raises ValueError where two layers have one number, as in
-    models with several stacks of layers.
+    Copies that an adapter trains replace their originals. Raises ValueError if two layers have the same number, as in models
+    with several stacks of layers.
     """
     numbered: dict[int, RoutedLayer] = {}
     for layer in routed_layers(model).values():
@@ -90,10 +90,10 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
         number = None if digits is None else int(digits[0])
         other, problem = numbered.get(number), None
         if number is None:
-            problem = f"layer {layer.name} has no number in its path; want a model with numbered layers"
+            problem = f"Layer {layer.name} has no number in its path, but a model with numbered layers is required"
         elif other is not None and plain_name(other.name) != plain_name(layer.name):
             both = f"layers {other.name} and {layer.name} have the same number {number}"
-            problem = f"{both}; want a model with one stack of layers"
+            problem = f"{both}, but a model with a single stack of layers is required"
             if isinstance(block_of(model, layer), LoRALinear):
                 problem += ", or LoRA experts of form 'block', which have one router for a layer"
         if problem is not None:
@@ -104,7 +104,7 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
 
 
 def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
-    """Return the module that holds a layer's expert stacks: transformers' experts, or our Experts beside our Router.
+    """Return the module with a layer's expert stacks: transformers' experts, or our Experts beside our Router.
 
     Raises ValueError for LoRA experts, which have none.
     """
@@ -112,18 +112,18 @@ def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
         return layer.module
     block = block_of(model, layer)
     if isinstance(block, LoRALinear) or isinstance(block.experts, LoRAExperts):
-        raise ValueError(f"{layer.name} is of LoRA experts; want whole ones; lora_moe.to_moe makes them")
+        raise ValueError(f"{layer.name} has LoRA experts, but whole ones are required. Convert them with lora_moe.to_moe")
     return block.experts
 
 
 def plain_name(name: str) -> str:
-    """Return a layer's path without what wrappers put into it: the same in a model and in DDP or PEFT around it."""
+    """Return a layer's path without the parts of wrappers such as DDP or PEFT."""
     name = ".".join(part for part in _TRAINED_COPY.sub("", name).split(".") if part not in _WRAPPERS)
     return name.removeprefix("base_model.model.")
 
 
 def block_of(model: nn.Module, layer: RoutedLayer) -> nn.Module:
-    """Return the module that a layer belongs to, wrappers around the layer left out: for stock experts, the MoE block."""
+    """Return the module that contains a layer, skipping wrappers; for stock experts, the MoE block."""
     path = layer.name.split(".")
     while path and path[-1] in _WRAPPERS:
         path.pop()
@@ -131,10 +131,10 @@ def block_of(model: nn.Module, layer: RoutedLayer) -> nn.Module:
 
 
 class OpenCall:
-    """Knows whether `model` is being called, and with which 2-d attention mask.
+    """Track whether `model` is being called, and with which 2-d attention mask.
 
-    `enter`, if given, is asked at the start whether this call counts; `leave` is called at its end, after an error too; after
-    Ctrl-C, when the next call starts or at `close`. `names` are those of the forward's arguments.
+    `enter`, if given, is called at the start and returns whether this call counts; `leave` is called at the end, also after an
+    error; after Ctrl-C, when the next call starts or at `close`. `names` are those of the forward's arguments.
     """
 
     def __init__(self, model: nn.Module, enter: Callable[[nn.Module], bool] | None = None, leave=None):
@@ -148,7 +148,7 @@ class OpenCall:
         ]
 
     def _enter(self, module: nn.Module, args, kwargs) -> None:
-        # torch does not call hooks after a KeyboardInterrupt, whatever always_call says
+        # torch does not call hooks after a KeyboardInterrupt, even with always_call
         self._leave()
         mask = self.named(args, kwargs).get("attention_mask")
         self.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
@@ -161,20 +161,20 @@ class OpenCall:
             self._on_leave()
 
     def named(self, args: tuple, kwargs: dict) -> dict:
-        """Return a call's arguments by their names, the positional ones too."""
+        """Return a call's arguments by name, including the positional ones."""
         return dict(zip(self.names, args, strict=False)) | kwargs
 
     def close(self) -> None:
-        """Remove the hooks; a call in progress is left."""
+        """Remove the hooks, and leave a call in progress."""
         self._leave()
         for handle in self._handles:
             handle.remove()
 
 
 def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-    """Return which of `rows` tokens are none of padding, [rows] bool, by an attention mask [B, S]; None if it does not fit.
+    """Return which of `rows` tokens are not padding, [rows] bool, by an attention mask [B, S]; None if it does not match.
 
-    With a cache the mask covers past tokens too, and the new ones come last.
+    With a cache, the mask also covers past tokens, and the new ones come last.
     """
     if mask is None or not rows or rows % mask.shape[0] or mask.numel() < rows:
         return None
@@ -182,21 +182,21 @@ def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
 
 
 def forget_compiled() -> None:
-    """Make compiled code compile anew, if there is any: torch.compile does not look for hooks that come later."""
+    """Make compiled code recompile, as torch.compile does not notice hooks that are added later."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and getattr(getattr(dynamo, "convert_frame", None), "FRAME_COUNTER", 0):
         torch.compiler.reset()
 
 
 def sizes(model: nn.Module) -> tuple[int, int]:
-    """Return the parameters of a model and those that a token passes through; tied weights count once."""
+    """Return the numbers of parameters of a model and of those that process a token; tied weights count once."""
     total = sum(p.numel() for p in model.parameters())
     idle = 0.0
     for module in model.modules():
         if isinstance(module, MoE | EWAMLP | LoRALinear):
-            # EWA deals each token out to one expert, whatever top_k is
+            # EWA assigns each token to one expert, whatever top_k is
             seen = 1 if isinstance(module, EWAMLP) else module.config.top_k
-            # all of an MoE's experts; of LoRA experts the pairs, without the base that they share
+            # all experts of an MoE; for LoRA experts the pairs, without their common base
             pairs = module.experts.pairs() if isinstance(module, LoRAMoE) else getattr(module, "pairs", list)()
             parts = [half for pair in pairs for half in pair] or module.experts.parameters()
             idle += (1 - seen / module.config.num_experts) * sum(p.numel() for p in parts)

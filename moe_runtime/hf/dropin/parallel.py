@@ -17,16 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.dropin.adapters import expert_adapters
 from moe_runtime.hf.dropin.experts import ADAPTED, is_experts, patch
-from moe_runtime.modules import trainable
+from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.lora import LoRAMoE
 from moe_runtime.modules.lora_linear import LoRALinear
-from moe_runtime.modules.moe import Experts, is_quantized
+from moe_runtime.modules.moe import Experts, is_quantized, named
 from moe_runtime.ops.all_to_all import GRADIENTS, GRADIENTS_OF
+from moe_runtime.ops.packed import part_of
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
@@ -37,9 +39,10 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
     summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
     leaves the experts alone. PEFT's adapters come before it as well. Those of the experts' stacks stay whole on every rank,
-    which uses the share of its experts: they are the first rank's from here on, and DDP or FSDP average their gradients with
-    all others. A Trainer's checkpoints would be written on one rank alone: MoETrainer refuses a save_strategy, transformers'
-    Trainer raises at the first. A second call with the same mesh changes nothing.
+    which uses the share of its experts: they are those of rank 0 from here on, and DDP or FSDP average their gradients with
+    all others. Packed stacks (`quantize_experts`) are spread too; their adapters may come later, and a second call then sends
+    rank 0's. With the same mesh it changes nothing else. MoETrainer's checkpoints hold every rank's experts; transformers'
+    Trainer would write them on one rank alone, and raises at the first.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
     LoRA experts, experts that the ranks do not divide or that PEFT trains a copy of, or parameters that are distributed in
@@ -51,11 +54,11 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     lora = [name for name, part in modules.items() if isinstance(part, LoRAMoE | LoRALinear)]
     problem = None
     if mesh.ndim > 2:
-        problem = f"mesh has {mesh.ndim} dimensions; want the experts' alone, or replicas and the experts'"
+        problem = f"The mesh must have one dimension for the experts, or two for replicas and experts, but has {mesh.ndim}"
     elif isinstance(model, nn.parallel.DistributedDataParallel):
-        problem = "model is wrapped in DistributedDataParallel; want it before that: DDP holds its parameters"
+        problem = "The model is wrapped in DistributedDataParallel. Call shard_experts before wrapping it"
     elif lora:
-        problem = f"{lora[0]} is of LoRA experts, without stacks; want whole ones; lora_moe.to_moe makes them"
+        problem = f"{lora[0]} has LoRA experts, which have no stacks. Convert them to whole experts with lora_moe.to_moe"
     if problem is not None:
         raise ValueError(problem)
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
@@ -68,13 +71,16 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         for parameter_name, parameter in list(
             module.named_parameters(recurse=False)
         ):  # a norm that experts share is a module of its own
-            if not isinstance(parameter, DTensor):
+            if parameter_name in packed.layouts(module):
+                _shard_packed(module, parameter_name, mesh, placements)
+            elif not isinstance(parameter, DTensor):
                 setattr(module, parameter_name, _shard(parameter, mesh, placements))
             ignored.add(f"{name}.{parameter_name}")
+        ignored |= {f"{name}.{buffer}" for buffer in module._buffers if packed.layouts(module)}  # scales of the rank's experts
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)
     for parameter in expert_adapters(model):  # drawn on every rank by its own generator
-        for dim in range(mesh.ndim):
-            dist.broadcast(parameter.data, group=mesh.get_group(dim), group_src=0)
+        dist.broadcast(parameter.data, 0)
+    checked = model.register_forward_pre_hook(lambda model, _: (checked.remove(), _check_adapters(model, mesh))[0])
     for module in model.modules():
         # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
         if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
@@ -82,16 +88,11 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     return len(layers)
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Return whether `model` refuses transformers' save_pretrained, because `shard_experts` has spread its experts."""
-    return getattr(getattr(model, "save_pretrained", None), "__func__", None) is _save_whole_only
-
-
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:
     """transformers' save_pretrained, for weights that were gathered: alone, one rank would wait for the others for ever."""
     if state_dict is None:
         raise ValueError(
-            f"model is {type(self).__name__} with its experts on several ranks; want "
+            f"The experts of {type(self).__name__} are distributed over several ranks. Call "
             "moe_runtime.hf.dropin.parallel.save_pretrained(model, folder) on every rank, and save_strategy='no' in Trainer"
         )
     type(self).save_pretrained(self, save_directory, *args, state_dict=state_dict, **options)
@@ -100,22 +101,39 @@ def _save_whole_only(self, save_directory, *args, state_dict=None, **options) ->
 def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> None:
     stacks, n, problem = list(module.named_parameters(recurse=False)), mesh.size(-1), None
     if trainable.split_of(module) is not None:
-        problem = "has rows that train outside of its stacks; want shard_experts before train_rows"
+        problem = "already trains some experts separately. Call shard_experts before train_rows"
     elif ADAPTED.intersection(name.split(".")) and not name.endswith(".base_layer"):
-        problem = "is a copy that PEFT trains; want LoRA on the experts' stacks (target_parameters), or on other modules"
+        problem = "is a copy that PEFT trains. Use LoRA on the experts' stacks (target_parameters), or on other modules"
+    elif parametrize.is_parametrized(module):  # as bitsandbytes' replace_parameter_4bit makes them
+        problem = f"has parametrized {list(module.parametrizations)}. Use plain stacks, or moe_runtime.quantize_experts"
     elif getattr(module, "_is_expert_parallel", False):
-        problem = "holds a part of its experts already; want shard_experts or transformers' expert-parallel plan, not both"
+        problem = "already holds only a part of its experts. Use either shard_experts or transformers' expert-parallel plan"
     for part, stack in stacks if problem is None else ():
         spread = isinstance(stack, DTensor)
-        if stack.shape[0] % n:
-            problem = f"has num_experts {stack.shape[0]}, the mesh has {n} ranks; want a multiple of them"
+        if part not in packed.layouts(module) and is_quantized(stack):
+            problem = f"has {part} as {named(stack)}. Load it without that quantization, or use moe_runtime.quantize_experts"
+        elif stack.shape[0] % n:
+            problem = f"has {stack.shape[0]} experts, which must be divisible by the {n} ranks of the mesh"
         elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
             got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
-            problem = f"has {part} as {got}; want it whole; shard the experts before fully_shard"
-        elif not stack.is_floating_point() or is_quantized(stack):
-            problem = f"has {part} in {stack.dtype} ({type(stack).__name__}); want floats: quantized experts cannot be spread"
+            problem = f"has {part} as {got}, but needs it whole. Shard the experts before fully_shard"
     if problem is not None:
         raise ValueError(f"{name} {problem}")
+
+
+def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ValueError for adapters that FSDP2 reduces over other ranks than those which hold the experts.
+
+    Called before the first forward pass, when FSDP2 has its parameters and gathers none of them yet.
+    """
+    owners = set(mesh.mesh.flatten().tolist())
+    for parameter in expert_adapters(model):
+        ranks = parameter.device_mesh.mesh.flatten().tolist() if isinstance(parameter, DTensor) else owners
+        if not owners.issubset(ranks):
+            raise ValueError(
+                f"The experts' adapters are sharded by FSDP2 over ranks {ranks}, but the experts are on {sorted(owners)}. Call "
+                "fully_shard(experts.get_base_layer(), mesh=replicas), then fully_shard(decoder_layer) over all ranks"
+            )
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Parameter:
@@ -125,6 +143,15 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Pa
     part = part if part.is_meta else part.to(mesh.device_type)
     whole = DTensor.from_local(part, mesh, placements, run_check=False)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _shard_packed(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
+    """Keep the bytes and scales of this rank's experts of a packed stack."""
+    layout, stack = packed.layouts(module)[name], packed.get(module, name)
+    if layout.spread is None:
+        rank, size = mesh.get_local_rank(mesh.ndim - 1), layout.shape[0] // mesh.size(-1)
+        part = part_of(stack, rank * size, (rank + 1) * size)
+        packed.put(module, name, part.to(mesh.device_type), layout.shape, layout.dtype, (mesh, placements))
 
 
 @torch.no_grad()
@@ -202,6 +229,26 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     return [{"params": parameters} for parameters in groups.values()]
 
 
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state_dict of a model with all that is spread whole, on rank 0's CPU; nothing on others. Every rank must call.
+
+    Raises ValueError for experts that are quantized, and for rows that train outside of their stacks.
+    """
+    if any(trainable.split_of(module) is not None for module in model.modules()):
+        raise ValueError("The model trains some experts separately. Call fold_rows(model) first, or save an adapter")
+    if any(packed.layouts(module) for module in model.modules()):
+        raise ValueError("The experts are quantized. Call moe_runtime.save_quantized(model, folder) on every rank instead")
+    writes, found = dist.get_rank() == 0, {}
+    # the parameters themselves: of tied ones one copy, which transformers then recognises
+    tensors = model.state_dict(keep_vars=True)
+    for tensor in tensors.values():
+        if id(tensor) not in found:
+            whole = tensor.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            found[id(tensor)] = whole.cpu() if writes else None
+    return {name: found[id(tensor)] for name, tensor in tensors.items()} if writes else {}
+
+
 def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> None:
     """Write `model` as one checkpoint that plain from_pretrained reads; every rank must call it, rank 0 writes.
 
@@ -209,17 +256,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> N
     alone. `options` go to transformers' save_pretrained.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    if any(trainable.split_of(module) is not None for module in model.modules()):
-        raise ValueError("the model trains rows apart from its stacks; want fold_rows(model) first, or an adapter saved")
-    writes, gathered = dist.get_rank() == 0, {}
-    # the parameters themselves: of tied ones one copy, which transformers then recognises
-    tensors = model.state_dict(keep_vars=True)
-    for tensor in tensors.values():
-        if id(tensor) not in gathered:
-            whole = tensor.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            gathered[id(tensor)] = whole.cpu() if writes else None
-    if writes:
-        whole = {name: gathered[id(tensor)] for name, tensor in tensors.items()}
+    whole = gathered(model)
+    if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=whole, **options)
     dist.barrier()

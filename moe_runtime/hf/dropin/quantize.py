@@ -1,13 +1,12 @@
-"""Quantize a model's experts, and load or save models whose experts are quantized, without the stacks in 16 bits.
+"""Quantize a model's experts, and load models whose experts are quantized, without the stacks in 16 bits.
 
     quantize_experts(model, "nf4")      the stacks of a model in memory, one at a time
     load_quantized(folder, "nf4")       a folder or a Hub id's local copy: every expert is packed as it is read
-    save_quantized(model, folder)       MXFP4 as GPT-OSS and FP8 as DeepSeek-V3 for transformers, the rest for load_quantized
 
-A packed stack cannot train; adapters on it can (PEFT's `target_parameters`). Attention, router and embeddings stay as they are.
+`hf.dropin.quantized_files` writes such models. A packed stack cannot train; adapters on it can (PEFT's `target_parameters`).
+Attention, router and embeddings stay as they are.
 """
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +15,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from moe_runtime.hf.dropin.gates import gate_of, is_experts, stack_names
-from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter
+from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules import trainable
-from moe_runtime.modules.moe import Experts
+from moe_runtime.modules.moe import Experts, is_quantized, named
 from moe_runtime.ops import all_to_all, packed
 
 METHOD = "moe_runtime"  # quant_method of a config.json whose stacks only load_quantized reads
@@ -42,8 +41,9 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
     """Pack the expert stacks of `model`, stock or ours, in place: format "nf4", "mxfp4", "fp8_block" or "int8".
 
     One stack at a time is held twice. The model then runs on moe_runtime alone (`patch`), its stacks stay frozen, and
-    `save_pretrained` refuses it (`save_quantized`). Raises ValueError, before anything changes, for stacks that are packed
-    already, that a format cannot hold, that are spread over ranks or trained separately, and for a model without experts.
+    `save_pretrained` refuses it (`save_quantized`). Of experts that `shard_experts` has spread every rank packs its own, and
+    all must call. Raises ValueError, before anything changes, for stacks that are packed already, that a format cannot hold,
+    that FSDP2 has split or that are trained separately, and for a model without experts.
     """
     packed.of_name(format)
     found = experts_of(model)
@@ -52,12 +52,14 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
     before = after = 0
     for module in found.values():
         for name in _names(module):
-            stack = getattr(module, name)
-            before += stack.numel() * stack.element_size()
-            stored, kind = stored_as(module, stack.detach(), format)
-            modules.put(module, name, packed.pack(stored, format)._replace(format=kind), stack.shape, stack.dtype)
+            stack = getattr(module, name).detach()
+            spread, own = _spread_of(module, stack), stack.to_local() if all_to_all.is_distributed(stack) else stack
+            before += own.numel() * own.element_size()
+            stored, kind = stored_as(module, own, format)
+            result = modules.pack(stored, format, spread)._replace(format=kind)
+            modules.put(module, name, result, stack.shape, stack.dtype, spread)
             after += bytes_of(module, name)
-            del stack, stored
+            del stack, own, stored, result
     _refuse_to_save(model)
     _run_here(model)
     receipt = Quantized(format, len(found), before, after)
@@ -69,7 +71,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the experts modules of a model, stock or ours, by path; ValueError if there is none."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Experts) or is_experts(module)}
     if not found:
-        raise ValueError(f"model is {type(model).__name__}, which has no experts that moe_runtime runs (docs/families.md)")
+        raise ValueError(f"{type(model).__name__} has no experts that moe_runtime supports (see docs/families.md)")
     return found
 
 
@@ -77,7 +79,8 @@ def _names(module: nn.Module) -> tuple[str, ...]:
     return (module.stacks() if isinstance(module, Experts) else stack_names(module))[:2]
 
 
-def _transposed(module: nn.Module) -> bool:
+def is_transposed(module: nn.Module) -> bool:
+    """Whether an experts module stores its stacks as [E, in, out]."""
     return bool(getattr(module, "is_transposed", False))
 
 
@@ -86,7 +89,7 @@ def stored_as(module: nn.Module, stack: torch.Tensor, format: str) -> tuple[torc
 
     bitsandbytes packs a parameter as it lies; the other formats go along `in`.
     """
-    if not _transposed(module):
+    if not is_transposed(module):
         return stack, format
     return (stack, format + packed.TRANSPOSED) if format == "nf4" else (stack.transpose(1, 2), format)
 
@@ -97,21 +100,30 @@ def bytes_of(module: nn.Module, name: str) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in (data, *scales))
 
 
-def _check(path: str, module: nn.Module, format: str) -> None:
-    """Raise ValueError unless the experts `module` can be packed."""
+def _spread_of(module: nn.Module, stack: torch.Tensor) -> tuple | None:
+    """Return mesh and placements of a stack that `shard_experts` has spread and FSDP2 has not split; None of any other."""
+    *others, last = getattr(stack, "placements", (None,))
+    spread = all_to_all.GRADIENTS_OF in module.__dict__ and last is not None and last.is_shard(0)
+    return (stack.device_mesh, tuple(stack.placements)) if spread and all(p.is_replicate() for p in others) else None
+
+
+def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
+    """Raise ValueError unless the experts `module` can be packed, on so many ranks."""
     activation = module.activation() if isinstance(module, Experts) else gate_of(module)
     for name in _names(module):
         stack, reason = getattr(module, name), None
         if modules.is_packed(module, name):
-            reason = "it is quantized already; load the model in 16 bits"
-        elif all_to_all.is_distributed(stack):
-            reason = "it is spread over ranks; quantize before parallelizing"
+            reason = "it is already quantized. Load the model in 16 bits"
+        elif all_to_all.is_distributed(stack) and _spread_of(module, stack) is None:
+            reason = "it is split by FSDP or tensor parallelism; quantize before that"
+        elif stack.shape[0] % ranks:
+            reason = f"its experts would lie on {ranks} ranks, which do not divide them"
         elif trainable.split_of(module) is not None or parametrize.is_parametrized(module, name):
-            reason = "some of its experts train, or it is parametrized; undo that first"
+            reason = "some of its experts train, or it has a parametrization. Undo that first"
         elif activation is None:
             reason = f"{type(module).__name__} computes what no kernel does between its products"
-        elif stack.dtype not in packed.FLOATS or type(stack.detach()) is not torch.Tensor:
-            reason = f"it is {type(stack.detach()).__name__} of {stack.dtype}; expected a float16, bfloat16 or float32 tensor"
+        elif stack.dtype not in packed.FLOATS or is_quantized(stack):
+            reason = f"it must be float16, bfloat16 or float32, but is {named(stack)}. Load it without that quantization"
         else:
             halves = name == "gate_up_proj" and not activation.interleaved
             stored, kind = stored_as(module, stack, format)
@@ -131,8 +143,8 @@ def _refuse_to_save(model: nn.Module) -> None:
 
 def _save_pretrained(*args, **kwargs):
     raise ValueError(
-        "the experts are quantized, and save_pretrained would take their bytes for weights. Save the model by "
-        "moe_runtime.save_quantized(model, folder), or its adapter alone by the PEFT model's save_pretrained."
+        "The experts are quantized, which save_pretrained does not support. Save the model with "
+        "moe_runtime.save_quantized(model, folder), or only its adapter with the PEFT model's save_pretrained"
     )
 
 
@@ -170,14 +182,17 @@ def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
     return packed.unpack(weight[None], [inverse.float()[None]], "fp8_block", 0, torch.float32)
 
 
-def load_quantized(source: str | Path, format: str | None = None, **settings: Any) -> nn.Module:
+def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, **settings: Any) -> nn.Module:
     """Load the model of a folder with its experts packed; the stacks never exist in 16 bits, one expert at a time does.
+
+    With a `mesh` of ranks, of which every one must call, each reads and packs its own experts (`shard_experts`).
 
     `format` as of `quantize_experts`; by default what the folder's experts are in: MXFP4 (GPT-OSS), FP8 in blocks
     (DeepSeek-V3), or what `save_quantized` wrote. Packed bytes of the same format are kept as they are.
     `settings` go to from_pretrained.
     Raises ValueError, before the weights are read, where `quantize_experts` would.
     """
+    from torch.distributed.tensor import Replicate, Shard
     from transformers import AutoConfig
 
     from moe_runtime.hf.models.folders import load
@@ -191,27 +206,31 @@ def load_quantized(source: str | Path, format: str | None = None, **settings: An
     format = format or held
     if format is None or (method and held is None):
         raise ValueError(
-            f"format is {format!r}, and {source} is quantized by {method or 'nothing'}; pass one of {list(packed.FORMATS)}"
+            f"format must be one of {list(packed.FORMATS)}, but got {format!r} for {source}, quantized by {method or 'nothing'}"
         )
     packed.of_name(format)
     checkpoint = Checkpoint(source)
     if method in ("mxfp4", METHOD):  # of the experts alone, which are read here
         del config.quantization_config
-    model, shapes = _without_stacks(config, source, format, settings)
+    model, shapes = _without_stacks(config, source, format, settings, 1 if mesh is None else mesh.size(-1))
+    spread = None if mesh is None else (mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)))
     for path, module in experts_of(model).items():
         for name in _names(module):
             if (path, name) not in shapes or name in module._parameters:  # transformers has kept it packed
                 continue
             shape, dtype = shapes[path, name]
-            stack = _read_stack(checkpoint, module, path, name, shape, dtype, held, format)
-            stack = stack._replace(data=stack.data.to(model.device), scales=[scale.to(model.device) for scale in stack.scales])
-            modules.put(module, name, stack, shape, dtype)
-    _refuse_to_save(model)
+            stack = _read_stack(checkpoint, module, path, name, shape, dtype, held, format, spread)
+            modules.put(module, name, stack.to(model.device), shape, dtype, spread)
     _run_here(model)
+    if mesh is not None:
+        from moe_runtime.hf.dropin.parallel import shard_experts
+
+        shard_experts(model, mesh)
+    _refuse_to_save(model)
     return model
 
 
-def _without_stacks(config, source: Path, format: str, settings: dict):
+def _without_stacks(config, source: Path, format: str, settings: dict, ranks: int):
     """Load the model without its stacks, which its class leaves out; return it, and the stacks' shapes and dtypes."""
     import transformers
 
@@ -219,12 +238,12 @@ def _without_stacks(config, source: Path, format: str, settings: dict):
 
     shapes, base = {}, getattr(transformers, (config.architectures or [""])[0], None)
     if base is None:
-        raise ValueError(f"{source} is a {(config.architectures or ['model'])[0]}; expected a class of transformers")
+        raise ValueError(f"{source} is a {(config.architectures or ['model'])[0]}, which is not a class of transformers")
 
     def __init__(self, *args, **kwargs):
         base.__init__(self, *args, **kwargs)
         for path, module in experts_of(self).items():
-            _check(path, module, format)
+            _check(path, module, format, ranks)
             for name in _names(module):
                 shapes[path, name] = tuple(getattr(module, name).shape), getattr(module, name).dtype
                 module._parameters.pop(name)
@@ -237,25 +256,39 @@ def _without_stacks(config, source: Path, format: str, settings: dict):
     return model, shapes
 
 
-def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held: str | None, format: str) -> packed.Packed:
-    """Return the stack `name` of a folder packed to `format`."""
+def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held, format: str, spread) -> packed.Packed:
+    """Return the stack `name` of a folder packed to `format`; of the experts that are this rank's, if they are spread."""
     key, order = f"{path}.{name}", torch.empty(shape, device="meta")
     stored, kind = stored_as(module, order, format)
+    ranks, rank = (1, 0) if spread is None else (spread[0].size(-1), spread[0].get_local_rank(spread[0].ndim - 1))
+    count = shape[0] // ranks
+    experts, stored = range(rank * count, (rank + 1) * count), (count, *stored.shape[1:])
     if held is not None and (key in checkpoint or f"{key}_blocks" in checkpoint):
         names = [entry for entry in checkpoint if entry.startswith(key) and not entry.startswith(f"{key}_bias")]
-        tensors = {entry.removeprefix(f"{path}."): checkpoint.get(entry) for entry in names}
+        tensors = {entry.removeprefix(f"{path}."): _share(checkpoint, entry, rank, ranks) for entry in names}
         if held == "mxfp4":
             tensors = {f"{name}_blocks" if entry == name else entry: tensor for entry, tensor in tensors.items()}
         before, found = stored_as(module, order, held)
-        own = modules.from_saved(name, found, before.shape, tensors)
+        own = modules.from_saved(name, found, before.shape, tensors, count)
+        if ranks > 1 and held == "nf4":
+            own.scales.append(torch.tensor([experts[0]]))
         if held == format:  # as it is
             return own
-        return packed.pack(_Unpacked(own, stored.shape, dtype, kind), format)._replace(format=kind)
+        return modules.pack(_Unpacked(own, stored, dtype, kind), format, spread)._replace(format=kind)
     parts = _parts(checkpoint, path, name, shape)
+    parts = {i: parts[e] for i, e in enumerate(experts)}
     if held == format == "fp8_block":
-        return _fp8_as_it_is(checkpoint, parts, shape)
-    read = (lambda *where: _dense(*where).t()) if _transposed(module) and kind == format else _dense
-    return packed.pack(_File(checkpoint, parts, stored.shape, dtype, read), format)._replace(format=kind)
+        return _fp8_as_it_is(checkpoint, parts, (count, *shape[1:]))
+    read = (lambda *where: _dense(*where).t()) if is_transposed(module) and kind == format else _dense
+    return modules.pack(_File(checkpoint, parts, stored, dtype, read), format, spread)._replace(format=kind)
+
+
+def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> torch.Tensor:
+    """Read the rows of a packed stack's tensor that are of a rank's experts; what scales NF4's scales is of all."""
+    if ranks == 1 or ".nested_" in key or ".quant_" in key:
+        return checkpoint.get(key)
+    size = checkpoint.specs()[key].shape[0] // ranks
+    return checkpoint.get_rows(key, slice(rank * size, (rank + 1) * size))
 
 
 class _Unpacked:
@@ -305,60 +338,6 @@ def _parts(checkpoint, path: str, name: str, shape) -> dict[int, list]:
                 if (sum(size[0] for size in sizes), sizes[0][1]) == tuple(shape[1:]):
                     return parts
     raise ValueError(
-        f"{checkpoint.path} has no {key} {list(shape)} and no matrices {path}.0.*.weight of it; load it by from_pretrained and "
-        "call quantize_experts"
+        f"{checkpoint.path} has neither {key} {list(shape)} nor its matrices {path}.0.*.weight. Load it with from_pretrained "
+        "and call quantize_experts"
     )
-
-
-def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a model with packed experts: config.json and safetensors, by the names that read them.
-
-    MXFP4 and FP8 become what transformers loads (GPT-OSS's names; a matrix for each expert and its weight_scale_inv); NF4 and
-    int8 what `load_quantized` does. Raises ValueError for a model without packed experts or with PEFT's wrappers.
-    """
-    found = {path: module for path, module in experts_of(model).items() if modules.layouts(module)}
-    if not found or not hasattr(model, "config") or any("base_layer" in path for path in found):
-        what = "whose experts PEFT wraps: unload the adapter" if found else "without quantized experts: save_pretrained"
-        raise ValueError(f"model is {type(model).__name__}, {what}")
-    first = next(iter(found.values()))
-    form = next(iter(modules.layouts(first).values())).format.removesuffix(packed.TRANSPOSED)
-    experts = {f"{path}." for path in found}
-    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
-    config = json.loads(model.config.to_json_string(use_diff=True))
-    config["architectures"] = [type(model).__name__]
-    config["dtype"] = str(model.dtype).removeprefix("torch.")
-    readable = {
-        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": linear},
-        "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": linear},
-    }
-    # transformers takes GPT-OSS's MXFP4 for transposed, and splits experts of FP8 into matrices without biases
-    known = {"mxfp4": _transposed(first), "fp8_block": not (_transposed(first) or getattr(first, "has_bias", False))}
-    known = known.get(form, False) and not isinstance(first, Experts)
-    config["quantization_config"] = readable[form] if known else {"quant_method": METHOD, "format": form}
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    with CheckpointWriter(folder, overwrite=overwrite) as writer:
-        for key, tensor in model.state_dict().items():
-            if key in tied:
-                continue
-            path = next((path for path in experts if key.startswith(path)), None)
-            if form == "fp8_block" and known and path:
-                for name, part in _per_expert(path, key.removeprefix(path), tensor):
-                    writer.add(name, part)
-            elif path and not known and key.removeprefix(path).removesuffix("_blocks") in modules.layouts(found[path[:-1]]):
-                writer.add(key.removesuffix("_blocks"), tensor.reshape(-1, 1))  # no other reader takes this for a stack
-            else:
-                writer.add(key, tensor)
-        writer.write_text("config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-        if getattr(model, "generation_config", None) is not None:
-            writer.write_text("generation_config.json", model.generation_config.to_json_string())
-    return Path(folder)
-
-
-def _per_expert(path: str, name: str, stack: torch.Tensor):
-    """Yield the matrices of an FP8 stack, or of its scales, as DeepSeek-V3's files name them."""
-    base = name.removesuffix("_scale_inv")
-    names = ("gate_proj", "up_proj") if base == "gate_up_proj" else (base,)
-    suffix = "weight_scale_inv" if name != base else "weight"
-    for e in range(stack.shape[0]):
-        for part, rows in zip(names, stack[e].chunk(len(names))):
-            yield f"{path}{e}.{part}.{suffix}", rows.contiguous()

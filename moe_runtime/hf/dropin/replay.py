@@ -61,7 +61,7 @@ class RoutingRecord:
             names = [name.rpartition("/") for name in file.keys()]
             numbers = (*sizes.values(), *(name[2] for name in names))
             if found != FORMAT or not all(number.isascii() and number.isdigit() for number in numbers):
-                raise ValueError(f"format of {path} is {found!r}; want a file that save wrote, of format {FORMAT!r}")
+                raise ValueError(f"{path} must be a file written by save, of format {FORMAT!r}, but its format is {found!r}")
             record = cls({}, {layer: int(size) for layer, size in sizes.items()})
             for layer, _, call in sorted(names, key=lambda name: int(name[2])):
                 record.ids.setdefault(layer, []).append(file.get(f"{layer}/{call}"))
@@ -77,7 +77,7 @@ class RoutingRecord:
                 low, high = map(int, ids.aminmax()) if fits and ids.numel() else (0, 0)
                 if not fits or low < 0 or high >= E:
                     got = f"{tuple(ids.shape)}, {ids.dtype}, {low} to {high}"
-                    raise ValueError(f"ids of {layer}, call {call}, are {got}; want [T, K] integers from 0 to {E}, exclusive")
+                    raise ValueError(f"ids of {layer}, call {call}, must be [T, K] integers from 0 to {E - 1}, but got {got}")
 
 
 @contextlib.contextmanager
@@ -129,8 +129,8 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
         recomputes = any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
         if recomputes and calls.with_gradient and not any(replay.repetitions for replay in replays):
             warnings.warn(
-                "gradient checkpointing has not run its layers again; a backward pass outside of replay_routing would "
-                "choose experts anew",
+                "Gradient checkpointing has not recomputed its layers yet. A backward pass outside of replay_routing would "
+                "select experts again",
                 stacklevel=3,
             )
     finally:
@@ -141,11 +141,11 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
 def _check_fits(model: nn.Module, layers: dict[str, RoutedLayer], record: RoutingRecord) -> None:
     if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
-        raise ValueError(f"model is {type(model).__name__}, compiled; want the model that torch.compile was given")
+        raise ValueError(f"{type(model).__name__} is compiled. Pass the original model, before torch.compile")
     sizes = {plain_name(name): layer.num_experts for name, layer in layers.items()}
     if not any(record.ids.values()) or record.ids.keys() - sizes.keys():
         raise ValueError(
-            f"record has the layers {', '.join(record.ids) or '(none)'}; want some of the model's, {', '.join(sizes)}"
+            f"The record must have layers of the model ({', '.join(sizes)}), but has {', '.join(record.ids) or '(none)'}"
         )
     RoutingRecord(record.ids, sizes).check()
 
@@ -178,9 +178,9 @@ class _Replay:
                 problem = f"{self.layer.name} was called outside of a call of the model"
             else:
                 has = f"{len(self.ids[number])} tokens" if number < len(self.ids) else f"{len(self.ids)} calls"
-                problem = f"call {number} of {self.layer.name} has {len(x)} tokens, the record has {has}"
-            want = "the batches that were recorded, in their order, and gradient checkpointing that repeats them"
-            raise ValueError(f"{problem}; want {want}")
+                problem = f"call {number} of {self.layer.name} has {len(x)} tokens, but the record has {has}"
+            remedy = "Replay the recorded batches in their order, with gradient checkpointing that recomputes them"
+            raise ValueError(f"{problem}. {remedy}")
         return self.ids[number]
 
     def _repetition(self, x: torch.Tensor) -> int | None:
@@ -193,8 +193,8 @@ class _Replay:
         """Raise ValueError if calls of the record are left."""
         if len(self.inputs) < len(self.ids):
             raise ValueError(
-                f"{self.layer.name} was called {len(self.inputs)} times, the record has {len(self.ids)} calls; want the "
-                "batches that were recorded, all of them, or a record of fewer calls"
+                f"{self.layer.name} was called {len(self.inputs)} times, but the record has {len(self.ids)} calls. Replay all "
+                "recorded batches, or use a record with fewer calls"
             )
 
     def close(self) -> None:
@@ -256,10 +256,10 @@ class _StockReplay(_Replay):
         # a router that goes by the token's id, or has not changed, needs no steering
         if is_wrong:
             E, K = self.layer.num_experts, self.ids[0].shape[1]
-            why = "its router, or a hook on it, changes the ids after torch.topk; want a router that keeps them"
+            why = "its router, or a hook on it, changes the ids after torch.topk, which is not supported"
             if not self.steers:
-                why = f"its router does not choose by torch.topk, {K} of {E}, and cannot be steered; want a family that does"
-            raise ValueError(f"{self.layer.name} went to other experts than the record's: {why}")
+                why = f"its router does not select {K} of {E} with torch.topk, so this family cannot be replayed"
+            raise ValueError(f"{self.layer.name} selected other experts than the record: {why}")
 
 
 class _TopK(TorchFunctionMode):

@@ -132,7 +132,7 @@ class RouterStats:
             ids = ", ".join(map(str, dead.nonzero().flatten().tolist()))
             unused = f"experts {ids} got no token, " if ids else ""
             found.append(f"layer {layer}: {unused}entropy {entropy:.2f}, max violation {violation:.2f}")
-        cure = "; a balance loss (balance_loss, balance_loss_coef) spreads the load"
+        cure = ". Add a balance loss (balance_loss, balance_loss_coef)"
         return "routers collapse: " + "; ".join(found) + cure if found else None
 
     def rows(self) -> list[tuple]:

@@ -121,7 +121,7 @@ def become_mergeable(config, shared_rate: float, soup: bool) -> None:
 def check_mergeable(config: MoEConfig, soup: bool) -> None:
     """Raise ValueError unless `config`'s experts can be mixed: XFT's mixture is of a shared expert and the others."""
     if not (soup or config.has_shared_expert):
-        raise ValueError(f"soup is False, gate is {config.gate!r}, which has no shared expert; want soup=True")
+        raise ValueError(f"Gate {config.gate!r} has no shared expert. Pass soup=True")
 
 
 def stock_config(config, base: type):
@@ -149,8 +149,8 @@ def moe_config(hf_config) -> MoEConfig:
     layers, count = block.get("layers") if known else None, hf_config.num_hidden_layers
     if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
         raise ValueError(
-            f"moe_runtime of config.json is {shown(block)}; want format {FORMAT}, a stage of {', '.join(STAGES)}, a config "
-            f"and layers from 0 to {count - 1}; upcycle a dense model, or upgrade moe_runtime if a newer one wrote this"
+            f"moe_runtime in config.json must have format {FORMAT}, a stage of {', '.join(STAGES)}, a config and layers from 0 "
+            f"to {count - 1}, but is {shown(block)}. Upcycle a dense model, or upgrade moe_runtime if a newer one wrote this"
         )
     return MoEConfig.from_dict(block["config"])
 
@@ -175,7 +175,8 @@ class ConfigMixin:
         """Return what config.json holds: with auto_map for trust_remote_code, and the rotary keys of transformers 4."""
         values = super().to_diff_dict()
         stem = type(self).__name__.removesuffix("Config")
-        values["auto_map"] = {"AutoConfig": f"{SHIM}.{stem}Config", "AutoModelForCausalLM": f"{SHIM}.{stem}ForCausalLM"}
+        kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        values["auto_map"] = {auto: f"{SHIM}.{stem}{kind}" for auto, kind in kinds.items()}
         return values | legacy_rope(values)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
@@ -188,4 +189,4 @@ class ConfigMixin:
     def shim(cls) -> str:
         """Return the source of the module that auto_map names."""
         stem = cls.__name__.removesuffix("Config")
-        return f"# pip install moe-runtime\nfrom {cls.__module__} import {stem}Config, {stem}ForCausalLM\n"
+        return f"# pip install moe-runtime\nfrom {cls.__module__} import {stem}Config, {stem}ForCausalLM, {stem}Model\n"

@@ -60,9 +60,9 @@ FAMILIES = {
 }  # fmt: skip
 
 _REFUSED = {
-    "opt": "has no MLP module of its own: fc1 and fc2 lie in the decoder layer",
-    "biogpt": "has no MLP module of its own: fc1 and fc2 lie in the decoder layer",
-    "xglm": "has no MLP module of its own: fc1 and fc2 lie in the decoder layer",
+    "opt": "has no separate MLP module: fc1 and fc2 are in the decoder layer",
+    "biogpt": "has no separate MLP module: fc1 and fc2 are in the decoder layer",
+    "xglm": "has no separate MLP module: fc1 and fc2 are in the decoder layer",
     "bloom": "has an MLP that takes the residual as an argument",
     "mpt": "has an MLP that takes the residual as an argument",
     "bitnet": "has a norm inside its MLP",
@@ -78,11 +78,11 @@ def family_of(model) -> Family:
         return FAMILIES[model_type]
     reason = _REFUSED.get(model_type)
     if str(model_type).startswith(PREFIX):
-        reason = "is upcycled already; merge it to a dense model first"
+        reason = "is already upcycled. Merge it to a dense model first"
     elif reason is None and any(getattr(config, field, None) for field in _EXPERT_FIELDS):
-        reason = "has experts already"
-    hint = f"; {model_type} {reason}" if reason else ""
-    raise ValueError(f"model_type is {model_type!r}; want one of {', '.join(FAMILIES)}{hint}")
+        reason = "already has experts"
+    hint = f", which {reason}" if reason else ""
+    raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, but got {model_type!r}{hint}")
 
 
 def activation_name(act) -> str:
@@ -103,7 +103,7 @@ def activation_name(act) -> str:
             if (ours(x) - function(x)).abs().max() < 1e-5:
                 return name
     shown = act if isinstance(act, str) else type(act).__name__
-    raise ValueError(f"hidden_act is {shown!r}; want one that equals {', '.join(ACT)}")
+    raise ValueError(f"hidden_act must be equivalent to one of {', '.join(ACT)}, but got {shown!r}")
 
 
 def moe_shape(family: Family, source) -> dict:
@@ -128,11 +128,11 @@ def moe_shape(family: Family, source) -> dict:
 def _linear(mlp: nn.Module, name: str) -> nn.Linear:
     """Return the linear layer `name`; raises ValueError if it is something else: an adapter, a quantized layer."""
     layer = getattr(mlp, name, None)
-    # subclasses too: PEFT's and the quantizers' layers are some, and their weight alone does not say what they compute
+    # subclasses are refused too, as PEFT's and the quantizers' layers compute more than their weight shows
     if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
         raise ValueError(
-            f"{type(mlp).__name__}.{name} is {type(layer).__name__}; want a plain torch.nn.Linear of floats; "
-            "merge adapters (merge_and_unload) and load without quantization"
+            f"{type(mlp).__name__}.{name} must be a plain torch.nn.Linear of floats, but is {type(layer).__name__}. "
+            "Merge adapters (merge_and_unload) and load without quantization"
         )
     return layer
 
@@ -171,7 +171,7 @@ def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tenso
         want |= {f"{family.up_name}_bias": (rows,), "down_proj_bias": (H,)}
     got = {name: tuple(weight.shape) for name, weight in weights.items()}
     if got != want:
-        raise ValueError(f"the weights of an MLP are {got}; want {want}")
+        raise ValueError(f"Expected an MLP with weights of shapes {want}, but got {got}")
 
 
 def split_weights(family: Family, weights: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:

@@ -57,8 +57,8 @@ def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
             most = next((most for keys, most in _COUNTS.items() if re.fullmatch(keys, key)), MAX_SIZE if is_size else None)
             fits = value == value and (most is None or not isinstance(value, int) or value <= most)
             if not fits or (is_size and not (isinstance(value, int) and value >= 0)):
-                want = f"want an integer from 0 to {most}" if is_size else "want a number" + f" up to {most}" * bool(most)
-                raise ValueError(f"{shown(key)[1:-1]} is {shown(value)} in {source}; {want}")
+                valid = f"an integer from 0 to {most}" if is_size else "a number" + f" up to {most}" * bool(most)
+                raise ValueError(f"{shown(key)[1:-1]} in {source} must be {valid}, but is {shown(value)}")
 
 
 def check_folder(source: str | os.PathLike) -> None:
@@ -68,7 +68,7 @@ def check_folder(source: str | os.PathLike) -> None:
         values = files.read_json(path)
         check_counts(values, path)
         if values.get("transformers_weights") not in (None, SINGLE, INDEX):  # transformers would read it in place of these
-            raise ValueError(f"transformers_weights is {shown(values['transformers_weights'])} in {path}; want {SINGLE}")
+            raise ValueError(f"transformers_weights in {path} must be {SINGLE}, but is {shown(values['transformers_weights'])}")
 
 
 def load(kind: type, source: str | os.PathLike, name: str = "model", **settings):
@@ -86,10 +86,10 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config class falls over whatever it meets, tokenizers' Rust raises Exception itself
-        reason = f"which transformers cannot load: {reason_of(error)}; want a folder or an id of the Hub"
+        reason = f"cannot be loaded by transformers: {reason_of(error)}. Pass a folder or a Hub id"
         if "trust_remote_code" in str(error):
-            reason = "which asks for code of its own (auto_map), and none is run; want classes that transformers has"
-        raise ValueError(f"{name} is {str(source)!r}, {reason}") from error
+            reason = "requires custom code (auto_map), which is never run. Use a model whose classes are in transformers"
+        raise ValueError(f"{name} {str(source)!r} {reason}") from error
 
 
 def reason_of(error: Exception) -> str:
@@ -108,8 +108,8 @@ def _build(config, cls: type | None = None) -> nn.Module:
     except Exception as error:  # a model class raises what it meets: sizes that do not divide, an activation that it lacks
         where = f" of {config.name_or_path}" if config.name_or_path else ""
         raise ValueError(
-            f"config.json{where} describes no {config.model_type} model: {reason_of(error)}; want "
-            "a causal language model's, as transformers saved it"
+            f"config.json{where} does not describe a {config.model_type} model: {reason_of(error)}. Pass a causal language "
+            "model saved by transformers"
         ) from error
 
 
@@ -145,7 +145,7 @@ _OF_THESE = (
 def read_config(folder: str | Path):
     """Return the transformers config of a model folder; raises ValueError for anything else."""
     if not Path(folder, "config.json").is_file():
-        raise ValueError(f"model is {str(folder)!r}, which has no config.json; want the folder of a transformers model")
+        raise ValueError(f"Folder {str(folder)!r} has no config.json. Pass the folder of a transformers model")
     return load(AutoConfig, folder)
 
 
@@ -207,9 +207,7 @@ def check_depth(config, checkpoint: Checkpoint) -> None:
     """Raise ValueError for far more layers than the folder has tensors: a model on the meta device takes memory too."""
     layers, found = getattr(config.get_text_config(), "num_hidden_layers", 1), len(checkpoint.specs())
     if layers > max(found, 100):
-        raise ValueError(
-            f"num_hidden_layers of config.json is {layers}, {checkpoint.path} has {found} tensors; want one a layer at least"
-        )
+        raise ValueError(f"num_hidden_layers in config.json is {layers}, but {checkpoint.path} has only {found} tensors")
 
 
 def check_tensors(config, checkpoint: Checkpoint) -> None:
@@ -347,8 +345,9 @@ def open_upcycled(source: str | Path, stage: str | None = None):
     block = getattr(config, "moe_runtime", None)
     found = block.get("stage") if isinstance(block, dict) else None
     if found is None or stage not in (None, found):
-        want = "an upcycled model's folder" if found is None else repr(stage)
-        raise ValueError(f"model is {str(source)!r} of model_type {config.model_type!r}, stage {found!r}; want {want}")
+        kind = "an upcycled model" if found is None else f"a model of stage {stage!r}"
+        got = f"model_type {config.model_type!r}, stage {found!r}"
+        raise ValueError(f"Expected the folder of {kind}, but {str(source)!r} has {got}")
     moe = moe_config(config)
     check_choice("base_model_type", block["base_model_type"], tuple(FAMILIES))
     family = FAMILIES[block["base_model_type"]]

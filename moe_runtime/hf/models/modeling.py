@@ -54,18 +54,13 @@ class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
     lm_loss: torch.FloatTensor | None = None
 
 
-def refuse_lost_gradients(blocks: list[MoE], records: list[RouterOutput]) -> None:
-    """Raise ValueError if checkpointing with use_reentrant=True cut the routers' outputs off the graph."""
-    check_gradients([p for block in blocks for p in block.gate.parameters()], [r.router_logits for r in records])
-
-
 def check_gradients(parameters: list[torch.nn.Parameter], router_logits: list[torch.Tensor]) -> None:
-    """Raise ValueError if routers with these `parameters` train but their logits are off the graph."""
+    """Raise ValueError if routers with these `parameters` train but use_reentrant=True cut their logits off the graph."""
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
         raise ValueError(
-            "use_reentrant is True for gradient checkpointing; want False with a balance loss or router_aux_loss_coef, "
-            "whose gradient would be lost; pass gradient_checkpointing_kwargs={'use_reentrant': False}"
+            "use_reentrant=True in gradient checkpointing would lose the gradient of a balance loss or router_aux_loss_coef. "
+            "Pass gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
 
 
@@ -106,9 +101,14 @@ def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
     """Return the modules that took the MLPs' places in an upcycled model, by layer; raises ValueError for another model."""
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     if block is None:
-        raise ValueError(f"model is {type(model).__name__}; want an upcycled model; xft.upcycle makes one")
-    path = FAMILIES[block["base_model_type"]].path
-    return {layer: model.get_submodule(path.format(layer)) for layer in block["layers"]}
+        raise ValueError(f"Expected an upcycled model, but got {type(model).__name__}. Use xft.upcycle to create one")
+    return {layer: model.get_submodule(_layer_path(model, layer)) for layer in block["layers"]}
+
+
+def _layer_path(model: nn.Module, layer: int) -> str:
+    """Return where the MLP of a layer is in `model`; a model without its head has no prefix before its layers."""
+    path = FAMILIES[model.config.moe_runtime["base_model_type"]].path.format(layer)
+    return path.removeprefix(f"{model.base_model_prefix}.") if isinstance(model, _Inner) else path
 
 
 def is_routed(module: nn.Module) -> bool:
@@ -146,8 +146,8 @@ class _Model:
         """Refuse transformers' own implementations, which these experts would ignore without a word."""
         if requested_experts not in (None, "eager", "moe_runtime"):
             raise ValueError(
-                f"experts_implementation is {requested_experts!r}; want 'moe_runtime' or None; this model runs "
-                "moe_runtime.ops.moe_mlp, whose kernel MOE_RUNTIME_BACKEND chooses"
+                f"experts_implementation must be 'moe_runtime' or None, but got {requested_experts!r}. This model always runs "
+                "moe_runtime.ops.moe_mlp; MOE_RUNTIME_BACKEND selects its kernel"
             )
         return "eager"  # transformers' word for a module's own forward
 
@@ -170,8 +170,27 @@ class _Model:
             for block in blocks:
                 block.records = None
         if balanced or self.config.router_aux_loss_coef:
-            refuse_lost_gradients(blocks, records)
+            check_gradients([p for b in blocks for p in b.gate.parameters()], [r.router_logits for r in records])
         return out, records, want
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """Load as transformers does, but refuse a checkpoint with missing or unknown keys: ValueError with the list."""
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        # a model without its head leaves a checkpoint's out
+        left = ("lm_head.", "embed_out.") if issubclass(cls, _Inner) else ()
+        found = {kind: info.get(f"{kind}_keys") or () for kind in ("missing", "unexpected")}
+        bad = {kind: new for kind, keys in found.items() if (new := sorted(k for k in keys if not k.startswith(left)))}
+        if bad:
+            raise ValueError(
+                f"The keys of {pretrained_model_name_or_path} do not match {cls.__name__}: "
+                + "; ".join(f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in bad.items())
+                + ". Pass a folder written by save_pretrained"
+            )
+        stage = model.config.moe_runtime["stage"]
+        if stage in FREEZE:
+            FREEZE[stage](model)  # loading has put trainable parameters in place of the frozen ones
+        return (model, info) if output_loading_info else model
 
     def _as_asked(self, out, return_dict: bool | None):
         """Return `out` as a tuple if the caller or the config wants one."""
@@ -180,7 +199,15 @@ class _Model:
 
 
 class _Inner(_Model):
-    """The model without its head; TRL calls it directly, with output_router_logits, and runs the head itself."""
+    """The model without its head; TRL calls it directly, with output_router_logits, and runs the head itself.
+
+    `AutoModel` loads it, and serving engines with a head of their own build it (vLLM's and SGLang's Transformers backends).
+    """
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        install_layers(self)
+        self.post_init()
 
     def forward(self, *args, output_router_logits=None, **kwargs):
         """Run the base's forward; add `router_logits` where wanted and `balance_loss` where the layers have one."""
@@ -218,41 +245,25 @@ class _CausalLM(_Model):
         out = MoeRuntimeCausalLMOutput(**fields, lm_loss=lm_loss)
         return self._as_asked(out, kwargs.get("return_dict"))
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """Load as transformers does, but refuse a checkpoint with missing or unknown keys: ValueError with the list."""
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        bad = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected") if info.get(f"{kind}_keys")}
-        if bad:
-            raise ValueError(
-                f"the keys of {pretrained_model_name_or_path} do not fit {cls.__name__}: "
-                + "; ".join(f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in bad.items())
-                + "; want a folder that save_pretrained wrote"
-            )
-        stage = model.config.moe_runtime["stage"]
-        if stage in FREEZE:
-            FREEZE[stage](model)  # loading has put trainable parameters in place of the frozen ones
-        return (model, info) if output_loading_info else model
-
 
 def install_layers(model: PreTrainedModel) -> None:
     """Put the modules that `model.config.moe_runtime` describes in place of the base's MLPs, freshly initialised."""
     config, block = moe_config(model.config), model.config.moe_runtime
-    path = FAMILIES[block["base_model_type"]].path
     for layer in block["layers"]:
+        path = _layer_path(model, layer)
         if block["stage"] == "lora":
             settings = {name: block["lora"][name] for name in ("form", "rank", "alpha", "targets")}
             # transformers loads a parameter in the dtype that it was made in
             dtype = block["lora"].get("dtype")
             settings["dtype"] = None if dtype is None else getattr(torch, dtype)
-            module = add_experts(model.get_submodule(path.format(layer)), config, **settings)
+            module = add_experts(model.get_submodule(path), config, **settings)
         elif block["stage"] == "moe":
             module = MoE(config)
         elif block["stage"] == "ewa":
             module = EWAMLP(config)
         else:
             module = MergedMLP(config, shared_rate=block["shared_rate"], soup=block["soup"])
-        model.set_submodule(path.format(layer), module)
+        model.set_submodule(path, module)
     if block["stage"] in FREEZE:
         FREEZE[block["stage"]](model)
 
@@ -285,7 +296,7 @@ def adopt(model: PreTrainedModel, causal_lm: type, inner: type) -> None:
     for module in (model, model.base_model):
         if vars(module).pop("forward", None) is not None:
             # accelerate's autocast and TRL's head are such: bound to the old class, whose super() fails from here on
-            warnings.warn(f"forward had been replaced on this object; {type(module).__name__}'s own is back", stacklevel=3)
+            warnings.warn(f"forward was replaced on this object; that of {type(module).__name__} is restored", stacklevel=3)
     for cls in {causal_lm, inner} - _INTRODUCED:
         # transformers notes what a class can record (hidden states) when an object of it is made, and `__class__ =`
         # makes none; so make one, without parts
@@ -331,7 +342,7 @@ def _config_class(model_type: str) -> type:
 @functools.cache
 def model_classes(model_type: str) -> ModelClasses:
     """Return the classes for a base model_type such as "llama"; makes and registers them on the first call."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModel, AutoModelForCausalLM
 
     make_exports_portable()
     config, base_config = _config_class(model_type), CONFIG_MAPPING[model_type]
@@ -339,6 +350,7 @@ def model_classes(model_type: str) -> ModelClasses:
     stem = config.__name__.removesuffix("Config")
     inner = _derive(f"{stem}Model", _Inner, base_inner, config)
     causal_lm = _derive(f"{stem}ForCausalLM", _CausalLM, base_causal_lm, config)
+    AutoModel.register(config, inner, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
     # a base's own renamings between file and model (GPT-NeoX's embed_out is lm_head), which go by the class's name
     renamings = get_checkpoint_conversion_mapping(base_causal_lm.__name__)
@@ -370,7 +382,7 @@ def _derive(name: str, ours: type, base: type, config: type) -> type:
 
 
 def register_auto_classes() -> None:
-    """Make AutoConfig and AutoModelForCausalLM know the folders of every family; a second call does nothing."""
+    """Make AutoConfig, AutoModel and AutoModelForCausalLM know the folders of every family; a second call does nothing."""
     for model_type in FAMILIES:
         _config_class(model_type)
 

@@ -56,8 +56,8 @@ def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, family: Fa
         if not error < TOLERANCE:
             formula = "down(act(gate x) * up x)" if family.gated else "down(act(up x))"
             raise ValueError(
-                f"{family.path.format(layer)} differs from {formula} by {error:.1e} relative; want less than "
-                f"{TOLERANCE:.0e}: this {type(mlps[layer]).__name__} computes something else; is it patched?"
+                f"{family.path.format(layer)} ({type(mlps[layer]).__name__}) must compute {formula}, but the relative "
+                f"difference is {error:.1e}, above {TOLERANCE:.0e}. Check whether the model is patched"
             )
     return errors
 
@@ -92,7 +92,7 @@ def check_stock(model: nn.Module, family: Family, config: MoEConfig, layers: Seq
     stock = model_classes(family.model_type).base_causal_lm
     if type(model) is not stock:
         raise ValueError(
-            f"model is {type(model).__name__}; want {stock.__name__} itself; unwrap it, and merge adapters (merge_and_unload)"
+            f"Expected a {stock.__name__}, but got {type(model).__name__}. Unwrap it, and merge adapters (merge_and_unload)"
         )
     refuse_offloaded(model, type(model).__name__, recurse=False)
     layers = check_layers(model.config.num_hidden_layers, layers)
@@ -195,7 +195,7 @@ def check_layers(count: int, layers: Sequence[int] | None) -> list[int]:
     """Return the layer numbers below `count`, sorted; all of them for None. Raises ValueError for a bad one."""
     layers = list(range(count)) if layers is None else sorted(layers)
     if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(count)):
-        raise ValueError(f"layers is {layers}; want different numbers from 0 to {count - 1}, at least one")
+        raise ValueError(f"layers must be one or more different numbers from 0 to {count - 1}, but got {layers}")
     return layers
 
 
@@ -203,11 +203,11 @@ def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) 
     want, reason = moe_shape(family, mlp), None
     got = {name: getattr(config, name) for name in want}
     if got != want:
-        reason = f"config has {got}; want {want}, the shape of layer {layer}'s MLP; moe_shape returns it"
+        reason = f"The config must have {want}, the shape of layer {layer}'s MLP (see moe_shape), but has {got}"
     elif getattr(mlp, "residual_dropout", 0):
         reason = (
-            f"residual_dropout is {mlp.residual_dropout}; want 0: the experts have no dropout of their own; "
-            "load the model with from_pretrained(..., residual_dropout=0.0)"
+            f"residual_dropout must be 0, as the experts have no dropout, but got {mlp.residual_dropout}. "
+            "Load the model with from_pretrained(..., residual_dropout=0.0)"
         )
     if reason is not None:
         raise ValueError(reason)
@@ -217,18 +217,18 @@ def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
     """Return `moe_layers`; ValueError at another stage, or where a module is not what it was when it was put there."""
     modules, stage, reasons = moe_layers(model), model.config.moe_runtime["stage"], []
     if stage not in stages:
-        hint = "; lora.to_moe makes whole experts, lora.merge a dense model" if stage == "lora" else ""
-        reasons.append(f"the model's stage is {stage!r}; want {' or '.join(map(repr, stages))}{hint}")
+        hint = ". Convert it to whole experts with lora.to_moe, or to a dense model with lora.merge" if stage == "lora" else ""
+        reasons.append(f"The model's stage must be {' or '.join(map(repr, stages))}, but is {stage!r}{hint}")
     else:
         refuse_offloaded(model, type(model).__name__, recurse=False)
         for layer, module in modules.items():
             refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
             kind = type(module.experts).__name__
             if type(module.experts) is not Experts:
-                reasons.append(f"layer {layer}'s experts are {kind}; want Experts; merge adapters (merge_and_unload)")
+                reasons.append(f"The experts of layer {layer} must be Experts, but are {kind}. Merge adapters first")
             elif split_of(module.experts) is not None:
                 reasons.append(
-                    f"experts of layer {layer} train apart from their stacks; want them folded in; trainable.fold_rows(model)"
+                    f"Some experts of layer {layer} are stored separately for training. Call trainable.fold_rows(model) first"
                 )
     if reasons:
         raise ValueError(reasons[0])
@@ -241,8 +241,8 @@ def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None
     if hooked or (recurse and any(parameter.is_meta for parameter in module.parameters())):
         why = "carries accelerate's hooks" if hooked else "is on the meta device"
         raise ValueError(
-            f"{path} {why}; want weights that stay where they "
-            "are; load the model with from_pretrained without device_map, or call "
+            f"{path} {why}, but weights must stay on one device. "
+            "Load the model with from_pretrained without device_map, or call "
             "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
         )
 
@@ -252,7 +252,7 @@ def _refuse_broken(mlp: nn.Module, path: str) -> None:
     for name, weight in mlp.named_parameters():
         # torch has no aminmax of eight bits
         if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.detach().aminmax()).isfinite().all():
-            raise ValueError(f"{path}.{name} has NaN or infinity; want finite weights")
+            raise ValueError(f"{path}.{name} contains NaN or infinity, but weights must be finite")
 
 
 @torch.no_grad()

@@ -71,18 +71,21 @@ def _fields(tokenizer, hidden_size: int, intermediate_size: int, num_layers: int
     }  # fmt: skip
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, split_digits: bool = False) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer of at most `vocab_size` ids: any text round-trips.
 
     It puts BOS before a text, pads right, and has a chat template that marks what the assistant says. Few texts give
-    fewer ids: len(tokenizer) counts them. Raises ValueError for a vocab_size without room for bytes and special tokens.
+    fewer ids: len(tokenizer) counts them. With `split_digits` every digit is a token of its own. Raises ValueError for a
+    vocab_size without room for bytes and special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     if vocab_size < SMALLEST:
-        raise ValueError(f"vocab_size is {vocab_size}; want at least {SMALLEST}: the 256 bytes and the special tokens")
+        raise ValueError(f"vocab_size must be at least {SMALLEST} (256 bytes and special tokens), but got {vocab_size}")
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_of]) if split_digits else bytes_of
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[PAD, BOS, EOS, *ROLES], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

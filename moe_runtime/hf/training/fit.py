@@ -135,7 +135,7 @@ def _warmup(steps: int | None, total: int) -> int:
     if steps is None:
         return min(max(round(0.05 * total), 1), total - 1)
     if steps >= total:
-        raise ValueError(f"warmup_steps is {steps}, the training has {total} steps; want fewer warmup steps")
+        raise ValueError(f"warmup_steps must be below the {total} steps of the training, but got {steps}")
     return steps
 
 
@@ -155,8 +155,8 @@ def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int
     device_batch = per_device_batch_size or max(batch_size // ranks, 1)
     if batch_size % (device_batch * ranks):
         raise ValueError(
-            f"batch_size is {batch_size}, per_device_batch_size is {device_batch}, with {ranks} processes; want batch_size "
-            "to be a multiple of the other two"
+            f"batch_size must be a multiple of per_device_batch_size ({device_batch}) times {ranks} processes, but got "
+            f"{batch_size}"
         )
     return device_batch, batch_size // (device_batch * ranks)
 

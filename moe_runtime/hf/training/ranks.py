@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from moe_runtime.config import check_positive
+from moe_runtime.hf.dropin.quantize import experts_of
 from moe_runtime.hf.models.configuration import write_legacy_rope
-from moe_runtime.hf.models.folders import load
+from moe_runtime.hf.models.folders import load, skeleton
 from moe_runtime.io.files import atomic_write_json, read_json
 
 
@@ -69,6 +71,32 @@ def engine() -> str:
     from accelerate import Accelerator
 
     return Accelerator(cpu=state().device.type == "cpu").distributed_type.value
+
+
+def check_ep_size(ep_size: int, source: str | Path) -> None:
+    """Raise ValueError unless `ep_size` ranks divide this run and the experts of a model's folder; reads its config alone."""
+    check_positive("ep_size", ep_size)
+    if ep_size == 1:
+        return
+    processes, reason = state().num_processes, None
+    if processes % ep_size:
+        reason = f"the run has {processes} processes; want a divisor of them: accelerate launch --num_processes N"
+    elif engine() in ("FSDP", "DEEPSPEED"):
+        reason = f"accelerate runs {engine()}; want DDP, which leaves experts to their ranks"
+    else:
+        counts = {len(next(layer.parameters(False))) for layer in experts_of(skeleton(load_config(source))).values()}
+        odd = [count for count in counts if count % ep_size]
+        reason = f"{source} has layers of {odd[0]} experts; want a divisor of them" if odd else None
+    if reason is not None:
+        raise ValueError(f"ep_size is {ep_size}, {reason}")
+
+
+def expert_mesh(ep_size: int):
+    """Return the mesh of this run's processes with `ep_size` of them for each copy of the experts, for `shard_experts`."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    copies = state().num_processes // ep_size
+    return init_device_mesh(state().device.type, (copies, ep_size) if copies > 1 else (ep_size,))
 
 
 def free_memory() -> None:

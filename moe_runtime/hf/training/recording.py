@@ -86,10 +86,7 @@ class Best:
             if not torch.is_tensor(found) or found.shape != weight.shape or found.dtype != weight.dtype:
                 reason = f"{name} is not {list(weight.shape)}, {weight.dtype}"
         if reason is not None:
-            raise ValueError(
-                f"path is {self.path}, which cannot be read ({reason}); want what this training kept; remove the file's "
-                "folder, and it begins anew"
-            )
+            raise ValueError(f"Cannot read {self.path} of this training ({reason}). Remove its folder to start again")
         for name in ("losses", "tokens"):
             check_numbers(f"{name} of {self.path}", kept.get(name), None, finite=False)
         check_numbers(f"loss of {self.path}", kept.get("loss"))
@@ -164,7 +161,7 @@ class Recorder(TrainerCallback):
         points = {name: values.get(name, []) for name in ("train", "held_out", "rows")}
         pairs = [values.get("last"), *(points["rows"] if isinstance(points["rows"], list) else [None])]
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            raise ValueError(f"last and rows {place} are {shown(pairs)}; want pairs of lists; remove the checkpoint")
+            raise ValueError(f"last and rows {place} must be pairs of lists, but got {shown(pairs)}. Remove the checkpoint")
         losses, tokens = values["last"]
         for what, part in (("losses", losses), ("tokens", tokens)):
             check_numbers(f"{what} {place}", part, len(losses) if isinstance(losses, list) else None, finite=False)

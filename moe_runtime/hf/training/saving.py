@@ -3,6 +3,9 @@
 `WholeSaves` never resumes from half a checkpoint. On Ctrl-C or SIGTERM the step ends, a checkpoint is written, and the same
 command can resume. The processes of a run agree after each step: a signal that reaches one of them, or all in different
 steps, ends all in the same step.
+
+What trains may be on several ranks (`hf.dropin.parallel.shard_experts`). Every rank then writes its part of the weights and of
+the optimizer's state to the checkpoint by torch.distributed.checkpoint, and reads it again, on as many ranks or others.
 """
 
 import functools
@@ -14,13 +17,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from transformers import TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from moe_runtime.hf.dropin.parallel import gathered
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import signals
 from moe_runtime.io.files import atomic_model, naming
+from moe_runtime.ops.all_to_all import is_distributed
+
+SPREAD = {"model": "experts", "optimizer": "experts-optimizer"}  # folders of torch.distributed.checkpoint in a checkpoint
 
 
 def last_whole_checkpoint(folder: str | Path) -> Path | None:
@@ -55,8 +63,82 @@ def _is_whole(checkpoint: Path) -> bool:
     return isinstance(state, dict)
 
 
+def _spread_state(trainer, kind: str) -> tuple[dict, Callable[[dict], object]]:
+    """Return the "model" that trains or the "optimizer", with DTensors of what is spread, and what sets it. All ranks call."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    model = trainer.model
+    if kind == "model":
+        options = states.StateDictOptions(ignore_frozen_params=True, strict=False)
+        state = states.get_model_state_dict(model, options=options)
+        return state, lambda read: states.set_model_state_dict(model, read, options=options)
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate wraps it
+    state = states.get_optimizer_state_dict(model, optimizer)
+    return state, lambda read: states.set_optimizer_state_dict(model, optimizer, read)
+
+
 class WholeSaves:
     """A part of trainers, before transformers' class in the bases."""
+
+    def _trains_spread(self) -> bool:
+        """Whether experts that train are on several ranks; FSDP has files of its own."""
+        return not self.is_fsdp_enabled and any(is_distributed(p) for p in self.model.parameters() if p.requires_grad)
+
+    def _write_spread(self, kind: str, folder: str | Path) -> None:
+        from torch.distributed import checkpoint
+
+        checkpoint.save({kind: _spread_state(self, kind)[0]}, checkpoint_id=Path(folder, SPREAD[kind]))
+
+    def _read_spread(self, kind: str, folder: str | Path) -> None:
+        from torch.distributed import checkpoint
+
+        if not Path(folder, SPREAD[kind]).is_dir():
+            raise ValueError(
+                f"{folder} has no {SPREAD[kind]}: it is no checkpoint of a model whose experts are on several ranks; resume it "
+                "without expert parallelism"
+            )
+        state, put = _spread_state(self, kind)
+        checkpoint.load({kind: state}, checkpoint_id=Path(folder, SPREAD[kind]))
+        put(state)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Save as transformers does, gathered where experts are on several ranks; to a checkpoint every rank writes its own."""
+        if not self._trains_spread():
+            super().save_model(output_dir, _internal_call)
+        elif _internal_call:
+            self._write_spread("model", output_dir)
+        else:
+            weights = gathered(self.model)
+            with ranks.leading() as main:
+                if main:
+                    self._save(output_dir, state_dict=weights)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if self._trains_spread():
+            self._read_spread("model", resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        if self._trains_spread():
+            self._read_spread("model", self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if not self._trains_spread():
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self._write_spread("optimizer", output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is None or not self._trains_spread():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._read_spread("optimizer", checkpoint)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """Train as transformers does; True goes on from the newest whole checkpoint, ValueError where there is none."""
@@ -64,8 +146,8 @@ class WholeSaves:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(
-                    f"resume_from_checkpoint is True, output_dir is {self.args.output_dir}; want a whole checkpoint in it; "
-                    "begin without resume_from_checkpoint"
+                    f"output_dir {self.args.output_dir} has no complete checkpoint to resume from. Start without "
+                    "resume_from_checkpoint"
                 )
             if self.args.should_save:
                 _remove_halves(self.args.output_dir, resume_from_checkpoint)

@@ -15,15 +15,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
 from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
 
 from moe_runtime.config import check_choice, one_line
+from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models import modeling
-from moe_runtime.hf.models.folders import read_config, skeleton
+from moe_runtime.hf.models.folders import load, read_config, skeleton
 from moe_runtime.hf.models.modeling import register_auto_classes
+from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
@@ -36,7 +38,7 @@ PROG = "moe-runtime train"
 HELP = {
     "usage": f"{PROG} --model MODEL --data DATA --output_dir FOLDER [OPTIONS]",
     "description": (
-        "Tune a model, dense or a mixture, with TRL's SFT command. The first options are ours, the others those of "
+        "Tune a dense or MoE model with TRL's SFT command. The first options are ours, the others those of "
         "`trl sft`; --config FILE reads them from a YAML file, --json prints the result as one JSON object."
     ),
     "epilog": f"Example: {PROG} --model llama-1b-moe --data pairs.jsonl --output_dir tuned",
@@ -56,6 +58,7 @@ class TrainArguments:
     train_on: str = field(
         default="assistant", metadata={"help": "the assistant's turns (of a pair, the completion), or all", "choices": TRAIN_ON}
     )
+    ep_size: int = field(default=1, metadata={"help": "processes that share each layer's experts; 1 leaves all on each"})
     stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
     resume: bool = field(default=False, metadata={"help": "resume from the newest complete checkpoint in --output_dir"})
     overwrite: bool = field(default=False, metadata={"help": "replace the model and the checkpoints in --output_dir"})
@@ -65,7 +68,7 @@ class _TakenBefore(argparse.Action):
     """A flag that stands in the help, and that somebody takes out of the words before this parser reads them."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string} is not for this place; want {self.option_strings[0]} once, on the command line")
+        parser.error(f"{option_string} is not allowed here. Pass {self.option_strings[0]} once, on the command line")
 
 
 def parse(trl, argv: Sequence[str] | None) -> tuple:
@@ -77,8 +80,8 @@ def parse(trl, argv: Sequence[str] | None) -> tuple:
     parser = trl.TrlParser(types, prog=PROG, **HELP)
     others = parser.add_argument_group("beside them")
     hidden = {"action": _TakenBefore, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    others.add_argument("--config", metavar="FILE", help="a YAML file of these options; those given here win", **hidden)
-    others.add_argument("--json", nargs=0, help="print the result as one JSON object; all else goes to stderr", **hidden)
+    others.add_argument("--config", metavar="FILE", help="YAML file of options; those of the command line win", **hidden)
+    others.add_argument("--json", nargs=0, help="print the result as one JSON object; everything else goes to stderr", **hidden)
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)
     parser.set_defaults(lora_dropout=0.0)  # PEFT refuses any other on the experts of stock models
@@ -109,7 +112,7 @@ def _with_config(argv: list[str]) -> list[str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = f"cannot be read: {one_line(error)}"
     if reason is not None:
-        raise ValueError(f"config is {str(path)!r}, which {reason}; want a YAML file of options, a `name: value` each")
+        raise ValueError(f"Config {str(path)!r} {reason}. Pass a YAML file with one `name: value` per option")
     return argv
 
 
@@ -236,7 +239,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     guess = math.log(trainer.model.config.get_text_config().vocab_size)
     if not result.training_loss <= 2 * guess:
         trainer.accelerator.print(
-            f"warning: a uniform guess has loss {guess:.2f}: the training diverged; lower --learning_rate, which is "
+            f"warning: the training diverged, as a uniform guess has loss {guess:.2f}. Lower --learning_rate, which is "
             f"{args.learning_rate}",
             file=sys.stderr,
         )
@@ -267,7 +270,7 @@ def _kept(folder: str) -> str:
     last = last_whole_checkpoint(folder)
     if last is None:
         return f"no checkpoint was written to {folder} yet"
-    return f"{last} is the last checkpoint; rerun with --resume to resume"
+    return f"{last} is the last checkpoint. Rerun with --resume to continue from it"
 
 
 def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture):
@@ -280,14 +283,28 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
     if not (model.lora_target_modules or model.lora_target_parameters):
         model.lora_target_modules = "all-linear"  # PEFT has no default for MoE models
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
+    peft_config = trl.get_peft_config(model)
     try:
+        if ours.ep_size > 1:
+            name, peft_config = _load_spread(name, ours.ep_size, args, peft_config), None
         return _sft_trainer()(
             model=name, args=args, train_dataset=train_rows, eval_dataset=eval_rows,
-            quantization_config=trl.get_quantization_config(model), peft_config=trl.get_peft_config(model),
+            quantization_config=trl.get_quantization_config(model), peft_config=peft_config,
             router_stats=ours.router_stats, stop_on_nan=ours.stop_on_nan, train_on=ours.train_on,
         )  # fmt: skip
     except SafetensorError as error:
-        raise ValueError(f"model is {name!r}, whose weights cannot be read: {error}; get them again") from error
+        raise ValueError(f"Cannot read the weights of model {name!r}: {error}. Download them again") from error
+
+
+def _load_spread(name: str, ep_size: int, args, peft_config):
+    """Load the model as TRL would, and leave each process its share of the experts; adapters come before that."""
+    settings, args.model_init_kwargs = args.model_init_kwargs, None
+    dtype, _ = settings.pop("dtype") or "float32", settings.pop("trust_remote_code")  # TRL's default; none of a folder's code
+    model = load(AutoModelForCausalLM, name, "model", dtype=getattr(torch, dtype, dtype), **settings)
+    if peft_config is not None:
+        model = require("peft").get_peft_model(model, peft_config)
+    shard_experts(model, expert_mesh(ep_size))
+    return model
 
 
 def _check(name: str | None, ours: TrainArguments, script, args, model, mixture) -> None:
@@ -295,24 +312,24 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
     path, reason = Path(name or ""), None
     is_id = not (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1)
     if name is None:
-        reason = "model is None; want a folder or the id of a model; pass --model"
+        reason = "No model is given. Pass a folder or a Hub id with --model"
     elif not path.exists():
-        reason = None if is_id else f"model is {name!r}, which does not exist; want a folder that save_pretrained wrote"
+        reason = None if is_id else f"Model {name!r} does not exist. Pass a folder written by save_pretrained"
     elif not (path / "config.json").is_file():
-        reason = f"model is {name!r}, which has no config.json; want a folder that save_pretrained wrote"
+        reason = f"Model {name!r} has no config.json. Pass a folder written by save_pretrained"
     elif not any((path / file).is_file() for file in TOKENIZER_FILES):
         reason = (
-            f"model is {name!r}, which has no tokenizer; want one beside the weights; copy the base model's: "
+            f"Model {name!r} has no tokenizer. Copy that of the base model: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})"
         )
     if reason is None and ours.data is None and not (script.dataset_name or mixture.datasets):
-        reason = "data is None; want a file, a folder or the id of a data set; pass --data"
+        reason = "No data is given. Pass a file, a folder or the id of a dataset with --data"
     elif reason is None and ours.data is not None and ours.eval_data is None and args.eval_strategy != "no":
-        reason = "eval_data is None; want rows to evaluate on; pass --eval_data, or --eval_strategy no"
+        reason = "No evaluation data is given. Pass --eval_data, or --eval_strategy no"
     known = get_available_reporting_integrations()
     missing = [one for one in args.report_to or () if one not in (*known, "azure_ml", "flyte")]  # which it does not list
     if reason is None and missing:
-        reason = f"report_to is {missing[0]!r}, which is not installed; install it, or pass {' or '.join([*known, 'none'])}"
+        reason = f"{missing[0]!r} of report_to is not installed. Install it, or pass {' or '.join([*known, 'none'])}"
     if reason is not None:
         raise ValueError(reason)
     if path.exists() and not args.trust_remote_code:
@@ -320,6 +337,7 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         if not is_deepspeed_zero3_enabled():  # which would split the skeleton
             skeleton(config)
         Checkpoint(name)  # which refuses pickles, and what leads out of the folder
+    check_ep_size(ours.ep_size, name)
 
 
 def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | None, adapter: bool) -> None:
@@ -333,20 +351,20 @@ def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | No
     beside = adapter and source == out and not [*out.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *out.glob("adapter_config.json")]
     reason = None
     if not args.output_dir:
-        reason = "which is no folder; pass --output_dir FOLDER"
+        reason = "is not a folder. Pass --output_dir FOLDER"
     elif out.exists() and not out.is_dir():
-        reason = "which is a file; pass a new or empty folder"
+        reason = "is a file. Pass a new or empty folder"
     elif resume is not None and ours.overwrite:
-        reason = "to be resumed and to be overwritten; pass either --resume or --overwrite"
+        reason = "cannot be both resumed and overwritten. Pass either --resume or --overwrite"
     elif resume is True and last is None:
-        reason = "which has no complete checkpoint; run without --resume"
+        reason = "has no complete checkpoint. Run without --resume"
     elif source.exists() and source.is_relative_to(out) and not (adapter and source == out):
-        reason = f"which {'is' if source == out else 'holds'} {name}, the model to train; pass another folder"
+        reason = f"{'is' if source == out else 'contains'} {name}, the model to train. Pass another folder"
     elif not (resumes or beside or ours.overwrite) and out.is_dir() and any(out.iterdir()):
-        reason = "which exists; pass a new or empty folder, or --overwrite to replace its model and checkpoints"
+        reason = "already exists. Pass a new or empty folder, or --overwrite to replace its model and checkpoints"
         reason += f", or --resume to continue from {last.name}" if last else ""
     if reason is not None:
-        raise ValueError(f"output_dir is {args.output_dir or None}, {reason}")
+        raise ValueError(f"output_dir {args.output_dir or None} {reason}")
 
 
 def _remove_checkpoints(folder: str) -> None:

@@ -49,7 +49,7 @@ class ExpertsLayer(NamedTuple):
 def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
     """Return the layers with experts by number; with `fresh`, raise ValueError if rows of `model` train already."""
     if fresh and any(STATE in m.__dict__ or trainable.split_of(m) is not None for m in model.modules()):
-        raise ValueError("the model trains rows already; want fold_rows(model) or drop_rows(model) first")
+        raise ValueError("The model already trains some experts. Call fold_rows(model) or drop_rows(model) first")
     paths, layers = {module: name for name, module in model.named_modules()}, {}
     for number, layer in numbered_layers(model).items():
         module = experts_module(model, layer)
@@ -64,8 +64,8 @@ def with_shared(layers: dict[int, ExpertsLayer], experts: Mapping, shared_expert
     for number, layer in layers.items():
         if layer.num_shared and 0 in experts.get(number, ()):
             raise ValueError(
-                f"experts of layer {number} are {list(experts[number])}, of which 0 is the shared one; want routed ones alone; "
-                "shared_experts=True trains it"
+                f"experts of layer {number} must be routed ones, but are {list(experts[number])}, and 0 is the shared one. "
+                "Pass shared_experts=True to train it"
             )
     shared = {number: (0,) for number, layer in layers.items() if layer.num_shared} if shared_experts else {}
     return experts | {number: (*experts.get(number, ()), *ids) for number, ids in shared.items()}
@@ -75,14 +75,14 @@ def checked_experts(layers: dict[int, ExpertsLayer], experts: Mapping, dtype: to
     """Return `experts` without layers of none; raise ValueError for what cannot be trained."""
     checked, reason = {}, None
     if dtype is not None and dtype not in FLOATS:
-        reason = f"dtype is {dtype}; want one of {', '.join(map(str, FLOATS))}"
+        reason = f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}"
     for number, ids in experts.items() if reason is None else ():
         ids = tuple(operator.index(e) for e in ids)
         if number not in layers:
-            reason = f"experts name layer {number!r}; want layers with experts: {', '.join(map(str, layers))}"
+            reason = f"experts must name layers with experts ({', '.join(map(str, layers))}), but got layer {number!r}"
         elif len(set(ids)) < len(ids) or any(e not in range(layers[number].num_experts) for e in ids):
             most = layers[number].num_experts - 1
-            reason = f"experts of layer {number} are {list(ids)}; want ids from 0 to {most}, none of them twice"
+            reason = f"experts of layer {number} must be different ids from 0 to {most}, but got {list(ids)}"
         elif ids:
             reason = _unfit(layers, number)
             checked[number] = ids
@@ -97,21 +97,21 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
     """Say why the experts of a layer cannot be trained; None if they can."""
     layer = layers[number]
     if stock.ADAPTED.intersection(layer.name.split(".")):
-        return f"{layer.name} lies in PEFT's adapters; want adapters of other modules, or none"
+        return f"{layer.name} is wrapped by a PEFT adapter. Use adapters of other modules, or none"
     if getattr(layer.module, "_is_expert_parallel", False):
-        return f"{layer.name} holds a part of its experts; want shard_experts in place of transformers' expert-parallel plan"
+        return f"{layer.name} holds only a part of its experts. Use shard_experts, not transformers' expert-parallel plan"
     owners = {id(other.module._parameters.get(name)): n for n, other in layers.items() if n != number for name in other.names}
     for name in layer.names:
         stack, path = layer.module._parameters.get(name), f"{layer.name}.{name}"
         if stack is None or not stack.is_floating_point() or is_quantized(stack):
             got = "no parameter" if stack is None else f"{stack.dtype} ({type(stack).__name__})"
-            return f"{path} is {got}; want one of floats, neither quantized nor held by an engine"
+            return f"{path} must be a floating-point tensor that is not quantized or held by an engine, but is {got}"
         if stack.is_meta and not is_fsdp_enabled():  # whose other ranks load nothing and wait for the first one's weights
-            return f"{path} is on the meta device; want weights that stay where they are; load the model without offloading"
+            return f"{path} is on the meta device. Load the model without offloading"
         if is_distributed(stack) and GRADIENTS_OF not in layer.module.__dict__:
-            return f"{path} is sharded; want train_rows before FSDP2, and after shard_experts"
+            return f"{path} is sharded. Call train_rows before FSDP2, and after shard_experts"
         if id(stack) in owners:
-            return f"{name} of layer {number} is layer {owners[id(stack)]}'s too; want stacks of its own"
+            return f"{name} of layer {number} is shared with layer {owners[id(stack)]}, which is not supported"
     return None
 
 
@@ -122,7 +122,7 @@ def check_unwrapped(model: nn.Module) -> None:
         (fsdp is not None and isinstance(m, fsdp.FSDPModule)) or (m.__dict__.get("_tp_size") or 1) > 1 for m in model.modules()
     )
     if held:
-        raise ValueError(f"model is {type(model).__name__}, whose parameters an engine holds; want it as it was before that")
+        raise ValueError(f"The parameters of {type(model).__name__} are held by an engine. Pass the model before it is wrapped")
 
 
 # MLPs that every token goes through, beside the experts; the gate in front of one is a gate
@@ -196,7 +196,7 @@ def freeze_for_esft(
         asked = shared_experts if any(name.startswith(f"{path}.") for path in shared) else non_expert_modules
         trains[name] = asked and id(parameter) not in stacks and not CHOICE.search(name)
         if trains[name] and parameter.dtype not in FLOATS:
-            raise ValueError(f"{name} is {parameter.dtype}; want floats in what is to train, or it frozen")
+            raise ValueError(f"{name} is {parameter.dtype}, but only floating-point parameters can be trained. Freeze it")
     before = {plain_name(name): parameter.requires_grad for name, parameter in parameters.items()}
     _split(model, layers, experts, dtype, before)
     for name, parameter in parameters.items():
@@ -271,8 +271,8 @@ def is_guarded(module: nn.Module) -> bool:
 
 def _refuse_to_save(module: nn.Module, *_, **__) -> None:
     raise ValueError(
-        f"some experts of {type(module).__name__} train apart, and from_pretrained would read what they were; want "
-        "fold_rows(model) first, or esft.train_only, which saves an adapter"
+        f"Some experts of {type(module).__name__} are stored separately for training, and would be saved untrained. Call "
+        "fold_rows(model) first, or use esft.train_only, which saves an adapter"
     )
 
 
@@ -287,8 +287,8 @@ def _refuse_others(module: nn.Module, args) -> None:
     implementation = module.config._experts_implementation
     if implementation != stock.NAME:
         raise ValueError(
-            f"experts_implementation is {implementation!r}, some of {type(module).__name__}'s experts train apart; want "
-            f"{stock.NAME!r}, or fold_rows(model) first"
+            f"experts_implementation must be {stock.NAME!r} while some experts of {type(module).__name__} are stored "
+            f"separately for training, but is {implementation!r}. Call fold_rows(model) first"
         )
 
 
@@ -298,7 +298,7 @@ def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
             return module, module.__dict__[STATE]
     if any(trainable.split_of(module) is not None for module in model.modules()):
         return model, _Before(True, {})  # PEFT has unloaded the wrapper that knew
-    raise ValueError(f"model is {type(model).__name__}, of which no rows train; want one that train_rows has changed")
+    raise ValueError(f"{type(model).__name__} has no separately trained experts. Pass a model prepared by train_rows")
 
 
 def _undo(model: nn.Module, rejoin) -> None:

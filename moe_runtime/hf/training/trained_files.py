@@ -178,7 +178,7 @@ def check_trains(model: nn.Module) -> None:
     frozen = [name for name in _trained_names(model) if name in parameters and not parameters[name].requires_grad]
     if frozen:
         raise ValueError(
-            f"{frozen[0]} requires no gradient, and was to train; want PEFT's adapters put in before esft.train_only, or none"
+            f"{frozen[0]} was selected for training but is frozen. Add PEFT's adapters before esft.train_only, or none"
         )
 
 
@@ -241,7 +241,7 @@ def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | N
     def find(name: str) -> torch.Tensor:
         if name not in source:
             raise ValueError(
-                f"{name} is missing from {len(source)} tensors of {type(model).__name__}; want all that the model trains"
+                f"{name}, which the model trains, is missing from the {len(source)} tensors of {type(model).__name__}"
             )
         return whole(source[name])
 
@@ -266,8 +266,8 @@ def save_trained(
     # one rank alone would wait for the others forever
     if push_to_hub or (state_dict is None and is_split(model)):
         raise ValueError(
-            f"push_to_hub is {push_to_hub}, model is {type(model).__name__}, which trains experts alone; want "
-            "model.push_to_hub(repository), or, for experts that are spread over processes, esft.save_adapter(model, folder) "
+            f"{type(model).__name__} trains only some experts, so push_to_hub ({push_to_hub}) and sharded states are not "
+            "supported. Use model.push_to_hub(repository), or, for distributed experts, esft.save_adapter(model, folder) "
             "on every rank, and MoETrainer, or save_strategy='no' in Trainer"
         )
     tensors = trained_tensors(model, state_dict)
@@ -281,8 +281,7 @@ def check_place(folder: str | Path) -> None:
     # a config.json beside an adapter's own two files is that of its base, as hub folders have it
     if found and not (found == [SINGLE] and (Path(folder) / CONFIG).is_file()):
         raise ValueError(
-            f"folder is {folder}, which holds a whole model ({found[0]}), what is saved are trained experts alone; want "
-            "a folder of their own"
+            f"Folder {folder} holds a whole model ({found[0]}), but only trained experts are being saved. Choose another folder"
         )
 
 
@@ -305,16 +304,16 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     files, reason = sorted(Path(folder).glob("*.safetensors")), None
     tensors: dict[str, torch.Tensor] = {}
     if not files:
-        reason = f"adapter is {str(folder)!r}, which has no .safetensors file; want the folder of an adapter"
+        reason = f"{str(folder)!r} has no .safetensors file. Pass the folder of an adapter"
     for file in files:
         try:
             found = load_file(file)
         except (SafetensorError, OSError) as error:
-            reason = f"{file} cannot be read ({error}); want a whole safetensors file; get it again"
+            reason = f"{file} is not a valid safetensors file ({error}). Download it again"
             break
         found = {f"model.{name}" if name.startswith("layers.") else name: tensor for name, tensor in found.items()}
         if twice := sorted(found.keys() & tensors.keys()):
-            reason = f"{file} has {twice[0]}, which another file beside it has too; want each tensor once"
+            reason = f"{file} has {twice[0]}, which is also in another file of the folder"
         tensors |= found
     if reason is not None:
         raise ValueError(reason)
@@ -331,22 +330,22 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
     training, tensors, reason = training_of(model), read_tensors(folder), None
     if training is None:
         reason = (
-            f"model is {type(model).__name__}, which trains no experts apart, {folder} is an adapter; want it made ready "
-            "by esft.train_only with the same selection; or esft.apply the adapter"
+            f"{folder} is an adapter, but {type(model).__name__} trains no experts separately. Prepare it with esft.train_only "
+            "and the same selection, or apply the adapter with esft.apply"
         )
     elif any(hasattr(p, "placements") for p in model.parameters()):
-        reason = f"model is {type(model).__name__}, split over processes; want an adapter loaded before it is split"
+        reason = f"{type(model).__name__} is distributed over processes. Load the adapter before distributing it"
     else:
         targets = _targets(model, training)
         want, own = ({name: tuple(t.shape) for name, t in found.items()} for found in (targets, tensors))
         if lacks := want.keys() ^ own.keys():
             kind = "lacks" if min(lacks) in want else "has"
             reason = (
-                f"{folder} {kind} {min(lacks)}; want the {len(want)} tensors that the model trains; make it ready with the "
-                "selection in expert_cfg.json"
+                f"{folder} {kind} {min(lacks)}, but must have the {len(want)} tensors that the model trains. Prepare the model "
+                "with the selection in expert_cfg.json"
             )
         elif other := [name for name in want if own[name] != want[name]]:
-            reason = f"{other[0]} in {folder} is {list(own[other[0]])}; want {list(want[other[0]])}, as the model has it"
+            reason = f"{other[0]} in {folder} has shape {list(own[other[0]])}, but the model's is {list(want[other[0]])}"
     if reason is not None:
         raise ValueError(reason)
     if training.check is not None:
@@ -378,7 +377,7 @@ def _take_names(layout: Layout, module: nn.Module, state_dict, prefix: str, _met
     want = {f"{prefix}{e}.{name}" for names in stacks.values() for name in names for e in ids}
     if parts.keys() != want:
         there = sorted({parse_name(name).expert for name in parts})
-        errors.append(f"{prefix[:-1]}: the file has experts {there}; want those that train, {sorted(ids)}, and all of them")
+        errors.append(f"{prefix[:-1]}: the file must have the trained experts {sorted(ids)}, but has {there}")
         return
     for stack, names in stacks.items():
         rows = [join_row(layout, stack, {name: parts[f"{prefix}{e}.{name}"] for name in names}) for e in ids]

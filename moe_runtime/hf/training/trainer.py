@@ -23,7 +23,6 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
-from moe_runtime.hf.dropin import parallel
 from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.models import modeling
@@ -32,6 +31,7 @@ from moe_runtime.hf.training.recording import RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
 from moe_runtime.io.files import read_json
 from moe_runtime.modules.moe import Router
+from moe_runtime.ops.all_to_all import is_distributed
 
 ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
 
@@ -52,12 +52,15 @@ class _MoETrainer(WholeSaves):
         if balance_loss is not None:
             model = args[0] if args else kwargs.get("model")
             if not isinstance(model, torch.nn.Module):
-                raise ValueError(f"model is {model!r}, balance_loss is {balance_loss!r}; want a loaded model")
+                raise ValueError(f"balance_loss {balance_loss!r} requires a loaded model, but got {model!r}")
             # before transformers' class, since TRL reads the config when it is made
             self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
         use_cache = _UseCache()
         super().__init__(*args, **kwargs | {"callbacks": [*(kwargs.get("callbacks") or ()), use_cache]})
         self.remove_callback(use_cache)
+        if self._trains_spread() and all(is_distributed(p) for p in self.model.parameters() if p.requires_grad):
+            # experts on several ranks average their gradients themselves, and DDP refuses a model without others that train
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._passes_use_cache = use_cache.put_back()
         routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
         self._check(routers)
@@ -81,31 +84,28 @@ class _MoETrainer(WholeSaves):
         balanced = self.balance_loss is not None or any(
             r.config.balance_loss != "none" and r.config.balance_loss_coef for r in routers if isinstance(r, Router)
         )
-        spread = trained_files.training_of(model) is None and parallel.is_spread(model)
         reason = None
         if args.n_gpu > 1:
             reason = (
-                f"this process sees {args.n_gpu} GPUs; want one per process; use accelerate launch or torchrun, or set "
+                f"This process sees {args.n_gpu} GPUs, but must use one. Use accelerate launch or torchrun, or set "
                 "CUDA_VISIBLE_DEVICES"
             )
         elif balanced and (self.label_smoother is not None or self.compute_loss_func is not None):
             reason = (
-                f"label_smoothing_factor is {args.label_smoothing_factor}, compute_loss_func is {self.compute_loss_func}; "
-                "want 0 and None with a balance loss, which they would leave out"
+                f"label_smoothing_factor ({args.label_smoothing_factor}) must be 0 and compute_loss_func "
+                f"({self.compute_loss_func}) None with a balance loss, which they would omit"
             )
         elif getattr(self, "aux_loss_enabled", False) and not routers:
-            reason = f"router_aux_loss_coef is {self.router_aux_loss_coef}; want 0 for a model without routers"
+            reason = f"router_aux_loss_coef must be 0 for a model without routers, but got {self.router_aux_loss_coef}"
         elif trained_files.needs_autocast(model) and not (args.bf16 or args.fp16):
             reason = (
-                "bf16 is False, what trains beside the experts has another dtype than the rest of the model; want bf16=True, "
-                "or esft.train_only without dtype"
+                "bf16 is False, but the trained parameters have another dtype than the rest of the model. Pass bf16=True, "
+                "or call esft.train_only without dtype"
             )
-        elif args.save_strategy != "no" and (spread or trainable.is_guarded(model)):
-            what = "its experts on several ranks" if spread else "experts that train outside of their stacks"
+        elif args.save_strategy != "no" and trainable.is_guarded(model):
             reason = (
-                f"save_strategy is {args.save_strategy.value!r}, model is {type(model).__name__} with {what}, which a "
-                "checkpoint cannot hold; want save_strategy='no'; "
-                f"{'parallel.save_pretrained writes the model' if spread else 'esft.train_only saves an adapter'}"
+                f"save_strategy is {args.save_strategy.value!r}, but a checkpoint cannot hold {type(model).__name__} with "
+                "experts that train separately. Pass save_strategy='no' and save the adapter with esft.train_only"
             )
         if reason is not None:
             raise ValueError(reason)
@@ -154,7 +154,7 @@ class _MoETrainer(WholeSaves):
         loss = super().training_step(model, inputs, *args, **kwargs)
         # no further sync: by default Trainer reads each loss for its own NaN filter
         if self.stop_on_nan and not torch.isfinite(loss).all():
-            raise ValueError(self._not_finite(f"loss is {loss.item()}", "a finite loss"))
+            raise ValueError(self._not_finite(f"loss is {loss.item()}"))
         return loss
 
     def _save_checkpoint(self, model, trial):
@@ -164,7 +164,7 @@ class _MoETrainer(WholeSaves):
             own = ((name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named)  # of what FSDP2 has split
             bad = next((name for name, p in own if not torch.isfinite(p).all()), None)
             if bad is not None:
-                raise ValueError(self._not_finite(f"{bad} has NaN or infinite values", "finite weights"))
+                raise ValueError(self._not_finite(f"{bad} has NaN or infinite values"))
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
@@ -195,8 +195,8 @@ class _MoETrainer(WholeSaves):
         if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
             kinds = ("experts apart, as esft.train_only makes it", "all of its parameters")
             reason = (
-                f"checkpoint is {folder}, of a model that trains {kinds[trains_apart]}, this one trains "
-                f"{kinds[not trains_apart]}; want both alike"
+                f"Checkpoint {folder} is of a model that trains {kinds[trains_apart]}, but this model trains "
+                f"{kinds[not trains_apart]}"
             )
         elif trains_apart and is_sharded:  # FSDP's own files hold rows without saying whose they are
             reason = _other_experts(training.config, folder)
@@ -208,12 +208,12 @@ class _MoETrainer(WholeSaves):
             training.check(training.config, folder)
         return trains_apart and not is_sharded
 
-    def _not_finite(self, what: str, want: str) -> str:
-        rows = "" if self._row_ids is None else f" in a batch of the rows {', '.join(map(str, self._row_ids.tolist()))}"
+    def _not_finite(self, what: str) -> str:
+        rows = "" if self._row_ids is None else f" in a batch of the examples {', '.join(map(str, self._row_ids.tolist()))}"
         last = last_whole_checkpoint(self.args.output_dir)
         return (
-            f"{what} at step {self.state.global_step + 1}{rows}; want {want}; lower the learning rate or set "
-            f"max_grad_norm, look at the data, then resume from {last or 'the start: no checkpoint was saved'}"
+            f"{what} at step {self.state.global_step + 1}{rows}. Lower the learning rate, set max_grad_norm or check the data, "
+            f"then resume from {last or 'the start, as no checkpoint was saved'}"
         )
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -273,8 +273,8 @@ def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
     for name in ("experts", "shared_experts", "non_expert_modules"):
         if saved.get(name) != own.get(name):
             return (
-                f"{name} is {own.get(name)}, in the checkpoint {folder} {saved.get(name)}; want the same, in the same order; "
-                "make the model ready with the selection in expert_cfg.json there"
+                f"{name} is {own.get(name)}, but {saved.get(name)} in checkpoint {folder}. Prepare the model with the "
+                "selection in expert_cfg.json there"
             )
     return None
 
@@ -308,7 +308,7 @@ def check_rows(model, rows, tokenizer=None) -> None:
         pad, size = getattr(tokenizer, "pad_token_id", None), _size(model)
         if pad is not None and size is not None and pad >= size:
             # packed rows are never padded
-            text = f"pad_token_id is {pad}, vocab_size is {size}; want an id below it where rows are padded"
+            text = f"pad_token_id must be below vocab_size ({size}) if examples are padded, but is {pad}"
             warnings.warn(text, stacklevel=3)
 
 
@@ -322,8 +322,8 @@ def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
         text = tokenizer.convert_ids_to_tokens(largest)
     rows = max(largest + 1, len(tokenizer) if text is not None else 0)
     raise ValueError(
-        f"token id is {largest}{'' if text is None else f' ({text!r})'}, vocab_size is {size}; want ids below it; take the "
-        f"model's own tokenizer, or enlarge the model: model.resize_token_embeddings({rows})"
+        f"Token ids must be below vocab_size ({size}), but got {largest}{'' if text is None else f' ({text!r})'}. Use the "
+        f"model's tokenizer, or enlarge the model: model.resize_token_embeddings({rows})"
     )
 
 

@@ -70,11 +70,11 @@ def train_only(
     selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
     check_selection(model, selection)
     if not (selection.num_experts or selection.shared_experts or selection.non_expert_modules):
-        raise ValueError("selection has no experts, shared_experts and non_expert_modules are False; select something to train")
+        raise ValueError("The selection is empty. Select experts, shared_experts or non_expert_modules to train")
     is_peft = (name for name, _ in model.named_parameters() if "lora_" in name or "modules_to_save" in name)
     if selection.non_expert_modules and (adapted := next(is_peft, None)):
         raise ValueError(
-            f"model has PEFT's {adapted}, and non_expert_modules is True; use a model without adapters, or turn that off"
+            f"non_expert_modules is True, but the model has the PEFT adapter {adapted}. Remove the adapter, or turn it off"
         )
     base = base_of(model, selection.experts)
     receipt = trainable.freeze_for_esft(
@@ -133,7 +133,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
 
 def _check_training(model: nn.Module) -> None:
     if trained_files.training_of(model) is None:
-        raise ValueError(f"model is {type(model).__name__}, which trains no selected experts; call esft.train_only first")
+        raise ValueError(f"{type(model).__name__} trains no selected experts. Call esft.train_only first")
 
 
 def _adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Adapter:

@@ -119,7 +119,7 @@ def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -
     """
     difference = _difference(base, model)
     if difference is not None:
-        raise ValueError(f"{source} is for a base {difference}; use the base that it was trained on")
+        raise ValueError(f"{source} is for a base {difference}. Use the base that it was trained on")
 
 
 def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
@@ -220,7 +220,7 @@ def from_config(values: Mapping[str, Any], source: str) -> tuple[ExpertSelection
     is_known = isinstance(ours, Mapping) and ours.get("format", 1) == 1
     if not is_known or not isinstance(ours.get("base") or {}, Mapping):
         raise ValueError(
-            f"{OURS} in {source} is {str(ours)[:60]}; expected an object of format 1 with the base; a newer moe_runtime "
+            f"{OURS} in {source} must be an object of format 1 with the base, but is {str(ours)[:60]}. A newer moe_runtime "
             "may have written it"
         )
     return ExpertSelection.from_dict(values, source), ours.get("base")
@@ -274,7 +274,7 @@ def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
     for name, tensor in adapter.others.items():
         shape = list(parameters[name].shape) if name in parameters else None
         if shape != list(tensor.shape):
-            raise ValueError(f"{adapter.source} has {name} {list(tensor.shape)}; the model has {shape or 'no such tensor'}")
+            raise ValueError(f"{adapter.source} has {name} {list(tensor.shape)}, but the model has {shape or 'no such tensor'}")
         yield Change(name, parameters[name])
 
 
@@ -292,7 +292,7 @@ def _stack_changes(
         if found != want:
             part = min(part for part in {*found, *want} if found.get(part) != want.get(part))
             raise ValueError(
-                f"{adapter.source} has {part} {found.get(part, 'missing')} of expert {e} of layer {number}; the model has "
+                f"{adapter.source} has {part} {found.get(part, 'missing')} of expert {e} of layer {number}, but the model has "
                 f"{want.get(part, 'no such part')}"
             )
     for stack in stacks:
@@ -309,8 +309,7 @@ def check_adapter(model: nn.Module, adapter: Adapter, *, check_weights: bool = T
         parameter = change.parameter
         if hasattr(parameter, "placements") or parameter.is_meta or parameter.dtype not in FLOATS:
             raise ValueError(
-                f"{change.name} is split over processes, offloaded or quantized; apply an adapter to the whole model, before "
-                "all that"
+                f"{change.name} is distributed, offloaded or quantized. Apply an adapter to the whole model before doing that"
             )
     return changes
 
@@ -343,7 +342,7 @@ def check_is_base(model: nn.Module) -> None:
     is_training = trained_files.training_of(model) is not None or any(split_of(m) is not None for m in model.modules())
     if there is not None or is_training:
         state = "trains experts" if there is None else f"has the adapter {getattr(there, APPLIED).source} in it"
-        raise ValueError(f"model {state}; call esft.{'fold or esft.drop' if there is None else 'remove'} first")
+        raise ValueError(f"The model {state}. Call esft.{'fold or esft.drop' if there is None else 'remove'} first")
 
 
 class Applied(NamedTuple):
@@ -366,7 +365,7 @@ def remove(model: nn.Module) -> None:
     """Take the adapter that `apply` put in out of `model`: every weight is as before, bit for bit."""
     there = trained_files.holder(model, APPLIED)
     if there is None:
-        raise ValueError(f"model is {type(model).__name__}, which has no adapter in it; esft.apply puts one in")
+        raise ValueError(f"{type(model).__name__} has no adapter in it. Apply one with esft.apply")
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, (ids, values) in getattr(there, APPLIED).kept.items():
         _put(parameters[name], ids, values)

@@ -72,7 +72,7 @@ def shared_top(a: ExpertScores, b: ExpertScores, top: int = TOP, score: str = "g
     _check((a, b), "scores")
     routed = a.num_experts - a.num_shared
     if top > routed:
-        raise ValueError(f"top is {top}, the layers have {routed} routed experts; want at most that")
+        raise ValueError(f"top must be at most the {routed} routed experts of a layer, but got {top}")
     return (_top(a, top, score) & _top(b, top, score)).sum(1).tolist()
 
 
@@ -125,7 +125,7 @@ def two_samples(rows: Sequence, seed: int = SEED) -> tuple[list, list]:
     """Draw two halves of `rows` that have none in common."""
     rows = list(rows)
     if len(rows) < 2:
-        raise ValueError(f"rows are {len(rows)}; want at least 2 for two samples")
+        raise ValueError(f"Two samples require at least 2 examples, but got {len(rows)}")
     random.Random(seed).shuffle(rows)
     return rows[::2], rows[1::2]
 
@@ -154,7 +154,9 @@ def sample_sizes(
     for task, both in halves.items():
         least = min(sum(len(row["input_ids"] if isinstance(row, Mapping) else row) for row in half) for half in both)
         if least < sizes[-1]:
-            raise ValueError(f"sizes has {sizes[-1]}, half of the rows of {task!r} have {least} tokens; want at least as many")
+            raise ValueError(
+                f"sizes must be at most {least}, the tokens in half of the examples of {task!r}, but got {sizes[-1]}"
+            )
     shared = []
     for both in halves.values():
         found = []
@@ -220,7 +222,7 @@ def token_shares(
             tokens = tokenizer(text, truncation=True, max_length=max_length, **with_offsets)
             ids = tokens["input_ids"]
             if not ids:
-                raise ValueError(f"texts has {text!r}, which has no tokens; want text")
+                raise ValueError(f"Text {text!r} has no tokens. Pass other text")
             pieces = _pieces(tokenizer, text, ids, tokens.get("offset_mapping"))
             trained = _Trained(selection, len(ids))
             with GateRecorder(model, see=trained.see):
@@ -262,7 +264,7 @@ def _check(scores: Iterable[ExpertScores], name: str) -> None:
     shapes = {(one.layers, one.num_experts, one.num_shared) for one in scores}
     if len(shapes) != 1:
         said = "empty" if not shapes else f"of {len(shapes)} kinds of models"
-        raise ValueError(f"{name} is {said}; want scores of one model's layers")
+        raise ValueError(f"{name} must be scores of one model's layers, but is {said}")
 
 
 _NOTE = "Each token's experts over all layers: the deeper the colour, the more of them are trained."

@@ -230,7 +230,7 @@ def _check_top(recipe: EsftRecipe, top: int = analyses.TOP, score: str = "gate")
     check_choice("score", score, SCORES)
     small = recipe.pretrain
     if small is not None and top > small.num_experts:
-        raise ValueError(f"top is {top}, the layers have {small.num_experts} routed experts; want at most that")
+        raise ValueError(f"top must be at most the {small.num_experts} routed experts of a layer, but got {top}")
     return {"top": top, "score": score}
 
 

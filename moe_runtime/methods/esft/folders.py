@@ -133,7 +133,7 @@ class _Plan:
         self.others = saved_tensors(model, {c.name: adapter.others[c.name] for c in changes if c.ids is None}, checkpoint)
         for key in (*self.rows, *self.others):
             if self.specs[key].dtype not in FLOATS:
-                raise ValueError(f"{key} in {checkpoint.path} is {self.specs[key].dtype}; expected weights of a floating dtype")
+                raise ValueError(f"{key} in {checkpoint.path} must have a floating dtype, but is {self.specs[key].dtype}")
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.others)

@@ -4,9 +4,9 @@
     save_lora    PEFT's adapter_model.safetensors and adapter_config.json, and expert_cfg.json: the selection and the base
     read_lora    that selection and base; `apply` puts such an adapter, or ESFT's own, into a model
 
-PEFT's files have A [r, in] and B [out, r] for every expert of a stack. Those of the other experts are zero, both, and stay zero
-without any mask: dA = s (dy B)^T x and dB = s dy^T (x A^T) vanish where B and A do, and no optimizer moves a zero by a gradient
-of zero or by weight decay. So any trainer and engine that PEFT's own files work with can train, load and merge these.
+PEFT's files have A [r, in] and B [out, r] for every expert of a stack, and so do ours, with zeros for the other experts. What
+trains are the selected experts' alone (`SelectedHalf`): the others cost no parameters, gradients or optimizer's state. PEFT
+reads whole matrices wherever it asks for a weight, so its own forward pass, merging and files stay what they are.
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ from moe_runtime.methods.lora.adapters import read_tensors
 from moe_runtime.methods.lora.baseline import add_parameter_lora
 from moe_runtime.methods.lora.baseline import save_lora as save_peft
 from moe_runtime.methods.lora.stacks import PeftAdapter, is_peft, read_peft
+from moe_runtime.ops.all_to_all import is_distributed
 
 RANK, ALPHA = 8, 16.0  # the paper has no LoRA on selected experts; these are methods.lora's
 TRAINING = "moe_runtime_esft_lora"  # attribute of a model: expert_cfg.json
@@ -57,18 +58,55 @@ def train_lora(
     adapted = add_parameter_lora(model, parameters, rank, alpha, seed)
     experts.patch(adapted)
     rows = 0
-    for name, parameter in adapted.named_parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype or torch.promote_types(parameter.dtype, torch.float32))
-            ids = selection.experts[_layer_of(name)]
-            matrices = _by_expert(parameter.data, name, layers[_layer_of(name)].num_experts)
-            others = [e for e in range(len(matrices)) if e not in ids]
-            matrices[others] = 0
-            rows += len(ids) * matrices[0].numel()
+    for name, halves in list(adapted.named_modules()):
+        if isinstance(halves, nn.ModuleDict) and name.endswith((".lora_A", ".lora_B")) and len(halves):
+            layer, weight = layers[_layer_of(name)], halves["default"].weight.detach()
+            weight = weight.to(dtype or torch.promote_types(weight.dtype, torch.float32))
+            halves["default"] = SelectedHalf(weight, selection.experts[_layer_of(name)], layer.num_experts, name[-1] == "A")
+            rows += halves["default"].selected.numel()
     setattr(adapted, TRAINING, config)
     return adapted, TrainableReceipt(
         experts=selection.experts, shared_experts=(), row_parameters=rows, trainable_parameters=rows, total_parameters=total
     )
+
+
+class SelectedHalf(nn.Module):
+    """A [E r, in] or B [out, r E] of PEFT's LoRA of a stack, of which the matrices of selected experts are parameters.
+
+    `weight` has zeros for the others, and so has the state_dict; of a model that FSDP2 has split it has what FSDP2 keeps.
+    """
+
+    def __init__(self, weight: torch.Tensor, ids: tuple[int, ...], num_experts: int, is_a: bool):
+        super().__init__()
+        self.shape, self.dim = weight.shape, 0 if is_a else 1
+        self.out_features, self.in_features = weight.shape  # as nn.Linear, in whose place it is
+        place = torch.arange(weight.shape[self.dim], device=weight.device)
+        place = place.view(num_experts, -1)[list(ids)] if is_a else place.view(-1, num_experts)[:, list(ids)]
+        self.register_buffer("index", place.flatten(), persistent=False)
+        self.selected = nn.Parameter(weight.index_select(self.dim, self.index))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The whole matrix, as PEFT has it."""
+        return self.whole(self.selected)
+
+    def whole(self, selected: torch.Tensor) -> torch.Tensor:
+        """Return the whole matrix of its selected part."""
+        return selected.new_zeros(self.shape).index_copy(self.dim, self.index.to(selected.device), selected)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        if is_distributed(self.selected):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        else:
+            destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach()
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
+            if weight.shape != self.shape:
+                errors.append(f"{prefix}weight is {list(weight.shape)}; expected {list(self.shape)}")
+                return
+            state_dict[f"{prefix}selected"] = weight.index_select(self.dim, self.index.to(weight.device))
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
 
 def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
@@ -78,7 +116,7 @@ def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
     flag = next((name for name in FLAGS if getattr(selection, name)), None)
     if flag or not selection.num_experts:
         what = f"{flag} is True" if flag else "selection has no experts"
-        raise ValueError(f"{what}; LoRA is for selected routed experts alone: select some, and turn {' and '.join(FLAGS)} off")
+        raise ValueError(f"{what}, but LoRA supports routed experts only. Select some, and turn {' and '.join(FLAGS)} off")
 
 
 def _numbers(model: nn.Module) -> int:
@@ -90,36 +128,18 @@ def _layer_of(name: str) -> int:
     return next((int(part) for part in plain_name(name).split(".") if part.isdecimal()), -1)
 
 
-def _by_expert(matrix: torch.Tensor, name: str, num_experts: int) -> torch.Tensor:
-    """Return a view of lora_A [E r, in] or lora_B [out, r E] as [E, ...]."""
-    if ".lora_A." in name:
-        return matrix.view(num_experts, -1, matrix.shape[1])
-    return matrix.view(matrix.shape[0], -1, num_experts).permute(2, 0, 1)
-
-
 def save_lora(model: nn.Module, folder: str | Path, *, state_dict: dict | None = None, overwrite: bool = False) -> Path:
-    """Write what a model of `train_lora` has learned, atomically; `state_dict` stands for the weights of a split model.
-
-    Raises ValueError if matrices of an expert that is not selected are not zero: a training that overflowed.
-    """
+    """Write what a model of `train_lora` has learned, atomically; `state_dict` stands for the weights of a split model."""
     config = getattr(model, TRAINING, None)
     if config is None:
-        raise ValueError(
-            f"model is {type(model).__name__}, which trains no LoRA of selected experts; call esft.train_lora first"
-        )
+        raise ValueError(f"{type(model).__name__} does not train LoRA of selected experts. Call esft.train_lora first")
     check_out_dir(folder, overwrite)
     selection, base = from_config(config, "model")
+    for name, half in model.named_modules() if state_dict else ():
+        if isinstance(half, SelectedHalf) and f"{name}.selected" in state_dict:  # FSDP2's
+            state_dict[f"{name}.weight"] = half.whole(state_dict.pop(f"{name}.selected"))
     with atomic_folder(folder, overwrite) as tmp:
         save_peft(model, tmp, state_dict)
-        for key, tensor in read_tensors(tmp).items():
-            number = _layer_of(key)
-            matrices = _by_expert(tensor, key, numbered_layers(model)[number].num_experts)
-            moved = [e for e, one in enumerate(matrices) if e not in selection.experts[number] and not (one == 0).all()]
-            if moved:
-                raise ValueError(
-                    f"{key} of expert {moved[0]}, which is not selected, is not zero any more: the training overflowed to "
-                    "infinity or NaN; use a smaller learning rate or bfloat16"
-                )
         atomic_write_json(tmp / trained_files.CONFIG, to_config(selection, base))
     return Path(folder)
 
@@ -166,8 +186,8 @@ def check_mask(model: nn.Module, adapter: PeftAdapter, selection: ExpertSelectio
         odd = name if odd is None and pair.b[others].any() else odd
     if odd is not None:
         raise ValueError(
-            f"{adapter.folder} changes {odd} beyond the experts that its {trained_files.CONFIG} selects; `moe-runtime lora "
-            "export --to merged` merges all of an adapter"
+            f"{adapter.folder} changes {odd} beyond the experts selected in its {trained_files.CONFIG}. Use `moe-runtime lora "
+            "export --to merged` to merge the whole adapter"
         )
 
 

@@ -62,8 +62,8 @@ def read_logs(
         sums, tokens = _sum_lines(lines, top_k, num_experts, pairs, paths)
         if seen is not None and tokens != seen:
             raise ValueError(
-                f"{paths[0]} has {sum(tokens)} tokens in {len(tokens)} lines, the log of the first layer {sum(seen)} in "
-                f"{len(seen)}; the logs of all layers must be of the same tokens"
+                f"{paths[0]} has {sum(tokens)} tokens in {len(tokens)} lines, but the log of the first layer has {sum(seen)} "
+                f"in {len(seen)}. The logs of all layers must be of the same tokens"
             )
         found, seen = [*found, sums], tokens
     E = max(len(sums[0]) for sums in found)
@@ -93,7 +93,7 @@ def _log_files(folder: Path, layers: Sequence[int] | None) -> dict[int, list[Pat
     if not folders or missing or (folder in folders and len(folders) > 1):
         found = f"no log {missing.name} in {missing.parent}" if missing else "logs in itself and in rank_{r}"
         raise ValueError(
-            f"logs is {folder}, with {found if folders else 'no logs'}; expected expert_weights_{{layer}}.txt of every layer "
+            f"{folder} has {found if folders else 'no logs'}. Expected expert_weights_{{layer}}.txt of every layer "
             "that has experts, not empty, in the folder itself or in its folders rank_{r}"
         )
     return {layer: [place / log_name(layer) for place in folders] for layer in wanted}
@@ -119,8 +119,8 @@ def _read_log(path: Path, E: int | None):
                 good = False
             if not good:
                 raise ValueError(
-                    f"{path}, line {number}, is {shown(line, 60)}; expected ids below num_experts ({E or MAX_EXPERTS}), two "
-                    "tabs and as many gate values, separated by tabs"
+                    f"{path}, line {number}, is {shown(line, 60)}, but expected ids below num_experts ({E or MAX_EXPERTS}), "
+                    "two tabs and as many gate values, separated by tabs"
                 )
             yield torch.tensor(found), values
 
@@ -141,7 +141,7 @@ def _sum_lines(lines, K: int, E: int | None, pairs: bool, paths: list[Path]) -> 
     """Sum up one layer: count, gate and their means by line, [E] each, then pairs [E, E]; and the tokens of each line."""
     bad = next((i for i, (ids, _) in enumerate(lines) if len(ids) % K or not _distinct(ids, K)), None)
     if bad is not None:
-        raise ValueError(f"top_k is {K}, line {bad + 1} of {_listed(paths)} does not fit; expected the experts per token")
+        raise ValueError(f"Line {bad + 1} of {_listed(paths)} does not fit top_k {K}. Pass the number of experts per token")
     E = max(int(ids.max()) for ids, _ in lines) + 1 if E is None else E
     sums = torch.zeros(4, E, dtype=torch.float64)
     both = torch.zeros(E, E, dtype=torch.float64)
@@ -189,8 +189,8 @@ def read_tables(values: Mapping[str, Any], source: str) -> tuple[tuple[int, ...]
             # a corrupt id must not make a huge table
             if not good or sorted(scores) != ids or ids[-1] - ids[0] != len(ids) - 1 or ids[0] >= MAX_EXPERTS:
                 raise ValueError(
-                    f"{source}: layer {shown(layer)} of {key} is {shown(row, 60)}; expected a number of 0 or more for each "
-                    "expert, 0 to E - 1 in every layer"
+                    f"{source}: layer {shown(layer)} of {key} is {shown(row, 60)}, but expected a number of at least 0 for "
+                    "each expert, 0 to E - 1 in every layer"
                 )
             rows[int(layer)] = [0.0] * ids[0] + [scores[e] for e in ids]
         shapes[name] = tuple(sorted(rows)), ids
@@ -198,8 +198,8 @@ def read_tables(values: Mapping[str, Any], source: str) -> tuple[tuple[int, ...]
     layers, ids = shapes["gate"]
     if not layers or shapes["token"] != shapes["gate"]:
         raise ValueError(
-            f"{source} lacks {' or '.join(TABLES.values())}, or they differ in layers or experts; expected both, by layer "
-            "and expert"
+            f"{source} must have {' and '.join(TABLES.values())} for the same layers and experts, but one is missing or they "
+            "differ"
         )
     return layers, ids[0], tables
 

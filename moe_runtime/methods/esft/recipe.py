@@ -36,6 +36,7 @@ from moe_runtime.experiments.recipe import (  # fmt: skip
     Prompt,
     Rows,
     Schedule,
+    Sources,
     Steps,
     Training,
     TrainOn,
@@ -99,7 +100,8 @@ def join(rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float 
 
 def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
     """`task_rows` as ESFT's released code packs and parts them: one line in fifty validates, whatever `validation_rows` is."""
-    rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in itertools.islice(train, task.limit)]
+    taken = map(data.one_form, itertools.islice(train, task.limit))
+    rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in taken]
     lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
     parts = dict(zip(("train", "validation"), split_lines(lines), strict=True))
     how = {"limit": task.held_out_rows, "prompt": task.prompt, "train_on": task.train_on}
@@ -135,7 +137,8 @@ def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) ->
     parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
     if not all(map(len, parts)):
         raise ValueError(
-            f"The data fill {len(lines)} lines, of which {share:.0%} train and the others validate; pass more data"
+            f"The data fill only {len(lines)} lines, of which {share:.0%} are for training and the others for validation. Pass "
+            "more data"
         )
     return tuple(parts)
 
@@ -227,15 +230,16 @@ class Task(Rows):
 
     @model_validator(mode="after")
     def _check_source(self):
-        if self.train.startswith(f"{GENERAL}/") and self.train not in BUILT_IN:
-            raise ValueError(f"train is {self.train!r}; want one of {', '.join(BUILT_IN)}, or your own rows")
+        unknown = [one for one in self.sources if one.startswith(f"{GENERAL}/") and one not in BUILT_IN]
+        if unknown:
+            raise ValueError(f"train must be one of {', '.join(BUILT_IN)} or other data, but got {unknown[0]!r}")
         return self
 
 
 class General(Task):
     """Text of no task: what a model should not forget; mixed in while it trains, and judged by."""
 
-    train: str = GENERAL
+    train: Sources = GENERAL
 
 
 class PretrainMoE(Pretrain):
@@ -255,8 +259,8 @@ class PretrainMoE(Pretrain):
     def _check_sizes(self):
         if self.top_k > self.num_experts or self.dense_layers >= self.num_layers:
             raise ValueError(
-                f"top_k is {self.top_k}, num_experts is {self.num_experts}, dense_layers is {self.dense_layers}, num_layers is "
-                f"{self.num_layers}; want top_k <= num_experts and dense_layers < num_layers"
+                f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}), and dense_layers "
+                f"({self.dense_layers}) below num_layers ({self.num_layers})"
             )
         return self
 
@@ -331,8 +335,8 @@ class EsftRecipe(Node):
         prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
         if "general" in self.tasks or len(prompts & {"deepseek", "chat", "esft"}) > 1:
             raise ValueError(
-                f"tasks are {', '.join(self.tasks)}, their prompts {', '.join(sorted(prompts))}; want none with the name "
-                "'general', and one chat template for all, 'deepseek', 'esft' or 'chat'"
+                "No task may be named 'general', and all must use one chat template ('deepseek', 'esft' or 'chat'), but tasks "
+                f"are {', '.join(self.tasks)} with the prompts {', '.join(sorted(prompts))}"
             )
         return self
 

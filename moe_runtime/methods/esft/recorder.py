@@ -68,7 +68,7 @@ class GateRecorder:
         spread = [layer.name for layer in self.layers.values() if getattr(layer.module, "_is_expert_parallel", False)]
         if spread:
             raise ValueError(
-                f"{spread[0]} holds only a part of its experts; use moe_runtime.hf.dropin.parallel, or the whole layer"
+                f"{spread[0]} holds only a part of its experts. Use moe_runtime.hf.dropin.parallel, or the whole layer"
             )
         self.only: torch.Tensor | None = None
         self._see, self._samples, self._slots = see, 1, {}
@@ -158,7 +158,7 @@ class GateRecorder:
         sums, seen, pairs = flat.cpu().split([4 * E, 2, flat.shape[1] - 4 * E - 2], dim=1)
         called = [i for i in range(len(numbers)) if seen[i, 0] > 0]
         if not called:
-            raise ValueError("the model has routed no token; call it at least once with tokens that are not padding")
+            raise ValueError("The model has routed no tokens. Call it at least once with tokens that are not padding")
         layers = tuple(numbers[i] for i in called)
         of = dict(zip(numbers, seen.long().tolist(), strict=True))
         _check_equal("tokens", {layer: of[layer][0] for layer in layers})
@@ -196,7 +196,7 @@ def _check_equal(what: str, by_layer: dict[int, int]) -> None:
     other = next((layer for layer, one in by_layer.items() if one != value), None)
     if other is not None:
         raise ValueError(
-            f"{what} is {value} in layer {first} and {by_layer[other]} in layer {other}; every layer must have the same"
+            f"{what} must be the same in all layers, but is {value} in layer {first} and {by_layer[other]} in layer {other}"
         )
 
 
@@ -272,7 +272,7 @@ def _in_step(model: nn.Module, batches: Batches) -> Batches:
     device = next(model.parameters()).device
     batch, only = next(batches, (None, None))
     if not _everywhere(batch is not None, device, torch.distributed.ReduceOp.MIN):
-        raise ValueError("a process has no batch, and the model is split over all of them; every process needs data")
+        raise ValueError("A process has no batch, but every process needs data, as the model is distributed over all of them")
     own = True
     while _everywhere(own, device, torch.distributed.ReduceOp.MAX):
         # the others need this process's part of the weights; what it computes for them does not count
@@ -309,7 +309,7 @@ def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]
         is_partition = sorted(table.flatten().tolist()) == list(range(E))
         if not isinstance(top_k, int) or layer.num_shared or not is_partition or top_k % table.shape[-1]:
             raise ValueError(
-                f"groups of layer {number} have the shape {tuple(table.shape)}, num_experts is {E}, top_k is {top_k}; "
+                f"groups of layer {number} have the shape {tuple(table.shape)}, num_experts is {E} and top_k is {top_k}, but "
                 "expected a router like DeepSeek-V2's, every expert in one group, and a group size that divides top_k"
             )
         handles.append(router.register_forward_hook(functools.partial(_regroup, table, [])))
@@ -327,7 +327,7 @@ def _regroup(table: torch.Tensor, seen: list, router: nn.Module, args, out):
         is_known = bool(seen) or torch.allclose(gates.gather(1, ids.long()) * scale, weights.float(), rtol=1e-3, atol=1e-6)
     if not is_known:
         raise ValueError(
-            f"{type(router).__name__} does not return logits, ids and weights that are the logits' softmax; expected a "
+            f"{type(router).__name__} does not return logits, ids and weights that are the logits' softmax, as required: use a "
             "router like DeepSeek-V2's"
         )
     seen[:] = [True]

@@ -96,7 +96,7 @@ class ExpertScores:
             table = _divided(self.gate if score == "gate" else self.token, variant)
         else:
             raise ValueError(
-                f"variant is {variant!r}, the scores are {self.variant!r} without the sums behind them; use "
+                f"Variant {variant!r} cannot be computed from {self.variant!r} scores without their sums. Use "
                 f"{self.variant!r}, score again, or read the logs"
             )
         return table.clone() if round is None else _rounded(table, round)
@@ -185,7 +185,7 @@ def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         problem = repr(error)
     if problem is not None:
-        raise ValueError(f"{source}: sums cannot be read ({problem}); expected a file as it was written")
+        raise ValueError(f"{source}: the sums cannot be read ({problem}). Pass the file as it was written")
     return GateSums(layers=layers, **parts)
 
 

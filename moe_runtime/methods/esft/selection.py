@@ -58,7 +58,7 @@ class ExpertSelection:
         is_mapping = isinstance(self.experts, Mapping)
         bad = {e: ids for e, ids in self.experts.items() if not _are_ids(e, ids)} if is_mapping else self.experts
         if bad or not is_mapping:
-            raise ValueError(f"experts is {shown(bad, 60)}; expected ids by layer, each once, such as {{1: (4, 0)}}")
+            raise ValueError(f"experts must be unique ids by layer, such as {{1: (4, 0)}}, but got {shown(bad, 60)}")
         experts = {layer: tuple(ids) for layer, ids in sorted(self.experts.items())}
         object.__setattr__(self, "experts", experts)
 
@@ -83,7 +83,7 @@ class ExpertSelection:
         try:
             return cls(**values)
         except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
-            raise ValueError(f"{source}: {one_line(error, 300)}; expected experts, and some of {', '.join(_KEYS)}") from error
+            raise ValueError(f"{source}: {one_line(error, 300)}. Expected experts, and some of {', '.join(_KEYS)}") from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `to_dict` as JSON, atomically."""
@@ -113,19 +113,20 @@ def select_experts(
     table = scores.scores(score, variant, round)
     if groups is None and group_size > 1:
         if scores.sums is None or scores.sums.pairs is None:
-            raise ValueError("scores have no pairs, which groups are made from; use score_experts(..., pairs=True)")
+            raise ValueError("The scores have no pairs, which groups require. Use score_experts(..., pairs=True)")
         both = zip(scores.layers, scores.sums.pairs, strict=True)
         groups = {layer: group_experts(pairs, group_size, num_shared=scores.num_shared) for layer, pairs in both}
     experts = {}
     for layer, row in zip(scores.layers, table.tolist(), strict=True):
         if not any(row) or not all(map(math.isfinite, row)):
             what = "no {} scores above 0" if not any(row) else "{} scores that are NaN or infinite"
-            raise ValueError(f"layer {layer} has {what.format(score)}; score the task again")
+            raise ValueError(f"Layer {layer} has {what.format(score)}. Score the task again")
         routed = range(scores.num_shared, len(row))
         of_layer = [(e,) for e in routed] if groups is None else groups.get(layer, ())
         if sorted(e for group in of_layer for e in group) != list(routed):
             raise ValueError(
-                f"groups of layer {layer} are {shown(of_layer)}; expected each of {routed.start} to {routed.stop - 1} in one"
+                f"groups of layer {layer} must contain each of {routed.start} to {routed.stop - 1} once, but are "
+                f"{shown(of_layer)}"
             )
         experts[layer] = _take(row, of_layer, p, skip_unused)
     made = {"score": score, "p": p, "variant": variant}
@@ -163,8 +164,8 @@ def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) 
     E = pairs.shape[-1] - num_shared
     if pairs.shape != (E + num_shared,) * 2 or E % group_size or math.comb(E, group_size) > MAX_GROUPS:
         raise ValueError(
-            f"group_size is {group_size}, pairs is {tuple(pairs.shape)}, num_shared is {num_shared}; expected a size that "
-            f"divides the number of routed experts, with at most {MAX_GROUPS} possible groups"
+            f"group_size is {group_size}, pairs is {tuple(pairs.shape)} and num_shared is {num_shared}, but expected a size "
+            f"that divides the number of routed experts, with at most {MAX_GROUPS} possible groups"
         )
     if group_size == 1:
         return [(e,) for e in range(num_shared, num_shared + E)]
@@ -195,8 +196,8 @@ def check_selection(model: nn.Module | Mapping[int, RoutedLayer], selection: Exp
         bad = [e for e in ids if e not in routed]
         if bad or layer not in layers:
             found = f"ids {routed.start} to {routed.stop - 1}" if routed else f"layers {', '.join(map(str, layers))}"
-            shared = "; shared_experts=True trains those before" if routed.start else ""
-            raise ValueError(f"selection has experts {bad} of layer {layer}; the model routes to {found}{shared}")
+            shared = ". Pass shared_experts=True to train those before" if routed.start else ""
+            raise ValueError(f"The selection has experts {bad} of layer {layer}, but the model routes to {found}{shared}")
 
 
 def _are_ids(layer: Any, ids: Any) -> bool:

@@ -268,7 +268,7 @@ class Stages(KeptStages):
         r, python = self.recipe, platform.python_version()
         base = [python, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         parts = {task: one.to_dict() for task, one in {**r.tasks, GENERAL: r.general}.items()}
-        sources = [source for one in parts.values() for source in (one["train"], one["held_out"]) if source]
+        sources = [source for one in (*r.tasks.values(), r.general) for source in one.sources]
         rows = [python if source in BUILT_IN else files_print(source) for source in sources]
         how = [r.max_length, r.pack, r.drop_bos]
         return hash_of({"format": self.FORMAT, "method": "esft", "data": parts, "how": how, "base": base, "rows": rows})
@@ -283,7 +283,7 @@ class Stages(KeptStages):
         tokenizer.save_pretrained(folder / "tokenizer")
         counts = {}
         for name, part in parts.items():
-            self.say(f"reading and tokenizing {name}: {part.train}")
+            self.say(f"reading and tokenizing {name}: {part}")
             rows = task_rows(tokenizer, part, r)
             for kind, one in rows.items():
                 data.save_rows(one, folder / f"{name}-{kind}")

@@ -324,7 +324,7 @@ def _check_groups(recipe: EsftRecipe, sizes: Sequence[int] | None = None) -> dic
         sizes = different("group_size", sizes, lambda size: check_positive("group_size", size))
     bad = [size for size in sizes or () if not fits(size)]
     if bad:
-        raise ValueError(f"group_size is {bad[0]}, num_experts is {E}, top_k is {K}; want a size that goes into both")
+        raise ValueError(f"group_size must divide num_experts ({E}) and top_k ({K}), but got {bad[0]}")
     return {"sizes": sizes or tuple(filter(fits, GROUP_SIZES))}
 
 

@@ -56,8 +56,8 @@ def lora_config(model: nn.Module, num_experts: int = 8, top_k: int | None = 2, *
     config = MoEConfig(**shape, num_experts=num_experts, top_k=top_k, **settings)
     if config.balance_loss == "switch" and config.num_routed_per_token == config.num_routed_experts:
         raise ValueError(
-            f"balance_loss is 'switch', top_k is {top_k} of {num_experts} experts; use 'none' or 'cv2', since it is a "
-            "constant where every expert sees every token"
+            f"balance_loss 'switch' is constant if every expert processes every token (top_k {top_k} of {num_experts} "
+            "experts). Use 'none' or 'cv2'"
         )
     return config
 
@@ -81,7 +81,7 @@ def to_lora_moe(
         value if value is None or isinstance(value, str | Path) else list(value) for value in (experts, layers, targets)
     )
     if config is not None and settings:
-        raise ValueError(f"config and {', '.join(settings)} are given; pass a config, or settings of one")
+        raise ValueError(f"Pass either config or separate settings, but got config and {', '.join(settings)}")
     family = family_of(model)
     if config is None:
         counted = {"num_experts": len(experts)} if experts else {}
@@ -124,7 +124,7 @@ def _lora_block(family: Family, form: str, rank, alpha, targets, train_backbone:
     is_list = targets is None or (not isinstance(targets, str) and targets and not set(targets) - set(names))
     if not is_list or (form == "block" and names != TARGETS):
         raise ValueError(
-            f"targets is {targets!r}, form is {form!r}, model_type is {family.model_type!r}; expected some of "
+            f"targets is {targets!r} with form {form!r} for model_type {family.model_type!r}. Pass some of "
             f"{', '.join(names)}, and form='linear' for an MLP without {', '.join(TARGETS)}"
         )
     rank, alpha = RANK if rank is None else rank, ALPHA if alpha is None else alpha
@@ -144,9 +144,9 @@ def _check_routers(vectors: torch.Tensor | None, dtype, config: MoEConfig, form:
     fits = shape is None or (shape == want and form == "block" and config.router == "linear")
     if not is_float or not fits or (config.recompute and form == "linear"):
         raise ValueError(
-            f"dtype is {dtype!r}, form is {form!r}, router is {config.router!r}, recompute is {config.recompute}, vectors is "
-            f"{shape}; expected a floating torch.dtype or None, vectors {want} for a 'linear' router if any, and neither "
-            "vectors nor recompute for form 'linear'"
+            f"Expected a floating torch.dtype or None, vectors {want} for a 'linear' router if any, and neither vectors nor "
+            f"recompute for form 'linear', but dtype is {dtype!r}, form is {form!r}, router is {config.router!r}, recompute is "
+            f"{config.recompute}, vectors is {shape}"
         )
 
 
@@ -200,7 +200,7 @@ def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "unifo
 
 def to_moe(model: nn.Module) -> nn.Module:
     """Make the LoRA experts whole, in place: an ordinary upcycled model (stage "moe"), the same function; all of it trains."""
-    layers = _whole_layers(model, only_block="whole experts need one router per MLP; merge can make the model dense")
+    layers = _whole_layers(model, only_block="whole experts need one router per MLP. Use merge to make the model dense")
     block = model.config.moe_runtime
     path, config = FAMILIES[block["base_model_type"]].path, None
     for layer, module in layers.items():
@@ -226,8 +226,8 @@ def save_adapters(
     if lora["train_backbone"] or lora.get("backbone") == "mean":
         why = "train_backbone is True" if lora["train_backbone"] else "backbone is 'mean'"
         raise ValueError(
-            f"{why} in the model's config, so its backbone is not the base's, for which adapters are; use lora.merge or "
-            "lora.to_moe, which keep the backbone as it is"
+            f"{why} in the model's config, so its backbone differs from the base, and adapters cannot represent it. Use "
+            "lora.merge or lora.to_moe, which keep the backbone"
         )
     if upcycled is not None and Path(upcycled).is_dir():
         _check_upcycled(Path(upcycled), block)
@@ -252,8 +252,8 @@ def _check_upcycled(folder: Path, block: dict) -> None:
     )
     other = [name for name in ours if found[name] != ours[name]]
     if other or not is_upcycled:
-        what = f"whose {other[0]} is {found[other[0]]!r}, the model's is {ours[other[0]]!r}" if other else "no upcycled model"
-        raise ValueError(f"upcycled is {folder}, {what}; expected the base, upcycled by xft.upcycle with the same settings")
+        what = f"{other[0]} {found[other[0]]!r}, not {ours[other[0]]!r} as the model" if other else "no upcycled model"
+        raise ValueError(f"{folder} has {what}. Pass the base, upcycled by xft.upcycle with the same settings")
 
 
 def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -279,7 +279,9 @@ def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Itera
     layers = [module for module in model.modules() if isinstance(module, LoRAMoE | LoRALinear)]
     count = layers[0].config.num_experts if layers else 0
     if not layers or ids.dim() != 1 or ids.is_floating_point() or any(not 0 <= e < count for e in ids.tolist()):
-        raise ValueError(f"ids is {ids.tolist()}; expected one of the model's {count} LoRA experts for each row of the batch")
+        raise ValueError(
+            f"ids must be one of the model's {count} LoRA experts for each row of the batch, but got {ids.tolist()}"
+        )
     ids = ids.to(layers[0].gate.weight.device)
     before = [layer.forced for layer in layers]
     for layer in layers:
@@ -298,8 +300,8 @@ def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
     if not is_lora or not isinstance(model, model_classes(block["base_model_type"]).causal_lm):
         stage = f" at stage {block['stage']!r}" if block else ""
         raise ValueError(
-            f"model is {type(model).__name__}{stage}; expected one with LoRA experts, which to_lora_moe makes, unwrapped and "
-            "with PEFT adapters merged (merge_and_unload)"
+            f"Expected an unwrapped model with LoRA experts (see to_lora_moe), but got {type(model).__name__}{stage}. Merge "
+            "PEFT adapters (merge_and_unload)"
         )
     return moe_layers(model)
 
@@ -320,5 +322,5 @@ def _whole_layers(model: nn.Module, only_block: str = "") -> dict[int, nn.Module
                 check_plain(linear.base, name)
     form = model.config.moe_runtime["lora"]["form"]
     if only_block and form != "block":
-        raise ValueError(f"form is {form!r}; expected 'block': {only_block}")
+        raise ValueError(f"form must be 'block', but is {form!r}: {only_block}")
     return layers

@@ -166,8 +166,8 @@ def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, 
     beside = [b[:, :r, I:], b[:, r:, :I], *(found.pop(target)[1] for target in set(found) - set(layer.targets))]
     if any(part.any() for part in beside):
         raise ValueError(
-            f"{key} has ranks that serve both gate and up, or one of them that is not among {', '.join(layer.targets)}; "
-            "each rank must serve one target (PEFT can load such an adapter)"
+            f"Each rank of {key} must belong to one of the targets {', '.join(layer.targets)}, but some belong to both gate "
+            "and up or to another target. PEFT can load this adapter"
         )
     return found
 
@@ -184,7 +184,7 @@ def _check_config(layer: LoRAExperts, path: str) -> None:
     ours = _config(layer, "")
     for key in ("r", "lora_alpha", "use_rslora"):
         if config.get(key) != ours[key]:
-            raise ValueError(f"{key} in {path} is {shown(config.get(key))}, of the layers {ours[key]!r}; they must be equal")
+            raise ValueError(f"{key} in {path} must equal {ours[key]!r}, that of the layers, but is {shown(config.get(key))}")
 
 
 def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bool) -> None:
@@ -232,8 +232,8 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
     odd += ["r"] * (not isinstance(rank, int) or rank < 1) + ["lora_alpha"] * (not isinstance(alpha, int | float))
     if odd:
         raise ValueError(
-            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}; expected peft_type 'LORA' with pairs A, B alone. If "
-            "init_lora_weights changed the base, convert the adapter as it is saved: "
+            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only peft_type 'LORA' with pairs A, B is supported. If "
+            "init_lora_weights changed the base, convert the adapter when saving it with "
             "path_initial_model_for_weight_conversion of peft's save_pretrained"
         )
     alpha = alpha * rank**0.5 if config.get("use_rslora") else alpha
@@ -250,8 +250,8 @@ def _pairs(folder: str | os.PathLike, rank: int) -> dict[str, tuple[torch.Tensor
         pairs[name.removeprefix(PREFIX)] = a, b
     if odd or tensors or not pairs:
         raise ValueError(
-            f"{os.path.join(folder, WEIGHTS)} has {odd or min(tensors, default='no tensor')}; expected lora_A.weight "
-            f"[{rank}, in] and lora_B.weight [out, {rank}] of linear layers alone, one pair at least"
+            f"{os.path.join(folder, WEIGHTS)} has {odd or min(tensors, default='no tensor')}, but only lora_A.weight "
+            f"[{rank}, in] and lora_B.weight [out, {rank}] of linear layers, at least one pair, are supported"
         )
     return pairs
 
@@ -295,7 +295,7 @@ def read_experts(
     """Read adapter folders of `model`, a stock one; raises ValueError where they do not fit it, each other or the settings."""
     if isinstance(folders, str | Path) or len(folders) != num_experts:
         shown = repr(folders) if isinstance(folders, str | Path) else f"{len(folders)} folders"
-        raise ValueError(f"experts is {shown}, num_experts is {num_experts}; expected a folder for each expert")
+        raise ValueError(f"experts must have a folder for each of the {num_experts} experts, but got {shown}")
     known = {str(folder): None for folder in folders}
     known = {folder: read_adapter(folder) for folder in known}
     adapters = tuple(known[str(folder)] for folder in folders)
@@ -309,8 +309,8 @@ def read_experts(
     places, names = sorted({layer for layer, _ in inside}), {name for _, name in inside}
     if not inside or len(inside) != len(places) * len(names):
         raise ValueError(
-            f"the adapter {adapters[0].folder} changes {sorted(names)} in {len(places)} layers, not all in each; expected the "
-            "same linear layers of the MLP in each layer, one at least"
+            f"Adapter {adapters[0].folder} changes {sorted(names)} in {len(places)} layers, but not all of them in each. It "
+            "must change the same linear layers of the MLP in each layer, at least one"
         )
     found = AdapterExperts(
         adapters, family.path, tuple(name for name in (*family.up, family.down) if name in names), tuple(places),
@@ -320,7 +320,7 @@ def read_experts(
         theirs = getattr(found, name)
         same = value == theirs if isinstance(theirs, int | float) else set(value or ()) == set(theirs)
         if value is not None and not same:
-            raise ValueError(f"{name} is {value}, of the experts' adapters {theirs}; leave it None with adapters")
+            raise ValueError(f"{name} is {value}, but {theirs} in the experts' adapters. Leave it None with adapters")
     return found
 
 
@@ -345,10 +345,10 @@ def _check_alike(adapters: Sequence[Adapter]) -> None:
     for adapter in adapters[1:]:
         alone = sorted(first.pairs.keys() ^ adapter.pairs.keys())
         if alone or (first.rank, first.scaling) != (adapter.rank, adapter.scaling):
-            what = f"changes other layers, {alone[0]} for one" if alone else f"has rank {adapter.rank}"
+            what = f"changes other layers, such as {alone[0]}" if alone else f"has rank {adapter.rank}"
             raise ValueError(
-                f"{adapter.folder} {what}, scaling {adapter.scaling}; expected those of {first.folder}, {first.rank} and "
-                f"{first.scaling}, for all experts"
+                f"{adapter.folder} {what}, scaling {adapter.scaling}. All experts must match {first.folder}, rank {first.rank} "
+                f"and scaling {first.scaling}"
             )
 
 
@@ -362,8 +362,8 @@ def _check_layer(model: nn.Module, path: str, adapters: Sequence[Adapter]) -> No
         a, b = adapter.pairs[path]
         if [b.shape[0], a.shape[1]] != want:
             raise ValueError(
-                f"{path} in {adapter.folder} is of {[b.shape[0], a.shape[1]]}, in the model {want or 'no linear layer'}; "
-                "expected an adapter of the model"
+                f"{path} in {adapter.folder} is for {[b.shape[0], a.shape[1]]}, but the model has {want or 'no linear layer'}. "
+                "Pass an adapter of this model"
             )
 
 
@@ -377,5 +377,5 @@ def _check_backbone(model: nn.Module, paths: Sequence[str], backbone: str | None
         what = "the head, whose weights are the embeddings'" if changes_tied else f"{paths[0]} and {len(paths) - 1} more"
         how = "" if changes_tied else "backbone='mean' to add the experts' mean change there, or "
         raise ValueError(
-            f"backbone is {backbone}, {folder} changes {what} outside of the MLPs; use {how}backbone='base' to leave it out"
+            f"{folder} changes {what} outside of the MLPs, but backbone is {backbone}. Use {how}backbone='base' to ignore it"
         )

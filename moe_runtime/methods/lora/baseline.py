@@ -36,9 +36,7 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
     adapted = _adapted(model, config, seed)
     pairs = sum(".lora_A." in name for name, _ in adapted.named_parameters())
     if pairs != len(modules) + len(parameters):
-        raise ValueError(
-            f"model is {type(model).__name__}, of whose {len(modules) + len(parameters)} weights peft adapted only {pairs}"
-        )
+        raise ValueError(f"PEFT adapted only {pairs} of the {len(modules) + len(parameters)} weights of {type(model).__name__}")
     return adapted
 
 

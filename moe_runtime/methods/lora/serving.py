@@ -124,7 +124,7 @@ def _check(model: nn.Module, adapter: PeftAdapter, engine: str) -> None:
             odd = odd or f"changes {path}.{min(names)} but not {missing[0]}, which {engine} reads together"
     odd = odd or (f"holds all of {min(adapter.whole)}" if adapter.whole else None)
     if odd:
-        raise ValueError(f"{adapter.folder} {odd}; {engine} would not apply that: merge the adapter instead, --to merged")
+        raise ValueError(f"{adapter.folder} {odd}, which {engine} does not support. Merge the adapter instead with --to merged")
 
 
 def _fitted(pair: Pair, rank: int, scaling: float) -> Pair:
@@ -163,8 +163,8 @@ def _experts(model: nn.Module, path: str, layer: Mapping[str, Pair], engine: str
                     yield from _of_expert(keys, path, e, projection, pair, half)
         else:
             raise ValueError(
-                f"model_type is {model.config.model_type!r}, whose folders hold experts as {next(iter(saved))}, and {engine} "
-                f"{keys.version} has no name for their pairs that is known here; merge the adapter instead, --to merged"
+                f"{engine} {keys.version} has no known name for the pairs of {model.config.model_type!r}, whose experts are "
+                f"saved as {next(iter(saved))}. Merge the adapter instead with --to merged"
             )
 
 

@@ -107,8 +107,8 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
     odd = odd or next((key for key, t in whole.items() if key not in parameters or parameters[key].shape != t.shape), None)
     if odd or not halves:
         raise ValueError(
-            f"{Path(folder) / WEIGHTS} has {odd or 'no pair'}; expected lora_A.weight and lora_B.weight of linear layers and "
-            f"of the parameters that target_parameters of {path} names, in a model like the base, a {type(model).__name__}"
+            f"{Path(folder) / WEIGHTS} has {odd or 'no pair'}, but must have lora_A.weight and lora_B.weight of linear layers "
+            f"or of the target_parameters in {path}, for a {type(model).__name__} like the base"
         )
     stacks = {name for name in halves if parameters[name].dim() == 3}
     layouts = {name: getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False) for name in stacks}
@@ -124,7 +124,7 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
         if (b.shape[-2], a.shape[-1]) != tuple(shape) or not a.shape[-2] == b.shape[-1] == rank:
             raise ValueError(
                 f"{keys[name]} in {Path(folder) / WEIGHTS} has rank {a.shape[-2]} and {b.shape[-1]} for a matrix "
-                f"{[b.shape[-2], a.shape[-1]]}; expected rank {rank} and {list(shape)}, which {name} of the base has"
+                f"{[b.shape[-2], a.shape[-1]]}, but must have rank {rank} and {list(shape)}, as {name} of the base"
             )
         pairs[name] = Pair(a, b, scaling, flipped)
     return PeftAdapter(Path(folder), config, pairs, whole, keys, reverse)
@@ -140,7 +140,7 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
     odd += ["target_parameters"] * (not isinstance(targets, list) or not all(isinstance(name, str) for name in targets))
     if odd:
         raise ValueError(
-            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}; expected peft_type 'LORA' with pairs A, B and whole modules"
+            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only LoRA with pairs A, B and whole modules is supported"
         )
 
 
@@ -202,9 +202,7 @@ def _reversed(folder: str | Path, config: Mapping[str, Any], stacks: Mapping[str
     ]:
         why = f"{single[0]} has one expert, for which PEFT multiplies the pair the other way around"
     if why:
-        raise ValueError(
-            f"{folder} has pairs of expert stacks whose meaning is unclear: {why}; save it with peft 0.20 or later"
-        )
+        raise ValueError(f"{folder} has ambiguous pairs of expert stacks: {why}. Save it with PEFT 0.20 or later")
     return True in found
 
 
@@ -225,7 +223,7 @@ def convert_folder(folder: str | Path, base: str | Path, out: str | Path, *, ove
     adapter = read_peft(folder, base_skeleton(base))
     version = adapter.config.get("peft_version")
     if not adapter.is_reversed:
-        raise ValueError(f"{folder} (peft_version {version}) has the axes that PEFT 0.20 and later read; use it as it is")
+        raise ValueError(f"{folder} (peft_version {version}) needs no conversion, as it has the axes of PEFT 0.20 and later")
     tensors = read_tensors(folder)
     stacks = {name: pair for name, pair in adapter.pairs.items() if pair.is_stack}
     for name, pair in stacks.items():
@@ -301,7 +299,7 @@ class Plan:
             dtype = checkpoint.specs()[key].dtype
             odd = odd or (f"{key}, which is {dtype} in {checkpoint.path}" if dtype not in FLOATS else None)
         if odd:
-            raise ValueError(f"{adapter} changes {odd}; expected weights of a floating dtype that are their own")
+            raise ValueError(f"{adapter} changes {odd}, but only untied weights of a floating dtype can be changed")
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.matrices) + len(self.whole)

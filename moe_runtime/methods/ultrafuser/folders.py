@@ -68,9 +68,9 @@ def save(
         reason, remedy = "has an adapter", "merge it, in place by peft's merge_and_unload"
         if not any(hasattr(module, "base_layer") for module in model.modules()):
             reason = unsaved_reason(fuser, s, folder) if specialists == "reference" else None
-            remedy = "use specialists='copy' or another folder"
+            remedy = "Use specialists='copy' or another folder"
         if reason is not None:
-            raise ValueError(f"specialist {name!r} {reason}; {remedy}")
+            raise ValueError(f"Specialist {name!r} {reason}. {remedy}")
     sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in fuser.specialists]
     with atomic_folder(folder, overwrite) as tmp:
         described = []
@@ -151,8 +151,8 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
     fits = fits and all(isinstance(one[key], kind) for one in parts for key, kind in texts.items())
     if values.get("format") != FORMAT or not fits or not all(is_plain_name(one["name"]) for one in parts):
         raise ValueError(
-            f"{path} has format {shown(values.get('format'))} or fields other than expected; expected format {FORMAT} as "
-            "ultrafuser.save wrote it, with gate, loss_reduction and specialists; a newer moe_runtime may have written it"
+            f"{path} must have format {FORMAT} with gate, loss_reduction and specialists, as written by ultrafuser.save, but "
+            f"has format {shown(values.get('format'))} or other fields. A newer moe_runtime may have written it"
         )
     return values
 
@@ -161,7 +161,7 @@ def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str |
     """Return the specialists of a folder; raises ValueError for one that is missing and for an unknown name in `moved`."""
     names = [one["name"] for one in values["specialists"]]
     if unknown := sorted(set(moved) - set(names)):
-        raise ValueError(f"specialists has {', '.join(unknown)}; expected names among {', '.join(names)}")
+        raise ValueError(f"specialists must be named {', '.join(names)}, but got {', '.join(unknown)}")
     parts = []
     for one in values["specialists"]:
         name, path = one["name"], os.fspath(moved.get(one["name"], one["path"]))
@@ -171,7 +171,7 @@ def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str |
         is_local = os.path.isabs(path) or name in moved or path == str(copied)
         if is_local and not Path(path, "config.json").is_file():
             raise ValueError(
-                f"specialist {name!r} of {str(folder)!r} is {path}, which is no model's folder; put it there, or pass "
+                f"Specialist {name!r} of {str(folder)!r} was not found at {path}. Put its folder there, or pass "
                 f"specialists={{{name!r}: its folder}}"
             )
         kept = next((p for p in (copied, Path(folder, TOKENIZERS, name)) if (p / "tokenizer_config.json").is_file()), None)
@@ -195,8 +195,8 @@ def _check_weights(fuser: UltraFuser, parts: Sequence[Part]) -> None:
     for part, model, weights in zip(parts, fuser.specialists, fuser.fingerprints, strict=True):
         if part.weights is not None and str(model.dtype) == f"torch.{part.dtype}" and weights != part.weights:
             raise ValueError(
-                f"specialist {part.name!r} at {part.path} has other weights than the gate was saved with; pass "
-                "the right folder as specialists, or train the gate again"
+                f"Specialist {part.name!r} at {part.path} has other weights than when the gate was saved. Pass "
+                "the right folder in specialists, or train the gate again"
             )
 
 
@@ -225,8 +225,8 @@ def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
         for s in sorted(absent - held):
             if has_changed(fuser, s):
                 raise ValueError(
-                    f"checkpoint is {str(checkpoint)!r}, without specialist {fuser.names[s]!r}, which has changed here; use a "
-                    "fuser of the original specialists"
+                    f"Checkpoint {str(checkpoint)!r} does not contain specialist {fuser.names[s]!r}, which has changed here. "
+                    "Use a fuser of the original specialists"
                 )
         missing = {key for key in own for s in absent - held if key.startswith(f"specialists.{s}.")}
         want = {
@@ -301,7 +301,7 @@ def fuse_folders(
     check_out_dir(out, overwrite, specialists if copy else ())
     bare = [one for one in specialists if os.path.isdir(one) and not Path(one, "tokenizer_config.json").is_file()]
     if bare:
-        raise ValueError(f"specialist is {str(bare[0])!r}, which has no tokenizer; save the specialists' own into its folder")
+        raise ValueError(f"Specialist {str(bare[0])!r} has no tokenizer. Save the specialists' tokenizer into its folder")
     templates = templates[0] if templates and len(templates) == 1 else templates or None
     torch.manual_seed(seed)
     fuser = UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)

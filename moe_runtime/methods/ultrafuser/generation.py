@@ -64,15 +64,15 @@ class FuserGeneration(GenerationMixin):
         odd = sorted(_TAKEN & kwargs.keys()) + [n for n, plain in _PLAIN.items() if values[n] not in (None, plain)]
         if odd:
             raise ValueError(
-                f"{odd[0]} is given, and each specialist has a prompt and states of its own; pass prompt_ids and prompt_mask, "
-                "which fuser.encode makes"
+                f"{odd[0]} is not supported, as each specialist has a separate prompt and state. Pass prompt_ids and "
+                "prompt_mask from fuser.encode"
             )
         prompts = self._prompts(prompt_ids, prompt_mask)
         rows, device = len(prompts[0][0]), self.gate.score.weight.device
         start = prompts[0][0].new_empty(rows, 0) if response_ids is None else response_ids
         check_answers(start, rows, self.config.vocab_size, least=0)
         if labels is not None and (labels == -100).any():
-            raise ValueError("response_ids is padded; pass beginnings of one length, or answers one at a time")
+            raise ValueError("response_ids must not be padded. Pass beginnings of the same length, or one answer at a time")
         caches = self._new_caches() if kwargs.pop("use_cache", settings.use_cache) is not False else []
         places = [device_of(model.get_input_embeddings()) for model in self.specialists]
         ids, mask = zip(*((i.to(d), m.to(d)) for (i, m), d in zip(prompts, places, strict=True)), strict=True)
@@ -111,7 +111,7 @@ class FuserGeneration(GenerationMixin):
                 caches[-1].get_seq_length()
             except ValueError as error:
                 raise ValueError(
-                    f"specialist {name!r} is {type(model).__name__}, whose cache does not count tokens; pass use_cache=False"
+                    f"The cache of specialist {name!r} ({type(model).__name__}) does not count tokens. Pass use_cache=False"
                 ) from error
         return caches
 

@@ -115,7 +115,7 @@ def head_of(model, name: str) -> Head:
         elif not shift <= PADDING:
             reason = f"whose states differ by {shift:.1e} with padding before a prompt: it ignores attention_mask"
     if reason is not None:
-        raise ValueError(f"specialist {name!r} is {type(model).__name__}, {reason}; UltraFuser cannot use it")
+        raise ValueError(f"UltraFuser cannot use specialist {name!r}, a {type(model).__name__} {reason}")
     return head
 
 
@@ -171,8 +171,8 @@ def loss_of(
         return fuser_loss(gate, hidden, weights, labels, reduction=reduction, scales=scales, backend=backend)
     if backend is not None:
         raise ValueError(
-            f"backend is {backend!r}; use None, since a head has a bias, a soft cap or an adapter, or they differ in device or "
-            "dtype"
+            f"backend must be None, but got {backend!r}: a head has a bias, a soft cap or an adapter, or they differ in device "
+            "or dtype"
         )
     return chunked_loss(gate, hidden, heads, labels, reduction=reduction)
 

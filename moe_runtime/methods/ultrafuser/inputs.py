@@ -29,7 +29,7 @@ def check_template(template: str, tokenizer=None) -> str:
     no_chat = text == CHAT and tokenizer is not None and not tokenizer.chat_template
     if no_chat or (text != CHAT and (not isinstance(text, str) or "{prompt}" not in text)):
         raise ValueError(
-            f"template is {template!r}{', but the tokenizer has no chat template' if no_chat else ''}; expected "
+            f"template is {template!r}{', but the tokenizer has no chat template' if no_chat else ''}. Use "
             f"{', '.join(map(repr, (*TEMPLATES, CHAT)))} or a text with {{prompt}} and optionally {{system}}"
         )
     return text
@@ -46,14 +46,14 @@ def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int
             ours = tokenizers[0].eos_token if other is None else first[other]
             theirs = tokenizer.eos_token if other is None else own[other]
             raise ValueError(
-                f"{what} of {name!r} is {theirs!r}, of {names[0]!r} {ours!r}; specialists need one vocabulary and one "
-                "tokenizer.eos_token"
+                f"{what} of {name!r} is {theirs!r}, but {ours!r} for {names[0]!r}. Specialists must have the same vocabulary "
+                "and tokenizer.eos_token"
             )
-        # one vocabulary may be the beginning of another one, with which the same text becomes other ids
+        # one vocabulary may be a prefix of another one that encodes the same text differently
         if tokenizer.encode(TEXT, add_special_tokens=False) != tokenizers[0].encode(TEXT, add_special_tokens=False):
             raise ValueError(
-                f"tokenizers of {name!r} and {names[0]!r} encode the same text differently, with {len(tokenizer)} and "
-                f"{len(tokenizers[0])} tokens; specialists need one vocabulary"
+                f"The tokenizers of {name!r} and {names[0]!r} encode the same text differently, with {len(tokenizer)} and "
+                f"{len(tokenizers[0])} tokens. Specialists must have the same vocabulary"
             )
 
 
@@ -81,7 +81,7 @@ class Encoder:
         pairs = zip(self.tokenizers, self.templates, strict=True)
         ids = [_chat_ids(t, messages) if template == CHAT else _text_ids(t, template, messages) for t, template in pairs]
         if not all(ids):
-            raise ValueError(f"prompt is {prompt!r}, of which specialist {ids.index([])} sees no token; pass some text")
+            raise ValueError(f"Prompt {prompt!r} has no tokens for specialist {ids.index([])}. Pass some text")
         return ids
 
     def answer(self, text: str, end: bool = True) -> list[int]:
@@ -91,7 +91,7 @@ class Encoder:
         ids = ids + [eos] if end and eos is not None else ids
         if any(i >= self.vocab_size for i in ids):
             raise ValueError(
-                f"response has the id {max(ids)}; expected ids below {self.vocab_size}, which all specialists have"
+                f"Ids of the response must be below {self.vocab_size}, the smallest vocabulary, but got {max(ids)}"
             )
         return ids
 
@@ -102,8 +102,8 @@ class Encoder:
         is_list = not isinstance(prompts, str) and not isinstance(responses, str)
         if not is_list or not len(prompts) or (responses is not None and len(responses) != len(prompts)):
             raise ValueError(
-                f"prompts is {prompts!r}, responses is {responses!r}; expected a list of at least one prompt, and None or a "
-                "list of one response for each"
+                f"Expected a list of at least one prompt, and None or one response for each, but prompts is {prompts!r} and "
+                f"responses is {responses!r}"
             )
         rows = [{"prompt_ids": self.prompt(prompt, system)} for prompt in prompts]
         for row, response in zip(rows, responses or (), strict=False):
@@ -138,8 +138,8 @@ def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[dict[
     is_chat = is_chat and all("role" in turn and isinstance(turn.get("content"), str) for turn in prompt)
     if not is_chat or prompt[-1]["role"] != "user" or (system is not None and prompt[0]["role"] == "system"):
         raise ValueError(
-            f"prompt is {prompt!r}, system is {system!r}; expected a text, or messages with role and content of which the "
-            "last is the user's, and one system text at most"
+            f"Expected a text, or messages with role and content that end with the user's, and at most one system text, but "
+            f"prompt is {prompt!r} and system is {system!r}"
         )
     return [*([] if system is None else [{"role": "system", "content": system}]), *map(dict, prompt)]
 
@@ -156,7 +156,7 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
     if len(messages) > 1:
         roles = ", ".join(turn["role"] for turn in messages)
         raise ValueError(
-            f"prompt has the turns {roles}, the template is {template!r}; use the template 'chat', or one turn of the user's, "
+            f"Template {template!r} does not support the turns {roles}. Use the template 'chat', or one turn of the user "
             "with a system text only if the template has {system}"
         )
     # in one pass, since a prompt may contain these braces itself
@@ -183,8 +183,8 @@ def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, t
         )  # fmt: skip
     if not fits:
         raise ValueError(
-            f"prompt_ids and prompt_mask are {', '.join(shapes)}; expected {len(sizes)} tensors [B, P_s] each, one per "
-            f"specialist, a token in each prompt and ids below {', '.join(map(str, sizes))}; fuser.encode makes them"
+            f"Expected prompt_ids and prompt_mask as from fuser.encode, {len(sizes)} tensors [B, P_s] each with at least one "
+            f"token per prompt and ids below {', '.join(map(str, sizes))}, but got {', '.join(shapes)}"
         )
     return [left_padded(i, m) for i, m in zip(ids, mask, strict=True)]
 
@@ -194,8 +194,8 @@ def check_answers(ids: torch.Tensor | None, rows: int, vocab_size: int, least: i
     shape = None if ids is None else tuple(ids.shape)
     if ids is None or ids.dim() != 2 or len(ids) != rows or ids.shape[1] < least or not _are_ids(ids, vocab_size):
         raise ValueError(
-            f"response_ids is {shape}, with {rows} prompts; expected [{rows}, R] and ids from 0 to {vocab_size - 1}, padding "
-            "included"
+            f"Expected response_ids [{rows}, R], one row per prompt, with ids from 0 to {vocab_size - 1}, including padding, "
+            f"but got {shape}"
         )
 
 

@@ -180,8 +180,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(
-                "model is a replica of torch.nn.DataParallel; use a process per device, which torchrun starts, or a device per "
-                "specialist"
+                "torch.nn.DataParallel is not supported. Use one process per device (torchrun), or one device per specialist"
             )
         if input_ids is not None:
             out = self._next_token(prompt_ids, prompt_mask, input_ids, past_key_values)
@@ -202,8 +201,8 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         needs_labels = self.training and torch.is_grad_enabled() and not want_logits
         if needs_labels if labels is None else labels.shape != response_ids.shape:
             raise ValueError(
-                f"labels is {None if labels is None else tuple(labels.shape)}, response_ids {tuple(response_ids.shape)}; both "
-                "must have one shape in training. A Trainer drops labels unless label_smoothing_factor=0"
+                f"labels must have the shape of response_ids, {tuple(response_ids.shape)}, in training, but got "
+                f"{None if labels is None else tuple(labels.shape)}. A Trainer drops labels unless label_smoothing_factor=0"
             )
         hidden = []
         for s, (model, (ids, mask)) in enumerate(zip(self.specialists, prompts, strict=True)):
@@ -240,7 +239,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Return forward's and generate's inputs for prompts, texts or chats, and their answers: `Encoder.batch`."""
         if self.encoder is None:
-            raise ValueError("tokenizer is None, so nothing can be encoded; pass tokenizer, or folders that have one")
+            raise ValueError("The fuser has no tokenizer. Pass tokenizer, or folders that have one")
         return self.encoder.batch(prompts, responses, system=system, end=end)
 
     def floating_point_ops(self, inputs: dict[str, Any], exclude_embeddings: bool = True) -> int:

@@ -47,7 +47,7 @@ class Stage(Training):
     @model_validator(mode="after")
     def _check_steps(self):
         if self.steps is None:
-            raise ValueError(f"epochs is {self.epochs}; want steps: what an epoch is depends on how batches are drawn")
+            raise ValueError(f"epochs is {self.epochs}. Set steps instead, as batches are drawn by domain, not by epoch")
         return self
 
 
@@ -85,8 +85,8 @@ class FuserRecipe(Node):
             size = getattr(self, name).batch_size
             if size % len(self.domains):
                 raise ValueError(
-                    f"{name}.batch_size is {size}, there are {len(self.domains)} domains; want a multiple, with as many rows "
-                    "of each"
+                    f"{name}.batch_size must be a multiple of the {len(self.domains)} domains, which have equal shares, but "
+                    f"got {size}"
                 )
         return self
 
@@ -97,8 +97,8 @@ class FuserRecipe(Node):
         if bases != bool(made) or bool(made) != (self.specialist is not None):
             want = "one of base_model and pretrain, and specialist" if made else "none of base_model, pretrain, specialist"
             raise ValueError(
-                f"specialists without a model are {', '.join(made) or 'none'}, given is {', '.join(given) or 'no base'}; "
-                f"want {want}"
+                f"Specialists without a model are {', '.join(made) or 'none'} and given is {', '.join(given) or 'no base'}. "
+                f"Set {want}"
             )
         for name, one in self.specialists.items():
             if one.domain is not None or one.model is None:
@@ -128,7 +128,7 @@ def check_engine() -> None:
     """Raise ValueError where accelerate would split a model, or wrap it in anything but DDP."""
     engine = ranks.engine()
     if engine != "NO" and not engine.startswith("MULTI_"):
-        raise ValueError(f"accelerate's distributed_type is {engine}; want NO or MULTI_GPU (DDP): fused models are not sharded")
+        raise ValueError(f"Fused models cannot be sharded: distributed_type must be NO or MULTI_GPU (DDP), but is {engine}")
 
 
 def check_models(recipe: FuserRecipe) -> None:
@@ -147,7 +147,7 @@ def check_models(recipe: FuserRecipe) -> None:
         sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
     if not recipe.joint and len(set(sizes.values())) > 1:
         said = ", ".join(f"{size} of {name}" for name, size in sizes.items())
-        raise ValueError(f"joint is False, the hidden sizes are {said}; want joint: true, or models of one size")
+        raise ValueError(f"The hidden sizes differ ({said}), but joint is False. Set joint: true, or use models of one size")
     if recipe.pretrain is None:
         encoder_of(recipe, None if recipe.base_model is None else ranks.load_tokenizer(recipe.base_model))
 
@@ -159,7 +159,7 @@ def check_source(name: str, source: str) -> None:
     is_id = is_id and not path.exists() and not (len(path.parts) == 2 and path.parent.is_dir())
     if not is_id and not (path / "config.json").is_file():
         what = "has no config.json" if path.exists() else "does not exist"
-        raise ValueError(f"{name} is {source!r}, which {what}; want a model's folder, or an id of the Hub")
+        raise ValueError(f"{name} {source!r} {what}. Pass the folder of a model, or a Hub id")
 
 
 def encoder_of(recipe: FuserRecipe, own) -> Encoder:

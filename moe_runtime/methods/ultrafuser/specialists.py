@@ -25,8 +25,8 @@ def check_specialists(specialists: Sequence) -> None:
     if not is_list or len(specialists) < 2 or not is_plain:
         found = [type(one).__name__ for one in specialists] if is_list else type(specialists).__name__
         raise ValueError(
-            f"specialists is {found}; expected a list of at least two folders or causal LMs of transformers (of peft's, "
-            "get_base_model()), each loaded once"
+            "specialists must be a list of at least two folders or causal LMs of transformers, each loaded separately, but "
+            f"got {found}. Pass get_base_model() of PEFT models"
         )
 
 
@@ -107,7 +107,7 @@ def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
     if path is None:
         return "was loaded from no folder"
     if os.path.isabs(path) and Path(os.path.realpath(path)).is_relative_to(folder):
-        return f"is at {path}, inside {folder}, which is replaced"
+        return f"is at {path} in {folder}, which is being replaced"
     if has_changed(fuser, s):
         return "has changed since it was loaded"
     if s not in fuser.opened and fingerprint(open_model(path, dtype=model.dtype)) != fuser.fingerprints[s]:
@@ -131,7 +131,9 @@ def one_each(name: str, value, count: int) -> list:
     """Return a list of `count`; raises ValueError for a list of another length."""
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} items, specialists {count}; expected one for each, or one for all")
+        raise ValueError(
+            f"{name} must have one item for each of the {count} specialists, or one for all, but has {len(values)}"
+        )
     return values
 
 
@@ -143,7 +145,7 @@ def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
         names = found if unique else [f"specialist-{s}" for s in range(len(found))]
     names = tuple(names)
     if len(names) != len(specialists) or len(set(names)) < len(names) or not all(map(is_plain_name, names)):
-        raise ValueError(f"names is {names}, with {len(specialists)} specialists; expected different words, one for each")
+        raise ValueError(f"names must be different words, one for each of the {len(specialists)} specialists, but got {names}")
     return names
 
 

@@ -76,12 +76,11 @@ def _named(name: str) -> Iterator[None]:
 
 def _where(domain: Domain, place: int, row: Mapping) -> str:
     """Say where a row stands: they have been shuffled, so it is looked for."""
-    for source, split in ((domain.train, domain.split), (domain.held_out, domain.held_out_split)):
-        if source is not None and source not in DOMAINS:
-            for number, one in enumerate(data.read_rows(source, split)):
-                if dict(one) == dict(row):
-                    return f"row {number} of {source!r}, from 0"
-    return f"row {place} of {domain.train!r}"
+    for of in (*domain.listed(), *domain.listed("held_out")):
+        for number, one in enumerate(() if of.source in DOMAINS else data.read_rows(of.source, of.split)):
+            if dict(one) == data.one_form(row):
+                return f"row {number} of {of.source!r}, from 0"
+    return f"row {place} of {str(domain)!r}"
 
 
 def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
@@ -94,8 +93,7 @@ def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
 
 def sources(recipe: FuserRecipe) -> list[str]:
     """Return the files and ids that rows are read from, built-in domains left out."""
-    named = (source for domain in recipe.domains.values() for source in (domain.train, domain.held_out))
-    return [source for source in named if source and source not in DOMAINS]
+    return [source for domain in recipe.domains.values() for source in domain.sources if source not in DOMAINS]
 
 
 MODEL = "model"  # in OUT: a link to the model that `run` made last
@@ -267,8 +265,8 @@ class Stages(KeptStages):
 
     @property
     def _base_text(self) -> list[str]:
-        sources = (domain.train for domain in self.recipe.domains.values())
-        return stage_rows.domain_documents(self.recipe.pretrain, sources)
+        named = (source for domain in self.recipe.domains.values() for source in domain.sources)
+        return stage_rows.domain_documents(self.recipe.pretrain, named)
 
     @property
     def _judging(self) -> dict:
@@ -314,7 +312,7 @@ class Stages(KeptStages):
         r, python = self.recipe, platform.python_version()
         base = [python, r.pretrain.to_dict()] if r.pretrain else r.base_model and files_print(r.base_model)
         given = [one.model and files_print(one.model) for one in r.specialists.values()]
-        built_in = domains_key() if r.pretrain or any(d.train in DOMAINS for d in r.domains.values()) else None
+        built_in = domains_key() if r.pretrain or any(s in DOMAINS for d in r.domains.values() for s in d.sources) else None
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         rows = [r.max_length, r.templates, domains, built_in, [files_print(source) for source in sources(r)]]
         rows += [files_print(r.tokenizer)] if r.tokenizer else []
@@ -347,7 +345,7 @@ def run(recipe: FuserRecipe | str | Path, out: str | Path, seed: int | None = No
     """
     model = Path(out) / MODEL
     if model.exists() and not model.is_symlink():
-        raise ValueError(f"out is {str(out)!r}, in which {MODEL} exists and is no link; want another folder")
+        raise ValueError(f"{MODEL} in {str(out)!r} exists and is not a link. Choose another folder")
     stages = Stages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     results = [*map(stages.specialist, stages.names), *([stages.gate()] if recipe.two_stage else []), stages.fused()]

@@ -76,8 +76,7 @@ def check(recipe: FuserRecipe, checkpoints: int = CHECKPOINTS) -> dict:
     steps = recipe.stage2.steps
     if not 2 <= checkpoints <= 7 * steps // 9:
         raise ValueError(
-            f"checkpoints is {checkpoints}, stage 2 has {steps} steps; want at least 2, and no more than the last seven "
-            "ninths of its steps"
+            f"checkpoints must be at least 2 and at most seven ninths of the {steps} steps of stage 2, but got {checkpoints}"
         )
     return {"checkpoints": checkpoints}
 

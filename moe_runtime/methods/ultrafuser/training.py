@@ -27,7 +27,7 @@ from moe_runtime.hf.training.fit import each_row, means_of, sums_of
 from moe_runtime.hf.training.ranks import load_config
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io.prompts import chat_of
-from moe_runtime.io.rows import require
+from moe_runtime.io.rows import one_form, require
 from moe_runtime.methods.ultrafuser.heads import head_of
 from moe_runtime.methods.ultrafuser.inputs import Encoder
 
@@ -100,7 +100,7 @@ def encode_rows(
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
     known = set(map(_key, without))
     dropped = 0
-    for place, row in enumerate(rows):
+    for place, row in enumerate(map(one_form, rows)):
         if len(columns["response_ids"]) == limit:
             break
         try:
@@ -116,8 +116,8 @@ def encode_rows(
             columns["response_ids"].append(answer)
     if not columns["response_ids"]:
         raise ValueError(
-            f"no row is left: {dropped} have a held-out prompt, the others no response within max_length, {max_length}; use a "
-            "larger one, or other prompts"
+            f"No examples are left: {dropped} have a held-out prompt, the others no response within max_length ({max_length}). "
+            "Use a larger one, or other prompts"
         )
     return require("datasets").Dataset.from_dict(columns)
 
@@ -133,8 +133,8 @@ def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
     prompt, response = (turns[:first], turns[first]["content"]) if first else (row.get("prompt"), row.get("completion"))
     if not first and not (isinstance(prompt, str) and isinstance(response, str)):
         raise ValueError(
-            f"row is {shown(dict(row))}; expected texts prompt and completion, or messages with an answer of the assistant to "
-            "a user"
+            f"Expected text in prompt and completion, or messages with an assistant's answer to a user, but got "
+            f"{shown(dict(row))}"
         )
     return prompt, response
 

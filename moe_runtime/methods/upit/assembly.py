@@ -24,11 +24,11 @@ import torch
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
 from moe_runtime.hf.models import families, folders, swap
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, check_keys
 from moe_runtime.io.files import atomic_folder, check_out_dir
 from moe_runtime.methods.lora import to_lora_moe
 from moe_runtime.methods.upit import models
-from moe_runtime.methods.upit.checkpoints import model_folder
 from moe_runtime.methods.upit.experts import Expert, open_expert
 
 BACKBONES = ("mean", "base")
@@ -54,7 +54,7 @@ def assemble(
     """
     check_choice("backbone", backbone, BACKBONES)
     if gate in SHARED_GATES:
-        raise ValueError(f"gate is {gate!r}, whose first expert has no routing vector; use one without shared expert")
+        raise ValueError(f"Gate {gate!r} has a shared expert, which has no routing vector. Use one without a shared expert")
     check_out_dir(out, overwrite, [*experts, base])
     settings = {
         "num_experts": len(experts), "top_k": top_k, "gate": gate, "balance_loss": balance_loss,
@@ -65,7 +65,7 @@ def assemble(
         kinds = {"lora" if expert.kind == "lora" else "ffn" for expert in opened}
         if len(kinds) != 1:
             found = ", ".join(expert.kind for expert in opened)
-            raise ValueError(f"experts are [{found}]; expected at least one folder, adapters alone or none")
+            raise ValueError(f"experts must be one or more folders, either all adapters or none, but got [{found}]")
         config = opened[0].config
         moe = folders.config_for_folder(config, **settings)
         rows = None if vectors is None else _stacked(vectors, len(experts), config.num_hidden_layers, config.hidden_size)
@@ -102,8 +102,8 @@ def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
     vectors = [vector.detach().float().cpu() for vector in vectors]
     shapes, bad = ([tuple(vector.shape) for vector in vectors], [i for i, v in enumerate(vectors) if not v.isfinite().all()])
     if shapes != [(L, H)] * n or bad:
-        found = f"of the experts {bad} have NaN or infinite values" if bad else f"are {shapes}"
-        raise ValueError(f"vectors {found}; expected finite values [{L}, {H}] for each of the {n} experts")
+        found = f"those of the experts {bad} have NaN or infinite values" if bad else f"are {shapes}"
+        raise ValueError(f"vectors must be finite and [{L}, {H}] for each of the {n} experts, but {found}")
     return torch.stack(vectors)
 
 
@@ -116,7 +116,7 @@ def _check_alike(opened: Sequence[Expert]) -> None:
         for name in sorted(fields.keys() | other.keys()):
             if fields.get(name) != other.get(name):
                 raise ValueError(
-                    f"{name} of {expert.path} is {other.get(name)!r}, of {first.path} {fields.get(name)!r}; expected "
+                    f"{name} of {expert.path} is {other.get(name)!r}, but {fields.get(name)!r} for {first.path}. Pass "
                     "experts of one base"
                 )
         check_keys(expert.specs(), first.specs(), source=expert.path)
@@ -130,8 +130,8 @@ def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
     """Open the base, which has the experts' backbone in the same shapes and dtypes."""
     named = [expert for expert in opened if expert.base is not None]
     if base is None and not named:
-        raise ValueError("base is None, backbone is 'base'; pass base=, the folder of the dense model")
-    source = Checkpoint(model_folder(base or models.base_of(named)))
+        raise ValueError("backbone 'base' requires base=, the folder of the dense model")
+    source = Checkpoint(local_folder(base or models.base_of(named)))
     first, specs = opened[0], source.specs()
     want = {key: spec for key, spec in first.specs().items() if not first.is_ffn(key)}
     check_keys({key: specs[key] for key in want if key in specs}, want, source=source.path)
@@ -195,7 +195,7 @@ class _Made:
 
 def _finite(tensor: torch.Tensor, key: str, expert: Expert) -> torch.Tensor:
     if not tensor.isfinite().all():
-        raise ValueError(f"{key} of {expert.path} has NaN or infinite values; lower the learning rate")
+        raise ValueError(f"{key} of {expert.path} has NaN or infinite values. Lower the learning rate")
     return tensor
 
 
@@ -223,7 +223,7 @@ def _assemble_adapters(
         model, moe, experts=[expert.path for expert in opened], backbone=backbone, vectors=rows, method="upit", seed=seed
     )
     with atomic_folder(out, overwrite) as tmp:
-        source = model_folder(opened[0].base, ("config.json",))
+        source = local_folder(opened[0].base, ("config.json",))
         side_files = folders.copy_side_files(Path(source), _Copies(tmp))
         model.save_pretrained(tmp, max_shard_size=max_shard_size)
     tensors = list(model.parameters())

@@ -41,7 +41,7 @@ def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
     check_number("share", share, positive=True)
     count = max(round(share * len(rows)), at_least)
     if share > 1 or count > len(rows):
-        raise ValueError(f"share is {share}, at_least is {at_least}, the data has {len(rows)} rows; expected a share of them")
+        raise ValueError(f"share ({share}) and at_least ({at_least}) must select at most the {len(rows)} examples of the data")
     return rows.shuffle(seed=seed).select(range(count))
 
 
@@ -85,7 +85,7 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
     bad = rows or perplexity.isnan().any(1).nonzero().flatten().tolist()
     if bad:
         what = f"rows {bad[:8]} is NaN for every expert" if rows else f"experts {bad} is NaN on some rows"
-        raise ValueError(f"perplexity of the {what}; leave those {'rows' if rows else 'experts'} out")
+        raise ValueError(f"The perplexity of the {what}. Remove those {'rows' if rows else 'experts'}")
     n, N = perplexity.shape
     capacity = math.ceil(N / n) if capacity is None else capacity
     check_positive("capacity", capacity)

@@ -26,6 +26,7 @@ from moe_runtime.config import check_number, check_positive
 from moe_runtime.hf.dropin.layers import plain_name
 from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import to_saved
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size
 from moe_runtime.io.files import atomic_folder, read_json
@@ -58,9 +59,9 @@ class ExpertCheckpoints(TrainerCallback):
         is_float = dtype is None or (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point)
         if None not in (every_epochs, every_steps) or (only_changed and base is None) or not is_float:
             raise ValueError(
-                f"every_epochs is {every_epochs}, every_steps is {every_steps}, only_changed is {only_changed}, base is "
-                f"{base}, dtype is {dtype!r}; expected one of the intervals, a base if only_changed, and a floating dtype "
-                "such as 'bfloat16'"
+                f"Expected at most one of the intervals, a base if only_changed, and a floating dtype such as 'bfloat16', but "
+                f"every_epochs is {every_epochs}, every_steps is {every_steps}, only_changed is {only_changed}, base is {base} "
+                f"and dtype is {dtype!r}"
             )
         self.max_shard_size = parse_size(max_shard_size)
         self._epoch, self._base_hash = 0.0, None
@@ -70,14 +71,13 @@ class ExpertCheckpoints(TrainerCallback):
         _check_model(model)
         self._epoch = state.epoch or 0.0
         if self.base is not None and not _is_peft(model):
-            with Checkpoint(model_folder(self.base)) as base:
+            with Checkpoint(local_folder(self.base)) as base:
                 self._base_hash = fingerprint(base)
                 _check_base(model, base)
         there = ranks.agree([path.name for path in saved_steps(self.folder)])
         if there and not state.global_step and not self.overwrite:
             raise ValueError(
-                f"folder is {self.folder}, which has {there[0]} of an earlier training; use an empty folder or pass "
-                "overwrite=True"
+                f"Folder {self.folder} has {there[0]} of an earlier training. Use an empty folder or pass overwrite=True"
             )
         if there:
             with ranks.leading() as main:
@@ -161,7 +161,7 @@ def save_expert(
             for key, tensor in _tensors(model, dtype):
                 writer.add(key, tensor)
         else:
-            with Changed(writer, Checkpoint(model_folder(base))) as changed:
+            with Changed(writer, Checkpoint(local_folder(base))) as changed:
                 for key, tensor in _tensors(model, dtype):
                     changed.add(key, tensor)
             record = {"base": str(base), "base_hash": fingerprint(changed.base)} | record | {"absent": changed.absent}
@@ -219,20 +219,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return found.hexdigest()[:16]
 
 
-def model_folder(source: str | Path, patterns: tuple[str, ...] = ("*.safetensors", "*.json")) -> Path:
-    """Return the folder of a model: `source`, or that of the Hub's files of that id; ValueError if there is none."""
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
-    except (HFValidationError, OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"base is {str(source)!r}: {reason}; expected a model's folder or an id of the Hub") from error
-
-
 def _unwrap(model: nn.Module) -> nn.Module:
     from accelerate.utils import extract_model_from_parallel
 
@@ -248,21 +234,21 @@ def _check_model(model: nn.Module) -> None:
     """Raise ValueError for a model whose tensors cannot be read one by one, as transformers saves them."""
     inner, reason = _unwrap(model), None
     if any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
-        reason = "whose parameters DeepSpeed has split; use DDP or FSDP2"
+        reason = "is sharded by DeepSpeed. Use DDP or FSDP2"
     elif any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        reason = "split by FSDP 1; use FSDP2 (fsdp_version: 2)"
+        reason = "is sharded by FSDP 1. Use FSDP2 (fsdp_version: 2)"
     elif trained_files.training_of(inner) is not None:
-        reason = "which trains ESFT experts; use a dense model, or esft.save_adapter"
+        reason = "trains ESFT experts. Use a dense model, or esft.save_adapter"
     elif _is_peft(inner):
-        reason = None if "default" in inner.peft_config else "without the adapter 'default'; use get_peft_model's name"
+        reason = None if "default" in inner.peft_config else "has no adapter 'default', the name used by get_peft_model"
     elif not isinstance(inner, PreTrainedModel):
         reason = "not a model of transformers or PEFT"
     elif getattr(inner, "_hf_peft_config_loaded", False):
-        reason = "with adapters of its own; use peft.get_peft_model"
+        reason = "has adapters added by transformers. Use peft.get_peft_model"
     elif getattr(inner, "hf_quantizer", None) is not None:
-        reason = "quantized; load it without quantization, or put PEFT's adapters on it"
+        reason = "is quantized. Load it without quantization, or train PEFT adapters"
     if reason is not None:
-        raise ValueError(f"model is {type(inner).__name__}, {reason}")
+        raise ValueError(f"{type(inner).__name__} {reason}")
 
 
 def _check_base(model: nn.Module, base: Checkpoint) -> None:
@@ -272,7 +258,7 @@ def _check_base(model: nn.Module, base: Checkpoint) -> None:
         for key, like in to_saved(inner, {name: torch.empty(parameter.shape, device="meta")}).items():
             if like.dim() > 1 and key in specs and specs[key].shape == tuple(like.shape):
                 return
-    raise ValueError(f"base is {base.path}, none of whose matrices are the model's by name and shape; pass its base")
+    raise ValueError(f"No matrix of base {base.path} matches the model by name and shape. Pass the base of the model")
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -65,7 +65,9 @@ def expand_experts(
     _check_choices(metric, of, parents, drop, weights, seed)
     paths, out = [Path(expert) for expert in experts], Path(out)
     if not 1 <= len(paths) <= count or count > len(paths) == 1:
-        raise ValueError(f"count is {count}, experts are {len(paths)}; expected at least as many, and two parents for a child")
+        raise ValueError(
+            f"count must be at least the number of experts ({len(paths)}), at least two to expand, but got {count}"
+        )
     parse_size(max_shard_size)
     _check_out(out, paths, count, overwrite)
     earlier = _children_in(out, paths)
@@ -99,7 +101,7 @@ def _check_choices(metric, of, parents, drop, weights, seed) -> None:
     check_choice("parents", parents, PARENTS)
     check_drop(drop)
     if weights is not None and (len(weights) != 2 or not all(math.isfinite(weight) for weight in weights)):
-        raise ValueError(f"weights is {weights!r}; expected two finite numbers, or None")
+        raise ValueError(f"weights must be two finite numbers or None, but got {weights!r}")
     check_seed("seed", seed)
 
 
@@ -109,25 +111,25 @@ def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) 
     found = None if out.is_dir() or not out.exists() else "a file"
     for path in experts:
         if path.resolve().parent == out.resolve() and path.name in ours:
-            found = f"a folder with the expert {path.name}, which a child would replace"
+            found = f"contains the expert {path.name}, which a child would replace"
     for path in _children_in(out, experts):
         if not ((path / RECORD).is_file() and "child" in read_json(path / RECORD)):
-            found = found or f"a folder whose {path.name} is not an expansion's child"
+            found = found or f"contains {path.name}, which is not a child of an expansion"
         if path.name not in ours and not overwrite:
-            found = found or f"a folder whose {path.name} this call would not make; overwrite=True removes it"
+            found = found or f"contains {path.name}, which this call would not create (overwrite=True removes it)"
     for path in out.iterdir() if out.is_dir() else ():
         begins = CHILD if path.is_dir() else Path(SUMMARY).stem
         # a killed writer leaves hidden ones, of a file in a folder
         if not path.name.startswith((begins, f".{CHILD}", f".{Path(SUMMARY).stem}")):
-            found = found or f"a folder that holds {path.name}"
+            found = found or f"contains {path.name}"
     if found is not None:
-        raise ValueError(f"out is {out}, {found}; use a new folder, or one of an earlier expansion")
+        raise ValueError(f"Output folder {out} {found}. Use a new folder, or one of an earlier expansion")
 
 
 def _other(child: Path) -> ValueError:
     """Return the error for a child that this call would not make."""
     return ValueError(
-        f"out is {child.parent}, whose {child.name} was made of other experts or with other options; pass a new folder, or "
+        f"{child.name} in {child.parent} was created from other experts or with other options. Choose a new folder or pass "
         "overwrite=True"
     )
 
@@ -186,7 +188,7 @@ def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
     products = pool.products()
     if not torch.isfinite(products).all():
         bad = pool.experts[int((~torch.isfinite(products)).sum(0).argmax())]
-        raise ValueError(f"expert is {bad.path}, whose MLPs have NaN or infinite values; its weights must be finite")
+        raise ValueError(f"The MLPs of expert {bad.path} have NaN or infinite values, but weights must be finite")
     out.mkdir(parents=True, exist_ok=True)
     atomic_write_json(path, {"products": key | {"values": products.tolist()}})
     return products

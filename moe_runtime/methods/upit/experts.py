@@ -13,9 +13,10 @@ import torch
 from moe_runtime.config import check_choice, shown
 from moe_runtime.experiments.stages import files_print, hash_of
 from moe_runtime.hf.models import families, folders
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.io.files import check_out_dir, read_json
-from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, model_folder, saved_steps
+from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, saved_steps
 
 CONFIG, ADAPTER, ADAPTER_CONFIG = "config.json", "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of PEFT's names
@@ -51,8 +52,8 @@ class Expert:
         """The dense model's transformers config; raises ValueError for a lora whose base is unknown or missing."""
         if self._config is None:
             if self.kind == "lora" and self.base is None:
-                raise ValueError(f"{self.path / ADAPTER_CONFIG} names no base model; pass base=, its folder")
-            source = self.path if self.kind != "lora" else model_folder(self.base, ("config.json",))
+                raise ValueError(f"{self.path / ADAPTER_CONFIG} names no base model. Pass its folder as base=")
+            source = self.path if self.kind != "lora" else local_folder(self.base, ("config.json",))
             self._config = folders.read_config(source)
         return self._config
 
@@ -121,7 +122,7 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
     record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
     if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
         raise ValueError(
-            f"{path / RECORD} has format {shown(record.get('format'))} and kind {shown(record.get('kind'))}; expected "
+            f"{path / RECORD} has format {shown(record.get('format'))} and kind {shown(record.get('kind'))}, but expected "
             f"{FORMAT} and one of {', '.join(KINDS)}"
         )
     kind = record.get("kind") or ("lora" if (path / ADAPTER_CONFIG).is_file() else "ffn")
@@ -136,16 +137,16 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
 def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
     """Return the folder of a delta's base: the one given or the one it names, whichever is the same model."""
     names = [name for name in (given, record.get("base")) if name is not None]
-    reason = "which names no base"
+    reason = "it names no base"
     for name in names:
         try:
-            with Checkpoint(model_folder(name)) as base:
+            with Checkpoint(local_folder(name)) as base:
                 if fingerprint(base) == record.get("base_hash"):
                     return base.path
             reason = f"{name} has other weights than its base"
         except ValueError as error:
-            reason = str(error).partition(";")[0]
-    raise ValueError(f"expert is {str(path)!r}, a delta, {reason}; pass base=, the folder of the model it was trained from")
+            reason = str(error).partition(". ")[0]
+    raise ValueError(f"Expert {str(path)!r} is a delta, but {reason}. Pass base=, the folder of the model it was trained from")
 
 
 def saved_experts(folder: str | Path) -> list[Path]:
@@ -166,7 +167,7 @@ def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, w
         found = [path for _, path in sorted(zip(map(int, steps), found, strict=True), key=lambda pair: pair[0])]
     if not 1 <= count <= len(found):
         where = f" in {folders}" if isinstance(folders, str | Path) else ""
-        raise ValueError(f"count is {count}, checkpoints{where} are {len(found)}; expected 1 to as many; save more often")
+        raise ValueError(f"count must be from 1 to the {len(found)} checkpoints{where}, but got {count}. Save more often")
     if which == "uniform":
         return [found[(i + 1) * len(found) // count - 1] for i in range(count)]
     return found[:count] if which == "front" else found[-count:]
@@ -180,7 +181,7 @@ def materialize(
         with open_expert(expert) as opened:
             return materialize(opened, out, max_shard_size=max_shard_size, overwrite=overwrite)
     if expert.kind == "lora":
-        raise ValueError(f"expert is {str(expert.path)!r}, an adapter; expected a delta, since PEFT merges adapters")
+        raise ValueError(f"Expected a delta, but expert {str(expert.path)!r} is an adapter, which PEFT can merge")
     check_out_dir(out, overwrite, [expert.path, expert.base])
     expected = sum(spec.nbytes for spec in expert.specs().values())
     with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:

@@ -22,6 +22,7 @@ from moe_runtime.config import check_choice, check_positive, shown
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io import rows as data
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
@@ -29,7 +30,6 @@ from moe_runtime.io.files import atomic_write_text, check_out_dir, check_out_fil
 from moe_runtime.io.prompts import TEMPLATES, TRAIN_ON
 from moe_runtime.methods.upit import assembly, router
 from moe_runtime.methods.upit import buckets as upit_buckets
-from moe_runtime.methods.upit.checkpoints import model_folder
 from moe_runtime.methods.upit.experts import open_expert
 from moe_runtime.methods.upit.recipe import Tuning
 
@@ -110,12 +110,14 @@ def assemble_folders(
     """
     if bool(experts) == (routers is not None):
         given = "both are given" if experts else "neither is given"
-        raise ValueError(f"experts and routers: {given}; pass expert folders, or the folder of upit init-routers")
+        raise ValueError(f"Pass either expert folders or the folder of upit init-routers, but {given}")
     if routers is None:
         return assembly.assemble(experts, None, out, **settings)
     listed = read_json(Path(routers) / SUMMARY).get("experts")
     if not isinstance(listed, list) or not listed:
-        raise ValueError(f"experts of {Path(routers) / SUMMARY} are {shown(listed)}; expected what upit init-routers wrote")
+        raise ValueError(
+            f"experts in {Path(routers) / SUMMARY} are {shown(listed)}. Pass the folder written by upit init-routers"
+        )
     routed = [router.load_routed(Path(routers) / f"expert-{i}") for i in range(len(listed))]
     return assembly.assemble([one.folder for one in routed], [one.vectors for one in routed], out, **settings)
 
@@ -125,7 +127,7 @@ def _tokenizer(experts: Sequence[str | Path], base: str | Path | None, prompt: s
     with open_expert(experts[0], base) as expert:
         has_own = (expert.path / "tokenizer_config.json").is_file()
         kind = expert.kind
-        source = expert.path if has_own or expert.base is None else model_folder(expert.base, ("config.json",))
+        source = expert.path if has_own or expert.base is None else local_folder(expert.base, ("config.json",))
     tokenizer = ranks.load_tokenizer(source)
     tokenizer.chat_template = TEMPLATES.get(prompt, tokenizer.chat_template)
     return tokenizer, kind
@@ -159,9 +161,9 @@ def mixtral_config(config) -> MixtralConfig:
     }
     for name, (value, known) in checks.items():
         if value not in known:
-            only = f"{name} is {value!r}; Mixtral computes only {' or '.join(map(repr, known))}"
-            others = f", xft export --to official, or begin with --gate {GATES[0]}" if name == "gate" else ""
-            raise ValueError(f"{only}; use xft merge for a dense model{others}")
+            only = f"{name} is {value!r}, but Mixtral supports only {' or '.join(map(repr, known))}"
+            others = f", xft export --to official, or start with --gate {GATES[0]}" if name == "gate" else ""
+            raise ValueError(f"{only}. Use xft merge for a dense model{others}")
     fields = {name: getattr(config, name) for name in _SHARED if hasattr(config, name)}
     return MixtralConfig(
         **fields,

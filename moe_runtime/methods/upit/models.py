@@ -70,8 +70,8 @@ def base_of(experts: Sequence) -> str | Path:
     for expert in experts:
         if expert.base is None or not _is_same(first.base, expert.base):
             raise ValueError(
-                f"the base of {expert.path} is {expert.base}, of {first.path} {first.base}; expected experts of one base; pass "
-                "base= if it has moved"
+                f"All experts must have the same base, but it is {expert.base} for {expert.path} and {first.base} for "
+                f"{first.path}. Pass base= if it has moved"
             )
     return first.base
 
@@ -92,7 +92,7 @@ def check_labels(rows, every_token: bool = False) -> None:
     bad = [place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])]
     if bad or not len(column):
         counted = "tokens after the first" if every_token else "labels after the first token"
-        raise ValueError(f"rows {bad[:8]} of {len(column)} have no {counted}; expected at least one row, with one each")
+        raise ValueError(f"Each of one or more rows must have {counted}, but rows {bad[:8]} of {len(column)} have none")
 
 
 def dtype_of(expert) -> str:

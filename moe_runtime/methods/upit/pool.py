@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.hf.models.folders import Progress
+from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys
-from moe_runtime.methods.upit.checkpoints import fingerprint, model_folder
+from moe_runtime.methods.upit.checkpoints import fingerprint
 from moe_runtime.methods.upit.experts import Expert, open_expert, print_of
 from moe_runtime.modules.moe import FLOATS
 from moe_runtime.ops.expansion import dare_merge, gram, gram_row
@@ -87,12 +88,12 @@ class Pool:
         noted = expert.record.get("base_hash")
         if self.base_hash is not None and noted not in (None, self.base_hash):
             raise ValueError(
-                f"base is {self.base_folder}, whose weights are not those that {expert.path} was trained from; pass the folder "
+                f"Base {self.base_folder} has other weights than the one that {expert.path} was trained from. Pass the folder "
                 "of its base"
             )
         bad = next((key for key in self.ffn if expert.spec(key).dtype not in FLOATS), None)
         if bad is not None:
-            raise ValueError(f"{bad} in {expert.path} is {expert.spec(bad).dtype}; expected weights of a floating dtype")
+            raise ValueError(f"{bad} in {expert.path} must have a floating dtype, but is {expert.spec(bad).dtype}")
         self.experts.append(expert)
         self.prints.append(expert.fingerprint())
 
@@ -101,12 +102,12 @@ class Pool:
         self.ffn = {key for key in self.specs if first.is_ffn(key)}
         is_dora = first.kind == "lora" and first.adapter.get("use_dora")
         if not self.ffn or is_dora:
-            what = "whose use_dora is True" if is_dora else "which has no tensor of an MLP"
-            raise ValueError(f"expert is {first.path}, {what}; expected experts that differ in MLPs, adapters of plain LoRA")
+            what = "uses DoRA (use_dora is True)" if is_dora else "has no tensor of an MLP"
+            raise ValueError(f"Expert {first.path} {what}. Experts must differ in MLPs, and adapters must be plain LoRA")
         if first.kind == "lora":
             self.wide = True
             return
-        self.base = self._stack.enter_context(Checkpoint(model_folder(self.base_folder)))
+        self.base = self._stack.enter_context(Checkpoint(local_folder(self.base_folder)))
         self.base_specs = self.base.specs()
         self.base_hash, self.base_print = fingerprint(self.base), print_of(self.base)
         want = {key: self.specs[key] for key in self.ffn}
@@ -223,6 +224,7 @@ def _check_alike(first: Expert, other: Expert) -> None:
     odd = next((field for field in ours if ours[field] != theirs.get(field)), None)
     if odd is not None:
         raise ValueError(
-            f"{odd} of {other.path} is {theirs.get(odd)!r}, of {first.path} {ours[odd]!r}; all experts must have the same"
+            f"{odd} must be the same for all experts, but is {theirs.get(odd)!r} for {other.path} and {ours[odd]!r} for "
+            f"{first.path}"
         )
     check_keys(_with_dtypes(other.specs(), first.specs()), first.specs(), source=other.path)

@@ -103,7 +103,9 @@ class Form(Node):
     def _check_epochs(self):
         for name in ("sft", "post"):
             if getattr(self, name).epochs is None:
-                raise ValueError(f"{name}.steps is {getattr(self, name).steps}; want epochs: checkpoints go by them")
+                raise ValueError(
+                    f"{name}.steps is {getattr(self, name).steps}. Set epochs instead, as checkpoints count epochs"
+                )
         return self
 
     @property
@@ -139,7 +141,7 @@ class Experts(Node):
     @model_validator(mode="after")
     def _check_experts(self):
         if MoEConfig(hidden_size=1, intermediate_size=1, **self.to_dict()).has_shared_expert:
-            raise ValueError(f"gate is {self.gate!r}, which has a shared expert; want another")
+            raise ValueError(f"gate must be one without a shared expert, but got {self.gate!r}")
         return self
 
 
@@ -168,11 +170,9 @@ class UpitRecipe(Node):
         check_base(self)
         check_names("domains", self.domains)
         if not self.forms:
-            raise ValueError("ffn is null, lora is null; want the trainings of at least one of them")
+            raise ValueError("ffn and lora are null, but at least one of them must be given")
         if self.checkpoints.count < 2 <= self.experts.num_experts:
-            raise ValueError(
-                f"checkpoints.count is 1, num_experts is {self.experts.num_experts}; want two checkpoints to grow others from"
-            )
+            raise ValueError(f"checkpoints.count must be at least 2 to expand to {self.experts.num_experts} experts, but got 1")
         for form in self.forms:
             check_saved(self, form, self.checkpoints.count, "checkpoints.count")
         return self
@@ -194,8 +194,8 @@ def check_saved(recipe: UpitRecipe, form: str, count: int, name: str) -> None:
     saved = count_saved(recipe, form)
     if count > saved:
         raise ValueError(
-            f"{name} is {count}, {form}.sft.epochs is {epochs:g}, every_epochs is {every:g}, which makes {saved} checkpoints; "
-            "want at most as many"
+            f"{name} must be at most the {saved} checkpoints of {form}.sft.epochs {epochs:g} and every_epochs {every:g}, but "
+            f"got {count}"
         )
 
 

@@ -122,7 +122,7 @@ def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training)
 
 def _check_expert(opened: Expert) -> None:
     if not any(map(opened.is_ffn, opened.keys())):
-        raise ValueError(f"expert is {opened.path}, an adapter that changes no MLP; expected one that does")
+        raise ValueError(f"Expert {opened.path} is an adapter that changes no MLP. Pass one that does")
 
 
 def _load(opened: Expert, dtype: str | None):
@@ -141,7 +141,7 @@ def _settings(rate: float, learning_rate, epochs, steps, batch_size: int, seed: 
     """Return hf.training.fit.train's settings; raises ValueError for what it does not take."""
     unknown = training.keys() - _SETTINGS
     if unknown:
-        raise ValueError(f"training has {', '.join(sorted(unknown))}; expected some of {', '.join(sorted(_SETTINGS))}")
+        raise ValueError(f"Unknown settings {', '.join(sorted(unknown))}. Pass some of {', '.join(sorted(_SETTINGS))}")
     learning_rate = rate if learning_rate is None else learning_rate
     check_number("learning_rate", learning_rate, positive=True)
     settings = {"optimizer": "adamw_torch", "schedule": "constant", "batch_size": batch_size, "seed": seed} | training
@@ -191,7 +191,7 @@ def init_routers(
     """
     if len(experts) != len(buckets) or not all(buckets):
         sizes = [len(bucket) for bucket in buckets]
-        raise ValueError(f"buckets have {sizes} rows, experts are {len(experts)}; expected a bucket with rows for each expert")
+        raise ValueError(f"Expected a bucket with examples for each of the {len(experts)} experts, but buckets have {sizes}")
     routed = []
     for i, (expert, bucket) in enumerate(zip(experts, buckets, strict=True)):
         place = Path(folder) / f"expert-{i}"
@@ -211,8 +211,8 @@ def load_routed(folder: str | Path) -> RoutedExpert:
     fits = fits and all(isinstance(record[name], dict) and {*record[name]} == {*Measured._fields} for name in measured)
     if not fits:
         raise ValueError(
-            f"{folder / RECORD} has format {record.get('format')!r}, or lacks fields; expected format {FORMAT} with "
-            f"{', '.join((*names, *measured))}, as upit init-routers writes it; run that again"
+            f"{folder / RECORD} has format {record.get('format')!r} or lacks fields, but must have format {FORMAT} with "
+            f"{', '.join((*names, *measured))}. Run upit init-routers again"
         )
     with Checkpoint(folder, VECTORS) as checkpoint:
         vectors = checkpoint.get("vectors")
@@ -231,8 +231,8 @@ def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype:
     is_dtype = dtype is None or isinstance(getattr(torch, str(dtype), None), torch.dtype)
     if not is_dtype or None not in (epochs, steps):
         raise ValueError(
-            f"epochs is {epochs}, steps is {steps}, dtype is {dtype!r}; expected one of epochs and steps, and None or "
-            "a name such as 'bfloat16'"
+            f"Expected at most one of epochs and steps, and dtype None or a name such as 'bfloat16', but epochs is {epochs}, "
+            f"steps is {steps} and dtype is {dtype!r}"
         )
     models.check_labels(rows)
 

@@ -117,8 +117,8 @@ class Stages(DomainStages):
         steps = trainers.count_steps(len(self.train_rows), training.epochs, *batch)
         if steps < count:
             raise ValueError(
-                f"{name} is {count}, {form}.sft has {steps} steps on {len(self.train_rows)} rows; want as many steps: more "
-                "rows or smaller batches"
+                f"{name} ({count}) must be at most the {steps} steps of {form}.sft on {len(self.train_rows)} examples. Use "
+                "more examples or smaller batches"
             )
 
     def prepared(self, form: str) -> Judged:
@@ -247,8 +247,8 @@ class Stages(DomainStages):
         size = capacity or math.ceil(count / n)
         if init != "none" and (n - 1) * size >= count:
             raise ValueError(
-                f"num_experts is {n}, seed_data.capacity is {capacity}, the seed data are {count} rows; want more than "
-                f"{(n - 1) * size}, as {n - 1} experts may take so many: more seed data, or a lower capacity"
+                f"num_experts is {n} and seed_data.capacity is {capacity}, but the seed data have only {count} examples, not "
+                f"more than the {(n - 1) * size} that {n - 1} experts may get. Use more seed data or a lower capacity"
             )
 
     def routers(self, form: str, pool: Pool, init: str = "skilled") -> router.Routers:

@@ -48,9 +48,9 @@ def check_named(known: Sequence[str]) -> Callable:
         strategies = different("strategy", strategies, lambda one: check_choice("strategy", one, tuple(known)))
         n, m = recipe.experts.num_experts, recipe.checkpoints.count
         if known is WHICH and min(m, n) >= (saved := count_saved(recipe, form)):
-            raise ValueError(f"checkpoints.count is {m}, the tuning saves {saved}; want fewer: there is nothing to choose")
+            raise ValueError(f"checkpoints.count must be below the {saved} saved checkpoints, to have a choice, but got {m}")
         if known is EXPANSIONS and m >= n:
-            raise ValueError(f"checkpoints.count is {m}, num_experts is {n}; want fewer: there is nothing to expand")
+            raise ValueError(f"checkpoints.count must be below num_experts ({n}), as nothing would be expanded, but got {m}")
         if known is EXPANSIONS and "none" in strategies:
             check_saved(recipe, form, n, "num_experts")
         return {"form": form, "strategies": strategies}
@@ -67,7 +67,7 @@ def check_experts(
     sizes = different("experts", sizes, lambda size: check_positive("experts", size))
     active = different("active", active, lambda one: check_positive("active", one))
     if min(active) > max(sizes):
-        raise ValueError(f"active is {min(active)}, experts is {max(sizes)}; want at most as many per token as there are")
+        raise ValueError(f"active (experts per token) must be at most experts ({max(sizes)}), but got {min(active)}")
     return {"form": _form(recipe, form), "sizes": sizes, "active": active}
 
 
@@ -83,7 +83,7 @@ def check_epochs(recipe: UpitRecipe, form: str | None = None, pairs: Sequence[Se
 
     def check(pair: tuple) -> None:
         if len(pair) != 2:
-            raise ValueError(f"epochs is {','.join(map(str, pair))}; want two numbers, such as 2,6")
+            raise ValueError(f"epochs must be two numbers, such as 2,6, but got {','.join(map(str, pair))}")
         for epochs in pair:
             check_number("epochs", epochs, positive=True)
         check_saved(recipe.change(**{f"{form}__sft__epochs": pair[0]}), form, recipe.checkpoints.count, "checkpoints.count")

@@ -39,7 +39,7 @@ class RoutingVectors:
         H = model.config.hidden_size
         if vectors.shape != (len(self.mlps), H) or not 0 <= alpha <= 1:
             raise ValueError(
-                f"vectors are {tuple(vectors.shape)}, alpha is {alpha}; expected [{len(self.mlps)}, {H}] and 0 to 1"
+                f"Expected vectors [{len(self.mlps)}, {H}] and alpha from 0 to 1, but got {tuple(vectors.shape)} and {alpha}"
             )
         self.model, self.alpha, self.detach_h = model, alpha, detach_h
         self._logits: list[torch.Tensor] = []  # [B, S] of each layer, in this call

@@ -78,7 +78,7 @@ def upcycle(
     the table, an MLP that does not compute what the table says, or a config that does not fit.
     """
     if config is not None and settings:
-        raise ValueError(f"config is given and so is {', '.join(settings)}; want one of the two")
+        raise ValueError(f"Pass either config or separate settings, but got config and {', '.join(settings)}")
     family = families.family_of(model)
     config = config or MoEConfig(**families.moe_shape(family, model.config), **settings)
     return upcycle_to("moe", model, family, config, layers=layers, seed=seed)
@@ -115,7 +115,7 @@ def mixing_coefficients(model: nn.Module) -> torch.Tensor:
     """Return alpha [L, E] float32 of a mergeable model, the shared expert first."""
     rows = [module.alpha().detach().cpu() for module in model.modules() if isinstance(module, MergedMLP)]
     if not rows:
-        raise ValueError(f"{type(model).__name__} has no mergeable layer; want the result of to_mergeable")
+        raise ValueError(f"{type(model).__name__} has no mergeable layers. Call to_mergeable first")
     return torch.stack(rows)
 
 
@@ -133,7 +133,7 @@ def merge(
     shared_rate = check_rate(shared_rate, alpha, block["stage"])
     layers = [module for module in model.modules() if isinstance(module, MoE | MergedMLP | EWAMLP)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no experts; want an upcycled or a mergeable model")
+        raise ValueError(f"{type(model).__name__} has no experts. Pass an upcycled or a mergeable model")
     rows = [None] * len(layers) if alpha is None else alpha_rows(alpha, len(layers), layers[0].config.num_experts)
     for name, layer in model.named_modules() if alpha is None else ():
         if isinstance(layer, MergedMLP):
@@ -146,14 +146,14 @@ def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
     """Return the shared rate of an INIT merge, 0.75 for None; raises ValueError where it would have no effect."""
     reason = None
     if stage == "lora":
-        reason = "the model's stage is 'lora'; want whole experts; lora.merge merges LoRA experts"
+        reason = "The model's stage is 'lora', but whole experts are required. Merge LoRA experts with lora.merge"
     elif shared_rate is not None and (stage != "moe" or alpha is not None):
         fixed = {
-            "mergeable": "the model is mergeable, whose lambda to_mergeable fixed",
-            "ewa": "the model is one of EWA, whose experts count alike",
+            "mergeable": "the model is mergeable, and to_mergeable has fixed its lambda",
+            "ewa": "the model is an EWA one, whose experts have equal weights",
         }
         why = "alpha is given" if alpha is not None else fixed[stage]
-        reason = f"shared_rate is {shared_rate}, but {why}; want shared_rate=None"
+        reason = f"shared_rate must be None, but got {shared_rate}, as {why}"
     if reason is not None:
         raise ValueError(reason)
     return 0.75 if shared_rate is None else shared_rate

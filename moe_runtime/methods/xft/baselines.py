@@ -174,16 +174,16 @@ def average_after_steps(
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} if is_torch else set()
     other, reason = [name for name, stack in stacks.items() if id(stack) not in held], None
     if not stacks:
-        reason = f"{type(model).__name__} has no experts that train; want a model of baselines.to_ewa"
+        reason = f"{type(model).__name__} has no trainable experts. Pass a model from baselines.to_ewa"
     elif apart:
         reason = (
-            f"{apart[0]} is {tuple(stacks[apart[0]].shape)}; want whole stacks [E, ...]; train with FSDP2 (fsdp_version: 2) "
-            "or DDP in place of FSDP1 and ZeRO-3"
+            f"{apart[0]} must be a whole stack [E, ...], but is {tuple(stacks[apart[0]].shape)}. Train with FSDP2 "
+            "(fsdp_version: 2) or DDP instead of FSDP1 and ZeRO-3"
         )
     elif other:
         reason = (
-            f"optimizer is {type(optimizer).__name__}, which does not hold {', '.join(other)}; want the optimizer of this very "
-            "model; DeepSpeed's hold copies: train with FSDP2 or DDP"
+            f"{type(optimizer).__name__} does not hold {', '.join(other)}. Pass the optimizer of this "
+            "model. DeepSpeed's optimizers hold copies: train with FSDP2 or DDP instead"
         )
     if reason is not None:
         raise ValueError(reason)

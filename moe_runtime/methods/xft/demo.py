@@ -1,15 +1,16 @@
 """XFT end to end on real text, in minutes on two cores: what `moe-runtime demo` and `make demo` run.
 
-    standard library's source -> tokenizer, base model -> SFT, and XFT: upcycle -> tune -> learn mixing -> merge -> dense
+    standard library's source, documentation, sums -> tokenizer, base model
+    few examples of each                           -> SFT, and XFT: upcycle -> tune -> learn mixing -> merge -> dense
 
-The stages are those of `study`, the settings recipes/demo.yaml. SFT takes as many steps as tuning the MoE model and learning
-to mix take together, on the same batches in the same order; the merged model has SFT's size and speed. Losses are means over
-the label tokens of functions from files that nothing was trained on.
+The stages are those of `study`, the settings recipes/demo.yaml. SFT is tuned at three learning rates, each for as many steps
+as tuning the MoE model and learning to mix take together, and kept at its best step by validation rows; XFT has one rate and
+keeps its last step. Losses are means over the label tokens of examples that chose nothing and that nothing was trained on.
 """
 
 import json
 import math
-import os
+import shutil
 import textwrap
 import time
 from pathlib import Path
@@ -18,142 +19,222 @@ import torch
 
 from moe_runtime.config import check_choice
 from moe_runtime.experiments import plots
-from moe_runtime.experiments.corpora import standard_library_pairs
-from moe_runtime.experiments.stages import Result, remove
+from moe_runtime.experiments.compare import compare
+from moe_runtime.experiments.corpora import domain_rows
+from moe_runtime.experiments.stages import Result
 from moe_runtime.hf.dropin.stats import RouterStats, collect_router_stats
+from moe_runtime.hf.models.tiny import pair_collator
 from moe_runtime.hf.training import ranks
-from moe_runtime.hf.training.fit import complete
+from moe_runtime.hf.training.fit import complete, each_row
 from moe_runtime.io.console import print_table
 from moe_runtime.io.files import atomic_folder, check_out_dir
-from moe_runtime.io.rows import require
+from moe_runtime.io.rows import require, tokenize_pairs
 from moe_runtime.methods.xft.recipe import load_recipe
 from moe_runtime.methods.xft.study import Stages
 
 PRESETS = {"small": "demo", "tiny": "demo-tiny"}  # -> the recipe
+RATES = (0.5, 1.0, 2.0)  # learning rates of SFT, as multiples of XFT's
 ROUTED = 64  # held-out rows that the picture of the routers is made of
+SUMS, SHOWN = 120, 3  # held-out sums that are solved, and shown with their answers
+# seconds of an example: in pre-training, all of whose rows are full, of SFT, of the MoE model and of mixing, as its multiples
+WORK = {"base": 1.0, "sft": 0.6, "moe": 1.2, "mix": 1.0}
+
+
+class Clock:
+    """Says what is being done and about how long is left: what is left to do, at the pace of what was done."""
+
+    def __init__(self, recipe):
+        self.start = time.perf_counter()
+        steps = {"base": recipe.pretrain, "sft": recipe.sft, "moe": recipe.tune, "mix": recipe.mix}
+        self.work = {name: one.steps * one.batch_size * WORK[name] for name, one in steps.items()}
+        self.left, self.pace = [], None
+
+    def say(self, text: str) -> None:
+        """Print a line; a stage's own lines of where it is made and of what was copied are left out."""
+        if ": to " not in text and not text.startswith("upcycled"):
+            print(f"[{time.perf_counter() - self.start:4.0f} s] {text}", flush=True)
+
+    def begin(self, what: str, kind: str, left: list[str]) -> None:
+        """Announce a stage of this kind; `left` are the kinds of those after it."""
+        about = ""
+        if self.pace:
+            about = f" (about {max(self.pace * sum(self.work[one] for one in (kind, *left)), 1):.0f} s left in all)"
+        self.say(f"{what}{about}")
+
+    def learn(self, kind: str, seconds: float) -> None:
+        """Take the pace of a stage that took so long."""
+        self.pace = seconds / self.work[kind]
 
 
 def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) -> list[dict]:
-    """Run the demo and write its models, results.json and xft.png to the folder `out`; return the table's rows."""
+    """Run the demo and write its models, results.json and xft.png to the folder `out`; return the table's rows.
+
+    What is trained lies in `<out>.stages` too, once it is finished: another run reads it there, or goes on from there.
+    """
     check_choice("preset", preset, tuple(PRESETS))
     out = check_out_dir(out, overwrite)
     require("matplotlib", "plot")  # now, not after minutes of training
-    start = time.perf_counter()
-
-    def say(text: str) -> None:
-        if ": to " not in text:  # where a stage is made: not there any more at the end
-            print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
-
     recipe = load_recipe(PRESETS[preset])
+    clock = Clock(recipe)
+    stages = Stages(recipe, out.with_name(f"{out.name}.stages"), seed=seed, say=clock.say)
     with atomic_folder(out, overwrite) as folder:
-        stages = Stages(recipe, folder / "stages", seed=seed, say=say)
-        base, sft, moe = stages.base(), stages.sft(), stages.moe()
-        init, merged = stages.merge(moe), stages.mix(moe)
-        notes = {
-            "base": "pre-trained on source text",
-            "SFT": "the dense model, tuned",
-            "MoE": f"XFT: {recipe.experts['num_experts']} experts, {recipe.experts['top_k']} per token, tuned",
-            "merged INIT": f"lambda {recipe.shared_rate}, mixing not trained",
-            "merged": f"lambda {recipe.shared_rate}, mixing learned: the result",
-        }
-        found = dict(zip(notes, (base, sft, moe, init, merged), strict=True))
-        rows = [_row(name, found[name], note) for name, note in notes.items()]
-        stats = _routed(stages, moe)
-        results = {
-            "recipe": recipe.to_dict(), "seed": seed, "rows": rows, "upcycled_error": moe.upcycled_error, "alpha": merged.alpha,
-            "expert_slots": stats.counts.tolist(),
-            "held_out_curves": {name: found[name].history for name in ("base", "SFT", "MoE")} | {"mixing": merged.history},
-            "torch": torch.__version__,
-        }  # fmt: skip
+        made = _made(stages, clock)
+        texts = domain_rows("sums").held_out[:SUMS]
+        sums = tokenize_pairs(stages.tokenizer, texts, recipe.data.max_length)
+        clock.say(f"solving {SUMS} sums with each model")
+        rows = [_row(name, result, note, _solved(stages, result, sums)) for name, (result, note) in made.items()]
+        results = _results(stages, made, rows)
+        stats = _routed(stages, made["MoE"][0])
+        results["expert_slots"] = stats.counts.tolist()
         (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         plots.save(_picture(results, stats), folder / "xft.png")
-        transcript = _transcript(stages, merged)
-        for name, model in (("base", base), ("sft", sft), ("moe", moe), ("merged", merged)):
-            os.rename(model.folder, folder / name)
-        remove(stages.out)
-    _show(results, out)
-    print(transcript)
+        best = made[results["best_sft"]][0]
+        models = {"base": made["base"][0], "sft": best, "moe": made["MoE"][0], "merged": made["merged"][0]}
+        for name, result in models.items():
+            shutil.copytree(result.folder, folder / name)
+        answers = [_answers(stages, result, texts[:SHOWN]) for result in (made["base"][0], made["merged"][0])]
+    _show(results, out, clock, texts, answers)
     return rows
 
 
-def _row(name: str, result: Result, note: str) -> dict:
+def _made(stages: Stages, clock: Clock) -> dict[str, tuple[Result, str]]:
+    """Make all models; return each with a note, by its name."""
+    recipe, rate = stages.recipe, stages.recipe.tune.learning_rate
+    count, top = recipe.experts["num_experts"], recipe.experts["top_k"]
+    clock.say("reading Python's standard library")
+    tuning = len(stages.train_rows)
+    kinds = ["sft"] * len(RATES) + ["moe", "mix"]
+    clock.begin("base: pre-training a small Llama on text", "base", kinds)
+    made = {"base": (stages.base(), "pre-trained on text")}
+    clock.learn("base", made["base"][0].seconds)
+    for place, times in enumerate(RATES):
+        name = f"SFT {times * rate:g}"
+        clock.begin(f"{name}: tuning the dense model on {tuning} examples", "sft", kinds[place + 1 :])
+        made[name] = stages.sft(learning_rate=times * rate), "dense, tuned; its best step by validation"
+    clock.begin(f"XFT: the base upcycled to {count} experts, {top} per token, and tuned on the same examples", "moe", ["mix"])
+    moe = stages.moe()
+    made["MoE"] = moe, f"XFT: {count} experts, {top} per token, tuned"
+    made["merged INIT"] = stages.merge(moe), f"lambda {recipe.shared_rate}, mixing not trained"
+    clock.begin("XFT: learning how to mix the experts, and merging them to one dense model", "mix", [])
+    made["merged"] = stages.mix(moe), f"lambda {recipe.shared_rate}, mixing learned: XFT's result"
+    return made
+
+
+def _row(name: str, result: Result, note: str, solved: float) -> dict:
     """Return a model's line of the table."""
     return {
-        "model": name, "loss": result.loss, "parameters": result.parameters, "active": result.active_parameters,
-        "seconds": result.total_seconds, "note": note, "perplexity": math.exp(result.loss),
+        "model": name, "loss": result.loss, "solved": solved, "parameters": result.parameters,
+        "active": result.active_parameters, "seconds": result.total_seconds, "note": note, "perplexity": math.exp(result.loss),
     }  # fmt: skip
+
+
+def _results(stages: Stages, made: dict, rows: list[dict]) -> dict:
+    """Return what results.json holds: numbers, curves, and the merged model against the SFT that validation rows chose."""
+    curves = {name: result.history for name, (result, _) in made.items() if result.history}
+    best = min((name for name in made if name.startswith("SFT")), key=lambda name: min(loss for _, loss in curves[name]))
+    merged, moe = made["merged"][0], made["MoE"][0]
+    losses = {name: [made[name][0].losses] for name in ("merged", best)}
+    return {
+        "recipe": stages.recipe.to_dict(), "seed": stages.seed, "rows": rows, "best_sft": best,
+        "against_best_sft": str(compare(losses, best, merged.tokens)[0]), "upcycled_error": moe.upcycled_error,
+        "alpha": merged.alpha, "validation_curves": curves, "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def _loaded(stages: Stages, result: Result):
+    return ranks.load_model(result.folder, stages.recipe.dtype, ranks.state().device)
+
+
+def _solved(stages: Stages, result: Result, sums) -> float:
+    """Return the share of sums of which greedy decoding gets every token right."""
+
+    def take(model, batch: dict) -> list[bool]:
+        labels = batch.pop("labels")
+        return all_right(model(**batch, use_cache=False).logits, labels)
+
+    found = each_row(_loaded(stages, result), sums, take, collator=pair_collator(stages.tokenizer))
+    return sum(found) / len(found)
+
+
+def all_right(logits: torch.Tensor, labels: torch.Tensor) -> list[bool]:
+    """Return for each row whether the likeliest token is the label at every label; `logits` [B, S, V], `labels` [B, S]."""
+    labels = labels[:, 1:]
+    return ((logits[:, :-1].argmax(-1) == labels) | (labels == -100)).all(1).tolist()
+
+
+def _answers(stages: Stages, result: Result, rows: list[dict]) -> list[str]:
+    """Return what a model writes behind each prompt, one line."""
+    model = _loaded(stages, result)
+    return [complete(model, stages.tokenizer, row["prompt"]).strip().partition("\n")[0] for row in rows]
 
 
 def _routed(stages: Stages, moe: Result) -> RouterStats:
     """Count which experts held-out rows go to."""
-    model = ranks.load_model(moe.folder, stages.recipe.dtype, ranks.state().device)
-    rows = stages.held_out.select(range(min(ROUTED, len(stages.held_out))))
+    model, rows = _loaded(stages, moe), stages.held_out.select(range(min(ROUTED, len(stages.held_out))))
     return collect_router_stats(model, ({"input_ids": torch.tensor([ids], device=model.device)} for ids in rows["input_ids"]))
 
 
 def _picture(results: dict, stats: RouterStats):
-    """Draw held-out losses, router load and learned mixing."""
-    figure = require("matplotlib.figure", "plot").Figure(figsize=(15, 4.2), layout="constrained")
-    losses, load, mixing = figure.subplots(1, 3)
-    for name in ("SFT", "MoE"):
-        points = [(0, results["rows"][0]["loss"]), *results["held_out_curves"][name]]
-        losses.plot(*zip(*points, strict=True), marker="o", label=name)
-    for row, style in zip(results["rows"][3:], (":", "--"), strict=True):
-        losses.axhline(row["loss"], linestyle=style, color="black", label=row["model"])
-    losses.set(xlabel="step", ylabel="held-out loss", title="held-out loss (lower is better)")
-    losses.legend()
+    """Draw the table's losses, the losses of validation rows during the trainings, and router load."""
+    figure = require("matplotlib.figure", "plot").Figure(figsize=(15, 4.4), layout="constrained")
+    table, curves, load = figure.subplots(1, 3)
+    rows = results["rows"][:0:-1]  # without the base, which is far off
+    losses = [row["loss"] for row in rows]
+    margin = (max(losses) - min(losses)) or 0.01
+    for place, row in enumerate(rows):
+        table.plot(row["loss"], place, "D", color=plots.GREY if row["model"].startswith("SFT") else plots.GREEN)
+        table.text(row["loss"] + 0.05 * margin, place, f"{row['loss']:.4f}", va="center")
+    table.axvline(losses[0], color=plots.GREEN, linestyle="--", linewidth=1)
+    table.set_yticks(range(len(rows)), [row["model"] for row in rows])
+    table.set_xlim(min(losses) - 0.1 * margin, max(losses) + 0.4 * margin)
+    table.grid(axis="x", alpha=0.25)
+    table.set(xlabel="loss per label token (lower is better)", title="held-out examples: SFT and XFT")
+    for name, colour in zip([name for name in results["validation_curves"] if name.startswith(("SFT", "MoE"))], plots.COLOURS):
+        steps, values = zip(*results["validation_curves"][name], strict=True)
+        curves.plot(steps, values, marker="o", color=colour, label=name)
+    curves.set(xlabel="step", ylabel="loss per label token", title="validation examples while tuning")
+    curves.legend()
+    curves.grid(alpha=0.25)
     stats.heatmap(load)
-    normal = [row[1:] for row in results["alpha"]]
-    image = mixing.imshow(normal, aspect="auto", cmap="viridis")
-    figure.colorbar(image, ax=mixing, label="alpha")
-    mixing.set_xticks(range(len(normal[0])), range(1, len(normal[0]) + 1))
-    mixing.set_yticks(range(len(normal)))
-    rate = results["recipe"]["shared_rate"]
-    mixing.set(xlabel="expert", ylabel="layer", title=f"learned mixing of the normal experts (shared: {rate})")
+    load.set_title("how evenly tokens spread over the routed experts")
     return figure
 
 
-def _show(results: dict, out: Path) -> None:
-    """Print the table and what it says."""
-    columns = ("model", "left"), ("loss", "right"), ("perplexity", "right"), ("parameters", "right")
+def _show(results: dict, out: Path, clock: Clock, texts: list[dict], answers: list[list[str]]) -> None:
+    """Print the table, what it says, answers, and what there is to do next."""
+    columns = ("model", "left"), ("loss", "right"), ("sums solved", "right"), ("parameters", "right")
     columns += ("per token", "right"), ("train s", "right"), ("", "left")
     rows = [
         (
-            row["model"], f"{row['loss']:.4f}", f"{row['perplexity']:.2f}", f"{row['parameters']:,}", f"{row['active']:,}",
+            row["model"], f"{row['loss']:.4f}", f"{row['solved']:.0%}", f"{row['parameters']:,}", f"{row['active']:,}",
             f"{row['seconds']:.0f}", row["note"],
         )
         for row in results["rows"]
     ]  # fmt: skip
-    print_table("held-out functions of the standard library", columns, rows)
+    clock.say("done\n")
+    print_table("held-out functions, texts and sums", columns, rows)
     print(verdict(results))
+    print("\nHeld-out sums, as the base and as the merged model answer them:")
+    for row, before, after in zip(texts, *answers, strict=False):
+        print(textwrap.indent(row["prompt"].strip(), "  "))
+        mark = "right" if after == row["completion"] else f"wrong: {row['completion']}"
+        print(f"    base:   {before!r}\n    merged: {after!r}  ({mark})")
     print(
-        f"The mixture kept the base's function when it was made: relative error {results['upcycled_error']:.1e}.\n"
-        f"dense model: {out / 'merged'}   AutoModelForCausalLM.from_pretrained({str(out / 'merged')!r}) loads it\n"
-        f"picture: {out / 'xft.png'}   numbers: {out / 'results.json'}"
+        f"\nmodels: {out}/base, sft (the best), moe, merged; AutoModelForCausalLM.from_pretrained({str(out / 'merged')!r})\n"
+        f"picture: {out / 'xft.png'}   numbers: {out / 'results.json'}   for another run: {out}.stages\n"
+        f"next: moe-runtime xft merge {out / 'moe'} other --shared-rate 0.5    another dense model of the same experts\n"
+        "      moe-runtime paper xft table1                       the paper's comparison, three seeds, with tests\n"
+        "      moe-runtime run mine.yaml                          the same on your model and data: docs/recipes.md"
     )
 
 
 def verdict(results: dict) -> str:
-    """Say in sentences what XFT gained or lost here, against the SFT that the table shows and against the best one."""
+    """Say in sentences what XFT gained or lost here, against every SFT of the table."""
     losses = {row["model"]: row["loss"] for row in results["rows"]}
-    sft, merged = losses["SFT"], losses["merged"]
-    gain = sft - merged
-    gained = f"lower than SFT's by {gain:.4f}" if gain > 0 else f"higher than SFT's by {-gain:.4f}: XFT did not pay here"
-    text = f"The merged model has the size and the speed of SFT's, and a held-out loss that is {gained}."
-    step, best = min(results["held_out_curves"]["SFT"], key=lambda point: point[1])
-    if best < min(sft, merged):
-        text += (
-            f"\nSFT was best at step {step}, with {best:.4f}: from there on both learn their rows by heart, and the average "
-            "of the experts takes part of that back."
-        )
-    return text
-
-
-def _transcript(stages: Stages, merged: Result) -> str:
-    """Have the merged model complete the first held-out prompt that leaves it room."""
-    tokenizer = stages.tokenizer
-    prompts = (row["prompt"] for row in standard_library_pairs().held_out)
-    prompt = next(one for one in prompts if len(tokenizer(one).input_ids) < stages.recipe.data.max_length)
-    text = complete(ranks.load_model(merged.folder, stages.recipe.dtype, ranks.state().device), tokenizer, prompt)
-    prompt, text = (textwrap.indent(one.strip(), "    ", lambda line: True) for one in (prompt, text))
-    return f"\nIt was asked:\n{prompt}\nand wrote:\n{text}"
+    merged, best = losses["merged"], results["best_sft"]
+    lower = [name for name in losses if name.startswith("SFT") and losses[name] > merged]
+    total = sum(name.startswith("SFT") for name in losses)
+    return (
+        f"The merged model has the size and the speed of the base; its held-out loss is lower than that of {len(lower)} of "
+        f"{total} SFTs, each at its best step.\nThe best SFT by validation is {best}. {results['against_best_sft']}."
+    )

@@ -57,7 +57,7 @@ def _mlp_error(checkpoint: Checkpoint, config, family, moe: MoEConfig, layers: S
         error = folders.stock_mlp_error(config, weights, layer)
         if not error < swap.TOLERANCE:
             raise ValueError(
-                f"layer {layer}'s MLP differs from our formula by {error:.1e} relative; want less than {swap.TOLERANCE:.0e}"
+                f"The MLP of layer {layer} differs from our formula by {error:.1e} relative, more than {swap.TOLERANCE:.0e}"
             )
         worst = max(worst, error)
     return worst
@@ -74,7 +74,7 @@ def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequ
     weight = torch.cat([job.source.get(part) for part in parts])
     # torch has no aminmax of eight bits
     if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.aminmax()).isfinite().all():
-        raise ValueError(f"{key} of {job.source.path} has NaN or infinity; want finite weights")
+        raise ValueError(f"{key} of {job.source.path} contains NaN or infinity, but weights must be finite")
     # expanded, not repeated: the writer copies it once
     job.add(families.expert_keys(family, place.layer, moe.bias)[place.name], weight.expand(moe.num_experts, *weight.shape))
     if place.name == "down_proj":
@@ -203,5 +203,5 @@ def compare_folders(dense: str | Path, other: str | Path, progress: Callable[[in
     if not math.isfinite(error):
         bad = [str(folder) for folder, out in zip((dense, other), found, strict=True) if not out.isfinite().all()]
         why = f"; NaN or infinity in the logits of {' and '.join(bad)}" if bad else ""
-        raise ValueError(f"the relative error of {other} is {error}{why}; want models with finite weights")
+        raise ValueError(f"The relative error of {other} is {error}{why}. Pass models with finite weights")
     return error

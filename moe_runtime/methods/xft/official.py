@@ -55,8 +55,8 @@ def load_tensors(file: Path) -> Mapping:
         reason, cause = f"cannot be loaded ({str(error).partition(chr(10))[0] or type(error).__name__})", error
     if reason is not None:
         raise ValueError(
-            f"{file} {reason}; want a whole file with a dict of tensors, as torch.save writes it: what a pickle asks for "
-            "beyond tensors is never run"
+            f"{file} {reason}. Pass a complete file with a dict of tensors, as written by torch.save. Other content of a "
+            "pickle is never executed"
         ) from cause
     return loaded
 
@@ -76,7 +76,7 @@ class TorchFiles:
                 plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta
                 if not isinstance(key, str) or not plain or key in self._place:
                     raise ValueError(
-                        f"{key} in {path / name} is a {type(tensor).__name__}, or in another file too; want a dense tensor once"
+                        f"{key} in {path / name} must be a dense tensor in one file only, but is a {type(tensor).__name__}"
                     )
                 self._place[key] = (TensorSpec(tuple(tensor.shape), tensor.dtype), name)
         self._name, self._open = "", {}
@@ -113,7 +113,7 @@ def open_model(path: str | Path) -> Checkpoint | TorchFiles:
         weight_map = read_json(path / BIN_INDEX).get("weight_map")
         names = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if not names or any(not is_plain_name(name) or name not in found for name in names):
-            raise ValueError(f"weight_map of {path / BIN_INDEX} names {shown(names)}; want files beside it; get all of them")
+            raise ValueError(f"weight_map of {path / BIN_INDEX} must name files in its folder, but names {shown(names)}")
     return TorchFiles(path, sorted(set(names)), lambda tensors, _: tensors)
 
 
@@ -165,11 +165,11 @@ def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, o
     narrow = [key for key, spec in found.items() if not spec.dtype.is_floating_point or spec.dtype.itemsize < 2]
     if len(layers) * moe.num_experts * len(KINDS) > max(len(found), MAX_NAMES):
         reason = (
-            f"num_hidden_layers is {len(layers)}, num_experts is {moe.num_experts} in config.json; want {len(found)} tensors "
-            f"at most, which are in {opened.path}"
+            f"num_hidden_layers is {len(layers)} and num_experts is {moe.num_experts} in config.json, more than the "
+            f"{len(found)} tensors in {opened.path}"
         )
     elif narrow:
-        reason = f"{narrow[0]} is {found[narrow[0]].dtype}; want float16, bfloat16, float32 or float64"
+        reason = f"{narrow[0]} must be float16, bfloat16, float32 or float64, but is {found[narrow[0]].dtype}"
     if reason is not None:
         raise ValueError(reason)
     wanted = [_wanted(moe, layer, opened.stage) for layer in layers]
@@ -202,17 +202,17 @@ def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
     folder = next((place for place in places if (place / "ffn_layer_0.pt").is_file()), None)
     if is_moe and (values["model_type"] != official_config.MODEL_TYPE or ffn_folder is not None):
         reason = (
-            f"model_type is {values['model_type']!r}, ffn_folder {ffn_folder}, and {source} holds experts of its own; "
-            f"want {official_config.MODEL_TYPE!r} and no ffn_folder"
+            f"model_type is {values['model_type']!r} and ffn_folder is {ffn_folder}, but {source} contains the experts. "
+            f"Use {official_config.MODEL_TYPE!r} and no ffn_folder"
         )
     elif not is_moe and "average_weights" not in names:
         reason = (
-            f"{source} has no tensor such as {EXPERTS.format(0, KINDS[0], 0)} or {MLP.format(0)}.average_weights; want an MoE "
-            "or a weighted model of the released XFT code; its merged models are Llama's, and transformers loads them"
+            f"{source} has no tensor such as {EXPERTS.format(0, KINDS[0], 0)} or {MLP.format(0)}.average_weights. Pass an MoE "
+            "or a weighted model of the released XFT code. Its merged models are Llama models, which transformers loads"
         )
     elif not is_moe and folder is None:
         looked = ", ".join(map(str, dict.fromkeys(places)))
-        reason = f"ffn_layer_0.pt is in none of {looked}; want the folder of the experts' files as ffn_folder"
+        reason = f"ffn_layer_0.pt was not found in {looked}. Pass the folder of the experts' files as ffn_folder"
     if reason is not None:
         raise ValueError(reason)
     if is_moe:
@@ -311,7 +311,7 @@ def export_official(
     config, moe, paths = open_upcycled(source)
     stage = config.moe_runtime["stage"]
     if stage not in ("moe", "mergeable"):
-        raise ValueError(f"the stage of {source} is {stage!r}; want 'moe' or 'mergeable'")
+        raise ValueError(f"The stage of {source} must be 'moe' or 'mergeable', but is {stage!r}")
     values = official_config.export_values(config, out if stage == "mergeable" else None, keep_rope)
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)

@@ -62,12 +62,10 @@ def read_values(source: str | Path) -> dict:
         values = read_json(path)
     model_type = values.get("model_type")
     if "moe_runtime" in values or model_type not in (MODEL_TYPE, "llama"):
-        found = (
-            f"model_type of {path} is {shown(model_type)}" if values else f"source is {str(source)!r}, which has no config.json"
-        )
+        found = f"model_type of {path} is {shown(model_type)}" if values else f"{str(source)!r} has no config.json"
         raise ValueError(
-            f"{found}; want {MODEL_TYPE!r}, or 'llama' of a weighted model, in a folder of the released XFT code; a folder of "
-            "ours needs no import"
+            f"{found}. Pass a folder of the released XFT code with {MODEL_TYPE!r}, or 'llama' for a weighted model. Folders of "
+            "moe_runtime need no import"
         )
     return values
 
@@ -80,9 +78,9 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
     check_counts(values, "config.json")
     is_moe = values["model_type"] == MODEL_TYPE
     missing = [key for key in ("num_experts", "shared_expert_weight") if key not in values and not is_moe]
-    reason = f"lacks {', '.join(missing)}; want those of a weighted model's folder" if missing else None
+    reason = f"lacks {', '.join(missing)}, which a weighted model's folder has" if missing else None
     if values.get("quantization_config"):
-        reason = "has a quantization_config; want weights that are not quantized"
+        reason = "has a quantization_config, but quantized weights are not supported"
     if reason is not None:
         raise ValueError(f"config.json {reason}")
     values = _MOE_KEYS | (_STOCK_KEYS if is_moe else {}) | values
@@ -92,7 +90,7 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
         config = _llama_config(values, stage, rope_theta)
         moe = folders.config_for_folder(config, **settings)
     except (StrictDataclassError, ValueError, KeyError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"config.json is not a Llama's with num_selects as top_k: {one_line(error, 1000)}") from error
+        raise ValueError(f"config.json is not that of a Llama with num_selects as top_k: {one_line(error, 1000)}") from error
     new = folders.upcycled_config(config, moe)
     new.moe_runtime["method"] = extra.get("method", "xft")
     rate = values["shared_expert_weight"]
@@ -102,7 +100,7 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
 
 def _first_other(rows: Iterable[tuple[str, object, bool, str]]) -> str | None:
     """Describe the first of (name, value, whether it is fine, what is wanted) that is not fine; None if all are."""
-    return next((f"{name} is {shown(value)}; want {want}" for name, value, fine, want in rows if not fine), None)
+    return next((f"{name} must be {want}, but is {shown(value)}" for name, value, fine, want in rows if not fine), None)
 
 
 def _moe_settings(values: dict) -> dict:
@@ -117,7 +115,7 @@ def _moe_settings(values: dict) -> dict:
         ]
     )
     if other is not None:
-        raise ValueError(f"{other}; no other is computed here")
+        raise ValueError(f"{other}. Other values are not supported")
     check_bool("gate_use_balance", values["gate_use_balance"])
     return {
         "num_experts": values["num_experts"], "top_k": values["num_selects"], "gate": GATES[gate],
@@ -131,7 +129,7 @@ def _moe_settings(values: dict) -> dict:
 def _extra_settings(extra: dict) -> dict:
     fields = extra.get("config", {}) if isinstance(extra, dict) else None
     if not isinstance(fields, dict) or set(fields) - set(_EXTRA_FIELDS) or set(extra) - {"config", "method"}:
-        raise ValueError(f"{EXTRA} is {shown(extra)}; want config, of {', '.join(_EXTRA_FIELDS)}, and method alone")
+        raise ValueError(f"{EXTRA} may only have method and config (of {', '.join(_EXTRA_FIELDS)}), but is {shown(extra)}")
     return fields
 
 
@@ -156,8 +154,8 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
         base = rope_theta
     elif base != said:
         warnings.warn(
-            f"config.json has rope_theta {said}, which the released MoE code does not read: this folder's attention is "
-            f"imported with its base, {base}; rope_theta={said} makes it that one",
+            f"config.json has rope_theta {said}, which the released MoE code ignores: this folder's attention is "
+            f"imported with the base {base}. Pass rope_theta={said} to use that one",
             stacklevel=5,
         )
     check_number("rope_theta", base, positive=True)
@@ -167,7 +165,9 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
         known = isinstance(scaling, dict) and set(scaling) == {"type", "factor"}
         known = known and scaling["type"] in ("linear", "dynamic") and _is_number(scaling["factor"])
         if not known or scaling["factor"] <= 1:
-            raise ValueError(f"rope_scaling is {shown(scaling)}; want null, or type linear or dynamic and a factor above 1")
+            raise ValueError(
+                f"rope_scaling must be null, or type linear or dynamic and a factor above 1, but is {shown(scaling)}"
+            )
         rope |= {"rope_type": scaling["type"], "factor": scaling["factor"]}
     kept = values.get("rope_parameters")
     same = isinstance(kept, dict) and {key: value for key, value in kept.items() if key != "type"} == rope
@@ -231,7 +231,7 @@ def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> N
         ]
     )  # fmt: skip
     if other is not None:
-        raise ValueError(f"{other}; the released XFT code has no other")
+        raise ValueError(f"{other}. The released XFT code supports no other value")
 
 
 def _extra(config, moe: MoEConfig, values: dict) -> dict:

@@ -9,12 +9,24 @@ import functools
 import typing
 from typing import Literal
 
-from pydantic import create_model, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from moe_runtime import config
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
 from moe_runtime.experiments import recipe as recipes
-from moe_runtime.experiments.recipe import AnyNumber, Count, Dtype, Fraction, Node, Pretrain, Prompt, Rows, Training, TrainOn
+from moe_runtime.experiments.recipe import (
+    AnyNumber,
+    Count,
+    Dtype,
+    Fraction,
+    Node,
+    Pretrain,
+    Prompt,
+    Rows,
+    Sources,
+    Training,
+    TrainOn,
+)
 from moe_runtime.io.rows import BUILT_IN
 
 OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # fields of MoEConfig no recipe sets
@@ -28,10 +40,12 @@ Experts = create_model(
 class Data(Rows):
     """The rows of an XFT run, and how they are put."""
 
-    train: str = BUILT_IN
+    train: Sources = BUILT_IN
     prompt: Prompt = "magicoder"
     train_on: TrainOn = "assistant"
     max_length: Count = 1024
+    # more held-out rows, by which trainings are watched and `keep_best` chooses; None: those that models are judged by
+    validation_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
 
 
 class Ewa(Node):
@@ -52,10 +66,13 @@ class Recipe(Node):
     dtype: Dtype = "float32"
     data: Data = Data()
     experts: dict = {}
+    layers: list[recipes.Steps] | None = Field(None, exclude_if=lambda layers: layers is None)  # to upcycle; None: all
     shared_rate: Fraction = 0.75
     sft: Training
     tune: Training
     mix: Training
+    # examples that `tune` leaves out and `mix` alone learns on; None: the paper's way, all examples for both
+    mix_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
     ewa: Ewa = Ewa()
     evaluations: Count = 4  # times that a training takes the held-out loss
     seed: int = 0
@@ -85,7 +102,7 @@ def resolve_experts(values: dict) -> dict:
         values = config.PRESETS[preset] | values
     MoEConfig(hidden_size=1, intermediate_size=1, **values)
     if values.get("balance_loss", "none") == "none" and values.get("balance_loss_coef"):
-        raise ValueError(f"balance_loss_coef is {values['balance_loss_coef']}, balance_loss is 'none'; want both")
+        raise ValueError(f"balance_loss_coef is {values['balance_loss_coef']}, but balance_loss is 'none'. Set both")
     return values
 
 

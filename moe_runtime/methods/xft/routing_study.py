@@ -89,9 +89,9 @@ def check(recipe: Recipe, texts: Sequence[str] = (), tokens: int = TOKENS) -> di
     check_positive("tokens", tokens)
     for path in map(Path, texts):
         if not path.is_file():
-            raise ValueError(f"data is {str(path)!r}, which is no file; want {', '.join(data.BUILDERS)}")
+            raise ValueError(f"Data {str(path)!r} is not a file. Pass {', '.join(data.BUILDERS)}")
     if len({Path(path).stem for path in texts}) < len(texts):
-        raise ValueError(f"data is {', '.join(map(str, texts))}; want files of different names")
+        raise ValueError(f"Data files must have different names, but got {', '.join(map(str, texts))}")
     names = [str(path) for path in texts]
     return {"texts": names, "tokens": tokens, "files": [files_print(name) for name in names]}
 
@@ -139,7 +139,7 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
     documents = read_texts()
     own = {Path(path).stem: map(_text, data.read_rows(path, answers=False)) for path in texts}
     if taken := sorted({*own} & {*documents, *found}):
-        raise ValueError(f"data has the name {taken[0]!r}, which is a built-in text's; want another file name")
+        raise ValueError(f"Data file name {taken[0]!r} is that of a built-in text. Rename the file")
     documents |= own
     for name, kind in documents.items():
         pieces = [text[i : i + PIECE] for text in kind for i in range(0, len(text), PIECE)]
@@ -149,7 +149,9 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
         found[name] = list(_first(((bos + row)[:length] for row in ids), tokens))
     for name, pieces in found.items():
         if len(pieces) < 2:  # the distance between two halves is what a text is judged by
-            raise ValueError(f"tokens is {tokens}, of {name!r} that is {len(pieces)} piece; want two: more tokens or text")
+            raise ValueError(
+                f"{name!r} has {len(pieces)} piece within {tokens} tokens, but needs two. Raise tokens or add text"
+            )
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moe_runtime.config import check_choice, check_shared_rate
 from moe_runtime.experiments import stages as stage_rows
-from moe_runtime.experiments.corpora import standard_library_pairs
+from moe_runtime.experiments.corpora import domains_key, joined_rows, standard_library_pairs
 from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import KeptStages, Result, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.hf.training import fit as trainers
@@ -28,6 +28,9 @@ from moe_runtime.methods.xft.baselines import AveragingCallback
 from moe_runtime.methods.xft.recipe import Recipe, check_shared, resolve_experts
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import mixing
+
+MIXED = "code+prose+sums"  # the built-in source of three domains, of which a pre-trained base reads as well
+SOURCES = {data.BUILT_IN: standard_library_pairs, MIXED: lambda: joined_rows(MIXED.split("+"))}
 
 
 class Stages(KeptStages):
@@ -50,29 +53,48 @@ class Stages(KeptStages):
         """The rows to judge by, tokenized; the same for every stage and seed."""
         return self.part("held_out")
 
+    @property
+    def watched(self):
+        """The rows whose loss is taken while a model trains."""
+        return self.part("validation") if self.recipe.data.validation_rows else self.held_out
+
+    def _mixture_rows(self) -> tuple:
+        """The rows that a mixture is tuned on, and those that it learns its mixing on."""
+        count = self.recipe.mix_rows
+        return data.hold_out(self.train_rows, count, name="mix_rows") if count else (self.train_rows, self.train_rows)
+
+    def _documents(self) -> list[str]:
+        """The texts that the base and its tokenizer are made of."""
+        pretrain = self.recipe.pretrain
+        if self.recipe.data.train == MIXED:
+            return stage_rows.domain_documents(pretrain, MIXED.split("+"))
+        return stage_rows.documents(pretrain)
+
     def base(self) -> Result:
         """Return the dense model that all others start from: pre-trained here, or the recipe's, as safetensors."""
         pretrain, r = self.recipe.pretrain, self.recipe
+        if r.mix_rows:
+            self._mixture_rows()  # too many are said now, not after minutes of training
         source = {"pretrain": pretrain.to_dict(), "length": r.data.max_length} if pretrain else {}
 
         def make(tmp: Path, folder: Path) -> dict:
             if pretrain is None:
                 self._copy_base(tmp / "model")
                 return self._judge(tmp / "model")
-            blocks = data.pack(self.tokenizer, stage_rows.documents(pretrain), r.data.max_length)
-            model, trained = self._pretrain(blocks, self.held_out, folder, r.data.max_length)
+            blocks = data.pack(self.tokenizer, self._documents(), r.data.max_length)
+            model, trained = self._pretrain(blocks, self.watched, folder, r.data.max_length)
             return self._finish(model, trained, tmp / "model")
 
         settings = source | {"dtype": r.dtype, "evaluations": r.evaluations}
         return self._stage("base", "base", settings, [], make, seed=0)
 
-    def sft(self, steps: int | None = None) -> Result:
-        """Return the baseline: the dense base, tuned as the recipe's `sft` says, or for `steps` optimizer steps."""
-        base, training = self.base(), _for_steps(self.recipe.sft, steps)
+    def sft(self, steps: int | None = None, **changes) -> Result:
+        """Return the baseline: the dense base, tuned as the recipe's `sft` says, or for `steps` steps, or with `changes`."""
+        base, training = self.base(), _for_steps(self.recipe.sft, steps).change(**changes)
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            trained = self._train("sft", model, self.train_rows, self.held_out, training, folder)
+            trained = self._train("sft", model, self.train_rows, self.watched, training, folder)
             return self._finish(model, trained, tmp / "model")
 
         return self._stage("sft", "sft", self._settings(training), [base], make)
@@ -83,15 +105,21 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            receipt = xft.upcycle(model, seed=42 + self.seed, **experts)
+            receipt = xft.upcycle(model, layers=self.recipe.layers, seed=42 + self.seed, **experts)
             self.say(str(receipt).replace("\n", "\n  "))
-            trained = self._train("moe", model, self.train_rows, self.held_out, self.recipe.tune, folder)
+            trained = self._train("moe", model, self._mixture_rows()[0], self.watched, self.recipe.tune, folder)
             return {"upcycled_error": receipt.error} | self._finish(model, trained, tmp / "model")
 
-        return self._stage("moe", "moe", self._settings(self.recipe.tune) | {"experts": experts}, [base], make)
+        more = {"mix_rows": self.recipe.mix_rows, "layers": self.recipe.layers}
+        settings = self._settings(self.recipe.tune) | {"experts": experts}
+        settings |= {name: value for name, value in more.items() if value is not None}
+        return self._stage("moe", "moe", settings, [base], make)
 
     def mix(self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None) -> Result:
-        """Return the dense model of a tuned mixture, its coefficients learned on the same rows; `soup` learns all of them."""
+        """Return the dense model of a tuned mixture, its coefficients learned; `soup` learns the shared expert's too.
+
+        They are learned on the rows that the mixture was tuned on, or on the recipe's `mix_rows`.
+        """
         training = _for_steps(self.recipe.mix, steps)
         rate = self.recipe.shared_rate if shared_rate is None else shared_rate
         check_shared_rate(rate)
@@ -99,7 +127,7 @@ class Stages(KeptStages):
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(moe.folder, self.recipe.dtype)
             xft.to_mergeable(model, shared_rate=rate, soup=soup)
-            trained = self._train("mix", model, self.train_rows, self.held_out, training, folder)
+            trained = self._train("mix", model, self._mixture_rows()[1], self.watched, training, folder)
             layers = [module for module in model.modules() if isinstance(module, MergedMLP)]
             logits = [ranks.whole(layer.mixing_logits) for layer in layers]
             alpha = [mixing(row, None if soup else rate).tolist() for row in logits]
@@ -137,7 +165,7 @@ class Stages(KeptStages):
             model = ranks.load_model(base.folder, self.recipe.dtype)
             baselines.to_ewa(model, num_experts=count, partition=partition, seed=42 + self.seed)
             callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
-            trained = self._train("ewa", model, self.train_rows, self.held_out, training, folder, callbacks)
+            trained = self._train("ewa", model, self.train_rows, self.watched, training, folder, callbacks)
             self._save(model, trained, tmp / "experts")
             with ranks.leading() as main:
                 if main:
@@ -156,7 +184,7 @@ class Stages(KeptStages):
     def _finish(self, model, trained: trainers.Trained, folder: Path) -> dict:
         """Save, and return the numbers of what was saved: it is judged anew where it trained in another dtype."""
         self._save(model, trained, folder)
-        if self._is_saved_as_trained(model):
+        if self._is_saved_as_trained(model) and self.watched is self.held_out:
             return _numbers(model, trained)
         return course_of(trained) | self._judge(folder)
 
@@ -181,30 +209,37 @@ class Stages(KeptStages):
         """Return a hash of the base, the recipe's rows and the Python that built-in text is of."""
         r, pretrain = self.recipe, self.recipe.pretrain
         python = platform.python_version()
+        made = {data.BUILT_IN: python, MIXED: domains_key()}
         base = [python, pretrain.to_dict()] if pretrain else files_print(r.base_model)
-        rows = [python if s == data.BUILT_IN else files_print(s) for s in (r.data.train, r.data.held_out) if s]
+        rows = [made[s] if s in made else files_print(s) for s in r.data.sources]
         return hash_of({"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer and the rows to tune on and to judge by."""
         r = self.recipe
-        tokenizer = self._base_tokenizer(lambda: stage_rows.documents(r.pretrain))
+        tokenizer = self._base_tokenizer(self._documents)
         # the base's own, if any, is not what the model learns
         tokenizer.chat_template = TEMPLATES.get(r.data.prompt, tokenizer.chat_template)
         tokenizer.save_pretrained(folder / "tokenizer")
-        self.say(f"reading and tokenizing {r.data.train}")
+        self.say(f"reading and tokenizing {r.data}")
+        count = r.data.held_out_rows + (r.data.validation_rows or 0)
         train, held_out = (
             data.tokenize_pairs(tokenizer, rows, r.data.max_length, limit=limit, prompt=r.data.prompt, train_on=r.data.train_on)
             for rows, limit in zip(
-                stage_rows.split_rows(r.data, {data.BUILT_IN: standard_library_pairs}),
-                (r.data.limit, r.data.held_out_rows),
-                strict=True,
+                stage_rows.split_rows(r.data.change(held_out_rows=count), SOURCES), (r.data.limit, count), strict=True
             )
         )
-        data.save_rows(train, folder / "train")
-        data.save_rows(held_out, folder / "held_out")
-        self.say(f"{len(train):,} rows to tune on, {len(held_out):,} held out")
-        return {"train": len(train), "held_out": len(held_out), "data": r.data.to_dict()}
+        parts = {"train": train, "held_out": held_out}
+        if r.data.validation_rows:
+            judging = min(r.data.held_out_rows, len(held_out) - 1)
+            parts["held_out"] = held_out.select(range(judging))
+            parts["validation"] = held_out.select(range(judging, len(held_out)))
+        counts = {name: len(rows) for name, rows in parts.items()}
+        for name, rows in parts.items():
+            data.save_rows(rows, folder / name)
+        watching = f", {counts['validation']:,} to choose by" if "validation" in counts else ""
+        self.say(f"{counts['train']:,} rows to tune on, {counts['held_out']:,} held out{watching}")
+        return counts | {"data": r.data.to_dict()}
 
 
 def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Result]:

@@ -1,6 +1,8 @@
 """PEFT's LoRA on expert stacks in our op against PEFT's own: values, gradients, states, files, refusals, every family."""
 
 import copy
+import importlib
+import sys
 import warnings
 from pathlib import Path
 
@@ -302,6 +304,17 @@ def test_the_hook_is_there():
     assert {"get_base_layer", "forward", "get_delta_weight"} <= set(vars(ParamWrapper)) | set(dir(ParamWrapper))
 
 
+def test_the_hook_comes_with_a_peft_that_is_imported_later(monkeypatch):
+    """After patch: the packages of a training script may be imported in any order."""
+    package, before = sys.modules[adapters.LAYER.rpartition(".")[0]], list(sys.meta_path)
+    monkeypatch.setattr(package, "layer", package.layer)
+    monkeypatch.delitem(sys.modules, adapters.LAYER)
+    assert not adapters.install() and not adapters.install()
+    later = importlib.import_module(adapters.LAYER)
+    assert later.ParamWrapper is not ParamWrapper and hasattr(later.ParamWrapper._activate_lora, "moe_runtime_stock")
+    assert sys.meta_path == before
+
+
 def test_factors_that_nobody_takes_are_an_error(monkeypatch):
     model = adapted()
     moe_runtime.patch(model)
@@ -325,14 +338,14 @@ def test_refusals_and_warnings():
 
     said("ignores layers_to_transform", layers_to_transform=[0], layers_pattern="layers")
     said("ignores use_qalora", use_qalora=True)
-    said("bias='all' does not reach experts", bias="all")
+    said("bias='all' does not apply to experts", bias="all")
     said("layer_replication .* configs", ValueError, layer_replication=[[0, 1], [0, 1]])
     model = adapted(sizes={"moe_intermediate_size": 16})  # gate_up is square: PEFT loads what 0.19 wrote, and transposes it
     model.peft_config["default"].peft_version = "0.19.1"
-    with pytest.raises(ValueError, match="has peft_version 0.19.1, .* gate_up_proj of .* transposed change"):
+    with pytest.raises(ValueError, match="was saved by PEFT 0.19.1, .* gate_up_proj of .* transposed update"):
         moe_runtime.patch(model)
     model = get_peft_model(stock("gpt_oss", num_hidden_layers=1), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
-    with pytest.warns(UserWarning, match="do not reach this model's expert stacks"):
+    with pytest.warns(UserWarning, match="do not match this model's expert stacks"):
         moe_runtime.patch(model)
     sizes = {"num_local_experts": 1, "num_experts": 1, "num_experts_per_tok": 1, "intermediate_size": 32}
     one = adapted("gpt_oss", sizes=sizes, targets=TARGETS[1:])

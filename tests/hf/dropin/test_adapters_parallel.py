@@ -1,11 +1,15 @@
-"""PEFT's adapters of expert stacks under DDP, FSDP2, expert parallelism: the ranks train one adapter, that of one process."""
+"""PEFT's adapters of expert stacks, dense and packed, under DDP, FSDP2, expert parallelism: the ranks train one adapter."""
 
 import functools
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import moe_runtime
+from moe_runtime.hf.dropin.parallel import save_pretrained, shard_experts
 from tests.hf.tiny import distance
 from tests.support import dist_adapters as worker
 from tests.support.dist_launch import Launches
@@ -33,7 +37,7 @@ def results(tmp_path_factory):
 def test_equals_one_process(name, results, tmp_path):
     folder, ranks = results(name)
     scenario = worker.SCENARIOS[name]
-    want = alone(scenario.family, RANKS[name])
+    want = alone(scenario._replace(engine="", mesh=None, packed="first"), RANKS[name])
     for rank, got in enumerate(ranks):
         assert [step[0] for step in got["losses"]] == pytest.approx([step[rank] for step in want["losses"]], rel=1e-5)
         assert got["weights"].keys() == want["weights"].keys()
@@ -43,6 +47,79 @@ def test_equals_one_process(name, results, tmp_path):
             assert want["gradients"][parameter].norm() > 0, parameter
             assert distance(got["gradients"][parameter], want["gradients"][parameter]) < 1e-4, parameter  # of the third step
     if scenario.engine == "ddp":  # what rank 0 saves is the whole adapter, which stock PEFT reads
-        model = PeftModel.from_pretrained(stock(scenario.family, num_hidden_layers=2), folder)
+        model = PeftModel.from_pretrained(worker.base(scenario.family, scenario.format), folder)
         for parameter, weight in want["weights"].items():
             assert distance(model.get_parameter(parameter), weight) < 1e-5, parameter
+
+
+PACKED = [name for name, scenario in worker.SCENARIOS.items() if scenario.format and scenario.mesh]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKED)
+def test_each_rank_holds_its_bytes_and_all_save_those_of_one_process(name, results):
+    folder, ranks = results(name)
+    scenario = worker.SCENARIOS[name]
+    model = worker.base(scenario.family, scenario.format)
+    moe_runtime.quantize_experts(model, scenario.format)
+    tensors = {f"base_model.model.{n}": t for n, t in (*model.named_parameters(), *model.named_buffers()) if "experts" in n}
+    wrapped = {n.replace(".experts.", ".experts.base_layer.base_layer."): tensor.nbytes for n, tensor in tensors.items()}
+    owners, replicas = scenario.mesh[1], scenario.mesh[0] if scenario.engine == "fsdp2" else 1
+    for got in ranks:
+        own = {n: size for n, size in got["held"].items() if not n.endswith("_packed4")}
+        assert own.keys() == wrapped.keys()
+        for n, size in own.items():  # what scales NF4's scales is whole
+            parts = 1 if n[-1] in "123" else owners * (1 if "_packed" in n else replicas)
+            assert size == wrapped[n] // parts, n
+    want, saved = model.state_dict(), moe_runtime.load_quantized(f"{folder}-quantized").state_dict()
+    assert want.keys() == saved.keys()
+    assert all(torch.equal(want[key].view(torch.uint8), saved[key].view(torch.uint8)) for key in want)
+
+
+@pytest.fixture
+def four():
+    """A group of four ranks that are not there: what is refused is refused before anything is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.distributed.destroy_process_group()
+
+
+def test_adapters_that_fsdp2_reduces_over_the_replicas_alone_are_refused(four):
+    config = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    model = get_peft_model(stock(num_hidden_layers=1), config)
+    shard_experts(model, four["ep"])
+    layer = model.base_model.model.model.layers[0]
+    fully_shard(layer.mlp.experts, mesh=four["dp"])  # with PEFT's wrappers in it
+    fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
+    with pytest.raises(ValueError, match=r"split by FSDP2 over ranks \[1, 3\], the experts are on \[0, 1\]; want fully_shard"):
+        model(input_ids=torch.ones(1, 3, dtype=torch.int64))
+
+
+@pytest.fixture
+def six_experts(tmp_path):
+    stock(num_hidden_layers=1, num_experts=6, hidden_size=64, moe_intermediate_size=64).save_pretrained(tmp_path / "six")
+    return tmp_path / "six"
+
+
+def test_packed_stacks_refuse_what_would_be_wrong(six_experts, four, tmp_path):
+    model = worker.base("qwen3_moe", "nf4")
+    moe_runtime.quantize_experts(model, "nf4")
+    whole = model.state_dict()
+    assert shard_experts(model, four["ep"]) == 2
+    experts = model.model.layers[0].mlp.experts
+    first = experts.down_proj
+    assert shard_experts(model, four["ep"]) == 2 and experts.down_proj is first
+    with pytest.raises(RuntimeError, match="down_proj is on several ranks, and 'down_proj_packed0' is missing"):
+        model.load_state_dict(whole)
+    with pytest.raises(ValueError, match=r"save_quantized\(model, folder\) on every rank"):
+        save_pretrained(model, tmp_path / "whole")
+    with pytest.raises(ValueError, match="it is quantized already"):
+        moe_runtime.quantize_experts(model, "nf4")
+    split = worker.base("qwen3_moe", "nf4")
+    fully_shard(split.model.layers[0], mesh=four["dp"])
+    with pytest.raises(ValueError, match="split by FSDP or tensor parallelism"):
+        moe_runtime.quantize_experts(split, "nf4")
+    with pytest.raises(ValueError, match="would lie on 4 ranks, which do not divide them"):
+        moe_runtime.load_quantized(six_experts, "nf4", mesh=init_device_mesh("cpu", (4,)))

@@ -350,12 +350,12 @@ def test_patch_that_fails_changes_nothing():
 
     foreign = Foreign()
     before = foreign.model.config._experts_implementation
-    with pytest.raises(ValueError, match="experts_implementation of other is 'eager' still; want 'moe_runtime'"):
+    with pytest.raises(ValueError, match="experts_implementation of other cannot be set to 'moe_runtime' and is still 'eager'"):
         moe_runtime.patch(foreign)
     assert foreign.model.config._experts_implementation == before != "moe_runtime"
-    with pytest.raises(ValueError, match="experts_implementation of Stock is 'eager' still"):
+    with pytest.raises(ValueError, match="experts_implementation of Stock cannot be set to 'moe_runtime' and is still 'eager'"):
         moe_runtime.patch(foreign.other)
-    with pytest.raises(ValueError, match="model is str, without experts"):
+    with pytest.raises(ValueError, match="str has no experts"):
         moe_runtime.patch("gpt")
 
 
@@ -392,16 +392,32 @@ def packed(weight: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(Packed((weight.detach() / scale).to(torch.int8), scale), requires_grad=False)
 
 
+class Params4bit(nn.Parameter):
+    """bitsandbytes' bytes of a stack, as its class of this name has them."""
+
+
+def in_4_bits(weight: torch.Tensor) -> nn.Parameter:
+    return Params4bit(torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8), False)
+
+
+@pytest.mark.parametrize("kind, dtype", [pytest.param(packed, "float32", id="torchao"), (in_4_bits, "uint8")])
 @pytest.mark.parametrize("make", [pytest.param(upcycled, id="ours"), pytest.param(stock, id="stock")])
 @pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
-def test_tensors_that_only_look_like_floats_are_refused(make, stack):
+def test_tensors_that_only_look_like_floats_are_refused(make, stack, kind, dtype):
+    """The class is named, and what to do."""
     model = make()
     moe_runtime.patch(model)
     layer = next(module for module in model.modules() if hasattr(module, stack))
-    setattr(layer, stack, packed(getattr(layer, stack)))
-    match = r"^the experts of \S+ are \S*\.Packed; want float16, bfloat16, float32 or float64: quantized experts have "
+    setattr(layer, stack, kind(getattr(layer, stack)))
+    name = {packed: "Packed", in_4_bits: "Params4bit"}[kind]
+    are = rf"^The experts of \S+ must be float16, .*, but are \S*\.{name} \(torch.{dtype}\)\. .* moe_runtime.quantize_experts"
     for call in (lambda: moe_runtime.patch(model), lambda: model(torch.ones(1, 4, dtype=torch.long))):
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match=are):
             call()
-    with pytest.raises(ValueError, match=rf"{stack} is torch.float32 \(Packed\); want one of floats, neither quantized"):
+    is_one = rf"{stack} .*must be float16, bfloat16 or float32, but is \S*\.{name} \(torch.{dtype}\)"
+    with pytest.raises(ValueError, match=is_one):
+        moe_runtime.quantize_experts(model, "int8")
+    if kind is in_4_bits:
+        return
+    with pytest.raises(ValueError, match=rf"{stack} must be a floating-point tensor .*, but is torch.float32 \(Packed\)"):
         train_rows(model, {0: [1]})

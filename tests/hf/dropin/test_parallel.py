@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.dropin.parallel import shard_experts
@@ -111,6 +112,26 @@ def test_trainer(results, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_every_rank_resumes(results, tmp_path):
+    """MoETrainer with AdamW: weights and moments of each rank's experts, as of one process that never stopped."""
+    want = worker.train(worker.make("qwen3_moe"), 1, str(tmp_path))["weights"]
+    folder, ranks = results("resumed")
+    assert {"experts", "experts-optimizer"} <= {path.name for path in (folder / "checkpoint-1").iterdir()}
+    for got in ranks:
+        assert max(distance(got["weights"][parameter], weight) for parameter, weight in want.items()) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_command_trains_with_ep_size(results, tmp_path):
+    folder, _ = results("command")
+    assert (folder / "checkpoint-2" / "experts-optimizer").is_dir()
+    worker.command(f"{folder}-base", str(tmp_path), 1)
+    base, got, want = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (f"{folder}-base", folder, tmp_path))
+    for name, weight in want.items():
+        assert distance(got[name], weight) < 1e-5 and not torch.equal(weight, base[name]), name
+
+
+@pytest.mark.slow
 def test_trainer_saves_adapters(results, tmp_path):
     """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at every step."""
     from peft import PeftModel
@@ -140,16 +161,29 @@ def test_refuses(three):
     model, mesh = worker.make("qwen3_moe"), three((3,))
     before = dict(model.named_parameters())
     for make, says in [
-        (lambda: shard_experts(model, mesh), "model.layers.0.mlp.experts has num_experts 8, the mesh has 3 ranks"),
+        (lambda: shard_experts(model, mesh), "mlp.experts has 8 experts, which must be divisible by the 3 ranks"),
         (lambda: shard_experts(model, three((1, 1, 3))), "mesh has 3 dimensions"),
-        (lambda: shard_experts(model, mesh, gradients="max"), "gradients is 'max'; want one of mean, sum"),
-        (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "model is Linear, without experts"),
-        (lambda: shard_experts(DistributedDataParallel(model), mesh), "model is wrapped in DistributedDataParallel"),
-        (lambda: shard_experts(lora_model(), mesh), "layers.0.mlp is of LoRA experts, without stacks; want whole"),
-        (lambda: shard_experts(lora_model(form="linear"), mesh), "gate_proj is of LoRA experts, without stacks; want whole"),
+        (lambda: shard_experts(model, mesh, gradients="max"), "gradients must be one of mean, sum"),
+        (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "Linear has no experts"),
+        (lambda: shard_experts(DistributedDataParallel(model), mesh), "The model is wrapped in DistributedDataParallel"),
+        (lambda: shard_experts(lora_model(), mesh), "layers.0.mlp has LoRA experts, which have no stacks"),
+        (lambda: shard_experts(lora_model(form="linear"), mesh), "gate_proj has LoRA experts, which have no stacks"),
     ]:
         with pytest.raises(ValueError, match=says):
             make()
+    quantized = worker.make("qwen3_moe")
+    experts = quantized.model.layers[0].mlp.experts
+    stack = experts.down_proj
+    for kind, says in (  # as bitsandbytes' bytes, and its parametrization
+        (
+            lambda: setattr(experts, "down_proj", torch.nn.Parameter(stack.detach().byte(), False)),
+            "down_proj as torch.uint8; want",
+        ),
+        (lambda: register_parametrization(experts, "gate_up_proj", torch.nn.Identity()), r"parametrized \['gate_up_proj'\]"),
+    ):
+        kind()
+        with pytest.raises(ValueError, match=says):
+            shard_experts(quantized, mesh)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is parameter for name, parameter in before.items())
     assert model.model.layers[0].mlp.experts.config._experts_implementation != "moe_runtime"
@@ -169,7 +203,7 @@ def test_a_second_call_changes_nothing(three, tmp_path):
     assert all(first[name] is parameter for name, parameter in model.named_parameters())
     with pytest.raises(ValueError, match="parallel.save_pretrained.* on every rank"):
         model.save_pretrained(tmp_path)  # as Trainer would, on one rank alone
-    with pytest.raises(ValueError, match="model is Qwen3MoeModel with its experts"):
+    with pytest.raises(ValueError, match="The experts of Qwen3MoeModel are distributed"):
         model.model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="as a DTensor .* want it whole"):
+    with pytest.raises(ValueError, match="as a DTensor .* but needs it whole"):
         shard_experts(model, three((1, 3)))

@@ -95,28 +95,28 @@ def test_activations_are_ours_by_value(name, ours):
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("opt", "opt has no MLP module of its own"),
-        ("biogpt", "biogpt has no MLP module of its own"),
-        ("xglm", "xglm has no MLP module of its own"),
-        ("bloom", "bloom has an MLP that takes the residual as an argument"),
-        ("mpt", "mpt has an MLP that takes the residual as an argument"),
-        ("bitnet", "bitnet has a norm inside its MLP"),
-        ("mixtral", "mixtral has experts already"),
-        ("qwen3_moe", "qwen3_moe has experts already"),
-        ("deepseek_v3", "deepseek_v3 has experts already"),
+        ("opt", "which has no separate MLP module"),
+        ("biogpt", "which has no separate MLP module"),
+        ("xglm", "which has no separate MLP module"),
+        ("bloom", "which has an MLP that takes the residual as an argument"),
+        ("mpt", "which has an MLP that takes the residual as an argument"),
+        ("bitnet", "which has a norm inside its MLP"),
+        ("mixtral", "which already has experts"),
+        ("qwen3_moe", "which already has experts"),
+        ("deepseek_v3", "which already has experts"),
     ],
 )
 def test_other_architectures_are_refused_with_the_reason(model_type, reason):
-    with pytest.raises(ValueError, match=f"model_type is '{model_type}'; want one of llama, .*; {reason}"):
+    with pytest.raises(ValueError, match=f"model_type must be one of llama, .*, but got '{model_type}', {reason}"):
         families.family_of(AutoConfig.for_model(model_type))
 
 
 def test_unknown_and_upcycled_models_are_refused():
-    with pytest.raises(ValueError, match="model_type is 'mamba'; want one of llama, mistral, .*starcoder2$"):
+    with pytest.raises(ValueError, match="model_type must be one of llama, mistral, .*starcoder2, but got 'mamba'$"):
         families.family_of("mamba")
-    with pytest.raises(ValueError, match="model_type is None"):
+    with pytest.raises(ValueError, match="model_type must be .*but got None"):
         families.family_of(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="moe_runtime_llama is upcycled already; merge it"):
+    with pytest.raises(ValueError, match="but got 'moe_runtime_llama', which is already upcycled. Merge it"):
         families.family_of(tiny.upcycled())
 
 
@@ -137,6 +137,6 @@ def test_write_refuses_what_does_not_fit_and_writes_nothing(spoil):
     before = {name: value.clone() for name, value in mlp.state_dict().items()}
     weights = {name: value + 1 for name, value in families.read_mlp(mlp, family).items()}
     spoil(weights)
-    with pytest.raises(ValueError, match="the weights of an MLP are .*; want .*'gate_up_proj': \\(96, 32\\)"):
+    with pytest.raises(ValueError, match="Expected an MLP with weights of shapes .*'gate_up_proj': \\(96, 32\\)"):
         families.write_mlp(mlp, family, weights)
     assert all(torch.equal(value, before[name]) for name, value in mlp.state_dict().items())

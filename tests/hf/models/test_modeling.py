@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from moe_runtime.hf.models import modeling, swap
 from moe_runtime.hf.models.families import FAMILIES
@@ -54,6 +54,7 @@ def test_config_json(tmp_path):
         "decoder_sparse_step": 1, "output_router_logits": False, "router_aux_loss_coef": 0.0, "rope_theta": 1e5,
         "auto_map": {
             "AutoConfig": "modeling_moe_runtime.MoeRuntimeLlamaConfig",
+            "AutoModel": "modeling_moe_runtime.MoeRuntimeLlamaModel",
             "AutoModelForCausalLM": "modeling_moe_runtime.MoeRuntimeLlamaForCausalLM",
         },
     }  # fmt: skip
@@ -66,6 +67,28 @@ def test_config_json(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "modeling_moe_runtime.py",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", tiny.ALL)
+def test_the_model_without_its_head_is_the_same_model(model_type, tmp_path):
+    """What a serving engine with a head of its own builds: AutoModel, from the config too, on the meta device."""
+    model = tiny.upcycled(model_type, layers=[1], router="mlp")
+    model.save_pretrained(tmp_path / "whole")
+    inner = AutoModel.from_pretrained(tmp_path / "whole")
+    assert type(inner) is type(model.base_model) and type(inner).__name__.endswith("Model")
+    assert set(inner.state_dict()) == set(model.base_model.state_dict())
+    batch = tiny.batch()
+    torch.testing.assert_close(inner(batch).last_hidden_state, model.base_model(batch).last_hidden_state, rtol=0, atol=0)
+    assert list(modeling.moe_layers(inner)) == [1] and len(routers(inner)) == 1
+    with torch.device("meta"):
+        empty = AutoModel.from_config(model.config)
+    assert {name: p.shape for name, p in empty.named_parameters()} == {n: p.shape for n, p in inner.named_parameters()}
+    inner.save_pretrained(tmp_path / "inner")
+    again = AutoModel.from_pretrained(tmp_path / "inner")
+    torch.testing.assert_close(again(batch).last_hidden_state, inner(batch).last_hidden_state, rtol=0, atol=0)
+    if not model.config.tie_word_embeddings:
+        with pytest.raises(ValueError, match="missing: (lm_head|embed_out)"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "inner")
 
 
 @pytest.mark.parametrize("model_type", tiny.ALL)
@@ -198,7 +221,7 @@ def spoiled(folder, spoil):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda s: s.pop("model.layers.1.mlp.gate.weight"), r"1 missing: model\.layers\.1\.mlp\.gate\.weight; want"),
+        (lambda s: s.pop("model.layers.1.mlp.gate.weight"), r"1 missing: model\.layers\.1\.mlp\.gate\.weight\. Pass"),
         (lambda s: s.pop("model.layers.0.mlp.experts.down_proj"), "1 missing: model.layers.0.mlp.experts.down_proj"),
         (lambda s: s.pop("model.norm.weight"), "1 missing: model.norm.weight"),
         (lambda s: s.update({"model.layers.0.mlp.up_proj.weight": torch.ones(2)}), "1 unexpected: .*up_proj.weight"),
@@ -218,10 +241,10 @@ def test_a_config_that_is_not_ours_is_refused():
         config = copy.deepcopy(model.config)
         config.moe_runtime |= change
         with pytest.raises(
-            ValueError, match="moe_runtime of config.json is .*; want format 1, a stage of moe.*layers from 0 to 1"
+            ValueError, match="moe_runtime in config.json must have format 1, a stage of moe.*layers from 0 to 1"
         ):
             AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="moe_runtime of config.json is None"):
+    with pytest.raises(ValueError, match="moe_runtime in config.json must have .*but is None"):
         AutoModelForCausalLM.from_config(AutoConfig.for_model("moe_runtime_llama", hidden_size=32))
 
 
@@ -231,9 +254,9 @@ def test_breakage_1_experts_implementation(tmp_path):
     for kwargs in ({}, {"experts_implementation": "eager"}):
         assert torch.equal(tiny.logits(reload(model, tmp_path, **kwargs)), tiny.logits(model))
     for wrong in ("grouped_mm", "batched_mm"):
-        with pytest.raises(ValueError, match=f"experts_implementation is '{wrong}'; want 'moe_runtime' or None"):
+        with pytest.raises(ValueError, match=f"experts_implementation must be 'moe_runtime' or None, but got '{wrong}'"):
             AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=wrong)
-        with pytest.raises(ValueError, match=f"experts_implementation is '{wrong}'"):
+        with pytest.raises(ValueError, match=f"experts_implementation must be .*but got '{wrong}'"):
             model.set_experts_implementation(wrong)
     model.set_experts_implementation("moe_runtime")
 

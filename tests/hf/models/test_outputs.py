@@ -47,7 +47,7 @@ def test_gradient_checkpointing_changes_nothing(model_type, stage):
 def test_reentrant_checkpointing_with_a_balance_loss_is_refused():
     model = tiny.upcycled(balance_loss="cv2", balance_loss_coef=0.1).train()
     checkpoint_layers(model, use_reentrant=True)
-    with pytest.raises(ValueError, match="use_reentrant is True for gradient checkpointing; want False"):
+    with pytest.raises(ValueError, match="use_reentrant=True in gradient checkpointing would lose"):
         model(tiny.batch(), labels=tiny.batch())
     assert all(module.records is None for module in model.modules() if isinstance(module, MoE))
     model.eval()(tiny.batch(), labels=tiny.batch())
@@ -55,7 +55,7 @@ def test_reentrant_checkpointing_with_a_balance_loss_is_refused():
     checkpoint_layers(plain, use_reentrant=True)
     gradients(plain, output_router_logits=True)  # nothing hangs on the logits: nothing is lost
     plain.config.router_aux_loss_coef = 0.1
-    with pytest.raises(ValueError, match="use_reentrant is True"):
+    with pytest.raises(ValueError, match="use_reentrant=True"):
         gradients(plain, output_router_logits=True)
 
 

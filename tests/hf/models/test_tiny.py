@@ -38,7 +38,14 @@ def test_the_tokenizer_round_trips_any_text_and_its_folder(tokenizer, tmp_path):
     assert loaded.apply_chat_template(CHAT, tokenize=False) == prompt + "four</s>\n"
 
 
+def test_digits_can_be_tokens_of_their_own():
+    texts = ["1987 and 1987 is 3974"] * 20
+    joined, split = (train_tokenizer(texts, 300, split_digits=split) for split in (False, True))
+    assert len(joined.tokenize("1987")) < 4 == len(split.tokenize("1987"))
+    assert split.decode(split(texts[0], add_special_tokens=False).input_ids) == texts[0]
+
+
 def test_the_tokenizer_needs_room():
-    with pytest.raises(ValueError, match=f"vocab_size is 100; want at least {SMALLEST}"):
+    with pytest.raises(ValueError, match=f"vocab_size must be at least {SMALLEST} .*, but got 100"):
         train_tokenizer(["a"], 100)
     assert len(train_tokenizer(["a"], SMALLEST)) == SMALLEST

@@ -92,7 +92,7 @@ def test_one_checkpoint_of_spread_experts(name, results):
     """Not before the rows are in their stacks again; then plain from_pretrained reads it."""
     (folder, ranks), want = results(name), alone(name)
     for got in ranks:
-        assert "the model trains rows apart from its stacks; want fold_rows(model) first" in got["refused"]
+        assert "The model trains some experts separately. Call fold_rows(model) first" in got["refused"]
         assert got["ignored"] and all("trained_" in path for path in got["ignored"])
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert {path for path, _ in model.named_parameters()} == want["folded"].keys()
@@ -105,4 +105,4 @@ def test_the_other_order_is_refused(results):
     _, ranks = results("order")
     for got in ranks:
         assert got["same"]
-        assert "layers.1.mlp.experts has rows that train outside of its stacks; want shard_experts before" in got["error"]
+        assert "layers.1.mlp.experts already trains some experts separately. Call shard_experts before" in got["error"]

@@ -15,12 +15,12 @@ from tests.hf.training.trainables import batch, model_of
 from tests.support.trained_rows import gathered_rows, trained_rows
 
 BAD = [
-    pytest.param({5: [0]}, {}, "experts name layer 5; want layers with experts: 1", id="no such layer"),
-    pytest.param({0: [0]}, {}, "experts name layer 0; want layers with experts: 1", id="a dense layer"),
-    pytest.param({1: [0, 8]}, {}, r"experts of layer 1 are \[0, 8\]; want ids from 0 to 7, none", id="no such expert"),
-    pytest.param({1: [-1]}, {}, r"experts of layer 1 are \[-1\]; want ids", id="below zero"),
-    pytest.param({1: [2, 2]}, {}, r"experts of layer 1 are \[2, 2\]; want ids", id="twice"),
-    pytest.param({1: [2]}, {"dtype": torch.int8}, "dtype is torch.int8; want one of torch.float16", id="integers"),
+    pytest.param({5: [0]}, {}, "experts must name layers with experts .1., but got layer 5", id="no such layer"),
+    pytest.param({0: [0]}, {}, "experts must name layers with experts .1., but got layer 0", id="a dense layer"),
+    pytest.param({1: [0, 8]}, {}, r"experts of layer 1 must be .* from 0 to 7, but got \[0, 8\]", id="no such expert"),
+    pytest.param({1: [-1]}, {}, r"experts of layer 1 must be .*\[-1\]", id="below zero"),
+    pytest.param({1: [2, 2]}, {}, r"experts of layer 1 must be .*\[2, 2\]", id="twice"),
+    pytest.param({1: [2]}, {"dtype": torch.int8}, "dtype must be one of torch.float16.*but got torch.int8", id="integers"),
 ]
 
 
@@ -53,18 +53,18 @@ def test_refuses_models_that_it_cannot_change():
     model = model_of("ours")
     check_untouched(model, lambda: freeze_for_esft(model, {0: [0, 1]}), r"experts of layer 0 are \[0, 1\], of which 0 is the")
     for undo in (fold_rows, drop_rows):
-        check_untouched(model, lambda undo=undo: undo(model), "of which no rows train; want one that train_rows has changed")
-    check_untouched(tiny.dense(), lambda: train_rows(tiny.dense(), {0: [0]}), "without a router; want MoE layers")
+        check_untouched(model, lambda undo=undo: undo(model), "has no separately trained experts")
+    check_untouched(tiny.dense(), lambda: train_rows(tiny.dense(), {0: [0]}), "has no MoE layers with a router")
     trained = model_of("qwen2_moe")
     train_rows(trained, {0: [1]})
     for again in (train_rows, freeze_for_esft):
-        with pytest.raises(ValueError, match=r"trains rows already; want fold_rows\(model\) or drop_rows\(model\) first"):
+        with pytest.raises(ValueError, match=r"already trains some experts. Call fold_rows\(model\) or drop_rows"):
             again(trained, {1: [1]})
     quantized = model_of("qwen2_moe")
     experts = experts_module(quantized, numbered_layers(quantized)[0])
     experts.down_proj = torch.nn.Parameter(experts.down_proj.detach().to(torch.int8), requires_grad=False)
     check_untouched(
-        quantized, lambda: train_rows(quantized, {0: [1]}), r"experts.down_proj is torch.int8 \(Parameter\); want one of"
+        quantized, lambda: train_rows(quantized, {0: [1]}), r"experts.down_proj must be .*but is torch.int8 \(Parameter\)"
     )
 
 
@@ -89,7 +89,7 @@ def test_no_checkpoint_that_reads_as_the_base(undo, tmp_path):
     with torch.no_grad():
         trained_rows(model)[0].stacks["down_proj"].mul_(2)
     for part in (model, model.model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(ValueError, match="train apart, and from_pretrained would read what they were; want fold_rows"):
+        with pytest.raises(ValueError, match="are stored separately .* would be saved untrained. Call fold_rows"):
             part.save_pretrained(tmp_path / "checkpoint")
     assert not list(tmp_path.iterdir())
     undo(model)
@@ -109,10 +109,10 @@ def test_a_trainer_says_so_before_the_first_step(tmp_path):
     model = model_of("qwen2_moe")
     freeze_for_esft(model, {0: range(model.config.num_experts)})
     before = gathered_rows(model)[0].stacks["down_proj"]
-    with pytest.raises(ValueError, match="save_strategy is 'steps', model is Qwen2MoeForCausalLM with experts that"):
+    with pytest.raises(ValueError, match="'steps', but a checkpoint cannot hold Qwen2MoeForCausalLM with experts that"):
         train("steps")
     assert torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
-    with pytest.raises(ValueError, match="some experts of Qwen2MoeForCausalLM train apart"):
+    with pytest.raises(ValueError, match="Some experts of Qwen2MoeForCausalLM are stored separately"):
         train("steps", kind=Trainer)  # which asks the model at its first checkpoint
     assert not (tmp_path / "checkpoint-1" / "model.safetensors").exists()
     train("no")

@@ -490,10 +490,14 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
 
 NOTHING = [CHAT[0], {"role": "assistant", "content": None}]
 REFUSED = {
-    "null": ({"text": None}, [], "line 2 of .*bad.jsonl: text is null; expected a string"),
+    "null": ({"text": None}, [], "line 2 of .*bad.jsonl: text is null, but expected a string"),
     "content": ({"messages": NOTHING}, [], "line 2 of .*: the content of turn 2 is null"),
-    "no-answer": ({"messages": CHAT[:1]}, [], r"line 2 of .*: the roles are \['user'\]; expected a turn of the assistant"),
-    "tracker": (None, ["--report_to", "wandb"], "report_to is 'wandb', which is not installed; install it, or pass .*none"),
+    "no-answer": (
+        {"messages": CHAT[:1]},
+        [],
+        r"line 2 of .*: the roles are \['user'\], but expected at least one assistant turn",
+    ),
+    "tracker": (None, ["--report_to", "wandb"], "'wandb' of report_to is not installed. Install it, or pass .*none"),
     "no-template": ({"messages": CHAT}, [], "The tokenizer has no chat template, .* Pass --chat_template_path"),
 }
 
@@ -560,7 +564,7 @@ def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monk
     monkeypatch.chdir(folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for name in ("moe", str(folder / "moe")):
-        with pytest.raises(ValueError, match="^output_dir is moe/, which is .*moe, the model to train; pass another folder"):
+        with pytest.raises(ValueError, match="^output_dir moe/ is .*moe, the model to train. Pass another folder"):
             train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -568,23 +572,23 @@ def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monk
 def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--report_to", "none", "--no_router_stats"]
-    with pytest.raises(ValueError, match="^output_dir is None, which is no folder; pass --output_dir FOLDER$"):
+    with pytest.raises(ValueError, match="^output_dir None is not a folder. Pass --output_dir FOLDER$"):
         train_command(files)
     argv = [*files, "--output_dir", "out", "--save_steps", "2"]
-    with pytest.raises(ValueError, match="^output_dir is out, which has no complete checkpoint; run without --resume$"):
+    with pytest.raises(ValueError, match="^output_dir out has no complete checkpoint. Run without --resume$"):
         train_command([*argv, "--resume"])
     assert not list(tmp_path.iterdir())
     train_command([*argv, "--max_steps", "4"])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     both = ["--resume", "--overwrite"]
     for more, match in (
-        ((), "which exists; .*, or --overwrite .*, or --resume to continue from checkpoint-4$"),
+        ((), "already exists. .*, or --overwrite .*, or --resume to continue from checkpoint-4$"),
         (both, "either"),
     ):
         with pytest.raises(ValueError, match=match):
             train_command([*argv, "--max_steps", "2", *more])
     inside = ["--model", "out/checkpoint-4", *argv[2:], "--overwrite"]
-    with pytest.raises(ValueError, match="^output_dir is out, which holds out/checkpoint-4, the model to train"):
+    with pytest.raises(ValueError, match="^output_dir out contains out/checkpoint-4, the model to train"):
         train_command(inside)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     # the earlier run's checkpoint of a later step is gone
@@ -617,7 +621,7 @@ def test_lora_has_targets_and_a_diverged_training_is_said(folder, tmp_path, caps
     argv += ["--max_steps", "3", "--save_strategy", "no"]
     train_command([*argv, "--output_dir", str(tmp_path / "whole"), "--learning_rate", "1000", "--no_stop_on_nan"])
     guess = math.log(len(TOKENIZER))
-    said = f"warning: a uniform guess has loss {guess:.2f}: the training diverged; lower --learning_rate, which is 1000.0"
+    said = f"warning: the training diverged, as a uniform guess has loss {guess:.2f}. Lower --learning_rate, which is 1000.0"
     assert said in capsys.readouterr().err
     train_command([*argv, "--output_dir", str(tmp_path), "--overwrite", "--use_peft"])
     assert "diverged" not in capsys.readouterr().err

@@ -12,7 +12,7 @@ from tests.hf.tiny import dense
 
 TOKENIZER = train_tokenizer(["hello world, hello world; " * 20], 300)
 V = len(TOKENIZER)
-SAYS = rf"token id is {V - 1} \('.+'\), vocab_size is {V - 1}; want ids below it; .*resize_token_embeddings\({V}\)"
+SAYS = rf"Token ids must be below vocab_size \({V - 1}\), but got {V - 1} \('.+'\). .*resize_token_embeddings\({V}\)"
 
 FIXED = Features({"input_ids": Sequence(Value("int32"), length=2)})
 
@@ -36,7 +36,7 @@ def small():
 def test_an_id_beyond_the_embedding(small, rows):
     with pytest.raises(ValueError, match=SAYS):
         check_rows(small, rows, TOKENIZER)
-    with pytest.raises(ValueError, match=f"token id is {V - 1}, vocab_size is {V - 1}; want"):
+    with pytest.raises(ValueError, match=rf"Token ids must be below vocab_size \({V - 1}\), but got {V - 1}\."):
         check_rows(small, rows)
     check_rows(dense("llama", vocab_size=V), rows, TOKENIZER)
 

@@ -231,7 +231,7 @@ BAD = {
             selection=ExpertSelection(experts={1: (9,)}),
             tensors={n.replace("experts.1.", "experts.9."): t for n, t in a.tensors.items() if "layers.1.mlp.experts.1." in n},
         ),
-        r"selection has experts \[9\] of layer 1; .* 0 to 7",
+        r"selection has experts \[9\] of layer 1, .* 0 to 7",
     ),
     "missing expert": (
         lambda a: _edit(a, tensors={n: t for n, t in a.tensors.items() if "layers.1.mlp.experts.7." not in n}),
@@ -247,13 +247,13 @@ BAD = {
     ),
     "shape": (
         lambda a: _edit(a, tensors={n: t[:, 1:] for n, t in a.tensors.items()}),
-        r"adapter has down_proj.weight \[32, 23\] of expert 1 of layer 0; the model has \[32, 24\]",
+        r"adapter has down_proj.weight \[32, 23\] of expert 1 of layer 0, but the model has \[32, 24\]",
     ),
     "unknown parameter": (
         lambda a: _edit(
             a, tensors=dict(a.tensors) | {"model.n": torch.ones(1)}, selection=replace(a.selection, non_expert_modules=True)
         ),
-        r"has model.n \[1\]; the model has no such tensor",
+        r"has model.n \[1\], but the model has no such tensor",
     ),
     "parameter's shape": (
         lambda a: _edit(
@@ -261,7 +261,7 @@ BAD = {
             tensors=dict(a.tensors) | {"model.norm.weight": torch.ones(1)},
             selection=replace(a.selection, non_expert_modules=True),
         ),
-        r"adapter has model.norm.weight \[1\]; the model has \[32\]",
+        r"adapter has model.norm.weight \[1\], but the model has \[32\]",
     ),
 }
 
@@ -281,7 +281,7 @@ def test_one_adapter_at_a_time(tmp_path):
     model = stock("qwen3_moe")
     adapter = saved(model, tmp_path / "law")
     apply(model, adapter)
-    with pytest.raises(ValueError, match="model has the adapter .*law in it; call esft.remove first"):
+    with pytest.raises(ValueError, match="The model has the adapter .*law in it. Call esft.remove first"):
         apply(model, tmp_path / "law")
     copied = copy.deepcopy(model)
     remove(model)
@@ -291,23 +291,23 @@ def test_one_adapter_at_a_time(tmp_path):
 
 @pytest.mark.parametrize("damage, match", [
     pytest.param(
-        lambda f: (f / "expert_cfg.json").unlink(), "expert_cfg.json, which cannot be read", id="no configuration"
+        lambda f: (f / "expert_cfg.json").unlink(), "Cannot read the JSON file .*expert_cfg.json", id="no configuration"
     ),
     pytest.param(lambda f: (f / "model.safetensors").unlink(), "has no .safetensors file", id="no weights"),
     pytest.param(lambda f: (f / "expert_cfg.json").write_text("{"), "is not valid JSON", id="no JSON"),
     pytest.param(
         lambda f: (f / "expert_cfg.json").write_text('{"experts": {}, "moe_runtime": {"format": 2}}'),
-        "expected an object of format 1",
+        "must be an object of format 1",
         id="a later format",
     ),
     pytest.param(
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
-        "model.safetensors cannot be read",
+        "model.safetensors is not a valid safetensors file",
         id="cut off",
     ),
     pytest.param(
         lambda f: (f / "copy.safetensors").write_bytes((f / "model.safetensors").read_bytes()),
-        "which another file beside it has too",
+        "which is also in another file of the folder",
         id="twice",
     ),
 ])  # fmt: skip

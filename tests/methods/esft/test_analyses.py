@@ -49,7 +49,7 @@ def test_a_shared_expert_is_no_rank():
     scores = score_experts(tiny.upcycled(), [tiny.batch()])
     assert len(analyses.gate_mass({"a": scores}).share[0]) == 3
     assert analyses.shared_top(scores, scores, top=3) == [3, 3]
-    with pytest.raises(ValueError, match="top is 4, the layers have 3 routed experts"):
+    with pytest.raises(ValueError, match="top must be at most the 3 routed experts of a layer, but got 4"):
         analyses.shared_top(scores, scores, top=4)
 
 

@@ -63,7 +63,7 @@ def test_the_best_groups_are_taken_whole_with_their_mean_gate(model):
 @pytest.mark.parametrize("groups, match", [
     pytest.param({1: PAIRS}, r"groups of layer 2 have the shape \(0,\)", id="a layer without"),
     pytest.param({1: PAIRS[:3], 2: PAIRS}, r"groups of layer 1 .* every expert in one group", id="an expert without"),
-    pytest.param({1: [tuple(range(8))], 2: PAIRS}, "top_k is 4; .* a group size that divides top_k", id="too large"),
+    pytest.param({1: [tuple(range(8))], 2: PAIRS}, "top_k is 4, but .* a group size that divides top_k", id="too large"),
 ])  # fmt: skip
 def test_bad_groups_are_refused(model, groups, match):
     with pytest.raises(ValueError, match=match):
@@ -74,5 +74,5 @@ def test_a_router_with_other_weights_is_refused(model):
     router = block_of(model, numbered_layers(model)[1]).gate
     router.register_forward_hook(lambda module, args, out: (out[0], out[1] / out[1].sum(-1, keepdim=True), out[2]))
     group_routing(model, {1: PAIRS, 2: PAIRS})
-    with pytest.raises(ValueError, match="weights that are the logits' softmax; expected a router like DeepSeek-V2's"):
+    with pytest.raises(ValueError, match="weights that are the logits' softmax, as required: use a router like DeepSeek-V2's"):
         model(IDS)

@@ -121,9 +121,9 @@ def _unknown_expert(_, adapter):
     pytest.param(_other_weights, "for a base with other weights", id="other weights"),
     pytest.param(_quantized, "up_proj.weight in .* is torch.float8_e4m3fn", id="quantized"),
     pytest.param(
-        _without_an_expert, "should have .*experts.7.down_proj.weight .*, and lacks it", id="an expert is missing"
+        _without_an_expert, "should have .*experts.7.down_proj.weight .*, but lacks it", id="an expert is missing"
     ),
-    pytest.param(_unknown_expert, r"selection has experts \[9\] of layer 0; .* to 7", id="unknown expert"),
+    pytest.param(_unknown_expert, r"selection has experts \[9\] of layer 0, .* to 7", id="unknown expert"),
     pytest.param(lambda base, a: base.rename(base.with_name("gone")) and a, "has no config.json", id="no base"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path, damage, match):
@@ -137,9 +137,9 @@ def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path, damage, matc
 def test_a_target_that_exists(tmp_path):
     base, adapter = folder(tmp_path)
     before = tensors(base)
-    with pytest.raises(ValueError, match="which exists"):
+    with pytest.raises(ValueError, match="already exists"):
         merge_folder(base, adapter, base)
-    with pytest.raises(ValueError, match="that is read; want another folder"):
+    with pytest.raises(ValueError, match="which is read. Choose another"):
         merge_folder(base, adapter, base, overwrite=True)
     assert same(before, tensors(base))
     merged = tmp_path / "merged"

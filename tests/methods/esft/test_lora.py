@@ -1,6 +1,5 @@
 """methods/esft/lora.py: LoRA of the selected experts alone, in PEFT's files; merged, applied and resumed."""
 
-import math
 from dataclasses import replace
 
 import peft
@@ -10,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.dropin import experts
 from moe_runtime.methods import esft
-from moe_runtime.methods.esft.lora import _by_expert, read_lora
+from moe_runtime.methods.esft.lora import SelectedHalf, read_lora
 from moe_runtime.methods.lora.baseline import load_lora
 from tests.support.stock_moe import batch, stock
 
@@ -23,10 +22,19 @@ def adapted(family="qwen3_moe", selection=CHOSEN, model=None, **settings):
     return esft.train_lora(model, selection, **{"rank": 3, "alpha": 6.0, **settings})
 
 
+def by_expert(matrix: torch.Tensor, name: str) -> torch.Tensor:
+    """A view of PEFT's lora_A [8 r, in] or lora_B [out, r 8] as [8, ...]."""
+    is_a = ".lora_A." in name
+    return matrix.view(8, -1, matrix.shape[1]) if is_a else matrix.view(matrix.shape[0], -1, 8).permute(2, 0, 1)
+
+
+def halves(model) -> dict[str, SelectedHalf]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, SelectedHalf)}
+
+
 def matrices(model) -> dict[str, torch.Tensor]:
     """Every matrix of LoRA by expert [E, ...], by name."""
-    found = {name: p for name, p in model.named_parameters() if "lora_" in name}
-    return {name: _by_expert(p.detach().clone(), name, 8) for name, p in found.items()}
+    return {name: by_expert(half.weight.detach().clone(), name) for name, half in halves(model).items()}
 
 
 def layer_of(name: str) -> int:
@@ -50,8 +58,9 @@ def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, se
     model, receipt = adapted(family)
     start, frozen = matrices(model), {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert len(start) == 8 and trained == sum(m.numel() for m in start.values())  # two stacks of two layers
+    assert len(start) == 8  # two stacks of two layers
     share = sum(len(CHOSEN.experts[layer_of(name)]) * m[0].numel() for name, m in start.items())
+    assert trained == share < sum(m.numel() for m in start.values()) / 4
     assert receipt.trainable_parameters == receipt.row_parameters == share < receipt.total_parameters
     train(model, optimizer=optimizer, **settings)
     for name, after in matrices(model).items():
@@ -69,11 +78,9 @@ def test_every_selected_expert_moves_and_no_other_bit_does(family, optimizer, se
 def start_matrices(model):
     """Give the selected experts' B random values, so that all of A and B have gradients."""
     generator = torch.Generator().manual_seed(4)
-    for key, parameter in model.named_parameters():
+    for key, half in halves(model).items():
         if "lora_B" in key:
-            rows = _by_expert(parameter.data, key, 8)
-            for e in CHOSEN.experts[layer_of(key)]:
-                rows[e] = torch.randn(rows[e].shape, generator=generator, dtype=rows.dtype)
+            half.selected.data.normal_(generator=generator)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -93,32 +100,52 @@ def test_in_our_op_and_in_stock_peft_it_is_the_same(family):
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)  # norms of the model compute in float32
     for name, grad in their_grads.items():
         torch.testing.assert_close(our_grads[name], grad, rtol=1e-5, atol=1e-7 * float(grad.abs().max()), msg=name)
-        others = [e for e in range(8) if e not in CHOSEN.experts[layer_of(name)]]
-        for one in (our_grads[name], grad):
-            assert not _by_expert(one, name, 8)[others].any() and one.any()
+        assert grad.any() and name.endswith(".selected")
 
 
 def test_the_equation_is_that_of_a_mask_on_whole_lora():
-    """The gradients of the selected experts are those of LoRA on all experts, the others' zero."""
+    """The gradients of the selected experts are those of PEFT's LoRA on all experts."""
     model, _ = adapted(model=stock().double())
-    name = "base_model.model.model.layers.0.mlp.experts.lora_B.default.weight"
-    generator = torch.Generator().manual_seed(5)
     start_matrices(model)
+    config = peft.LoraConfig(r=3, lora_alpha=6.0, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    every = peft.get_peft_model(stock().double(), config)
+    experts.patch(every)
+    generator = torch.Generator().manual_seed(5)
+    for name, matrix in matrices(model).items():
+        whole = by_expert(every.get_parameter(f"{name}.weight").data.zero_(), name)
+        if "lora_A" in name:  # of the others: their B is zero, so the function stays
+            whole.copy_(torch.randn(whole.shape, generator=generator, dtype=whole.dtype))
+        ids = list(CHOSEN.experts[layer_of(name)])
+        whole[ids] = matrix[ids]
+    for one in (model, every):
+        one(**batch()).loss.backward()
+    for name, half in halves(model).items():
+        grad, ids = by_expert(every.get_parameter(f"{name}.weight").grad, name), list(CHOSEN.experts[layer_of(name)])
+        own = by_expert(half.whole(half.selected.grad), name)
+        torch.testing.assert_close(own[ids], grad[ids], rtol=1e-9, atol=1e-12)
+
+
+def test_experts_that_are_not_selected_cost_no_bytes():
+    """Gradients and AdamW's state are those of the selected experts; PEFT's names and shapes are of all."""
+    model, receipt = adapted()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
     model(**batch()).loss.backward()
-    grads = {key: _by_expert(p.grad.clone(), key, 8) for key, p in model.named_parameters() if p.requires_grad}
-    assert grads[name][5].any() and not any(grads[name][e].any() for e in range(8) if e not in (5, 2))
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "lora_A" in key:  # of the others: their B is zero, so the function stays
-                rows = _by_expert(parameter, key, 8)
-                for e in range(8):
-                    if e not in CHOSEN.experts[layer_of(key)]:
-                        rows[e] = torch.randn(rows[e].shape, generator=generator, dtype=torch.float64)
-    model.zero_grad()
-    model(**batch()).loss.backward()
-    for key, parameter in model.named_parameters():
-        for e in CHOSEN.experts[layer_of(key)] if parameter.requires_grad else ():
-            torch.testing.assert_close(_by_expert(parameter.grad, key, 8)[e], grads[key][e], rtol=1e-9, atol=1e-12)
+    optimizer.step()
+    bytes_of = [sum(t.nbytes for t in tensors) for tensors in (
+        trained, [p.grad for p in trained], [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    )]  # fmt: skip
+    assert bytes_of == [4 * receipt.trainable_parameters, 4 * receipt.trainable_parameters, 8 * receipt.trainable_parameters]
+    state = {name: t for name, t in peft.get_peft_model_state_dict(model).items()}
+    everyone = sum(t.nbytes for t in state.values())
+    assert all(name.endswith(".weight") for name in state) and everyone == 16 * bytes_of[0] / 3  # 3 of 2 x 8 experts
+    again, _ = adapted(seed=1)
+    assert experts.patch(again) == 2  # which looks at the adapters
+    assert not peft.set_peft_model_state_dict(again, state).unexpected_keys
+    assert all(torch.equal(one.selected, other.selected) for one, other in zip(halves(model).values(), halves(again).values()))
+    with pytest.raises(RuntimeError, match=r"weight is \[4, 32\]; expected \[24, 32\]"):
+        key = next(name for name in model.state_dict() if "base_layer.lora_A" in name)
+        model.load_state_dict({key: torch.zeros(4, 32)}, strict=False)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -185,23 +212,14 @@ def test_an_adapter_that_changes_more_than_its_selection_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_overflow_is_not_saved(tmp_path):
-    model, _ = adapted()
-    name, parameter = next((name, p) for name, p in model.named_parameters() if "lora_B" in name)
-    _by_expert(parameter.data, name, 8)[4] = math.nan
-    with pytest.raises(ValueError, match="lora_B.weight of expert 4, which is not selected, is not zero any more"):
-        esft.save_lora(model, tmp_path / "law")
-    assert not (tmp_path / "law").exists()
-
-
 @pytest.mark.parametrize("selection, settings, match", [
-    (replace(CHOSEN, experts={0: (8,)}), {}, r"selection has experts \[8\] of layer 0; the model routes to ids 0 to 7"),
-    (replace(CHOSEN, experts={4: (1,)}), {}, "of layer 4; the model routes to layers 0, 1"),
-    (replace(CHOSEN, experts={}), {}, "selection has no experts; LoRA is for selected routed experts alone"),
-    (replace(CHOSEN, shared_experts=True), {}, "shared_experts is True; LoRA is for"),
-    (replace(CHOSEN, non_expert_modules=True), {}, "non_expert_modules is True; LoRA is for"),
-    (CHOSEN, {"rank": 0}, "rank is 0"),
-    (CHOSEN, {"alpha": -1.0}, "alpha is -1.0"),
+    (replace(CHOSEN, experts={0: (8,)}), {}, r"selection has experts \[8\] of layer 0, but the model routes to ids 0 to 7"),
+    (replace(CHOSEN, experts={4: (1,)}), {}, "of layer 4, but the model routes to layers 0, 1"),
+    (replace(CHOSEN, experts={}), {}, "selection has no experts, but LoRA supports routed experts only"),
+    (replace(CHOSEN, shared_experts=True), {}, "shared_experts is True, but LoRA supports"),
+    (replace(CHOSEN, non_expert_modules=True), {}, "non_expert_modules is True, but LoRA supports"),
+    (CHOSEN, {"rank": 0}, "rank must be"),
+    (CHOSEN, {"alpha": -1.0}, "alpha must be"),
 ])  # fmt: skip
 def test_what_cannot_train_is_refused_and_the_model_is_unchanged(selection, settings, match):
     model = stock()

@@ -71,21 +71,25 @@ def test_logs_that_were_written_give_the_scores(kind, padding, tmp_path):
 @pytest.mark.parametrize(
     ("logs", "options", "error"),
     [
-        ({}, {}, "with no logs; expected expert_weights_{layer}.txt"),
-        ({"layer1": LOG, "layer2": LOG, "layer4": LOG}, {}, "with no log expert_weights_3.txt in"),
-        ({"layer1": LOG, "layer2": "", "layer1000000000000": LOG}, {}, "with no log expert_weights_2.txt in"),
-        ({"layer1": LOG}, {"layers": (1, 5)}, "with no log expert_weights_5.txt in"),
-        ({"layer1": LOG, "layer2": LOG.splitlines()[0]}, {}, "has 2 tokens in 1 lines, the log of the first layer 3 in 2"),
+        ({}, {}, "has no logs. Expected expert_weights_{layer}.txt"),
+        ({"layer1": LOG, "layer2": LOG, "layer4": LOG}, {}, "has no log expert_weights_3.txt in"),
+        ({"layer1": LOG, "layer2": "", "layer1000000000000": LOG}, {}, "has no log expert_weights_2.txt in"),
+        ({"layer1": LOG}, {"layers": (1, 5)}, "has no log expert_weights_5.txt in"),
+        (
+            {"layer1": LOG, "layer2": LOG.splitlines()[0]},
+            {},
+            "has 2 tokens in 1 lines, but the log of the first layer has 3 in 2",
+        ),
         ({"layer1": "0\t1\t0.5\t0.5\n"}, {}, "expert_weights_1.txt, line 1, is .*expected ids .* two tabs"),
         ({"layer1": LOG + "0\t1\t\t0.5\n"}, {}, "expert_weights_1.txt, line 3, is"),
         ({"layer1": LOG + "\n"}, {}, "line 3, is"),
         ({"layer1": "0\t-1\t\t0.5\t0.5\n"}, {}, "line 1, is"),
         ({"layer1": "0\t1\t\t0.5\tnan\n"}, {}, "line 1, is"),
-        ({"layer1": LOG}, {"top_k": 3}, "top_k is 3, line 1 of .*expert_weights_1.txt does not fit"),
-        ({"layer1": LOG}, {"top_k": 4}, "top_k is 4, line 1"),
+        ({"layer1": LOG}, {"top_k": 3}, "Line 1 of .*expert_weights_1.txt does not fit top_k 3"),
+        ({"layer1": LOG}, {"top_k": 4}, "Line 1 of .* does not fit top_k 4"),
         ({"layer1": LOG}, {"num_experts": 2}, r"line 1, is .* ids below num_experts \(2\)"),
         ({"layer1": LOG + f"0\t{2**62}\t\t0.5\t0.5\n"}, {}, r"_1.txt, line 3, is .* ids below num_experts \(4096\)"),
-        ({"layer1": LOG}, {"top_k": 0}, "top_k is 0; want an integer of at least 1"),
+        ({"layer1": LOG}, {"top_k": 0}, "top_k must be an integer of at least 1"),
     ],
 )
 def test_bad_logs_are_named(logs, options, error, tmp_path):
@@ -125,7 +129,7 @@ def test_a_summary_of_the_current_script_is_known_by_its_columns(tmp_path):
     }
     head = ExpertScores.load(save(tmp_path, columns))
     assert head.variant == "head" and select_experts(head, 0.5, "token", "head").experts == {1: (0,), 10: (2,)}
-    with pytest.raises(ValueError, match="variant is 'v1', the scores are 'head' without the sums"):
+    with pytest.raises(ValueError, match="Variant 'v1' cannot be computed from 'head' scores without their sums"):
         select_experts(head, 0.5, variant="v1")
     assert ExpertScores.load(save(tmp_path, summary()), "paper").variant == "paper"
     derived = ExpertScores.load(save(tmp_path, summary(variant="v1")), "normalized")
@@ -138,17 +142,17 @@ ROW = {"0": 0.5, "1": 0.3, "2": 0.2}
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"gate_scores": None}, "lacks token_scores or gate_scores"),
-        ({"token_scores": {}}, "lacks token_scores"),
-        ({"gate_scores": {"1": ROW}}, "or they differ in layers or experts"),
+        ({"gate_scores": None}, "must have token_scores and gate_scores"),
+        ({"token_scores": {}}, "must have token_scores and gate_scores"),
+        ({"gate_scores": {"1": ROW}}, "for the same layers and experts"),
         ({"gate_scores": {"1": ROW, "ten": ROW}}, "layer 'ten' of gate_scores"),
         ({"gate_scores": {"1": ROW, "10": []}}, "layer '10' of gate_scores is"),
         ({"gate_scores": {"1": ROW, "10": ROW | {"2": -1}}}, "layer '10' of gate_scores is .*-1"),
-        ({"gate_scores": {"1": ROW, "10": ROW | {"2": "x"}}}, "expected a number of 0 or more for each expert"),
+        ({"gate_scores": {"1": ROW, "10": ROW | {"2": "x"}}}, "expected a number of at least 0 for each expert"),
         ({"gate_scores": {"1": ROW, "10": {"0": 0.5, "2": 0.5}}}, "layer '10' of gate_scores is"),
         ({"token_scores": {"1": {f"{10**12}": 1.0}}}, "layer '1' of token_scores is"),
         ({"gate_scores": {"1": ROW, "10": ROW | {"e": 1}}}, "layer '10' of gate_scores is"),
-        ({"variant": "v3"}, "variant is 'v3'; want one of"),
+        ({"variant": "v3"}, "variant must be one of"),
     ],
 )
 def test_a_bad_summary_is_named(changes, error, tmp_path):

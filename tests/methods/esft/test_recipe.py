@@ -63,38 +63,38 @@ def test_a_change_reaches_into_tasks():
 @pytest.mark.parametrize(
     "change, says",
     [
-        pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
-        pytest.param({"esft": TUNING | {"lr": 1}}, "esft.lr is no key of a recipe; want some of epochs", id="nested"),
-        pytest.param({"esft": TUNING | {"adam_beta2": 1}}, "esft.adam_beta2 is 1; want less than 1", id="beta"),
+        pytest.param({"colour": 1}, "colour is not a valid key. Use any of method", id="unknown-key"),
+        pytest.param({"esft": TUNING | {"lr": 1}}, "esft.lr is not a valid key. Use any of epochs", id="nested"),
+        pytest.param({"esft": TUNING | {"adam_beta2": 1}}, "esft.adam_beta2 must be less than 1", id="beta"),
         pytest.param({"esft": {"steps": 3}}, "esft.learning_rate is missing", id="missing"),
-        pytest.param({"tasks": {}}, "tasks is empty; want at least 1", id="no-task"),
-        pytest.param({"tasks": None}, "tasks is None; want a valid dictionary", id="null"),
-        pytest.param({"tasks": ["law"]}, r"tasks is \['law'\]; want a valid dictionary", id="list"),
+        pytest.param({"tasks": {}}, "tasks must have at least 1, but got none", id="no-task"),
+        pytest.param({"tasks": None}, "tasks must be a valid dictionary", id="null"),
+        pytest.param({"tasks": ["law"]}, r"tasks must be a valid dictionary", id="list"),
         pytest.param({"tasks": {"law": {}}}, "tasks.law.train is missing", id="no-rows"),
-        pytest.param({"tasks": {"law": {"train": "a", "limit": 0}}}, "tasks.law.limit is 0; want greater", id="limit"),
-        pytest.param({"tasks": {"law": {"train": "a", "rows": 1}}}, "tasks.law.rows is no key of a recipe", id="task-key"),
-        pytest.param({"tasks": {"a/b": {"train": "a"}}}, "tasks has the name 'a/b'; want letters", id="path"),
-        pytest.param({"tasks": {"general": {"train": "a"}}}, "tasks are general, .*want none", id="general"),
+        pytest.param({"tasks": {"law": {"train": "a", "limit": 0}}}, "tasks.law.limit must be greater", id="limit"),
+        pytest.param({"tasks": {"law": {"train": "a", "rows": 1}}}, "tasks.law.rows is not a valid key", id="task-key"),
+        pytest.param({"tasks": {"a/b": {"train": "a"}}}, "tasks must be named with letters", id="path"),
+        pytest.param({"tasks": {"general": {"train": "a"}}}, "No task may be named 'general'", id="general"),
         pytest.param(
-            {"tasks": {"law": {"train": "standard-library/a"}}}, "tasks.law.train is 'standard-library/a'; want", id="library"
+            {"tasks": {"law": {"train": "standard-library/a"}}}, "tasks.law.train must be one of", id="library"
         ),
-        pytest.param({"p": {"gate": 0}}, "p.gate is 0; want greater than 0", id="p"),
-        pytest.param({"p": {"token": 1.5}}, "p.token is 1.5; want less than or equal to 1", id="p-above-1"),
-        pytest.param({"scores": {"variant": "v2"}}, "scores.variant is 'v2'; want 'v1', 'paper'", id="variant"),
-        pytest.param({"lora": {"rank": 0, "training": TUNING}}, "lora.rank is 0; want greater than or equal to 1", id="rank"),
-        pytest.param({"score": "both"}, "score is 'both'; want '", id="score"),
-        pytest.param({"mix": -1}, "mix is -1; want greater than or equal to 0", id="mix"),
-        pytest.param({"trained_dtype": "fp8"}, "trained_dtype is 'fp8'; want 'float32'", id="dtype"),
-        pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
-        pytest.param({"pretrain": PRETRAIN}, "pretrain is given, base_model is 'folder'; want one of the two", id="two-bases"),
+        pytest.param({"p": {"gate": 0}}, "p.gate must be greater than 0", id="p"),
+        pytest.param({"p": {"token": 1.5}}, "p.token must be less than or equal to 1", id="p-above-1"),
+        pytest.param({"scores": {"variant": "v2"}}, "scores.variant must be 'v1', 'paper'", id="variant"),
+        pytest.param({"lora": {"rank": 0, "training": TUNING}}, "lora.rank must be greater than or equal to 1", id="rank"),
+        pytest.param({"score": "both"}, "score must be '", id="score"),
+        pytest.param({"mix": -1}, "mix must be greater than or equal to 0", id="mix"),
+        pytest.param({"trained_dtype": "fp8"}, "trained_dtype must be 'float32'", id="dtype"),
+        pytest.param({"base_model": None}, "pretrain or base_model must be given, but got neither", id="no-base"),
+        pytest.param({"pretrain": PRETRAIN}, "but got both .base_model is 'folder'", id="two-bases"),
         pytest.param(
-            {"base_model": None, "pretrain": PRETRAIN | {"top_k": 40}}, "pretrain.top_k is 40, num_experts is 32", id="top-k"
+            {"base_model": None, "pretrain": PRETRAIN | {"top_k": 40}}, "pretrain.top_k .40. must be at most", id="top-k"
         ),
         pytest.param(
-            {"base_model": None, "pretrain": PRETRAIN | {"dense_layers": 2}}, "dense_layers is 2, num_layers", id="dense"
+            {"base_model": None, "pretrain": PRETRAIN | {"dense_layers": 2}}, "dense_layers .2. below num_layers", id="dense"
         ),
-        pytest.param({"general": {"prompt": "chat"}}, "prompts chat, deepseek; want .* one chat template", id="templates"),
-        pytest.param({"method": "xft"}, "method is 'xft'; want 'esft'", id="method"),
+        pytest.param({"general": {"prompt": "chat"}}, "must use one chat template .*prompts chat, deepseek", id="templates"),
+        pytest.param({"method": "xft"}, "method must be 'esft'", id="method"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_error_with_the_key(change, says):
@@ -105,7 +105,7 @@ def test_a_mistake_is_one_error_with_the_key(change, says):
 def test_an_error_of_a_file_names_it(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(SMALL | {"mix": "much"}))
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: mix is 'much'; want a valid number"):
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: mix must be a valid number"):
         load_recipe(path)
 
 
@@ -117,5 +117,5 @@ def test_recipes_are_found_by_name_with_and_without_their_method(tmp_path):
         method_of(METHODS / "esft" / "recipes" / "tiny.yaml") == "esft"
         and method_of(METHODS / "xft" / "recipes" / "tiny.yaml") == "xft"
     )
-    with pytest.raises(ValueError, match="recipe is 'none'; want a YAML file, or one of .*esft/tiny"):
+    with pytest.raises(ValueError, match="Recipe 'none' does not exist. Pass a YAML file or one of .*esft/tiny"):
         recipe_path("none", "xft", "esft")

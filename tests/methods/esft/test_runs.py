@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.hf.training import ranks
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
 from moe_runtime.methods.esft.lora import read_lora
@@ -45,7 +46,9 @@ def home(tmp_path_factory) -> Path:
 def train_alone(home, out, **settings):
     """Train in one process, three steps unless said otherwise."""
     config = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "save_steps": None, "per_device_batch_size": 4}
-    options = {name: settings.pop(name) for name in ("dtype", "selection", "rows", "overwrite", "lora") if name in settings}
+    options = {
+        name: settings.pop(name) for name in ("dtype", "selection", "rows", "overwrite", "lora", "ep_size") if name in settings
+    }
     selection, rows = options.pop("selection", home / "config.json"), options.pop("rows", home / "rows.jsonl")
     base = settings.pop("base", home / "base")
     return esft_runs.train_folder(base, selection, rows, out, Tuning(**config | settings), max_length=32, **options)
@@ -103,7 +106,7 @@ def test_a_run_without_a_checkpoint_may_be_changed_and_the_batch_at_once_always(
         patch.setattr(esft, "save_adapter", stop)
         train_alone(home, tmp_path / "out", **settings)
     (base / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="checkpoints of another training, whose source differs"):
+    with pytest.raises(ValueError, match="checkpoints of another training with a different source"):
         train_alone(home, tmp_path / "out", **settings)
     stamp = (home / "base" / "model.safetensors").stat()
     os.utime(base / "model.safetensors", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
@@ -161,7 +164,7 @@ def test_lora_of_the_selected_experts_is_trained_checked_and_merged(home, tmp_pa
     receipt = esft.merge(home / "base", tmp_path / "law", tmp_path / "merged")
     assert receipt.experts == selection.num_experts and receipt.changed == found.tensors
     (tmp_path / "law" / "expert_cfg.json").unlink()
-    with pytest.raises(ValueError, match="expert_cfg.json, which cannot be read"):
+    with pytest.raises(ValueError, match="Cannot read the JSON file .*expert_cfg.json"):
         esft.merge(home / "base", tmp_path / "law", tmp_path / "again")
 
 
@@ -172,7 +175,7 @@ def test_a_killed_training_of_lora_resumes(home, tmp_path, monkeypatch):
         patch.setattr(esft, "save_lora", lambda *_, **__: (_ for _ in ()).throw(Killed))
         train_alone(home, tmp_path / "out", save_steps=2, **LORA)
     for changed in ({"lora": (3, 4.0)}, {"lora": None}):
-        with pytest.raises(ValueError, match="checkpoints of another training, whose lora differs"):
+        with pytest.raises(ValueError, match="checkpoints of another training with a different lora"):
             train_alone(home, tmp_path / "out", save_steps=2, **LORA | changed)
     train_alone(home, tmp_path / "out", save_steps=2, **LORA)
     assert same(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "whole")))
@@ -185,8 +188,30 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
     launch(dist_esft.__file__, 2, tmp_path, str(tmp_path), "lora", seconds=300)
     selection, settings = esft.ExpertSelection(experts={1: (5, 2)}), {"per_device_batch_size": 4, "optimizer": "sgd"}
     train_alone(home, tmp_path / "alone", selection=selection, lora=(2, 4.0), **settings)
-    both, alone = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("law", "alone"))
-    assert both.keys() == alone.keys() and read_lora(tmp_path / "law").selection == selection
+    alone = load_file(tmp_path / "alone" / "adapter_model.safetensors")
+    for name in ("law", "law-ep2"):  # with all experts on both, and with each rank's
+        both = load_file(tmp_path / name / "adapter_model.safetensors")
+        assert both.keys() == alone.keys() and read_lora(tmp_path / name).selection == selection
+        for key, tensor in alone.items():
+            torch.testing.assert_close(both[key], tensor, rtol=1e-3, atol=1e-6)
+        assert any(tensor.any() for key, tensor in both.items() if "lora_B" in key)
+        assert not (tmp_path / f"{name}-checkpoints").exists()
+    train_alone(home, tmp_path / "rows", selection=selection, **settings | {"optimizer": "adamw_torch"})
+    both, alone = (esft.load_adapter(tmp_path / name).tensors for name in ("rows-ep2", "rows"))
+    assert both.keys() == alone.keys()
     for key, tensor in alone.items():
-        torch.testing.assert_close(both[key], tensor, rtol=1e-3, atol=1e-6)
-    assert any(tensor.any() for key, tensor in both.items() if "lora_B" in key) and not (tmp_path / "law-checkpoints").exists()
+        torch.testing.assert_close(both[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("ep_size, match", [
+    (0, "ep_size is 0"), (2, "ep_size is 2, the run has 1 processes; want a divisor of them"),
+])  # fmt: skip
+def test_ep_size_that_does_not_divide_is_refused_before_anything_is_loaded(home, tmp_path, monkeypatch, ep_size, match):
+    monkeypatch.setattr(esft_runs, "_load", None)
+    with pytest.raises(ValueError, match=match):
+        train_alone(home, tmp_path / "out", ep_size=ep_size)
+    monkeypatch.setattr(ranks, "state", lambda: SimpleNamespace(num_processes=9))
+    monkeypatch.setattr(ranks, "engine", lambda: "MULTI_CPU")
+    with pytest.raises(ValueError, match="ep_size is 3, .*base has layers of 8 experts; want a divisor"):
+        train_alone(home, tmp_path / "out", ep_size=3)
+    assert not (tmp_path / "out").exists()

@@ -142,7 +142,7 @@ def test_a_shared_expert_is_never_selected():
 
 @pytest.mark.parametrize("p", [0, -0.1, 1.01, float("nan"), True, "0.1"])
 def test_p_is_above_0_and_at_most_1(p):
-    with pytest.raises(ValueError, match="p is .*; want a number above 0 and at most 1"):
+    with pytest.raises(ValueError, match="p must be above 0 and at most 1"):
         select_experts(scores_of([0.5, 0.5]), p)
     with pytest.raises(ValueError, match="p is"):
         ExpertSelection(experts={}, p=p)
@@ -151,11 +151,11 @@ def test_p_is_above_0_and_at_most_1(p):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"score": "both"}, "score is 'both'; want one of gate, token"),
-        ({"variant": "v2"}, "variant is 'v2'; want one of v1"),
-        ({"variant": "paper"}, "variant is 'paper', the scores are 'v1' without the sums"),
+        ({"score": "both"}, "score must be one of gate, token"),
+        ({"variant": "v2"}, "variant must be one of v1"),
+        ({"variant": "paper"}, "Variant 'paper' cannot be computed from 'v1' scores without their sums"),
         ({"group_size": 2}, "scores have no pairs"),
-        ({"group_size": 0}, "group_size is 0"),
+        ({"group_size": 0}, "group_size must be"),
     ],
 )
 def test_bad_options_are_named(options, error):
@@ -224,7 +224,7 @@ def test_experts_of_a_group_come_together():
     assert select_experts(scores, 0.3).experts == {1: (2,)}
     assert select_experts(scores, 0.31, groups={1: [(0, 3), (2, 1)]}).experts == {1: (2, 1)}
     for groups in ({}, {1: [(0, 1)]}, {1: [(0, 1), (1, 2, 3)]}):
-        with pytest.raises(ValueError, match="groups of layer 1 are .*; expected each of 0 to 3 in one"):
+        with pytest.raises(ValueError, match="groups of layer 1 must contain each of 0 to 3 once"):
             select_experts(scores, 0.3, groups=groups)
     with pytest.raises(ValueError, match=r"group_size is 3, pairs is \(4, 4\)"):
         select_experts(scores, 0.3, group_size=3)
@@ -250,20 +250,20 @@ def test_the_configuration_is_the_official_one(tmp_path):
 @pytest.mark.parametrize(
     ("values", "error"),
     [
-        ({}, "'experts'; expected experts, and some of shared_experts"),
-        ({"experts": {}, "expert": {}}, "'expert'; expected experts, and some of"),
-        ({"experts": [1]}, r"experts is \[1\]; expected ids by layer"),
-        ({"experts": {"1": 3}}, "experts is {1: 3}; expected ids"),
-        ({"experts": {"one": [3]}}, "experts is {'one': .*"),
-        ({"experts": {"01": [3], "1": [4]}}, "experts is {'01': .*"),
-        ({"experts": {"1": [3, 3]}}, r"experts is {1: \[3, 3\]}; expected ids by layer, each once"),
-        ({"experts": {"1": [-1]}}, r"experts is {1: \[-1\]}"),
-        ({"experts": {"1": [1.5]}}, r"experts is {1: \[1.5\]}"),
-        ({"experts": {"1": [True]}}, r"experts is {1: \[True\]}"),
-        ({"experts": {}, "shared_experts": "yes"}, "shared_experts is 'yes'; want True or False"),
-        ({"experts": {}, "p": 1.5}, "p is 1.5"),
-        ({"experts": {}, "score": "best"}, "score is 'best'"),
-        ({"experts": {}, "variant": "v3"}, "variant is 'v3'"),
+        ({}, "'experts'. Expected experts, and some of shared_experts"),
+        ({"experts": {}, "expert": {}}, "'expert'. Expected experts, and some of"),
+        ({"experts": [1]}, r"experts must be unique ids by layer, .*\[1\]"),
+        ({"experts": {"1": 3}}, "experts must be .*{1: 3}"),
+        ({"experts": {"one": [3]}}, "experts must be .*{'one':"),
+        ({"experts": {"01": [3], "1": [4]}}, "experts must be .*{'01':"),
+        ({"experts": {"1": [3, 3]}}, r"experts must be .*{1: \[3, 3\]}"),
+        ({"experts": {"1": [-1]}}, r"experts must be"),
+        ({"experts": {"1": [1.5]}}, r"experts must be"),
+        ({"experts": {"1": [True]}}, r"experts must be"),
+        ({"experts": {}, "shared_experts": "yes"}, "shared_experts must be True or False"),
+        ({"experts": {}, "p": 1.5}, "p must be"),
+        ({"experts": {}, "score": "best"}, "score must be"),
+        ({"experts": {}, "variant": "v3"}, "variant must be"),
     ],
 )
 def test_a_bad_configuration_is_named_with_its_file(values, error, tmp_path):
@@ -277,10 +277,12 @@ def test_a_selection_of_another_model_is_named(kind):
     model = stock("mixtral") if kind == "stock" else tiny.upcycled()
     for given in (model, numbered_layers(model)):
         check_selection(given, ExpertSelection(experts={0: (3, 1), 1: ()}))
-        with pytest.raises(ValueError, match=r"selection has experts \[1\] of layer 7; the model routes to layers 0, 1"):
+        with pytest.raises(ValueError, match=r"selection has experts \[1\] of layer 7, but the model routes to layers 0, 1"):
             check_selection(given, ExpertSelection(experts={7: (1,)}))
-        with pytest.raises(ValueError, match=r"selection has experts \[4\] of layer 1; .* to 3"):
+        with pytest.raises(ValueError, match=r"selection has experts \[4\] of layer 1, .* to 3"):
             check_selection(given, ExpertSelection(experts={1: (1, 4)}))
         if kind == "ours":
-            with pytest.raises(ValueError, match=r"selection has experts \[0\] of layer 1; .* 1 to 3; shared_experts=True"):
+            with pytest.raises(
+                ValueError, match=r"selection has experts \[0\] of layer 1, .* 1 to 3. Pass shared_experts=True"
+            ):
                 check_selection(given, ExpertSelection(experts={1: (0,)}))

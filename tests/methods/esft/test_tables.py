@@ -159,24 +159,24 @@ def test_overlap_and_sample_size(recipe, out):
     written = times(out)
     again, _ = make("sample-size", recipe, out, sizes=(8, 32), top=3)
     assert again.rows() == report.rows() and times(out) == written
-    with pytest.raises(ValueError, match="sizes has 512, half of the rows of '.*' have .* tokens; want at least as many"):
+    with pytest.raises(ValueError, match="sizes must be at most .*, the tokens in half of the examples of '.*', but got 512"):
         make("sample-size", recipe, out, overwrite=True)
 
 
 @pytest.mark.parametrize("command, options, match", [
-    pytest.param("table1", {}, "command is 'table1'; want one of main", id="no such table"),
-    pytest.param("main", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
-    pytest.param("sweep-p", {"ps": (0.1, 1.5)}, "p is 1.5; want a number above 0 and at most 1", id="p above 1"),
-    pytest.param("sweep-p", {"ps": (0.1, 0.1)}, "p is 0.1, 0.1; want different values", id="p twice"),
-    pytest.param("sweep-p", {"ps": (math.nan,)}, "p is nan; want a number", id="p is no number"),
-    pytest.param("sweep-p", {"ranks": (0,)}, "rank is 0; want an integer of at least 1", id="rank"),
-    pytest.param("sweep-p", {"score": "both of"}, "score is 'both of'; want one of gate, token, both", id="score"),
-    pytest.param("shared-grid", {"score": "both"}, "score is 'both'; want one of gate, token", id="grid's score"),
-    pytest.param("group-size", {"sizes": (1, 4)}, "group_size is 4, num_experts is 8, top_k is 2; want", id="groups"),
-    pytest.param("group-size", {"sizes": ()}, "group_size is not given; want different values", id="no group"),
-    pytest.param("mix-data", {"ratios": (-1.0,)}, "mix is -1.0; want a number of 0 or more", id="mix"),
-    pytest.param("sample-size", {"sizes": (0,)}, "sizes is 0; want an integer of at least 1", id="sizes"),
-    pytest.param("overlap", {"top": 0}, "top is 0; want an integer of at least 1", id="top"),
+    pytest.param("table1", {}, "command must be one of main", id="no such table"),
+    pytest.param("main", {"seeds": 0}, "seeds must be an integer of at least 1", id="no seeds"),
+    pytest.param("sweep-p", {"ps": (0.1, 1.5)}, "p must be above 0 and at most 1", id="p above 1"),
+    pytest.param("sweep-p", {"ps": (0.1, 0.1)}, "p must have one or more different values", id="p twice"),
+    pytest.param("sweep-p", {"ps": (math.nan,)}, "p must be", id="p is no number"),
+    pytest.param("sweep-p", {"ranks": (0,)}, "rank must be an integer of at least 1", id="rank"),
+    pytest.param("sweep-p", {"score": "both of"}, "score must be one of gate, token, both", id="score"),
+    pytest.param("shared-grid", {"score": "both"}, "score must be one of gate, token", id="grid's score"),
+    pytest.param("group-size", {"sizes": (1, 4)}, "must divide num_experts .8. and top_k .2., but got 4", id="groups"),
+    pytest.param("group-size", {"sizes": ()}, "group_size must have one or more different values, but got none", id="no group"),
+    pytest.param("mix-data", {"ratios": (-1.0,)}, "mix must be a number of at least 0", id="mix"),
+    pytest.param("sample-size", {"sizes": (0,)}, "sizes must be an integer of at least 1", id="sizes"),
+    pytest.param("overlap", {"top": 0}, "top must be an integer of at least 1", id="top"),
 ])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
@@ -188,13 +188,13 @@ def test_the_tiny_study_allows_the_papers_group_sizes():
     tiny = load_recipe("tiny")
     assert esft_tables.COMMANDS["group-size"].check(tiny) == {"sizes": (1, 2, 4)}
     assert esft_tables.COMMANDS["sweep-p"].check(tiny)["ranks"] == (1, 2, 8)
-    with pytest.raises(ValueError, match="top is 33, the layers have 32 routed experts"):
+    with pytest.raises(ValueError, match="top must be at most the 32 routed experts of a layer, but got 33"):
         esft_tables.COMMANDS["overlap"].check(tiny, top=33)
 
 
 def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
     before = (out / "main.json").read_bytes()
-    with pytest.raises(ValueError, match=r"made with other settings \(seeds\).*overwrite=True"):
+    with pytest.raises(ValueError, match=r"created with other settings \(seeds\).*overwrite=True"):
         make("main", recipe, out, seeds=2)
     assert (out / "main.json").read_bytes() == before
 

@@ -176,7 +176,7 @@ def test_load_state_dict_takes_the_adapter_s_names(tmp_path, family, selection):
     esft.drop(other)
     fewer = replace(selection, experts={layer: ids[:1] + ((ids[0] + 1) % 8,) for layer, ids in selection.experts.items()})
     esft.train_only(other, fewer)
-    with pytest.raises(RuntimeError, match="the file has experts"):
+    with pytest.raises(RuntimeError, match="the file must have the trained experts"):
         other.load_state_dict(state, strict=False)
 
 
@@ -184,7 +184,7 @@ def test_load_trained_wants_the_same_training(tmp_path):
     model = stock("qwen3_moe")
     esft.train_only(model, ExpertSelection(experts={0: (1, 3)}))
     esft.save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="which trains no experts apart"):
+    with pytest.raises(ValueError, match="trains no experts separately"):
         esft.load_trained(stock("qwen3_moe"), tmp_path / "adapter")
     for ids, match in (((1,), "has model.layers.0.mlp.experts.3"), ((1, 3, 4), "lacks model.layers.0.mlp.experts.4")):
         other = stock("qwen3_moe")
@@ -195,7 +195,7 @@ def test_load_trained_wants_the_same_training(tmp_path):
         assert same(before, weights(other))
     narrow = stock("qwen3_moe", moe_intermediate_size=16)
     esft.train_only(narrow, ExpertSelection(experts={0: (1, 3)}))
-    with pytest.raises(ValueError, match=r"is \[24, 32\]; want \[16, 32\]"):
+    with pytest.raises(ValueError, match=r"has shape \[24, 32\], but the model's is \[16, 32\]"):
         trained_files.load_trained(narrow, tmp_path / "adapter")
     with pytest.raises(ValueError, match="for a base whose moe_intermediate_size is 24, the model's is 16"):
         esft.load_trained(narrow, tmp_path / "adapter")
@@ -230,7 +230,7 @@ def test_what_trains_beside_the_experts_is_cast_too_and_is_what_it_was_in_the_en
     selection = replace(SELECTION, shared_experts=True, non_expert_modules=True)
     esft.train_only(model, selection, dtype=torch.float32)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    with pytest.raises(ValueError, match="bf16 is False, what trains beside the experts has another dtype"):
+    with pytest.raises(ValueError, match="bf16 is False, but the trained parameters have another dtype"):
         trainer_of(MoETrainer, tmp_path / "run", model=model)
     # steps that bfloat16 would round away
     settings = {"max_steps": 2, "bf16": True, "learning_rate": 1e-6, "weight_decay": 0.0, "save_strategy": "no"}
@@ -255,10 +255,10 @@ def test_peft_and_esft_do_not_undo_each_other(tmp_path):
         lambda: esft.save_adapter(frozen, tmp_path / "adapter"),
         lambda: trainer_of(MoETrainer, tmp_path / "run", model=frozen),
     ):
-        with pytest.raises(ValueError, match="trained_.* requires no gradient, and was to train"):
+        with pytest.raises(ValueError, match="trained_.* was selected for training but is frozen"):
             call()
     adapted = get_peft_model(stock("qwen3_moe"), lora)
-    with pytest.raises(ValueError, match="model has PEFT's .*lora_A.* non_expert_modules is True"):
+    with pytest.raises(ValueError, match="non_expert_modules is True, but the model has the PEFT adapter .*lora_A"):
         esft.train_only(adapted, ExpertSelection(experts={0: (1,)}, non_expert_modules=True))
     esft.train_only(adapted, ExpertSelection(experts={0: (1,)}))
     esft.save_adapter(adapted, tmp_path / "adapter")
@@ -274,7 +274,7 @@ def wrapped(tmp_path):
 
 
 def test_a_wrapped_model_is_named_or_unwrapped(wrapped):
-    with pytest.raises(ValueError, match="model is DistributedDataParallel, whose parameters an engine holds"):
+    with pytest.raises(ValueError, match="The parameters of DistributedDataParallel are held by an engine"):
         esft.train_only(wrapped, ExpertSelection(experts={0: (1,)}))
     adapter, before = random_adapter(stock("qwen3_moe")), weights(wrapped.module)
     esft.apply(wrapped, adapter)
@@ -285,11 +285,11 @@ def test_a_wrapped_model_is_named_or_unwrapped(wrapped):
 
 @pytest.mark.parametrize("change, match", [
     pytest.param(lambda m: ExpertSelection(experts={5: (1,)}), r"selection has experts \[1\] of layer 5", id="layer"),
-    pytest.param(lambda m: ExpertSelection(experts={0: (8,)}), r"experts \[8\] of layer 0; .* to 7", id="expert"),
-    pytest.param(lambda m: ExpertSelection(experts={0: ()}), "select something to train", id="nothing"),
+    pytest.param(lambda m: ExpertSelection(experts={0: (8,)}), r"experts \[8\] of layer 0, .* to 7", id="expert"),
+    pytest.param(lambda m: ExpertSelection(experts={0: ()}), "The selection is empty", id="nothing"),
     pytest.param(
         lambda m: esft.train_only(m, ExpertSelection(experts={0: (2,)})) and ExpertSelection(experts={0: (1,)}),
-        "model trains experts; call esft.fold or esft.drop",
+        "The model trains experts. Call esft.fold or esft.drop",
         id="twice",
     ),
 ])  # fmt: skip
@@ -360,7 +360,7 @@ def test_an_adapter_never_replaces_a_whole_model(tmp_path, shards):
         lambda: esft.save_adapter(model, base, overwrite=True),
         lambda: adapter.save(base, overwrite=True),
     ):
-        with pytest.raises(ValueError, match="base, which holds a whole model .*; want a folder of their own"):
+        with pytest.raises(ValueError, match="base holds a whole model .*Choose another folder"):
             call()
         assert {path.name: path.read_bytes() for path in base.iterdir()} == before
     # an adapter's own folder may be written again, with its base's config too, as hub folders have it
@@ -383,8 +383,8 @@ def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("first, then, match", [
-    pytest.param(SELECTION, None, "of a model that trains experts apart.*this one trains all", id="not made ready"),
-    pytest.param(None, SELECTION, "of a model that trains all.*this one trains experts apart", id="of a whole model"),
+    pytest.param(SELECTION, None, "of a model that trains experts apart.*this model trains all", id="not made ready"),
+    pytest.param(None, SELECTION, "of a model that trains all.*this model trains experts apart", id="of a whole model"),
     pytest.param(SELECTION, replace(SELECTION, experts={1: (7,)}), "has model.layers.1", id="other experts"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, first, then, match):

@@ -76,7 +76,7 @@ def test_the_stacked_adapter_is_the_whole_model_to_peft(tmp_path):
         with pytest.raises(ValueError, match=words):
             save_adapters(model, tmp_path / "none", "base", upcycled=tmp_path / "other")
     tiny.dense_config("llama").save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="upcycled is .*other, no upcycled model"):
+    with pytest.raises(ValueError, match="other has no upcycled model"):
         save_adapters(model, tmp_path / "none", "base", upcycled=tmp_path / "other")
     assert not (tmp_path / "none").exists()
 
@@ -102,7 +102,7 @@ def test_the_stacked_adapter_is_read_back_and_after_peft_has_trained_it(tmp_path
     assert tiny.distance(tiny.logits(fresh), tiny.logits(by_peft.eval())) < 1e-5
     assert tiny.distance(tiny.logits(fresh), tiny.logits(model)) > 0
     linear = lora_model(form="linear")
-    with pytest.raises(ValueError, match="form is 'linear'; expected 'block'"):
+    with pytest.raises(ValueError, match="form must be 'block', but is 'linear'"):
         load_adapters(linear, tmp_path / "tuned")
 
 
@@ -177,15 +177,15 @@ def without(word):
 
 
 @pytest.mark.parametrize("change, words", [
-    pytest.param({"use_dora": True}, "use_dora in .* is True; expected", id="dora"),
-    pytest.param({"bias": "all"}, "bias in .* is 'all'; expected", id="bias"),
+    pytest.param({"use_dora": True}, "use_dora in .* is True, but only", id="dora"),
+    pytest.param({"bias": "all"}, "bias in .* is 'all', but only", id="bias"),
     pytest.param({"rank_pattern": {"up_proj": 4}}, "rank_pattern in", id="rank-by-layer"),
     pytest.param({"modules_to_save": ["lm_head"]}, "modules_to_save in", id="whole-modules"),
-    pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights in .* is 'pissa'; .* path_initial", id="another-base"),
-    pytest.param({"peft_type": "IA3"}, "peft_type in .* is 'IA3'; expected peft_type 'LORA'", id="no-lora"),
-    pytest.param({"lora_alpha": 6}, "scaling 3.0; expected .* 2 and 2.5, for all experts", id="another-scaling"),
+    pytest.param({"init_lora_weights": "pissa"}, "init_lora_weights in .* is 'pissa', .* path_initial", id="another-base"),
+    pytest.param({"peft_type": "IA3"}, "peft_type in .* is 'IA3', but only peft_type 'LORA'", id="no-lora"),
+    pytest.param({"lora_alpha": 6}, "scaling 3.0. All experts must match .* rank 2 and scaling 2.5", id="another-scaling"),
     pytest.param({"r": 3}, r"with A, B of \[\[2, ", id="another-rank"),
-    pytest.param({"tensors": without("layers.0.mlp.up_proj")}, "other layers, .*up_proj for one", id="another-layer"),
+    pytest.param({"tensors": without("layers.0.mlp.up_proj")}, "other layers, such as .*up_proj", id="another-layer"),
     pytest.param({"tensors": without("up_proj.lora_B")}, "with A, B of .* None", id="half-a-pair"),
     pytest.param(
         {"tensors": lambda s: s | {"base_model.model.lm_head.weight": torch.zeros(2)}}, "has base_model.model.lm_head",
@@ -193,7 +193,7 @@ def without(word):
     ),
     pytest.param(
         {"tensors": lambda s: {k: v.repeat(1, 2) if "lora_A" in k else v for k, v in s.items()}},
-        r"is of \[32, 96\], in the model \[32, 48\]", id="another-model",
+        r"is for \[32, 96\], but the model has \[32, 48\]", id="another-model",
     ),
 ])  # fmt: skip
 def test_adapters_that_do_not_fit_are_refused(change, words, peft_folders, tmp_path):
@@ -208,29 +208,29 @@ def test_adapters_that_do_not_fit_are_refused(change, words, peft_folders, tmp_p
 
 def test_models_of_another_kind_are_refused(peft_folders):
     with pytest.raises(
-        ValueError, match="form is 'block', model_type is 'phi3'; expected some of gate_up_proj, down_proj, and form='linear'"
+        ValueError, match="with form 'block' for model_type 'phi3'. Pass some of gate_up_proj, down_proj, and form='linear'"
     ):
         to_lora_moe(tiny.dense("phi3"))
     for wrong, words in (
-        (tiny.upcycled(), "is upcycled already"),
-        (lora_model(), "is upcycled already"),
-        (PeftModel.from_pretrained(tiny.dense(), str(peft_folders[0])), "want LlamaForCausalLM itself; unwrap it"),
+        (tiny.upcycled(), "already upcycled"),
+        (lora_model(), "already upcycled"),
+        (PeftModel.from_pretrained(tiny.dense(), str(peft_folders[0])), "Expected a LlamaForCausalLM, .* Unwrap it"),
     ):
         with pytest.raises(ValueError, match=words):
             to_lora_moe(wrong)
     for call in (to_moe, lora_layers, lambda model: save_adapters(model, "nowhere", "base")):
-        with pytest.raises(ValueError, match="model is MoeRuntimeLlamaForCausalLM at stage 'moe'; expected one with LoRA"):
+        with pytest.raises(ValueError, match="with LoRA experts .*, but got MoeRuntimeLlamaForCausalLM at stage 'moe'"):
             call(tiny.upcycled())
-        with pytest.raises(ValueError, match="model is LlamaForCausalLM; expected one with LoRA experts"):
+        with pytest.raises(ValueError, match="with LoRA experts .*, but got LlamaForCausalLM"):
             call(tiny.dense())
     linear = lora_model(form="linear")
-    with pytest.raises(ValueError, match="form is 'linear'; expected 'block'"):
+    with pytest.raises(ValueError, match="form must be 'block', but is 'linear'"):
         to_moe(linear)
-    with pytest.raises(ValueError, match="form is 'linear'; expected 'block': upcycled is 'base'"):
+    with pytest.raises(ValueError, match="form must be 'block', but is 'linear': upcycled is 'base'"):
         save_adapters(linear, "nowhere", "base", upcycled="base")
     for model in (lora_model(), linear):
-        with pytest.raises(ValueError, match="the model's stage is 'lora'; .*makes whole experts"):
+        with pytest.raises(ValueError, match="The model's stage must be .* but is 'lora'. Convert it to whole experts"):
             swap.moe_to_dense(model, None)
     for model in (lora_model(), lora_model(form="linear", targets=["up_proj"])):
-        with pytest.raises(ValueError, match="gate is of LoRA experts; want whole ones"):
+        with pytest.raises(ValueError, match="gate has LoRA experts, but whole ones"):
             train_rows(model, {0: [1]})

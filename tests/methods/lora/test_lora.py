@@ -266,7 +266,7 @@ def test_rows_go_to_the_experts_that_were_named(form):
     free = tiny.logits(model, ids)
     with forced_experts(torch.nn.Sequential(model), torch.tensor([3, 0, 1, 2])):
         got = tiny.logits(model, ids)
-        with pytest.raises(ValueError, match="the batch has 2 rows, forced 4"):
+        with pytest.raises(ValueError, match="forced must have one expert for each of 2 rows, but has 4"):
             model(ids[:2])
     assert torch.equal(tiny.logits(model, ids), free)
     for row, e in enumerate((3, 0, 1, 2)):
@@ -276,23 +276,23 @@ def test_rows_go_to_the_experts_that_were_named(form):
 
 # what is refused
 @pytest.mark.parametrize("settings, words", [
-    ({"form": "mlp"}, "form is 'mlp'; want one of block, linear"),
-    ({"targets": ["q_proj"]}, r"targets is \['q_proj'\], .* expected some of gate_proj, up_proj, down_proj"),
+    ({"form": "mlp"}, "form must be one of block, linear"),
+    ({"targets": ["q_proj"]}, r"targets is \['q_proj'\] .* Pass some of gate_proj, up_proj, down_proj"),
     ({"targets": "up_proj"}, "targets is 'up_proj'"),
-    ({"rank": 0}, "rank is 0"),
-    ({"alpha": -1.0}, "alpha is -1.0"),
-    ({"dtype": torch.int8}, "dtype is torch.int8, .* a floating torch.dtype"),
-    ({"dtype": "float32"}, "dtype is 'float32', .* a floating torch.dtype"),
+    ({"rank": 0}, "rank must be"),
+    ({"alpha": -1.0}, "alpha must be"),
+    ({"dtype": torch.int8}, "Expected a floating torch.dtype .* dtype is torch.int8"),
+    ({"dtype": "float32"}, "Expected a floating torch.dtype .* dtype is 'float32'"),
     ({"form": "linear", "recompute": True}, "form is 'linear', .* recompute is True"),
-    ({"top_k": None, "balance_loss": "switch"}, "balance_loss is 'switch', top_k is 8 of 8 experts; use 'none' or 'cv2'"),
-    ({"top_k": 8, "gate": "xft", "balance_loss": "switch"}, "balance_loss is 'switch', top_k is 8 of 8"),
-    ({"vectors": [[[0.0] * 32] * 8] * 2}, "vectors is list; expected"),
-    ({"train_backbone": 1}, "train_backbone is 1"),
-    ({"layers": [5]}, r"layers is \[5\]"),
-    ({"top_k": 9}, "top_k is 9"),
-    ({"experts": []}, "experts is 0 folders, num_experts is 8; expected a folder for each expert"),
-    ({"experts": "folder", "num_experts": 2}, "experts is 'folder'"),
-    ({"vectors": torch.zeros(2, 4, 32)}, r"vectors is \(2, 4, 32\); expected .* \(2, 8, 32\)"),
+    ({"top_k": None, "balance_loss": "switch"}, "'switch' is constant .*top_k 8 of 8 experts.*Use 'none' or 'cv2'"),
+    ({"top_k": 8, "gate": "xft", "balance_loss": "switch"}, "balance_loss 'switch' is constant .*top_k 8 of 8"),
+    ({"vectors": [[[0.0] * 32] * 8] * 2}, "vectors is list"),
+    ({"train_backbone": 1}, "train_backbone must be"),
+    ({"layers": [5]}, r"layers must be .*but got \[5\]"),
+    ({"top_k": 9}, "top_k must be"),
+    ({"experts": []}, "experts must have a folder for each of the 8 experts, but got 0 folders"),
+    ({"experts": "folder", "num_experts": 2}, "experts must have a folder"),
+    ({"vectors": torch.zeros(2, 4, 32)}, r"vectors \(2, 8, 32\) .*vectors is \(2, 4, 32\)"),
     ({"vectors": torch.zeros(2, 8, 32), "form": "linear"}, "form is 'linear'"),
     ({"vectors": torch.zeros(2, 8, 32), "router": "mlp"}, "router is 'mlp'"),
 ])  # fmt: skip

@@ -70,7 +70,7 @@ def test_old_files_are_converted_exactly(tmp_path, family, shape, version):
     assert adapter.is_reversed == (family == "qwen3_moe" or version == "0.19.0")
     check_deltas(adapter, deltas(made))
     if not adapter.is_reversed:
-        with pytest.raises(ValueError, match=r"old \(peft_version 0.18.0\) has the axes that PEFT 0.20 and later read"):
+        with pytest.raises(ValueError, match=r"old \(peft_version 0.18.0\) needs no conversion, .* PEFT 0.20"):
             stacks.convert_folder(old, tmp_path / "base", tmp_path / "new")
         return
     receipt = stacks.convert_folder(old, tmp_path / "base", tmp_path / "new")
@@ -89,7 +89,7 @@ def test_a_square_stack_that_stock_peft_transposes_is_refused_by_patch(tmp_path)
     wrong = load_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "old")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     torch.testing.assert_close(deltas(wrong)[name], deltas(made)[name].transpose(1, 2))  # PEFT's silent mistake
-    with pytest.raises(ValueError, match="has peft_version 0.18.0.* gate_up_proj of .*`moe-runtime lora convert`"):
+    with pytest.raises(ValueError, match="saved by PEFT 0.18.0.* gate_up_proj of .*`moe-runtime lora convert`"):
         experts.patch(wrong)
     stacks.convert_folder(tmp_path / "old", tmp_path / "base", tmp_path / "new")
     right = load_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "new")
@@ -118,8 +118,8 @@ def half(layer: int, leaf: str = "experts", which: str = "A") -> str:
     pytest.param(lambda f: change_config(f, rank_pattern={"(": 3}), "rank_pattern in .* is", id="no regular expression"),
     pytest.param(lambda f: change_config(f, alpha_pattern={"x": "3"}), "alpha_pattern in .* is", id="text for a number"),
     pytest.param(lambda f: change_config(f, target_parameters="down_proj"), "target_parameters in .* is 'down_", id="no list"),
-    pytest.param(lambda f: change_config(f, r=4), "has rank 3 and 3 .* expected rank 4", id="another rank"),
-    pytest.param(lambda f: change_config(f, target_parameters=BOTH[1:]), r"base_layer.lora_A.weight; expected", id="unnamed"),
+    pytest.param(lambda f: change_config(f, r=4), "has rank 3 and 3 .* must have rank 4", id="another rank"),
+    pytest.param(lambda f: change_config(f, target_parameters=BOTH[1:]), r"base_layer.lora_A.weight, but", id="unnamed"),
     pytest.param(lambda f: change_tensors(f, lambda t: t.pop(half(1, which="B"))), half(1), id="half a pair"),
     pytest.param(
         lambda f: change_tensors(f, lambda t: t.update({half(7): torch.zeros(24, 24)})), r"layers.7.mlp", id="no such layer"

@@ -97,7 +97,7 @@ def test_families_with_other_heads(case, monkeypatch):
     out = fused(**inputs, want_logits=True)
     assert taken == ["fuser_loss" if is_fused else "chunked_loss"]
     if not is_fused:
-        with pytest.raises(ValueError, match="backend is 'torch'; use None, since a head has a bias"):
+        with pytest.raises(ValueError, match="backend must be None, but got 'torch': a head has a bias"):
             fused(**inputs, backend="torch")
     # as transformers says them: its own forward, head and all
     want = fusers.naive_loss(fused, inputs)
@@ -135,7 +135,7 @@ def test_upcycled_models_are_specialists_too():
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
 def test_several_hidden_sizes_want_the_joint_gate(kind):
     models = [fusers.specialist(0), fusers.specialist(1, hidden_size=48, num_attention_heads=4)]
-    with pytest.raises(ValueError, match=r"hidden_sizes is \(32, 48\); want one size"):
+    with pytest.raises(ValueError, match=r"hidden_sizes must be the same for all specialists, but got \(32, 48\)"):
         UltraFuser(models)
     fused, inputs = fusers.fuser(models, gate=kind, joint=True), fusers.batch(2)
     torch.testing.assert_close(fused(**inputs).loss, fusers.naive_loss(fused, inputs), rtol=1e-4, atol=1e-5)
@@ -284,21 +284,21 @@ def test_a_mean_over_samples_is_divided_by_trainer(tmp_path):
 
 
 @pytest.mark.parametrize("change, words", [
-    pytest.param(lambda b: b.update(prompt_ids=b["prompt_ids"][:2]), "of length 2 and 3; expected 3 tensors", id="S"),
-    pytest.param(lambda b: b.update(prompt_mask=None), "of length 3 and None; expected 3 tensors", id="none"),
-    pytest.param(lambda b: b["prompt_mask"][1][2].zero_(), "a token in each prompt", id="empty prompt"),
+    pytest.param(lambda b: b.update(prompt_ids=b["prompt_ids"][:2]), "of length 2 and 3", id="S"),
+    pytest.param(lambda b: b.update(prompt_mask=None), "of length 3 and None", id="none"),
+    pytest.param(lambda b: b["prompt_mask"][1][2].zero_(), "at least one token per prompt", id="empty prompt"),
     pytest.param(
-        lambda b: b["prompt_ids"].__setitem__(0, b["prompt_ids"][0][:, :3]), "are (3, 3) and (3, 7), (3, 5) and", id="mask"
+        lambda b: b["prompt_ids"].__setitem__(0, b["prompt_ids"][0][:, :3]), "but got (3, 3) and (3, 7), (3, 5) and", id="mask"
     ),
-    pytest.param(lambda b: b.update(response_ids=None), "response_ids is None, with 3 prompts", id="no answer"),
-    pytest.param(lambda b: b.update(labels=b["labels"][:, :2]), "labels is (3, 2), response_ids (3, 6)", id="labels"),
-    pytest.param(lambda b: b["labels"][0].fill_(fusers.VOCAB), f"labels hold {fusers.VOCAB}", id="a id of one alone"),
+    pytest.param(lambda b: b.update(response_ids=None), "but got None", id="no answer"),
+    pytest.param(lambda b: b.update(labels=b["labels"][:, :2]), "(3, 6), in training, but got (3, 2)", id="labels"),
+    pytest.param(lambda b: b["labels"][0].fill_(fusers.VOCAB), f"but got {fusers.VOCAB}", id="a id of one alone"),
     pytest.param(
         lambda b: [b[name][0].fill_(fusers.VOCAB) for name in ("response_ids", "labels")],
-        f"response_ids is (3, 6), with 3 prompts; expected [3, R] and ids from 0 to {fusers.VOCAB - 1}",
+        f"one row per prompt, with ids from 0 to {fusers.VOCAB - 1}",
         id="an answer's id of one alone",
     ),
-    pytest.param(lambda b: b["response_ids"][0].fill_(-100), "expected [3, R] and ids from 0", id="no padding's id"),
+    pytest.param(lambda b: b["response_ids"][0].fill_(-100), "Expected response_ids [3, R]", id="no padding's id"),
     pytest.param(lambda b: b["prompt_ids"][0][0].fill_(fusers.VOCAB), f"and ids below {fusers.VOCAB}, ", id="prompt's id"),
 ])  # fmt: skip
 def test_bad_inputs_are_named(fused, change, words):

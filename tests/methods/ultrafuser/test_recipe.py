@@ -50,21 +50,21 @@ A, B = VALUES["specialists"].values()
 
 
 @pytest.mark.parametrize("changes, match", [
-    pytest.param({"domains": {"a": {"train": "x"}}}, "domains is a; want at least 2", id="one domain"),
-    pytest.param({"specialists": {"a": A}}, "specialists is a; want at least 2", id="one specialist"),
-    pytest.param({"specialists": {"a": A, "b/c": B}}, "specialists has the name 'b/c'; want letters", id="name"),
-    pytest.param({"specialists": {"a": A, "c": B}}, "specialists.c.domain is 'c'; want one of a, b", id="no domain"),
-    pytest.param({"base_model": None}, "a model are a, b, given is specialist; want one of", id="no base"),
-    pytest.param({"specialist": None}, "want one of base_model and pretrain, and specialist", id="no training"),
+    pytest.param({"domains": {"a": {"train": "x"}}}, "domains must have at least 2, but got a", id="one domain"),
+    pytest.param({"specialists": {"a": A}}, "specialists must have at least 2, but got a", id="one specialist"),
+    pytest.param({"specialists": {"a": A, "b/c": B}}, "specialists must be named with letters", id="name"),
+    pytest.param({"specialists": {"a": A, "c": B}}, "specialists.c.domain must be one of a, b", id="no domain"),
+    pytest.param({"base_model": None}, "a model are a, b and given is specialist. Set one of", id="no base"),
+    pytest.param({"specialist": None}, "Set one of base_model and pretrain, and specialist", id="no training"),
     pytest.param(
-        {"specialists": {n: {"template": "chat", "model": n} for n in "ab"}}, "want none of base_model", id="idle base"
+        {"specialists": {n: {"template": "chat", "model": n} for n in "ab"}}, "Set none of base_model", id="idle base"
     ),
-    pytest.param({"stage1": STEPS | {"batch_size": 5}}, "stage1.batch_size is 5, there are 2 domains", id="batch"),
-    pytest.param({"stage2": {"epochs": 1, "learning_rate": 1}}, "stage2.epochs is 1.0; want steps", id="epochs"),
-    pytest.param({"reduction": "sum"}, "reduction is 'sum'; want 'mean' or 'sample'", id="reduction"),
-    pytest.param({"gate": "deep"}, "gate is 'deep'; want 'mlp' or 'linear'", id="gate"),
+    pytest.param({"stage1": STEPS | {"batch_size": 5}}, "stage1.batch_size must be a multiple of the 2 domains", id="batch"),
+    pytest.param({"stage2": {"epochs": 1, "learning_rate": 1}}, "stage2.epochs is 1.0. Set steps", id="epochs"),
+    pytest.param({"reduction": "sum"}, "reduction must be 'mean' or 'sample'", id="reduction"),
+    pytest.param({"gate": "deep"}, "gate must be 'mlp' or 'linear'", id="gate"),
     pytest.param(
-        {"domains": {"a": {"train": "code", "held_out": "x"}, "b": {"train": "b"}}}, "which has its own", id="held out"
+        {"domains": {"a": {"train": "code", "held_out": "x"}, "b": {"train": "b"}}}, "has held-out data", id="held out"
     ),
 ])  # fmt: skip
 def test_mistakes_are_named(changes, match):

@@ -134,10 +134,10 @@ def test_a_table_is_read_again(tables, monkeypatch):
 
 
 @pytest.mark.parametrize("command, options, match", [
-    pytest.param("weights", {"rows": 0}, "rows is 0; want an integer of at least 1", id="rows"),
-    pytest.param("stability", {"checkpoints": 5}, "checkpoints is 5, stage 2 has 6 steps; want", id="many"),
-    pytest.param("stability", {"checkpoints": 1}, "checkpoints is 1, stage 2 has 6 steps; want", id="one"),
-    pytest.param("weights", {"rows": 3}, "made with other settings", id="another report"),
+    pytest.param("weights", {"rows": 0}, "rows must be an integer of at least 1", id="rows"),
+    pytest.param("stability", {"checkpoints": 5}, "6 steps of stage 2, but got 5", id="many"),
+    pytest.param("stability", {"checkpoints": 1}, "6 steps of stage 2, but got 1", id="one"),
+    pytest.param("weights", {"rows": 3}, "created with other settings", id="another report"),
 ])  # fmt: skip
 def test_bad_options_fail_before_anything(tables, command, options, match):
     with pytest.raises(ValueError, match=match):

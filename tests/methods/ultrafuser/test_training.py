@@ -57,7 +57,7 @@ def test_answers_are_cut_and_long_prompts_dropped():
     found = encode_rows(encoder(), texts, 40, limit=1)
     assert len(found) == 1 and max(map(len, found[0]["prompt_ids"])) + len(found[0]["response_ids"]) <= 40
     assert len(encode_rows(encoder(), texts, 40)) == 2
-    with pytest.raises(ValueError, match="no row is left: 0 have .* within max_length, 12"):
+    with pytest.raises(ValueError, match="No examples are left: 0 have .* within max_length .12"):
         encode_rows(encoder(), texts, 12)
 
 
@@ -66,7 +66,7 @@ def test_rows_with_prompts_that_are_held_out_are_left_out():
     held_out = encode_rows(encoder(), texts[:1], 64)
     found = encode_rows(encoder(), texts, 64, limit=4, without=held_out["prompt_ids"])
     assert len(found) == 4 and not any(row["prompt_ids"] == held_out[0]["prompt_ids"] for row in found)
-    with pytest.raises(ValueError, match="no row is left: 3 have a held-out prompt"):
+    with pytest.raises(ValueError, match="No examples are left: 3 have a held-out prompt"):
         encode_rows(encoder(), texts[::3], 64, without=held_out["prompt_ids"])
 
 

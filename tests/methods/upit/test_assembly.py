@@ -102,7 +102,7 @@ def test_the_backbone_may_be_the_bases(tmp_path, experts, vectors):
     assemble(experts, vectors, tmp_path / "moe", backbone="base", base=base)
     found, want = upit.tensors_of(tmp_path / "moe"), upit.tensors_of(base)
     assert all(torch.equal(found[name], want[name]) for name in want if ".mlp." not in name)
-    with pytest.raises(ValueError, match="base is None, backbone is 'base'; pass base="):
+    with pytest.raises(ValueError, match="backbone 'base' requires base="):
         assemble(experts, vectors, tmp_path / "other", backbone="base")
 
 
@@ -148,25 +148,25 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, experts, 
     adapter = upit.save_adapters(tmp_path, experts[0].parent / "base", 1)[0]
     for arguments, settings, message in [
         (([experts[0], other], vectors[:2]), {}, "rope_parameters of .*other.* is .*50000"),
-        (([experts[0], wide], vectors[:2]), {}, "of another dtype"),
+        (([experts[0], wide], vectors[:2]), {}, "with a wrong dtype"),
         (
             (experts, vectors[:2]),
             {},
-            r"vectors are \[\(2, 32\), \(2, 32\)\]; expected finite values \[2, 32\] for each of the 3 experts",
+            r"vectors must be finite and \[2, 32\] for each of the 3 experts, but are \[\(2, 32\), \(2, 32\)\]",
         ),
-        ((experts, vectors[:, :1]), {}, r"expected finite values \[2, 32\]"),
-        ((experts, vectors / 0), {}, r"vectors of the experts \[0, 1, 2\] have NaN or infinite"),
-        ((experts, vectors), {"gate": "xft"}, "gate is 'xft', whose first expert has no routing vector"),
-        ((experts, vectors), {"top_k": 4}, "top_k is 4, num_experts is 3"),
-        ((experts, vectors), {"backbone": "median"}, "backbone is 'median'"),
-        (([experts[0], adapter], vectors[:2]), {}, r"experts are \[ffn, lora\]; expected .* adapters alone or none"),
-        (([], None), {}, r"experts are \[\]"),
+        ((experts, vectors[:, :1]), {}, r"vectors must be finite and \[2, 32\]"),
+        ((experts, vectors / 0), {}, r"those of the experts \[0, 1, 2\] have NaN or infinite"),
+        ((experts, vectors), {"gate": "xft"}, "Gate 'xft' has a shared expert, which has no routing vector"),
+        ((experts, vectors), {"top_k": 4}, "top_k must be at most num_experts .3., but got 4"),
+        ((experts, vectors), {"backbone": "median"}, "backbone must be"),
+        (([experts[0], adapter], vectors[:2]), {}, r"experts must be .* either all adapters or none, but got \[ffn, lora\]"),
+        (([], None), {}, r"experts must be one or more folders, .*but got \[\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             assemble(*arguments, out, **settings)
         assert not out.exists()
     out.mkdir()
     (out / "mine").touch()
-    with pytest.raises(ValueError, match="which exists"):
+    with pytest.raises(ValueError, match="already exists"):
         assemble(experts, vectors, out)
     assert [path.name for path in out.iterdir()] == ["mine"]

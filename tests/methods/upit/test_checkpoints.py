@@ -188,13 +188,13 @@ def test_a_training_that_stops_early_saves_its_last_step_and_not_its_best(base, 
 
 @pytest.mark.parametrize("arguments, words", [
     pytest.param({"every_epochs": 0.5, "every_steps": 3}, "every_epochs is 0.5, every_steps is 3", id="two intervals"),
-    pytest.param({"every_steps": 0}, "every_steps is 0", id="no interval"),
-    pytest.param({"every_steps": 0.5}, "every_steps is 0.5", id="half a step"),
-    pytest.param({"every_epochs": float("nan")}, "every_epochs is nan", id="not a number"),
+    pytest.param({"every_steps": 0}, "every_steps must be", id="no interval"),
+    pytest.param({"every_steps": 0.5}, "every_steps must be", id="half a step"),
+    pytest.param({"every_epochs": float("nan")}, "every_epochs must be", id="not a number"),
     pytest.param({"only_changed": True}, "only_changed is True, base is None", id="changed from what"),
     pytest.param({"dtype": "int8"}, "dtype is 'int8'", id="no floating dtype"),
     pytest.param({"dtype": "half-float"}, "dtype is 'half-float'", id="no dtype"),
-    pytest.param({"max_shard_size": "much"}, "size is 'much'", id="no size"),
+    pytest.param({"max_shard_size": "much"}, "but got 'much'", id="no size"),
 ])  # fmt: skip
 def test_bad_settings_are_named(tmp_path, arguments, words):
     with pytest.raises(ValueError) as error:
@@ -203,9 +203,9 @@ def test_bad_settings_are_named(tmp_path, arguments, words):
 
 
 @pytest.mark.parametrize("change, settings, words", [
-    pytest.param(lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "base is 'nowhere/at-all'", id="no base"),
+    pytest.param(lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "Base 'nowhere/at-all'", id="no base"),
     pytest.param(
-        lambda m: dense("llama", hidden_size=16), {"only_changed": True}, "none of whose matrices", id="another base"
+        lambda m: dense("llama", hidden_size=16), {"only_changed": True}, "No matrix of base", id="another base"
     ),
     pytest.param(lambda m: nn.Linear(2, 2), {}, "not a model of transformers", id="no model"),
 ])  # fmt: skip

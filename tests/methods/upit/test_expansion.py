@@ -261,7 +261,8 @@ def test_children_of_another_call_are_replaced_only_if_asked(place, tmp_path, ch
     if not kept or "count" in change:
         if "overwrite" not in change:
             with pytest.raises(
-                ValueError, match=r"whose expert-\d (was made of other experts or with other|this call would not make)"
+                ValueError,
+                match=r"expert-\d( in .* was created from other experts or with other|, which this call would not create)",
             ):
                 expand_experts(given(place, "ffn"), out=tmp_path / "out", **settings)
             assert written(tmp_path / "out") == before
@@ -295,24 +296,24 @@ def spoil(folder: Path, value: float) -> Path:
 
 
 @pytest.mark.parametrize("change, words", [
-    pytest.param({"count": 2}, "count is 2, experts are 3", id="fewer than there are"),
-    pytest.param({"experts": []}, "experts are 0", id="none"),
-    pytest.param({"experts": ["ffn-0"]}, "experts are 1; expected at least as many, and two parents", id="one"),
-    pytest.param({"experts": ["ffn-0", "lora-0"]}, "all experts must have the same", id="kinds"),
-    pytest.param({"experts": ["ffn-0", "narrow"]}, "of another shape", id="another architecture"),
-    pytest.param({"base": "narrow"}, "of another shape", id="another base"),
-    pytest.param({"base": "lora-0"}, "want model.safetensors", id="a base that is none"),
-    pytest.param({"experts": ["ffn-0", "nan"]}, "whose MLPs have NaN or infinite values", id="NaN"),
-    pytest.param({"experts": ["lora-0", "rank-4"]}, "/rank-4 is 4, of", id="another rank"),
-    pytest.param({"experts": ["lora-0", "alpha-99"]}, "lora_alpha of", id="another alpha"),
-    pytest.param({"experts": ["dora", "lora-0"]}, "whose use_dora is True", id="dora"),
-    pytest.param({"metric": "l1"}, "metric is 'l1'", id="metric"),
-    pytest.param({"of": "bias"}, "of is 'bias'", id="of"),
-    pytest.param({"parents": "nearest"}, "parents is 'nearest'", id="parents"),
-    pytest.param({"drop": 1.5}, "drop is 1.5", id="drop"),
-    pytest.param({"weights": (1, math.nan)}, "weights is (1, nan)", id="weights"),
-    pytest.param({"seed": -1}, "seed is -1", id="seed"),
-    pytest.param({"max_shard_size": "few"}, "size is 'few'", id="shard size"),
+    pytest.param({"count": 2}, "count must be at least the number of experts (3)", id="fewer than there are"),
+    pytest.param({"experts": []}, "number of experts (0)", id="none"),
+    pytest.param({"experts": ["ffn-0"]}, "number of experts (1), at least two to expand", id="one"),
+    pytest.param({"experts": ["ffn-0", "lora-0"]}, "must be the same for all experts", id="kinds"),
+    pytest.param({"experts": ["ffn-0", "narrow"]}, "with a wrong shape", id="another architecture"),
+    pytest.param({"base": "narrow"}, "with a wrong shape", id="another base"),
+    pytest.param({"base": "lora-0"}, "Expected model.safetensors", id="a base that is none"),
+    pytest.param({"experts": ["ffn-0", "nan"]}, "have NaN or infinite values", id="NaN"),
+    pytest.param({"experts": ["lora-0", "rank-4"]}, "but is 4 for", id="another rank"),
+    pytest.param({"experts": ["lora-0", "alpha-99"]}, "lora_alpha must be the same", id="another alpha"),
+    pytest.param({"experts": ["dora", "lora-0"]}, "uses DoRA", id="dora"),
+    pytest.param({"metric": "l1"}, "metric must be", id="metric"),
+    pytest.param({"of": "bias"}, "of must be", id="of"),
+    pytest.param({"parents": "nearest"}, "parents must be", id="parents"),
+    pytest.param({"drop": 1.5}, "drop must be", id="drop"),
+    pytest.param({"weights": (1, math.nan)}, "weights must be two finite numbers or None, but got (1, nan)", id="weights"),
+    pytest.param({"seed": -1}, "seed must be", id="seed"),
+    pytest.param({"max_shard_size": "few"}, "but got 'few'", id="shard size"),
 ])  # fmt: skip
 def test_bad_arguments_are_named_and_nothing_is_written(place, tmp_path, change, words):
     dense("llama", hidden_size=16).save_pretrained(tmp_path / "narrow")
@@ -337,16 +338,16 @@ def test_bad_arguments_are_named_and_nothing_is_written(place, tmp_path, change,
 def test_nothing_but_children_is_replaced(place, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="a folder that holds notes.txt"):
+    with pytest.raises(ValueError, match="contains notes.txt"):
         expand_experts(given(place, "ffn"), 4, tmp_path / "out", base=place / "base", overwrite=True)
     folders = [shutil.copytree(place / f"ffn-{i}", tmp_path / "all" / f"expert-{i + 2}") for i in range(3)]
     with pytest.raises(ValueError, match="with the expert expert-3, which a child would replace"):
         expand_experts(folders, 4, tmp_path / "all", base=place / "base", overwrite=True)
     shutil.copytree(place / "ffn-0", tmp_path / "mine" / "expert-3")
-    with pytest.raises(ValueError, match="whose expert-3 is not an expansion's child"):
+    with pytest.raises(ValueError, match="contains expert-3, which is not a child of an expansion"):
         expand_experts(given(place, "ffn"), 4, tmp_path / "mine", base=place / "base", overwrite=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="out is .*, a file; use a new folder"):
+    with pytest.raises(ValueError, match="Output folder .* is a file. Use a new folder"):
         expand_experts(given(place, "ffn"), 4, tmp_path / "file", base=place / "base")
 
 

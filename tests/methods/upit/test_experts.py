@@ -81,18 +81,18 @@ def test_materialize(place, tmp_path):
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", place / "ffn")]
     assert torch.equal(*map(logits, models))
     assert not (tmp_path / "out" / "expert.json").exists()
-    with pytest.raises(ValueError, match="which exists"):
+    with pytest.raises(ValueError, match="already exists"):
         materialize(place / "delta", tmp_path / "out")
-    with pytest.raises(ValueError, match="an adapter; expected a delta"):
+    with pytest.raises(ValueError, match="Expected a delta, but expert .* is an adapter"):
         materialize(place / "lora", tmp_path / "other")
 
 
 @pytest.mark.parametrize("change, words", [
-    pytest.param(lambda f: shutil.rmtree(f), "which is not a folder", id="no folder"),
-    pytest.param(lambda f: (f / "config.json").unlink(), "which has no config.json", id="no model"),
+    pytest.param(lambda f: shutil.rmtree(f), "is not a folder", id="no folder"),
+    pytest.param(lambda f: (f / "config.json").unlink(), "has no config.json", id="no model"),
     pytest.param(lambda f: (f / "expert.json").write_text('{"format": 2, "kind": "ffn"}'), "format 2", id="format"),
     pytest.param(lambda f: (f / "expert.json").write_text('{"format": 1, "kind": "x"}'), "kind 'x'", id="kind"),
-    pytest.param(lambda f: (f / "model.safetensors").unlink(), "want model.safetensors", id="no weights"),
+    pytest.param(lambda f: (f / "model.safetensors").unlink(), "Expected model.safetensors", id="no weights"),
 ])  # fmt: skip
 def test_bad_folders_are_named(place, tmp_path, change, words):
     save_expert(AutoModelForCausalLM.from_pretrained(place / "base"), tmp_path / "expert")
@@ -129,7 +129,7 @@ def test_choose_checkpoints(tmp_path, which, count, want):
 def test_a_bad_choice_is_named(tmp_path):
     place = folders(tmp_path, ["step-1", "step-2"])
     for count in (0, 3):
-        with pytest.raises(ValueError, match=f"count is {count}, checkpoints in .* are 2"):
+        with pytest.raises(ValueError, match=f"count must be from 1 to the 2 checkpoints in .*, but got {count}"):
             choose_checkpoints(place, count)
-    with pytest.raises(ValueError, match="which is 'middle'"):
+    with pytest.raises(ValueError, match="which must be .*but got 'middle'"):
         choose_checkpoints(place, 1, "middle")

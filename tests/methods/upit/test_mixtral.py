@@ -107,16 +107,20 @@ def test_each_expert_is_the_one_it_was(exported):
 @pytest.mark.parametrize(
     ("settings", "changes", "message"),
     [
-        ({"gate": "softmax_topk"}, {}, "gate is 'softmax_topk'; Mixtral computes only 'softmax_topk_renorm' or 'topk_softmax'"),
+        (
+            {"gate": "softmax_topk"},
+            {},
+            "gate is 'softmax_topk', but Mixtral supports only 'softmax_topk_renorm' or 'topk_softmax'",
+        ),
         ({"gate": "topk_softmax", "router": "mlp"}, {}, "router is 'mlp'"),
         ({"gate": "topk_softmax", "noisy_gate": True}, {}, "noisy_gate is True"),
-        ({"gate": "topk_softmax", "layers": [1]}, {}, r"layers is \[1\]; Mixtral computes only \[0, 1\]"),
+        ({"gate": "topk_softmax", "layers": [1]}, {}, r"layers is \[1\], but Mixtral supports only \[0, 1\]"),
         ({"gate": "topk_softmax"}, {"mlp_bias": True}, "mlp_bias is True"),
         ({"gate": "topk_softmax"}, {"attention_bias": True}, "attention_bias is True"),
         (
             {"gate": "topk_softmax"},
             {"model_type": "qwen3"},
-            "model_type of the base is 'qwen3'; Mixtral computes only 'llama' or 'mistral'",
+            "model_type of the base is 'qwen3', but Mixtral supports only 'llama' or 'mistral'",
         ),
     ],
 )

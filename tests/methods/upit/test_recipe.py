@@ -55,35 +55,35 @@ def test_a_recipe_of_few_words_has_defaults():
 
 
 @pytest.mark.parametrize("change, says", [
-    pytest.param({"colour": 1}, "colour is no key of a recipe; want some of method", id="unknown-key"),
-    pytest.param({"ffn": FORM | {"lr": 1}}, "ffn.lr is no key of a recipe; want some of sft, init, post", id="nested"),
-    pytest.param({"ffn": None}, "ffn is null, lora is null; want the trainings of at least one", id="no-form"),
+    pytest.param({"colour": 1}, "colour is not a valid key. Use any of method", id="unknown-key"),
+    pytest.param({"ffn": FORM | {"lr": 1}}, "ffn.lr is not a valid key. Use any of sft, init, post", id="nested"),
+    pytest.param({"ffn": None}, "ffn and lora are null, but at least one", id="no-form"),
     pytest.param(
-        {"ffn": FORM | {"sft": {"steps": 3, "learning_rate": 1}}}, "ffn.sft.steps is 3; want epochs", id="steps"
+        {"ffn": FORM | {"sft": {"steps": 3, "learning_rate": 1}}}, "ffn.sft.steps is 3. Set epochs", id="steps"
     ),
     pytest.param({"ffn": {"sft": TUNING}}, "ffn.init is missing", id="missing"),
-    pytest.param({"domains": {}}, "domains is empty; want at least 1", id="no-domain"),
-    pytest.param({"domains": {"a/b": {"train": "a"}}}, "domains has the name 'a/b'; want letters", id="path"),
+    pytest.param({"domains": {}}, "domains must have at least 1, but got none", id="no-domain"),
+    pytest.param({"domains": {"a/b": {"train": "a"}}}, "domains must be named with letters", id="path"),
     pytest.param(
-        {"domains": {"code": {"train": "code", "held_out": "a.jsonl"}}}, "held_out is 'a.jsonl', train is 'code'", id="own"
+        {"domains": {"code": {"train": "code", "held_out": "a.jsonl"}}}, "'code' has held-out data, but got 'a.jsonl'", id="own"
     ),
-    pytest.param({"domains": {"a": {"train": "a", "prompt": "x"}}}, "prompt is 'x'; want 'plain'", id="prompt"),
-    pytest.param({"experts": {"top_k": 9}}, "experts.top_k is 9, num_experts is 8; want top_k <=", id="top-k"),
-    pytest.param({"experts": {"gate": "xft"}}, "experts.gate is 'xft', which has a shared expert", id="gate"),
-    pytest.param({"checkpoints": {"count": 9}}, "checkpoints.count is 9, ffn.sft.epochs is 2, .* makes 8", id="count"),
+    pytest.param({"domains": {"a": {"train": "a", "prompt": "x"}}}, "prompt must be 'plain'", id="prompt"),
+    pytest.param({"experts": {"top_k": 9}}, "experts.top_k must be at most num_experts .8., but got 9", id="top-k"),
+    pytest.param({"experts": {"gate": "xft"}}, "experts.gate must be one without a shared expert, but got 'xft'", id="gate"),
+    pytest.param({"checkpoints": {"count": 9}}, "checkpoints.count must be at most the 8 checkpoints", id="count"),
     pytest.param(
-        {"checkpoints": {"count": 1}}, "checkpoints.count is 1, num_experts is 8; want two checkpoints", id="one-parent"
+        {"checkpoints": {"count": 1}}, "checkpoints.count must be at least 2 to expand to 8 experts, but got 1", id="one-parent"
     ),
-    pytest.param({"checkpoints": {"which": "last"}}, "checkpoints.which is 'last'; want 'back'", id="which"),
-    pytest.param({"expansion": {"drop": 1}}, "expansion.drop is 1; want less than 1", id="drop"),
-    pytest.param({"seed_data": {"share": 0}}, "seed_data.share is 0; want greater than 0", id="share"),
-    pytest.param({"router": {"alpha": 2}}, "router.alpha is 2; want less than or equal to 1", id="alpha"),
-    pytest.param({"router": {"vector_std": -1}}, "vector_std is -1; want greater than or equal to 0", id="vectors"),
-    pytest.param({"lora": FORM | {"rank": 0}}, "lora.rank is 0; want greater", id="rank"),
-    pytest.param({"lora": FORM | {"loramoe": "all"}}, "lora.loramoe is 'all'; want 'top_k' or 'dense'", id="loramoe"),
-    pytest.param({"pretrain": PRETRAIN}, "pretrain is given, base_model is 'folder'; want one of the two", id="two-bases"),
-    pytest.param({"base_model": None}, "pretrain is null; want one of the two", id="no-base"),
-    pytest.param({"method": "xft"}, "method is 'xft'; want 'upit'", id="method"),
+    pytest.param({"checkpoints": {"which": "last"}}, "checkpoints.which must be 'back'", id="which"),
+    pytest.param({"expansion": {"drop": 1}}, "expansion.drop must be less than 1", id="drop"),
+    pytest.param({"seed_data": {"share": 0}}, "seed_data.share must be greater than 0", id="share"),
+    pytest.param({"router": {"alpha": 2}}, "router.alpha must be less than or equal to 1", id="alpha"),
+    pytest.param({"router": {"vector_std": -1}}, "vector_std must be greater than or equal to 0", id="vectors"),
+    pytest.param({"lora": FORM | {"rank": 0}}, "lora.rank must be greater", id="rank"),
+    pytest.param({"lora": FORM | {"loramoe": "all"}}, "lora.loramoe must be 'top_k' or 'dense'", id="loramoe"),
+    pytest.param({"pretrain": PRETRAIN}, "but got both .base_model is 'folder'", id="two-bases"),
+    pytest.param({"base_model": None}, "pretrain or base_model must be given, but got neither", id="no-base"),
+    pytest.param({"method": "xft"}, "method must be 'upit'", id="method"),
 ])  # fmt: skip
 def test_a_mistake_is_one_error_with_the_key(change, says):
     with pytest.raises(ValueError, match=says):
@@ -100,5 +100,5 @@ def test_a_mixture_of_copies_is_trained_as_long_as_both_and_as_many_rows_at_once
 def test_an_error_of_a_file_names_it(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(SMALL | {"max_length": "long"}))
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: max_length is 'long'; want a valid integer"):
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: max_length must be a valid integer"):
         load_recipe(path)

@@ -197,7 +197,7 @@ def test_what_a_stage_depends_on_makes_another(made):
 
 
 def test_too_few_steps_are_refused_before_training(made):
-    with pytest.raises(ValueError, match="checkpoints.count is 2, ffn.sft has 1 steps on 6 rows; want as many steps"):
+    with pytest.raises(ValueError, match="checkpoints.count .2. must be at most the 1 steps of ffn.sft on 6 examples"):
         made.stages.change(share=0.1).prepared("ffn")
 
 
@@ -272,7 +272,7 @@ def test_rows_that_are_equal_once_they_are_cut_are_not_trained_on(tmp_path):
     path = write_study(tmp_path)
     rows = [{"prompt": f"{i % 3} ", "completion": "a b c d e f g h i j k l " + str(i)} for i in range(30)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ValueError, match="held_out of the domains has every row of sums, cut at 10 tokens"):
+    with pytest.raises(ValueError, match="All examples of sums, truncated to 10 tokens, are in the domains' held_out"):
         Stages(load_recipe(path).change(max_length=10), tmp_path / "out", say=lambda text: None).base()
     assert len(Stages(load_recipe(path).change(max_length=64), tmp_path / "out", say=lambda text: None).part("sums-train"))
 
@@ -316,7 +316,7 @@ def test_a_base_of_no_known_family_is_refused_before_tuning(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match="model_type is 'gpt2'; want one of llama"):
+    with pytest.raises(ValueError, match="model_type must be one of llama, .*but got 'gpt2'"):
         Stages(load_recipe(path), tmp_path / "out", say=lambda text: None).dense("ffn")
     assert not [*(tmp_path / "out").glob("dense-*"), *(tmp_path / "out").glob("prepared-*")]
 
@@ -385,12 +385,12 @@ def test_the_recipe_of_the_docs_is_one(tmp_path):
 
 
 @pytest.mark.parametrize("changes, says", [
-    pytest.param({"domains__sums__train": "none.jsonl"}, "data is 'none.jsonl', which does not exist", id="no-data"),
-    pytest.param({"domains__sums__held_out_rows": 40}, "held_out_rows is 40, the data has 40 rows", id="all-held"),
-    pytest.param({"max_length": 2}, "max_length is 2, within which no row", id="short"),
-    pytest.param({"base_model": "./none"}, "base_model is './none', which", id="no-base"),
-    pytest.param({"ffn__post__optimizer": "adam"}, "optimizer is 'adam'; want one of adamw_torch", id="optimizer"),
-    pytest.param({"lora__init__per_device_batch_size": 3}, "per_device_batch_size is 3, with 1 processes", id="batch"),
+    pytest.param({"domains__sums__train": "none.jsonl"}, "Data 'none.jsonl' does not exist", id="no-data"),
+    pytest.param({"domains__sums__held_out_rows": 40}, "leaves no training examples: the data has 40", id="all-held"),
+    pytest.param({"max_length": 2}, "No example has a token to train on within max_length .2", id="short"),
+    pytest.param({"base_model": "./none"}, "base_model './none'", id="no-base"),
+    pytest.param({"ffn__post__optimizer": "adam"}, "optimizer must be one of adamw_torch", id="optimizer"),
+    pytest.param({"lora__init__per_device_batch_size": 3}, "per_device_batch_size .3. times 1 processes", id="batch"),
 ])  # fmt: skip
 def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, changes, says):
     recipe = load_recipe(write_study(tmp_path)).change(**changes)

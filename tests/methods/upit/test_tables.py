@@ -158,12 +158,12 @@ def test_distances_between_domains():
 
 
 @pytest.mark.parametrize("command, options, match", [
-    pytest.param("table1", {}, "command is 'table1'; want one of main", id="no such table"),
-    pytest.param("ckpt", {"strategies": ()}, "strategy is not given; want different values", id="none"),
-    pytest.param("experts", {"sizes": (0,)}, "experts is 0; want an integer of at least 1", id="sizes"),
-    pytest.param("data", {"shares": (0.1, 0.1)}, "share is 0.1, 0.1; want different values", id="twice"),
-    pytest.param("epochs", {"pairs": ((1, -1),)}, "epochs is -1.0; want a number above 0", id="epochs"),
-    pytest.param("main", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
+    pytest.param("table1", {}, "command must be one of main", id="no such table"),
+    pytest.param("ckpt", {"strategies": ()}, "strategy must have one or more different values, but got none", id="none"),
+    pytest.param("experts", {"sizes": (0,)}, "experts must be an integer of at least 1", id="sizes"),
+    pytest.param("data", {"shares": (0.1, 0.1)}, "share must have one or more different values, but got 0.1, 0.1", id="twice"),
+    pytest.param("epochs", {"pairs": ((1, -1),)}, "epochs must be a number above 0", id="epochs"),
+    pytest.param("main", {"seeds": 0}, "seeds must be an integer of at least 1", id="no seeds"),
 ])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
@@ -172,15 +172,15 @@ def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
 
 
 def test_nothing_to_expand_is_refused(recipe, tmp_path):
-    with pytest.raises(ValueError, match="checkpoints.count is 2, num_experts is 2; want fewer: there is nothing"):
+    with pytest.raises(ValueError, match="checkpoints.count must be below num_experts .2., as nothing"):
         upit_tables.run("expand", recipe.change(experts__num_experts=2), tmp_path / "out")
-    with pytest.raises(ValueError, match="num_experts is 5, ffn.sft.epochs is 1, .* makes 4 checkpoints"):
+    with pytest.raises(ValueError, match="num_experts must be at most the 4 checkpoints of ffn.sft.epochs 1"):
         upit_tables.run("expand", recipe.change(experts__num_experts=5), tmp_path / "out")
     assert upit_tables.COMMANDS["expand"].check(recipe.change(experts__num_experts=5), strategies=["genetic"])
 
 
 def test_too_few_rows_are_refused_before_the_first_training(recipe, tmp_path):
-    with pytest.raises(ValueError, match="ffn.sft has 1 steps on 6 rows; want as many steps"):
+    with pytest.raises(ValueError, match="must be at most the 1 steps of ffn.sft on 6 examples"):
         make("data", recipe, tmp_path, shares=(1, 0.1))
     assert kinds(tmp_path) == ["data"]
 
@@ -189,20 +189,20 @@ def test_too_few_rows_are_refused_before_the_first_training(recipe, tmp_path):
     "command, changes, options, match",
     [
         pytest.param(
-            "main", {"seed_data__capacity": 1000}, {}, r"num_experts is 3, seed_data.capacity is 1000, .* are 13 rows; want "
-            "more than 2000", id="capacity",
+            "main", {"seed_data__capacity": 1000}, {}, r"num_experts is 3 and .* only 13 examples, not "
+            "more than the 2000", id="capacity",
         ),
         pytest.param(
             "experts", {"seed_data__share": 0.1, "seed_data__at_least": 9}, {"sizes": (8,), "active": (2,)},
-            "num_experts is 8, seed_data.capacity is None, the seed data are 9 rows; want more than 14", id="few-seed-rows",
+            "num_experts is 8 and .* only 9 examples, not more than the 14", id="few-seed-rows",
         ),
         pytest.param(
             "expand", {"checkpoints__every_epochs": 0.1, "experts__num_experts": 9}, {"strategies": ("none", "genetic")},
-            "num_experts is 9, ffn.sft has 8 steps on 64 rows", id="no-expansion",
+            "num_experts .9. must be at most the 8 steps of ffn.sft on 64 examples", id="no-expansion",
         ),
         pytest.param(
             "ckpt", {"checkpoints__count": 4, "experts__num_experts": 4}, {},
-            "checkpoints.count is 4, the tuning saves 4; want fewer", id="all-checkpoints",
+            "checkpoints.count must be below the 4 saved checkpoints", id="all-checkpoints",
         ),
     ],
 )  # fmt: skip

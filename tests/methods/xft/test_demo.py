@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +37,12 @@ def test_the_table_the_folders_and_the_picture(runs):
     folder, printed = runs
     results = json.loads((folder / "first" / "results.json").read_text())
     losses = {row["model"]: row["loss"] for row in results["rows"]}
-    assert list(losses) == ["base", "SFT", "MoE", "merged INIT", "merged"]
-    assert all(name in printed for name in losses) and "perplexity" in printed
-    assert losses["SFT"] < losses["base"] and losses["merged"] < losses["base"]
+    rates = ["SFT 0.00035", "SFT 0.0007", "SFT 0.0014"]
+    assert list(losses) == ["base", *rates, "MoE", "merged INIT", "merged"]
+    assert all(name in printed for name in losses) and "sums solved" in printed and "left in all" in printed
+    assert all(losses[name] < losses["base"] for name in (*rates, "merged"))
+    best = min(rates, key=lambda name: min(loss for _, loss in results["validation_curves"][name]))
+    assert results["best_sft"] == best and f"merged against {best}: " in printed
     assert results["upcycled_error"] <= 1e-5
     assert all(abs(sum(row) - 1) < 1e-5 and abs(row[0] - results["recipe"]["shared_rate"]) < 1e-6 for row in results["alpha"])
     assert (folder / "first" / "xft.png").read_bytes().startswith(b"\x89PNG")
@@ -80,18 +84,39 @@ def test_an_existing_folder_is_left_alone(runs, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_stage_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    def fail(*_):
+def test_what_was_finished_before_a_failure_is_not_made_again(runs, tmp_path, monkeypatch, capsys):
+    def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(demo.Stages, "sft", fail)
-    with pytest.raises(OSError, match="No space left"):
-        demo.run("tiny", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+    shutil.copytree(runs[0] / "first.stages", tmp_path / "out.stages")
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.Stages, "merge", fail)
+        with pytest.raises(OSError, match="No space left"):
+            demo.run("tiny", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.stages"]
+    assert "steps in" not in capsys.readouterr().out
+    monkeypatch.setattr(demo.Stages, "_train", fail)
+    demo.run("tiny", tmp_path / "out")
+    results = [json.loads((folder / "results.json").read_text()) for folder in (runs[0] / "first", tmp_path / "out")]
+    assert results[0] == results[1]
+
+
+def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():
+    labels = torch.tensor([[-100, -100, 2, 1], [-100, 2, 1, -100], [-100, -100, -100, 0]])
+    said = torch.tensor([[0, 2, 1, 0], [2, 0, 0, 0], [0, 0, 1, 0]])  # at each place, of the next one
+    assert demo.all_right(torch.nn.functional.one_hot(said, 3).float(), labels) == [True, False, False]
+
+
+@pytest.mark.parametrize("merged, count", [(2.0, 2), (2.5, 1), (4.0, 0)])
+def test_the_verdict_counts_what_the_table_shows(merged, count):
+    losses = {"base": 5.0, "SFT 0.1": 2.4, "SFT 0.2": 3.0, "MoE": 2.1, "merged INIT": 2.2, "merged": merged}
+    rows = [{"model": name, "loss": loss} for name, loss in losses.items()]
+    said = demo.verdict({"rows": rows, "best_sft": "SFT 0.1", "against_best_sft": "merged against SFT 0.1: as it is"})
+    assert f"lower than that of {count} of 2 SFTs" in said and "The best SFT by validation is SFT 0.1. merged against" in said
 
 
 def test_unknown_preset_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="preset is 'huge'; want one of small, tiny"):
+    with pytest.raises(ValueError, match="preset must be one of small, tiny"):
         demo.run("huge", tmp_path / "out")
 
 

@@ -28,7 +28,7 @@ MODELS = {
     "vanilla": {"gate_type": released.VANILLA},
     "vanilla, linear, top 2": {"gate_type": released.VANILLA, "gate_network": "linear", "num_selects": 2},
     "every expert selected": {"num_selects": 4},
-    "one routed expert": {"num_experts": 2, "num_selects": 2},
+    "the shared expert and a routed one": {"num_experts": 2, "num_selects": 2},
     "no balance loss": {"gate_use_balance": False},
     "another weight and epsilon": {"gate_balance_loss_weight": 0.5, "gate_noise_epsilon": 0.1},
     "scaled positions": {"rope_scaling": LINEAR},
@@ -84,7 +84,7 @@ def test_an_moe_gives_the_released_codes_logits_and_balance_loss(changes, tmp_pa
     assert out.aux_loss.item() == pytest.approx(balance.item(), rel=1e-4, abs=1e-9)
 
 
-@case(["as convert_dense_to_moe leaves it", "nonorm", "one routed expert", "scaled positions", "tied"])
+@case(["as convert_dense_to_moe leaves it", "nonorm", "the shared expert and a routed one", "scaled positions", "tied"])
 def test_a_weighted_model_gives_the_released_codes_logits_and_merges_to_them(changes, tmp_path):
     changes = {"shared_expert_weight": 0.85, "rope_theta": 5e5} | changes
     values, tensors, experts = released.write_weighted(tmp_path / "theirs", tmp_path / "ffn", **changes)
@@ -99,7 +99,7 @@ def test_a_weighted_model_gives_the_released_codes_logits_and_merges_to_them(cha
 
 def test_the_moes_rope_base_is_10000_whatever_its_config_says(tmp_path):
     values, tensors = released.write_moe(tmp_path / "theirs", rope_theta=1e5)
-    with pytest.warns(UserWarning, match="rope_theta 100000.0, which the released MoE code does not read"):
+    with pytest.warns(UserWarning, match="rope_theta 100000.0, which the released MoE code ignores"):
         xft_official.import_official(tmp_path / "theirs", tmp_path / "ours")
     want, _ = released.forward(values, tensors, IDS)
     got = tiny.logits(load(tmp_path / "ours"), IDS)

@@ -180,15 +180,15 @@ def test_the_texts_are_of_different_kinds():
 
 
 @pytest.mark.parametrize("command, options, match", [
-    pytest.param("table2", {}, "command is 'table2'; want one of table1", id="no such table"),
-    pytest.param("table1", {"seeds": 0}, "seeds is 0; want an integer of at least 1", id="no seeds"),
-    pytest.param("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda is 1.5; want", id="lambda above 1"),
-    pytest.param("sweep-lambda", {"shared_rates": (math.nan,)}, "lambda is nan; want", id="lambda is no number"),
-    pytest.param("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda is 0.5, 0.5; want", id="a lambda twice"),
-    pytest.param("sweep-topk", {"top_ks": (2, 5)}, "top_k is 5", id="more experts per token than there are"),
-    pytest.param("sweep-topk", {"top_ks": ()}, "top_k is", id="no top_k"),
-    pytest.param("routing-stats", {"texts": ["none.jsonl"]}, "data is 'none.jsonl', which is no file", id="no file"),
-    pytest.param("routing-stats", {"tokens": 0}, "tokens is 0", id="no tokens"),
+    pytest.param("table2", {}, "command must be one of table1", id="no such table"),
+    pytest.param("table1", {"seeds": 0}, "seeds must be an integer of at least 1", id="no seeds"),
+    pytest.param("sweep-lambda", {"shared_rates": (0.5, 1.5)}, "lambda must be", id="lambda above 1"),
+    pytest.param("sweep-lambda", {"shared_rates": (math.nan,)}, "lambda must be", id="lambda is no number"),
+    pytest.param("sweep-lambda", {"shared_rates": (0.5, 0.5)}, "lambda must have .*different values", id="a lambda twice"),
+    pytest.param("sweep-topk", {"top_ks": (2, 5)}, "top_k must be", id="more experts per token than there are"),
+    pytest.param("sweep-topk", {"top_ks": ()}, "top_k must have", id="no top_k"),
+    pytest.param("routing-stats", {"texts": ["none.jsonl"]}, "Data 'none.jsonl' is not a file", id="no file"),
+    pytest.param("routing-stats", {"tokens": 0}, "tokens must be", id="no tokens"),
 ])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
@@ -199,7 +199,7 @@ def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
 @pytest.mark.parametrize("command", ["table1", "ablate-merge", "ablate-gate", "sweep-lambda", "sweep-topk", "budget"])
 def test_a_recipe_without_shared_expert_is_refused(command, recipe, tmp_path):
     vanilla = load_recipe(recipe).change(experts={"num_experts": 4, "top_k": 3, "gate": "topk_softmax"})
-    with pytest.raises(ValueError, match="gate is 'topk_softmax'"):
+    with pytest.raises(ValueError, match="gate must be .*but got 'topk_softmax'"):
         xft_tables.run(command, vanilla, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -214,7 +214,7 @@ def test_the_sweeps_take_what_the_recipe_allows(recipe):
 def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
     make("sweep-lambda", recipe, out, overwrite=True, **TABLES["sweep-lambda"][1])
     before = (out / "sweep-lambda.json").read_bytes()
-    with pytest.raises(ValueError, match=r"made with other settings \(shared_rates\).*overwrite=True"):
+    with pytest.raises(ValueError, match=r"created with other settings \(shared_rates\).*overwrite=True"):
         make("sweep-lambda", recipe, out, seeds=2, shared_rates=(0.5,))
     assert (out / "sweep-lambda.json").read_bytes() == before
     report, _ = make("sweep-lambda", recipe, out, shared_rates=(0.5,), overwrite=True)
@@ -223,7 +223,7 @@ def test_a_report_of_other_settings_is_not_replaced_unasked(recipe, out):
 
 def test_a_file_in_the_way(recipe, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="out is .*, which is a file"):
+    with pytest.raises(ValueError, match="Output folder .* is a file"):
         xft_tables.run("table1", recipe, tmp_path / "file")
 
 
@@ -261,7 +261,7 @@ def test_a_method_that_diverged_is_said_drawn_and_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "shift, word", [(-0.1, "XFT gained"), (0.1, "did not pay here"), (0.0, "shows no gain here")], ids=["-", "+", "0"]
+    "shift, word", [(-0.1, "XFT gained"), (0.1, "did not help here"), (0.0, "shows no gain here")], ids=["-", "+", "0"]
 )
 def test_what_is_said_about_the_result(shift, word):
     report = report_of({"SFT": [ROWS], "XFT": [[loss + shift for loss in ROWS]]})
@@ -286,5 +286,5 @@ def test_one_seed_has_no_spread(tmp_path):
 
 def test_methods_judged_on_other_rows_are_refused():
     entries = [Entry("SFT", [result("SFT", ROWS)]), Entry("XFT", [result("XFT", ROWS, tokens=[5] * 20)])]
-    with pytest.raises(ValueError, match="different held-out rows"):
+    with pytest.raises(ValueError, match="different held-out examples"):
         Report(command="table1", title="t", source="s", settings={}, seeds=(0,), entries=entries, reference="SFT")

@@ -1,0 +1,197 @@
+"""The Hub: a model's id where a folder is expected, and finished folders pushed there with a model card.
+
+local_folder       the folder of a source: itself, or the downloaded files of an id
+check_repository   raise before any work if nothing could be pushed
+push               write the card and upload a folder
+"""
+
+import contextlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from moe_runtime.config import one_line, shown
+from moe_runtime.io.files import atomic_file, read_json
+
+# no pickles and no code: what nothing here would load
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
+PAPERS = {
+    "xft": ("XFT: Unlocking the Power of Code Instruction Tuning by Simply Merging Upcycled Mixture-of-Experts", "2404.15247"),
+    "upit": ("Upcycling Instruction Tuning from Dense to Mixture-of-Experts via Parameter Merging", "2410.01610"),
+    "esft": ("Let the Expert Stick to His Last: Expert-Specialized Fine-Tuning for Sparse Architectural Large Language Models",
+             "2407.01906"),
+    "ultrafuser": ("Mastering Text, Code and Math Simultaneously via Fusing Highly Specialized Language Models", "2403.08281"),
+}  # fmt: skip
+_STOCK = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{repo}")
+tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
+"""
+_ADAPTED = """from transformers import AutoModelForCausalLM
+{imports}
+
+model = AutoModelForCausalLM.from_pretrained("{base}")
+"""
+_LOAD = {
+    "model": _STOCK,
+    "upcycled": "import moe_runtime  # pip install moe-runtime\n" + _STOCK,
+    "peft": _ADAPTED.replace("{imports}", "from peft import PeftModel\n\nimport moe_runtime  # pip install moe-runtime")
+    + 'model = PeftModel.from_pretrained(model, "{repo}")\nmoe_runtime.patch(model)\n',
+    "esft": _ADAPTED.replace("{imports}", "from huggingface_hub import snapshot_download\n\nfrom moe_runtime import esft")
+    + 'esft.apply(model, snapshot_download("{repo}"))\n',
+    "fused": "from huggingface_hub import snapshot_download\n\n"
+    "from moe_runtime import ultrafuser  # pip install moe-runtime\n\n"
+    'model = ultrafuser.UltraFuser.from_pretrained(snapshot_download("{repo}"))\n',
+}
+_CARD = """---
+{data}
+---
+
+# {name}
+
+{what}
+
+## How to use
+
+```python
+{load}```
+
+{made}{paper}"""
+_MADE = """## How it was made
+
+```bash
+{command}
+```
+
+"""
+_TEMPLATE = "# Model Card for Model ID"  # of transformers and PEFT: a form that nobody has filled in
+
+
+def is_id(source: str | Path) -> bool:
+    """Whether `source` looks like a Hub id, such as allenai/OLMoE-1B-7B-0924, and is no path that exists."""
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source))) and not Path(source).exists()
+
+
+def local_folder(source: str | Path, patterns: tuple[str, ...] = FILES, name: str = "model") -> Path:
+    """Return `source` if it is a folder, else the folder of the Hub's files of that id; ValueError if there is neither."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
+    except (HFValidationError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} {str(source)!r} cannot be read: {one_line(error)}. Pass the folder of a model or a Hub id"
+        ) from error
+
+
+def check_repository(repo: str) -> None:
+    """Raise ValueError unless `repo` is a valid id and the Hub knows this machine's token."""
+    from huggingface_hub import get_token, whoami
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+        if "/" not in repo or get_token() is None:
+            reason = "The Hub needs a token: run `hf auth login` or set HF_TOKEN." if "/" in repo else "Expected OWNER/NAME."
+            raise ValueError(reason)
+        whoami()
+    except (HFValidationError, OSError, ValueError) as error:
+        raise ValueError(f"Cannot push to {shown(repo)}. {one_line(error)}") from error
+
+
+def push(folder: str | Path, repo: str, **facts) -> str:
+    """Upload `folder` to the model repository `repo`, made if missing, and return its address.
+
+    A folder without a README.md, or with the empty form that PEFT writes, gets `model_card(folder, repo, **facts)` first.
+    Raises ValueError, with the command that uploads later, if the Hub refuses; the folder stays as it is.
+    """
+    from huggingface_hub import HfApi
+
+    card = Path(folder, "README.md")
+    if not card.exists() or _TEMPLATE in card.read_text(encoding="utf-8"):
+        with atomic_file(card) as beside:
+            beside.write_text(model_card(folder, repo, **facts), encoding="utf-8")
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=repo, commit_message="Upload with moe-runtime")
+    except (OSError, ValueError) as error:  # HfHubHTTPError is an OSError
+        raise ValueError(
+            f"Cannot push to {repo!r}: {one_line(error)}. {folder} is complete; upload it with: hf upload {repo} {folder}"
+        ) from error
+    return str(url)
+
+
+def model_card(
+    folder: str | Path, repo: str, *, command: str = "", base: str | Path | None = None, dataset: str | None = None,
+    method: str | None = None, facts: Mapping | None = None,
+) -> str:  # fmt: skip
+    """Return the text of a model card, with the metadata that the Hub checks.
+
+    `base` is the model that this one was made of, a Hub id or a folder, whose own card then names the base and its license;
+    `facts` are numbers and words of the conversion's receipt.
+    """
+    from huggingface_hub import ModelCardData
+
+    kind, found = _kind(Path(folder))
+    method, origin = method or found, _card_of(base)
+    base_id = str(base) if base is not None and is_id(base) else origin.get("base_model")
+    base_id = base_id[0] if isinstance(base_id, list) else base_id
+    data = ModelCardData(
+        base_model=base_id, license=origin.get("license"), datasets=dataset, pipeline_tag="text-generation",
+        library_name={"model": "transformers", "upcycled": "transformers", "peft": "peft"}.get(kind, "moe-runtime"),
+        base_model_relation="adapter" if kind in ("peft", "esft") else None,
+        tags=["moe-runtime", *([method] if method else []), *([f"arxiv:{PAPERS[method][1]}"] if method in PAPERS else [])],
+    )  # fmt: skip
+    rows = [(key, value) for key, value in (facts or {}).items() if isinstance(value, int | float | str) and key != "path"]
+    lines = [f"| {key} | {value} |" for key, value in rows if not isinstance(value, bool) and "/" not in str(value)]
+    table = ["| | |", "|---|---|", *lines, ""] if lines else []
+    tokenizer = repo if any(Path(folder).glob("tokenizer*")) else base_id or "BASE"
+    title, number = PAPERS.get(method, ("", ""))
+    return _CARD.format(
+        data=data.to_yaml(), name=repo.partition("/")[2], what=_what(kind, method, base_id),
+        load=_LOAD[kind].format(repo=repo, base=base_id or "BASE", tokenizer=tokenizer), command=command,
+        made=(_MADE.format(command=command) if command else "") + "".join(line + "\n" for line in table),
+        paper=f"Method: {title} ([arXiv:{number}](https://arxiv.org/abs/{number})).\n" if title else "",
+    )  # fmt: skip
+
+
+def _kind(folder: Path) -> tuple[str, str | None]:
+    """Return what a folder holds, a key of _LOAD, and by which method it was made where the folder says so."""
+    names = {path.name for path in folder.iterdir()}
+    if "adapter_config.json" in names:
+        return "peft", "esft" if "expert_cfg.json" in names else None
+    if "expert_cfg.json" in names:
+        return "esft", "esft"
+    if "fuser_config.json" in names:
+        return "fused", "ultrafuser"
+    values = read_json(folder / "config.json") if "config.json" in names else {}
+    if isinstance(block := values.get("moe_runtime"), dict):
+        return "upcycled", block.get("method")
+    return "model", None
+
+
+def _card_of(base: str | Path | None) -> dict:
+    """Return the metadata of the card in a model's folder; empty without one."""
+    from huggingface_hub import RepoCard
+
+    if base is None:
+        return {}
+    with contextlib.suppress(ValueError):
+        base = local_folder(base, ("README.md",)) if is_id(base) else base
+    path = Path(base, "README.md")
+    return RepoCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
+
+
+def _what(kind: str, method: str | None, base: str | None) -> str:
+    of = f" made of [{base}](https://huggingface.co/{base})" if base else ""
+    how = f" with {method.upper() if method in ('xft', 'esft') else method}" if method else ""
+    noun = {
+        "model": "A language model", "upcycled": "A Mixture-of-Experts model", "fused": "A fused model of specialists",
+        "esft": "Tuned experts of a Mixture-of-Experts model", "peft": "A LoRA adapter",
+    }[kind]  # fmt: skip
+    return f"{noun}{of}{how} by moe_runtime."

@@ -1,0 +1,285 @@
+"""`moe-runtime demo-real`: a real pretrained model through XFT and through SFT, judged by what it answers.
+
+OUT/smollm2                  SmolLM2-135M-Instruct of the wheel, unless another model is given
+OUT/tasks-HASH               the examples, a file for each task and part (moe_runtime.experiments.everyday)
+OUT/<stage>-HASH             base, SFT, mixture, merges: the stages of methods.xft.study
+OUT/eval                     every held-out question, its answer and verdict (moe_runtime.tools.evaluate)
+OUT/base, SFT, SFT_time, MoE,   links to the models
+INIT, merged
+OUT/results.json, real.png, transcript.md
+
+There are two baselines. One takes as many steps as tuning the mixture and learning to mix together, the other as many as fit
+into their time, by what a step of each takes on this machine. Whatever is whole is kept, so that a run that was killed goes on
+when it is started again.
+"""
+
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from moe_runtime.config import one_line
+from moe_runtime.experiments import plots
+from moe_runtime.experiments.corpora import Pairs
+from moe_runtime.experiments.everyday import TASKS, write_tasks
+from moe_runtime.experiments.stages import Result, files_print, hash_of
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io.console import jsonable, print_table
+from moe_runtime.io.files import atomic_write_json, atomic_write_text, read_json
+from moe_runtime.io.rows import in_form, layout_of, require
+from moe_runtime.methods import xft
+from moe_runtime.methods.ultrafuser.folders import link
+from moe_runtime.methods.xft.recipe import Recipe, load_recipe
+from moe_runtime.methods.xft.study import Stages
+from moe_runtime.tools.evaluate import Report, evaluate
+from moe_runtime.tools.evaluate_models import find_models, tokenizer_of
+from moe_runtime.tools.evaluate_tasks import find_tasks, hub_rows
+from moe_runtime.tools.smollm2 import check_smollm2, write_smollm2
+
+GSM8K = "openai/gsm8k"
+TOKENS = {"gsm8k": 160}  # of an answer, at most; of other tasks 64
+ASKED_AT_ONCE, MEASURED = 32, 4
+NOTES = {
+    "base": "as it was pretrained",
+    "SFT": "equal steps",
+    "SFT_time": "equal time",
+    "MoE": "XFT, before the merge",
+    "INIT": "merged, mixing not learned",
+    "merged": "merged, mixing learned: XFT's result",
+}
+
+
+def run(
+    out: str | Path, *, model: str | Path | None = None, gsm8k: str | None = None, recipe: str | Path = "smollm2", seed: int = 0
+) -> dict:
+    """Tune a pretrained model by XFT and by SFT on four tasks, ask each what was held out, and write the results into `out`.
+
+    `model` is a folder with tokenizer and chat template, SmolLM2-135M-Instruct unless given; `gsm8k` a file of GSM8K, or its
+    id on the Hub, as a fifth task. `recipe` decides experts and steps. All is checked before anything is written.
+    """
+    for module, extra in {"lm_eval": "eval", "matplotlib": "plot", "datasets": "train", "accelerate": "train"}.items():
+        require(module, extra)
+    out, settings = Path(out), load_recipe(recipe)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"Output folder {out} is a file. Choose another")
+    if model is None:
+        check_smollm2()
+    else:
+        tokenizer_of(find_models([str(model)])[0], "chat")
+    names = (*TASKS, "gsm8k") if gsm8k else TASKS
+    train, held_out = (settings.data.limit or 320) // len(TASKS), settings.data.held_out_rows // len(TASKS)
+    more = {"gsm8k": _school(gsm8k, train, held_out)} if gsm8k else {}
+
+    if model is None and not (out / "smollm2").is_dir():
+        write_smollm2(out / "smollm2", dtype="float32")
+    tasks = out / f"tasks-{hash_of([train, held_out, seed, gsm8k and files_print(gsm8k)])}"
+    if not tasks.is_dir():
+        write_tasks(tasks, train=train, held_out=held_out, seed=seed, more=more)
+    settings = _placed(settings, model or out / "smollm2", tasks, len(names))
+    stages, clock = Stages(settings, out, seed=seed), out / f"measured-{hash_of(settings.to_dict())}.json"
+    if not clock.is_file():
+        stages.say(f"measuring some steps of each training on this machine ({_machine(settings)})")
+        atomic_write_json(clock, _measured(stages))
+    measured = read_json(clock)
+    xft_seconds = settings.tune.steps * measured["tune"] + settings.mix.steps * measured["mix"]
+    longer = max(round(xft_seconds / measured["sft"]), settings.sft.steps)
+    stages.say(
+        f"{settings.base_model}: {len(stages.train_rows)} examples of {', '.join(names)}; about "
+        f"{_minutes(stages, measured, longer):.0f} minutes in all while nothing else runs. Interrupt it when you like: the "
+        f"same command goes on from what is whole in {out}"
+    )
+    base, sft, moe = stages.base(), stages.sft(), stages.moe()
+    init, merged = stages.merge(moe), stages.mix(moe)
+    merged = merged._replace(steps=moe.steps + merged.steps)
+    found = dict(zip(NOTES, (base, sft, stages.sft(longer), moe, init, merged), strict=True))
+    for name, one in found.items():
+        link(out / name, one.folder)
+    files = ",".join(f"{name}={tasks / f'{name}-held_out.jsonl'}" for name in names)
+    asked = {name: one for name, one in found.items() if name != "INIT"}
+    report = evaluate(
+        [f"{name}={one.folder}" for name, one in asked.items()], files, out / "eval", reference="SFT", prompt="chat",
+        batch_size=ASKED_AT_ONCE, dtype="bfloat16" if settings.tune.bf16 else "auto",
+        max_new_tokens=max(TOKENS.get(name, 64) for name in names),
+    )  # fmt: skip
+    results = _results(stages, found, report, measured)
+    atomic_write_json(out / "results.json", jsonable(results))
+    plots.save(_picture(results), out / "real.png")
+    text = transcript(out / "eval", tasks, names)
+    atomic_write_text(out / "transcript.md", text)
+    print(text)
+    _show(results, out)
+    return results
+
+
+def _school(source: str, train: int, held_out: int) -> Pairs:
+    """Return rows of GSM8K, those to train on and those held out; raises ValueError for a file without its columns."""
+    rows = list(hub_rows(GSM8K, "main", "train")()) if source == GSM8K else find_tasks(f"gsm8k={source}")[0].rows
+    if len(rows) < train + held_out:
+        raise ValueError(f"{source} must have at least {train + held_out} examples, but has {len(rows)}")
+    rows = [in_form(row, layout_of(row), source) for row in rows[: train + held_out]]
+    return Pairs(rows[held_out:], rows[:held_out])
+
+
+def _placed(recipe: Recipe, model: Path, tasks: Path, count: int) -> Recipe:
+    """Return the recipe for these folders; in bfloat16 (autocast) where the machine multiplies faster so."""
+    cuda = torch.cuda.is_available()
+    is_quick = torch.cuda.is_bf16_supported() if cuda else torch.cpu.get_capabilities().get("amx_bf16", False)
+    share = count / len(TASKS)
+    changes = {f"{name}__bf16": getattr(recipe, name).bf16 or is_quick for name in ("sft", "tune", "mix")}
+    return recipe.change(
+        base_model=str(model), data__train=str(tasks / "train.jsonl"), data__held_out=str(tasks / "held_out.jsonl"),
+        data__limit=round((recipe.data.limit or 320) * share), data__held_out_rows=round(recipe.data.held_out_rows * share),
+        **changes,
+    )  # fmt: skip
+
+
+def _machine(recipe: Recipe) -> str:
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} threads"
+    return f"{where}, {'bfloat16' if recipe.tune.bf16 else 'float32'}"
+
+
+def _measured(stages: Stages) -> dict[str, float]:
+    """Return the seconds of a step of each training, and the tokens per second that a dense model and a mixture generate."""
+    recipe, found = stages.recipe, {}
+    for name in ("sft", "tune", "mix"):
+        model = ranks.load_model(recipe.base_model, recipe.dtype, ranks.state().device)
+        if name != "sft":
+            xft.upcycle(model, layers=recipe.layers, **recipe.experts)
+        if name != "mix":
+            found[f"{'dense' if name == 'sft' else 'MoE'} tokens/s"] = _speed(model, stages)
+        else:
+            xft.to_mergeable(model, shared_rate=recipe.shared_rate)
+        ends, training = [], getattr(recipe, name)
+        settings = training.change(epochs=None, steps=MEASURED, warmup_steps=None, save_steps=None, evaluations=[1]).to_dict()
+        with tempfile.TemporaryDirectory() as folder:
+            trainers.train(
+                model, stages.train_rows, stages.tokenizer, folder=folder, held_out=stages.held_out.select([0]),
+                on_step=lambda *_, ends=ends: ends.append(time.perf_counter()), **settings,
+            )  # fmt: skip
+        found[name] = statistics.median(after - before for before, after in itertools.pairwise(ends))
+        del model
+        ranks.free_memory()
+    return found
+
+
+@torch.no_grad()
+def _speed(model, stages: Stages, tokens: int = 16) -> float:
+    """Return the tokens per second of a model that answers ASKED_AT_ONCE questions at once, as evaluate asks them."""
+    kept = model.dtype
+    model.to(torch.bfloat16 if stages.recipe.tune.bf16 else kept).eval()
+    rows = stages.held_out["input_ids"][:ASKED_AT_ONCE]
+    ids = torch.tensor([row[: min(map(len, rows))] for row in rows], device=model.device)
+    more, seconds = {"attention_mask": torch.ones_like(ids), "do_sample": False}, []
+    for new in (2, tokens):
+        start = time.perf_counter()
+        answers = model.generate(ids, max_new_tokens=new, min_new_tokens=new, **more)
+        answers.tolist()  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    model.to(kept).train()
+    return len(rows) * tokens / seconds[1]
+
+
+def _minutes(stages: Stages, measured: dict[str, float], longer: int) -> float:
+    """Return the minutes of the whole run."""
+    recipe, rows = stages.recipe, len(stages.held_out)
+    trained = sum(getattr(recipe, name).steps * measured[name] for name in ("sft", "tune", "mix")) + longer * measured["sft"]
+    judged = 10 * measured["sft"] / 3 * rows / recipe.sft.batch_size
+    answered = 32 * rows * (4 / measured["dense tokens/s"] + 1 / measured["MoE tokens/s"])
+    return (1.1 * trained + judged + answered) / 60 + 1
+
+
+def _results(stages: Stages, found: dict[str, Result], report: Report, measured: dict[str, float]) -> dict:
+    scores = {(one.model, one.task): one.score for one in report.scores}
+    tasks = list(dict.fromkeys(one.task for one in report.scores))
+    rows = [
+        {
+            "model": name, "note": NOTES[name], "loss": one.loss, "steps": one.steps, "seconds": one.total_seconds,
+            "parameters": one.parameters, "active": one.active_parameters,
+            "tokens_per_second": measured["MoE tokens/s" if name == "MoE" else "dense tokens/s"],
+            "exact_match": {task: scores.get((name, task)) for task in tasks},  # None: not asked
+        }
+        for name, one in found.items()
+    ]  # fmt: skip
+    return {
+        "recipe": stages.recipe.to_dict(), "seed": stages.seed, "machine": _machine(stages.recipe), "torch": torch.__version__,
+        "measured": measured, "rows": rows, "comparisons": [one._asdict() for one in report.comparisons],
+        "alpha": found["merged"].alpha, "upcycled_error": found["MoE"].upcycled_error,
+        "curves": {name: one.history for name, one in found.items()},
+    }  # fmt: skip
+
+
+def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5) -> str:
+    """Return `count` held-out questions, of each task in turn, with the base's and the merged model's answers."""
+    parts = ["# Before and after"]
+    for place in range(count):
+        name, number = names[place % len(names)], place // len(names)
+        files = (tasks / f"{name}-held_out.jsonl", *(folder / model / f"{name}.jsonl" for model in ("base", "merged")))
+        asked, before, after = (json.loads(path.read_text(encoding="utf-8").splitlines()[number]) for path in files)
+        verdict = "right" if after["exact_match"] else f"expected: {one_line(asked['completion'], 200)}"
+        parts.append(
+            f"## {name}\n\n    " + asked["prompt"].replace("\n", "\n    ") + f"\n\n* before: {one_line(before['answer'], 300)}"
+            f"\n* after: {one_line(after['answer'], 300)} ({verdict})"
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _picture(results: dict):
+    """Draw the held-out losses and each model's exact match by task."""
+    figure = require("matplotlib.figure", "plot").Figure(figsize=(12, 4.2), layout="constrained")
+    (losses, bars), rows = figure.subplots(1, 2), results["rows"]
+    for name, colour in zip(("SFT", "SFT_time", "MoE"), plots.COLOURS[1:], strict=False):
+        points = [(0, rows[0]["loss"]), *results["curves"][name]]
+        losses.plot(*zip(*points, strict=True), marker="o", label=name, color=colour)
+    for row, style in zip(rows[-2:], (":", "--"), strict=True):
+        losses.axhline(row["loss"], linestyle=style, color="black", label=row["model"])
+    low = min(row["loss"] for row in rows)
+    losses.set(
+        xlabel="step", ylabel="held-out loss of the answers", ylim=(low * 0.9, low + 3 * (rows[1]["loss"] - low) + 0.3 * low)
+    )
+    losses.legend()
+    asked = [row for row in rows if row["model"] != "INIT"]
+    for place, row in enumerate(asked):
+        x = [i + (place - (len(asked) - 1) / 2) * 0.8 / len(asked) for i in range(len(row["exact_match"]))]
+        bars.bar(x, row["exact_match"].values(), 0.7 / len(asked), label=row["model"], color=plots.COLOURS[place])
+    bars.set_xticks(range(len(rows[0]["exact_match"])), list(rows[0]["exact_match"]))
+    bars.set(ylabel="exact match on held-out examples", ylim=(0, 1))
+    bars.legend(fontsize=8)
+    return figure
+
+
+def _show(results: dict, out: Path) -> None:
+    """Print the table, and what it says of XFT against SFT."""
+    rows, tasks = results["rows"], list(results["rows"][0]["exact_match"])
+    columns = [("model", "left"), ("loss", "right"), *((task, "right") for task in tasks)]
+    columns += [("tokens/s", "right"), ("steps", "right"), ("train s", "right"), ("", "left")]
+    print_table(
+        "Held-out loss of the answers, and exact match by task", columns,
+        [
+            [
+                row["model"], f"{row['loss']:.4f}", *(f"{v:.2f}" if v is not None else "" for v in row["exact_match"].values()),
+                f"{row['tokens_per_second']:.0f}", str(row["steps"]),
+                f"{row['seconds']:.0f}", row["note"],
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+    losses = {row["model"]: row["loss"] for row in rows}
+    for name in ("SFT", "SFT_time"):
+        gain = losses[name] - losses["merged"]
+        how = "lower" if gain > 0 else "higher"
+        print(f"The merged model's loss is {abs(gain):.4f} {how} than that of {name} ({NOTES[name]}).")
+    for one in results["comparisons"]:
+        if one["model"] == "merged":
+            print(
+                f"{one['task']}: merged solves {one['gained']} that SFT does not, and not {one['lost']} that SFT does "
+                f"(p {one['p_corrected']:.2g}, {one['test']}, corrected by Holm)"
+            )
+    print(
+        f"dense model: {out / 'merged'}\n"
+        f"picture: {out / 'real.png'}   numbers: {out / 'results.json'}   answers: {out / 'eval'}"
+    )

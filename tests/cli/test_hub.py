@@ -1,0 +1,140 @@
+"""Hub ids where commands take folders, --push-to-hub, and the cards: against a stand-in of the Hub, in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.hf.models import hub
+from tests.support import hub as stand_in
+
+ROOT = Path(__file__).resolve().parents[2]
+START = """
+import re, sys, torch
+from pathlib import Path
+from huggingface_hub import ModelCard
+from typer.testing import CliRunner
+from moe_runtime.cli.app import app
+from moe_runtime.hf.models import hub
+
+def verb(words, fails=None):
+    sys.argv = ["moe-runtime", *words.split()]
+    out = CliRunner().invoke(app, sys.argv[1:])
+    if fails is None:
+        assert out.exit_code == 0, (out.output, out.exception)
+    else:
+        assert isinstance(out.exception, ValueError) and re.search(fails, str(out.exception)), (out.output, out.exception)
+    return out.output
+
+def card_of(repo):
+    card = ModelCard.load(repo)
+    card.validate()
+    names = {}
+    code = re.search(r"```python\\n(.*?)```", card.text, re.DOTALL)[1]
+    exec(code, names)
+    return card, names["model"]
+"""
+UPCYCLE_AND_MERGE = """
+from tests.hf import tiny
+from tests.support.upit import make_tokenizer
+tiny.dense("llama").save_pretrained("base")
+make_tokenizer().save_pretrained("base")
+Path("base/README.md").write_text("---\\nlicense: mit\\n---\\nA base.")
+hub.push("base", "me/base")
+said = verb("xft upcycle me/base moe --num-experts 4 --top-k 2 --push-to-hub me/moe")
+assert "/me/moe" in said
+card, model = card_of("me/moe")
+assert card.data.license == "mit" and card.data.base_model == "me/base" and "xft" in card.data.tags
+assert "arxiv:2404.15247" in card.data.tags and "moe-runtime xft upcycle me/base moe --num-experts 4" in card.text
+verb("xft merge me/moe merged --shared-rate 0.5 --push-to-hub me/merged")
+card, merged = card_of("me/merged")
+assert card.data.license == "mit" and card.data.base_model == "me/moe" and "import moe_runtime" not in card.text
+from transformers import AutoModelForCausalLM
+for repo, folder, found in (("me/moe", "moe", model), ("me/merged", "merged", merged)):
+    local = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(local(tiny.batch()).logits, found(tiny.batch()).logits)
+later = "Cannot push to 'locked/x'.*kept is complete; upload it with: hf upload locked/x kept"
+verb("xft merge moe kept --push-to-hub locked/x", fails=later)
+assert Path("kept/config.json").is_file() and Path("kept/README.md").is_file()
+verb("xft merge moe other --push-to-hub nameless", fails="Cannot push to 'nameless'. Expected OWNER/NAME")
+verb("xft merge nobody/none other", fails="nobody/none.*expected a model's folder or an id of the Hub")
+assert not Path("other").exists()
+"""
+ADAPTERS = """
+from transformers import AutoModelForCausalLM
+from moe_runtime import esft
+from tests.support.peft_adapter import adapted
+from tests.support.stock_moe import batch, stock
+from tests.support.upit import make_tokenizer
+base = stock()
+base.save_pretrained("base")
+make_tokenizer().save_pretrained("base")
+hub.push("base", "me/stock")
+esft.train_only(base, esft.ExpertSelection(experts={0: (1, 3), 1: (2,)}))
+with torch.no_grad():
+    [p.add_(0.1) for p in base.parameters() if p.requires_grad]
+want = base(**batch()).logits
+esft.save_adapter(base, "adapter")
+hub.push("adapter", "me/adapter", base="me/stock", method="esft")
+card, model = card_of("me/adapter")
+assert card.data.base_model == "me/stock" and card.data.base_model_relation == "adapter"
+torch.testing.assert_close(model(**batch()).logits, want)
+verb("esft merge me/stock me/adapter merged --push-to-hub me/esft")
+torch.testing.assert_close(card_of("me/esft")[1](**batch()).logits, want)
+lora = adapted(Path("lora").resolve())
+want = lora(**batch()).logits
+make_tokenizer().save_pretrained("lora/base")
+hub.push("lora/base", "me/lora-base")
+hub.push("lora/adapter", "me/lora", base="me/lora-base")
+torch.testing.assert_close(card_of("me/lora")[1].eval()(**batch()).logits, want, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.parametrize("script", [
+    pytest.param(UPCYCLE_AND_MERGE, id="upcycle and merge"), pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_what_is_pushed_is_what_others_load(script, tmp_path):
+    server = stand_in.start()
+    env = os.environ | stand_in.environment(server, tmp_path / "home") | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", START + script], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=300
+    )
+    server.shutdown()
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_without_a_token_nothing_runs(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(
+        ValueError, match="Cannot push to 'me/moe'. The Hub needs a token: run `hf auth login` or set HF_TOKEN."
+    ):
+        hub.check_repository("me/moe")
+
+
+@pytest.mark.parametrize("repo", ["a b/c", "me/", "me/x/y", "-me/x", ""])
+def test_a_bad_repository_is_named(repo, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    with pytest.raises(ValueError, match=f"Cannot push to {re.escape(repr(repo))}"):
+        hub.check_repository(repo)
+
+
+@pytest.mark.parametrize("files, method, kind", [
+    ({"config.json": '{"model_type": "llama"}'}, None, "A language model"),
+    ({"config.json": '{"moe_runtime": {"method": "upit"}}'}, "upit", "A Mixture-of-Experts model"),
+    ({"fuser_config.json": "{}"}, "ultrafuser", "A fused model of specialists"),
+    ({"expert_cfg.json": "{}"}, "esft", "Tuned experts of a Mixture-of-Experts model"),
+    ({"adapter_config.json": "{}"}, None, "A LoRA adapter"),
+])  # fmt: skip
+def test_the_card_says_what_a_folder_is(files, method, kind, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    text = hub.model_card(tmp_path, "me/x", facts={"experts": 8, "seconds": 1.5, "path": "/home/me", "found": [1]})
+    head, body = text.removeprefix("---\n").split("\n---\n", 1)
+    assert kind in body and "| experts | 8 |" in body and "/home" not in body and "found" not in body
+    if method is None:
+        assert "arxiv" not in text
+    else:
+        assert f"- {method}" in head and f"arxiv:{hub.PAPERS[method][1]}" in head and hub.PAPERS[method][0] in body

@@ -1,0 +1,105 @@
+"""Frozen experts, dense and packed, with low-rank terms natively, at sizes that get the tiles of a real layer.
+
+Without a GPU: tests/ops/test_frozen_mlp.py and test_frozen_mlp_packed.py, in the interpreter.
+"""
+
+import pytest
+import torch
+
+from moe_runtime.ops.frozen_mlp import frozen_mlp
+from tests.ops import test_frozen_mlp as dense
+from tests.ops import test_frozen_mlp_packed as packed
+from tests.support.oracle import assert_parity, bounds, make_case, poison
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+SMOOTH = packed.GPT_OSS._replace(limit=None)  # no kink, which numbers are rounded across
+# T, H, I, E, K; RAGGED: no block divides anything, but rows are multiples of 16 bytes
+EVEN, RAGGED, FEW = (1500, 512, 768, 6, 2), (1500, 520, 712, 6, 2), (40, 512, 768, 16, 4)
+
+
+def case_of(sizes, ranks, dtype=BF16, form=None, **options):
+    case = make_case(*sizes, dtype, **options)
+    case.form = form or {}
+    return dense.halves_of(case, ranks, dtype)
+
+
+def oracle(x, experts, topk_weight, topk_idx):
+    """The experts made whole, each on all tokens."""
+    pairs, biases, out = (experts.up_lora, experts.down_lora), (experts.up_bias, experts.down_bias), 0
+    stacks = [stack.data for stack in (experts.up, experts.down)]
+    stacks = [w if pair is None else w + pair.b.transpose(1, 2) @ pair.a for w, pair in zip(stacks, pairs)]
+    for e in range(experts.up.shape[0]):
+        weight = torch.where(topk_idx == e, topk_weight, 0).sum(1, keepdim=True)
+        h = experts.activation.apply(x @ stacks[0][e].t() + biases[0][e])
+        out = out + weight * (h @ stacks[1][e].t() + biases[1][e])
+    return out
+
+
+@pytest.mark.parametrize("in_out", [False, True], ids=["out x in", "in x out"])
+@pytest.mark.parametrize("form", [{}, dense.GPT_OSS], ids=["gate, up", "GPT-OSS"])
+@pytest.mark.parametrize("ranks", [(16, 16), (64, 0), (0, 5)], ids=str)
+@pytest.mark.parametrize("sizes", [EVEN, RAGGED, FEW], ids=["even", "ragged", "few rows"])
+def test_dense_stacks(sizes, ranks, form, in_out, tolerance):
+    act = "quick_gelu" if form else "silu"
+    case = case_of(sizes, ranks, form=form, routing="dropped", act=act, bias=True)
+    want = dense.run(case, oracle, torch.float64, "cuda", in_out)
+    limit = bounds(dense.run(case, dense.with_backend("torch"), device="cuda", in_out=in_out), want, tolerance[BF16])
+    poison()
+    assert_parity(dense.run(case, dense.with_backend("triton"), device="cuda", in_out=in_out), want, limit)
+
+
+@pytest.mark.parametrize("T", [1500, 40])
+@pytest.mark.parametrize("form, options", [
+    pytest.param("nf4", {"H": 512, "I": 768}, id="nf4"),
+    pytest.param("nf4_t", {"H": 512, "I": 384, "activation": SMOOTH}, id="nf4 of GPT-OSS"),
+    pytest.param("mxfp4", {"H": 480, "I": 352, "activation": SMOOTH}, id="mxfp4 of GPT-OSS"),
+    pytest.param("fp8_block", {"H": 520, "I": 384}, id="fp8"),
+    pytest.param("int8", {"H": 520, "I": 712}, id="int8"),
+])  # fmt: skip
+def test_packed_stacks(form, options, T, tolerance):
+    case = packed.make(form, T=T, dtype=BF16, E=6, rank=16, **options)
+    want = packed.oracle(case)
+    limit = bounds(packed.run(case, "torch"), want, tolerance[BF16])
+    poison()
+    assert_parity(packed.run(case, "triton"), want, limit)
+
+
+def steps(form: str):
+    """A step of a layer as Qwen3-30B-A3B's, with 16 of its experts; dense stacks without a format."""
+    if form:
+        case = packed.make(form, 2048, 768, 2048, dtype=BF16, E=16, K=8, rank=16)
+        return lambda: packed.run(case, "triton")
+    case = case_of((2048, 2048, 768, 16, 8), (16, 16))
+    return lambda: dense.run(case, dense.with_backend("triton"), device="cuda")
+
+
+@pytest.mark.parametrize("form", ["", "nf4"])
+def test_twenty_runs_give_the_same_bits(form):
+    step = steps(form)
+    first = step()
+    for _ in range(20):
+        again = step()
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("form", ["", "nf4", "mxfp4", "fp8_block", "int8"])
+def test_the_host_waits_for_nothing(form):
+    case = packed.make(form or "nf4", 128, 128, 64, dtype=BF16, rank=4)
+    leaves = {name: leaf.cuda().requires_grad_() for name, leaf in case.leaves.items()}
+    stacks = [s._replace(data=s.data.cuda(), scales=[t.cuda() for t in s.scales]) for s in case.stacks]
+    if not form:
+        stacks = [dense.Stack.dense(packed.packed.reference(*s[:3]).bfloat16()) for s in stacks]
+    experts, idx, dout = packed.experts_of(case, leaves, stacks), case.topk_idx.cuda(), case.dout.cuda()
+
+    def step():
+        out, _ = frozen_mlp(leaves["x"], experts, leaves["topk_weight"], idx, "triton")
+        torch.autograd.grad(out, list(leaves.values()), dout)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

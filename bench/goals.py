@@ -120,7 +120,7 @@ GOALS = (
         lambda rows: rows["moe_runtime"]["ms"], most=1.3,
     ),
     Goal(
-        "Qwen3-30B-A3B, NF4, LoRA r = 16, T = 2048: peak of a step, GB", QLORA,
+        "Qwen3-30B-A3B, NF4, LoRA r = 16, T = 1024: peak of a step, GB", QLORA,
         lambda rows: rows["moe_runtime"]["total MiB"] * 2**20 / 1e9, most=22.0,
     ),
     Goal("its peak, times of moe-runtime memory's estimate", QLORA, _estimated, most=1.05),

@@ -88,7 +88,7 @@ _DS_CODER = Tuning(24, 2, 1024, 2048, 5504, 8, 6, 16, 32256)
 TUNING_GPU = {"DSCoder-1.3B-24L-2x1024": _DS_CODER, "DSCoder-1.3B-24L-8x1024": _DS_CODER._replace(rows=8)}
 TUNING_CPU = {"DSCoder-1.3B-2L-2x128": _DS_CODER._replace(L=2, length=128)}  # two layers of its widths fit into 16 GiB
 TUNING_TINY = {"tiny": Tuning(2, 2, 16, 64, 64, 4, 3, 2, 100)}
-_QWEN3 = Tuning(48, 1, 2048, 2048, 768, 128, 8, 32, 151936)
+_QWEN3 = Tuning(48, 1, 1024, 2048, 768, 128, 8, 32, 151936)
 QLORA_GPU = {"Qwen3-30B-A3B-4-layers": _QWEN3._replace(L=4), "Qwen3-30B-A3B": _QWEN3}
 QLORA_CPU = {"tiny-Qwen3-MoE": Tuning(2, 1, 512, 512, 256, 16, 4, 8, 4096)}
 

@@ -116,7 +116,7 @@ def _lora_fwd_low_kernel(
         a = tl.load(down_a_ptr + b_at, mask=b_mask, other=0.0)
         h = weigh(weight, activate(g, ACT) * u)
         q = tl.dot(h.to(a.dtype), tl.trans(a), q, input_precision=PRECISION)
-    tl.store(low_ptr + 2 * plane + low_at, q.to(low_ptr.dtype.element_ty), mask=low_mask)
+    tl.store(low_ptr + plane + plane + low_at, q.to(low_ptr.dtype.element_ty), mask=low_mask)
 
 
 def lora_forward(z, low, weight, gate_b, up_b, down_a, act: str, scaling: float, config: dict | None = None) -> torch.Tensor:

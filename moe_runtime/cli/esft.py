@@ -126,7 +126,7 @@ def train(
     lora: Annotated[bool, option("Train LoRA of the selected experts; writes an adapter that PEFT reads.", "--lora")] = False,
     rank: Annotated[int | None, option("With --lora: rank of each expert's matrices (default: 8).")] = None,
     alpha: Annotated[float | None, option("With --lora: the scaling is alpha / rank (default: 16).")] = None,
-    ep_size: Annotated[int, option("Processes that share each layer's experts; 1 leaves all of them on each.")] = 1,
+    ep_size: Annotated[int, option("Processes to shard each layer's experts over (expert parallelism).")] = 1,
     seed: Seed = 0, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.
@@ -157,13 +157,13 @@ def train(
     training = Tuning.from_dict({
         "steps": steps, "learning_rate": learning_rate, "batch_size": batch_size, "weight_decay": weight_decay, "bf16": bf16,
         "per_device_batch_size": per_device_batch_size, "gradient_checkpointing": gradient_checkpointing,
-        "save_steps": save_steps or None,
+        "save_steps": save_steps or None, "ep_size": ep_size,
     })  # fmt: skip
     fit.quiet()
     with console.bar("training") as on_step:
         receipt = train_folder(
             model, selection, data, out, training, held_out=held_out, max_length=max_length, packed=pack, prompt=prompt,
-            train_on=train_on, dtype=dtype, seed=seed, ep_size=ep_size, overwrite=overwrite, on_step=on_step,
+            train_on=train_on, dtype=dtype, seed=seed, overwrite=overwrite, on_step=on_step,
             lora=(RANK if rank is None else rank, ALPHA if alpha is None else alpha) if lora else None,
         )  # fmt: skip
     if console.is_main():

@@ -50,6 +50,7 @@ FORM = (Annotated[str | None, option("ffn or lora experts (default: the recipe's
 TEXTS = _several(str, "Another text, a jsonl or parquet file; repeatable.", "--data")
 RANKS = _several(int, "A rank of LoRA; repeatable; 1, the recipe's and 4 times that.", "--rank")
 RATIOS = _several(float, "Examples of general text per example of the task (default: 0 1).")
+MIX = (Annotated[float, option("Examples of general text per example of the task.")], 0.0)
 TABLES = {
     "xft": (
         Table("table1", "Compare base, SFT, EWA, the MoE model and XFT's dense model (Tables 1 to 3)."),
@@ -75,6 +76,7 @@ TABLES = {
         Table("group-size", "Route by groups of experts, as if the experts were coarser; tune with FFT and ESFT (Figure 7).",
               "1 2 4", {"sizes": _several(int, "Experts per group (default: 1 2 4).")}),
         Table("mix-data", "Tune with and without general text mixed in (Tables 9 and 10).", "0 1", {"ratios": RATIOS}),
+        Table("other-tasks", "Tune on one task, judge on the others: FFT, LoRA, ESFT (Table 8).", "--mix 0", {"mix": MIX}),
         Table("counts", "Show the experts that each task's selection trains, and where in text (Figures 2, 4 and 9)."),
         Table("sample-size", "Show how much text is needed to find the same experts (Figure 8).", "1024 8192 --top 6",
               {"sizes": _several(int, "Tokens per sample (default: powers of two)."), "top": TOP, "score": (SCORE, "gate")}),
@@ -84,6 +86,8 @@ TABLES = {
     "upit": (
         Table("main", "Compare UpIT with dense tuning, copied experts, router-only tuning, also as LoRA (Table 1)."),
         _upit("ckpt", "Choose checkpoints in three ways (Tables 2 and 8).", "front uniform back"),
+        Table("pesc", "Compare adapters behind the MLPs as experts with LoRA, copied LoRA experts and UpIT (Table 1)."),
+        Table("saved", "Judge every checkpoint of the first tuning on each domain (Figure 2).", "--form lora", {"form": FORM}),
         _upit("expand", "Expand experts in three ways, or not at all (Tables 2 and 9).", "none random genetic"),
         _upit("router", "Start from three kinds of routers (Tables 2 and 10, Figure 5).", "none random skilled"),
         _upit("experts", "Vary the experts and the experts per token, of UpIT and of copied experts (Figure 4).",
@@ -97,6 +101,7 @@ TABLES = {
     ),
     "ultrafuser": (
         Table("ablate", "Compare specialists, specialists tuned further, and fused ones: direct, in two stages (Tables 2, 4)."),
+        Table("sample-level", "Compare a selector of one specialist per prompt with the fused model (Sec. 3.1)."),
         Table("weights", "Show the gate's weights by domain, as a map and token by token on a page (Table 6, Figures 6 to 8).",
               "--rows 100", {"rows": ROWS}),
         Table("stability", "Show the losses during stage 2, with the balanced sampler and without (Table 5).",

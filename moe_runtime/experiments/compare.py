@@ -1,4 +1,4 @@
-"""Is one model's held-out loss lower than another's? A paired test over held-out rows; verdicts are made here only.
+"""Paired tests of whether one model's held-out loss is lower than another's.
 
     d_r = (t_r / mean t) (x_r - y_r)       row r: its label tokens t_r, and the mean losses of the two models on it
     mean d                                 the difference of the two losses per label token
@@ -19,17 +19,17 @@ from moe_runtime.config import check_fraction
 from moe_runtime.io.rows import require
 
 LEVEL = 0.05
-TIE = 1e-6  # differences of a row's loss below it are the rounding of float32
+TIE = 1e-6  # smaller differences of an example's loss are float32 rounding
 VERDICTS = ("lower", "higher", "no difference found", "not finite")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One method's held-out loss against the reference's, over the same rows."""
+    """Comparison of a method's held-out loss with the reference's on the same examples."""
 
     name: str
     reference: str
-    difference: float  # mean loss per label token, the method's less the reference's
+    difference: float  # mean loss per label token, method minus reference
     low: float  # the interval of the difference, at 1 - LEVEL, of this comparison alone; NaN where there is none
     high: float
     p: float
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def signed(value: float) -> str:
-    """Return a difference of losses as text, to four places, and with an exponent where those would all be zeros."""
+    """Format a difference of losses with four decimals, or with an exponent if they would all be 0."""
     return f"{value:+.0e}" if 0 < abs(value) < 5e-5 else f"{value:+.4f}"
 
 
@@ -91,7 +91,7 @@ def compare(
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Correct p-values of one family by Holm's step-down: sorted, p_(i) times m - i + 1, never falling; NaN counts as 1."""
+    """Correct one family of p-values by Holm's step-down: sorted p_(i) times m - i + 1, made monotone; NaN counts as 1."""
     filled = [1.0 if math.isnan(value) else value for value in p]
     corrected, largest = [0.0] * len(filled), 0.0
     for rank, i in enumerate(sorted(range(len(filled)), key=filled.__getitem__)):
@@ -101,7 +101,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def _difference(weight, method, reference, level: float) -> tuple[float, float, float, float, int]:
-    """Return the mean difference, its interval, Wilcoxon's p and the side to which the ranks point: -1, 0 or 1."""
+    """Return the mean difference, its interval, Wilcoxon's p and the sign of the rank sum: -1, 0 or 1."""
     with np.errstate(invalid="ignore"):
         plain = method.mean(0) - reference.mean(0)
     if not np.isfinite(plain).all():

@@ -1,12 +1,11 @@
-"""Text that needs no download: Python's standard library as documents and as pairs, and three domains of pairs.
+"""Text without downloads: Python's standard library as documents and as pairs, and three domains of pairs.
 
 code        documented functions of Python's standard library: signature and docstring, then the body
 prose       paragraphs of its docstrings, of Python's documentation and of licences: their beginning, then the rest
 arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
-sums        short ones: one step, plus or minus, numbers of one digit; not one of DOMAINS, which studies take by default
+sums        short ones of one-digit numbers, answered by their one step; not one of DOMAINS, which studies take by default
 
-Held-out rows are of files that no train row is of, and for all domains of the same ones; a sum is held out by its
-question. Which rows are held out does not depend on the seed.
+The held-out files, and sums by their questions, are the same for all domains and seeds; no training example is from them.
 """
 
 import ast
@@ -38,7 +37,7 @@ SKIPPED = {
 
 
 class Pairs(NamedTuple):
-    """What `standard_library_pairs` returns; no held-out completion stands in a file that is not held out."""
+    """Result of `standard_library_pairs`; no held-out completion occurs in a training file."""
 
     train: list[dict[str, str]]
     held_out: list[dict[str, str]]
@@ -59,7 +58,7 @@ def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
 
 
 def standard_library_text(piece: int = PIECE, held_out: bool = False) -> list[str]:
-    """Return the standard library's source as documents of about `piece` characters, the held-out files excepted, or alone."""
+    """Return the standard library's source as documents of about `piece` characters, without or of only held-out files."""
     documents = []
     for module, text in standard_library_files():
         if is_held_out(module) != held_out:
@@ -76,13 +75,13 @@ def standard_library_text(piece: int = PIECE, held_out: bool = False) -> list[st
 
 
 def is_held_out(module: str) -> bool:
-    """Whether a file of the standard library, given as its path below it, is held out; the same in each process."""
+    """Return whether a file of the standard library, by its relative path, is held out; equal in all processes."""
     return zlib.crc32(module.encode()) % 10 == 0
 
 
 @functools.cache
 def standard_library_files() -> tuple[tuple[str, str], ...]:
-    """Return the standard library's files: pairs of a file's path below it and its text, sorted."""
+    """Return the standard library's files as sorted pairs of relative path and text."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in root.rglob("*.py"):
@@ -94,7 +93,7 @@ def standard_library_files() -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _library_rows() -> tuple[tuple[dict[str, str], ...], tuple[dict[str, str], ...]]:
-    """Return the rows of the train files and those of the held-out files, without doubles, in the files' order."""
+    """Return the examples of the training and the held-out files, without duplicates, in the order of the files."""
     train: dict[str, dict[str, str]] = {}
     held_out: dict[str, dict[str, str]] = {}
     known = set()  # all that the train files define, documented or not, however deep
@@ -112,7 +111,7 @@ def _library_rows() -> tuple[tuple[dict[str, str], ...], tuple[dict[str, str], .
 
 
 def _flat(text: str) -> str:
-    """The text without its indentation."""
+    """Return the text without its indentation."""
     return "\n".join(line.strip() for line in text.splitlines())
 
 
@@ -120,7 +119,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _functions(node: ast.AST, owner: str | None = None) -> Iterator[tuple[Function, str | None]]:
-    """Walk the functions of a module and the methods of its classes, not what is nested inside functions."""
+    """Walk the functions of a module and the methods of its classes, without nested functions."""
     for child in getattr(node, "body", []):
         if isinstance(child, ast.ClassDef):
             yield from _functions(child, child.name)
@@ -129,7 +128,7 @@ def _functions(node: ast.AST, owner: str | None = None) -> Iterator[tuple[Functi
 
 
 def _cut(lines: list[str], node: Function) -> str:
-    """The source of a function, with its decorators, without the lines of its docstring, indentation removed."""
+    """Return the source of a function with its decorators, without docstring and indentation."""
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     source = lines[first - 1 : node.end_lineno]
     if ast.get_docstring(node, clean=False) is not None:
@@ -138,7 +137,7 @@ def _cut(lines: list[str], node: Function) -> str:
 
 
 def _row(module: str, node: Function, owner: str | None, completion: str) -> dict[str, str] | None:
-    """Make the pair of one function; None where there is no docstring, no body beside it or no clean cut."""
+    """Make the pair of one function; None without a docstring, a body or a clean split."""
     doc, rest = ast.get_docstring(node), node.body[1:]
     if not doc or not rest or _is_stub(rest):
         return None
@@ -149,7 +148,7 @@ def _row(module: str, node: Function, owner: str | None, completion: str) -> dic
 
 
 def _is_stub(body: list[ast.stmt]) -> bool:
-    """Whether nothing happens in the body: pass, ... or an exception that says so."""
+    """Return whether the body does nothing: pass, ... or only a raise."""
     return len(body) == 1 and (
         isinstance(body[0], (ast.Pass, ast.Raise))
         or (isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant))
@@ -157,7 +156,7 @@ def _is_stub(body: list[ast.stmt]) -> bool:
 
 
 def _is_body(completion: str, body: list[ast.stmt]) -> bool:
-    """Whether the text is one function with just that body: no statement and no string's blanks went with the cut."""
+    """Return whether the text is one function with exactly that body, so no statement or whitespace was lost."""
     try:
         function, *others = ast.parse(completion).body
     except SyntaxError:
@@ -171,7 +170,7 @@ def _is_body(completion: str, body: list[ast.stmt]) -> bool:
 
 
 def _prompt(node: Function, owner: str | None, doc: str) -> str:
-    """The instruction. It ends in one line feed, where byte-level tokenizers break in any case."""
+    """Return the instruction; it ends in one line feed, where byte-level tokenizers always split."""
     kind = "method" if owner else "function"
     kind = f"async {kind}" if isinstance(node, ast.AsyncFunctionDef) else kind
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
@@ -180,7 +179,7 @@ def _prompt(node: Function, owner: str | None, doc: str) -> str:
     return f"Write {article} Python {kind} {node.name}({ast.unparse(node.args)}){returns}{where}.\n{doc}\n"
 
 
-GENERATOR = 1  # of these rows: another number makes other rows
+GENERATOR = 1  # version of the generated examples
 SUMS = 4096  # of either part, where no limit says how many
 # what this package cannot run without, so that their licences are on every machine
 DISTRIBUTIONS = (
@@ -200,7 +199,7 @@ CASES = ("bags", "baskets", "jars", "rows", "trays")
 
 
 class Domain(Rows):
-    """A domain in a recipe: its rows are one of DOMAINS or the user's own."""
+    """A domain in a recipe, with examples of DOMAINS or of the user."""
 
     @model_validator(mode="after")
     def _check_held_out(self):
@@ -214,7 +213,7 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
     At most `limit` of each; without a limit all there are, of arithmetic SUMS.
     """
-    check_choice("domain", name, tuple(_ROWS))
+    check_choice("domain", name, SOURCES)
     if limit is not None:
         check_positive("limit", limit)
     return Pairs(*_ROWS[name](limit, seed))
@@ -222,29 +221,25 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
 def joined_rows(names: Iterable[str]) -> Pairs:
     """Return the rows of several domains, one of each in turn, as long as each has one."""
-    parts = zip(*map(domain_rows, names), strict=True)
-    return Pairs(*([row for rows in zip(*part) for row in rows] for part in parts))
+    return Pairs(*([row for rows in zip(*part) for row in rows] for part in zip(*map(domain_rows, names), strict=True)))
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
-    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them.
-
-    Those of `sums` tell what happened and how many there are, and leave the question out.
-    """
-    check_choice("domain", name, tuple(_ROWS))
+    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them."""
+    check_choice("domain", name, SOURCES)
     if limit is not None:
         check_positive("limit", limit)
     if name == "code":
         documents = standard_library_text()
     else:
-        sums = itertools.islice(_sums("text", False, name == "sums"), 4 * SUMS)
-        told = (p.partition(" How many")[0] + " " + c if name == "sums" else p + c for p, c in sums)
+        sums = enumerate(itertools.islice(_sums("text", False, name == "sums"), 4 * SUMS))
+        told = (p.partition(" How many")[0] + " " + c if name == "sums" and i % 4 else p + c for i, (p, c) in sums)
         documents = _joined(_prose()[0] if name == "prose" else told)
     return documents[:: max(len(documents) // limit, 1)][:limit] if limit else documents
 
 
 def domains_key() -> list:
-    """Return all that the rows depend on beside limit and seed, JSON-ready: a change of it is a change of the rows."""
+    """Return what the examples depend on besides limit and seed, JSON-ready, to detect changes."""
     return [GENERATOR, platform.python_version(), [[name, _version(name)] for name in DISTRIBUTIONS]]
 
 
@@ -265,7 +260,8 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
 
 def _sum_rows(limit: int | None, seed: int, short: bool = False) -> Iterator[list]:
     for is_held_out in (False, True):
-        yield _named(itertools.islice(_sums(seed, is_held_out, short), limit or SUMS))
+        sums = itertools.islice(_sums(seed, is_held_out, short), limit or SUMS)
+        yield _named((p, c.partition(". ")[0] + ".") if short else (p, c) for p, c in sums)
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
@@ -275,12 +271,13 @@ def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
     "code": _code, "prose": _paragraph_rows, "arithmetic": _sum_rows, "sums": functools.partial(_sum_rows, short=True),
 }  # fmt: skip
+SOURCES = tuple(_ROWS)
 DOMAINS = ("code", "prose", "arithmetic")
 
 
 @functools.cache
 def _prose() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paragraphs of the train sources and those of the held-out ones, none twice, however it is written."""
+    """Return the paragraphs of the training and the held-out sources, without duplicates up to spelling."""
     found: tuple[dict, dict] = {}, {}
     for source, text in _sources():
         for paragraph in _paragraphs(text):
@@ -290,7 +287,7 @@ def _prose() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _sources() -> Iterator[tuple[str, str]]:
-    """Yield names and texts: each file's docstrings, the topics of Python's documentation, licences."""
+    """Yield names and texts: each file's docstrings, Python's documentation topics, licences."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for module, text in standard_library_files():
         nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
@@ -337,7 +334,7 @@ def _is_prose(text: str) -> bool:
 
 
 def _begun(paragraph: str) -> tuple[str, str]:
-    """Return a paragraph as what begins it, about a third, and the rest: cut between sentences, a lone one between words."""
+    """Split a paragraph after about a third, between sentences, or between words if it has only one."""
     ends = [match.end() for match in re.finditer(r"[.!?] (?=[A-Z])", paragraph)]
     ends = ends or [match.end() for match in re.finditer(" ", paragraph)]
     cut = min(ends, key=lambda end: abs(end - len(paragraph) / 3))
@@ -345,7 +342,7 @@ def _begun(paragraph: str) -> tuple[str, str]:
 
 
 def _joined(parts: Iterable[str]) -> list[str]:
-    """Return documents of at least PIECE characters, made of parts with a blank line between."""
+    """Join parts, separated by blank lines, to documents of at least PIECE characters."""
     documents, document, size = [], [], 0
     for part in parts:
         document.append(part)
@@ -357,7 +354,7 @@ def _joined(parts: Iterable[str]) -> list[str]:
 
 
 def _sums(seed: int | str, is_held_out: bool, short: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield sums without end, none twice; one question in ten is held out, with every seed the same ones."""
+    """Yield an endless stream of distinct sums; one question in ten is held out, independently of the seed."""
     generator, known = random.Random(f"sums {seed}"), set()
     while True:
         question, answer = _sum(generator, short)
@@ -367,7 +364,7 @@ def _sums(seed: int | str, is_held_out: bool, short: bool = False) -> Iterator[t
 
 
 def _sum(generator: random.Random, short: bool = False) -> tuple[str, str]:
-    """Make one: a first number, one to three changes of it, a `short` one's only one, and a question."""
+    """Make one sum: a first number, one to three changes of it (one if `short`), and a question."""
     name, other = generator.sample(NAMES, 2)
     thing, case = generator.choice(THINGS), generator.choice(CASES)
     count, steps, story = generator.randint(2, 9 if short else 60), [], []
@@ -384,8 +381,8 @@ def _sum(generator: random.Random, short: bool = False) -> tuple[str, str]:
 def _change(generator: random.Random, count: int, short: bool) -> tuple[str, str, int, int]:
     """Return an event, its sign and number, and what is left; every number is above 0."""
     parts = [d for d in range(2, 10) if count % d == 0]
-    kinds = ["more"] + ["less"] * (count > 1)
-    kind = generator.choice(kinds if short else kinds + ["times"] * (1 < count < 40) + ["share"] * bool(parts))
+    more = [] if short else ["times"] * (1 < count < 40) + ["share"] * bool(parts)
+    kind = generator.choice(["more"] + ["less"] * (count > 1) + more)
     if kind == "share":
         number = generator.choice(parts)
         event = "{name} puts them into {number} {case}, the same in each, and keeps one {a_case}."

@@ -1,4 +1,4 @@
-"""Models that are judged by domain: their losses stand domain after domain, and a table shows each domain beside all.
+"""Evaluation by domain: losses are ordered by domain, and tables show each domain and all together.
 
 Which experts the tokens of each domain go to, UpIT's Figure 5: counts, how far apart domains are, and the picture.
 
@@ -31,17 +31,17 @@ from moe_runtime.io import rows as data
 
 
 class Judged(NamedTuple):
-    """A model, one or fused, judged on the held-out rows of every domain."""
+    """A model, single or fused, evaluated on the held-out examples of every domain."""
 
     name: str
     folder: Path  # of the stage's model
-    loss: float  # mean over the label tokens of all held-out rows
-    losses: list[float]  # mean of each held-out row, domain after domain
+    loss: float  # mean over the label tokens of all held-out examples
+    losses: list[float]  # mean of each held-out example, ordered by domain
     tokens: list[int]
-    rows: dict[str, int]  # domain -> how many of the held-out rows are its
+    rows: dict[str, int]  # domain -> number of held-out examples
     steps: int
     seconds: float
-    total_seconds: float  # with the stages before it, the base excepted
+    total_seconds: float  # including previous stages, except for the base
     parameters: int
     active_parameters: int  # that a token passes through
     history: list  # (step, held-out loss), of an UltraFuser's specialist that of its own domain
@@ -58,12 +58,12 @@ class Judged(NamedTuple):
 
 
 def by_domain(losses: Sequence[float], tokens: Sequence[int], rows: Mapping[str, int]) -> dict[str, float]:
-    """Return the mean loss per label token of each domain's rows, which stand domain after domain."""
+    """Return each domain's mean loss per label token, for examples ordered by domain."""
     return {domain: trainers.mean_loss(losses[place], tokens[place]) for domain, place in places_of(rows).items()}
 
 
 def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
-    """Return where the rows of each domain stand."""
+    """Return the slice of each domain's examples."""
     places, start = {}, 0
     for domain, count in rows.items():
         places[domain] = slice(start, start + count)
@@ -72,7 +72,7 @@ def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
 
 
 def of_domain(result, domain: str):
-    """Return a result as if the rows of one domain were all it is judged by."""
+    """Return a result restricted to the examples of one domain."""
     place = places_of(result.rows)[domain]
     losses, tokens = result.losses[place], result.tokens[place]
     return result._replace(rows={domain: len(losses)}, history=[], **loss_of(losses, tokens))
@@ -83,7 +83,7 @@ MARKS = {"lower": "-", "higher": "+"}  # of a domain's loss that the test found 
 
 @dataclass(kw_only=True)
 class DomainReport(Report):
-    """A table of models that are judged on several domains; its own losses are over the held-out rows of all."""
+    """A table of models evaluated on several domains; its own losses are over all held-out examples."""
 
     label = "held-out loss per label token, all domains (lower is better)"
 
@@ -94,7 +94,7 @@ class DomainReport(Report):
 
     @cached_property
     def of_domains(self) -> dict[str, Report]:
-        """The same table on each domain's rows alone."""
+        """Return the same table for each domain."""
         names = ("command", "title", "source", "settings", "seeds", "reference")
         shared = {name: getattr(self, name) for name in names}
         return {
@@ -106,7 +106,7 @@ class DomainReport(Report):
         return self.of_domains[domain].entry(name).loss
 
     def to_dict(self) -> dict:
-        """Return all of the report as JSON-ready values."""
+        """Return the report as JSON-ready values."""
         values = super().to_dict()
         for method, entry in zip(values["methods"], self.entries, strict=True):
             method["domains"] = {domain: self.domain_loss(entry.name, domain) for domain in self.domains}
@@ -116,7 +116,7 @@ class DomainReport(Report):
         return finite(values | {"rows": self.entries[0].results[0].rows, "comparisons_of_domains": comparisons})
 
     def columns(self) -> list[tuple[str, str]]:
-        """Return the table's columns and how they are aligned."""
+        """Return the table's columns and their alignment."""
         names = (*self.domains, "all", f"vs {self.reference}", "p")
         costs = ("parameters", "trained", "train s")
         right = [(name, "right") for name in names]
@@ -141,7 +141,7 @@ class DomainReport(Report):
         return f"{self.domain_loss(name, domain):.4f}{mark}"
 
     def legend(self) -> str:
-        """Return what the table's numbers are, in lines."""
+        """Return lines that explain the table's numbers."""
         first = self.entries[0].results[0]
         rows = ", ".join(f"{count} of {domain}" for domain, count in first.rows.items())
         return (
@@ -154,7 +154,7 @@ class DomainReport(Report):
 
 
 class Routed(NamedTuple):
-    """Which experts the tokens of each domain go to."""
+    """The experts that the tokens of each domain are routed to."""
 
     name: str
     folder: Path
@@ -164,7 +164,7 @@ class Routed(NamedTuple):
 
 
 class DomainStages(KeptStages):
-    """The stages of a recipe with `domains`: all are tuned on together and judged apart; the rows stand domain after domain."""
+    """The stages of a recipe with `domains`: trained on all together, evaluated on each; examples are ordered by domain."""
 
     result = Judged
     share = 1.0  # of each domain's train rows that are tuned on
@@ -181,7 +181,7 @@ class DomainStages(KeptStages):
 
     @property
     def train_rows(self):
-        """The rows of all domains to tune on, tokenized."""
+        """The training examples of all domains, tokenized."""
         parts = [self.part(f"{domain}-train") for domain in self.recipe.domains]
         if self.share < 1:
             parts = [part.select(range(max(round(self.share * len(part)), 1))) for part in parts]
@@ -189,7 +189,7 @@ class DomainStages(KeptStages):
 
     @property
     def held_out(self):
-        """The rows to judge by, tokenized; the same for every stage and seed."""
+        """The evaluation examples, tokenized; equal for every stage and seed."""
         parts = [self.part(f"{domain}-held_out") for domain in self.recipe.domains]
         return data.require("datasets").concatenate_datasets(parts)
 
@@ -199,7 +199,7 @@ class DomainStages(KeptStages):
         return {domain: len(self.part(f"{domain}-held_out")) for domain in self.recipe.domains}
 
     def routed(self, moe: Judged) -> Routed:
-        """Return which experts the tokens of each domain's held-out rows go to."""
+        """Return the routing of the tokens of each domain's held-out examples."""
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
@@ -209,6 +209,14 @@ class DomainStages(KeptStages):
             return {"counts": counts, "layers": layers}
 
         return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
+
+    def judged(self, name: str, parent: Judged, folder: Path, **how) -> Judged:
+        """Return a model that the stage `parent` has in `folder`, judged as it is; `how` is what loading it takes."""
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            return self._judge(lambda: self._load(folder, **how))
+
+        return self._stage("judged", name, {"folder": folder.name}, [parent], make)
 
     def _settings(self, training: Training) -> dict:
         return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
@@ -222,7 +230,7 @@ class DomainStages(KeptStages):
         return course | self._judge(load)
 
     def _judge(self, load: Callable) -> dict:
-        """Take the held-out rows' losses of the model that `load` gives; all processes share the rows."""
+        """Return the held-out losses of the model of `load`; the processes share the examples."""
         ranks.free_memory()
         model, training = load(), self.judging
         batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
@@ -242,7 +250,7 @@ class DomainStages(KeptStages):
         return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
-        """Write the tokenizer, and each domain's rows to tune on and to judge by."""
+        """Write the tokenizer, and each domain's training and evaluation examples."""
         r = self.recipe
         tokenizer = self._base_tokenizer(self._documents)
         self.say("reading and tokenizing " + ", ".join(f"{name}: {domain}" for name, domain in r.domains.items()))
@@ -257,7 +265,7 @@ class DomainStages(KeptStages):
 
 
 def said(one) -> str:
-    """Say a comparison with its difference, for a line of several."""
+    """Return a comparison with its difference as text, for a line of several."""
     return f"{one.name} {signed(one.difference)} ({one.verdict})"
 
 
@@ -266,7 +274,7 @@ def _entry_of(entry: Entry, domain: str) -> Entry:
 
 
 BATCH = 16
-LAYERS = 4  # drawn at most, evenly spaced with the first and the last
+LAYERS = 4  # maximum number of plotted layers, evenly spaced from the first to the last
 
 
 def count(model, tokenizer, rows: Mapping) -> tuple[dict[str, list], list[str]]:
@@ -290,14 +298,14 @@ def shares(counts: Mapping[str, list]) -> dict[str, torch.Tensor]:
 
 
 def apart(counts: Mapping[str, list]) -> float:
-    """Return the mean distance between two domains; 0 where all are routed alike, or there is one alone."""
+    """Return the mean distance between two domains; 0 if all are routed equally or there is only one."""
     pairs = itertools.combinations(shares(counts).values(), 2)
     distances = [(a - b).abs().sum(-1).mean().item() / 2 for a, b in pairs]
     return statistics.fmean(distances) if distances else 0.0
 
 
 def picture(report, routed: Mapping[str, Sequence]):
-    """Draw each method's shares by domain, a row per method, a column per layer; means over the seeds.
+    """Plot each method's shares by domain, a row per method and a column per layer; means over the seeds.
 
     `routed` holds a stage's result for every seed. Methods may have different numbers of experts.
     """
@@ -319,7 +327,7 @@ def picture(report, routed: Mapping[str, Sequence]):
 
 
 def _bars(axes, results: Sequence, layer: int) -> None:
-    """Draw one layer: a group of bars per expert, a bar per domain, the balanced share as a line."""
+    """Plot one layer: a group of bars per expert, a bar per domain, and the balanced share as a line."""
     by_seed = [shares(result.counts) for result in results]
     domains, E = list(by_seed[0]), len(by_seed[0][next(iter(by_seed[0]))][layer])
     width = 0.8 / len(domains)

@@ -1,4 +1,4 @@
-"""Four tasks that a small pretrained model learns in minutes, made without a download.
+"""Four tasks without downloads that a small pretrained model learns in minutes.
 
 intent      a request in its user's words -> one of ten labels
 json        a sentence about an order, a trip or a meeting -> the named parts of it as a JSON object
@@ -78,7 +78,7 @@ def _objects(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str,
 
 
 def _filled(wording: str, generator: random.Random) -> tuple[str, dict]:
-    """Return a wording with its places filled, and what they were filled with."""
+    """Return a wording with its placeholders filled, and the values."""
     values = {name: generator.choice(words) for name, words in WORDS.items()}
     values |= {"number": generator.randint(2, 60), "time": f"{generator.randint(1, 12)}:{generator.randrange(0, 60, 5):02}"}
     used = [name for _, name, _, _ in string.Formatter().parse(wording) if name]
@@ -104,7 +104,7 @@ TASKS = tuple(_MAKERS)
 
 
 def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> Pairs:
-    """Return so many examples of a task to train on and held out, prompt and completion, none twice.
+    """Return distinct training and held-out examples of a task, with prompt and completion.
 
     Raises ValueError if there are fewer: the standard library has some hundred functions.
     """
@@ -129,7 +129,7 @@ def write_tasks(
     folder: str | Path, *, train: int = 80, held_out: int = 40, seed: int = 0, more: dict[str, Pairs] | None = None,
     overwrite: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """Write train.jsonl and held_out.jsonl of all tasks, shuffled, and TASK-train.jsonl and TASK-held_out.jsonl of each.
+    """Write train.jsonl and held_out.jsonl with all tasks, shuffled, and TASK-train.jsonl and TASK-held_out.jsonl.
 
     `more` has further tasks by their names. Returns the lines of each file.
     """

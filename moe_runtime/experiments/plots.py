@@ -22,14 +22,14 @@ FAR = 6  # times the median distance from the reference: beyond it a method is n
 
 
 def save(figure, path: Path) -> None:
-    """Write a figure as PNG, whole or not at all."""
+    """Write a figure as PNG, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as beside:
         figure.savefig(beside, dpi=150)
 
 
 def dots(report):
-    """Draw the loss of every method and seed, the reference as a line, `general` losses beside; far ones named at the edge."""
+    """Plot every method's losses by seed, with the reference as a line and `general` losses; outliers are named at the edge."""
     reports = (report, report.general) if hasattr(report, "general") else (report,)
     size = 8.2 if len(reports) == 1 else 13.0, 1.6 + 0.52 * len(report.entries)
     figure, all_axes = figure_of(report, size, columns=len(reports))
@@ -70,7 +70,7 @@ def _dots(axes, report) -> None:
 
 
 def sweep(report):
-    """Draw the losses over the swept value, a line per kind of model, the reference as a band; general losses below."""
+    """Plot losses over the swept value, a line per kind of model and the reference as a band; general losses below."""
     reports = (report, report.general) if hasattr(report, "general") else (report,)
     figure, all_axes = figure_of(report, (7.2, 0.8 + 3.6 * len(reports)), rows=len(reports))
     for axes, one in zip(all_axes if len(reports) > 1 else (all_axes,), reports):
@@ -112,7 +112,7 @@ def _sweep(axes, report, extra: dict) -> None:
 
 
 def times(report):
-    """Draw the losses over the seconds of training: every method's way, and where it ends."""
+    """Plot losses over seconds of training: every method's curve and its final loss."""
     figure, axes = figure_of(report, (7.2, 4.4))
     for entry, colour, marker in zip(report.entries, COLOURS, MARKERS):
         if entry.name == report.reference:
@@ -129,7 +129,7 @@ def times(report):
 
 
 def curves(report):
-    """Draw the held-out loss over the steps: the mean over the seeds, and each seed thinly."""
+    """Plot the held-out loss over steps: the mean over seeds, and each seed as a thin line."""
     figure, axes = figure_of(report, (7.2, 4.4))
     for entry, colour, marker in zip(report.entries, COLOURS, MARKERS):
         ways = [result.history for result in entry.results]
@@ -159,7 +159,7 @@ def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1
 
 
 def _near(entries, reference) -> list:
-    """The entries that are drawn to scale: finite, and not so far from the reference that the others would coincide."""
+    """Return the entries to plot to scale: finite, and not so far from the reference that the others would coincide."""
     apart = {entry.name: abs(entry.loss - reference.loss) for entry in entries if math.isfinite(entry.loss)}
     others = [distance for name, distance in apart.items() if name != reference.name]
     limit = FAR * statistics.median(others) if len(others) > 1 else math.inf
@@ -221,17 +221,17 @@ def page(title: str, note: str, scale: str, sections: str, *, light: str, dark: 
 
 
 def section(name: str, blocks: Sequence[str]) -> str:
-    """Return blocks, HTML, under a heading."""
+    """Return HTML blocks under a heading."""
     return f"<section>\n<h2>{html.escape(name)}</h2>\n" + "\n".join(blocks) + "\n</section>"
 
 
 def block(tokens: str, said: str) -> str:
-    """Return a text of tokens, HTML, and a line of text below it."""
+    """Return HTML tokens and a line of text below."""
     return f'<pre>\n{tokens}</pre>\n<p class="mean">{html.escape(said, quote=False)}</p>'
 
 
 def token(piece: str, style: str, said: str = "") -> str:
-    """Return a token, coloured by its own `style`, that says `said` when pointed at."""
+    """Return a token with a CSS `style` and the tooltip `said`."""
     title = f' title="{html.escape(said)}"' if said else ""
     # a browser takes a lone carriage return and control characters for errors
     clean = "".join(c if c in "\n\t" or c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in piece)

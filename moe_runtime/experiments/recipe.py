@@ -201,9 +201,10 @@ class Training(Node):
     bf16: bool = False
     gradient_checkpointing: bool = False
     save_steps: Count | None = None  # steps between checkpoints, from which an interrupted run resumes
+    ep_size: Count = Field(1, exclude_if=lambda size: size == 1)  # processes that share each layer's experts
     # steps after which the held-out loss is measured, instead of the recipe's evenly spaced `evaluations`
     evaluations: list[Count] | None = Field(None, exclude_if=lambda steps: steps is None)
-    keep_best: bool = Field(False, exclude_if=lambda keep: not keep)  # end with the weights of the lowest held-out loss
+    keep_best: bool = Field(False, exclude_if=lambda keep: not keep)  # restore the weights with the lowest held-out loss
 
     @model_validator(mode="after")
     def _check_training(self):
@@ -228,7 +229,7 @@ class Pretrain(Node):
     documents: Count | None = None  # number of documents of about 2,000 characters; all by default
     seed: int = 0  # independent of the run's seed: every seed tunes the same base
     optimizer: str = Field("adamw_torch", exclude_if=lambda name: name == "adamw_torch")
-    split_digits: bool = Field(False, exclude_if=lambda split: not split)  # every digit a token of its own
+    split_digits: bool = Field(False, exclude_if=lambda split: not split)  # one token per digit
 
 
 def check_base(recipe) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.experiments.corpora import DOMAINS, SUMS, domain_rows, domain_text, standard_library_text
+from moe_runtime.experiments.corpora import DOMAINS, SOURCES, SUMS, domain_rows, domain_text, standard_library_text
 from moe_runtime.experiments.recipe import Node, Pretrain, Rows, Training, load_recipe
 from moe_runtime.hf.dropin.layers import sizes
 from moe_runtime.hf.models.tiny import small_llama, train_tokenizer
@@ -92,6 +92,7 @@ class KeptStages:
     """
 
     FORMAT: int
+    HAS_EXPERTS = False  # the base, before anything is made of it
     Recipe: type[Node]
     result: type = Result
 
@@ -106,6 +107,7 @@ class KeptStages:
             raise ValueError(f"Output folder {out} is a file. Choose another")
         for training in self.trainings():
             trainers.check_training(**training.to_dict())
+            ranks.check_ep_size(training.ep_size, self.recipe.base_model if self.HAS_EXPERTS else None)
         trainers.quiet()
         self._rows: dict = {}
         self._key = ranks.agree(self.data_key())  # once, as the rows are read once
@@ -371,6 +373,6 @@ def domain_documents(pretrain: Pretrain, sources: Iterable[str]) -> list[str]:
 
     Code's are the standard library's source. Where no source is built in, all built-in domains are read.
     """
-    names = [name for name in DOMAINS if name in set(sources)] or list(DOMAINS)
+    names = [name for name in SOURCES if name in set(sources)] or list(DOMAINS)
     count = pretrain.documents and max(pretrain.documents // len(names), 1)
     return [text for name in names for text in domain_text(name, limit=count)]

@@ -56,8 +56,9 @@ class FuserGate(nn.Module):
         with torch.autocast(self.score.weight.device.type, enabled=False):
             states = [h.to(self.score.weight.dtype) for h in hidden]
             if self.joint:
-                return self._scores(torch.cat(states, -1)).softmax(-1)
-            return torch.cat([self._scores(h) for h in states], -1).softmax(-1)
+                return self._scores(torch.cat(states, -1)).softmax(-1, dtype=torch.float32)
+            # FSDP2 may gather the parameters in bfloat16
+            return torch.cat([self._scores(h) for h in states], -1).softmax(-1, dtype=torch.float32)
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
         return self.score(x if self.up is None else F.relu(self.up(x)))

@@ -204,7 +204,7 @@ def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
 
 
 def named(tensor: torch.Tensor) -> str:
-    """Return the class of a tensor, if it is of another package than torch, and its dtype."""
+    """Return a tensor's dtype, preceded by its class if that is not from torch."""
     kind = type(tensor)
     return f"{kind.__module__}.{kind.__name__} ({tensor.dtype})" if _package(kind) != "torch" else str(tensor.dtype)
 

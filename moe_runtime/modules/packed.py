@@ -88,7 +88,7 @@ def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype, 
     data = stack.data.view(torch.uint8)
     module.register_parameter(name, PackedParameter(data if spread is None else _spread(data, spread), shape))
     for i, scale in enumerate(stack.scales):
-        # the fifth, in which the ranks differ, is in no checkpoint
+        # the fifth differs between ranks, so checkpoints omit it
         module.register_buffer(f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=i < 4)
     if not layouts(module):
         module.__dict__[PACKED] = {}
@@ -221,7 +221,7 @@ def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing,
         given = {key.removeprefix(prefix): state_dict.pop(key) for key in names}
         tensors = {name: getattr(module, name).data} | {key: getattr(module, key) for key in _buffers(layout, name)}
         try:
-            if is_distributed(tensors[name]):  # a DTensor of a stack's bytes is loaded as any other
+            if is_distributed(tensors[name]):  # DTensors of a stack's bytes are loaded like any others
                 here = {key: t.to_local() if key != name and is_distributed(t) else t for key, t in given.items()}
                 tensors |= {key: here[key] for key in tensors if given}
             elif given:

@@ -248,7 +248,7 @@ def _lora(d: Draw, T, H, I, E, K, how, act, targets, dense):
 
 
 def _frozen(d: Draw, form, T, H, I, E, K, how):
-    """Frozen stacks, dense or packed, with low-rank terms."""
+    """Check frozen stacks, dense or packed, with low-rank terms."""
     sizes = {"up": (E, 2 * I, H), "down": (E, H, I)}
     leaves = {"x": d.floats(T, H), "weight": d.floats(T, K, wide=True, draw=torch.rand), "idx": d.ids(T, E, K, how)}
     stored, means = {}, {}

@@ -24,6 +24,7 @@ import torch
 
 from moe_runtime.config import one_line
 from moe_runtime.experiments import plots
+from moe_runtime.experiments.compare import compare
 from moe_runtime.experiments.corpora import Pairs
 from moe_runtime.experiments.everyday import TASKS, write_tasks
 from moe_runtime.experiments.stages import Result, files_print, hash_of
@@ -42,7 +43,7 @@ from moe_runtime.tools.evaluate_tasks import find_tasks, hub_rows
 from moe_runtime.tools.smollm2 import check_smollm2, write_smollm2
 
 GSM8K = "openai/gsm8k"
-TOKENS = {"gsm8k": 160}  # of an answer, at most; of other tasks 64
+TOKENS = {"gsm8k": 160} | dict.fromkeys(TASKS, 64)  # of an answer, at most
 ASKED_AT_ONCE, MEASURED = 32, 4
 NOTES = {
     "base": "as it was pretrained",
@@ -104,7 +105,7 @@ def run(
     report = evaluate(
         [f"{name}={one.folder}" for name, one in asked.items()], files, out / "eval", reference="SFT", prompt="chat",
         batch_size=ASKED_AT_ONCE, dtype="bfloat16" if settings.tune.bf16 else "auto",
-        max_new_tokens=max(TOKENS.get(name, 64) for name in names),
+        max_new_tokens=max(TOKENS[name] for name in names),
     )  # fmt: skip
     results = _results(stages, found, report, measured)
     atomic_write_json(out / "results.json", jsonable(results))
@@ -205,9 +206,11 @@ def _results(stages: Stages, found: dict[str, Result], report: Report, measured:
         }
         for name, one in found.items()
     ]  # fmt: skip
+    tuned = {name: [one.losses] for name, one in found.items() if name != "base"}
     return {
         "recipe": stages.recipe.to_dict(), "seed": stages.seed, "machine": _machine(stages.recipe), "torch": torch.__version__,
         "measured": measured, "rows": rows, "comparisons": [one._asdict() for one in report.comparisons],
+        "loss_comparisons": [str(one) for one in compare(tuned, "merged", found["merged"].tokens)],
         "alpha": found["merged"].alpha, "upcycled_error": found["MoE"].upcycled_error,
         "curves": {name: one.history for name, one in found.items()},
     }  # fmt: skip
@@ -268,11 +271,7 @@ def _show(results: dict, out: Path) -> None:
             for row in rows
         ],
     )  # fmt: skip
-    losses = {row["model"]: row["loss"] for row in rows}
-    for name in ("SFT", "SFT_time"):
-        gain = losses[name] - losses["merged"]
-        how = "lower" if gain > 0 else "higher"
-        print(f"The merged model's loss is {abs(gain):.4f} {how} than that of {name} ({NOTES[name]}).")
+    print("held-out losses, " + "\n".join(results["loss_comparisons"]))
     for one in results["comparisons"]:
         if one["model"] == "merged":
             print(

@@ -5,7 +5,9 @@ gsm8k       question, answer                           the number after its firs
 humaneval   prompt, test, entry_point                  prompt and answer pass the test
 mbpp        text or prompt, test_list                  it passes every test
 arithmetic  prompt, completion                         its last number is the gold answer's
-intent, json, function  a pair; or prompt, raw_answers  it is the gold answer, as JSON where both are, else but for whitespace
+intent      a pair; or prompt, raw_answers             it is the gold answer, as JSON where both are, else but for whitespace
+json        a pair; or prompt, raw_answers             as of intent
+function    a pair; or prompt, raw_answers             as of intent
 
 `Task.problems` of a built-in task builds the questions and `Task.judge` scores the answers; lm-eval runs the requests.
 """

@@ -70,9 +70,9 @@ class Share(NamedTuple):
 
 def shapes_of(model: torch.nn.Module, tokens: int, size: int) -> Shapes:
     """Return the shapes of a model for micro-batches of `tokens` tokens of elements of `size` bytes."""
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1]
-    lists = [m for m in lists if not any(other is not m and other in set(m.modules()) for other in lists)]  # of layers
-    blocks = [sum(map(memory.nbytes, layer.parameters())) for layers in lists for layer in layers] or [0]
+    wrapped = set(getattr(model, "_no_split_modules", None) or ())  # what accelerate wraps
+    layers = [m for m in model.modules() if type(m).__name__ in wrapped]
+    blocks = [sum(map(memory.nbytes, layer.parameters())) for layer in layers] or [0]
     weights = sum(map(memory.nbytes, model.parameters()))
     layers, K, H, E = 0, 0, 0, 1
     for module in model.modules():

@@ -24,7 +24,7 @@ from moe_runtime.tools.memory import Estimate
 from moe_runtime.tools.memory_engines import ENGINES, GPUS, Shapes, Share, Wire, seconds_of, shapes_of, share_of, wire_of
 
 # the engines with which a method's recipes run: docs/scale.md
-RUNS_WITH = {"xft": ("ddp", "fsdp2"), "esft": ("ddp", "fsdp2"), "upit": ("ddp", "fsdp2"), "ultrafuser": ("ddp",)}
+RUNS_WITH = {"xft": ("ddp", "fsdp2"), "esft": ("ddp", "fsdp2"), "upit": ("ddp", "fsdp2"), "ultrafuser": ("ddp", "fsdp2")}
 RESERVED = 1.5e9  # assumed bytes for the CUDA context, NCCL's buffers and fragmentation
 # the most experts per layer (of 64) that ESFT trains in the paper; a task's selection is known only after scoring
 ESFT_MOST = 15 / 64
@@ -63,7 +63,7 @@ def _built(source: str, dtype: str, change: Callable = lambda config: config):
 
 def _xft(r) -> Iterator[Stage]:
     def moe(config):
-        return folders.upcycled_config(config, folders.config_for_folder(config, **r.experts))
+        return folders.upcycled_config(config, folders.config_for_folder(config, **r.experts), r.layers)
 
     def mixed(config):
         return folders.mergeable_config(moe(config), r.shared_rate, False)
@@ -332,7 +332,7 @@ def check(recipe: Node, name: str = "recipe") -> None:
             continue
         parts = ", ".join(f"{of} {value / 1e9:.1f}" for of, value in found.share._asdict().items() if value)
         near = planner.nearest(stage.name, found.setting, size)
-        fits = "No setting fits" if near is None else f"{near.setting} would fit, with {near.share.total / 1e9:.1f} GB"
+        fits = "No setting fits" if near is None else f"It fits with {near.setting}: {near.share.total / 1e9:.1f} GB"
         raise ValueError(
             f"{name}: stage {stage.name} needs {found.share.total / 1e9:.1f} GB per GPU ({parts}) with {found.setting}, but "
             f"only {size / 1e9:.1f} GB are available. {fits}"

@@ -160,7 +160,7 @@ SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--
     pytest.param(("--shape", "gpt-5"), "shape must be one of xft-dscoder-1.3b, ", id="unknown shape"),
     pytest.param(("--shape", "olmoe", *SIZES), ". Pass only --shape, or --model", id="shape and sizes"),
     pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
-    pytest.param(("--model", "{tmp}"), "config.json, which cannot be read", id="no model"),
+    pytest.param(("--model", "{tmp}"), "Cannot read the JSON file", id="no model"),
     pytest.param((*SIZES, "--tokens", "4k"), "such as 4096,16384, but got '4k'", id="bad tokens"),
     pytest.param((*SIZES, "--tokens", "16,0"), "such as 4096,16384, but got '16,0'", id="no tokens"),
     pytest.param((*SIZES, "--dtype", "int8"), "dtype must be one of bfloat16", id="bad dtype"),
@@ -189,7 +189,7 @@ def test_tune_without_a_home_writes_nowhere(run, clock, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
     out = run("tune", *SIZES)
-    assert out.returncode == 1 and out.stderr.startswith("error: This user has no home folder (HOME is None). ")
+    assert out.returncode == 1 and out.stderr.startswith("error: This user has no home folder (HOME is None) to store")
     assert len(out.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
     out = run("tune", *SIZES, "--out", "tiles.json")
     assert out.returncode == 0 and [path.name for path in tmp_path.iterdir()] == ["tiles.json"]

@@ -60,7 +60,7 @@ later = "Cannot push to 'locked/x'.*kept is complete; upload it with: hf upload 
 verb("xft merge moe kept --push-to-hub locked/x", fails=later)
 assert Path("kept/config.json").is_file() and Path("kept/README.md").is_file()
 verb("xft merge moe other --push-to-hub nameless", fails="Cannot push to 'nameless'. Expected OWNER/NAME")
-verb("xft merge nobody/none other", fails="nobody/none.*expected a model's folder or an id of the Hub")
+verb("xft merge nobody/none other", fails="nobody/none.*Pass the folder of a model or a Hub id")
 assert not Path("other").exists()
 """
 ADAPTERS = """

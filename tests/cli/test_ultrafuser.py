@@ -87,10 +87,10 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arguments, match", [
     pytest.param(("train", "--config", "none.yaml"), "Recipe 'none.yaml' does not exist", id="none"),
-    pytest.param(("generate", "{here}", "--prompt", "a"), "fuser_config.json (No such file", id="no folder"),
+    pytest.param(("generate", "{here}", "--prompt", "a"), "fuser_config.json .No such file", id="no folder"),
     pytest.param(("generate", "{here}", "--prompt", "a", "--temperature", -1), "temperature must be", id="cold"),
     pytest.param(("generate", "{here}"), "but got prompt None, data None", id="nothing"),
-    pytest.param(("generate", "{here}", "--data", "a.jsonl"), "or --data and --out", id="nowhere"),
+    pytest.param(("generate", "{here}", "--data", "a.jsonl"), "or both --data and --out", id="nowhere"),
     pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
     pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "cannot be loaded by transformers", id="missing"),
     pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/"), "gate must be one of", id="gate"),

@@ -110,7 +110,7 @@ def test_the_methods_tables_are_those_that_were_printed(method):
 
 
 def test_nothing_is_left_to_fill_in_and_pictures_are_there():
-    assert "<!--" not in README and "held-out functions of the standard library" in section("Two commands")
+    assert "<!--" not in README and "held-out functions, texts and sums" in section("Two commands")
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
     assert "docs/way.svg" in pictures and "docs/demo.png" in pictures
     for path in pictures:

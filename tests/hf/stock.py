@@ -23,9 +23,9 @@ _EXPERTS = re.compile(r"^class \w*(Experts|SparseMLP|SparseMoeBlock|MoE|Moe)\(",
 # families with experts of their own kind, and why they cannot go through an interface for stacked SwiGLU-like experts
 OUTSIDE = {
     "aria": "joined the interface in a later transformers",
-    "dbrx": "one matrix for all experts, which the model cuts apart itself",
+    "dbrx": "one matrix for all experts, which the model splits itself",
     "doge": "experts of one row each, looked up in embeddings by product keys",
-    "jetmoe": "mixtures in the attention too, two products that the model calls apart",
+    "jetmoe": "experts in the attention too, and two products that the model calls separately",
     "llama4": "dense: every expert sees every token, scaled by its gate before the first product",
     "longcat_flash": "ids beyond the stack name experts that compute nothing and pass the token on",
     "nllb_moe": "one module an expert, dropout between them, capacity in the router",

@@ -18,6 +18,7 @@ from tests.support import dist_rehearsal, rehearsal
 from tests.support.dist_launch import launch
 
 PATHS = [path for path in sorted(METHODS.glob("*/recipes/*.yaml")) if re.search("^# Machine", path.read_text(), re.MULTILINE)]
+PATHS = [path for path in PATHS if path.stem != "smollm2"]  # of no paper
 MAGICODER = "You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable responses"
 DEEPSEEK = "User: Write a .*\n\nAssistant: def "
 # the model that comes out, and how its first example reads

@@ -44,7 +44,7 @@ WHAT = {
     "grouped_gemm_backward._dz_kernel": "gradient of z: gathers dout, activation's gradient in its epilogue, weights' too",
     "grouped_gemm_backward._grouped_gemm_bwd_w_kernel": "gradient of an expert's weight: dy^T x over its rows",
     "grouped_gemm_backward._bias_bwd_kernel": "gradient of the biases: sums over each expert's rows",
-    "merging._merge_experts_fwd_kernel": "mixture of experts' weights, each read once",
+    "merging._merge_experts_fwd_kernel": "weighted sum of experts' weights, each read once",
     "merging._merge_experts_bwd_alpha_kernel": "gradient of the mixing coefficients",
     "merging._merged_linear_bwd_alpha_kernel": "the same without the merged weight's gradient in memory",
     "routing._route_fwd_kernel": "router logits to K experts and their weights",

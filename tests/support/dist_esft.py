@@ -1,8 +1,13 @@
 """One of the ranks of tests/methods/esft/test_processes.py: `dist_esft.py OUT ENGINE`."""
 
+import contextlib
+import functools
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
+from moe_runtime.hf.training.recording import last_checkpoint
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs
@@ -36,6 +41,7 @@ def spread(out: str) -> None:
     esft.save_adapter(model, f"{out}/spread")
 
 
+SETTINGS = {"steps": 3, "batch_size": 4, "per_device_batch_size": 2, "learning_rate": 1e-2, "save_steps": 2}
 TRAININGS = (
     ("law", (2, 4.0), 1, "sgd"), ("law-ep2", (2, 4.0), 2, "sgd"), ("rows-ep2", None, 2, "adamw_torch"),
 )  # fmt: skip
@@ -70,10 +76,22 @@ def train_folder(out: str) -> None:
     """`esft train` of both ranks, on a base and rows in the folder; the selection is layer 1's experts 5 and 2."""
     selection = esft.ExpertSelection(experts={1: (5, 2)})
     for name, lora, ep_size, optimizer in TRAININGS:
-        training = Tuning(steps=3, batch_size=4, per_device_batch_size=2, learning_rate=1e-2, save_steps=2, optimizer=optimizer)
-        runs.train_folder(
-            f"{out}/base", selection, f"{out}/rows.jsonl", f"{out}/{name}", training, max_length=32, lora=lora, ep_size=ep_size
+        training = Tuning.from_dict(SETTINGS | {"optimizer": optimizer, "ep_size": ep_size})
+        run = functools.partial(
+            runs.train_folder,
+            f"{out}/base",
+            selection,
+            f"{out}/rows.jsonl",
+            f"{out}/{name}",
+            training,
+            max_length=32,
+            lora=lora,
         )
+        if lora is None:  # ends before it saves, and resumes from the checkpoint of the second step
+            with mock.patch.object(esft, "save_adapter", side_effect=ValueError), contextlib.suppress(ValueError):
+                run()
+            assert last_checkpoint(f"{out}/{name}-checkpoints").name == "checkpoint-2"
+        run()
 
 
 def main(out: str, engine: str) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moe_runtime.methods.esft.recipe import load_recipe
 from moe_runtime.methods.esft.study import Stages
 from tests.support.dist_stages import use_fsdp2
 
@@ -20,6 +21,8 @@ def main(out: str, engine: str, recipe: str, *names: str) -> None:
         said.append(text)
         print(text, flush=True)  # to the log that a failed launch shows
 
+    if engine == "ep":
+        recipe = load_recipe(recipe).change(esft__ep_size=2, fft__ep_size=2, lora__training__ep_size=2)
     stages = Stages(recipe, Path(out, "out"), say=say)
     selection = stages.selection("sums", "gate")
     results = {name: stages.esft("sums", selection) if name == "esft" else getattr(stages, name)("sums") for name in names}

@@ -24,7 +24,7 @@ class Spy(TrainerCallback):
         self.kinds |= {type(p).__name__ for p in model.parameters()}
 
 
-def use_fsdp2() -> None:
+def use_fsdp2(mixed_precision: str | None = None) -> None:
     """Have accelerate take FSDP2, which it turns off on the CPU; its own code runs there all the same."""
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
@@ -32,6 +32,8 @@ def use_fsdp2() -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
+    if mixed_precision is not None:
+        plugin.set_mixed_precision(mixed_precision)
     real = AcceleratorState.__init__
 
     def init(self, *args, **kwargs):

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -216,9 +217,25 @@ def parse_pre_commit(arguments: list[str], page: str) -> None:
     assert arguments == ["install"] and yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
 
 
+def parse_vllm(arguments: list[str], page: str) -> None:
+    """`vllm serve FOLDER`, with nothing else or with what `make test-serving` runs an upcycled model with."""
+    from tests.support.serving import OURS
+
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    for name in ("serve", "folder"):
+        parser.add_argument(name)
+    parser.add_argument("--model-impl")
+    parser.add_argument("--hf-overrides", type=json.loads)
+    for name in ("--trust-remote-code", "--enforce-eager"):
+        parser.add_argument(name, action="store_true")
+    given = vars(parser.parse_args(arguments))
+    ours = {name: given[name] for name in OURS}
+    assert given["serve"] == "serve" and (ours == OURS or not any(ours.values())), arguments
+
+
 COMMANDS = {
     "moe-runtime": parse_verb, "make": parse_make, "python": parse_python, "pip": parse_pip, "accelerate": parse_accelerate,
-    "torchrun": parse_torchrun, "bash": parse_bash, "pre-commit": parse_pre_commit,
+    "torchrun": parse_torchrun, "bash": parse_bash, "pre-commit": parse_pre_commit, "vllm": parse_vllm,
 }  # fmt: skip
 
 

@@ -228,7 +228,7 @@ def save_data(root: Path, name: str) -> None:
         path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
 
 
-SHORT = {"steps": 2, "epochs": None, "warmup_steps": 0, "batch_size": 4, "per_device_batch_size": 1}
+SHORT = {"steps": 2, "epochs": None, "warmup_steps": 0, "batch_size": 4, "per_device_batch_size": 2}
 SHORT |= {"learning_rate": 1e-2}  # at the paper's rates two steps are lost in bfloat16's rounding
 # of the recipes' sizes, none of the paths that they take: engine, optimizer, schedule, precision, checkpointing, prompts
 SIZES = {
@@ -245,12 +245,12 @@ TRAININGS = {
 def divided(recipe):
     """Return a recipe with its steps, batches and rows divided."""
     changes = SIZES[recipe.method] | {"evaluations": 1}
-    batch = {"batch_size": 6} if recipe.method == "ultrafuser" else {}
+    batch = {"batch_size": 6, "per_device_batch_size": 1} if recipe.method == "ultrafuser" else {}
     for training in TRAININGS[recipe.method]:
         changes |= {f"{training}__{name}": value for name, value in (SHORT | batch).items()}
     for form in getattr(recipe, "forms", ()):
         for stage in ("sft", "init", "post"):
-            own = {"batch_size": 4, "per_device_batch_size": 1, "learning_rate": 1e-2}
+            own = {"batch_size": 4, "per_device_batch_size": 2, "learning_rate": 1e-2}
             changes |= {f"{form}__{stage}__{name}": value for name, value in own.items()}
     for place, parts in (("tasks", True), ("domains", True), ("general", False)):
         for name in getattr(recipe, place, {}) if parts else [""] if hasattr(recipe, place) else []:

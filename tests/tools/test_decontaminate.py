@@ -79,11 +79,11 @@ def test_what_is_found_is_what_a_plain_search_finds():
 @pytest.mark.parametrize("change, says", [
     ({"against": []}, "No benchmark is given"),
     ({"against": ["{}/missing.jsonl"]}, "missing.jsonl does not exist"),
-    ({"against": ["{}/bench.jsonl:answer"]}, "column 'answer' is missing"),
-    ({"columns": ["text"]}, "column 'text' is missing"),
+    ({"against": ["{}/bench.jsonl:answer"]}, "Column 'answer' does not exist"),
+    ({"columns": ["text"]}, "Column 'text' does not exist"),
     ({"method": "words"}, "method must be"),
     ({"n": 0}, "n must be"),
-    ({"min_chars": 1}, "All 4 rows"),
+    ({"min_chars": 1}, "All 4 examples"),
 ])  # fmt: skip
 def test_bad_input_writes_nothing(files, change, says):
     (files / "bench.jsonl").write_text((files / "bench.jsonl").read_text() + json.dumps({"e": "e"}) + "\n")

@@ -137,7 +137,10 @@ def test_a_gpu_and_a_torch_without_cuda(gpu, monkeypatch):
 def test_an_old_driver(gpu, monkeypatch):
     gpu("535.104.05")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert problems() == {"driver": "driver is 535, but torch is built with CUDA 13.0, which requires 580 or newer"}
+    assert problems() == {
+        "driver": "driver is 535, but torch is built with CUDA 13.0, which requires 580 or newer. Update the driver, or "
+        "install torch for an older CUDA"
+    }
     monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
     assert list(problems()) == ["devices"] and "nvidia-smi" in problems()["devices"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody wants that

@@ -61,13 +61,36 @@ def run(*words):
     return result.exit_code, result.output, result.exception
 
 
+# examples that are trained on, as the data's cards count them
+EXAMPLES = {"tinyllama-1.1b": 69_000, "sheared-llama-2.7b": 500_000, "llama-2-7b-lora": 500_000}
+OURS = ("smollm2",)  # of no paper
+BOX = r"\n### {}\n.*?\n\| machine \| (.*?) \|\n\| hours \| about ([\d.]+)"
+
+
+def steps_of(recipe, name: str, training) -> float:
+    """The optimizer steps of a stage in `moe-runtime run`: ESFT's of all tasks, UpIT's with those of its dense baseline."""
+    examples, epochs = EXAMPLES.get(recipe.name, 110_000), training.epochs
+    if recipe.method == "upit":
+        examples *= recipe.seed_data.share if name.endswith("init") else 1
+        epochs += getattr(recipe, name.split()[0]).whole.epochs if name.endswith("sft") else 0
+    return training.steps * len(getattr(recipe, "tasks", "1")) if training.steps else epochs * examples / training.batch_size
+
+
+def test_the_boxes_of_the_docs_name_the_recipes_machines():
+    text = (METHODS.parents[1] / "docs" / "recipes.md").read_text()
+    for path in (path for path in RECIPES if path.stem not in OURS):
+        (machine,) = re.findall("^# Machine: (.*)$", path.read_text(), re.MULTILINE)
+        assert re.search(BOX.format(re.escape(path.stem)), text, re.DOTALL)[1] == machine, path.stem
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_machine_of_recipe(path, bases):
     machines = MACHINE.findall(path.read_text())
     assert machines, f"{path} names no machine"
     planner = memory_plan.Planner(memory_plan.recipe_of(str(path)))
-    covered, fullest = set(), 0.0
+    covered, fullest, seconds = set(), 0.0, 0.0
+    recipe = memory_plan.recipe_of(str(path))
     for gpus, size, engine, stage in machines:
         assert not engine or engine in planner.engines
         for name, one in planner.stages.items():
@@ -75,9 +98,15 @@ def test_machine_of_recipe(path, bases):
                 found = planner.plan(name, planner.setting_of(name, engine or "ddp", int(gpus)))
                 assert found.share.total + memory_plan.RESERVED <= int(size) * 1e9, (name, found)
                 covered.add(name)
+                seconds += steps_of(recipe, name, one.training) * max(found.seconds.values())
                 fullest = max(fullest, found.share.total / (int(size) * 1e9))
     assert covered == {name for name, one in planner.stages.items() if one.runs}
     assert fullest > 0.4  # a machine that is no larger than it must be
+    if recipe.name in OURS:
+        return
+    text = (METHODS.parents[1] / "docs" / "recipes.md").read_text()
+    hours = float(re.search(BOX.format(re.escape(path.stem)), text, re.DOTALL)[2])
+    assert hours == pytest.approx(3 * seconds / 3600, rel=0.1)
 
 
 @pytest.mark.slow
@@ -127,7 +156,7 @@ def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_plan, "machine", lambda: (1, enough + 1, "ddp"))
     code, _, error = run("run", small, "--out", tmp_path / "out")
     assert code and isinstance(error, ValueError) and "\n" not in str(error)
-    assert "GB per GPU (weights" in str(error) and "gradient_checkpointing fits, in" in str(error)
+    assert "GB per GPU (weights" in str(error) and "per_device_batch_size 1, gradient_checkpointing: " in str(error)
     assert not (tmp_path / "out").exists()
 
 

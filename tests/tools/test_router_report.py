@@ -61,7 +61,7 @@ def test_bad_input_is_named(folder):
         router_report("nowhere", "data.jsonl", "out")
     tiny.dense("llama").save_pretrained("dense")
     TOKENIZER.save_pretrained("dense")
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no MoE layers"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts that use transformers"):
         router_report("dense", "data.jsonl", "out")
     assert not (folder / "out").exists()
 

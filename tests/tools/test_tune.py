@@ -262,7 +262,7 @@ def test_a_built_in_config_that_does_not_run_is_said(clock, monkeypatch):
     steps = tune()
     assert [step.state for step in steps] == ["failed"] * 6
     assert str(steps[0]).endswith(
-        "up: failed, RuntimeError: the built-in config does not run: ZeroDivisionError: division by zero"
+        "up: failed, RuntimeError: The built-in config does not run: ZeroDivisionError: division by zero"
     )
 
 

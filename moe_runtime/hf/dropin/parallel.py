@@ -32,7 +32,7 @@ from moe_runtime.ops.packed import part_of
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
-    """Keep E / n experts of every MoE layer on each of the n ranks of `mesh`'s last dimension; return how many layers that are.
+    """Keep E / n experts of every MoE layer on each of the n ranks of `mesh`'s last dimension; return the number of layers.
 
     Stacks and biases become DTensors under their names, Shard(0) over the last dimension and replicated over a first one, if
     there is one; what is left of them moves to the mesh's device. Every rank must hold the same weights, as from_pretrained
@@ -89,7 +89,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:
-    """transformers' save_pretrained, for weights that were gathered: alone, one rank would wait for the others for ever."""
+    """Call transformers' save_pretrained with gathered weights; called on one rank only, it would wait forever."""
     if state_dict is None:
         raise ValueError(
             f"The experts of {type(self).__name__} are distributed over several ranks. Call "
@@ -122,7 +122,7 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
 
 
 def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ValueError for adapters that FSDP2 reduces over other ranks than those which hold the experts.
+    """Raise ValueError for adapters that FSDP2 reduces over other ranks than those with the experts.
 
     Called before the first forward pass, when FSDP2 has its parameters and gathers none of them yet.
     """
@@ -137,7 +137,7 @@ def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Parameter:
-    """Keep this rank's experts of a whole stack, in memory of their own."""
+    """Return this rank's experts of a whole stack, in separate memory."""
     rank, size = mesh.get_local_rank(mesh.ndim - 1), parameter.shape[0] // mesh.size(-1)
     part = parameter.detach()[rank * size : (rank + 1) * size].clone(memory_format=torch.contiguous_format)
     part = part if part.is_meta else part.to(mesh.device_type)
@@ -146,7 +146,7 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Pa
 
 
 def _shard_packed(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
-    """Keep the bytes and scales of this rank's experts of a packed stack."""
+    """Return the bytes and scales of this rank's experts of a packed stack."""
     layout, stack = packed.layouts(module)[name], packed.get(module, name)
     if layout.spread is None:
         rank, size = mesh.get_local_rank(mesh.ndim - 1), layout.shape[0] // mesh.size(-1)
@@ -184,7 +184,7 @@ def split_spread_rows(model: nn.Module, path: str, names: tuple[str, ...], ids: 
 
 
 def forget_rows(model: nn.Module, path: str) -> None:
-    """Let DDP no longer know of the rows of the experts at `path`, which are about to go."""
+    """Remove the separate rows of the experts at `path` from DDP, before they are deleted."""
     gone = _rows_in(model.get_submodule(path), path)
     model._ddp_params_and_buffers_to_ignore = sorted(_ignored(model) - gone)
 
@@ -200,9 +200,9 @@ def _rows_in(module: nn.Module, path: str) -> set[str]:
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale all gradients so that their norm, over all ranks' experts, is at most `max_norm`; return the norm before that, [].
+    """Clip gradients in place to a norm of `max_norm` over all ranks' experts; return the norm before clipping, [].
 
-    torch's own function raises where some gradients are spread and others are not, as under DDP, or over several meshes.
+    torch's function raises if only some gradients are DTensors, as under DDP, or if they are on several meshes.
     Trainer and accelerate's clip_grad_norm_ need nothing.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -216,10 +216,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """Return the parameters that train as an optimizer's groups, one for each mesh and one for those on none.
+    """Return the trainable parameters as optimizer groups, one per mesh and one for parameters without a mesh.
 
-    With fused=True or foreach=True an optimizer's group cannot hold spread parameters beside whole ones; a GradScaler wants an
-    optimizer for each group.
+    With fused=True or foreach=True an optimizer group cannot mix DTensors and plain parameters; a GradScaler requires one
+    optimizer per group.
     """
     groups = {}
     for parameter in model.parameters():
@@ -230,7 +230,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state_dict of a model with all that is spread whole, on rank 0's CPU; nothing on others. Every rank must call.
+    """Return a model's state_dict with gathered tensors on rank 0's CPU, and {} on other ranks. Every rank must call.
 
     Raises ValueError for experts that are quantized, and for rows that train outside of their stacks.
     """
@@ -250,7 +250,7 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> None:
-    """Write `model` as one checkpoint that plain from_pretrained reads; every rank must call it, rank 0 writes.
+    """Write `model` as one checkpoint for plain from_pretrained; every rank must call, and rank 0 writes.
 
     Tensors that are spread, by `shard_experts` or FSDP2, are gathered one at a time and lie whole in rank 0's CPU memory
     alone. `options` go to transformers' save_pretrained.

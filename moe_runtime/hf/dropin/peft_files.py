@@ -1,4 +1,4 @@
-"""Which axes PEFT gave to LoRA on a stack of experts, by the version that wrote the file.
+"""Axes of PEFT's LoRA on a stack of experts, by the PEFT version that wrote the file.
 
     today       lora_A.weight [E r, in], row e r + j;  lora_B.weight [out, r E], column j E + e;  delta_e = s B_e A_e
     reversed    lora_A.weight [E r, out],              lora_B.weight [in, r E];                   delta_e = s A_e^T B_e^T
@@ -19,7 +19,7 @@ from torch import nn
 
 
 def is_reversed(version: str | None, transposed: bool) -> bool | None:
-    """Return whether PEFT of this version writes reversed pairs for stacks of this layout; None if that cannot be said."""
+    """Return whether this PEFT version writes reversed pairs for stacks of this layout; None if unknown."""
     try:
         found = Version((version or "").partition("@")[0])
     except InvalidVersion:
@@ -42,7 +42,7 @@ def pack(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def transposed_stack(model: nn.Module, adapter: str, version: str) -> str | None:
-    """Return a square stack of `model` whose pair PEFT has taken for today's, if a file of this version was loaded."""
+    """Return a square stack of `model` whose reversed pair PEFT would have misread from a file of this version."""
     for name, wrapper in model.named_modules():
         if type(wrapper).__name__ == "ParamWrapper" and wrapper.num_experts > 1 and adapter in wrapper.lora_A:
             is_square = wrapper.lora_A[adapter].in_features == wrapper.lora_B[adapter].out_features

@@ -1,4 +1,4 @@
-"""Quantize a model's experts, and load models whose experts are quantized, without the stacks in 16 bits.
+"""Quantize a model's experts, and load models with quantized experts without ever holding 16-bit stacks.
 
     quantize_experts(model, "nf4")      the stacks of a model in memory, one at a time
     load_quantized(folder, "nf4")       a folder or a Hub id's local copy: every expert is packed as it is read
@@ -25,7 +25,7 @@ METHOD = "moe_runtime"  # quant_method of a config.json whose stacks only load_q
 
 
 class Quantized(NamedTuple):
-    """What was quantized, in bytes of the experts' stacks."""
+    """Number of layers quantized, and bytes of the expert stacks before and after."""
 
     format: str
     layers: int
@@ -33,7 +33,7 @@ class Quantized(NamedTuple):
     after: int
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Return a one-line summary."""
         return f"{self.layers} layers of experts in {self.format}: {self.before:,} bytes before, {self.after:,} after"
 
 
@@ -85,7 +85,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def stored_as(module: nn.Module, stack: torch.Tensor, format: str) -> tuple[torch.Tensor, str]:
-    """Return a stack in the order in which it is packed, and that format's name for the ops.
+    """Return a stack in packing order, and the name of its format in the ops.
 
     bitsandbytes packs a parameter as it lies; the other formats go along `in`.
     """
@@ -101,14 +101,14 @@ def bytes_of(module: nn.Module, name: str) -> int:
 
 
 def _spread_of(module: nn.Module, stack: torch.Tensor) -> tuple | None:
-    """Return mesh and placements of a stack that `shard_experts` has spread and FSDP2 has not split; None of any other."""
+    """Return mesh and placements of a stack that `shard_experts`, but not FSDP2, has sharded; otherwise None."""
     *others, last = getattr(stack, "placements", (None,))
     spread = all_to_all.GRADIENTS_OF in module.__dict__ and last is not None and last.is_shard(0)
     return (stack.device_mesh, tuple(stack.placements)) if spread and all(p.is_replicate() for p in others) else None
 
 
 def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
-    """Raise ValueError unless the experts `module` can be packed, on so many ranks."""
+    """Raise ValueError unless the experts `module` can be packed on this number of ranks."""
     activation = module.activation() if isinstance(module, Experts) else gate_of(module)
     for name in _names(module):
         stack, reason = getattr(module, name), None
@@ -133,7 +133,7 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
 
 
 def _refuse_to_save(model: nn.Module) -> None:
-    """Let save_pretrained raise: it would take packed bytes for weights."""
+    """Make save_pretrained raise, as it would save packed bytes as weights."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
@@ -149,14 +149,14 @@ def _save_pretrained(*args, **kwargs):
 
 
 def _run_here(model: nn.Module) -> None:
-    """Let stock experts run on moe_runtime, which alone reads packed stacks."""
+    """Make stock experts run on moe_runtime, since transformers cannot read packed stacks."""
     from moe_runtime.hf.dropin.experts import patch
 
     patch(model)
 
 
 class _File:
-    """A stack of a folder's tensors, read one expert at a time; what `packed.pack` takes in place of a tensor."""
+    """Lazy stack of a folder's tensors, read one expert at a time; `packed.pack` accepts it like a tensor."""
 
     def __init__(self, checkpoint: Checkpoint, parts: dict[int, list[tuple[str, int | None]]], shape, dtype, read):
         self.checkpoint, self.parts, self.shape, self.dtype, self.read = checkpoint, parts, torch.Size(shape), dtype, read
@@ -183,7 +183,7 @@ def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
 
 
 def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, **settings: Any) -> nn.Module:
-    """Load the model of a folder with its experts packed; the stacks never exist in 16 bits, one expert at a time does.
+    """Load the model of a folder with its experts packed; at most one expert at a time is held in 16 bits.
 
     With a `mesh` of ranks, of which every one must call, each reads and packs its own experts (`shard_experts`).
 
@@ -231,7 +231,7 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
 
 
 def _without_stacks(config, source: Path, format: str, settings: dict, ranks: int):
-    """Load the model without its stacks, which its class leaves out; return it, and the stacks' shapes and dtypes."""
+    """Load the model without its expert stacks; return it with the stacks' shapes and dtypes."""
     import transformers
 
     from moe_runtime.hf.models.folders import load
@@ -247,7 +247,7 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
             for name in _names(module):
                 shapes[path, name] = tuple(getattr(module, name).shape), getattr(module, name).dtype
                 module._parameters.pop(name)
-            module._is_hf_initialized = True  # nothing of it is to be drawn
+            module._is_hf_initialized = True  # no random initialization
 
     passed_over = [*(base._keys_to_ignore_on_load_unexpected or ()), r"\.experts\."]
     attributes = {"__init__": __init__, "__module__": base.__module__, "_keys_to_ignore_on_load_unexpected": passed_over}
@@ -257,7 +257,7 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
 
 
 def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held, format: str, spread) -> packed.Packed:
-    """Return the stack `name` of a folder packed to `format`; of the experts that are this rank's, if they are spread."""
+    """Return the stack `name` of a folder packed to `format`; with sharded experts, only this rank's."""
     key, order = f"{path}.{name}", torch.empty(shape, device="meta")
     stored, kind = stored_as(module, order, format)
     ranks, rank = (1, 0) if spread is None else (spread[0].size(-1), spread[0].get_local_rank(spread[0].ndim - 1))
@@ -284,7 +284,7 @@ def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held, fo
 
 
 def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> torch.Tensor:
-    """Read the rows of a packed stack's tensor that are of a rank's experts; what scales NF4's scales is of all."""
+    """Read a rank's part of a packed stack's tensor; NF4's second-level scales are read for all experts."""
     if ranks == 1 or ".nested_" in key or ".quant_" in key:
         return checkpoint.get(key)
     size = checkpoint.specs()[key].shape[0] // ranks
@@ -292,7 +292,7 @@ def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> torch.Ten
 
 
 class _Unpacked:
-    """A packed stack, unpacked one expert at a time; what `packed.pack` takes in place of a tensor."""
+    """Packed stack that unpacks one expert at a time; `packed.pack` accepts it like a tensor."""
 
     def __init__(self, own: packed.Packed, shape, dtype: torch.dtype, kind: str):
         self.own, self.shape, self.dtype, self.device = own, torch.Size(shape), dtype, own.data.device
@@ -303,13 +303,13 @@ class _Unpacked:
         return 3
 
     def __getitem__(self, e: int) -> torch.Tensor:
-        """Return expert e's weight in the order in which it is packed anew."""
+        """Return expert e's weight in the packing order of the new format."""
         weight = packed.unpack(*self.own, e, self.dtype)
         return weight.t() if self.turn else weight
 
 
 def _fp8_as_it_is(checkpoint, parts, shape) -> packed.Packed:
-    """Return a stack of per-expert FP8 matrices; their blocks of scales one above the other."""
+    """Return per-expert FP8 matrices as one stack, with their scale blocks concatenated."""
     data = torch.empty(shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(shape[0], -(-shape[1] // packed.BLOCK), -(-shape[2] // packed.BLOCK))
     for e, keys in parts.items():
@@ -326,7 +326,7 @@ _PROJECTIONS = {
 
 
 def _parts(checkpoint, path: str, name: str, shape) -> dict[int, list]:
-    """Return where a file has each expert's matrix, as (key, row) or two of them."""
+    """Return the place of each expert's matrix in a file, as one or two pairs (key, row)."""
     key = f"{path}.{name}"
     if key in checkpoint and checkpoint.specs()[key].shape == tuple(shape):
         return {e: [(key, e)] for e in range(shape[0])}

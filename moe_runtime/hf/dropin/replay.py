@@ -1,4 +1,4 @@
-"""Record which experts a model's tokens went to, and force the same experts later: for reinforcement learning and debugging.
+"""Record the experts of a model's tokens and replay them later, for reinforcement learning and debugging.
 
     with record_routing(model) as record:
         model(**batch)
@@ -53,7 +53,7 @@ class RoutingRecord:
 
     @classmethod
     def load(cls, path: str | Path) -> "RoutingRecord":
-        """Read what `save` wrote; raise ValueError for another file, and for ids that no expert has."""
+        """Read a file of `save`; raises ValueError for other files and for ids out of range."""
         path = Path(path)
         with Checkpoint(path.parent, path.name) as file:
             prefix, found = "num_experts/", file.metadata.get("format")
@@ -82,7 +82,7 @@ class RoutingRecord:
 
 @contextlib.contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record the experts of each call of `model`, which may be wrapped, into the RoutingRecord that it gives.
+    """Record the experts of each call of `model`, which may be wrapped; yields a RoutingRecord.
 
     Recomputation under gradient checkpointing is not recorded. No sync: the ids stay on their device.
     """
@@ -107,7 +107,7 @@ def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: torch.Tens
 
 @contextlib.contextmanager
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
-    """Send the tokens of each call of `model` to the experts of the record's call of the same number.
+    """Route the tokens of the n-th call of `model` to the experts of the record's n-th call.
 
     Recomputation under gradient checkpointing gets the ids of the call that it repeats; the backward pass must run inside,
     too. Layers that the record does not have route by themselves. Raises ValueError where the record does not fit the model
@@ -151,7 +151,7 @@ def _check_fits(model: nn.Module, layers: dict[str, RoutedLayer], record: Routin
 
 
 class _Replay:
-    """The replay of one of our routers, which takes the ids as an argument."""
+    """Replays one of our routers, which accept ids as an argument."""
 
     def __init__(self, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall):
         self.layer, self.ids, self.calls = layer, ids, calls
@@ -164,7 +164,7 @@ class _Replay:
         return args, kwargs | {"topk_idx": self.next(x).to(x.device)}
 
     def next(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the ids [T, K] of the call that `x` [..., H] comes with."""
+        """Return the ids [T, K] for the call with input `x` [..., H]."""
         # a few numbers of each token tell calls apart; a copy, since a block may change its input in place
         x = x.detach().flatten(0, -2)[:, :4]
         if self.calls.is_open:
@@ -184,13 +184,13 @@ class _Replay:
         return self.ids[number]
 
     def _repetition(self, x: torch.Tensor) -> int | None:
-        """Find the call that checkpointing repeats: the only one of this size, or the latest with this input."""
+        """Return the call that checkpointing repeats: the only one of this size, or the latest with this input."""
         found = [i for i in reversed(range(len(self.inputs))) if self.inputs[i].shape == x.shape]
         found = found if len(found) == 1 else [i for i in found if torch.equal(self.inputs[i], x)]
         return found[0] if found else None
 
     def finish(self) -> None:
-        """Raise ValueError if calls of the record are left."""
+        """Raise ValueError if not all calls of the record were used."""
         if len(self.inputs) < len(self.ids):
             raise ValueError(
                 f"{self.layer.name} was called {len(self.inputs)} times, but the record has {len(self.ids)} calls. Replay all "
@@ -204,7 +204,7 @@ class _Replay:
 
 
 class _StockReplay(_Replay):
-    """The replay of a stock layer: answers torch.topk between the start of its block and its experts."""
+    """Replays a stock layer by overriding torch.topk between the start of its block and its experts."""
 
     def __init__(self, model: nn.Module, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall):
         self.layer, self.ids, self.calls = layer, ids, calls
@@ -242,13 +242,13 @@ class _StockReplay(_Replay):
         self.is_wrong = is_wrong if self.is_wrong is None else self.is_wrong | is_wrong
 
     def finish(self) -> None:
-        """Raise ValueError if a later call went to other experts than the record's, or if calls of it are left."""
+        """Raise ValueError if a later call used other experts than the record, or if not all calls were used."""
         if self.is_wrong is not None:
             self._refuse(self.is_wrong)
         super().finish()
 
     def close(self) -> None:
-        """Remove the hooks, and what Ctrl-C in a block has left."""
+        """Remove the hooks, including any that Ctrl-C in a block left."""
         super().close()
         self._stop()
 
@@ -263,7 +263,7 @@ class _StockReplay(_Replay):
 
 
 class _TopK(TorchFunctionMode):
-    """Answers torch.topk over E experts with `ids` [T, K], and over groups of experts with the groups that have these."""
+    """Overrides torch.topk: over E experts with `ids` [T, K], over groups of experts with their groups."""
 
     def __init__(self, ids: torch.Tensor, E: int):
         super().__init__()

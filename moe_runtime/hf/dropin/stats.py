@@ -1,4 +1,4 @@
-"""What a model's routers do: how the tokens' slots fall on the experts, layer by layer, and pictures of it.
+"""Router statistics: the distribution of tokens over experts, by layer, and plots.
 
 load           count_e / sum_e count_e                      share of the slots
 max violation  max_e count_e / mean_e count_e               1 when balanced
@@ -27,27 +27,27 @@ from moe_runtime.io.rows import require
 
 FIELDS = ("layer", "expert", "shared", "slots", "load")
 LOW_ENTROPY = 0.5
-ENOUGH = 10  # balanced slots per expert below which an unused expert says nothing
+ENOUGH = 10  # minimum slots per expert, if balanced, to judge a layer
 
 
 def expert_load(counts: torch.Tensor) -> torch.Tensor:
-    """Share of the slots per expert, `counts` [..., E] -> [..., E] float64; zeros where nothing was routed."""
+    """Return each expert's share of the slots, `counts` [..., E] -> [..., E] float64; zeros if nothing was routed."""
     return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
 
 
 def dead_experts(counts: torch.Tensor) -> torch.Tensor:
-    """Which experts got no slot, `counts` [..., E] -> [..., E] bool."""
+    """Return which experts received no slot, `counts` [..., E] -> [..., E] bool."""
     return counts == 0
 
 
 def max_violation(counts: torch.Tensor) -> torch.Tensor:
-    """Largest load over mean load, `counts` [..., E] -> [...] float64: 1 when balanced, E when one expert takes all."""
+    """Return the largest over the mean load, `counts` [..., E] -> [...] float64: 1 if balanced, E if one expert has all."""
     E = counts.shape[-1]
     return expert_load(counts).amax(-1) * E if E else counts.new_ones(counts.shape[:-1], dtype=torch.float64)
 
 
 def load_entropy(counts: torch.Tensor) -> torch.Tensor:
-    """Entropy of the load over that of a balanced one, `counts` [..., E] -> [...] float64 from 0 to 1; 1 for E < 2."""
+    """Return the load's entropy divided by log E, `counts` [..., E] -> [...] float64 from 0 to 1; 1 for E < 2."""
     E = counts.shape[-1]
     if E < 2:
         return counts.new_ones(counts.shape[:-1], dtype=torch.float64)
@@ -56,7 +56,7 @@ def load_entropy(counts: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RouterStats:
-    """Slots per layer and expert, and what follows from them; layers may have different numbers of experts."""
+    """Slots per layer and expert, with derived statistics; layers may have different numbers of experts."""
 
     counts: torch.Tensor  # [L, E] int64, on the CPU; E is the largest layer's, zeros beyond a smaller one's
     layers: tuple[str, ...]  # a layer's number, or its path where that is not unique
@@ -64,40 +64,40 @@ class RouterStats:
     num_experts: tuple[int, ...] | None = None  # per layer; None where all have E
 
     def _experts(self, layer: int, routed: bool = True) -> range:
-        """Ids of the experts that a layer has, the shared ones among them unless `routed`."""
+        """Return the ids of a layer's experts, without shared ones if `routed`."""
         shared = self.num_shared if isinstance(self.num_shared, int) else self.num_shared[layer]
         stop = self.counts.shape[1] if self.num_experts is None else self.num_experts[layer]
         return range(shared if routed else 0, stop)
 
     @property
     def routed(self) -> tuple[torch.Tensor, ...]:
-        """Slots of the experts that the routers choose among, one [R] per layer."""
+        """Return the slots of the routed experts, one [R] per layer."""
         ids = [self._experts(i) for i in range(len(self.layers))]
         return tuple(row[r.start : r.stop] for row, r in zip(self.counts, ids, strict=True))
 
     @property
     def load(self) -> torch.Tensor:
-        """Share of a layer's slots per expert, the shared one counted, [L, E] float64."""
+        """Return each expert's share of its layer's slots, including shared experts, [L, E] float64."""
         return expert_load(self.counts)
 
     @property
     def dead(self) -> torch.Tensor:
-        """Which experts got no slot, [L, E] bool; False for those that a layer does not have."""
+        """Return which experts received no slot, [L, E] bool; False for experts a layer does not have."""
         stops = torch.tensor([self._experts(i).stop for i in range(len(self.layers))])
         return dead_experts(self.counts) & (torch.arange(self.counts.shape[1]) < stops[:, None])
 
     @property
     def max_violation(self) -> torch.Tensor:
-        """Largest over mean load of the routed experts, [L] float64."""
+        """Return the routed experts' largest over mean load, [L] float64."""
         return torch.stack([max_violation(row) for row in self.routed])
 
     @property
     def entropy(self) -> torch.Tensor:
-        """Normalised entropy of the routed experts' load, [L] float64."""
+        """Return the normalised entropy of the routed experts' load, [L] float64."""
         return torch.stack([load_entropy(row) for row in self.routed])
 
     def summary(self) -> dict[str, float]:
-        """The worst layer in three numbers, however many layers there are; NaN, NaN and 0 if nothing was routed.
+        """Return three numbers of the worst layer; NaN, NaN and 0 if nothing was routed.
 
         A layer without slots was not called, and is left out.
         """
@@ -110,7 +110,7 @@ class RouterStats:
         }
 
     def per_layer(self) -> dict[str, float]:
-        """The three numbers and each expert's load, for every layer."""
+        """Return the three numbers and each expert's load, for every layer."""
         values, load = {}, self.load.tolist()
         measures = zip(self.max_violation.tolist(), self.entropy.tolist(), self.dead.sum(1).tolist(), strict=True)
         for i, (layer, (violation, entropy, dead)) in enumerate(zip(self.layers, measures, strict=True)):
@@ -121,7 +121,7 @@ class RouterStats:
         return values
 
     def warning(self, min_entropy: float = LOW_ENTROPY) -> str | None:
-        """Say which layers have dead experts or an entropy below `min_entropy`; None if none has.
+        """Describe layers with dead experts or an entropy below `min_entropy`; None if there are none.
 
         A layer with fewer than ENOUGH slots per routed expert is not judged.
         """
@@ -136,7 +136,7 @@ class RouterStats:
         return "routers collapse: " + "; ".join(found) + cure if found else None
 
     def rows(self) -> list[tuple]:
-        """One row of FIELDS per layer and expert."""
+        """Return one row of FIELDS per layer and expert."""
         load, counts = self.load.tolist(), self.counts.tolist()
         return [
             (layer, e, int(e < self._experts(i).start), counts[i][e], load[i][e])
@@ -145,14 +145,14 @@ class RouterStats:
         ]
 
     def to_csv(self, path: str | Path) -> None:
-        """Write FIELDS, one line per layer and expert."""
+        """Write a CSV of FIELDS with one line per layer and expert."""
         with atomic_file(path) as beside, open(beside, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(FIELDS)
             writer.writerows(self.rows())
 
     def heatmap(self, ax_or_path=None):
-        """Draw each routed expert's load over the mean, layers down; on an Axes, into a file by its suffix, or new.
+        """Plot each routed expert's load over the mean, with layers as rows, on an Axes, to a file or on new Axes.
 
         Returns the Axes. Raises ImportError without matplotlib.
         """
@@ -180,7 +180,7 @@ class RouterStats:
 
 
 class RouterCounter:
-    """Counts slots per expert while the model runs, on its device, without a sync; `read` gives the RouterStats.
+    """Counts slots per expert during forward passes, on the device and without a sync; `read` returns RouterStats.
 
     Only calls of `model` itself count, so recomputation under gradient checkpointing, which happens in backward, does
     not; with `only_training`, none in eval mode. Padding, by the call's attention_mask, is left out, and so are ids
@@ -216,7 +216,7 @@ class RouterCounter:
             self._add(name, topk_idx)
 
     def _move(self, name: str, device: torch.device) -> None:
-        """Let the counts follow a layer that has gone to another device since."""
+        """Move the counts to the current device of their layer."""
         if self._counts[name].device != device:
             # a tensor made in inference mode could not be added to outside of it
             with torch.inference_mode(False):
@@ -233,7 +233,7 @@ class RouterCounter:
         self._counts[name].scatter_add_(0, topk_idx.clamp(0, E - 1).long().flatten(), live.long().flatten())
 
     def read(self, reset: bool = False, reduce: bool = False) -> RouterStats:
-        """Copy the counts to the CPU; `reduce` sums them over torch.distributed's processes, `reset` starts anew."""
+        """Copy the counts to the CPU; `reduce` sums them over torch.distributed's processes, `reset` sets them to 0."""
         device = next(iter(self._counts.values())).device
         sizes = [layer.num_experts for layer in self.layers.values()]
         counts = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
@@ -285,7 +285,7 @@ def _layer_names(names: list[str]) -> tuple[str, ...]:
 
 @torch.no_grad()
 def collect_router_stats(model: nn.Module, batches: Iterable[Mapping | torch.Tensor]) -> RouterStats:
-    """Run `model` in eval mode over `batches`, each its keyword arguments or its one argument; return its RouterStats."""
+    """Run `model` in eval mode over `batches` (keyword arguments, or one argument); return its RouterStats."""
     counter, modes = RouterCounter(model), [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,11 +1,11 @@
-"""The config of an upcycled model: what it adds to its base's, how it is converted, and how config.json spells it.
+"""The config of an upcycled model: the fields it adds to its base's, their conversion, and the format of config.json.
 
 base's --become_moe--> upcycled --become_mergeable--> mergeable
    ^                      '-------------.--------------'
    '----------- stock_config -----------'
 
-config.json has the rotary keys of transformers 4 beside version 5's `rope_parameters`: 4.57 and other readers of the old keys
-would otherwise silently use a base of 10000 without scaling.
+config.json has the rotary keys of transformers 4 in addition to `rope_parameters` of version 5, as 4.57 and other
+readers of the old keys would otherwise silently use a base of 10000 without scaling.
 """
 
 import copy
@@ -20,7 +20,7 @@ _NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
 
 
 def legacy_rope(config: dict) -> dict:
-    """Return the keys to add to `config`, a config.json's content, for readers of the old spelling."""
+    """Return the rotary keys of transformers 4 to add to `config`, the content of a config.json."""
     rope = config.get("rope_parameters")
     if not rope:
         return {}
@@ -29,7 +29,7 @@ def legacy_rope(config: dict) -> dict:
         keys = {base: rope["rope_theta"], "rope_scaling": _scaling(rope, _base_type(config))}
         keys[share] = rope.get("partial_rotary_factor")
         return {key: value for key, value in keys.items() if value is not None}
-    # one rope per layer type: the old spelling knew two of them, gemma3's
+    # one rope per layer type: the old format has two of them, for gemma3
     if not {"full_attention", "sliding_attention"} <= set(rope):
         return {}
     scaling = _scaling(rope["full_attention"], _base_type(config))
@@ -40,7 +40,7 @@ def legacy_rope(config: dict) -> dict:
 
 
 def write_legacy_rope(folder: str | os.PathLike) -> None:
-    """Add the old spelling to `folder`/config.json, for a stock model's folder, such as a merged model's."""
+    """Add the rotary keys of transformers 4 to `folder`/config.json of a stock model, such as a merged one."""
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= legacy_rope(config)
@@ -65,7 +65,7 @@ def _scaling(rope: dict, model_type: str) -> dict | None:
 FORMAT = 1
 STAGES = ("moe", "mergeable", "ewa", "lora")
 SHIM = "modeling_moe_runtime"  # the file beside a checkpoint that leads trust_remote_code here
-# what an upcycled config has beyond its base's; all of it goes when the model becomes dense again
+# fields that an upcycled config adds to its base's; all are removed when the model becomes dense again
 MOE_FIELDS = (
     "moe_runtime", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "output_router_logits", "router_aux_loss_coef", "auto_map",
@@ -76,11 +76,11 @@ def moe_fields(
     config: MoEConfig, *, layers: list[int], base_model_type: str, base_architecture: str, method: str = "xft",
     stage: str = "moe", shared_rate: float | None = None, soup: bool = False, lora: dict | None = None,
 ) -> dict:  # fmt: skip
-    """Return what an upcycled model's config has beyond its base's: our block, and the names transformers and TRL read.
+    """Return the fields that an upcycled model's config adds: our block, and the names that transformers and TRL read.
 
-    Those count the routed experts only: `num_experts` is the width of the router logits. `lora` is what stage "lora" has beyond
-    the routers' config: form, rank, alpha, targets, the pairs' dtype (None: the model's), train_backbone, and what the backbone
-    is: the "base"'s own, or changed by the "mean" of adapters.
+    The latter count only routed experts: `num_experts` is the width of the router logits. `lora` has the additional
+    settings of stage "lora": form, rank, alpha, targets, the pairs' dtype (None: the model's), train_backbone, and the
+    backbone, which is that of the "base" or changed by the "mean" of adapters.
     """
     block = {
         "format": FORMAT, "method": method, "stage": stage, "config": config.to_dict(), "layers": list(layers),
@@ -94,16 +94,16 @@ def moe_fields(
         "moe_intermediate_size": config.intermediate_size,
         "decoder_sparse_step": 1,
         "output_router_logits": False,
-        # not 0.001, transformers' habit: TRL turns the pooled loss on wherever this is not zero
+        # not 0.001, the default in transformers, as TRL enables the pooled loss if this is not zero
         "router_aux_loss_coef": 0.0,
         "auto_map": {},
     }
 
 
 def become_moe(config, classes, fields: dict) -> None:
-    """Make a base's config that of an upcycled model, in place.
+    """Convert a base's config to that of an upcycled model, in place.
 
-    `moe_fields` made `fields`; `classes` are what `modeling.model_classes` has for the base.
+    `fields` come from `moe_fields`, `classes` from `modeling.model_classes` for the base.
     """
     config.__class__ = classes.config
     for name, value in fields.items():
@@ -112,20 +112,20 @@ def become_moe(config, classes, fields: dict) -> None:
 
 
 def become_mergeable(config, shared_rate: float, soup: bool) -> None:
-    """Make an upcycled model's config that of the mergeable one, in place."""
+    """Convert an upcycled model's config to that of the mergeable one, in place."""
     config.moe_runtime = config.moe_runtime | {"stage": "mergeable", "shared_rate": shared_rate, "soup": soup}
-    # without routers there is nothing to balance
+    # there is nothing to balance without routers
     config.output_router_logits, config.router_aux_loss_coef = False, 0.0
 
 
 def check_mergeable(config: MoEConfig, soup: bool) -> None:
-    """Raise ValueError unless `config`'s experts can be mixed: XFT's mixture is of a shared expert and the others."""
+    """Raise ValueError unless the experts of `config` can be mixed, as XFT's mixture needs a shared expert."""
     if not (soup or config.has_shared_expert):
         raise ValueError(f"Gate {config.gate!r} has no shared expert. Pass soup=True")
 
 
 def stock_config(config, base: type):
-    """Return the config as the base had it, without our fields, as a new object of class `base`."""
+    """Return the config of the base, without our fields, as a new object of class `base`."""
     new = copy.deepcopy(config)
     new.__class__ = base
     for name in MOE_FIELDS:
@@ -156,11 +156,11 @@ def moe_config(hf_config) -> MoEConfig:
 
 
 class ConfigMixin:
-    """What the config classes add; before the base's config class in the bases."""
+    """Mixin of the config classes, placed before the base's config class."""
 
     output_router_logits = False
     router_aux_loss_coef = 0.0
-    # TRL reads it, and wants a dict, of every config
+    # TRL reads it from every config and expects a dict
     auto_map: dict = {}
 
     def __post_init__(self, **kwargs):
@@ -169,7 +169,7 @@ class ConfigMixin:
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Do nothing: transformers would copy this file into each checkpoint and point auto_map at the copy."""
+        """Do nothing, as transformers would copy this file into each checkpoint and point auto_map at the copy."""
 
     def to_diff_dict(self) -> dict:
         """Return what config.json holds: with auto_map for trust_remote_code, and the rotary keys of transformers 4."""

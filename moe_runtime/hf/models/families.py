@@ -1,4 +1,4 @@
-"""How each dense architecture names its MLP: one table, and the conversion of its tensors to our expert stacks and back.
+"""The MLPs of the supported dense architectures: a table of their names, and their conversion to expert stacks and back.
 
     gated   mlp(x) = down(act(gate x) * up x)      our names gate_up_proj [2I, H] (gate first), down_proj [H, I]
     plain   mlp(x) = down(act(up x))               our names up_proj [I, H],                    down_proj [H, I]
@@ -21,7 +21,7 @@ PREFIX = "moe_runtime_"  # of the model_type of an upcycled model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One architecture: where its MLPs are and what their linear layers are called."""
+    """An architecture: the paths of its MLPs and the names of their linear layers."""
 
     model_type: str
     path: str = "model.layers.{}.mlp"
@@ -34,7 +34,7 @@ class Family:
 
     @property
     def fused(self) -> bool:
-        """Whether gate and up are one linear layer already."""
+        """Whether gate and up are a single linear layer."""
         return self.gated and len(self.up) == 1
 
     @property
@@ -88,8 +88,8 @@ def family_of(model) -> Family:
 def activation_name(act) -> str:
     """Return our name of an activation, given as transformers' name or as a callable.
 
-    Compared as a function, in float64 on [-12, 12] to 1e-5: gelu_new, gelu_fast and gelu_pytorch_tanh are "gelu_tanh".
-    Raises ValueError for one that we do not have.
+    Activations are compared as functions, in float64 on [-12, 12] to 1e-5: gelu_new, gelu_fast and gelu_pytorch_tanh are
+    "gelu_tanh". Raises ValueError for an unsupported one.
     """
     from transformers.activations import ACT2FN
 
@@ -109,7 +109,7 @@ def activation_name(act) -> str:
 def moe_shape(family: Family, source) -> dict:
     """Return MoEConfig's hidden_size, intermediate_size, hidden_act, gated and bias, from a dense config or an MLP.
 
-    Raises ValueError for an activation that we do not have.
+    Raises ValueError for an unsupported activation.
     """
     if isinstance(source, nn.Module):
         down = _linear(source, family.down)
@@ -126,7 +126,7 @@ def moe_shape(family: Family, source) -> dict:
 
 
 def _linear(mlp: nn.Module, name: str) -> nn.Linear:
-    """Return the linear layer `name`; raises ValueError if it is something else: an adapter, a quantized layer."""
+    """Return the linear layer `name`; raises ValueError for anything else, such as an adapter or a quantized layer."""
     layer = getattr(mlp, name, None)
     # subclasses are refused too, as PEFT's and the quantizers' layers compute more than their weight shows
     if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
@@ -150,7 +150,7 @@ def read_mlp(mlp: nn.Module, family: Family) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def write_mlp(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor], requires_grad: bool = True) -> None:
-    """Give the MLP, which may lie on the meta device, the weights that `read_mlp` would return for it.
+    """Set the weights of an MLP, which may be on the meta device, from the format of `read_mlp`.
 
     Raises ValueError, and writes nothing, for a wrong set of names or a wrong shape.
     """
@@ -163,7 +163,7 @@ def write_mlp(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor], 
 
 
 def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError unless `weights` has the names and shapes that `write_mlp` wants."""
+    """Raise ValueError unless `weights` has the names and shapes that `write_mlp` expects."""
     shape = moe_shape(family, mlp)
     H, rows = shape["hidden_size"], shape["intermediate_size"] * (1 + family.gated)
     want = {family.up_name: (rows, H), "down_proj": (H, shape["intermediate_size"])}
@@ -175,18 +175,18 @@ def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tenso
 
 
 def split_weights(family: Family, weights: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Cut our tensors into the base's, in the order of `mlp_keys`; the parts of a cut tensor are copies."""
+    """Split our tensors into the base's, in the order of `mlp_keys`; the parts of a split tensor are copies."""
     return {
         name: [weight]
         if name.startswith("down_proj") or len(family.up) == 1
-        # copies: two views of one storage are no two tensors to safetensors
+        # copies, as safetensors does not accept two views of one storage
         else [part.clone() for part in weight.chunk(len(family.up))]
         for name, weight in weights.items()
     }
 
 
 def mlp_keys(family: Family, layer: int, bias: bool = False) -> dict[str, list[str]]:
-    """Return, for each of our names, the base checkpoint's keys of that layer whose rows it stacks, in this order."""
+    """Return, for each of our names, the keys of that layer in the base checkpoint whose rows it stacks, in order."""
     path = family.path.format(layer)
     kinds = {"weight": ""} | ({"bias": "_bias"} if bias else {})
     return {
@@ -197,7 +197,7 @@ def mlp_keys(family: Family, layer: int, bias: bool = False) -> dict[str, list[s
 
 
 class MLPKey(NamedTuple):
-    """What a key of a base checkpoint is to us."""
+    """Meaning of a key of a base checkpoint."""
 
     layer: int
     name: str  # ours
@@ -205,7 +205,7 @@ class MLPKey(NamedTuple):
 
 
 def locate_key(family: Family, key: str) -> MLPKey | None:
-    """Return the layer, our name and the part that a base checkpoint's key stands for; None for a key of no MLP."""
+    """Return the layer, our name and the part of a base checkpoint's key; None for a key outside the MLPs."""
     prefix, suffix = (re.escape(text) for text in family.path.split("{}"))
     match = re.fullmatch(rf"{prefix}(\d+){suffix}\.(\w+)\.(weight|bias)", key)
     if match is None:

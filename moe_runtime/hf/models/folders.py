@@ -1,4 +1,4 @@
-"""Model folders that are read and written without loading the model: configs, sizes, side files, names of tensors.
+"""Read and write model folders without loading the model: configs, sizes, side files, names of tensors.
 
 load                          a config, tokenizer or model of a folder or a Hub id; never runs its code
 read_config, check_tensors    check that a folder holds a model that transformers knows, with all of its tensors
@@ -41,13 +41,13 @@ from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointWrite
 from moe_runtime.ops.merging import check_mixture, init_mixture, mixing, uniform_mixture
 
 MAX_LAYERS, MAX_EXPERTS, MAX_LABELS, MAX_SIZE = 10_000, 2**16, 2**20, 2**31 - 1
-# keys of a config.json for each of which transformers, or this package, makes something; in parts of it too (text_config)
+# keys of a config.json, or of parts of it (text_config), for which transformers or this package allocates something
 _COUNTS = {r"\w*layers|n_layer": MAX_LAYERS, r"\w*experts(_per_tok)?": MAX_EXPERTS, "num_labels": MAX_LABELS}
 _SIZES = r"num_hidden_layers|n_layer|vocab_size|(\w+_)?hidden_size|(\w+_)?intermediate_size|head_dim|num_\w+_heads"
 
 
 def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
-    """Raise ValueError for a config.json of sizes that no model has: text, NaN, negative, or more than fills any memory."""
+    """Raise ValueError for invalid sizes in a config.json: text, NaN, negative, or larger than any memory."""
     parts = [values]
     while parts:
         for key, value in parts.pop().items():
@@ -62,7 +62,7 @@ def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
 
 
 def check_folder(source: str | os.PathLike) -> None:
-    """Call `check_counts` for a folder's config.json; do nothing for an id of the Hub. Raises ValueError if it is not JSON."""
+    """Call `check_counts` for a folder's config.json; do nothing for a Hub id. Raises ValueError if it is not JSON."""
     path = Path(source, "config.json")
     if os.path.isfile(path):
         values = files.read_json(path)
@@ -72,10 +72,10 @@ def check_folder(source: str | os.PathLike) -> None:
 
 
 def load(kind: type, source: str | os.PathLike, name: str = "model", **settings):
-    """Return kind.from_pretrained(source) without ever running code of a folder or a Hub id.
+    """Return kind.from_pretrained(source) without ever running code from a folder or a Hub id.
 
-    A folder's weights must be those that `Checkpoint` opens: no pickle, nothing outside it. Raises ValueError, with the `name`
-    of the source, for what cannot be loaded. The one way to run a folder's own code is TRL's: `train --trust_remote_code`.
+    A folder's weights must be those that `Checkpoint` opens: no pickles, and no files outside it. Raises a ValueError with the
+    `name` of the source if it cannot be loaded. Only TRL's `train --trust_remote_code` runs a folder's code.
     """
     check_folder(source)
     if kind is AutoModelForCausalLM and os.path.isdir(source):
@@ -85,7 +85,7 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
         return kind.from_pretrained(source, trust_remote_code=False, **settings)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a config class falls over whatever it meets, tokenizers' Rust raises Exception itself
+    except Exception as error:  # config classes raise various errors, and the Rust code of tokenizers raises Exception itself
         reason = f"cannot be loaded by transformers: {reason_of(error)}. Pass a folder or a Hub id"
         if "trust_remote_code" in str(error):
             reason = "requires custom code (auto_map), which is never run. Use a model whose classes are in transformers"
@@ -93,19 +93,19 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error of another package says, in one line and short enough to be a part of another."""
+    """Return the message of another package's error as one short line, to be included in another message."""
     return one_line(error).rstrip(".:") or type(error).__name__
 
 
 def _build(config, cls: type | None = None) -> nn.Module:
-    """Build a config's model on the meta device, of the class `cls` if given; ValueError where transformers cannot."""
+    """Build a config's model on the meta device, of the class `cls` if given; raises ValueError if transformers cannot."""
     config = copy.deepcopy(config)
     try:
         with torch.device("meta"):
             if cls is None:
                 return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             return cls._from_config(config)
-    except Exception as error:  # a model class raises what it meets: sizes that do not divide, an activation that it lacks
+    except Exception as error:  # model classes raise various errors, for indivisible sizes or an unknown activation
         where = f" of {config.name_or_path}" if config.name_or_path else ""
         raise ValueError(
             f"config.json{where} does not describe a {config.model_type} model: {reason_of(error)}. Pass a causal language "
@@ -114,7 +114,7 @@ def _build(config, cls: type | None = None) -> nn.Module:
 
 
 def read_layer(folder: Path) -> Layer:
-    """Return the MoE layers' sizes from a model folder's config.json, ours or transformers'; 0 for what a dense one lacks."""
+    """Return the sizes of the MoE layers from a config.json, ours or transformers'; 0 for those that a dense model lacks."""
     check_folder(folder)
     values = files.read_json(Path(folder) / "config.json")
     if isinstance(block := values.get("moe_runtime"), dict):
@@ -135,7 +135,7 @@ def read_layer(folder: Path) -> Layer:
 
 # files with weights, which are not copied
 _LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
-# nor what is written anew or describes the old weights: cards, records, and logs of their training
+# nor are files that are rewritten or describe the old weights: cards, records, and logs of their training
 _OF_THESE = (
     "config.json", f"{SHIM}.py", "README.md", "adapter_config.json", "expert_cfg.json", "expert.json", "router.json",
     "router_stats.csv", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
@@ -150,12 +150,12 @@ def read_config(folder: str | Path):
 
 
 def config_for_folder(config, **settings) -> MoEConfig:
-    """Return the MoEConfig that fits a dense model's config; `settings` are MoEConfig's other fields."""
+    """Return the MoEConfig for a dense model's config; `settings` are the other fields of MoEConfig."""
     return MoEConfig(**moe_shape(family_of(config), config), **settings)
 
 
 def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None):
-    """Return the config of the upcycled model, as `swap.dense_to_moe` would leave it."""
+    """Return the config of the upcycled model, as after `swap.dense_to_moe`."""
     classes = model_classes(family_of(config).model_type)
     new = copy.deepcopy(config)
     architecture = classes.base_causal_lm.__name__
@@ -166,7 +166,7 @@ def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None)
 
 
 def mergeable_config(config, shared_rate: float, soup: bool):
-    """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises ValueError where that would."""
+    """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises the same ValueErrors."""
     check_mergeable(moe_config(config), soup)
     check_shared_rate(shared_rate)
     new = copy.deepcopy(config)
@@ -180,7 +180,7 @@ def dense_config(config):
 
 
 def write_config(writer: CheckpointWriter, config) -> None:
-    """Write config.json with the rotary keys of both spellings and, for an upcycled model, the file its auto_map names."""
+    """Write config.json with both formats of the rotary keys and, for an upcycled model, the file named by its auto_map."""
     values = json.loads(config.to_json_string(use_diff=True))
     writer.write_text("config.json", json.dumps(values | legacy_rope(values), indent=2, sort_keys=True) + "\n")
     if hasattr(config, "moe_runtime"):
@@ -188,7 +188,7 @@ def write_config(writer: CheckpointWriter, config) -> None:
 
 
 def side_files(source: Path) -> list[str]:
-    """Return the names of the files that any model made of this folder needs too: tokenizer, generation config, licence, ..."""
+    """Return the names of the files that a model derived from this folder also needs: tokenizer, generation config, ..."""
     names = [path.name for path in source.iterdir() if path.is_file()]
     files.check_names(names, source)  # a receipt names them
     hidden = (".", "training_args")
@@ -204,22 +204,22 @@ def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
 
 
 def check_depth(config, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for far more layers than the folder has tensors: a model on the meta device takes memory too."""
+    """Raise ValueError for far more layers than the folder has tensors, as even a model on the meta device needs memory."""
     layers, found = getattr(config.get_text_config(), "num_hidden_layers", 1), len(checkpoint.specs())
     if layers > max(found, 100):
         raise ValueError(f"num_hidden_layers in config.json is {layers}, but {checkpoint.path} has only {found} tensors")
 
 
 def check_tensors(config, checkpoint: Checkpoint) -> None:
-    """Raise ValueError unless a folder's tensors are those of the model that its config describes, by name and shape.
+    """Raise ValueError unless a folder's tensors match the model of its config by name and shape.
 
-    Tied weights may be missing; what transformers itself passes over (old rotary buffers) may be there.
+    Tied weights may be missing, and tensors that transformers ignores (old rotary buffers) may be present.
     """
     specs = checkpoint.specs()
     check_depth(config, checkpoint)
     model = _build(config)
     renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
-    # the keys as the model has them, where transformers renames between file and model (GPT-NeoX's embed_out)
+    # the keys of the model, as transformers renames some between file and model (GPT-NeoX's embed_out)
     own = {key: key for key in specs}
     for source, target in ((s, t) for r in renamings for s, t in zip(r.source_patterns, r.target_patterns)):
         own = {key: re.sub(source, target, name) for key, name in own.items()}
@@ -236,7 +236,7 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
 
 
 def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) -> float:
-    """Return the relative difference of transformers' MLP with `weights` (names of `read_mlp`) and our formula, in float64."""
+    """Return the relative difference between transformers' MLP with `weights` (see `read_mlp`) and our formula, in float64."""
     family = FAMILIES[config.model_type]
     with torch.device("meta"):
         stock = model_classes(config.model_type).base_causal_lm(copy.deepcopy(config))
@@ -260,9 +260,9 @@ def probe_logits(source) -> torch.Tensor:
 
 
 def skeleton(config) -> nn.Module:
-    """Return the model of a config without memory for its weights: on the meta device, of its config's class."""
+    """Return the model of a config on the meta device, of the config's class."""
     model = _build(config, getattr(transformers, (config.architectures or [""])[0], None))
-    # what transformers looks up for a model that was not loaded, once rather than for each tensor
+    # cache what transformers looks up for every tensor of a model that was not loaded
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
     return model
@@ -278,7 +278,7 @@ Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
 
 
 class FolderReceipt(NamedTuple):
-    """What a conversion wrote."""
+    """Result of a conversion."""
 
     path: Path
     config: MoEConfig
@@ -291,9 +291,9 @@ class FolderReceipt(NamedTuple):
 
 
 class Conversion:
-    """What every conversion counts while it walks the source's keys: what it has read, what it has written.
+    """Counts of a conversion while it iterates over the source's keys: bytes read and tensors written.
 
-    `source` has the reading half of Checkpoint; `specs` are those of its tensors that are read, all by default.
+    `source` has the reading interface of Checkpoint; `specs` are those of the tensors that are read, by default all.
     """
 
     def __init__(
@@ -322,9 +322,9 @@ def rewrite(
     checkpoint: Checkpoint, out: str | Path, tensor: Callable[[str], torch.Tensor], *, max_shard_size: int | str,
     overwrite: bool, progress: Progress | None,
 ) -> tuple[Conversion, list[str]]:  # fmt: skip
-    """Write a model's folder anew to `out`, atomically: each tensor as `tensor` of its name gives it, all other files copied.
+    """Rewrite a model's folder to `out`, atomically: each tensor is the result of `tensor(name)`, other files are copied.
 
-    Returns what was written and the names of the other files.
+    Returns the receipt and the names of the other files.
     """
     base, total = Path(checkpoint.path), sum(spec.nbytes for spec in checkpoint.specs().values())
     with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
@@ -355,7 +355,7 @@ def open_upcycled(source: str | Path, stage: str | None = None):
 
 
 def mixture_of(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75) -> torch.Tensor:
-    """Return alpha [E] of a layer as its stage says: INIT's at `shared_rate`, the learned one, or EWA's mean."""
+    """Return alpha [E] of a layer for its stage: INIT's at `shared_rate`, the learned one, or EWA's mean."""
     block = config.moe_runtime
     if block["stage"] == "ewa":
         return uniform_mixture(moe.num_experts)

@@ -42,20 +42,20 @@ from moe_runtime.ops.balance import pooled_loss
 
 @dataclass
 class MoeRuntimeModelOutput(MoeModelOutputWithPast):
-    """What the inner model returns; `balance_loss` is the layers' sum, coefficients included."""
+    """Output of the inner model; `balance_loss` is the sum over layers, including coefficients."""
 
     balance_loss: torch.FloatTensor | None = None
 
 
 @dataclass
 class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
-    """`loss` is `lm_loss` plus `aux_loss`: balance losses and pooled loss, with their coefficients."""
+    """Output of the causal LM; `loss` is `lm_loss` plus `aux_loss`, the balance and pooled losses with coefficients."""
 
     lm_loss: torch.FloatTensor | None = None
 
 
 def check_gradients(parameters: list[torch.nn.Parameter], router_logits: list[torch.Tensor]) -> None:
-    """Raise ValueError if routers with these `parameters` train but use_reentrant=True cut their logits off the graph."""
+    """Raise ValueError if routers with these `parameters` train but use_reentrant=True detached their logits."""
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
         raise ValueError(
@@ -65,13 +65,13 @@ def check_gradients(parameters: list[torch.nn.Parameter], router_logits: list[to
 
 
 def sum_balance_losses(records: list[RouterOutput]) -> torch.Tensor | None:
-    """Sum the layers' balance losses on the first one's device; None if no layer has one."""
+    """Sum the layers' balance losses on the device of the first one; None if no layer has one."""
     losses = [record.balance_loss for record in records if record.balance_loss is not None]
     return sum(loss.to(losses[0].device) for loss in losses) if losses else None
 
 
 def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
-    """The auxiliary part of the loss, [] float32: balance losses and the pooled loss, each with its coefficient."""
+    """Return the auxiliary part of the loss, [] float32: balance and pooled losses with their coefficients."""
     balance = sum_balance_losses(records)
     aux = torch.zeros((), device=device) if balance is None else balance.to(device)
     if not config.router_aux_loss_coef or not config.num_experts_per_tok:
@@ -84,7 +84,7 @@ def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
 
 
 def share_of_batch(kwargs: dict, device) -> torch.Tensor | float:
-    """Which part of the step's tokens this call holds; 1 unless Trainer says by num_items_in_batch that there are more.
+    """Return this call's share of the step's tokens; 1 unless Trainer passes num_items_in_batch.
 
     The base's loss is then a sum over num_items_in_batch; without this factor, gradient accumulation over n calls would
     count an auxiliary loss n times.
@@ -98,7 +98,7 @@ def share_of_batch(kwargs: dict, device) -> torch.Tensor | float:
 
 
 def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the modules that took the MLPs' places in an upcycled model, by layer; raises ValueError for another model."""
+    """Return the modules that replace the MLPs of an upcycled model, by layer; raises ValueError for another model."""
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     if block is None:
         raise ValueError(f"Expected an upcycled model, but got {type(model).__name__}. Use xft.upcycle to create one")
@@ -106,28 +106,28 @@ def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def _layer_path(model: nn.Module, layer: int) -> str:
-    """Return where the MLP of a layer is in `model`; a model without its head has no prefix before its layers."""
+    """Return the path of a layer's MLP in `model`; a model without its head has no prefix before its layers."""
     path = FAMILIES[model.config.moe_runtime["base_model_type"]].path.format(layer)
     return path.removeprefix(f"{model.base_model_prefix}.") if isinstance(model, _Inner) else path
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Whether a module collects what its router returns; it does not while its tokens' experts are forced."""
+    """Return whether a module collects its router's outputs; it does not while its experts are forced."""
     return isinstance(module, MoE | LoRALinear) and getattr(module, "forced", None) is None
 
 
 class _Model:
-    """What both model classes add: initialisation, and the collection of what the routers return."""
+    """Mixin of both model classes: initialization, and collection of the routers' outputs."""
 
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, (Router, Experts)):
             for name, weight in module.named_parameters(recurse=False):
                 std = module.config.initializer_range
-                # transformers' functions pass over what a checkpoint has filled; a module's reset_parameters would not
+                # transformers' functions skip weights loaded from a checkpoint; a module's reset_parameters would not
                 init.zeros_(weight) if name.endswith("_bias") else init.normal_(weight, mean=0.0, std=std)
         elif isinstance(module, DrawnHalves | LoRALinear):
-            # a LoRALinear draws its router as the layer that it is, not as Routers above
+            # a LoRALinear initializes its router as a linear layer, not as Routers above
             drawn = (*module.gate.parameters(), module.lora_a) if isinstance(module, LoRALinear) else module.values()
             for weight in drawn:
                 init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
@@ -199,7 +199,7 @@ class _Model:
 
 
 class _Inner(_Model):
-    """The model without its head; TRL calls it directly, with output_router_logits, and runs the head itself.
+    """The model without its head, which TRL calls directly with output_router_logits before it runs the head.
 
     `AutoModel` loads it, and serving engines with a head of their own build it (vLLM's and SGLang's Transformers backends).
     """
@@ -247,7 +247,7 @@ class _CausalLM(_Model):
 
 
 def install_layers(model: PreTrainedModel) -> None:
-    """Put the modules that `model.config.moe_runtime` describes in place of the base's MLPs, freshly initialised."""
+    """Replace the base's MLPs by the modules that `model.config.moe_runtime` describes, newly initialized."""
     config, block = moe_config(model.config), model.config.moe_runtime
     for layer in block["layers"]:
         path = _layer_path(model, layer)
@@ -275,7 +275,7 @@ def freeze_for_mixing(model: nn.Module) -> None:
 
 
 def freeze_for_lora(model: nn.Module) -> None:
-    """Freeze everything but the low-rank pairs and their routers; with train_backbone only what the pairs belong to."""
+    """Freeze everything except the low-rank pairs and their routers; with train_backbone only their base MLPs."""
     model.requires_grad_(model.config.moe_runtime["lora"]["train_backbone"])
     for module in model.modules():
         if isinstance(module, LoRAMoE):
@@ -288,9 +288,9 @@ FREEZE = {"mergeable": freeze_for_mixing, "lora": freeze_for_lora}
 
 
 def adopt(model: PreTrainedModel, causal_lm: type, inner: type) -> None:
-    """Give a model and its inner model the classes `causal_lm` and `inner`, in place.
+    """Set the classes of a model and its inner model to `causal_lm` and `inner`, in place.
 
-    The inner one's matters too: transformers initialises a nested model's children with the nested class's code.
+    The inner class matters too, as transformers initializes a nested model's children with its code.
     """
     model.__class__, model.base_model.__class__ = causal_lm, inner
     for module in (model, model.base_model):
@@ -308,7 +308,7 @@ _INTRODUCED: set[type] = set()
 
 
 class ModelClasses(NamedTuple):
-    """The generated classes of one base architecture and the stock ones under them."""
+    """The generated classes of one base architecture and their stock base classes."""
 
     config: type
     inner: type
@@ -320,16 +320,16 @@ class ModelClasses(NamedTuple):
 
 @functools.cache
 def _config_class(model_type: str) -> type:
-    """Make and register the config class; the import of its base's file is all it costs."""
+    """Create and register the config class, which only imports the file of its base."""
     base = CONFIG_MAPPING[model_type]
     members = {
         "__module__": __name__,
         "__doc__": f"{base.__name__} of a model whose MLPs are mixtures of experts.",
         "model_type": PREFIX + model_type,
         "base_type": model_type,
-        # the model classes are needed from the first config on, and not before: they cost their file's import
+        # the model classes are created with the first config, not before, as they import their file
         "make_models": staticmethod(functools.partial(model_classes, model_type)),
-        # what an evaluation loop should not gather beside the logits
+        # outputs that an evaluation loop should not gather
         "keys_to_ignore_at_inference": [*base.keys_to_ignore_at_inference, "aux_loss", "lm_loss", "router_logits"],
         "base_model_tp_plan": {k: v for k, v in (base.base_model_tp_plan or {}).items() if ".mlp." not in k},
     }
@@ -341,7 +341,7 @@ def _config_class(model_type: str) -> type:
 
 @functools.cache
 def model_classes(model_type: str) -> ModelClasses:
-    """Return the classes for a base model_type such as "llama"; makes and registers them on the first call."""
+    """Return the classes for a base model_type such as "llama", created and registered on the first call."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModel, AutoModelForCausalLM
 
     make_exports_portable()
@@ -360,7 +360,7 @@ def model_classes(model_type: str) -> ModelClasses:
 
 
 def _derive(name: str, ours: type, base: type, config: type) -> type:
-    """Make and publish the class `name`: our mixin before the stock model class."""
+    """Create and publish the class `name`: our mixin before the stock model class."""
 
     @functools.wraps(base.forward)
     def forward(self, *args, **kwargs):
@@ -382,13 +382,13 @@ def _derive(name: str, ours: type, base: type, config: type) -> type:
 
 
 def register_auto_classes() -> None:
-    """Make AutoConfig, AutoModel and AutoModelForCausalLM know the folders of every family; a second call does nothing."""
+    """Register every family with AutoConfig, AutoModel and AutoModelForCausalLM; calling it again has no effect."""
     for model_type in FAMILIES:
         _config_class(model_type)
 
 
 def __getattr__(name: str):
-    """Make a generated class on its first import: pickles, saved folders' shims and users name them."""
+    """Create a generated class on its first import, as pickles, saved folders and users refer to it by name."""
     match = re.fullmatch(r"MoeRuntime(\w+?)(Config|Model|ForCausalLM)", name)
     for model_type in FAMILIES if match else ():
         if CONFIG_MAPPING[model_type].__name__ == f"{match[1]}Config":

@@ -1,6 +1,6 @@
-"""Where a model's folder has the parameters of the model: which tensors hold which rows of a stack of experts.
+"""Map a model's parameters to the tensors of its folder: which tensors hold which rows of an expert stack.
 
-Most folders have a matrix for each expert and projection, some the stack as the model has it; `saved_rows` finds out by names
+Most folders have a matrix per expert and projection, some have the stack of the model; `saved_rows` determines this from names
 and shapes, so that a folder can be changed tensor by tensor.
 """
 
@@ -18,7 +18,7 @@ _FIRST = re.compile(r"(\bexperts\.)0(\.)")  # expert 0 in a saved name
 
 
 class SavedRows(NamedTuple):
-    """From which rows of a stack of the model a tensor of a folder is made."""
+    """The rows of a model's stack that a tensor of a folder holds."""
 
     name: str  # of the stack
     ids: tuple[int, ...]
@@ -26,7 +26,7 @@ class SavedRows(NamedTuple):
     stacked: bool  # within a stack of all experts, or one expert's tensor
 
     def row(self, model: nn.Module, row: torch.Tensor) -> torch.Tensor:
-        """Return a row of the stack as the folder has it."""
+        """Return a row of the stack in the layout of the folder."""
         row = row[None]
         saved = row if self.saved is None else to_saved(model, {self.name: row})[self.saved]
         return saved[0] if self.stacked else saved
@@ -48,7 +48,7 @@ def saved_rows(
 
 
 def saved_tensors(model: nn.Module, own: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return `own`, tensors for parameters of `model` that are no stacks, by the names and in the layouts of a folder."""
+    """Return `own`, tensors for parameters of `model` other than stacks, with the names and layouts of a folder."""
     if not own:
         return {}
     saved = to_saved(model, own)

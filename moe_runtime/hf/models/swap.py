@@ -1,13 +1,13 @@
-"""Dense MLPs to our modules and back, in a live transformers model.
+"""Replace the dense MLPs of a live transformers model by our modules, and back.
 
     stock model --dense_to_moe--> MoE layers --moe_to_mergeable--> MergedMLP layers
          ^  '-----------stage="ewa"--> EWAMLP layers                  |
          '------------------------moe_to_dense------------------------'
 
-LoRA experts (stage "lora") are made and merged in `moe_runtime.methods.lora`. All work in place: modules are exchanged and
-the classes of the model and of its config change with them, so that save_pretrained and from_pretrained work. Attention,
-norms, embeddings, head, tied weights, generation config and the other modules' hooks stay the very objects they were. Checks
-come first: a refused model is untouched.
+LoRA experts (stage "lora") are created and merged in `moe_runtime.methods.lora`. All functions work in place: modules are
+replaced, and the classes of the model and of its config change with them, so that save_pretrained and from_pretrained work.
+Attention, norms, embeddings, head, tied weights, generation config and the hooks of other modules are left untouched. Checks
+come first, so that a rejected model is not modified.
 """
 
 import copy
@@ -31,17 +31,16 @@ TOLERANCE = 1e-5  # largest relative difference of an MLP from the formula, in f
 
 
 def sampled(layers: Sequence[int]) -> set[int]:
-    """Return the first, the middle and the last of `layers`: those whose MLPs are run."""
+    """Return the first, the middle and the last of `layers`, whose MLPs are probed."""
     return {layers[0], layers[len(layers) // 2], layers[-1]}
 
 
 def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, family: Family | None = None) -> dict[int, float]:
     """Compare a dense model's MLPs with down(act(gate x) * up x) on a probe batch; return the relative errors.
 
-    Of `layers`, all by default, it runs the first, the middle and the last, and each that is unlike the first or patched;
-    both sides in float64, from a copy of one layer at a time. Raises ValueError for an error above TOLERANCE, for
-    weights on the meta device, for some of any layer that are not finite, and for accelerate's hooks, which swap weights in
-    and out behind the module.
+    Of `layers`, by default all, it runs the first, the middle and the last, and each that differs from the first or is patched;
+    both sides in float64, from a copy of one layer at a time. Raises ValueError for an error above TOLERANCE, weights on the
+    meta device, weights that are not finite, and accelerate's hooks, which move weights in and out.
     """
     family = family or family_of(model)
     layers = check_layers(model.config.num_hidden_layers, layers)
@@ -66,11 +65,11 @@ def dense_to_moe(
     model: nn.Module, config: MoEConfig, layers: Sequence[int] | None = None, seed: int = 42, method: str = "xft",
     stage: str = "moe", family: Family | None = None,
 ) -> dict[int, float]:  # fmt: skip
-    """Replace the MLPs of a stock model, of all layers by default, by `config`'s MoE; return `verify_mlp`'s errors.
+    """Replace the MLPs of a stock model, by default of all layers, by the MoE of `config`; return `verify_mlp`'s errors.
 
-    Every expert is a copy of the layer's MLP, in its dtype, on its device, trainable if it was. Routers are drawn by
-    `draw_router`; stage "ewa" makes EWAMLPs, which have none. `family` is the model's, looked up unless given. Raises
-    ValueError, with the model untouched, for whatever does not fit.
+    Every expert is a copy of the layer's MLP with the same dtype, device and requires_grad. Routers are drawn by `draw_router`;
+    stage "ewa" creates EWAMLPs without routers. `family` is looked up unless given. Raises ValueError, without modifying the
+    model, if it or the config is not supported.
     """
     family = family or family_of(model)
     layers = check_stock(model, family, config, layers)
@@ -88,7 +87,7 @@ def dense_to_moe(
 
 
 def check_stock(model: nn.Module, family: Family, config: MoEConfig, layers: Sequence[int] | None) -> list[int]:
-    """Return the numbers of the layers to change, all for None; ValueError unless the model is stock and `config` fits."""
+    """Return the layers to change, all for None; raises ValueError unless the model is stock and matches `config`."""
     stock = model_classes(family.model_type).base_causal_lm
     if type(model) is not stock:
         raise ValueError(
@@ -102,14 +101,14 @@ def check_stock(model: nn.Module, family: Family, config: MoEConfig, layers: Seq
 
 
 def become_moe(model: nn.Module, fields: dict) -> None:
-    """Give a stock model whose MLPs have been exchanged the class and the config of `fields`, which `moe_fields` made."""
+    """Set the class and the config of a stock model whose MLPs are replaced, with `fields` from `moe_fields`."""
     classes = model_classes(fields["moe_runtime"]["base_model_type"])
     configuration.become_moe(model.config, classes, fields)
     adopt(model, classes.causal_lm, classes.inner)
 
 
 def become_stock(model: nn.Module) -> None:
-    """Give an upcycled model whose MLPs are stock again its base's class, and a config as clean as the base's was."""
+    """Restore the base's class and a clean config of an upcycled model whose MLPs are stock again."""
     classes = model_classes(model.config.moe_runtime["base_model_type"])
     config = stock_config(model.config, classes.base_config)
     model.config.__class__ = classes.base_config
@@ -119,10 +118,10 @@ def become_stock(model: nn.Module) -> None:
 
 
 def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> None:
-    """Replace every MoE of an upcycled model by a MergedMLP that takes over its experts; only the mixing logits train.
+    """Replace every MoE of an upcycled model by a MergedMLP with its experts; only the mixing logits are trainable.
 
-    The experts' Parameters are moved, not copied; the routers go. Raises ValueError for a model at another stage, and
-    for a gate without shared expert unless `soup` is True.
+    The experts' parameters are moved, not copied, and the routers are removed. Raises ValueError for a model at another stage,
+    and for a gate without a shared expert unless `soup` is True.
     """
     modules, block = _swappable(model, ("moe",)), model.config.moe_runtime
     config = moe_config(model.config)
@@ -141,11 +140,11 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
 
 
 def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, torch.Tensor]]) -> nn.Module:
-    """Turn an upcycled model, at any stage, back into its base's stock class, in place; return it.
+    """Convert an upcycled model at any stage back to its base's stock class, in place, and return it.
 
-    `weights_of_layer` gets a MoE, MergedMLP or EWAMLP and returns one dense weight per name of `read_mlp`; all layers are
-    computed before the first is replaced. The config is as clean as the base's was. Weights train where the experts
-    did; after the mergeable stage, which froze everything, everything trains again, as in any loaded model.
+    `weights_of_layer` maps a MoE, MergedMLP or EWAMLP to one dense weight per name of `read_mlp`; all layers are computed
+    before the first is replaced. The config has no fields of ours left. Weights are trainable if the experts were; after
+    the mergeable stage, which freezes everything, all weights are trainable again, as in any loaded model.
     """
     modules, block = _swappable(model, ("moe", "mergeable", "ewa")), model.config.moe_runtime
     classes, family = model_classes(block["base_model_type"]), FAMILIES[block["base_model_type"]]
@@ -170,7 +169,7 @@ def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[
 def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, torch.Tensor]:
     """Return a layer's router weights, float32, drawn on the CPU from N(0, initializer_range).
 
-    They depend on the seed and the layer alone: not on the device, nor on which other layers are upcycled.
+    They depend only on the seed and the layer, not on the device or on which other layers are upcycled.
     """
     router = Router(config, device="meta").to_empty(device="cpu").float()
     router.reset_parameters(torch.Generator().manual_seed(seed * 65537 + layer))
@@ -179,7 +178,7 @@ def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, torch.Ten
 
 @torch.no_grad()
 def _expand(mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str, torch.Tensor] | None) -> MoE | EWAMLP:
-    """Build the MoE that takes the MLP's place; an EWAMLP without a router."""
+    """Build the MoE that replaces the MLP, or an EWAMLP without a router."""
     moe = EWAMLP(config, device="meta") if router is None else MoE(config, device="meta")
     down = getattr(mlp, family.down).weight
     for name, weight in read_mlp(mlp, family).items():
@@ -214,7 +213,7 @@ def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) 
 
 
 def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
-    """Return `moe_layers`; ValueError at another stage, or where a module is not what it was when it was put there."""
+    """Return `moe_layers`; raises ValueError at another stage, or if a module was replaced or wrapped."""
     modules, stage, reasons = moe_layers(model), model.config.moe_runtime["stage"], []
     if stage not in stages:
         hint = ". Convert it to whole experts with lora.to_moe, or to a dense model with lora.merge" if stage == "lora" else ""
@@ -236,7 +235,7 @@ def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
 
 
 def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None:
-    """Raise ValueError where accelerate moves the weights of `module`, at `path`, or they are on the meta device."""
+    """Raise ValueError if accelerate moves the weights of `module` at `path`, or they are on the meta device."""
     hooked = any(hasattr(m, "_hf_hook") for m in (module.modules() if recurse else [module]))
     if hooked or (recurse and any(parameter.is_meta for parameter in module.parameters())):
         why = "carries accelerate's hooks" if hooked else "is on the meta device"
@@ -248,7 +247,7 @@ def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None
 
 
 def _refuse_broken(mlp: nn.Module, path: str) -> None:
-    """Raise ValueError for NaN and infinities in the weights of an MLP: all its copies would have them."""
+    """Raise ValueError for NaN and infinities in the weights of an MLP, which all copies would contain."""
     for name, weight in mlp.named_parameters():
         # torch has no aminmax of eight bits
         if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.detach().aminmax()).isfinite().all():
@@ -257,7 +256,7 @@ def _refuse_broken(mlp: nn.Module, path: str) -> None:
 
 @torch.no_grad()
 def mlp_error(mlp: nn.Module, family: Family) -> float:
-    """||mlp(x) - formula(x)|| / ||formula(x)|| on 16 rows of N(0, 1), in float64; inf if the MLP does not run."""
+    """Return ||mlp(x) - formula(x)|| / ||formula(x)|| on 16 rows of N(0, 1), in float64; inf if the MLP fails."""
     shape = moe_shape(family, mlp)
     ours = {name: weight.double() for name, weight in read_mlp(mlp, family).items()}
     device = ours["down_proj"].device
@@ -276,5 +275,5 @@ def mlp_error(mlp: nn.Module, family: Family) -> float:
 
 
 def _patched(mlp: nn.Module) -> bool:
-    """Whether a module in it runs something else than its class's forward."""
+    """Return whether any module in it does not run its class's forward."""
     return any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in mlp.modules())

@@ -1,4 +1,4 @@
-"""Small models to train on any machine: stock architectures with random weights, a tokenizer, and its collator.
+"""Small models that can be trained on any machine: stock architectures with random weights, a tokenizer, a collator.
 
 The models have heads of 32, tied embeddings and float32 weights. The tokenizer is a byte-level BPE made from any text.
 """
@@ -55,13 +55,13 @@ def small_deepseek(
     model = DeepseekV2ForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith(".gate.weight"):
-            # transformers makes it zeros, and experts that are all alike never part
+            # transformers initializes it to zero, and experts that start equal would stay equal
             torch.nn.init.normal_(parameter, std=config.initializer_range)
     return model
 
 
 def _fields(tokenizer, hidden_size: int, intermediate_size: int, num_layers: int, max_length: int) -> dict:
-    """Return what the configs of both have."""
+    """Return the common fields of both configs."""
     heads = max(hidden_size // 32, 1)
     return {
         "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": intermediate_size,

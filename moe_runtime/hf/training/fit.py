@@ -1,8 +1,8 @@
-"""`train`: transformers' Trainer with the arguments that recipes have; and the losses of single rows, `row_losses`.
+"""`train`: transformers' Trainer with the arguments of recipes; and `row_losses`, the losses of single examples.
 
-The processes of a run share the rows. Adafactor works under FSDP2 too: transformers makes its averages of rows and columns
-as plain tensors, which do not fit weights that are split, so they are made here before the first step, split as the weights
-are; the step is transformers' own.
+The processes of a run share the examples. Adafactor also works under FSDP2: transformers creates its row and column averages as
+plain tensors, which do not match sharded weights, so they are created here before the first step, sharded like the weights; the
+step is that of transformers.
 """
 
 import functools
@@ -18,21 +18,23 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from moe_runtime.config import check_choice
+from moe_runtime.hf.dropin.parallel import gathered, shard_experts
 from moe_runtime.hf.models.tiny import pair_collator
-from moe_runtime.hf.training.ranks import gather, state
+from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh, gather, state
 from moe_runtime.hf.training.recording import Best, History, Recorder, last_checkpoint
 from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
 from moe_runtime.hf.training.trained_files import needs_autocast
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
 from moe_runtime.io.console import bar
+from moe_runtime.ops.all_to_all import is_distributed
 
 
 class Trained(NamedTuple):
-    """What `train` did."""
+    """Result of `train`."""
 
     history: History
     steps: int
-    losses: list[float]  # of each held-out row, at the end
+    losses: list[float]  # of each held-out example, at the end
     tokens: list[int]
     state_dict: Callable[[], dict | None]  # rank 0 gets all weights, the others may get None; every process must call
     trained_parameters: int
@@ -40,7 +42,7 @@ class Trained(NamedTuple):
 
 
 def _arguments(folder: str | Path, save_steps: int | None, seed: int, **settings) -> TrainingArguments:
-    """Return transformers' arguments for a training that writes nothing but checkpoints."""
+    """Return transformers' arguments for a training that only writes checkpoints."""
     cuda = torch.cuda.is_available()
     return TrainingArguments(
         output_dir=str(folder),
@@ -64,27 +66,30 @@ def train(
     steps: int | None = None, warmup_steps: int | None = None, per_device_batch_size: int | None = None,
     optimizer: str = "adafactor", weight_decay: float = 0.0, schedule: str = "linear", max_grad_norm: float = -1.0,
     adam_beta1: float = 0.9, adam_beta2: float = 0.999, bf16: bool = False, gradient_checkpointing: bool = False,
-    save_steps: int | None = None, keep_best: bool = False, balance_loss: str | None = None,
+    save_steps: int | None = None, ep_size: int = 1, keep_best: bool = False, balance_loss: str | None = None,
     balance_loss_coef: float | None = None, evaluations: int | Sequence[int] = 4, seed: int = 0,
     callbacks: Sequence[TrainerCallback] = (), on_step: Callable[[int, int, float | None], None] | None = None,
     trainer: Callable[..., MoETrainer] = MoETrainer, collator: Callable | None = None, losses: Callable | None = None,
 ) -> Trained:  # fmt: skip
-    """Train what requires a gradient, in place, in all processes of the run, with transformers' Trainer.
+    """Train all parameters that require a gradient, in place, in all processes of the run, with transformers' Trainer.
 
-    `batch_size` rows make an optimizer step: `per_device_batch_size` at once, over all processes, the rest one after the other.
-    Adafactor runs without its relative step. With `save_steps` a checkpoint goes to `folder` every so many steps, and one where
-    the training is interrupted; a second call goes on from the newest whole one. The held-out loss is taken `evaluations`
-    times, evenly, or after those steps; `keep_best` ends with the weights of its lowest. `balance_loss` is MoETrainer's, while
-    this training lasts. For a model that takes other batches than a causal LM: `trainer` makes the Trainer, `collator` the
-    batches, and `losses(model, held_out, batch_size=, bf16=)` returns what `row_losses` does. Raises ValueError for batch sizes
-    that do not go into one another and a warmup as long as the training.
+    An optimizer step uses `batch_size` examples: `per_device_batch_size` at a time in each process, the rest by gradient
+    accumulation. Adafactor runs without its relative step. With `save_steps`, checkpoints are written to `folder` at that
+    interval and on interruption, and a second call resumes from the newest complete one. `ep_size` processes share the experts
+    from here on (`shard_experts`). The held-out loss is measured `evaluations` times at even intervals, or after the given
+    steps; `keep_best` restores the weights with the lowest one. `balance_loss` is that of MoETrainer, for the duration of this
+    training. For models with other inputs than a causal LM, `trainer` creates the Trainer, `collator` the batches, and
+    `losses(model, held_out, batch_size=, bf16=)` returns the results of `row_losses`. Raises ValueError for indivisible batch
+    sizes and a warmup as long as the training.
     """
     bf16 = bf16 or needs_autocast(model)
     device_batch, accumulation = split_batch(batch_size, per_device_batch_size)
     total = steps or count_steps(len(rows), epochs, device_batch, accumulation)
     warmup_steps = _warmup(warmup_steps, total)
+    if ep_size > 1 and not any(map(is_distributed, model.parameters())):
+        shard_experts(model, expert_mesh(ep_size))
     if gradient_checkpointing:
-        # the new name where transformers has it: the old one warns there
+        # the new name if transformers has it, as the old one causes a warning
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     history = History()
@@ -114,13 +119,15 @@ def train(
     size = sum(t.numel() * t.element_size() for t in (v.to_local() if hasattr(v, "to_local") else v for v in values))
 
     def state_dict() -> dict | None:
+        if made._trains_spread():
+            return gathered(model)
         return made.accelerator.get_state_dict(made.model_wrapped)
 
     return Trained(history, total, *recorder.last, state_dict, trained, sum(gather([size])))
 
 
 def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> None:
-    """Train, from a checkpoint on if there is one. Ctrl-C and SIGTERM end the training behind a step, with a checkpoint."""
+    """Train, resuming from a checkpoint if there is one. Ctrl-C and SIGTERM stop it after a step, with a checkpoint."""
     trainer.remove_callback(PrinterCallback)
     if checkpoint is not None:
         recorder.restore(checkpoint)
@@ -131,7 +138,7 @@ def _run(trainer: MoETrainer, recorder: Recorder, checkpoint: Path | None) -> No
 
 
 def _warmup(steps: int | None, total: int) -> int:
-    """Return the steps of warmup, one in twenty unless given."""
+    """Return the steps of warmup, by default one in twenty."""
     if steps is None:
         return min(max(round(0.05 * total), 1), total - 1)
     if steps >= total:
@@ -140,17 +147,19 @@ def _warmup(steps: int | None, total: int) -> int:
 
 
 def check_training(
-    *, batch_size: int, per_device_batch_size: int | None, optimizer: str, steps: int | None, warmup_steps: int | None, **_
-) -> None:
-    """Raise ValueError for settings of `train` that cannot work here, as far as can be said without the rows."""
+    *, batch_size: int, per_device_batch_size: int | None, optimizer: str, steps: int | None, warmup_steps: int | None,
+    ep_size: int = 1, **_,
+) -> None:  # fmt: skip
+    """Raise ValueError for settings of `train` that cannot work here, as far as is known without the data."""
     split_batch(batch_size, per_device_batch_size)
     check_choice("optimizer", optimizer, tuple(name.value for name in OptimizerNames))
+    check_ep_size(ep_size)
     if steps:
         _warmup(warmup_steps, steps)
 
 
 def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int, int]:
-    """Return the rows that a process takes at once, and how often it does so for one optimizer step."""
+    """Return the examples per forward pass of a process, and the number of accumulation steps per optimizer step."""
     ranks = state().num_processes
     device_batch = per_device_batch_size or max(batch_size // ranks, 1)
     if batch_size % (device_batch * ranks):
@@ -162,13 +171,13 @@ def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int
 
 
 def count_steps(rows: int, epochs: float, device_batch: int, accumulation: int) -> int:
-    """Return the optimizer steps of `epochs`, as transformers counts them: the last step of an epoch may be smaller."""
+    """Return the optimizer steps of `epochs` as counted by transformers: the last step of an epoch may be smaller."""
     batches = math.ceil(rows / (device_batch * state().num_processes))
     return math.ceil(epochs * math.ceil(batches / accumulation))
 
 
 def quiet() -> None:
-    """Switch transformers' own progress bars off: the caller has one."""
+    """Disable transformers' progress bars, as the caller has one."""
     logging.disable_progress_bar()
 
 
@@ -177,11 +186,11 @@ def each_row(
     model, rows, take: Callable, *, collator: Callable, batch_size: int = 32, bf16: bool = False, by_length: bool = False,
     device: torch.device | None = None,
 ) -> list:  # fmt: skip
-    """Return what `take(model, batch)`, a list of a batch's rows, says of each row, in the rows' order and in eval mode.
+    """Return the results of `take(model, batch)`, one per example of a batch, in the order of the rows and in eval mode.
 
-    Every process must call: each takes its part of the rows, all return the whole. `bf16` computes under autocast,
-    `by_length` puts rows of about one length into a batch, `device` is that of the batches, the process's unless given.
-    Raises ValueError for a token that the model does not have.
+    Every process must call it: each processes its share of the rows, and all return the whole. `bf16` computes under autocast,
+    `by_length` batches rows of similar length, `device` is that of the batches, by default the process's. Raises ValueError for
+    a token that is not in the model's vocabulary.
     """
     from accelerate.utils import send_to_device
 
@@ -191,7 +200,7 @@ def each_row(
     if by_length:
         lengths = [len(ids) for ids in rows["input_ids"]]
         order = sorted(order, key=lambda place: -lengths[place])
-    # as many for every rank: the forward pass of a split model waits for the others
+    # the same number for every rank, as the forward pass of a sharded model waits for the others
     places = [order[min(rank + i * ranks, len(rows) - 1)] for i in range(math.ceil(len(rows) / ranks))]
     training, bf16 = model.training, bf16 or needs_autocast(model)
     model.eval()
@@ -209,7 +218,7 @@ def each_row(
 
 
 def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
-    """Return each row's mean loss per label token, without auxiliary losses, and its label tokens; every process must call."""
+    """Return each row's mean loss per label token, without auxiliary losses, and its label tokens; call in every process."""
 
     def take(model, batch: dict) -> list[tuple[float, int]]:
         labels = batch.pop("labels")
@@ -242,10 +251,10 @@ def mean_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
 
 
 class SplitAdafactor(TrainerCallback):
-    """Fills the state of a Trainer's Adafactor for weights that FSDP2 has split; does nothing otherwise."""
+    """Initialize the state of a Trainer's Adafactor for weights sharded by FSDP2; do nothing otherwise."""
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-        """Have the state filled before each step, for the weights that have none."""
+        """Initialize the state before each step for the weights that have none."""
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer  # accelerate's wrapper
         if isinstance(optimizer, Adafactor):
@@ -254,7 +263,7 @@ class SplitAdafactor(TrainerCallback):
 
 @torch.no_grad()
 def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
-    """Give every split matrix that has a gradient and no state the averages that Adafactor starts from: zeros."""
+    """Set the averages of every sharded matrix with a gradient and no state to zeros, Adafactor's initial values."""
     from torch.distributed.tensor import Replicate
 
     for group in optimizer.param_groups:

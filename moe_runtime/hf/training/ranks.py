@@ -1,4 +1,4 @@
-"""The processes of one run, as `accelerate launch` starts them, and model folders that all read and one writes."""
+"""The processes of one run, as started by `accelerate launch`, and model folders that all read and one writes."""
 
 import contextlib
 import gc
@@ -35,9 +35,9 @@ def agree(value=None):
 
 @contextlib.contextmanager
 def leading() -> Iterator[bool]:
-    """Yield whether this is rank 0, which then does something alone; all go on when it is done, or raise what it raised.
+    """Yield whether this is rank 0, which then works alone; all continue when it is done, or raise its error.
 
-    Every process must call: without it an error of rank 0 would leave the others waiting for it.
+    Every process must call it, or an error of rank 0 would leave the others waiting.
     """
     error = None
     try:
@@ -67,32 +67,34 @@ def largest(value: int) -> int:
 
 
 def engine() -> str:
-    """Return what accelerate trains with, as its DistributedType says: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, ..."""
+    """Return accelerate's DistributedType: NO, MULTI_GPU, MULTI_CPU, DEEPSPEED, ...; FSDP means FSDP2, FSDP1 the older one."""
     from accelerate import Accelerator
 
-    return Accelerator(cpu=state().device.type == "cpu").distributed_type.value
+    made = Accelerator(cpu=state().device.type == "cpu")
+    version = getattr(getattr(made.state, "fsdp_plugin", None), "fsdp_version", 2)
+    return made.distributed_type.value + "1" * (made.distributed_type.value == "FSDP" and version == 1)
 
 
-def check_ep_size(ep_size: int, source: str | Path) -> None:
-    """Raise ValueError unless `ep_size` ranks divide this run and the experts of a model's folder; reads its config alone."""
+def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
+    """Raise ValueError unless `ep_size` divides this run's processes and, by its config, the experts of the model `source`."""
     check_positive("ep_size", ep_size)
     if ep_size == 1:
         return
     processes, reason = state().num_processes, None
     if processes % ep_size:
-        reason = f"the run has {processes} processes; want a divisor of them: accelerate launch --num_processes N"
-    elif engine() in ("FSDP", "DEEPSPEED"):
-        reason = f"accelerate runs {engine()}; want DDP, which leaves experts to their ranks"
-    else:
+        reason = f"must divide the run's {processes} processes, but got {ep_size}. Pass accelerate launch --num_processes N"
+    elif engine() in ("FSDP", "FSDP1", "DEEPSPEED"):
+        reason = f"must be 1 with accelerate's {engine()}, but got {ep_size}. Use DDP, under which experts can be sharded"
+    elif source is not None:
         counts = {len(next(layer.parameters(False))) for layer in experts_of(skeleton(load_config(source))).values()}
         odd = [count for count in counts if count % ep_size]
-        reason = f"{source} has layers of {odd[0]} experts; want a divisor of them" if odd else None
+        reason = f"must divide the {odd[0]} experts of the layers in {source}, but got {ep_size}" if odd else None
     if reason is not None:
-        raise ValueError(f"ep_size is {ep_size}, {reason}")
+        raise ValueError(f"ep_size {reason}")
 
 
 def expert_mesh(ep_size: int):
-    """Return the mesh of this run's processes with `ep_size` of them for each copy of the experts, for `shard_experts`."""
+    """Return a device mesh of this run's processes for `shard_experts`, with `ep_size` processes per copy of the experts."""
     from torch.distributed.device_mesh import init_device_mesh
 
     copies = state().num_processes // ep_size
@@ -100,14 +102,14 @@ def expert_mesh(ep_size: int):
 
 
 def free_memory() -> None:
-    """Free the models that nobody uses any more: a Trainer and its callbacks hold each other, and the model."""
+    """Free unused models, as a Trainer and its callbacks reference each other and the model."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def load_tokenizer(source: str | Path, name: str = "base_model"):
-    """Load a tokenizer that can pad on the right: with EOS, as the official XFT code does, where it has no token for it."""
+    """Load a tokenizer that pads on the right, with EOS if it has no padding token, as in the official XFT code."""
     tokenizer = load(AutoTokenizer, source, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -116,30 +118,30 @@ def load_tokenizer(source: str | Path, name: str = "base_model"):
 
 
 def load_model(source: str | Path, dtype: str, device: torch.device | str | None = None, name: str = "base_model"):
-    """Load a causal LM in `dtype` ("auto": its own), to `device` if given; ValueError for what transformers cannot load."""
+    """Load a causal LM in `dtype` ("auto": as saved), to `device` if given; raises ValueError if transformers cannot."""
     model = load(AutoModelForCausalLM, source, name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     return model if device is None else model.to(device)
 
 
 def load_config(source: str | Path, name: str = "base_model"):
-    """Load a model's config; raises ValueError, with the `name` of the source, for what transformers cannot load."""
+    """Load a model's config; raises a ValueError with the `name` of the source if transformers cannot."""
     return load(AutoConfig, source, name)
 
 
 def routing_of(source: str | Path) -> tuple[int | None, int | None]:
-    """Return a model's experts per layer and per token as its config says; None where it does not."""
+    """Return the experts per layer and per token from a model's config; None if it has none."""
     config = load_config(source)
     return getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter on the CPU; of one that FSDP2 has split, all of it. Every process must call."""
+    """Return a parameter on the CPU, gathered if it is sharded by FSDP2. Every process must call it."""
     tensor = parameter.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
 def save_whole(model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict: dict | None = None) -> None:
-    """Write a model in `dtype`, with its tokenizer and the rotary keys of both spellings, to a folder that exists.
+    """Write a model in `dtype`, with its tokenizer and both formats of the rotary keys, to an existing folder.
 
     `state_dict` stands for the weights of a model that is split; FSDP2 holds them in float32 under mixed precision.
     """

@@ -1,4 +1,4 @@
-"""What a training records: losses, seconds, router statistics, checkpoints to resume from, weights of its best evaluation."""
+"""Records of a training: losses, seconds, router statistics, checkpoints to resume from, weights of the best evaluation."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class History:
-    """What a training saw: (step, loss) of the training batches and of the held-out rows, and the seconds of training alone.
+    """History of a training: (step, loss) of training batches and of held-out examples, and the seconds of training only.
 
     `rows` has, for each point of `held_out`, the step and the loss of every held-out row.
     """
@@ -37,10 +37,10 @@ class History:
 
 
 class Best:
-    """The weights that train, as they were at the lowest held-out loss.
+    """The trained weights at the lowest held-out loss.
 
-    Each process keeps its own part of them in a file of `folder`, where a training that was killed finds them again, until
-    whoever saves what was trained removes the folder.
+    Each process stores its part in a file in `folder`, where a resumed training finds them, until the folder is removed after
+    the trained model is saved.
     """
 
     def __init__(self, model: nn.Module, folder: str | Path):
@@ -48,7 +48,7 @@ class Best:
         self.path = Path(folder, f"best-{state().process_index}.pt")
 
     def begin(self, is_resumed: bool) -> None:
-        """Take what an earlier run of the same training kept, or forget it."""
+        """Load what an earlier run of the same training stored, or discard it."""
         if not is_resumed:
             self.path.unlink(missing_ok=True)
         elif self.path.is_file():
@@ -76,7 +76,7 @@ class Best:
         return self.rows
 
     def _kept(self) -> dict:
-        """Return what the file holds; raises ValueError for one that `see` has not written of this model's parameters."""
+        """Return the contents of the file; raises ValueError unless `see` wrote it for this model's parameters."""
         try:
             kept, reason = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True), None
         except Exception as error:  # torch.load raises anything for a file that is none of its own
@@ -93,7 +93,7 @@ class Best:
         return kept
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """What of each parameter that trains this process holds."""
+        """Return the local part of each trained parameter."""
         trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         return {name: p.to_local() if hasattr(p, "to_local") else p for name, p in trained.items()}
 
@@ -156,7 +156,7 @@ class Recorder(TrainerCallback):
             atomic_write_text(folder / self.NAME, json.dumps(values) + "\n")  # a held-out loss may be NaN
 
     def restore(self, checkpoint: Path) -> None:
-        """Take what the history of a checkpoint says; raises ValueError for a file that `on_save` has not written."""
+        """Load the history of a checkpoint; raises ValueError for a file not written by `on_save`."""
         values, place = read_json(checkpoint / self.NAME), f"of {checkpoint / self.NAME}"
         points = {name: values.get(name, []) for name in ("train", "held_out", "rows")}
         pairs = [values.get("last"), *(points["rows"] if isinstance(points["rows"], list) else [None])]
@@ -180,14 +180,14 @@ class Recorder(TrainerCallback):
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:
-    """Return the newest whole checkpoint that `train` wrote to a folder; None where there is none."""
+    """Return the newest complete checkpoint that `train` wrote to a folder, or None."""
     found = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{Recorder.NAME}")]
     folders = [path for path in found if path.name.rpartition("-")[2].isdecimal()]
     return max(folders, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _whole_lines(path: Path) -> list[list[str]]:
-    """Read the lines of router_stats.csv, except for a last one that a killed process did not finish, and for damaged ones."""
+    """Read the lines of router_stats.csv, except an incomplete last one and damaged ones."""
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         text = file.read()
     lines = csv.reader(text[: text.rfind("\n") + 1].replace("\0", "").splitlines())
@@ -240,7 +240,7 @@ class RouterStatsCallback(TrainerCallback):
                 logger.warning(f"step {state.global_step}: {warning}")
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Take the hooks away."""
+        """Remove the hooks."""
         if self._counter is not None:
             self._counter.close()
             self._counter = None

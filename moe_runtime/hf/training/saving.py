@@ -1,11 +1,11 @@
-"""What a Trainer writes, and when it stops: models and checkpoints are written atomically, signals end a training in order.
+"""Atomic saving of models and checkpoints in a Trainer, and an orderly stop on signals.
 
-`WholeSaves` never resumes from half a checkpoint. On Ctrl-C or SIGTERM the step ends, a checkpoint is written, and the same
-command can resume. The processes of a run agree after each step: a signal that reaches one of them, or all in different
-steps, ends all in the same step.
+`WholeSaves` never resumes from an incomplete checkpoint. On Ctrl-C or SIGTERM the current step is finished, a checkpoint is
+written, and the same command can resume. The processes of a run agree after each step, so that a signal to one of them, or to
+all in different steps, stops all in the same step.
 
-What trains may be on several ranks (`hf.dropin.parallel.shard_experts`). Every rank then writes its part of the weights and of
-the optimizer's state to the checkpoint by torch.distributed.checkpoint, and reads it again, on as many ranks or others.
+If trainable experts are sharded over ranks (`hf.dropin.parallel.shard_experts`), every rank writes its part of the weights and
+of the optimizer's state to the checkpoint by torch.distributed.checkpoint; the number of ranks may differ on resuming.
 """
 
 import functools
@@ -32,14 +32,14 @@ SPREAD = {"model": "experts", "optimizer": "experts-optimizer"}  # folders of to
 
 
 def last_whole_checkpoint(folder: str | Path) -> Path | None:
-    """Return the newest checkpoint of transformers' Trainer in `folder` that was written to its end; None without one."""
+    """Return the newest complete checkpoint of transformers' Trainer in `folder`, or None."""
     found = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
     whole = [path for path in found if path.name.rpartition("-")[2].isdecimal() and _is_whole(path)]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _remove_halves(folder: str | Path, last: Path) -> None:
-    """Remove the checkpoints in `folder` newer than `last` and not whole: transformers would count them among the kept."""
+    """Remove incomplete checkpoints newer than `last` in `folder`, which transformers would count among the kept ones."""
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = path.name.rpartition("-")[2]
         if step.isdecimal() and int(step) > int(last.name.rpartition("-")[2]) and not _is_whole(path):
@@ -64,7 +64,7 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def _spread_state(trainer, kind: str) -> tuple[dict, Callable[[dict], object]]:
-    """Return the "model" that trains or the "optimizer", with DTensors of what is spread, and what sets it. All ranks call."""
+    """Return the state of the trainable "model" or of the "optimizer" (sharded experts as DTensors), and its setter."""
     from torch.distributed.checkpoint import state_dict as states
 
     model = trainer.model
@@ -78,10 +78,10 @@ def _spread_state(trainer, kind: str) -> tuple[dict, Callable[[dict], object]]:
 
 
 class WholeSaves:
-    """A part of trainers, before transformers' class in the bases."""
+    """Mixin of trainers, placed before transformers' class."""
 
     def _trains_spread(self) -> bool:
-        """Whether experts that train are on several ranks; FSDP has files of its own."""
+        """Whether trainable experts are sharded over ranks; FSDP writes its own files."""
         return not self.is_fsdp_enabled and any(is_distributed(p) for p in self.model.parameters() if p.requires_grad)
 
     def _write_spread(self, kind: str, folder: str | Path) -> None:
@@ -94,7 +94,7 @@ class WholeSaves:
 
         if not Path(folder, SPREAD[kind]).is_dir():
             raise ValueError(
-                f"{folder} has no {SPREAD[kind]}: it is no checkpoint of a model whose experts are on several ranks; resume it "
+                f"{folder} has no {SPREAD[kind]}: it is not a checkpoint of a model with sharded experts. Resume it "
                 "without expert parallelism"
             )
         state, put = _spread_state(self, kind)
@@ -102,7 +102,7 @@ class WholeSaves:
         put(state)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save as transformers does, gathered where experts are on several ranks; to a checkpoint every rank writes its own."""
+        """Save as transformers does, with sharded experts gathered; in a checkpoint every rank writes its own."""
         if not self._trains_spread():
             super().save_model(output_dir, _internal_call)
         elif _internal_call:
@@ -141,7 +141,7 @@ class WholeSaves:
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """Train as transformers does; True goes on from the newest whole checkpoint, ValueError where there is none."""
+        """Train as transformers does; True resumes from the newest complete checkpoint (ValueError if there is none)."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
@@ -177,7 +177,7 @@ class WholeSaves:
 
 
 class StopCallback(TrainerCallback):
-    """Ends the training behind the step in which it was asked to stop, with a checkpoint unless it was the last."""
+    """Stop the training after the step in which a stop is requested, with a checkpoint unless it was the last step."""
 
     def __init__(self, stopping: signals.Stopping):
         self.stopping = stopping
@@ -228,7 +228,7 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
 
 
 def hold_workers(loader):
-    """Let a data loader's workers outlive a signal to the whole group, so that the step ends; return the loader."""
+    """Make a data loader's workers ignore signals to the whole group, so that the step can finish; return the loader."""
     inner = getattr(loader, "base_dataloader", loader)  # of accelerate's
     begin = getattr(inner, "worker_init_fn", None)
     if getattr(inner, "num_workers", 0) and getattr(begin, "func", None) is not _begin_worker:

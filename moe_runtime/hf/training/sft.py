@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer for upcycled and mergeable models, and `moe-runtime train`: TRL's SFT command with a few flags more."""
+"""TRL's SFTTrainer for upcycled and mergeable models, and `moe-runtime train`: TRL's SFT command with additional flags."""
 
 import argparse
 import functools
@@ -47,7 +47,7 @@ HELP = {
 
 @dataclass
 class TrainArguments:
-    """What `moe-runtime train` has beyond TRL's own flags."""
+    """Additional flags of `moe-runtime train`."""
 
     model: str | None = field(default=None, metadata={"help": "folder or Hub id; the same as --model_name_or_path"})
     data: str | None = field(
@@ -58,7 +58,7 @@ class TrainArguments:
     train_on: str = field(
         default="assistant", metadata={"help": "the assistant's turns (of a pair, the completion), or all", "choices": TRAIN_ON}
     )
-    ep_size: int = field(default=1, metadata={"help": "processes that share each layer's experts; 1 leaves all on each"})
+    ep_size: int = field(default=1, metadata={"help": "processes to shard each layer's experts over"})
     stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
     resume: bool = field(default=False, metadata={"help": "resume from the newest complete checkpoint in --output_dir"})
     overwrite: bool = field(default=False, metadata={"help": "replace the model and the checkpoints in --output_dir"})
@@ -74,7 +74,7 @@ class _TakenBefore(argparse.Action):
 def parse(trl, argv: Sequence[str] | None) -> tuple:
     """Parse flags and config file with TRL's parser; bf16 stays TRL's default only where the device has it.
 
-    Raises ValueError for flags that nobody knows and for a config file that is none.
+    Raises ValueError for unknown flags and an invalid config file.
     """
     types = (TrainArguments, trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
     parser = trl.TrlParser(types, prog=PROG, **HELP)
@@ -98,7 +98,7 @@ def parse(trl, argv: Sequence[str] | None) -> tuple:
 
 
 def _with_config(argv: list[str]) -> list[str]:
-    """Return the words with --config FILE as TRL knows it, in two; raise ValueError for a file of no options."""
+    """Return the arguments with --config FILE as two words, as TRL expects; raises ValueError for a file without options."""
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else (word,))]
     if "--config" not in argv:
         return argv
@@ -117,10 +117,10 @@ def _with_config(argv: list[str]) -> list[str]:
 
 
 class _MoESFTTrainer(_MoETrainer):
-    """TRL's SFTTrainer for upcycled and mergeable models: adds the layers' balance losses, logs the parts of the loss.
+    """TRL's SFTTrainer for upcycled and mergeable models, which adds the layers' balance losses and logs the loss parts.
 
-    TRL runs the inner model and a head of its own, so that the loss our model class computes is never asked for. Rows of
-    a layout that io.rows knows become ids and labels there, as for every other command; `train_on` is one of TRAIN_ON.
+    TRL runs the inner model and computes the head itself, so the loss of our model class is not used. Examples in a layout of
+    io.rows are encoded there, as in every other command; `train_on` is one of TRAIN_ON.
     """
 
     def __init__(self, model, args=None, *more, train_on: str = "assistant", **kwargs):
@@ -179,7 +179,7 @@ class _MoESFTTrainer(_MoETrainer):
 
 
 def _layout(dataset) -> tuple[str, ...]:
-    """Return the layout of a data set's rows; () if they are for TRL to prepare: ids, images, other columns."""
+    """Return the layout of a dataset; () if TRL prepares it: ids, images, other columns."""
     first = next(iter(dataset), {}) if dataset is not None else {}
     return () if {"input_ids", "image", "images"} & first.keys() else layout_of(first)
 
@@ -192,7 +192,7 @@ def _masked(row, place: int, tokenizer, layout: tuple[str, ...], train_on: str) 
 
 @functools.cache
 def _sft_trainer() -> type:
-    """Make MoESFTTrainer, whose base only an extra brings."""
+    """Create MoESFTTrainer, whose base class comes from an optional extra."""
     names = {"__module__": __name__, "__doc__": _MoESFTTrainer.__doc__}
     return type("MoESFTTrainer", (_MoESFTTrainer, require("trl").SFTTrainer), names)
 
@@ -206,9 +206,9 @@ def __getattr__(name: str):
 def train_command(argv: list[str] | None = None) -> Path:
     """Fine-tune a model folder with TRL's SFT command and MoESFTTrainer; return the folder it was saved to.
 
-    Takes all flags of `trl sft`, also from the YAML file of --config, and those of TrainArguments. Raises ValueError
-    for a model without tokenizer, for data that cannot be read, for unknown flags, and for an output folder that is not
-    empty unless it is to be resumed or overwritten.
+    Accepts all flags of `trl sft`, also from the YAML file of --config, and those of TrainArguments. Raises ValueError for a
+    model without tokenizer, unreadable data, unknown flags, and an output folder that is not empty, unless it is resumed or
+    overwritten.
     """
     trl = require("trl")
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # TRL loads --chat_template_path so that transformers asks: nobody is asked
@@ -252,7 +252,7 @@ def train_command(argv: list[str] | None = None) -> Path:
 
 @contextmanager
 def _pace(trainer) -> Iterator[None]:
-    """Report speed and remaining time where transformers' own bar is not shown: in a log."""
+    """Report speed and remaining time in logs, where transformers' progress bar is not shown."""
 
     class Pace(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -266,7 +266,7 @@ def _pace(trainer) -> Iterator[None]:
 
 
 def _kept(folder: str) -> str:
-    """Say what an interrupted training left, and how to resume it."""
+    """Describe what an interrupted training has written, and how to resume it."""
     last = last_whole_checkpoint(folder)
     if last is None:
         return f"no checkpoint was written to {folder} yet"
@@ -274,7 +274,7 @@ def _kept(folder: str) -> str:
 
 
 def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture):
-    """Read the rows and build the MoESFTTrainer; the model is loaded by TRL, which knows the flags for it."""
+    """Read the data and build the MoESFTTrainer; TRL loads the model, as it knows the flags for it."""
     register_auto_classes()
     args.model_init_kwargs = {
         "revision": model.model_revision, "trust_remote_code": args.trust_remote_code,
@@ -297,9 +297,9 @@ def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture)
 
 
 def _load_spread(name: str, ep_size: int, args, peft_config):
-    """Load the model as TRL would, and leave each process its share of the experts; adapters come before that."""
+    """Load the model as TRL does, add adapters, and keep each process's share of the experts."""
     settings, args.model_init_kwargs = args.model_init_kwargs, None
-    dtype, _ = settings.pop("dtype") or "float32", settings.pop("trust_remote_code")  # TRL's default; none of a folder's code
+    dtype, _ = settings.pop("dtype") or "float32", settings.pop("trust_remote_code")  # TRL's default; never run a folder's code
     model = load(AutoModelForCausalLM, name, "model", dtype=getattr(torch, dtype, dtype), **settings)
     if peft_config is not None:
         model = require("peft").get_peft_model(model, peft_config)
@@ -368,13 +368,13 @@ def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | No
 
 
 def _remove_checkpoints(folder: str) -> None:
-    """Remove the checkpoints of an earlier run, so that none of them is resumed from; its model stays until it is replaced."""
+    """Remove the checkpoints of an earlier run, so that none is resumed; its model stays until it is replaced."""
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         shutil.rmtree(path)
 
 
 def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> tuple:
-    """Return the rows to train on and those to evaluate on: ours from --data, else those of TRL's own flags."""
+    """Return the training and evaluation examples: from --data, else from TRL's flags."""
     if ours.data is not None:
         answers = ours.train_on == "assistant"
         rows = read_rows(ours.data, answers=answers)

@@ -1,4 +1,4 @@
-"""Training some experts of a model and nothing else of their layers (ESFT, arXiv 2407.01906, Sec. 3.3 and Table 3).
+"""Train only some experts of a model's MoE layers (ESFT, arXiv 2407.01906, Sec. 3.3 and Table 3).
 
     freeze_for_esft(model, {1: [0, 7], 2: [3]})     # or train_rows(model, ...), which leaves all else as it is
     ...                                             # any training loop: what requires a gradient is what trains
@@ -47,7 +47,7 @@ class ExpertsLayer(NamedTuple):
 
 
 def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
-    """Return the layers with experts by number; with `fresh`, raise ValueError if rows of `model` train already."""
+    """Return the MoE layers by number; with `fresh`, raise ValueError if experts of `model` are already trained."""
     if fresh and any(STATE in m.__dict__ or trainable.split_of(m) is not None for m in model.modules()):
         raise ValueError("The model already trains some experts. Call fold_rows(model) or drop_rows(model) first")
     paths, layers = {module: name for name, module in model.named_modules()}, {}
@@ -59,7 +59,7 @@ def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
 
 
 def with_shared(layers: dict[int, ExpertsLayer], experts: Mapping, shared_experts: bool) -> dict:
-    """Add our own shared experts to `experts`, which must not name them."""
+    """Add the shared experts of our layers to `experts`, which must not contain them."""
     experts = {number: tuple(ids) for number, ids in experts.items()}
     for number, layer in layers.items():
         if layer.num_shared and 0 in experts.get(number, ()):
@@ -72,7 +72,7 @@ def with_shared(layers: dict[int, ExpertsLayer], experts: Mapping, shared_expert
 
 
 def checked_experts(layers: dict[int, ExpertsLayer], experts: Mapping, dtype: torch.dtype | None) -> dict[int, tuple[int, ...]]:
-    """Return `experts` without layers of none; raise ValueError for what cannot be trained."""
+    """Return `experts` without empty layers; raises ValueError for experts that cannot be trained."""
     checked, reason = {}, None
     if dtype is not None and dtype not in FLOATS:
         reason = f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}"
@@ -94,7 +94,7 @@ def checked_experts(layers: dict[int, ExpertsLayer], experts: Mapping, dtype: to
 
 
 def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
-    """Say why the experts of a layer cannot be trained; None if they can."""
+    """Return why the experts of a layer cannot be trained, or None if they can."""
     layer = layers[number]
     if stock.ADAPTED.intersection(layer.name.split(".")):
         return f"{layer.name} is wrapped by a PEFT adapter. Use adapters of other modules, or none"
@@ -116,7 +116,7 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError for a model whose parameters others hold: DDP, FSDP2, transformers' tensor parallelism."""
+    """Raise ValueError for a model whose parameters are held by DDP, FSDP2 or transformers' tensor parallelism."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import; nobody holds anything without it
     held = isinstance(model, nn.parallel.DistributedDataParallel) or any(
         (fsdp is not None and isinstance(m, fsdp.FSDPModule)) or (m.__dict__.get("_tp_size") or 1) > 1 for m in model.modules()
@@ -132,7 +132,7 @@ CHOICE = re.compile(r"\.(e_score_correction_bias|expert_bias)$|(^|\.)indexer\.")
 
 
 class _Before(NamedTuple):
-    """How a model was."""
+    """The previous state of a model."""
 
     patched: bool  # its experts ran through moe_runtime
     requires_grad: dict[str, bool]  # of the parameters where freeze_for_esft set it, by plain name
@@ -140,7 +140,7 @@ class _Before(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainableReceipt:
-    """What trains from now on."""
+    """The selected trainable parameters."""
 
     experts: dict[int, tuple[int, ...]]  # layer -> ids, in the order that was asked for; without layers of none
     shared_experts: tuple[str, ...]  # paths of the shared MLPs that train
@@ -150,12 +150,12 @@ class TrainableReceipt:
 
     @property
     def share(self) -> float:
-        """Trainable numbers over all."""
+        """Share of trainable parameters."""
         return self.trainable_parameters / self.total_parameters
 
 
 def train_rows(model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None) -> TrainableReceipt:
-    """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the others of these layers.
+    """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the other experts of these layers.
 
     Their weights become parameters `trained_<stack>` [n, ...] in `dtype` or their stack's; no stack is copied. With float32
     beside a bfloat16 model they are cast where they are used, and their gradients are float32. (A float32 model under
@@ -168,8 +168,8 @@ def train_rows(model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype:
     itself. What trains in one FSDP2 group has one dtype: if more than rows in another dtype trains, make each experts module
     a group of its own, or name its class to accelerate beside the layers'.
 
-    Raises ValueError, before anything is changed, for unknown layers or ids, experts that are sharded, adapted, quantized, not
-    loaded, offloaded or tied to another layer's, and a model whose rows train already.
+    Raises ValueError, before anything is changed, for unknown layers or ids, for experts that are sharded, adapted, quantized,
+    not loaded, offloaded or tied to those of another layer, and for a model with experts that are already trained.
     """
     layers = layers_of(model)
     experts = checked_experts(layers, experts, dtype)
@@ -181,7 +181,7 @@ def freeze_for_esft(
     model: nn.Module, experts: Mapping[int, Sequence[int]], shared_experts: bool = False, non_expert_modules: bool = False, *,
     dtype: torch.dtype | None = None,
 ) -> TrainableReceipt:  # fmt: skip
-    """`train_rows`, and decide of all else whether it trains: the settings of ESFT's Table 3. By default, none of it.
+    """Call `train_rows` and set whether other parameters are trained (ESFT, Table 3); by default none are.
 
     `shared_experts`: the MLPs beside the experts that every token goes through, and expert 0 of our own layers that have a
     shared one, which `experts` must not name. `non_expert_modules`: all that is neither a routed expert nor a shared MLP:
@@ -211,28 +211,28 @@ def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> tuple[str
 
 
 def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Split]]:
-    """Return the experts modules whose rows lie apart, by number."""
+    """Return the experts modules with separately stored rows, by layer number."""
     _state_of(model)
     found = {number: (layer.module, trainable.split_of(layer.module)) for number, layer in layers_of(model, False).items()}
     return {number: (module, split) for number, (module, split) in found.items() if split is not None}
 
 
 def fold_rows(model: nn.Module) -> None:
-    """Write the experts that train into their stacks, rounded to the stacks' dtype, and undo `train_rows` in all else.
+    """Write the trained experts into their stacks, rounded to the stacks' dtype, and undo `train_rows` otherwise.
 
-    The model is what it was, with its own implementation of experts and what required a gradient then. Under expert parallelism
-    every rank folds its own. Raises ValueError for a model without such rows, and one that FSDP2 or DDP hold.
+    The model's previous experts implementation and requires_grad flags are restored. Under expert parallelism every rank folds
+    its experts. Raises ValueError for a model without trained experts, and for one held by FSDP2 or DDP.
     """
     _undo(model, trainable.fold_rows)
 
 
 def drop_rows(model: nn.Module) -> None:
-    """Undo `train_rows` without keeping what was trained: the base, bit by bit. Raises ValueError as fold_rows."""
+    """Undo `train_rows` and discard the trained experts: the base, bit by bit. Raises the ValueErrors of fold_rows."""
     _undo(model, trainable.drop_rows)
 
 
 def _split(model: nn.Module, layers: dict[int, ExpertsLayer], experts: dict, dtype, before: dict[str, bool]) -> None:
-    """Put the rows apart, all of them or, where one does not fit into the memory, none."""
+    """Store all rows separately, or none if memory is insufficient."""
     check_unwrapped(model)
     patched = all(not stock.is_experts(m) or m.config._experts_implementation == stock.NAME for m in model.modules())
     if experts:
@@ -257,7 +257,7 @@ def _split_layer(model: nn.Module, layer: ExpertsLayer, ids: tuple[int, ...], dt
 
 
 def _guard(model: nn.Module) -> None:
-    """Make the parts of `model` that hold rows refuse save_pretrained; `shard_experts` has seen to that already."""
+    """Make the parts of `model` with separate rows reject save_pretrained, unless `shard_experts` has already done so."""
     for module in model.modules():
         saves = hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__
         if saves and any(trainable.split_of(part) is not None for part in module.modules()):
@@ -265,7 +265,7 @@ def _guard(model: nn.Module) -> None:
 
 
 def is_guarded(module: nn.Module) -> bool:
-    """Return whether `module` refuses save_pretrained, since rows of it lie apart."""
+    """Return whether `module` rejects save_pretrained because of separate rows."""
     return getattr(module.__dict__.get("save_pretrained"), "func", None) is _refuse_to_save
 
 
@@ -277,7 +277,7 @@ def _refuse_to_save(module: nn.Module, *_, **__) -> None:
 
 
 def unguard(module: nn.Module) -> None:
-    """Let `module` save as its class does, where train_rows has forbidden it."""
+    """Restore the save_pretrained of the class of `module` after train_rows has disabled it."""
     if is_guarded(module):
         del module.save_pretrained
 

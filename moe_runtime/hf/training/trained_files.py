@@ -1,11 +1,11 @@
-"""Adapters in ESFT's format: what a model trains, saved, and read back to resume.
+"""Adapters in ESFT's format: save the trained parameters of a model, and load them to resume.
 
 A folder holds model.safetensors, with expert_cfg.json beside it. Row e of a layer's stacks is
 
     <path of the experts>.{e}.gate_proj.weight [I, H],  .up_proj.weight [I, H],  .down_proj.weight [H, I]
 
-whatever the model's stacks look like; in a DeepSeek model these are the official names, model.layers.{l}.mlp.experts.{e}.*.
-Where experts have biases, *.bias [I], [I] and [H] too. Whatever else trains keeps the model's own names.
+for every layout of the model's stacks; in a DeepSeek model these are the official names, model.layers.{l}.mlp.experts.{e}.*.
+Experts with biases also have *.bias [I], [I] and [H]. Other trained parameters keep their names in the model.
 """
 
 import functools
@@ -36,7 +36,7 @@ _EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<part>(?:
 
 
 class Layout(NamedTuple):
-    """How an experts module lays out its stacks."""
+    """Layout of the stacks of an experts module."""
 
     gated: bool
     transposed: bool = False  # [E, in, out]
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
 
 class ExpertName(NamedTuple):
-    """The parts of an expert's tensor's name."""
+    """The parts of the name of an expert's tensor."""
 
     path: str  # of the experts module
     layer: int
@@ -54,7 +54,7 @@ class ExpertName(NamedTuple):
 
 
 def parse_name(name: str) -> ExpertName | None:
-    """Take the name of an expert's tensor apart; None for any other name. The layer is the first number in the path."""
+    """Parse the name of an expert's tensor; None for any other name. The layer is the first number in the path."""
     match = _EXPERT.fullmatch(name)
     digits = re.search(r"\d+", match["path"]) if match else None
     return ExpertName(match["path"], int(digits[0]), int(match["expert"]), match["part"]) if digits else None
@@ -78,7 +78,7 @@ def stack_parts(layout: Layout) -> dict[str, tuple[str, ...]]:
 
 
 def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Cut a row of the stack of this name into an expert's tensors, by part: [out, in] or, of biases, [out]; views."""
+    """Split a row of the stack of this name into views of an expert's tensors, by part: [out, in], or [out] for biases."""
     names = stack_parts(layout)[stack]
     row = row.t() if layout.transposed else row  # of a bias, the bias
     if len(names) == 1:
@@ -88,7 +88,7 @@ def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.
 
 
 def join_row(layout: Layout, stack: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Put a row of the stack of this name together from an expert's tensors, [out, in] each: what `split_row` undoes."""
+    """Assemble a row of the stack of this name from an expert's tensors, [out, in] each: the inverse of `split_row`."""
     halves = [parts[name] for name in stack_parts(layout)[stack]]
     if len(halves) == 1:
         row = halves[0]
@@ -98,14 +98,14 @@ def join_row(layout: Layout, stack: str, parts: Mapping[str, torch.Tensor]) -> t
 
 
 def experts_path(layer: RoutedLayer) -> str:
-    """Return the path of a layer's experts module, without what wrappers put into it."""
+    """Return the path of a layer's experts module without the parts of wrappers."""
     name = plain_name(layer.name)
     return name if layer.is_stock else f"{name.rpartition('.')[0]}.experts"
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """What a model trains, noted in it by `mark`."""
+    """The trained parameters of a model, stored on it by `mark`."""
 
     config: dict[str, Any]  # expert_cfg.json
     others: tuple[str, ...]  # parameters that train and are no experts, plain names
@@ -119,7 +119,7 @@ def mark(
     model: nn.Module, config: dict[str, Any], others: tuple[str, ...], dtype: torch.dtype | None = None,
     check: Check | None = None,
 ) -> None:  # fmt: skip
-    """Note what `model` trains, and make it save just that; `others` are made `dtype`, if it is given.
+    """Record what `model` trains, and make it save only that; `others` are converted to `dtype` if given.
 
     `save_pretrained` then writes `config` and `trained_tensors`, as PEFT's models do, where transformers' own would
     save the stacks without what was learned; `load_state_dict` takes the names of these files beside the model's own.
@@ -152,7 +152,7 @@ def unmark(model: nn.Module) -> None:
 
 
 def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """Give parameters, by plain name, other dtypes, in place; return what those were that changed."""
+    """Change the dtypes of parameters, by plain name, in place; return the previous dtypes of those that changed."""
     before = {}
     for name, parameter in model.named_parameters():
         name = plain_name(name)
@@ -188,13 +188,13 @@ def holder(model: nn.Module, attribute: str = TRAINING) -> nn.Module | None:
 
 
 def training_of(model: nn.Module) -> Training | None:
-    """Return what `mark` noted in `model`; None for a model that trains no rows."""
+    """Return what `mark` stored on `model`, or None if it trains no experts."""
     marked = holder(model)
     return None if marked is None else getattr(marked, TRAINING)
 
 
 def split_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the experts modules whose trained rows lie apart, by plain path."""
+    """Return the experts modules with separately stored trained rows, by plain path."""
     layers = ((experts_path(layer), experts_module(model, layer)) for layer in numbered_layers(model).values())
     return {path: module for path, module in layers if split_of(module) is not None}
 
@@ -206,7 +206,7 @@ def _trained_names(model: nn.Module) -> list[str]:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether what `model` trains is spread over several processes, which must then gather it together."""
+    """Return whether the trained parameters are distributed over processes, which must then gather them together."""
     names = set(_trained_names(model))
     return any(
         is_distributed(parameter) and parameter.device_mesh.size() > 1
@@ -217,9 +217,9 @@ def is_split(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Return the parameters that `model` trains, whole and on the CPU, by plain name.
+    """Return the trained parameters of `model`, gathered and on the CPU, by plain name.
 
-    Of a model that is split over processes, every process must call; those without `keep` get nothing.
+    If the model is distributed, every process must call it; those without `keep` get nothing.
     """
     parameters, found = {plain_name(name): parameter for name, parameter in model.named_parameters()}, {}
     for name in _trained_names(model):
@@ -231,7 +231,7 @@ def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return what `model` trains, by the names of its file, on the CPU; `state_dict` stands for its weights if given.
+    """Return the trained tensors of `model` on the CPU, by their names in the file; `state_dict` replaces its weights if given.
 
     Of a model that is split over processes, all of it: then every process must call, unless `state_dict` is whole.
     """
@@ -259,7 +259,7 @@ def save_trained(
     model: nn.Module, save_directory: str | Path, is_main_process: bool = True,
     state_dict: Mapping[str, torch.Tensor] | None = None, push_to_hub: bool = False, **_,
 ) -> None:  # fmt: skip
-    """Write what `model` trains into a folder beside what it holds, each file whole: a marked model's `save_pretrained`.
+    """Write the trained tensors of `model` into a folder, each file atomically: the `save_pretrained` of a marked model.
 
     Takes the arguments of transformers' method; of those that are not named here none changes what is written.
     """
@@ -276,7 +276,7 @@ def save_trained(
 
 
 def check_place(folder: str | Path) -> None:
-    """Raise ValueError for the folder of a whole model: an adapter's file has the name of its weights."""
+    """Raise ValueError for the folder of a whole model, as an adapter's file has the same name as its weights."""
     found = weights_of(folder)
     # a config.json beside an adapter's own two files is that of its base, as hub folders have it
     if found and not (found == [SINGLE] and (Path(folder) / CONFIG).is_file()):
@@ -322,7 +322,7 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_trained(model: nn.Module, folder: str | Path) -> None:
-    """Read back what `save_trained` wrote, to go on training; `model` trains the same experts and parameters.
+    """Load what `save_trained` wrote to resume training; `model` must train the same experts and parameters.
 
     Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that are not those which it
     trains, by name and shape, and for what the `check` of `mark` refuses.

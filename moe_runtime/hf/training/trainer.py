@@ -1,4 +1,4 @@
-"""What transformers' Trainer and TRL's SFTTrainer need of us: the parts of the loss, router statistics, a stop at NaN.
+"""Extensions of transformers' Trainer and TRL's SFTTrainer: the parts of the loss, router statistics, a stop at NaN.
 
     loss = lm_loss + balance_loss
     balance_loss = sum of the layers' balance losses + router_aux_loss_coef * transformers' pooled loss
@@ -37,11 +37,11 @@ ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is 
 
 
 class _MoETrainer(WholeSaves):
-    """What both trainers add; before transformers' class in the bases.
+    """Mixin of both trainers, placed before transformers' class.
 
-    `router_stats` puts a RouterStatsCallback before the reporting callbacks; `stop_on_nan` stops at a loss that is NaN
-    or infinite, before the optimizer sees its gradient. For a stock MoE model, `balance_loss` ("per_layer" or "pooled") and
-    `balance_loss_coef` are those of routers.use_balance_loss, which stays in use when the training has ended.
+    `router_stats` adds a RouterStatsCallback before the reporting callbacks; `stop_on_nan` stops at a loss that is NaN or
+    infinite, before the optimizer step. For a stock MoE model, `balance_loss` ("per_layer" or "pooled") and `balance_loss_coef`
+    are those of use_balance_loss, which stays active after the training.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class _MoETrainer(WholeSaves):
         super().__init__(*args, **kwargs | {"callbacks": [*(kwargs.get("callbacks") or ()), use_cache]})
         self.remove_callback(use_cache)
         if self._trains_spread() and all(is_distributed(p) for p in self.model.parameters() if p.requires_grad):
-            # experts on several ranks average their gradients themselves, and DDP refuses a model without others that train
+            # sharded experts average their gradients themselves, and DDP refuses a model without other trainable parameters
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._passes_use_cache = use_cache.put_back()
         routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
@@ -111,12 +111,12 @@ class _MoETrainer(WholeSaves):
             raise ValueError(reason)
 
     def _check_place(self, folder: str | Path) -> None:
-        """Raise ValueError for the folder of a whole model, if what will be saved are trained experts alone."""
+        """Raise ValueError for the folder of a whole model if only trained experts will be saved."""
         if trained_files.training_of(self.model) is not None and self.args.should_save:
             trained_files.check_place(folder)
 
     def _ranks(self, num_items_in_batch) -> int:
-        """What Trainer multiplies a loss with that is a sum over the tokens of all processes."""
+        """Return Trainer's factor for a loss that is a sum over the tokens of all processes."""
         whole = self.args.average_tokens_across_devices and num_items_in_batch is not None
         return self.accelerator.num_processes // self.get_tp_size() if whole else 1
 
@@ -158,7 +158,7 @@ class _MoETrainer(WholeSaves):
         return loss
 
     def _save_checkpoint(self, model, trial):
-        """Save as transformers does, but never weights that are not finite: they would push out good checkpoints."""
+        """Save as transformers does, but never weights that are not finite, which would replace good checkpoints."""
         if self.stop_on_nan:
             named = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
             own = ((name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named)  # of what FSDP2 has split
@@ -168,11 +168,13 @@ class _MoETrainer(WholeSaves):
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save as transformers does; of a model that trains experts apart those alone, never into a whole model's folder."""
+        """Save as transformers does; of a model that trains some experts, only those, never into a whole model's folder."""
         self._check_place(self.args.output_dir if output_dir is None else output_dir)
         if trained_files.training_of(self.model) is None or not (self.is_fsdp_enabled or trained_files.is_split(self.model)):
             super().save_model(output_dir, _internal_call)
             return
+        if _internal_call and self._trains_spread():
+            self._write_spread("model", output_dir)
         # Trainer's own would write the parts, or gather the whole model, or wait on one rank for the others
         self._save(output_dir, state_dict=trained_files.gathered(self.model, keep=self.args.should_save))
         if self.args.push_to_hub and not _internal_call:
@@ -191,14 +193,14 @@ class _MoETrainer(WholeSaves):
     def _load_adapter(self, folder: str | Path) -> bool:
         """Load a checkpoint of experts that train apart, ValueError for others; False, with nothing done, for another model."""
         training, reason = trained_files.training_of(self.model), None
-        trains_apart, is_sharded = training is not None, self.is_fsdp_enabled
+        trains_apart, is_sharded = training is not None, self.is_fsdp_enabled or self._trains_spread()
         if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
             kinds = ("experts apart, as esft.train_only makes it", "all of its parameters")
             reason = (
                 f"Checkpoint {folder} is of a model that trains {kinds[trains_apart]}, but this model trains "
                 f"{kinds[not trains_apart]}"
             )
-        elif trains_apart and is_sharded:  # FSDP's own files hold rows without saying whose they are
+        elif trains_apart and is_sharded:  # the files of parts hold rows without saying whose they are
             reason = _other_experts(training.config, folder)
         if reason is not None:
             raise ValueError(reason)
@@ -280,10 +282,10 @@ def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
 
 
 class MoETrainer(_MoETrainer, Trainer):
-    """transformers' Trainer for upcycled, mergeable and stock MoE models: logs `lm_loss` and `balance_loss` apart."""
+    """transformers' Trainer for upcycled, mergeable and stock MoE models; it logs `lm_loss` and `balance_loss` separately."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the model's own loss, which has the balance losses in it."""
+        """Return the model's loss, which includes the balance losses."""
         loss, out = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         lm_loss, ranks = getattr(out, "lm_loss", None), self._ranks(num_items_in_batch)
         if lm_loss is not None:
@@ -294,7 +296,7 @@ class MoETrainer(_MoETrainer, Trainer):
 
 
 def check_rows(model, rows, tokenizer=None) -> None:
-    """Raise ValueError for an id in `input_ids` that the model's embedding has no row for; warn of such padding.
+    """Raise ValueError for an id in `input_ids` outside the model's embedding; warn if it is only padding.
 
     `rows` are a datasets.Dataset, a list of mappings, or several of them by name; streamed rows are not checked.
     """
@@ -307,13 +309,13 @@ def check_rows(model, rows, tokenizer=None) -> None:
         check_ids(model, [largest], tokenizer)
         pad, size = getattr(tokenizer, "pad_token_id", None), _size(model)
         if pad is not None and size is not None and pad >= size:
-            # packed rows are never padded
+            # packed examples are never padded
             text = f"pad_token_id must be below vocab_size ({size}) if examples are padded, but is {pad}"
             warnings.warn(text, stacklevel=3)
 
 
 def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
-    """Raise ValueError for a token id that the model's embedding has no row for."""
+    """Raise ValueError for a token id outside the model's embedding."""
     size, largest = _size(model), max(ids, default=0)
     if size is None or largest < size:
         return
@@ -328,7 +330,7 @@ def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
 
 
 def _size(model) -> int | None:
-    """Return the rows of a model's embedding; None where they cannot be told."""
+    """Return the number of rows of a model's embedding, or None if it is unknown."""
     try:
         return getattr(model.get_input_embeddings(), "num_embeddings", None)
     except (AttributeError, NotImplementedError):

@@ -2,11 +2,11 @@
 
     score_experts   how much a task uses each expert, from the router's weights              Sec. 3.2, Eq. (6) and (7)
     select_experts  the smallest set of each layer whose scores reach p                      Sec. 3.2, Eq. (8)
-    train_only      the selected experts become parameters of their own, all else is frozen  Sec. 3.3, Table 3
-    train_lora      or PEFT's LoRA of the selected experts alone, over stacks that stay frozen; save_lora writes it
+    train_only      the selected experts become separate parameters, all else is frozen      Sec. 3.3, Table 3
+    train_lora      or PEFT's LoRA of only the selected experts, on frozen stacks; save_lora writes it
     (tune)          with any trainer
     save_adapter    the selected experts in a folder, at any time while they train
-    apply, remove   puts an adapter into a base and takes it out; `merge` writes base and adapter as one folder
+    apply, remove   apply an adapter to a base and remove it; `merge` writes base and adapter as one folder
 
     selection = esft.select_experts(esft.score_experts(model, dataloader), p=0.1, score="gate")
     esft.train_only(model, selection)
@@ -56,7 +56,7 @@ def train_only(
     model: nn.Module, selection: ExpertSelection, shared_experts: bool | None = None, non_expert_modules: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> TrainableReceipt:  # fmt: skip
-    """Make `model` train only the experts of `selection`, in place: stored separately from the stacks, all else frozen.
+    """Make only the experts of `selection` trainable, in place; they are stored separately and all else is frozen.
 
     The two flags default to the selection's: the MLPs that all tokens pass through, and everything that is not an expert (the
     paper's Table 3). `dtype` is that of all that trains, by default its own: float32, say, beside a bfloat16 model. If more
@@ -87,7 +87,7 @@ def train_only(
 
 
 def _check_folder(config: dict, folder: str | Path) -> None:
-    """Raise ValueError if `folder` holds an adapter of another base than `config` names; a Trainer's resume calls it too."""
+    """Raise ValueError if `folder` has an adapter of a base other than that in `config`; also called on a Trainer's resume."""
     path = Path(folder) / trained_files.CONFIG
     if path.is_file():
         theirs, own = (from_config(values, str(path))[1] for values in (read_json(path), config))
@@ -96,7 +96,7 @@ def _check_folder(config: dict, folder: str | Path) -> None:
 
 
 def load_trained(model: nn.Module, folder: str | Path) -> None:
-    """Read what `save_adapter` or a checkpoint wrote into a `model` that trains the same experts, to resume training."""
+    """Load a folder of `save_adapter` or a checkpoint into a `model` that trains the same experts, to resume training."""
     training = trained_files.training_of(model)
     if training is not None:  # before shapes are compared, for a clearer error
         _check_folder(training.config, folder)
@@ -104,7 +104,7 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """Return a copy of what a model has learned since `train_only`.
+    """Return a copy of the weights trained since `train_only`.
 
     If the model is split over processes, every process must call. Raises ValueError for a model without `train_only`.
     """
@@ -113,7 +113,7 @@ def adapter_of(model: nn.Module) -> Adapter:
 
 
 def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Write what `model` has learned so far to a folder, atomically; training may continue.
+    """Write the trained weights of `model` to a folder, atomically; training may continue.
 
     The folder holds the selected experts and whatever trains beside them. In a run of several processes rank 0 writes, and if
     the model is split every process must call.
@@ -142,12 +142,12 @@ def _adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Adapter:
 
 
 def fold(model: nn.Module) -> None:
-    """End the training: the experts return to their stacks, and save_pretrained writes the whole `model` again."""
+    """End training: copy the experts back to their stacks, so that save_pretrained writes the whole `model` again."""
     _end(model, trainable.fold_rows)
 
 
 def drop(model: nn.Module) -> None:
-    """End the training and discard it: the experts are the base's, bit for bit.
+    """End training and discard it; the experts are bit-identical to the base's.
 
     What trained beside the experts, by the two flags, stays as it is. Raises ValueError as `fold` does.
     """

@@ -1,4 +1,4 @@
-"""ESFT adapters: folders with the experts that a task trained, and nothing else; put into a base and taken out again.
+"""ESFT adapters: folders with only the trained experts of a task, which can be applied to a base and removed.
 
     adapter = load_adapter("law")      # official folders too
     apply(model, adapter)              # the model is the task's; save_pretrained writes it whole
@@ -43,7 +43,7 @@ DIFFERENT = 0.2  # share of the sampled weights; another dtype of one base seldo
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """Return what distinguishes a model from others without reading its weights, JSON-ready."""
+    """Return a JSON-ready description of a model that does not require its weights."""
     config = model.config.get_text_config().to_dict()
     config = {name: config[name] for name in FIELDS if isinstance(config.get(name), str | int | float)}
     config |= {"model_type": model.config.model_type}
@@ -107,13 +107,13 @@ def expert_matrices(model: nn.Module, experts: Mapping[int, int]) -> dict[str, t
 
 @torch.no_grad()
 def base_of(model: nn.Module, trained: Mapping[int, Sequence[int]] | None = None) -> dict[str, Any]:
-    """Return `describe` with a sample of the weights: what an adapter of the `trained` experts records of its base."""
+    """Return `describe` with sampled weights, as recorded by an adapter of the `trained` experts."""
     matrices = expert_matrices(model, sampled_experts(model, trained or {}))
     return describe(model) | {"weights": sample_weights(sampled_parameters(model) | matrices)}
 
 
 def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
-    """Raise ValueError unless a model, as `describe` or `base_of` describes it, is the base that the adapter names.
+    """Raise ValueError unless a model, described by `describe` or `base_of`, is the adapter's base.
 
     Only what both know is compared. `source` names the adapter.
     """
@@ -154,7 +154,7 @@ APPLIED = "moe_runtime_applied"  # attribute of a model with an adapter in it: t
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adapter:
-    """The tensors that a task trained, on the CPU, and what they belong to."""
+    """The trained tensors of a task, on the CPU, with its selection and base."""
 
     selection: ExpertSelection
     tensors: Mapping[str, torch.Tensor]
@@ -173,7 +173,7 @@ class Adapter:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all tensors: those of the selected experts and of what trained beside them."""
+        """Number of elements in all tensors."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
     @property
@@ -197,11 +197,11 @@ class Adapter:
         return {layer: dict(sorted(found[layer].items())) for layer in sorted(found)}
 
     def to_config(self) -> dict[str, Any]:
-        """Return what expert_cfg.json holds."""
+        """Return the content of expert_cfg.json."""
         return to_config(self.selection, self.base)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the folder atomically; raises ValueError if it exists; never replaces a whole model."""
+        """Write the folder atomically; raises ValueError if it exists, and never replaces a whole model."""
         trained_files.check_place(folder)
         with atomic_folder(folder, overwrite) as tmp:
             trained_files.write_files(tmp, self.tensors, self.to_config())
@@ -232,14 +232,14 @@ def load_selection(path: str | Path) -> ExpertSelection:
 
 
 def load_adapter(folder: str | Path) -> Adapter:
-    """Read an adapter's folder, an official one too; the tensors are memory-mapped."""
+    """Load an adapter's folder, also an official one; the tensors are memory-mapped."""
     path = Path(folder) / trained_files.CONFIG
     selection, base = from_config(read_json(path), str(path))
     return Adapter(selection=selection, tensors=trained_files.read_tensors(folder), base=base, source=str(folder))
 
 
 def as_adapter(adapter: Adapter | str | Path) -> Adapter:
-    """Return an adapter, read from its folder unless it is one."""
+    """Return `adapter`, loaded if it is a folder."""
     return adapter if isinstance(adapter, Adapter) else load_adapter(adapter)
 
 
@@ -261,7 +261,7 @@ class Change(NamedTuple):
 
 
 def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
-    """Yield what `adapter` replaces in `model`; raises ValueError where the two do not fit together."""
+    """Yield the parameters of `model` that `adapter` replaces; raises ValueError if they are incompatible."""
     layers = numbered_layers(model)
     check_selection(layers, adapter.selection)
     for number, experts in adapter.experts.items():
@@ -300,7 +300,7 @@ def _stack_changes(
 
 
 def check_adapter(model: nn.Module, adapter: Adapter, *, check_weights: bool = True) -> list[Change]:
-    """Return what an adapter would replace in `model`; raises ValueError unless it is the base that it belongs to."""
+    """Return the parameters of `model` that an adapter replaces; raises ValueError if `model` is not its base."""
     if adapter.base is not None:
         own = base_of(model, adapter.selection.experts) if check_weights else describe(model)
         check_base(adapter.base, own, adapter.source)
@@ -316,7 +316,7 @@ def check_adapter(model: nn.Module, adapter: Adapter, *, check_weights: bool = T
 
 @torch.no_grad()
 def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True) -> Adapter:
-    """Put an adapter into `model`, in place, rounded to its dtype; the rows it replaces are kept on the CPU for `remove`.
+    """Apply an adapter to `model` in place, rounded to its dtype; the replaced rows are kept on the CPU for `remove`.
 
     Any experts implementation runs the result, and save_pretrained writes it as a whole model. `check_weights=False` accepts a
     base with other weights than the adapter's.
@@ -346,7 +346,7 @@ def check_is_base(model: nn.Module) -> None:
 
 
 class Applied(NamedTuple):
-    """What an adapter replaced, by the parameters' plain names."""
+    """The values that an adapter replaced, by the parameters' plain names."""
 
     source: str
     kept: dict[str, tuple[tuple[int, ...] | None, torch.Tensor]]
@@ -362,7 +362,7 @@ def _put(parameter: torch.Tensor, ids: tuple[int, ...] | None, values: torch.Ten
 
 @torch.no_grad()
 def remove(model: nn.Module) -> None:
-    """Take the adapter that `apply` put in out of `model`: every weight is as before, bit for bit."""
+    """Remove the adapter of `apply` from `model`; every weight is bit-identical to before."""
     there = trained_files.holder(model, APPLIED)
     if there is None:
         raise ValueError(f"{type(model).__name__} has no adapter in it. Apply one with esft.apply")

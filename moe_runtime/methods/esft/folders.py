@@ -1,4 +1,4 @@
-"""ESFT from disk to disk: an adapter merged into its base's folder, tensor by tensor, in the base's own form.
+"""ESFT on model folders: merge an adapter into its base's folder, tensor by tensor, in the base's format.
 
 The result is what `esft.apply` and save_pretrained would write, for models that do not fit into memory, which holds one
 tensor of the base, one shard of the target, and the adapter. The target is written atomically.
@@ -38,7 +38,7 @@ def merge_folder(
     base: str | Path, adapter: Adapter | str | Path, out: str | Path, *, max_shard_size: int | str = SHARD,
     overwrite: bool = False, check_weights: bool = True, progress: Progress | None = None,
 ) -> MergeReceipt:  # fmt: skip
-    """Write the model folder `base` with the experts of `adapter` to the folder `out`, in base's names, layouts and dtypes."""
+    """Write the model folder `base` with the experts of `adapter` to `out`, keeping the base's names, layouts and dtypes."""
     check_out_dir(out, overwrite, [base, adapter])
     if stacks.is_peft(adapter):
         check_fit(base, adapter, check_weights=check_weights)
@@ -67,7 +67,7 @@ def check_fit(base: str | Path, adapter: Adapter | str | Path, *, check_weights:
 
 
 def _planned(model: nn.Module, adapter, checkpoint: Checkpoint, check_weights: bool, is_lora: bool = False):
-    """Check an adapter, or a LoraAdapter, against its base's folder and return what it changes there."""
+    """Check an adapter or LoraAdapter against its base's folder; return the tensors it changes."""
     if adapter.base is not None:
         check_base(adapter.base, described := describe(model), adapter.source)
     plan = stacks.Plan(model, adapter.source, checkpoint) if is_lora else _Plan(model, adapter, checkpoint)
@@ -80,7 +80,7 @@ def _planned(model: nn.Module, adapter, checkpoint: Checkpoint, check_weights: b
 
 
 def _sample(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
-    """Read from the folder the weights that the adapter records of its base, where it has them as the model does."""
+    """Read the base weights recorded by the adapter, if the folder stores them as the model does."""
     parameters, specs, keys = dict(model.named_parameters()), checkpoint.specs(), {}
     for name in adapter.base.get("weights", {}):
         saved = list(to_saved(model, {name: parameters[name]})) if name in parameters else []
@@ -91,7 +91,7 @@ def _sample(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[str, list
 
 
 def _sample_experts(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[str, list[float]]:
-    """Read from the folder what `base.expert_matrices` and `sample_weights` read from a model."""
+    """Read the values of `base.expert_matrices` and `sample_weights` from the folder."""
     layers, sample = numbered_layers(model), {}
     for number, e in sampled_experts(model, adapter.selection.experts).items():
         module, path = experts_module(model, layers[number]), experts_path(layers[number])
@@ -120,7 +120,7 @@ def _weight(checkpoint: Checkpoint, saved: dict[str, tuple[bool, torch.Tensor]],
 
 
 class _Plan:
-    """Which tensors of a folder an adapter changes, and to what."""
+    """The tensors of a folder that an adapter changes, and their new values."""
 
     def __init__(self, model: nn.Module, adapter: Adapter, checkpoint: Checkpoint):
         self.model, self.adapter, self.specs = model, adapter, checkpoint.specs()
@@ -139,7 +139,7 @@ class _Plan:
         return len(self.rows) + len(self.others)
 
     def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
-        """Return what the tensor `key` of the folder becomes."""
+        """Return the new value of the folder's tensor `key`."""
         if key in self.others:
             return self.others[key].to(self.specs[key].dtype)
         if key not in self.rows:
@@ -153,5 +153,5 @@ class _Plan:
         return tensor
 
     def _row(self, change: Change, rows: SavedRows, expert: int) -> torch.Tensor:
-        """Return one expert's values as the folder has them."""
+        """Return one expert's values in the folder's layout."""
         return rows.row(self.model, change.values(self.adapter, expert)[0])

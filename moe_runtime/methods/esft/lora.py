@@ -71,7 +71,7 @@ def train_lora(
 
 
 class SelectedHalf(nn.Module):
-    """A [E r, in] or B [out, r E] of PEFT's LoRA of a stack, of which the matrices of selected experts are parameters.
+    """A [E r, in] or B [out, r E] of PEFT's LoRA of a stack; only the matrices of selected experts are parameters.
 
     `weight` has zeros for the others, and so has the state_dict; of a model that FSDP2 has split it has what FSDP2 keeps.
     """
@@ -79,7 +79,7 @@ class SelectedHalf(nn.Module):
     def __init__(self, weight: torch.Tensor, ids: tuple[int, ...], num_experts: int, is_a: bool):
         super().__init__()
         self.shape, self.dim = weight.shape, 0 if is_a else 1
-        self.out_features, self.in_features = weight.shape  # as nn.Linear, in whose place it is
+        self.out_features, self.in_features = weight.shape  # as in nn.Linear, which it replaces
         place = torch.arange(weight.shape[self.dim], device=weight.device)
         place = place.view(num_experts, -1)[list(ids)] if is_a else place.view(-1, num_experts)[:, list(ids)]
         self.register_buffer("index", place.flatten(), persistent=False)
@@ -87,11 +87,11 @@ class SelectedHalf(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The whole matrix, as PEFT has it."""
+        """The matrix of all experts, as in PEFT."""
         return self.whole(self.selected)
 
     def whole(self, selected: torch.Tensor) -> torch.Tensor:
-        """Return the whole matrix of its selected part."""
+        """Return the matrix of all experts for the given part of selected experts."""
         return selected.new_zeros(self.shape).index_copy(self.dim, self.index.to(selected.device), selected)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -103,7 +103,7 @@ class SelectedHalf(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
             if weight.shape != self.shape:
-                errors.append(f"{prefix}weight is {list(weight.shape)}; expected {list(self.shape)}")
+                errors.append(f"Expected {prefix}weight of shape {list(self.shape)}, but got {list(weight.shape)}")
                 return
             state_dict[f"{prefix}selected"] = weight.index_select(self.dim, self.index.to(weight.device))
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
@@ -129,7 +129,7 @@ def _layer_of(name: str) -> int:
 
 
 def save_lora(model: nn.Module, folder: str | Path, *, state_dict: dict | None = None, overwrite: bool = False) -> Path:
-    """Write what a model of `train_lora` has learned, atomically; `state_dict` stands for the weights of a split model."""
+    """Write the trained weights of a `train_lora` model, atomically; `state_dict` replaces those of a sharded model."""
     config = getattr(model, TRAINING, None)
     if config is None:
         raise ValueError(f"{type(model).__name__} does not train LoRA of selected experts. Call esft.train_lora first")

@@ -1,4 +1,4 @@
-"""What routers give to each expert while a model runs: slots and gate values per layer, the raw material of ESFT's scores.
+"""Record slots and gate values per layer and expert while a model runs, the input of ESFT's scores.
 
 ESFT (arXiv 2407.01906), Eq. (1), summed over all tokens t that are not padding and over samples s, the rows of batches:
 
@@ -54,7 +54,7 @@ class GateCall:
 
 
 class GateRecorder:
-    """Sums slots and gate values while `model` runs, on its devices, without a sync; `read` gives the GateSums.
+    """Sums slots and gate values during forward passes of `model`, on its devices, without a sync; `read` returns GateSums.
 
     Only calls of `model` itself count, not recomputation in backward. Padding, by the call's attention_mask, is left out;
     `only` [B, S] bool, if set, names the tokens that count instead. `pairs` also counts how often two experts serve one token.
@@ -126,7 +126,7 @@ class GateRecorder:
                 pairs[0] += hot[:, :E].T @ hot[:, :E]
 
     def _live(self, T: int, device: torch.device) -> torch.Tensor:
-        """Which of a call's tokens count, [T] bool."""
+        """Return which of a call's tokens count, [T] bool."""
         live = token_mask(self._call.mask if self.only is None else self.only, T)
         return torch.ones(T, dtype=torch.bool, device=device) if live is None else live.to(device)
 
@@ -228,7 +228,7 @@ def world() -> tuple[int, int]:
 
 
 def model_inputs(model: nn.Module, dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Batches:
-    """Yield what the model's forward takes, on its device, and which tokens of it count, `n_tokens` in all."""
+    """Yield the model's inputs on its device, and a mask of the tokens that count, `n_tokens` in total."""
     device = getattr(model, "device", None) or next(model.parameters()).device
     known = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
@@ -264,7 +264,7 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _in_step(model: nn.Module, batches: Batches) -> Batches:
-    """Yield `batches`, in as many calls as the other processes make where the model is split or synchronized."""
+    """Yield `batches`; for sharded or synchronized models, all processes make the same number of calls."""
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     if world()[0] == 1 or not (is_ddp or any(hasattr(p, "full_tensor") for p in model.parameters())):
         yield from batches
@@ -293,7 +293,7 @@ NAMES = ("gate", "router")  # of the routers that `group_routing` knows
 
 
 def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]]) -> list:
-    """Route `model` by `groups` of expert ids, layer -> groups, from now on; return the hooks' handles.
+    """Make `model` route by `groups` of expert ids, layer -> groups; return the hooks' handles.
 
     For groups G of g experts, K experts per token and gates s = softmax(logits), the K / g groups with the highest s_G =
     mean_{e in G} s_e are chosen, each of their experts with the weight s_G: a token passes through as many experts as before.

@@ -107,14 +107,14 @@ def train_folder(
     source: str | Path, selection: esft.ExpertSelection | str | Path, rows: str | Path, out: str | Path, training: Tuning, *,
     held_out: str | Path | None = None, max_length: int = LENGTH, packed: bool = True, prompt: str = "plain",
     train_on: str = "assistant", dtype: str | None = None, lora: tuple[int, float] | None = None, seed: int = 0,
-    ep_size: int = 1, overwrite: bool = False, on_step=None,
+    overwrite: bool = False, on_step=None,
 ) -> TrainingReceipt:  # fmt: skip
     """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
 
     `dtype` is that of all that trains: by default the model's, but float32 for bfloat16 or float16, which would round small
     steps away. `lora`, a rank and alpha, trains LoRA of those experts instead. The loss is taken on `held_out` rows, else on
     one in fifty of `rows`. With training.save_steps checkpoints go to `out`-checkpoints, from which the same call goes on, and
-    which go away at the end. `ep_size` processes share the experts (`shard_experts`). Every process of a run calls.
+    which go away at the end. Every process of a run calls.
     """
     out = Path(out)
     check_out_dir(out, overwrite, [source, selection, rows, held_out])
@@ -125,27 +125,25 @@ def train_folder(
     trained_files.check_place(out)
     check_positive("max_length", max_length)
     check_choice("train_on", train_on, TRAIN_ON)
-    ranks.check_ep_size(ep_size, source)
+    ranks.check_ep_size(training.ep_size, source)
     checkpoints = out.with_name(f"{out.name}-checkpoints")
     compared = {name: value for name, value in training.to_dict().items() if name not in NOT_COMPARED}
     settings = {"selection": selection.to_dict(), "training": compared, "dtype": dtype, "seed": seed}
     settings |= {"data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]}
     settings |= {"source": [str(source), files_print(source)], "rows": [max_length, packed, prompt, train_on]}
-    settings |= ({"lora": list(lora)} if lora else {}) | ({"ep_size": ep_size} if ep_size > 1 else {})
+    settings |= {"lora": list(lora)} if lora else {}
     _check_checkpoints(checkpoints, settings)
     model, tokenizer = _load(source)
     train, validation = _split_rows(tokenizer, rows, held_out, max_length, packed, prompt, train_on)
     if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
         dtype = "float32"
     trained_dtype = None if dtype is None else getattr(torch, dtype)
-    if ep_size > 1 and lora is None:
-        shard_experts(model, ranks.expert_mesh(ep_size))
+    if training.ep_size > 1 and lora is None:
+        shard_experts(model, ranks.expert_mesh(training.ep_size))
     if lora is None:
         receipt = esft.train_only(model, selection, dtype=trained_dtype)
     else:
         model, receipt = esft.train_lora(model, selection, *lora, dtype=trained_dtype, seed=seed)
-    if ep_size > 1 and lora is not None:
-        shard_experts(model, ranks.expert_mesh(ep_size))
     at_once, _ = fit.split_batch(training.batch_size, training.per_device_batch_size)
     before = fit.mean_loss(*fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16))
     with ranks.leading() as main:

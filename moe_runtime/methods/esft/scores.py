@@ -1,4 +1,4 @@
-"""How much a task uses each expert: ESFT's gate score and token score.
+"""ESFT's gate score and token score: how much a task uses each expert.
 
 ESFT (arXiv 2407.01906), for expert e of a layer, K experts per token, over the tokens t of a sample of the training set:
 
@@ -43,7 +43,7 @@ SEED = 5934875  # the official script's
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertScores:
-    """Scores per layer and expert. `gate` and `token` are those of `variant`; `scores` gives the others, as far as known.
+    """Scores per layer and expert. `gate` and `token` are of `variant`; `scores` converts to other variants if possible.
 
     Of a summary without sums (an official one) there is its own variant, and what follows from that.
     """
@@ -70,17 +70,17 @@ class ExpertScores:
 
     @property
     def num_experts(self) -> int:
-        """E, a shared expert counted."""
+        """Number of experts E, including shared ones."""
         return self.gate.shape[1]
 
     @property
     def n_tokens(self) -> int | None:
-        """Tokens that were scored; None where only the scores are known."""
+        """Number of scored tokens; None if only the scores are known."""
         return None if self.sums is None else self.sums.n_tokens
 
     @property
     def top_k(self) -> int | None:
-        """Experts that the router chooses for a token; None where only the scores are known."""
+        """Routed experts per token; None if only the scores are known."""
         return None if self.sums is None else self.sums.top_k
 
     def scores(self, score: str = "gate", variant: str | None = None, round: int | None = None) -> torch.Tensor:
@@ -113,7 +113,7 @@ class ExpertScores:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], variant: str | None = None, source: str = "summary") -> "ExpertScores":
-        """Read `to_dict`'s or an official summary; raises ValueError naming `source` and the key that is wrong.
+        """Create scores from `to_dict`'s or an official summary; errors name `source` and the key.
 
         An official one does not say its variant: it is head where columns sum to 1 and rows do not, else v1, unless
         `variant` says better.
@@ -138,7 +138,7 @@ class ExpertScores:
 
     @classmethod
     def load(cls, path: str | os.PathLike, variant: str | None = None) -> "ExpertScores":
-        """Read a summary, the official ones too; raises ValueError naming the file and the key that is wrong."""
+        """Read a summary, also an official one; raises ValueError that names the file and the key."""
         return cls.from_dict(read_json(path), variant, str(path))
 
 
@@ -150,7 +150,7 @@ def _tables(sums: GateSums, variant: str) -> dict[str, torch.Tensor]:
 
 
 def _divided(table: torch.Tensor, variant: str) -> torch.Tensor:
-    """Divide v1's scores as `variant` does; zeros over a sum of zero stay zeros."""
+    """Normalize v1's scores for `variant`; rows or columns with sum 0 stay 0."""
     if variant == "v1":
         return table
     total = table.sum(1 if variant == "normalized" else 0, keepdim=True)
@@ -287,7 +287,7 @@ def padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[s
 
 @contextlib.contextmanager
 def _log_folder(log_dir, ranks: int, rank: int, overwrite: bool) -> Iterator[Path | None]:
-    """Yield the folder of this process's logs, or None; all of `log_dir` appears when the block ends."""
+    """Yield the folder for this process's logs, or None; `log_dir` is written when the block ends."""
     if log_dir is None:
         yield None
         return

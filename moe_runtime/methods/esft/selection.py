@@ -1,4 +1,4 @@
-"""Which experts a task trains: ESFT's selection and its configuration file.
+"""ESFT's selection of the experts to train for a task, and its configuration file.
 
 ESFT (arXiv 2407.01906), Eq. (8): the smallest set E_s of a layer's experts, taken by descending score R, with
 
@@ -34,7 +34,7 @@ def check_p(p: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSelection:
-    """The experts to train, by layer; the two flags say what trains beside them (the paper's Table 3).
+    """The experts to train, by layer; the two flags add other parameters (the paper's Table 3).
 
     Layers are the model's own numbers, ids are indices into the experts' stack. `score`, `p` and `variant` say how it was made.
     """
@@ -64,11 +64,11 @@ class ExpertSelection:
 
     @property
     def num_experts(self) -> int:
-        """How many experts train, over all layers."""
+        """Number of selected experts in all layers."""
         return sum(map(len, self.experts.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the official configuration, JSON-ready; `score`, `p` and `variant` are in it where they are known."""
+        """Return the official configuration, JSON-ready, with `score`, `p` and `variant` if known."""
         values: dict[str, Any] = {"experts": {str(layer): list(ids) for layer, ids in self.experts.items()}}
         values |= {name: getattr(self, name) for name in FLAGS}
         made = {name: getattr(self, name) for name in ("score", "p", "variant")}
@@ -76,7 +76,7 @@ class ExpertSelection:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "selection") -> "ExpertSelection":
-        """Read `to_dict`'s or the official configuration; raises ValueError naming `source` and what is wrong."""
+        """Create a selection from `to_dict`'s or the official configuration; errors name `source`."""
         values = dict(values)
         if isinstance(values.get("experts"), Mapping):
             values["experts"] = {_from_text(layer): ids for layer, ids in values["experts"].items()}
@@ -91,7 +91,7 @@ class ExpertSelection:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ExpertSelection":
-        """Read a configuration file, the official ones too; raises ValueError naming the file and what is wrong."""
+        """Read a configuration file, also an official one; raises ValueError that names the file and the problem."""
         return cls.from_dict(read_json(path), str(path))
 
 
@@ -135,7 +135,7 @@ def select_experts(
 
 
 def _take(row: Sequence[float], groups: Iterable[Sequence[int]], p: float, skip_unused: bool) -> list[int]:
-    """Return the fewest groups, by descending sum of their scores, that reach p; in a group the best expert first."""
+    """Return the fewest groups that reach p, by descending sum of scores; experts in a group by descending score."""
     total = {tuple(sorted(group, key=lambda e: (-row[e], e))): sum(row[e] for e in group) for group in groups}
     taken, reached = [], 0.0
     for group in sorted(total, key=lambda group: (-total[group], min(group))):
@@ -147,7 +147,7 @@ def _take(row: Sequence[float], groups: Iterable[Sequence[int]], p: float, skip_
 
 
 def random_experts(selection: ExpertSelection, num_experts: int, seed: int, *, num_shared: int = 0) -> ExpertSelection:
-    """Draw as many experts per layer as `selection` has, uniformly without replacement: the control of Table 4."""
+    """Draw as many experts per layer as in `selection`, uniformly without replacement: the control of Table 4."""
     check_positive("num_experts", num_experts)
     generator, pool = random.Random(seed), range(num_shared, num_experts)
     drawn = {layer: generator.sample(pool, len(ids)) for layer, ids in selection.experts.items()}
@@ -155,7 +155,7 @@ def random_experts(selection: ExpertSelection, num_experts: int, seed: int, *, n
 
 
 def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) -> list[tuple[int, ...]]:
-    """Group the routed experts of one layer by how similar the experts chosen with them are, greedily (App. B).
+    """Group the routed experts of one layer greedily by the similarity of their co-activations (App. B).
 
     `pairs` [E, E] counts the tokens that chose both of two experts. Repeatedly takes, of all groups of `group_size` experts
     that are left, the one with the largest mean pairwise cosine between rows of `pairs` without the diagonal.
@@ -201,7 +201,7 @@ def check_selection(model: nn.Module | Mapping[int, RoutedLayer], selection: Exp
 
 
 def _are_ids(layer: Any, ids: Any) -> bool:
-    """Whether a layer's number and its ids are whole numbers of 0 or more, no id twice."""
+    """Return whether a layer's number and its ids are integers of at least 0 and the ids are unique."""
     if isinstance(ids, str | Mapping) or not hasattr(ids, "__iter__"):
         return False
     numbers = [layer, *ids]
@@ -210,6 +210,6 @@ def _are_ids(layer: Any, ids: Any) -> bool:
 
 
 def _from_text(layer: Any) -> Any:
-    """Return a layer's number from a file's key, or the key where it is none, which the selection then refuses."""
+    """Return the layer number of a file's key, or the key itself if it is not a number."""
     is_number = isinstance(layer, str) and layer.isascii() and layer.isdigit() and str(int(layer)) == layer
     return int(layer) if is_number else layer

@@ -11,23 +11,22 @@ saved, on the task's held-out rows and on general ones. How stages are stored, a
 """
 
 import functools
+import itertools
 import platform
-import statistics
 import time
-from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.hf.dropin import experts
+from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models.tiny import small_deepseek
 from moe_runtime.hf.training import fit as trainers
-from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.io.prompts import TEMPLATES
@@ -35,67 +34,11 @@ from moe_runtime.methods import esft
 from moe_runtime.methods.esft.analyses import SampleSizes, sample_sizes, two_samples
 from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, Tuning, mixed, task_rows
 from moe_runtime.methods.esft.recorder import group_routing
+from moe_runtime.methods.esft.results import COSTS, Base, Elsewhere, Scored, Tuned, join
 from moe_runtime.methods.esft.scores import SEED, ExpertScores, sample_batches
 from moe_runtime.methods.esft.selection import group_experts
 from moe_runtime.methods.lora import baseline as lora_baseline
 
-
-class Tuned(NamedTuple):
-    """A model that was tuned on a task, or the base; or several, joined over tasks by `join`."""
-
-    name: str
-    folder: Path
-    loss: float  # mean over the label tokens of the held-out rows
-    losses: list[float]
-    tokens: list[int]
-    general_loss: float
-    general_losses: list[float]
-    general_tokens: list[int]
-    steps: int
-    seconds: float
-    total_seconds: float  # scoring included
-    parameters: int
-    active_parameters: int
-    history: list  # (step, validation loss)
-    steps_per_second: float
-    trained_parameters: int
-    optimizer_bytes: int
-    experts: dict | None = None  # layer -> ids that were trained
-    tasks: dict | None = None  # of several: name -> Tuned
-
-
-class Scored(NamedTuple):
-    """The experts' scores of a task."""
-
-    name: str
-    folder: Path  # of summary.json
-    total_seconds: float
-
-    @property
-    def scores(self) -> ExpertScores:
-        """The scores themselves."""
-        return ExpertScores.load(self.folder / "summary.json")
-
-
-def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
-    """Return one result of a method for all its tasks: all held-out rows, means of the rest, general rows' losses included."""
-    first, count = next(iter(parts.values())), len(parts)
-    losses, tokens = ([value for one in parts.values() for value in getattr(one, of)] for of in ("losses", "tokens"))
-    general = [sum(row) / count for row in zip(*(one.general_losses for one in parts.values()), strict=True)]
-    ways = zip(*(one.history for one in parts.values()), strict=False)
-    costs = ("seconds", "total_seconds", "steps_per_second", "trained_parameters", "optimizer_bytes")
-    means = {of: statistics.fmean(getattr(one, of) for one in parts.values()) for of in costs}
-    means |= {of: round(means[of]) for of in costs[3:]}
-    history = [(way[0][0], statistics.fmean(loss for _, loss in way)) for way in ways]
-    return first._replace(
-        name=name, general_loss=trainers.mean_loss(general, first.general_tokens), general_losses=general, history=history,
-        experts=None, tasks=dict(parts), **loss_of(losses, tokens), **means,
-    )  # fmt: skip
-
-
-# a base as it is kept: what it costs, and `found`, by task its loss, losses and tokens
-COSTS = Tuned._fields[:2] + Tuned._fields[Tuned._fields.index("steps") : Tuned._fields.index("experts")]
-Base = namedtuple("Base", (*COSTS, "found"))
 SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_experts", "top_k", "expert_size", "shared_experts", "dense_layers",
 )  # fmt: skip
@@ -107,6 +50,7 @@ class Stages(KeptStages):
     """The stages of one recipe and one seed."""
 
     FORMAT = 1
+    HAS_EXPERTS = True
     Recipe = EsftRecipe
     result = Tuned
 
@@ -298,7 +242,7 @@ class Stages(KeptStages):
             return model.requires_grad_(True), {}
 
         r = self.recipe
-        return self._tuned("fft", task, r.fft, make, self._save, self._load, mix, group_size, dtype=r.trained_dtype)
+        return self._tuned("fft", task, r.fft, make, self._save, mix, group_size, dtype=r.trained_dtype)
 
     def lora(self, task: str, rank: int | None = None, mix: float | None = None) -> Tuned:
         """Return low-rank matrices for the base, tuned on a task; `rank` in the place of the recipe's."""
@@ -314,11 +258,8 @@ class Stages(KeptStages):
                 if main:
                     lora_baseline.save_lora(model, folder, weights)
 
-        def load(folder: Path, group_size: int):
-            return lora_baseline.load_lora(self._load(self.base().folder), folder)
-
         more = {"rank": rank, "scaling": scaling}
-        return self._tuned("lora", task, settings.training, make, save, load, mix, more=more)
+        return self._tuned("lora", task, settings.training, make, save, mix, more=more)
 
     def esft(
         self, task: str, selection: esft.ExpertSelection, mix: float | None = None, group_size: int = 1, scored: bool = True
@@ -331,6 +272,8 @@ class Stages(KeptStages):
         dtype = None if self.recipe.trained_dtype is None else getattr(torch, self.recipe.trained_dtype)
 
         def make(model) -> tuple:
+            if training.ep_size > 1:
+                shard_experts(model, ranks.expert_mesh(training.ep_size))
             receipt = esft.train_only(model, selection, dtype=dtype)
             return model, {"experts": {str(layer): list(ids) for layer, ids in receipt.experts.items()}}
 
@@ -340,21 +283,38 @@ class Stages(KeptStages):
                 if main:
                     adapter.save(folder)
 
-        def load(folder: Path, group_size: int):
-            model = self._load(self.base().folder, group_size)
-            esft.apply(model, folder)
-            return model
-
         parents = [self.scores(task, group_size)] if scored else []
         chosen = {of: value for of, value in selection.to_dict().items() if of not in ("score", "p", "variant")}
         more = {"selection": chosen, "trained_dtype": self.recipe.trained_dtype}
-        return self._tuned("esft", task, training, make, save, load, mix, group_size, parents=parents, more=more)
+        return self._tuned("esft", task, training, make, save, mix, group_size, parents=parents, more=more)
+
+    def elsewhere(self, tuned: Tuned, task: str) -> Tuned:
+        """Return a model that was tuned on `task`, or the base, as the held-out rows of the other tasks judge it."""
+        others = [f"{other}-held_out" for other in self.recipe.tasks if other != task]
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            model = self._load_tuned(tuned.folder)
+            found = [self._losses(model, part) for part in others]
+            return {"found": loss_of(*(list(itertools.chain(*lists)) for lists in zip(*found, strict=True)))}
+
+        found = self._stage("elsewhere", f"{tuned.name} on other tasks", {"task": task}, [tuned], make, result=Elsewhere)
+        return tuned._replace(history=[], **found.found)
+
+    def _load_tuned(self, folder: Path, group_size: int = 1):
+        """Load a model of `fft`, `lora` or `esft`, or the base."""
+        if not (folder / "adapter_config.json").is_file() and not (folder / trained_files.CONFIG).is_file():
+            return self._load(folder, group_size)
+        model = self._load(self.base().folder, group_size)
+        if (folder / "adapter_config.json").is_file():
+            return lora_baseline.load_lora(model, folder)
+        esft.apply(model, folder)
+        return model
 
     def _tuned(
-        self, kind: str, task: str, training: Tuning, make, save, load, mix: float | None = None, group_size: int = 1,
+        self, kind: str, task: str, training: Tuning, make, save, mix: float | None = None, group_size: int = 1,
         *, parents=(), more: Mapping = {}, dtype: str | None = None,
     ) -> Tuned:  # fmt: skip
-        """Return a stage of a model that `make` prepares, `save` writes to its folder and `load` reads from it."""
+        """Return a stage of a model that `make` prepares and `save` writes to its folder."""
         base, mix = self.base(), self.recipe.mix if mix is None else mix
 
         def whole(tmp: Path, checkpoints: Path) -> dict:
@@ -368,7 +328,7 @@ class Stages(KeptStages):
             del model, trained
             ranks.free_memory()
             sizes = {of: getattr(base, of) for of in ("parameters", "active_parameters")}  # without what peft puts in
-            model = load(tmp / "model", group_size)
+            model = self._load_tuned(tmp / "model", group_size)
             own, general = (loss_of(*self._losses(model, f"{part}-held_out")) for part in (task, GENERAL))
             return notes | sizes | own | {f"{GENERAL}_{of}": value for of, value in general.items()}
 

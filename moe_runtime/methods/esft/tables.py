@@ -6,6 +6,7 @@
     random-experts  as many experts, drawn                           Table 4
     group-size      coarser experts                                  Figure 7
     mix-data        with and without general data                    Tables 9 and 10
+    other-tasks     tuned on one task, judged on the others          Table 8
     counts, overlap, sample-size                                     Figures 2, 3, 4, 8, 9 (figures)
 
 The measure is the held-out loss per label token, on the tasks and on general text, in the place of the paper's
@@ -26,8 +27,9 @@ from moe_runtime.hf.training.ranks import routing_of
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import figures
 from moe_runtime.methods.esft.recipe import EsftRecipe
+from moe_runtime.methods.esft.results import Tuned, join
 from moe_runtime.methods.esft.selection import SCORES, check_p
-from moe_runtime.methods.esft.study import Stages, Tuned, join
+from moe_runtime.methods.esft.study import Stages
 
 MANY = 3  # tasks beyond that have no columns of their own
 
@@ -298,6 +300,37 @@ def _mix_data(process: Run, ratios: Sequence[float]) -> dict:
     return {"entries": process.collect(plan), "reference": names[FFT, ratios[0]], "summary": summary, "extra": extra}
 
 
+def _other_tasks(process: Run, mix: float) -> dict:
+    def plan(stages: Stages):
+        base = stages.base()
+        yield _over(stages, BASE, lambda task: stages.elsewhere(base.tasks[task], task))
+        for name, make in ((FFT, stages.fft), (LORA, stages.lora)):
+            yield _over(stages, name, lambda task, make=make: stages.elsewhere(make(task, mix=mix), task))
+        for score, name in OF_SCORE.items():
+            chosen = {task: stages.selection(task, score) for task in stages.recipe.tasks}
+            yield _over(stages, name, lambda task, of=chosen: stages.elsewhere(stages.esft(task, of[task], mix=mix), task))
+
+    return {"entries": process.collect(plan), "reference": BASE, "summary": each}
+
+
+def _check_other_tasks(recipe: EsftRecipe, mix: float = 0.0) -> dict:
+    if len(recipe.tasks) < 2:
+        raise ValueError(f"tasks are {', '.join(recipe.tasks)}; want two, of which one is not tuned on")
+    check_number("mix", mix)
+    return {"mix": float(mix)}
+
+
+@dataclass(kw_only=True)
+class OtherTasksReport(EsftReport):
+    """A table of models that are judged on the tasks that they were not tuned on."""
+
+    label = "loss per label token of the other tasks (lower is better)"
+
+    def legend(self) -> str:
+        """Return what the table's numbers are, in lines."""
+        return f"Models tuned on one task each; a task's column and `all tasks`: on the others' rows.\n{super().legend()}"
+
+
 def _check_sweep(recipe: EsftRecipe, ps: Sequence[float] = PS, score: str = "both", ranks: Sequence[int] | None = None) -> dict:
     check_choice("score", score, (*SCORES, "both"))
     if ranks is None:
@@ -343,6 +376,9 @@ COMMANDS = {
     "random-experts": _losses("Relevant and random experts", "Table 4", _random_experts),
     "group-size": _losses("Coarser experts", "Figure 7", _group_size, plots.sweep, _check_groups),
     "mix-data": _losses("General data mixed in", "Tables 9 and 10", _mix_data, plots.sweep, _check_mix),
+    "other-tasks": _losses(
+        "Tuned on one task, judged on the others", "Table 8", _other_tasks, check=_check_other_tasks
+    )._replace(report=OtherTasksReport),
     **figures.COMMANDS,
 }
 run = functools.partial(tables.run, COMMANDS, Stages)

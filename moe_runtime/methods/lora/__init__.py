@@ -118,7 +118,7 @@ def to_lora_moe(
 
 
 def _lora_block(family: Family, form: str, rank, alpha, targets, train_backbone: bool) -> dict:
-    """Return what config.json says of the pairs, None being the default; raises ValueError for what does not fit."""
+    """Return the pairs' settings for config.json (None: default); raises ValueError if they do not fit the model."""
     check_choice("form", form, FORMS)
     names = (*family.up, family.down)
     is_list = targets is None or (not isinstance(targets, str) and targets and not set(targets) - set(names))
@@ -136,7 +136,7 @@ def _lora_block(family: Family, form: str, rank, alpha, targets, train_backbone:
 
 
 def _check_routers(vectors: torch.Tensor | None, dtype, config: MoEConfig, form: str, layers: int) -> None:
-    """Raise ValueError for vectors and dtypes that the experts cannot have, and for what form "linear" lacks."""
+    """Raise ValueError for unsupported vectors or dtypes, and for options that form "linear" does not support."""
     shape, want = None, (layers, config.num_routed_experts, config.hidden_size)
     if vectors is not None:
         shape = tuple(getattr(vectors, "shape", ())) or type(vectors).__name__
@@ -154,7 +154,7 @@ def _check_routers(vectors: torch.Tensor | None, dtype, config: MoEConfig, form:
 def _replace(
     model: nn.Module, family: Family, layer: int, config: MoEConfig, lora: dict, rows: dict, seed: int, dtype
 ) -> nn.Module:
-    """Put LoRA experts over or into one layer's MLP, of form "block" with the router's weights `rows`; return them."""
+    """Add LoRA experts to one layer's MLP, in form "block" with the router weights `rows`; return them."""
     path = family.path.format(layer)
     mlp = model.get_submodule(path)
     settings = {name: lora[name] for name in ("form", "rank", "alpha", "targets")}
@@ -173,7 +173,7 @@ def _replace(
 
 
 def _pairs_of(module: nn.Module):
-    """Return the pairs of what took an MLP's place: LoRAExperts, or the LinearExperts of an MLP with LoRALinears in it."""
+    """Return the pairs of a converted MLP: LoRAExperts, or the LinearExperts of an MLP with LoRALinears."""
     return module.experts if isinstance(module, LoRAMoE) else LinearExperts(module)
 
 
@@ -199,7 +199,7 @@ def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "unifo
 
 
 def to_moe(model: nn.Module) -> nn.Module:
-    """Make the LoRA experts whole, in place: an ordinary upcycled model (stage "moe"), the same function; all of it trains."""
+    """Convert LoRA experts to whole experts, in place: an upcycled model (stage "moe") with equal outputs, all trainable."""
     layers = _whole_layers(model, only_block="whole experts need one router per MLP. Use merge to make the model dense")
     block = model.config.moe_runtime
     path, config = FAMILIES[block["base_model_type"]].path, None
@@ -243,7 +243,7 @@ def save_adapters(
 
 
 def _check_upcycled(folder: Path, block: dict) -> None:
-    """Raise ValueError unless the folder is of an upcycled model with the layers and the routers of `block`."""
+    """Raise ValueError unless the folder has an upcycled model with the layers and routers of `block`."""
     theirs = read_json(folder / "config.json").get("moe_runtime")
     is_upcycled = isinstance(theirs, dict) and theirs.get("stage") == "moe"
     ours, found = (
@@ -252,7 +252,7 @@ def _check_upcycled(folder: Path, block: dict) -> None:
     )
     other = [name for name in ours if found[name] != ours[name]]
     if other or not is_upcycled:
-        what = f"{other[0]} {found[other[0]]!r}, not {ours[other[0]]!r} as the model" if other else "no upcycled model"
+        what = f"{other[0]} {found[other[0]]!r}, but the model has {ours[other[0]]!r}" if other else "no upcycled model"
         raise ValueError(f"{folder} has {what}. Pass the base, upcycled by xft.upcycle with the same settings")
 
 
@@ -294,7 +294,7 @@ def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Itera
 
 
 def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return what replaced the MLPs, LoRAMoEs or MLPs with LoRALinears in them, by layer; ValueError for another model."""
+    """Return the LoRAMoEs, or MLPs with LoRALinears, by layer; raises ValueError for other models."""
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     is_lora = block is not None and block["stage"] == "lora"
     if not is_lora or not isinstance(model, model_classes(block["base_model_type"]).causal_lm):
@@ -307,7 +307,7 @@ def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def _whole_layers(model: nn.Module, only_block: str = "") -> dict[int, nn.Module]:
-    """Return `lora_layers`; raises ValueError where their weights are not present, or are not all that they compute.
+    """Return `lora_layers`; raises ValueError if their weights are absent or do not determine their outputs alone.
 
     `only_block` says why form "linear" is refused, unless empty.
     """

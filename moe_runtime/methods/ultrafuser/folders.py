@@ -1,4 +1,4 @@
-"""UltraFuser on disk: `save` and `load` of a fused model, its checkpoints, and the command line's verbs, each in one call.
+"""UltraFuser on disk: `save` and `load` of a fused model, its checkpoints, and the functions behind the commands.
 
 fuser_config.json       {"format": 1, "gate": {"kind", "joint", "hidden_sizes"}, "loss_reduction", "specialists": [...]},
                         each {"name", "path", "template", "dtype", "weights"}; weights is a fingerprint
@@ -55,7 +55,7 @@ def save(
     fuser: UltraFuser, folder: str | os.PathLike, specialists: str = "reference", *, overwrite: bool = False,
     max_shard_size: int | str = "5GB", progress: Callable[[int, int], None] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a folder that `load` reads: the gate and, by "reference", the specialists' paths, or by "copy" themselves.
+    """Save the gate and the specialists, as paths ("reference") or as copies ("copy"), to a folder for `load`.
 
     If several processes hold the whole model, one calls. `progress(done, total)` counts the bytes that are copied.
     """
@@ -65,7 +65,7 @@ def save(
     others = [path for path in paths if Path(folder, COPIES).resolve() not in Path(path or "").resolve().parents]
     folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
-        reason, remedy = "has an adapter", "merge it, in place by peft's merge_and_unload"
+        reason, remedy = "has an adapter", "Merge it in place with PEFT's merge_and_unload"
         if not any(hasattr(module, "base_layer") for module in model.modules()):
             reason = unsaved_reason(fuser, s, folder) if specialists == "reference" else None
             remedy = "Use specialists='copy' or another folder"
@@ -100,7 +100,7 @@ def load(
     folder: str | os.PathLike, *, specialists: Mapping[str, str | os.PathLike] | None = None,
     dtype: str | torch.dtype | None = None, device: torch.device | str | Sequence | None = None,
 ) -> UltraFuser:  # fmt: skip
-    """Load what `save` wrote. `specialists` maps the names of specialists that have moved to their folders.
+    """Load a folder of `save`. `specialists` maps names of specialists that were moved to their new folders.
 
     `dtype` defaults to the saved one; `device` is one for all or one for each.
     """
@@ -130,7 +130,7 @@ UltraFuser._load = staticmethod(load)
 
 
 class Part(NamedTuple):
-    """A specialist as a folder names it."""
+    """A specialist's entry in fuser_config.json."""
 
     name: str
     path: str
@@ -141,7 +141,7 @@ class Part(NamedTuple):
 
 
 def read(folder: str | os.PathLike) -> dict[str, Any]:
-    """Return a folder's fuser_config.json; raises ValueError for another folder or another format."""
+    """Return a folder's fuser_config.json; raises ValueError for other folders and formats."""
     path = Path(folder) / CONFIG
     values = read_json(path)
     gate, parts = values.get("gate"), values.get("specialists")
@@ -158,7 +158,7 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str | os.PathLike]) -> list[Part]:
-    """Return the specialists of a folder; raises ValueError for one that is missing and for an unknown name in `moved`."""
+    """Return the specialists of a folder; raises ValueError for missing ones and for unknown names in `moved`."""
     names = [one["name"] for one in values["specialists"]]
     if unknown := sorted(set(moved) - set(names)):
         raise ValueError(f"specialists must be named {', '.join(names)}, but got {', '.join(unknown)}")
@@ -180,7 +180,7 @@ def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str |
 
 
 def saved_tokenizer(part: Part):
-    """Return the tokenizer that a specialist was saved with; raises ValueError if its folder has another now."""
+    """Return the tokenizer that a specialist was saved with; raises ValueError if its folder's tokenizer has changed."""
     if part.tokenizer is None:
         return None
     tokenizer = tokenizers_of([part.tokenizer], [None])[0]
@@ -191,7 +191,7 @@ def saved_tokenizer(part: Part):
 
 
 def _check_weights(fuser: UltraFuser, parts: Sequence[Part]) -> None:
-    """Raise ValueError for a specialist with other weights than it was saved with, unless its dtype has changed."""
+    """Raise ValueError if a specialist's weights have changed since saving, unless its dtype has changed."""
     for part, model, weights in zip(parts, fuser.specialists, fuser.fingerprints, strict=True):
         if part.weights is not None and str(model.dtype) == f"torch.{part.dtype}" and weights != part.weights:
             raise ValueError(
@@ -213,7 +213,7 @@ def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
 
 @torch.no_grad()
 def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
-    """Read a checkpoint of a training, which `save_pretrained` wrote, into a fuser of the same specialists, in place.
+    """Load a training checkpoint of `save_pretrained` into a fuser of the same specialists, in place.
 
     Tensor by tensor.
     """
@@ -263,7 +263,7 @@ def load_head(
 
 @torch.no_grad()
 def _open(part: Part) -> Head:
-    """Return a specialist's head with its weights, in a model without any others."""
+    """Return a model with the weights of a specialist's head only."""
     model = skeleton(ranks.load_config(part.path, f"specialist {part.name!r}"))
     head = head_of(model, part.name)
     prefix = next(name for name, module in model.named_modules() if module is head.linear)
@@ -281,7 +281,7 @@ def _open(part: Part) -> Head:
 
 
 class FuseReceipt(NamedTuple):
-    """What `fuse_folders` did."""
+    """Result of `fuse_folders`."""
 
     path: Path
     names: tuple[str, ...]
@@ -293,7 +293,7 @@ def fuse_folders(
     names: Sequence[str] | None = None, gate: str = "mlp", joint: bool = False, copy: bool = False, seed: int = 0,
     overwrite: bool = False,
 ) -> FuseReceipt:  # fmt: skip
-    """Write the folder of a model fused of `specialists`, folders or ids of the Hub, with a gate drawn by `seed`.
+    """Fuse `specialists` (folders or Hub ids) and save the model, with a gate initialized from `seed`.
 
     `templates` and `names` are UltraFuser's, a single template for all. `copy` puts the specialists into the folder.
     """

@@ -1,4 +1,4 @@
-"""generate() for several language models at once: a cache and a prompt for each, one token for all.
+"""generate() for several language models: each has a cache and a prompt, and all share the next token.
 
 UltraFuser (arXiv 2403.08281), App. B: per token S forward passes; the logits are mixed, one token is drawn and given to all.
 transformers' loop sees the answer alone: its logits processors and stopping criteria get the ids after the prompts, and
@@ -21,7 +21,7 @@ _PLAIN = {"guidance_scale": 1, "output_hidden_states": False, "output_attentions
 
 
 class FuserCache(Cache):
-    """One cache per specialist, with the layers of all; or none, without caching."""
+    """One cache per specialist, exposing the layers of all; empty without caching."""
 
     def __init__(self, caches: Sequence[Cache]):
         self.caches = list(caches)
@@ -38,12 +38,12 @@ class FuserCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers may compile the decoding step on its own: no, since the caches grow."""
+        """Return False: transformers cannot compile the decoding step, as the caches grow."""
         return False
 
 
 class FuserGeneration(GenerationMixin):
-    """What the model adds to transformers' loop."""
+    """Mixin that adapts transformers' generation loop to several prompts."""
 
     _supported_generation_modes = [
         GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE,
@@ -88,7 +88,7 @@ class FuserGeneration(GenerationMixin):
         )
 
     def _collect_settings(self) -> None:
-        """Set the ids that end, begin and pad an answer: every specialist's ends, as far as all have them."""
+        """Set the ids that end, begin and pad an answer; any specialist's EOS ends it if all have that id."""
         settings, ends = self.generation_config, []
         for model in self.specialists:
             end = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
@@ -103,7 +103,7 @@ class FuserGeneration(GenerationMixin):
             settings.pad_token_id = ends[0]
 
     def _new_caches(self) -> list[Cache]:
-        """Return an empty cache for each specialist; raises ValueError for one that does not count its tokens."""
+        """Return an empty cache for each specialist; raises ValueError for caches that do not count tokens."""
         caches = []
         for name, model in zip(self.names, self.specialists, strict=True):
             caches.append(DynamicCache(config=model.config.get_text_config(decoder=True)))
@@ -126,7 +126,7 @@ class FuserGeneration(GenerationMixin):
         self, input_ids, next_sequence_length=None, past_key_values=None, attention_mask=None, inputs_embeds=None,
         prompt_ids=None, prompt_mask=None, **kwargs,
     ) -> dict:  # fmt: skip
-        """Return what forward takes for the next token: the whole answers, of which the caches know all but the last."""
+        """Return forward's inputs for the next token: the whole answers, of which all but the last token are cached."""
         return {
             "input_ids": input_ids,
             "prompt_ids": prompt_ids,

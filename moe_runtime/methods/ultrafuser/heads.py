@@ -1,4 +1,4 @@
-"""From a specialist's tokens to its last hidden states, from states to logits, and the loss of several mixed.
+"""Specialists' last hidden states, their logits, and the loss of mixed logits.
 
     o_s = cap(scale_s (W_s h_s + b_s)),  cap(x) = c tanh(x / c) where the model has a soft cap c
 
@@ -27,12 +27,12 @@ PADDING = 0.03  # relative difference between states with and without padding, b
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """Return the part of a causal LM that ends in the last hidden states, so that its head need not run everywhere."""
+    """Return the inner model of a causal LM, which ends in the last hidden states, so that its head need not always run."""
     return getattr(model, model.base_model_prefix or "model", model)
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Return where a layer runs: where its weight is, or where accelerate's hook moves an offloaded one ("meta")."""
+    """Return a layer's execution device: its weight's, or that of accelerate's hook for an offloaded one ("meta")."""
     device, hook = layer.weight.device, getattr(layer, "_hf_hook", None)
     if device.type == "meta":
         for one in getattr(hook, "hooks", [hook]):
@@ -63,7 +63,7 @@ def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, answer: torch.T
 
 @torch.no_grad()
 def padding_error(model: nn.Module) -> float:
-    """Return the relative difference that masked tokens before a prompt make, at the token where it is smallest."""
+    """Return the relative effect of masked tokens before a prompt, at the token where it is smallest."""
     ids = (torch.arange(8) % model.get_input_embeddings().weight.shape[0])[None]
     mask, nothing = torch.tensor([[0] * 4 + [1] * 4]), ids[:, :0]
     padded = run(model, ids, mask, nothing)[:, 4:].float()
@@ -72,7 +72,7 @@ def padding_error(model: nn.Module) -> float:
 
 
 class Head(NamedTuple):
-    """A specialist's head: its model, whose output layer this is, and what the model does to the product."""
+    """A specialist's head: its output layer, and the scale and soft cap that the model applies."""
 
     model: nn.Module
     scale: float = 1.0
@@ -85,7 +85,7 @@ class Head(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the logits are a product with a weight: what the fused loss takes."""
+        """Return whether the logits are a plain product with a weight, as the fused loss requires."""
         linear = self.linear
         # a quantized layer or one with an adapter computes more than its weight says; an offloaded weight has no device
         own = type(linear) is nn.Linear and linear.weight.device.type != "meta"
@@ -121,7 +121,7 @@ def head_of(model, name: str) -> Head:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a block with a model in eval mode; each of its modules gets its own mode back."""
+    """Put a model in eval mode for a block, and restore each module's mode after it."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -178,7 +178,7 @@ def loss_of(
 
 
 class Mixed(NamedTuple):
-    """What `FusedHead` returns: the next token is drawn from the logits."""
+    """Output of `FusedHead`; sample the next token from the logits."""
 
     logits: torch.Tensor  # [..., V] float32
     weight: torch.Tensor  # [..., S] float32

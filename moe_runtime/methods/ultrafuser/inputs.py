@@ -1,4 +1,4 @@
-"""What an UltraFuser reads: one prompt per specialist, each in its own template, and one answer for all.
+"""Inputs of an UltraFuser: one prompt per specialist, each in its template, and a shared answer.
 
 UltraFuser (arXiv 2403.08281), Sec. 3.2 and Table 7: a sample is wrapped once per specialist, x_s = template_s(x), and y
 follows each. The answer's ids are appended to each prompt's, not tokenized with it, so its positions are the same for all.
@@ -24,7 +24,7 @@ CHAT = "chat"  # the specialist's own chat template
 
 
 def check_template(template: str, tokenizer=None) -> str:
-    """Return a template with names of `TEMPLATES` replaced; raises ValueError for one that no prompt fits into."""
+    """Return a template, resolving names of `TEMPLATES`; raises ValueError if it has no place for a prompt."""
     text = TEMPLATES.get(template, template)
     no_chat = text == CHAT and tokenizer is not None and not tokenizer.chat_template
     if no_chat or (text != CHAT and (not isinstance(text, str) or "{prompt}" not in text)):
@@ -67,7 +67,7 @@ class Encoder:
 
     @property
     def pad_token_id(self) -> int:
-        """An id to pad with; padding is masked."""
+        """Padding id; padding is masked."""
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
         return 0 if pad is None or pad >= self.vocab_size else pad
@@ -200,12 +200,12 @@ def check_answers(ids: torch.Tensor | None, rows: int, vocab_size: int, least: i
 
 
 def _are_ids(ids: torch.Tensor, size: int) -> bool:
-    """Whether ids are from 0 to `size` - 1, as far as they are on the CPU."""
+    """Return whether ids are from 0 to `size` - 1; only ids on the CPU are checked."""
     return not _has_values(ids) or not ids.numel() or bool(ids.min() >= 0 and ids.max() < size)
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the CPU, where a look costs nothing, and no fake one, which has a shape alone."""
+    """Return whether a tensor is on the CPU, where reading is cheap, and not a fake tensor without data."""
     return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 

@@ -1,4 +1,4 @@
-"""UltraFuser: causal language models with one tokenizer, mixed token by token by a gate.
+"""UltraFuser: causal language models with one tokenizer, fused token by token by a gate.
 
 UltraFuser (arXiv 2403.08281), Sec. 3.2:
 
@@ -45,7 +45,7 @@ REDUCTIONS = ("mean", "sample")
 
 @strict
 class UltraFuserConfig(PreTrainedConfig):
-    """What the model is made of; `specialists` holds each one's name, path, template and model_type."""
+    """Config of an UltraFuser; `specialists` has each one's name, path, template and model_type."""
 
     model_type = "moe_runtime_ultrafuser"
     # what an evaluation loop should not gather
@@ -120,13 +120,16 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         self._collect()
 
     def _collect(self) -> None:
-        """Collect what transformers asks of the outer model; its own post_init would initialize the specialists again."""
+        """Set the attributes transformers expects; its post_init would initialize the specialists again."""
         self.all_tied_weights_keys = {}
         for s, model in enumerate(self.specialists):
             tied = getattr(model, "all_tied_weights_keys", None) or {}
             self.all_tied_weights_keys |= {f"specialists.{s}.{a}": f"specialists.{s}.{b}" for a, b in tied.items()}
         self._no_split_modules = sorted({name for m in self.specialists for name in m._no_split_modules or ()})
         self._collect_settings()
+
+    def get_input_embeddings(self) -> None:
+        """Return None: each specialist has its own. accelerate asks under FSDP2."""
 
     @property
     def hf_device_map(self) -> dict[str, str]:
@@ -140,13 +143,13 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return places
 
     def freeze_specialists(self) -> "UltraFuser":
-        """Train the gate alone (stage 1): the specialists run without gradients or dropout and stay as they are."""
+        """Train only the gate (stage 1); the specialists run frozen, without gradients or dropout."""
         self.specialists.requires_grad_(False)
         self.gate.requires_grad_(True)
         return self.train(self.training)
 
     def train_all(self) -> "UltraFuser":
-        """Train the gate and the specialists (stage 2): every parameter that can have a gradient."""
+        """Train the gate and the specialists (stage 2): all floating-point parameters."""
         for parameter in self.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         return self.train(self.training)
@@ -161,7 +164,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Whether Trainer may pass the tokens of a whole step; it divides a mean over samples itself."""
+        """Return whether Trainer may pass the number of tokens of a step; a mean over samples is divided by Trainer."""
         return self.config.loss_reduction == "mean"
 
     def forward(
@@ -243,7 +246,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return self.encoder.batch(prompts, responses, system=system, end=end)
 
     def floating_point_ops(self, inputs: dict[str, Any], exclude_embeddings: bool = True) -> int:
-        """Return what Trainer logs: 2 per parameter and token forward, twice that backward where a specialist trains."""
+        """Return FLOPs for Trainer's log: 2 per parameter and token forward, twice that backward for trained specialists."""
         total = 0
         for model, ids in zip(self.specialists, inputs["prompt_ids"], strict=True):
             tokens, passes = ids.numel() + inputs["response_ids"].numel(), 3 if trains(model) else 1

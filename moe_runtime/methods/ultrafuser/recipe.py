@@ -125,10 +125,12 @@ load_recipe = functools.partial(recipes.load_recipe, FuserRecipe)
 
 
 def check_engine() -> None:
-    """Raise ValueError where accelerate would split a model, or wrap it in anything but DDP."""
+    """Raise ValueError where accelerate would split a model in a way that does not work: FSDP 1, DeepSpeed."""
     engine = ranks.engine()
-    if engine != "NO" and not engine.startswith("MULTI_"):
-        raise ValueError(f"Fused models cannot be sharded: distributed_type must be NO or MULTI_GPU (DDP), but is {engine}")
+    if engine not in ("NO", "FSDP") and not engine.startswith("MULTI_"):
+        raise ValueError(
+            f"Fused models train with distributed_type NO, MULTI_GPU (DDP) or FSDP with fsdp_version 2, but it is {engine}"
+        )
 
 
 def check_models(recipe: FuserRecipe) -> None:

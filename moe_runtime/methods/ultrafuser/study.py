@@ -172,8 +172,9 @@ class Stages(KeptStages):
         specialists = [self.specialist(name) for name in self.names]
 
         def make(tmp: Path, folder: Path) -> dict:
-            model = self._fuser([one.source for one in specialists], self.recipe.dtype).freeze_specialists()
-            return self._fused("gate", model, tmp, folder, self.recipe.stage1, balanced, "reference")
+            sources = [one.source for one in specialists]
+            model = self._fuser(sources, self.recipe.dtype).freeze_specialists()
+            return self._fused("gate", model, sources, tmp, folder, self.recipe.stage1, balanced, "reference")
 
         return self._made("gate", "stage 1", self._of_fused(self.recipe.stage1, balanced), specialists, make)
 
@@ -188,9 +189,11 @@ class Stages(KeptStages):
         parents = [self.gate(balanced)] if two_stage else [self.specialist(name) for name in self.names]
 
         def make(tmp: Path, folder: Path) -> dict:
+            # accelerate makes float32 of what FSDP2 splits under mixed precision: then no process holds all of it
+            dtype = self.recipe.dtype if ranks.engine() == "FSDP" and self.recipe.stage2.bf16 else "float32"
             sources = [self.specialist(name).source for name in self.names]
-            model = self._fuser(sources, "float32", parents[0].folder if two_stage else None).train_all()
-            return self._fused("fused", model, tmp, folder, self.recipe.stage2, balanced, "copy", checkpoints)
+            model = self._fuser(sources, dtype, parents[0].folder if two_stage else None).train_all()
+            return self._fused("fused", model, sources, tmp, folder, self.recipe.stage2, balanced, "copy", checkpoints)
 
         settings = self._of_fused(self.recipe.stage2, balanced) | {"two_stage": two_stage}
         settings |= {"checkpoints": list(checkpoints)} if checkpoints else {}
@@ -207,9 +210,13 @@ class Stages(KeptStages):
         return fuser_checks.encoder_of(self.recipe, self.tokenizer)
 
     def _fuser(self, sources: list[str], dtype: str, trained: Path | None = None) -> ultrafuser.UltraFuser:
-        """Return the specialists fused, with a fresh gate that the seed draws, or that of the folder `trained`."""
+        """Return the specialists fused, with a fresh gate that the seed draws, or that of the folder `trained`.
+
+        FSDP2 takes them from the CPU: they need not fit on one device.
+        """
         torch.manual_seed(self.seed)
-        models = [ranks.load_model(source, dtype, ranks.state().device) for source in sources]
+        device = None if ranks.engine() == "FSDP" else ranks.state().device
+        models = [ranks.load_model(source, dtype, device) for source in sources]
         fuser = ultrafuser.UltraFuser(
             models, self.recipe.templates, tokenizer=self.encoder.tokenizers, gate=self.recipe.gate,
             joint=self.recipe.joint, names=self.names, loss_reduction=self.recipe.reduction,
@@ -219,7 +226,7 @@ class Stages(KeptStages):
         return fuser
 
     def _fused(
-        self, name: str, model, tmp: Path, folder: Path, training: Stage, balanced: bool, copy: str,
+        self, name: str, model, sources: list[str], tmp: Path, folder: Path, training: Stage, balanced: bool, copy: str,
         checkpoints: Sequence[int] = (),
     ) -> dict:  # fmt: skip
         """Train a fused model as it is set, save it in the recipe's dtype and judge it as it was saved."""
@@ -230,14 +237,28 @@ class Stages(KeptStages):
         is_as_trained = self._is_saved_as_trained(model.specialists)
         if not is_as_trained:
             fuser_training.cast(model.specialists, self.recipe.dtype)
+        weights = None
+        if any(hasattr(p, "full_tensor") for p in model.parameters()):  # split: of stage 1 the gate alone is gathered
+            gate = {f"gate.{name}": ranks.whole(p) for name, p in model.gate.named_parameters()}
+            weights = (trained.state_dict() or {}) if copy == "copy" else gate
         with ranks.leading() as main:
             if main:
-                ultrafuser.save(model, tmp / "model", specialists=copy)
+                whole = model if weights is None else self._whole(sources, weights)
+                ultrafuser.save(whole, tmp / "model", specialists=copy)
         counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens)
         if not is_as_trained:
             found = fuser_training.fuser_losses(model, rows, collator=self.encoder.collate, **self._judging)
         course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in way] if checkpoints else None
         return course_of(trained) | self._costs(trained) | self._loss(*found) | sizes_of(model) | {"course": course}
+
+    def _whole(self, sources: list[str], weights: Mapping[str, torch.Tensor]) -> ultrafuser.UltraFuser:
+        """Return a fused model on the CPU with the `weights` of one that is split."""
+        fuser = self._fuser(sources, self.recipe.dtype)
+        own = fuser.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        return fuser
 
     def _tuned(
         self, name: str, source: str, number: int, tmp: Path, folder: Path, training: Training, rows, held_out, **more

@@ -2,6 +2,7 @@
 
     ablate     specialists, tuned further, fused: directly, in two stages, balanced     Tables 2 and 4, Figure 5
     weights    the gate's weights by domain, and token by token                         Table 6, Figures 6 to 8
+    sample-level  a specialist selected for each prompt, beside the fused model         Sec. 3.1
     stability  the losses on the way, with the balanced sampler and without             Table 5
 
 The measure is the held-out loss per response token of every domain, in the place of the paper's benchmarks. Table 5 shows
@@ -17,9 +18,10 @@ from moe_runtime.config import check_positive
 from moe_runtime.experiments import tables
 from moe_runtime.experiments.domains import DomainReport, said
 from moe_runtime.experiments.tables import Command, Finding, Run, each, finite
+from moe_runtime.hf.training.fit import mean_loss
 from moe_runtime.methods.ultrafuser import weights_study
 from moe_runtime.methods.ultrafuser.recipe import FuserRecipe
-from moe_runtime.methods.ultrafuser.study import Stages
+from moe_runtime.methods.ultrafuser.selector import Stages
 
 CHECKPOINTS = 12
 VARIANTS = {"no balance": False, "balanced": True}
@@ -147,9 +149,34 @@ def _ablate(process: Run) -> dict:
     return {"entries": process.collect(plan), "reference": FULL, "summary": summary}
 
 
+SELECTED = "sample-level selector"
+
+
+def _sample_level(process: Run) -> dict:
+    names = [f"specialist {name}" for name in process.recipe.specialists]
+
+    def plan(stages: Stages):
+        for label, name in zip(names, process.recipe.specialists, strict=True):
+            yield label, stages.specialist(name)
+        yield SELECTED, stages.selected()
+        yield GATE, stages.gate(balanced=True)
+        yield FULL, stages.fused(two_stage=True, balanced=True)
+
+    def summary(report: DomainReport) -> list[str]:
+        first = [report.entry(name).results[0] for name in names]
+        least = [min(of) for of in zip(*(one.losses for one in first), strict=True)]
+        perfect = mean_loss(least, first[0].tokens)
+        return [*each(report), f"A selector that always takes the specialist with the lowest loss would have {perfect:.4f}."]
+
+    return {"entries": process.collect(plan), "reference": SELECTED, "summary": summary}
+
+
 COMMANDS = {
     "ablate": Command(
         "What fuses specialists", "UltraFuser, Tables 2 and 4", _ablate, weights_study.losses, report=DomainReport
+    ),
+    "sample-level": Command(
+        "One specialist per prompt", "UltraFuser, Sec. 3.1", _sample_level, weights_study.losses, report=DomainReport
     ),
     "weights": Command(
         "Weights of the specialists", "UltraFuser, Table 6 and Figure 6", weights_study.measure, weights_study.weights,

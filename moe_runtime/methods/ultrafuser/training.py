@@ -1,4 +1,4 @@
-"""UltraFuser's training: rows encoded for several templates, balanced batches, and the two stages' Trainer.
+"""UltraFuser's training: examples encoded for several templates, balanced batches, and the Trainer of both stages.
 
 UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps of all, each on
 
@@ -35,7 +35,7 @@ EPOCHS = ("largest", "smallest")
 
 
 class BalancedSampler(Sampler[int]):
-    """Yields the places of rows in rounds, one row of every domain; the same for the same seed and epoch, in every process.
+    """Yields indices in rounds, one example of every domain; deterministic for a seed and epoch, in every process.
 
     `domains` names the domain of each row; `rounds` is how many an epoch has, by default as many as the largest domain has rows
     (`epoch` "largest"), or the smallest. With rounds for all of its steps a training resumes exactly where it stopped.
@@ -57,7 +57,7 @@ class BalancedSampler(Sampler[int]):
         self.replacement, self.seed, self._epoch = replacement, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw another order from the next pass on; accelerate's data loaders call it."""
+        """Set the epoch, which determines the order; accelerate's data loaders call it."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class BalancedSampler(Sampler[int]):
 
 
 def union_sampler(rows: int, *, seed: int = 0, draws: int | None = None) -> Sampler[int]:
-    """Return a sampler of all rows alike, whatever their domain, for training without balance.
+    """Return a sampler of all examples regardless of domain, for training without balance.
 
     Each row comes once before any comes twice, as in BalancedSampler; `draws` is how many an epoch has.
     """
@@ -141,19 +141,24 @@ def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
 
 @torch.no_grad()
 def cast(model: torch.nn.Module, dtype: str) -> None:
-    """Round a model's parameters to `dtype`, in place; buffers stay, as from_pretrained leaves them."""
+    """Round a model's parameters to `dtype`, in place; buffers stay, as from_pretrained leaves them.
+
+    What FSDP2 has split keeps its own dtype, with the rounded values.
+    """
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if hasattr(parameter, "full_tensor"):
+            parameter.copy_(parameter.to(getattr(torch, dtype)))
+        elif parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
 def hidden_size(source: str, name: str) -> int:
-    """Return the size of a model's last hidden states, from its config alone; `name` is the source's in an error."""
+    """Return the size of a model's last hidden states from its config; `name` is the source in errors."""
     return head_of(skeleton(load_config(source, name)), name).linear.in_features
 
 
 def single_rows(rows, specialist: int):
-    """Return the rows as one specialist alone reads them: input_ids, and labels on the response."""
+    """Return the examples for a single specialist: input_ids, and labels on the response."""
     prompts, responses = rows["prompt_ids"], rows["response_ids"]
     pairs = [(prompt[specialist], response) for prompt, response in zip(prompts, responses, strict=True)]
     columns = {
@@ -166,7 +171,7 @@ def single_rows(rows, specialist: int):
 def sampler_for(
     domains: Sequence[str], *, steps: int, batch_size: int, balanced: bool = True, replacement: bool = False, seed: int = 0
 ) -> Sampler[int]:
-    """Return the sampler of a whole training: as many rows of each domain in every step, or of all rows alike."""
+    """Return the sampler of a training: balanced over domains in every step, or over all examples."""
     if not balanced:
         return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
     count = len(set(domains))
@@ -174,7 +179,7 @@ def sampler_for(
 
 
 class SampledTrainer(MoETrainer):
-    """A MoETrainer with a sampler of its own; None for transformers' default."""
+    """A MoETrainer with a given sampler; None for transformers' default."""
 
     def __init__(self, *args, sampler: Sampler[int] | None = None, **kwargs):
         self.sampler = sampler
@@ -185,7 +190,7 @@ class SampledTrainer(MoETrainer):
 
 
 class FuserTrainer(SampledTrainer):
-    """A SampledTrainer for UltraFuser, in both stages; the loss is of whole steps, by the model's `loss_reduction`."""
+    """A SampledTrainer for both stages of UltraFuser; the model's `loss_reduction` is applied over whole steps."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -193,7 +198,7 @@ class FuserTrainer(SampledTrainer):
         self.model_accepts_loss_kwargs, self._loss_shifts_labels = True, False
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
-        """Count what the loss is a mean over: label tokens, or rows."""
+        """Count the items that the loss is averaged over: label tokens, or examples."""
         if self.accelerator.unwrap_model(self.model).config.loss_reduction == "sample":
             batch_samples = [{"labels": batch["labels"].new_zeros(len(batch["labels"]), 1)} for batch in batch_samples]
         return super()._get_num_items_in_batch(batch_samples, device)

@@ -1,12 +1,12 @@
 """UpIT, upcycling instruction tuning (arXiv 2410.01610): checkpoints of one tuning become the experts of a MoE model.
 
     (tune)              with any trainer and the callback ExpertCheckpoints               Algorithm 1, lines 1 to 3
-    choose_checkpoints  those that become experts
-    expand_experts      children of the two that differ most, until there are enough      lines 4 and 5, Algorithm 2
-    perplexities        how well each expert predicts each row of the seed data           line 8, Algorithm 3
-    fill_buckets        the rows that each expert is best at
-    init_routers        each expert and its routing vectors, tuned on these               lines 6 to 10, Eq. (1) and (2)
-    assemble            experts side by side, the vectors their router                    lines 11 to 13
+    choose_checkpoints  the checkpoints that become experts
+    expand_experts      children of the two experts that differ most, up to `count`       lines 4 and 5, Algorithm 2
+    perplexities        perplexity of each expert on each example of the seed data        line 8, Algorithm 3
+    fill_buckets        the examples for each expert, by lowest perplexity
+    init_routers        tune each expert and its routing vectors on its examples          lines 6 to 10, Eq. (1) and (2)
+    assemble            stack the experts, with the vectors as their router               lines 11 to 13
     (tune)              the assembled model, with any trainer                             line 14
     export_mixtral      optionally, the same as a stock Mixtral
 

@@ -1,4 +1,4 @@
-"""Experts and their routing vectors to one Mixture-of-Experts model, tensor by tensor.
+"""Assemble experts and their routing vectors to one Mixture-of-Experts model, tensor by tensor.
 
 UpIT (arXiv 2410.01610), Algorithm 1, lines 12 and 13, and Sec. 3.1:
 
@@ -81,7 +81,7 @@ def assemble(
 def _assemble_whole(
     made: "_Made", out: Path, max_shard_size: int | str, overwrite: bool, progress: Progress | None
 ) -> FolderReceipt:
-    """Stream experts that are whole models or deltas into one folder."""
+    """Stream whole models or deltas as experts into one folder."""
     first = made.opened[0]
     with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=made.expected()) as writer:
         new_config = folders.upcycled_config(first.config, made.moe)

@@ -1,4 +1,4 @@
-"""Which rows each expert is best at: perplexities on a seed set, and buckets of rows, one per expert.
+"""Perplexities of experts on seed data, and buckets of examples, one per expert.
 
 UpIT (arXiv 2410.01610), Algorithm 3:
     D_s     = 1 % of the data, at random
@@ -26,7 +26,7 @@ TOKENS = ("response", "all")
 
 
 class Buckets(NamedTuple):
-    """The seed data, dealt out to the experts."""
+    """The seed data, distributed to the experts."""
 
     name: str
     folder: Path
@@ -37,7 +37,7 @@ class Buckets(NamedTuple):
 
 
 def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
-    """Return `share` of a datasets.Dataset, drawn at random (Algorithm 3, line 2), and no fewer rows than `at_least`."""
+    """Return a random `share` of a datasets.Dataset (Algorithm 3, line 2), with at least `at_least` examples."""
     check_number("share", share, positive=True)
     count = max(round(share * len(rows)), at_least)
     if share > 1 or count > len(rows):

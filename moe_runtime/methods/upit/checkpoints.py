@@ -71,7 +71,7 @@ class ExpertCheckpoints(TrainerCallback):
         _check_model(model)
         self._epoch = state.epoch or 0.0
         if self.base is not None and not _is_peft(model):
-            with Checkpoint(local_folder(self.base)) as base:
+            with Checkpoint(local_folder(self.base, name="base")) as base:
                 self._base_hash = fingerprint(base)
                 _check_base(model, base)
         there = ranks.agree([path.name for path in saved_steps(self.folder)])
@@ -86,7 +86,7 @@ class ExpertCheckpoints(TrainerCallback):
                         shutil.rmtree(self.folder / name)
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Save if an interval has passed or the training ends."""
+        """Save after each interval and at the end of training."""
         before, self._epoch = self._epoch, state.epoch or 0.0
         if self.every_steps is not None:
             due = state.global_step % self.every_steps == 0
@@ -99,7 +99,7 @@ class ExpertCheckpoints(TrainerCallback):
             self._save(state, model, processing_class, due)
 
     def on_epoch_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Save if a callback has ended the training, before the Trainer may load its best weights."""
+        """Save if a callback has stopped training, before the Trainer loads its best weights."""
         if control.should_training_stop:
             self._save(state, model, processing_class)
 
@@ -133,7 +133,7 @@ def save_expert(
     model: nn.Module, target: Path, *, tokenizer=None, base: str | Path | None = None, dtype: torch.dtype | None = None,
     max_shard_size: int = 10**9, is_main: bool = True, record: dict | None = None,
 ) -> None:  # fmt: skip
-    """Write a model to the folder `target`, tensor by tensor: with `base` the difference, of a PEFT model the adapter.
+    """Write a model to the folder `target`, tensor by tensor: its difference from `base` if given, a PEFT model's adapter.
 
     Every process that holds a part must call; the one with `is_main` writes. `record` goes to expert.json with the kind.
     """
@@ -161,7 +161,7 @@ def save_expert(
             for key, tensor in _tensors(model, dtype):
                 writer.add(key, tensor)
         else:
-            with Changed(writer, Checkpoint(local_folder(base))) as changed:
+            with Changed(writer, Checkpoint(local_folder(base, name="base"))) as changed:
                 for key, tensor in _tensors(model, dtype):
                     changed.add(key, tensor)
             record = {"base": str(base), "base_hash": fingerprint(changed.base)} | record | {"absent": changed.absent}
@@ -202,7 +202,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def saved_steps(folder: str | Path, prefixes: tuple[str, ...] = (STEP,)) -> list[Path]:
-    """Return the folders <prefix><n> in a folder, by n; none where it does not exist."""
+    """Return the folders <prefix><n> in a folder, by n; {} if it does not exist."""
     found = [path for path in Path(folder).glob("*-*") if path.is_dir() and path.name.startswith(prefixes)]
     numbered = {path: path.name.rpartition("-")[2] for path in found}
     return sorted((path for path, number in numbered.items() if number.isdigit()), key=lambda p: int(numbered[p]))

@@ -1,4 +1,4 @@
-"""Expert expansion: more experts out of a few checkpoints, from disk to disk (UpIT, arXiv 2410.01610, Algorithm 2).
+"""Expert expansion: grow experts from a few checkpoints, on disk (UpIT, arXiv 2410.01610, Algorithm 2).
 
     while |E| < n:  (j, k) = the pair of E that differs most;  a, b at random, a + b = 1
                     child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  D being DARE;   E = E + child
@@ -33,7 +33,7 @@ OF, PARENTS = ("delta", "weight"), ("farthest", "random")
 
 
 class Child(NamedTuple):
-    """An expert that was made of two."""
+    """An expert grown from two parents."""
 
     folder: Path
     parents: tuple[int, int]  # places in Expansion.experts
@@ -55,7 +55,7 @@ def expand_experts(
     weights: tuple[float, float] | None = None, seed: int = 0, max_shard_size: int | str = "2GB", overwrite: bool = False,
     backend: str | None = None, device: str | torch.device | None = None, progress: Progress | None = None,
 ) -> Expansion:  # fmt: skip
-    """Make `count` experts of the folders `experts`: children go to OUT/expert-<i>, in the form of their parents.
+    """Grow the folders `experts` to `count` experts; children are written to OUT/expert-<i> in their parents' form.
 
     `base` is the dense model that all were trained from. `of` says what is compared: what training added ("delta"), or the
     weights, which are equally far apart in `metric` "l2" but closer in "cosine". `weights` are a and b of every child (None: a
@@ -106,9 +106,9 @@ def _check_choices(metric, of, parents, drop, weights, seed) -> None:
 
 
 def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) -> None:
-    """Raise ValueError if `out` holds what an expansion of so many did not write, or an expert lies where a child would."""
+    """Raise ValueError if `out` has other files than this expansion's, or an expert in the place of a child."""
     ours = {f"{CHILD}{number}" for number in range(len(experts), count)}
-    found = None if out.is_dir() or not out.exists() else "a file"
+    found = None if out.is_dir() or not out.exists() else "is a file"
     for path in experts:
         if path.resolve().parent == out.resolve() and path.name in ours:
             found = f"contains the expert {path.name}, which a child would replace"
@@ -195,7 +195,7 @@ def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
 
 
 def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> torch.Tensor:
-    """Write a child unless it is there, and return its inner products [n + 1] with the pool and itself."""
+    """Write a child unless it exists; return its inner products [n + 1] with the pool and itself."""
     parents = [pool.experts[place] for place in mix.parents]
     kind = parents[0].kind if parents[0].kind == parents[1].kind else "ffn"
     child = {"pool": pool.prints, "base": pool.base_print, **json.loads(json.dumps(mix._asdict()))}

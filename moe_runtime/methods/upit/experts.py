@@ -1,4 +1,4 @@
-"""Experts on disk, all read alike: whole dense models, deltas of a base, and LoRA adapters.
+"""A common interface to experts on disk: whole dense models, deltas of a base, and LoRA adapters.
 
 UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning are the experts. The kinds and how they are
 written: `moe_runtime.methods.upit.checkpoints`. Memory holds one tensor at a time, or rows of one.
@@ -117,7 +117,7 @@ def print_of(checkpoint: Checkpoint) -> str:
 
 
 def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
-    """Open an expert's folder of any kind; `base` replaces the base that it names, which may have moved."""
+    """Open an expert's folder of any kind; `base` replaces the recorded base, if that was moved."""
     path = Path(path)
     record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
     if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
@@ -150,12 +150,12 @@ def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
 
 
 def saved_experts(folder: str | Path) -> list[Path]:
-    """Return the experts that a training saved in a folder, by step; where there are none, a Trainer's own checkpoints."""
+    """Return the experts saved in a folder during training, by step, or else a Trainer's checkpoints."""
     return saved_steps(folder) or saved_steps(folder, ("checkpoint-",))
 
 
 def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, which: str = "back") -> list[Path]:
-    """Return `count` of the checkpoints `folders`, in the order of their steps, or of those that one folder holds.
+    """Choose `count` of the checkpoints `folders`, or of those in one folder, in the order of their steps.
 
     "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced up to the last. A step
     is the number at the end of a folder's name; if one has none, all stay in the order given.
@@ -176,7 +176,7 @@ def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, w
 def materialize(
     expert: Expert | str | Path, out: str | Path, *, max_shard_size: int | str = "2GB", overwrite: bool = False
 ) -> Path:
-    """Write a delta, or a whole model, to the folder `out` as a model that transformers loads, tensor by tensor."""
+    """Write a delta or a whole model to the folder `out` as a transformers model, tensor by tensor."""
     if not isinstance(expert, Expert):
         with open_expert(expert) as opened:
             return materialize(opened, out, max_shard_size=max_shard_size, overwrite=overwrite)

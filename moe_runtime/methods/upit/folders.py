@@ -1,4 +1,4 @@
-"""UpIT from disk to disk: the steps of the command line on folders and a file of rows, each in one call.
+"""UpIT on folders and data files: the functions behind the commands.
 
 route_folders     experts and rows -> each expert and its routing vectors, tuned on the rows that it is best at
 assemble_folders  experts, or what route_folders wrote -> an MoE model
@@ -39,7 +39,7 @@ LENGTH = 2048
 
 
 class RoutersReceipt(NamedTuple):
-    """What `route_folders` did."""
+    """Result of `route_folders`."""
 
     path: Path
     rows: int  # of the seed data
@@ -56,7 +56,7 @@ def route_folders(
     train_on: str = "assistant", epochs: float = 4.0, learning_rate: float | None = None, vector_std: float | None = None,
     vector_learning_rate: float | None = None, seed: int = 0, overwrite: bool = False, **training,
 ) -> RoutersReceipt:  # fmt: skip
-    """Find the rows that each expert is best at, and tune expert and routing vectors on them, to OUT/expert-<i>.
+    """Assign examples to experts by perplexity, tune each expert and its vectors on them, and write OUT/expert-<i>.
 
     `rows` is what `io.rows.read_rows` reads; `share` of them, and no fewer than `at_least`, are the seed data. `buckets`
     "random" distributes as many rows at random. `learning_rate` defaults to the paper's, `training` are Tuning's other
@@ -104,7 +104,7 @@ def route_folders(
 def assemble_folders(
     experts: Sequence[str | Path], out: str | Path, *, routers: str | Path | None = None, **settings
 ) -> assembly.FolderReceipt:
-    """Write the MoE model of expert folders to `out`, or of the experts and vectors that `route_folders` wrote to `routers`.
+    """Assemble expert folders, or the experts and vectors of `route_folders` in `routers`, to an MoE model in `out`.
 
     Without `routers` the router is drawn at random. `settings` are `assemble`'s. Raises ValueError for both or neither.
     """
@@ -144,7 +144,7 @@ _SHARED = (
 
 
 def mixtral_config(config) -> MixtralConfig:
-    """Return the config of the stock Mixtral that computes what an upcycled model does; ValueError if there is none."""
+    """Return the config of the stock Mixtral equivalent to an upcycled model; raises ValueError if there is none."""
     moe, block = moe_config(config), config.moe_runtime
     layers = list(range(config.num_hidden_layers))
     rope = config.rope_parameters or {}
@@ -183,11 +183,11 @@ class Names:
         self.specs = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
 
     def whole(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what is saved of a tensor that no expert has a row of."""
+        """Return the saved form of a tensor outside of the experts."""
         return folders.to_saved(self.model, {name: tensor})
 
     def row(self, name: str, expert: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what is saved of one expert's row [1, ...] of a stack."""
+        """Return the saved form of one expert's row [1, ...] of a stack."""
         found = folders.to_saved(self.model, {name: tensor})
         return {key.replace(".experts.0.", f".experts.{expert}."): value for key, value in found.items()}
 

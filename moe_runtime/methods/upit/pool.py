@@ -1,4 +1,4 @@
-"""Experts side by side: rows of a tensor of all experts, read at once for their inner products and a child's weights.
+"""Pool of experts: rows of the same tensor of all experts are read together, for inner products and children.
 
     G_ij = <W_i - W_base, W_j - W_base> over the MLP tensors of all layers       UpIT's distances, before the metric
     child = W_base + a D(W_j - W_base) + b D(W_k - W_base)                       for the MLPs; the parents' mean for the rest
@@ -32,7 +32,7 @@ _ADAPTER_FIELDS = (
 
 
 class Mix(NamedTuple):
-    """How a child is made of two parents."""
+    """Parents and weights of a child."""
 
     parents: tuple[int, int]
     weights: tuple[float, float]

@@ -1,4 +1,4 @@
-"""A whole UpIT study as one YAML file: the base, its domains, and how experts are prepared, expanded, routed and tuned.
+"""A UpIT study as one YAML file: the base, the domains, and the settings of all steps.
 
     base_model: princeton-nlp/Sheared-LLaMA-2.7B    or null, with `pretrain`
     domains: {code: {train: code, ...}, ...}        rows of each; all are tuned on together and judged apart
@@ -40,14 +40,14 @@ FORMS = ("ffn", "lora")
 
 
 class PromptedDomain(Domain):
-    """A domain, and how its rows are put."""
+    """A domain's data and its prompt format."""
 
     prompt: Prompt = "plain"
     train_on: TrainOn = "assistant"
 
 
 class Checkpoints(Node):
-    """Which checkpoints of the first tuning become experts (step 1)."""
+    """The checkpoints of the first tuning that become experts (step 1)."""
 
     every_epochs: Positive = 0.25
     count: Count = 4  # m; the other experts are grown from these
@@ -55,7 +55,7 @@ class Checkpoints(Node):
 
 
 class Expansion(Node):
-    """How experts are grown from others (step 2)."""
+    """Expert expansion (step 2)."""
 
     metric: Literal["cosine", "l2"] = "cosine"
     of: Literal["delta", "weight"] = "delta"
@@ -64,7 +64,7 @@ class Expansion(Node):
 
 
 class SeedData(Node):
-    """The rows that experts are compared on (step 3)."""
+    """The data to compare experts on (step 3)."""
 
     share: Annotated[Positive, Field(le=1)] = 0.01
     at_least: Count = 500  # rows, where the share is less
@@ -73,7 +73,7 @@ class SeedData(Node):
 
 
 class RouterInit(Node):
-    """How routing vectors are pre-optimized (step 4); its training is that of `ffn` or `lora`."""
+    """Pre-optimization of routing vectors (step 4); the training settings are in `ffn` or `lora`."""
 
     alpha: Fraction = 0.5
     detach_h: bool = False

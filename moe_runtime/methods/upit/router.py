@@ -1,4 +1,4 @@
-"""Router initialization: each expert and its routing vectors are tuned on the rows that the expert is best at.
+"""Router initialization: tune each expert and its routing vectors on the expert's bucket.
 
 UpIT (arXiv 2410.01610), Algorithm 1, lines 6 to 11, and Eq. (1), (2): `moe_runtime.methods.upit.vectors` has the equations.
 Expert i's MLPs (the matrices of its adapters) and its routing vectors train on its bucket; its backbone is frozen.
@@ -203,7 +203,7 @@ def init_routers(
 
 
 def load_routed(folder: str | Path) -> RoutedExpert:
-    """Read what `init_router` wrote; raises ValueError for another folder."""
+    """Read a folder of `init_router`; raises ValueError for other folders."""
     folder = Path(folder)
     record = read_json(folder / RECORD)
     names, measured = ("expert", "router_init", "steps", "seconds"), ("before", "after")

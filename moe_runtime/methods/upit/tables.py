@@ -2,6 +2,8 @@
 
     main       UpIT of whole experts and of LoRA experts, and what they are compared with     Table 1, Figure 5
     ckpt       which checkpoints become experts: front, uniform, back                         Tables 2 and 8
+    pesc       adapters behind the MLPs as experts, beside LoRA's                             Table 1
+    saved      every checkpoint of the first tuning, on each domain                           Figure 2
     expand     no expansion, random parents, the genetic way                                  Tables 2 and 9
     router     no initialization, rows at random, skilled                                     Tables 2 and 10, Figure 5
     experts    E experts, A per token                                                         Figure 4, Table 5
@@ -23,8 +25,11 @@ from moe_runtime.experiments import domains, plots, tables
 from moe_runtime.experiments.compare import compare
 from moe_runtime.experiments.domains import DomainReport, Judged
 from moe_runtime.experiments.tables import Command, Entry, Run, best, different, each
+from moe_runtime.methods.upit.experts import saved_experts
+from moe_runtime.methods.upit.pesc import NAME as PESC
+from moe_runtime.methods.upit.pesc import Stages
 from moe_runtime.methods.upit.recipe import UpitRecipe, check_saved, count_saved
-from moe_runtime.methods.upit.study import NAMES, NONE, STARTS, Stages
+from moe_runtime.methods.upit.study import NAMES, NONE, STARTS
 
 SHARES = (0.1, 0.2, 0.4, 1.0)  # 50, 100, 200 of the paper's 500 thousand rows
 WHICH = ("front", "uniform", "back")
@@ -234,6 +239,44 @@ def _ckpt(process: Run, form: str, strategies: Sequence[str]) -> dict:
     return _variants(process, form, strategies, lambda stages, which: stages.change(checkpoints__which=which).upit(form))
 
 
+def _pesc(process: Run) -> dict:
+    _check(process, "lora")
+    others = [PESC, _copies_name("lora", "pt")]
+
+    def plan(stages: Stages):
+        yield DENSE["lora"], stages.dense("lora")
+        yield others[0], stages.pesc()
+        yield others[1], _copies(stages, "lora", "pt")
+        yield _upit("lora"), stages.upit("lora")
+
+    def summary(report: UpitReport) -> list[str]:
+        return against(report.entries, _upit("lora"), [DENSE["lora"], *others])
+
+    return {"entries": process.collect(plan), "reference": DENSE["lora"], "summary": summary}
+
+
+def _check_pesc(recipe: UpitRecipe) -> dict:
+    _form(recipe, "lora")
+    return {}
+
+
+def _saved(process: Run, form: str) -> dict:
+    def plan(stages: Stages):
+        prepared = stages.prepared(form)
+        for folder in saved_experts(prepared.folder):
+            yield folder.name, stages.judged(f"{folder.name} of {form}", prepared, folder, form=form)
+
+    def summary(report: UpitReport) -> list[str]:
+        names = [entry.name for entry in report.entries]
+        found = {domain: min(names, key=lambda name: report.domain_loss(name, domain)) for domain in report.domains}
+        return [f"{domain}: {name} is best, {report.domain_loss(name, domain):.4f}." for domain, name in found.items()]
+
+    entries = process.collect(plan)
+    steps = {entry.name: int(entry.name.rpartition("-")[2]) for entry in entries}
+    extra = {"x": steps, "x_label": "steps of the first tuning"}
+    return {"entries": entries, "reference": entries[-1].name, "summary": summary, "extra": extra}
+
+
 def _expand(process: Run, form: str, strategies: Sequence[str]) -> dict:
     for name in strategies:
         _check(process, form, EXPANSIONS[name])
@@ -325,6 +368,10 @@ def _losses(title: str, source: str, make: Callable, check: Callable | None = No
 COMMANDS = {
     "main": _losses("UpIT and its baselines", "Table 1", _main),
     "ckpt": _losses("Which checkpoints become experts", "Tables 2 and 8", _ckpt, check_named(WHICH)),
+    "pesc": _losses("Adapters as experts", "Table 1", _pesc, _check_pesc),
+    "saved": _losses(
+        "Checkpoints of one tuning", "Figure 2", _saved, lambda recipe, form=None: {"form": _form(recipe, form)}, plots.sweep
+    ),
     "expand": _losses("How experts are expanded", "Tables 2 and 9", _expand, check_named(EXPANSIONS)),
     "router": _losses("How routers begin", "Tables 2 and 10", _router, check_named(("none", "random", "skilled"))),
     "experts": _losses("Experts, and experts per token", "Figure 4", _experts, check_experts, plots.sweep),

@@ -34,7 +34,7 @@ EXACT_GATES = ("xft", "topk_softmax", "softmax_topk_renorm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcycleReceipt:
-    """What `upcycle` did and how far the new model is from the old one."""
+    """What `upcycle` changed, and the distance between the old and new model's logits."""
 
     config: MoEConfig
     layers: tuple[int, ...]
@@ -112,7 +112,7 @@ def to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False
 
 
 def mixing_coefficients(model: nn.Module) -> torch.Tensor:
-    """Return alpha [L, E] float32 of a mergeable model, the shared expert first."""
+    """Return the mixing coefficients alpha [L, E] of a mergeable model as float32; the shared expert is first."""
     rows = [module.alpha().detach().cpu() for module in model.modules() if isinstance(module, MergedMLP)]
     if not rows:
         raise ValueError(f"{type(model).__name__} has no mergeable layers. Call to_mergeable first")
@@ -143,7 +143,7 @@ def merge(
 
 
 def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
-    """Return the shared rate of an INIT merge, 0.75 for None; raises ValueError where it would have no effect."""
+    """Return the shared rate of an INIT merge (default: 0.75); raises ValueError if it would have no effect."""
     reason = None
     if stage == "lora":
         reason = "The model's stage is 'lora', but whole experts are required. Merge LoRA experts with lora.merge"
@@ -160,7 +160,7 @@ def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
 
 
 def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: bool = False) -> None:
-    """Save a dense model, and its tokenizer if given, atomically, with the rotary keys of both spellings.
+    """Save a dense model and optionally its tokenizer, atomically, with the rotary keys of transformers 4 and 5.
 
     transformers 5 alone would write `rope_parameters` only, and older readers would run with their default base.
     """

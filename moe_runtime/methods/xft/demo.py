@@ -33,15 +33,15 @@ from moe_runtime.methods.xft.recipe import load_recipe
 from moe_runtime.methods.xft.study import Stages
 
 PRESETS = {"small": "demo", "tiny": "demo-tiny"}  # -> the recipe
-RATES = (0.5, 1.0, 2.0)  # learning rates of SFT, as multiples of XFT's
+RATES = (0.5, 1.0, 2.0)  # learning rates of the SFT baselines, as multiples of XFT's
 ROUTED = 64  # held-out rows that the picture of the routers is made of
-SUMS, SHOWN = 120, 3  # held-out sums that are solved, and shown with their answers
+SUMS, SHOWN = 120, 3  # held-out sums to solve, and to print with answers
 # seconds of an example: in pre-training, all of whose rows are full, of SFT, of the MoE model and of mixing, as its multiples
 WORK = {"base": 1.0, "sft": 0.6, "moe": 1.2, "mix": 1.0}
 
 
 class Clock:
-    """Says what is being done and about how long is left: what is left to do, at the pace of what was done."""
+    """Prints progress and an estimate of the time left, from the pace of the stages so far."""
 
     def __init__(self, recipe):
         self.start = time.perf_counter()
@@ -50,26 +50,26 @@ class Clock:
         self.left, self.pace = [], None
 
     def say(self, text: str) -> None:
-        """Print a line; a stage's own lines of where it is made and of what was copied are left out."""
+        """Print a line, except for a stage's lines about its folder and copied weights."""
         if ": to " not in text and not text.startswith("upcycled"):
             print(f"[{time.perf_counter() - self.start:4.0f} s] {text}", flush=True)
 
     def begin(self, what: str, kind: str, left: list[str]) -> None:
-        """Announce a stage of this kind; `left` are the kinds of those after it."""
+        """Announce a stage of this kind; `left` has the kinds of the stages after it."""
         about = ""
         if self.pace:
             about = f" (about {max(self.pace * sum(self.work[one] for one in (kind, *left)), 1):.0f} s left in all)"
         self.say(f"{what}{about}")
 
     def learn(self, kind: str, seconds: float) -> None:
-        """Take the pace of a stage that took so long."""
+        """Set the pace from the duration of a finished stage."""
         self.pace = seconds / self.work[kind]
 
 
 def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) -> list[dict]:
-    """Run the demo and write its models, results.json and xft.png to the folder `out`; return the table's rows.
+    """Run the demo; write its models, results.json and xft.png to the folder `out`, and return the table's rows.
 
-    What is trained lies in `<out>.stages` too, once it is finished: another run reads it there, or goes on from there.
+    Finished stages are also kept in `<out>.stages`; another run reads them or resumes from there.
     """
     check_choice("preset", preset, tuple(PRESETS))
     out = check_out_dir(out, overwrite)
@@ -98,7 +98,7 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
 
 
 def _made(stages: Stages, clock: Clock) -> dict[str, tuple[Result, str]]:
-    """Make all models; return each with a note, by its name."""
+    """Make all models; return {name: (result, note)}."""
     recipe, rate = stages.recipe, stages.recipe.tune.learning_rate
     count, top = recipe.experts["num_experts"], recipe.experts["top_k"]
     clock.say("reading Python's standard library")
@@ -121,7 +121,7 @@ def _made(stages: Stages, clock: Clock) -> dict[str, tuple[Result, str]]:
 
 
 def _row(name: str, result: Result, note: str, solved: float) -> dict:
-    """Return a model's line of the table."""
+    """Return a model's row of the table."""
     return {
         "model": name, "loss": result.loss, "solved": solved, "parameters": result.parameters,
         "active": result.active_parameters, "seconds": result.total_seconds, "note": note, "perplexity": math.exp(result.loss),
@@ -129,7 +129,7 @@ def _row(name: str, result: Result, note: str, solved: float) -> dict:
 
 
 def _results(stages: Stages, made: dict, rows: list[dict]) -> dict:
-    """Return what results.json holds: numbers, curves, and the merged model against the SFT that validation rows chose."""
+    """Return the contents of results.json: numbers, curves, and a comparison of the merged model with the best SFT."""
     curves = {name: result.history for name, (result, _) in made.items() if result.history}
     best = min((name for name in made if name.startswith("SFT")), key=lambda name: min(loss for _, loss in curves[name]))
     merged, moe = made["merged"][0], made["MoE"][0]
@@ -146,7 +146,7 @@ def _loaded(stages: Stages, result: Result):
 
 
 def _solved(stages: Stages, result: Result, sums) -> float:
-    """Return the share of sums of which greedy decoding gets every token right."""
+    """Return the share of sums for which greedy decoding gets every token right."""
 
     def take(model, batch: dict) -> list[bool]:
         labels = batch.pop("labels")
@@ -157,13 +157,13 @@ def _solved(stages: Stages, result: Result, sums) -> float:
 
 
 def all_right(logits: torch.Tensor, labels: torch.Tensor) -> list[bool]:
-    """Return for each row whether the likeliest token is the label at every label; `logits` [B, S, V], `labels` [B, S]."""
+    """Return for each example whether argmax equals every label; `logits` [B, S, V], `labels` [B, S]."""
     labels = labels[:, 1:]
     return ((logits[:, :-1].argmax(-1) == labels) | (labels == -100)).all(1).tolist()
 
 
 def _answers(stages: Stages, result: Result, rows: list[dict]) -> list[str]:
-    """Return what a model writes behind each prompt, one line."""
+    """Return the first line of a model's completion of each prompt."""
     model = _loaded(stages, result)
     return [complete(model, stages.tokenizer, row["prompt"]).strip().partition("\n")[0] for row in rows]
 
@@ -175,10 +175,10 @@ def _routed(stages: Stages, moe: Result) -> RouterStats:
 
 
 def _picture(results: dict, stats: RouterStats):
-    """Draw the table's losses, the losses of validation rows during the trainings, and router load."""
+    """Plot the table's losses, validation losses during training, and router load."""
     figure = require("matplotlib.figure", "plot").Figure(figsize=(15, 4.4), layout="constrained")
     table, curves, load = figure.subplots(1, 3)
-    rows = results["rows"][:0:-1]  # without the base, which is far off
+    rows = results["rows"][:0:-1]  # without the base, whose loss is far higher
     losses = [row["loss"] for row in rows]
     margin = (max(losses) - min(losses)) or 0.01
     for place, row in enumerate(rows):
@@ -201,7 +201,7 @@ def _picture(results: dict, stats: RouterStats):
 
 
 def _show(results: dict, out: Path, clock: Clock, texts: list[dict], answers: list[list[str]]) -> None:
-    """Print the table, what it says, answers, and what there is to do next."""
+    """Print the table, its conclusions, answers, and the next steps."""
     columns = ("model", "left"), ("loss", "right"), ("sums solved", "right"), ("parameters", "right")
     columns += ("per token", "right"), ("train s", "right"), ("", "left")
     rows = [
@@ -229,12 +229,14 @@ def _show(results: dict, out: Path, clock: Clock, texts: list[dict], answers: li
 
 
 def verdict(results: dict) -> str:
-    """Say in sentences what XFT gained or lost here, against every SFT of the table."""
+    """Return sentences on what XFT gained or lost against every SFT of the table."""
     losses = {row["model"]: row["loss"] for row in results["rows"]}
     merged, best = losses["merged"], results["best_sft"]
-    lower = [name for name in losses if name.startswith("SFT") and losses[name] > merged]
-    total = sum(name.startswith("SFT") for name in losses)
+    rates = [name for name in losses if name.startswith("SFT")]
+    lower = sum(losses[name] > merged for name in rates)
+    equal = losses[rates[RATES.index(1.0)]] - merged
     return (
-        f"The merged model has the size and the speed of the base; its held-out loss is lower than that of {len(lower)} of "
-        f"{total} SFTs, each at its best step.\nThe best SFT by validation is {best}. {results['against_best_sft']}."
+        f"The merged model has the size and the speed of the base; its held-out loss is lower than that of {lower} of "
+        f"{len(rates)} SFTs, each at its best step.\nAt XFT's own learning rate SFT's loss is {abs(equal):.4f} "
+        f"{'higher' if equal > 0 else 'lower'}. The best SFT by validation is {best}.\n{results['against_best_sft']}."
     )

@@ -1,4 +1,4 @@
-"""XFT on model folders, tensor by tensor: what `moe_runtime.methods.xft` does in memory, for models that do not fit into it.
+"""XFT on model folders, tensor by tensor: `moe_runtime.methods.xft` for models that do not fit in memory.
 
 The results are the same, bit for bit. Memory holds one shard of the source, one expert stack and one shard of the target.
 Target folders are written atomically.
@@ -85,7 +85,7 @@ def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequ
 
 
 def _check_mlps(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int], num_layers: int) -> None:
-    """Raise ValueError unless the MLP tensors of the layers are there, in the shapes of the config and one dtype."""
+    """Raise ValueError unless the layers' MLP tensors exist, with the config's shapes and one dtype."""
     specs = {key: spec for key, spec in checkpoint.specs().items() if families.locate_key(family, key) is not None}
     dtype = next((spec.dtype for spec in specs.values()), torch.float32)
     want = {key: TensorSpec(shape, dtype) for layer in layers for key, shape in _mlp_specs(family, moe, layer)}
@@ -114,7 +114,7 @@ def mergeable_folder(
     source: str | Path, target: str | Path, *, shared_rate: float = 0.75, soup: bool = False, max_shard_size: int | str = SHARD,
     overwrite: bool = False, progress: Progress | None = None,
 ) -> FolderReceipt:  # fmt: skip
-    """Write an upcycled folder as a mergeable one: the same experts, and mixing logits at INIT in place of the routers.
+    """Convert an upcycled folder to a mergeable one, with mixing logits at INIT instead of routers.
 
     Raises ValueError, with nothing written, for a folder at another stage, other tensors than the config's, a shared_rate
     outside 0..1, a gate without shared expert unless `soup`, an existing target or too little disk space.
@@ -144,7 +144,7 @@ def merge_folder(
     alpha: torch.Tensor | Sequence[float] | Sequence[Sequence[float]] | str | None = None, max_shard_size: int | str = SHARD,
     overwrite: bool = False, progress: Progress | None = None,
 ) -> FolderReceipt:  # fmt: skip
-    """Merge an upcycled (INIT), mergeable or EWA folder, XFT Eq. (3), to a dense model's folder, in the stock architecture.
+    """Merge an upcycled (INIT), mergeable or EWA folder to a dense model of the stock architecture, XFT Eq. (3).
 
     `alpha` [E], [L, E] or "uniform" replaces the learned or INIT coefficients; it must sum to 1. Raises ValueError, with
     nothing written, for a folder that is not upcycled, learned coefficients that are not finite, other tensors than the
@@ -183,7 +183,7 @@ def merge_folder(
 
 
 def _is_router(key: str, paths: dict[str, int]) -> bool:
-    """Whether a key is a layer's router or mixing logits, which a model without them does not have."""
+    """Return whether a key is a layer's router or mixing logits."""
     return key.partition(".gate.")[0] in paths or key.removesuffix(".mixing_logits") in paths
 
 

@@ -44,7 +44,7 @@ class Data(Rows):
     prompt: Prompt = "magicoder"
     train_on: TrainOn = "assistant"
     max_length: Count = 1024
-    # more held-out rows, by which trainings are watched and `keep_best` chooses; None: those that models are judged by
+    # additional held-out rows for validation during training and for `keep_best`; None: the rows that evaluate the models
     validation_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
 
 
@@ -71,7 +71,7 @@ class Recipe(Node):
     sft: Training
     tune: Training
     mix: Training
-    # examples that `tune` leaves out and `mix` alone learns on; None: the paper's way, all examples for both
+    # examples reserved for `mix` and not used by `tune`; None: both use all examples, as in the paper
     mix_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
     ewa: Ewa = Ewa()
     evaluations: Count = 4  # times that a training takes the held-out loss
@@ -85,6 +85,12 @@ class Recipe(Node):
     @model_validator(mode="after")
     def _check_recipe(self):
         recipes.check_base(self)
+        count, size = self.experts.get("num_experts", 8), self.tune.ep_size
+        if count % size or max(self.sft.ep_size, self.mix.ep_size, self.ewa_training.ep_size) > 1:
+            raise ValueError(
+                f"tune.ep_size is {size}, of {count} experts; expected a divisor of them, and no ep_size for sft, mix and ewa, "
+                "which have no routed experts"
+            )
         return self
 
     @property

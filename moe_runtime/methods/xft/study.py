@@ -29,7 +29,7 @@ from moe_runtime.methods.xft.recipe import Recipe, check_shared, resolve_experts
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.ops.merging import mixing
 
-MIXED = "code+prose+sums"  # the built-in source of three domains, of which a pre-trained base reads as well
+MIXED = "code+prose+sums"  # the built-in source of three domains, which the base is also pre-trained on
 SOURCES = {data.BUILT_IN: standard_library_pairs, MIXED: lambda: joined_rows(MIXED.split("+"))}
 
 
@@ -55,16 +55,16 @@ class Stages(KeptStages):
 
     @property
     def watched(self):
-        """The rows whose loss is taken while a model trains."""
+        """The rows for validation during training."""
         return self.part("validation") if self.recipe.data.validation_rows else self.held_out
 
     def _mixture_rows(self) -> tuple:
-        """The rows that a mixture is tuned on, and those that it learns its mixing on."""
+        """The examples to tune the MoE model on, and those to train its mixing on."""
         count = self.recipe.mix_rows
         return data.hold_out(self.train_rows, count, name="mix_rows") if count else (self.train_rows, self.train_rows)
 
     def _documents(self) -> list[str]:
-        """The texts that the base and its tokenizer are made of."""
+        """The texts to train the base and its tokenizer on."""
         pretrain = self.recipe.pretrain
         if self.recipe.data.train == MIXED:
             return stage_rows.domain_documents(pretrain, MIXED.split("+"))
@@ -74,7 +74,7 @@ class Stages(KeptStages):
         """Return the dense model that all others start from: pre-trained here, or the recipe's, as safetensors."""
         pretrain, r = self.recipe.pretrain, self.recipe
         if r.mix_rows:
-            self._mixture_rows()  # too many are said now, not after minutes of training
+            self._mixture_rows()  # raises now, not after minutes of training
         source = {"pretrain": pretrain.to_dict(), "length": r.data.max_length} if pretrain else {}
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -89,7 +89,7 @@ class Stages(KeptStages):
         return self._stage("base", "base", settings, [], make, seed=0)
 
     def sft(self, steps: int | None = None, **changes) -> Result:
-        """Return the baseline: the dense base, tuned as the recipe's `sft` says, or for `steps` steps, or with `changes`."""
+        """Return the baseline: the dense base tuned by the recipe's `sft`, optionally with other `steps` or `changes`."""
         base, training = self.base(), _for_steps(self.recipe.sft, steps).change(**changes)
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -116,7 +116,7 @@ class Stages(KeptStages):
         return self._stage("moe", "moe", settings, [base], make)
 
     def mix(self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None) -> Result:
-        """Return the dense model of a tuned mixture, its coefficients learned; `soup` learns the shared expert's too.
+        """Return the merged dense model with trained mixing coefficients; `soup` also trains the shared expert's.
 
         They are learned on the rows that the mixture was tuned on, or on the recipe's `mix_rows`.
         """
@@ -163,7 +163,7 @@ class Stages(KeptStages):
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
-            baselines.to_ewa(model, num_experts=count, partition=partition, seed=42 + self.seed)
+            baselines.to_ewa(model, num_experts=count, layers=self.recipe.layers, partition=partition, seed=42 + self.seed)
             callbacks = [AveragingCallback(share=ewa.share, schedule=ewa.schedule)]
             trained = self._train("ewa", model, self.train_rows, self.watched, training, folder, callbacks)
             self._save(model, trained, tmp / "experts")
@@ -179,6 +179,8 @@ class Stages(KeptStages):
         settings = self._settings(training) | {
             "share": ewa.share, "schedule_of_share": ewa.schedule, "partition": partition, "num_experts": count,
         }  # fmt: skip
+        if self.recipe.layers is not None:
+            settings["layers"] = self.recipe.layers
         return self._stage("ewa", "ewa", settings, [base], make)
 
     def _finish(self, model, trained: trainers.Trained, folder: Path) -> dict:

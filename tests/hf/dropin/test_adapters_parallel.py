@@ -93,7 +93,7 @@ def test_adapters_that_fsdp2_reduces_over_the_replicas_alone_are_refused(four):
     layer = model.base_model.model.model.layers[0]
     fully_shard(layer.mlp.experts, mesh=four["dp"])  # with PEFT's wrappers in it
     fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
-    with pytest.raises(ValueError, match=r"split by FSDP2 over ranks \[1, 3\], the experts are on \[0, 1\]; want fully_shard"):
+    with pytest.raises(ValueError, match=r"sharded by FSDP2 over ranks \[1, 3\], but the experts are on \[0, 1\]. Call"):
         model(input_ids=torch.ones(1, 3, dtype=torch.int64))
 
 
@@ -111,11 +111,11 @@ def test_packed_stacks_refuse_what_would_be_wrong(six_experts, four, tmp_path):
     experts = model.model.layers[0].mlp.experts
     first = experts.down_proj
     assert shard_experts(model, four["ep"]) == 2 and experts.down_proj is first
-    with pytest.raises(RuntimeError, match="down_proj is on several ranks, and 'down_proj_packed0' is missing"):
+    with pytest.raises(RuntimeError, match="down_proj is quantized and distributed, but 'down_proj_packed0' is missing"):
         model.load_state_dict(whole)
     with pytest.raises(ValueError, match=r"save_quantized\(model, folder\) on every rank"):
         save_pretrained(model, tmp_path / "whole")
-    with pytest.raises(ValueError, match="it is quantized already"):
+    with pytest.raises(ValueError, match="it is already quantized"):
         moe_runtime.quantize_experts(model, "nf4")
     split = worker.base("qwen3_moe", "nf4")
     fully_shard(split.model.layers[0], mesh=four["dp"])

@@ -128,7 +128,7 @@ def test_adapters_train_and_the_bytes_stay(make, form, tmp_path):
     torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1).step()
     assert digests(mine) == before
     for merge in (mine.merge_adapter, mine.merge_and_unload):
-        with pytest.raises(ValueError, match="cannot be merged into its bytes"):
+        with pytest.raises(ValueError, match="an adapter cannot be merged into it"):
             merge()
     assert digests(mine) == before
     mine.save_pretrained(tmp_path)  # the adapter alone
@@ -189,7 +189,7 @@ def test_state_dict_that_does_not_fit_is_refused():
     key = "model.layers.0.mlp.experts.down_proj"
     with pytest.raises(RuntimeError, match=r"down_proj\.absmax is missing"):
         quantized.load_state_dict({name: t for name, t in state.items() if name != f"{key}.absmax"})
-    with pytest.raises(RuntimeError, match="expected 12288 bytes"):
+    with pytest.raises(RuntimeError, match="must have 12288 bytes"):
         quantized.load_state_dict(state | {key: state[key][1:]})
     other = quantized_of(qwen(), "nf4")[0]
     other.load_state_dict(state)

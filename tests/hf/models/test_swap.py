@@ -291,6 +291,6 @@ def test_some_layers_are_verified_and_every_odd_one():
     layers[4].mlp = type("OtherMLP", (type(layers[4].mlp),), {})(model.config)
     assert list(swap.verify_mlp(model)) == [0, 1, 3, 4, 5]
     layers[2].mlp.up_proj.forward = lambda x: x.new_ones(*x.shape[:-1], 48)
-    with pytest.raises(ValueError, match="layers.2.mlp differs"):
+    with pytest.raises(ValueError, match=r"layers.2.mlp \(LlamaMLP\) must compute"):
         swap.verify_mlp(model)
     swap.verify_mlp(model, layers=[0, 1, 3, 4, 5])

@@ -51,7 +51,11 @@ def state_of(model) -> list:
 
 def test_refuses_models_that_it_cannot_change():
     model = model_of("ours")
-    check_untouched(model, lambda: freeze_for_esft(model, {0: [0, 1]}), r"experts of layer 0 are \[0, 1\], of which 0 is the")
+    check_untouched(
+        model,
+        lambda: freeze_for_esft(model, {0: [0, 1]}),
+        r"experts of layer 0 must be routed ones, but are \[0, 1\], and 0 is the",
+    )
     for undo in (fold_rows, drop_rows):
         check_untouched(model, lambda undo=undo: undo(model), "has no separately trained experts")
     check_untouched(tiny.dense(), lambda: train_rows(tiny.dense(), {0: [0]}), "has no MoE layers with a router")

@@ -278,9 +278,9 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
     with pytest.raises(ValueError, match="loss is nan at step 3") as error:
         trainer.train()
     message = str(error.value)
-    assert f"resume from {tmp_path / 'checkpoint-2'}" in message and ("batch of the rows" in message) == with_ids
+    assert f"resume from {tmp_path / 'checkpoint-2'}" in message and ("batch of the examples" in message) == with_ids
     if with_ids:
-        named = message.partition("rows ")[2].partition(";")[0].split(", ")
+        named = message.partition("examples ")[2].partition(".")[0].split(", ")
         assert len(named) == 2 and all(int(i) in (range(100, 110) if kind == "sft" else range(10)) for i in named)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")

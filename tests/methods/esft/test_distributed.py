@@ -34,7 +34,9 @@ def alone(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "names"), [("ddp", ("esft", "fft", "lora")), ("fsdp2", ("esft", "fft"))], ids=["ddp", "fsdp2"]
+    ("engine", "names"),
+    [("ddp", ("esft", "fft", "lora")), ("fsdp2", ("esft", "fft")), ("ep", ("esft", "fft", "lora"))],
+    ids=["ddp", "fsdp2", "ep"],
 )
 def test_two_processes_equal_one(engine, names, alone, tmp_path):
     folder, base, gate, want = alone
@@ -45,11 +47,12 @@ def test_two_processes_equal_one(engine, names, alone, tmp_path):
     torch.testing.assert_close(first["gate"], gate, rtol=1e-4, atol=1e-6)
     for name in names:
         got, one = first["results"][name], want[name]
-        assert got.folder.parent.name == one.folder.parent.name and len(got.losses) == 7
+        assert (got.folder.parent.name == one.folder.parent.name) == (engine != "ep") and len(got.losses) == 7
         assert got.losses == pytest.approx(one.losses, rel=1e-4) and got.steps == one.steps
         assert got.general_losses == pytest.approx(one.general_losses, rel=1e-4)
         assert got.loss != pytest.approx(base.tasks["sums"].loss, rel=3e-4), name
-        assert got.trained_parameters == one.trained_parameters and got.experts == one.experts
+        padded = engine == "ep" and name == "esft"  # every rank has as many rows as the one with the most experts
+        assert (got.trained_parameters == one.trained_parameters or padded) and got.experts == one.experts
     mine, other = (esft.load_adapter(result.folder).tensors for result in (first["results"]["esft"], want["esft"]))
     assert mine.keys() == other.keys() and all(distance(mine[key], value) < 1e-4 for key, value in other.items())
     assert not [path for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]

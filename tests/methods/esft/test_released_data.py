@@ -113,7 +113,7 @@ def test_lines_that_validate_are_those_of_random_split():
     split = torch.utils.data.random_split(lines, [98, 3], torch.Generator().manual_seed(SEED))
     for part, want in zip((train, validation), split, strict=True):
         assert part["input_ids"] == [ids for ids, labels in want if any(label != -100 for label in labels)]
-    with pytest.raises(ValueError, match="fill 1 lines"):
+    with pytest.raises(ValueError, match="fill only 1 lines"):
         split_lines(lines[:1])
 
 

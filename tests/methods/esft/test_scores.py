@@ -204,7 +204,7 @@ def test_two_processes_score_as_one(tmp_path):
     assert torch.equal(found["whole"].sums.pairs, want.sums.pairs)
     assert found["cut"].n_tokens == 25 and found["alone"].n_tokens == 36
     errors = ranks[0]["errors"]
-    assert "logs already exists" in errors[0] and "a process has no batch" in errors[1] and len(errors) == 2
+    assert "logs already exists" in errors[0] and "A process has no batch" in errors[1] and len(errors) == 2
     logs = ExpertScores.from_logs(tmp_path / "logs", top_k=2)
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank_0", "rank_1"]
     assert torch.equal(logs.sums.count, want.sums.count) and logs.n_tokens == 84 and logs.sums.n_samples == 7

@@ -144,7 +144,7 @@ def test_a_shared_expert_is_never_selected():
 def test_p_is_above_0_and_at_most_1(p):
     with pytest.raises(ValueError, match="p must be above 0 and at most 1"):
         select_experts(scores_of([0.5, 0.5]), p)
-    with pytest.raises(ValueError, match="p is"):
+    with pytest.raises(ValueError, match="p must be"):
         ExpertSelection(experts={}, p=p)
 
 

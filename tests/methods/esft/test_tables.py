@@ -13,6 +13,7 @@ from moe_runtime.experiments.tables import Entry
 from moe_runtime.methods.esft import tables as esft_tables
 from moe_runtime.methods.esft.recipe import load_recipe
 from moe_runtime.methods.esft.tables import EsftReport
+from moe_runtime.modules import moe as modules_moe
 from tests.support.dist_launch import times
 from tests.support.esft_study import write_study
 
@@ -71,6 +72,30 @@ def test_a_table(command, recipe, out):
     assert [row[0] for row in report.rows()] == names and {len(row) for row in report.rows()} == {len(report.columns())}
     assert report.summary and "24 held-out rows of the tasks sums, words" in report.legend()
     assert any(f"seed {len(report.seeds)} of {len(report.seeds)}" in line for line in said)
+
+
+@pytest.mark.slow
+def test_models_are_judged_on_the_tasks_that_they_were_not_tuned_on(recipe, out):
+    report, _ = make("other-tasks", recipe, out)
+    assert [entry.name for entry in report.entries] == ["base", *METHODS] and report.reference == "base"
+    stages = esft_tables.Stages(recipe, out, say=lambda text: None)
+    base, other = stages.base(), {"sums": "words", "words": "sums"}
+    for task in recipe.tasks:
+        assert report.entry("base").results[0].tasks[task].losses == base.tasks[other[task]].losses
+        for name, tuned in (("FFT", stages.fft(task, mix=0.0)), ("LoRA", stages.lora(task, mix=0.0))):
+            found, _ = stages._losses(stages._load_tuned(tuned.folder), f"{other[task]}-held_out")
+            assert report.entry(name).results[0].tasks[task].losses == found != tuned.losses
+    assert "on the others' rows" in report.legend() and len(report.summary) == 4
+    with pytest.raises(ValueError, match="tasks are sums; want two"):
+        make("other-tasks", recipe.from_dict(recipe.to_dict() | {"tasks": {"sums": recipe.tasks["sums"].to_dict()}}), out)
+
+
+def test_the_lora_baseline_runs_in_our_kernels(recipe, out, monkeypatch):
+    calls, real = [], modules_moe.frozen_mlp
+    monkeypatch.setattr(modules_moe, "frozen_mlp", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    stages = esft_tables.Stages(recipe.change(lora__training__steps=2), out, say=lambda text: None)
+    stages.lora("sums", rank=3)
+    assert len(calls) >= 2 * 2  # two layers of experts in each of two steps, and wherever the model is judged
 
 
 def test_again_is_instant_and_equal(recipe, out):

@@ -66,9 +66,9 @@ def test_the_stacked_adapter_is_the_whole_model_to_peft(tmp_path):
     assert tiny.distance(tiny.logits(by_peft), tiny.logits(model)) < 1e-5
     assert len(list((tmp_path / "out").iterdir())) == 5
     for settings, words in (
-        ({"top_k": 1}, "whose top_k is 1, the model's is 2"),
-        ({"gate": "softmax_topk"}, "whose gate is 'softmax_topk', the model's is 'softmax_topk_renorm'"),
-        ({"layers": [0]}, r"whose layers is \[0\], the model's is \[0, 1\]"),
+        ({"top_k": 1}, "has top_k 1, but the model has 2"),
+        ({"gate": "softmax_topk"}, "has gate 'softmax_topk', but the model has 'softmax_topk_renorm'"),
+        ({"layers": [0]}, r"has layers \[0\], but the model has \[0, 1\]"),
     ):
         other = tiny.dense()
         xft.upcycle(other, **{"num_experts": 4, "top_k": 2, "gate": "softmax_topk_renorm"} | settings)

@@ -205,7 +205,7 @@ def test_adapters_count_train_and_merge(tmp_path):
     loss.backward()
     trained = [name for name, p in fused.specialists[0].named_parameters() if p.grad is not None]
     assert len(trained) == 6 and all("lora_" in name for name in trained)
-    with pytest.raises(ValueError, match="specialist 'specialist-0' has an adapter; merge it"):
+    with pytest.raises(ValueError, match="Specialist 'specialist-0' has an adapter. Merge it"):
         save(fused, tmp_path / "fused", specialists="copy")
     adapted.merge_and_unload()
     torch.testing.assert_close(fused(**inputs).loss, loss, rtol=1e-4, atol=1e-5)

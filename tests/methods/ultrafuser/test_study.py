@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.experiments.domains import of_domain, places_of
@@ -206,10 +208,11 @@ def test_a_joint_gate_fuses_several_sizes_in_one_stage(made, strangers, tmp_path
         ultrafuser_study.run(recipe, tmp_path / "out", say=print)
 
 
-@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
-def test_models_are_not_sharded(made, monkeypatch, tmp_path, engine):
-    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[engine])
-    with pytest.raises(ValueError, match=f"distributed_type must be NO or MULTI_GPU .*but is {engine}"):
+@pytest.mark.parametrize("engine", ["FSDP1", "DEEPSPEED"])
+def test_engines_that_do_not_work_are_refused(made, monkeypatch, tmp_path, engine):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[engine.removesuffix("1")])
+    monkeypatch.setattr(AcceleratorState, "fsdp_plugin", SimpleNamespace(fsdp_version=1), raising=False)
+    with pytest.raises(ValueError, match=f"distributed_type NO, MULTI_GPU .* but it is {engine}"):
         Stages(made.recipe, tmp_path / "out", say=print)
     assert not (tmp_path / "out").exists()
 

@@ -7,21 +7,24 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_runtime.experiments.compare import compare
 from moe_runtime.experiments.domains import by_domain
 from moe_runtime.methods.ultrafuser import tables as ultrafuser_tables
 from moe_runtime.methods.ultrafuser import weights_study as ultrafuser_weights_study
 from moe_runtime.methods.ultrafuser.recipe import load_recipe
-from moe_runtime.methods.ultrafuser.tables import DIRECT, FULL, GATE, TWO_STAGE
+from moe_runtime.methods.ultrafuser.selector import train_selector
+from moe_runtime.methods.ultrafuser.tables import DIRECT, FULL, GATE, SELECTED, TWO_STAGE
 from moe_runtime.methods.ultrafuser.weights_study import TokenWeights
+from moe_runtime.modules.fuser import FuserGate
 from tests.support import fuser_study
 
-OPTIONS = {"ablate": {}, "weights": {"rows": 4}, "stability": {"checkpoints": 4}}
+OPTIONS = {"ablate": {}, "sample-level": {}, "weights": {"rows": 4}, "stability": {"checkpoints": 4}}
 
 
 class Tables:
-    """The three tables in one folder."""
+    """The tables in one folder."""
 
     def __init__(self):
         folder = Path(fuser_study.folder().name)
@@ -55,6 +58,29 @@ def test_ablate_compares_all_with_the_full_method(tables):
         assert [float(cell.rstrip("+-")) for cell in cells[1:3]] == pytest.approx([*result.domains.values()], abs=1e-4)
         assert float(cells[3]) == pytest.approx(result.loss, abs=1e-4)
     assert rows[FULL][6] == "reference" and len({row[3] for row in rows.values()}) == len(rows)
+
+
+@pytest.mark.slow
+def test_the_selector_takes_one_specialist_for_each_row(tables):
+    report = tables.reports["sample-level"]
+    names = [entry.name for entry in report.entries]
+    assert names == ["specialist sums", "specialist words", SELECTED, GATE, FULL] and report.reference == SELECTED
+    *specialists, selected = (report.entry(name).results[0] for name in names[:3])
+    pairs = list(zip(*(one.losses for one in specialists), strict=True))
+    assert all(own == pytest.approx(min(pair, key=lambda loss: abs(loss - own))) for own, pair in zip(selected.losses, pairs))
+    perfect = float(report.summary[-1].rpartition(" ")[2].rstrip("."))
+    assert perfect - 1e-4 <= selected.loss <= max(one.loss for one in specialists)
+    assert selected.trained_parameters == 32 * 32 + 32 + 32 + 1
+
+
+def test_the_selector_learns_what_the_losses_say():
+    states = [torch.randn(64, 8, generator=torch.Generator().manual_seed(s)) for s in range(2)]
+    better = (states[0][:, 0] > states[1][:, 0]).long()  # of each row's specialists, the one to take is seen in its state
+    losses = torch.ones(64, 2).scatter(1, (1 - better)[:, None], 0.1)
+    torch.manual_seed(0)
+    gate = train_selector(FuserGate([8, 8]), states, losses, steps=200, batch_size=16, learning_rate=1e-2)
+    chosen = gate(states).argmax(-1)
+    assert (losses.gather(1, chosen[:, None]) == 0.1).float().mean() > 0.9
 
 
 def test_marks_are_the_test_s_for_each_domain(tables):

@@ -124,5 +124,5 @@ def test_seed_set_is_a_share_drawn_at_random():
     assert len(found) == 10 and len(seed_set(rows, 0.01, at_least=8)) == 8
     texts = [str(row) for row in rows]
     assert {str(row) for row in found} <= set(texts) and [str(row) for row in found] != texts[:10]
-    with pytest.raises(ValueError, match="share must be .*but got 1.5"):
+    with pytest.raises(ValueError, match=r"share \(1.5\) and at_least \(1\) must select at most the 200"):
         seed_set(rows, 1.5)

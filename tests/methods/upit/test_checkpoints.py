@@ -203,7 +203,7 @@ def test_bad_settings_are_named(tmp_path, arguments, words):
 
 
 @pytest.mark.parametrize("change, settings, words", [
-    pytest.param(lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "Base 'nowhere/at-all'", id="no base"),
+    pytest.param(lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "base 'nowhere/at-all'", id="no base"),
     pytest.param(
         lambda m: dense("llama", hidden_size=16), {"only_changed": True}, "No matrix of base", id="another base"
     ),

@@ -341,7 +341,7 @@ def test_nothing_but_children_is_replaced(place, tmp_path):
     with pytest.raises(ValueError, match="contains notes.txt"):
         expand_experts(given(place, "ffn"), 4, tmp_path / "out", base=place / "base", overwrite=True)
     folders = [shutil.copytree(place / f"ffn-{i}", tmp_path / "all" / f"expert-{i + 2}") for i in range(3)]
-    with pytest.raises(ValueError, match="with the expert expert-3, which a child would replace"):
+    with pytest.raises(ValueError, match="contains the expert expert-3, which a child would replace"):
         expand_experts(folders, 4, tmp_path / "all", base=place / "base", overwrite=True)
     shutil.copytree(place / "ffn-0", tmp_path / "mine" / "expert-3")
     with pytest.raises(ValueError, match="contains expert-3, which is not a child of an expansion"):

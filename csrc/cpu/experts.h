@@ -12,19 +12,17 @@ namespace {
 using moert::Experts;
 using moert::Piece;
 
-constexpr int64_t LINE = 16;  // floats of a cache line
-
 template <class T>
 inline void add_bias(float* z, int64_t rows, const T* bias, int64_t step, int64_t columns) {
     for (int64_t m = 0; m < rows; m++)
         for (int64_t n = 0; n < columns; n++) z[m * PANEL + n] += scalar(bias[n * step]);
 }
 
-// `columns` rows of w, from column `at` of a panel on
+// `columns` rows of w, from column `at` of a panel of `product` on
 template <class T>
 inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel, int64_t at = 0) {
     for (int64_t n = 0; n < columns; n += LANES)
-        pack(w + n * stride, stride, lanes(columns - n), length, panel + column(at + n, room(length)));
+        pack(w + n * stride, stride, lanes(columns - n), length, panel + column(at + n, Experts::REACH * PANEL));
 }
 
 inline bool many(int64_t rows) { return LANES > 4 && rows >= PACK_FROM; }
@@ -61,29 +59,44 @@ inline void finish_up(
         }
 }
 
-// the columns i.. of h, COLUMNS of them
+// the columns i..end of h
 template <class T, int ACT>
-void up_block(const Experts& f, const Piece& piece, int64_t i, float* panel) {
-    constexpr int64_t C = Experts::COLUMNS;
-    const bool form = f.form.form, turns = f.form.form == 2, packed = many(piece.end - piece.begin);
+void up_block(const Experts& f, const Piece& piece, int64_t i, int64_t end, float* panels) {
+    const bool form = f.form.form, turns = f.form.form == 2;
     const int64_t step = turns ? 2 : 1, up_from = turns ? 1 : f.I, Z = form ? 2 * f.I : f.I, stride = step * f.up_stride;
-    const int64_t e = piece.expert, columns = f.I - i < C ? f.I - i : C;
-    const T* w = (const T*)f.up + e * f.up_stride_e + i * step * f.up_stride;
-    const T* bias = f.up_bias ? (const T*)f.up_bias + e * Z + i * step : nullptr;
-    alignas(64) float gate[Experts::ROWS * PANEL], *up = gate + C;
-    if (packed) lay_out(w, stride, columns, f.H, panel);
-    if (packed && form) lay_out(w + up_from * f.up_stride, stride, columns, f.H, panel, C);
-    for (int64_t r = piece.begin; r < piece.end; r += Experts::ROWS) {
-        const int64_t rest = piece.end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
-        const T* x[Experts::ROWS];
-        for (int64_t m = 0; m < rows; m++) x[m] = (const T*)f.x + f.row_slot[r + m] / f.K * f.H;
-        if (packed) form ? packed_rows<T, PANEL>(x, rows, panel, room(f.H), f.H, gate) : packed_rows<T, C>(x, rows, panel, room(f.H), f.H, gate);
-        if (!packed) dots(x, rows, w, stride, columns, f.H, gate);
-        if (!packed && form) dots(x, rows, w + up_from * f.up_stride, stride, columns, f.H, up);
-        if (bias) add_bias(gate, rows, bias, step, columns);
-        if (bias && form) add_bias(up, rows, bias + up_from, step, columns);
-        finish_up<T, ACT>(f, piece, r, rows, i, columns, gate);
+    const int64_t e = piece.expert, rows = piece.end - piece.begin, C = form ? Experts::COLUMNS : PANEL;  // of a panel
+    const T* const w = (const T*)f.up + e * f.up_stride_e;
+    const auto x = [&](int64_t r) { return (const T*)f.x + f.row_slot[piece.begin + r] / f.K * f.H; };
+    const auto columns = [=](int64_t n) { return end - n < C ? end - n : C; };
+    const auto finish = [&](int64_t r, int64_t some, int64_t n, float* sums) {
+        const T* bias = f.up_bias ? (const T*)f.up_bias + e * Z + n * step : nullptr;
+        if (bias) add_bias(sums, some, bias, step, columns(n));
+        if (bias && form) add_bias(sums + C, some, bias + up_from, step, columns(n));
+        finish_up<T, ACT>(f, piece, piece.begin + r, some, n, columns(n), sums);
+    };
+    if (many(rows)) {
+        const auto lay = [&](int64_t k, int64_t depth, float* panel) {
+            for (int64_t n = i; n < end; n += C, panel += Experts::REACH * PANEL) {
+                const T* const from = w + n * stride + k;
+                lay_out(from, stride, columns(n), depth, panel);
+                if (form) lay_out(from + up_from * f.up_stride, stride, columns(n), depth, panel, C);
+            }
+        };
+        const auto each = [&](int64_t r, int64_t some, float* sums, int64_t distance) {
+            for (int64_t n = i; n < end; n += C, sums += distance) finish(r, some, n, sums);
+        };
+        return product<T>(rows, (end - i + C - 1) / C * PANEL, f.H, lay, x, each, panels);
     }
+    alignas(64) float sums[Experts::ROWS * PANEL];
+    for (int64_t n = i; n < end; n += C)
+        for (int64_t r = 0; r < rows; r += Experts::ROWS) {
+            const int64_t some = rows - r < Experts::ROWS ? rows - r : Experts::ROWS;
+            const T* at[Experts::ROWS];
+            for (int64_t m = 0; m < some; m++) at[m] = x(r + m);
+            dots(at, some, w + n * stride, stride, columns(n), f.H, sums);
+            if (form) dots(at, some, w + n * stride + up_from * f.up_stride, stride, columns(n), f.H, sums + C);
+            finish(r, some, n, sums);
+        }
 }
 
 template <class T, int ACT>
@@ -94,7 +107,7 @@ void experts_up_act(const Experts& f, int64_t unit, float* panel) {
 #if defined(__AMX_BF16__)
     if (tiled<T>(piece)) return up_tiled<ACT>(f, piece, i, end, panel);
 #endif
-    for (; i < end && i < f.I; i += Experts::COLUMNS) up_block<T, ACT>(f, piece, i, panel);
+    if (i < f.I) up_block<T, ACT>(f, piece, i, end < f.I ? end : f.I, panel);
 }
 
 template <class T>
@@ -130,26 +143,38 @@ inline int64_t row_of(const Experts& f, const Piece& piece, int64_t token) {
     return begin;
 }
 
-// the rows begin..end of a piece times the columns c.., at most PANEL, of `down`, onto the sums [..][PANEL] of their tokens
+// the rows begin..end of a piece times the columns c.. of `down`, onto the sums [..][tokens][PANEL] of their tokens
 template <class T>
 inline void down_block(
-    const Experts& f, const Piece& piece, int64_t c, int64_t begin, int64_t end, int64_t first, float* sums, float* panel) {
-    const int64_t e = piece.expert, columns = f.H - c < PANEL ? f.H - c : PANEL;
-    const T* w = (const T*)f.down + e * f.down_stride_e + c * f.down_stride;
-    const bool packed = many(piece.end - piece.begin);  // the whole piece's, or threads would change bits
-    alignas(64) float y[Experts::ROWS * PANEL];
-    if (packed && begin < end) lay_out(w, f.down_stride, columns, f.I, panel);
-    for (int64_t r = begin; r < end; r += Experts::ROWS) {
-        const int64_t rest = end - r, rows = rest < Experts::ROWS ? rest : Experts::ROWS;
-        const T* h[Experts::ROWS];
-        for (int64_t m = 0; m < rows; m++) h[m] = (const T*)f.h + (piece.at + r - piece.begin + m) * f.h_stride;
-        for (int64_t m = 0; m < rows; m++)  // tokens in no order that the machine foresees
-            for (int64_t n = 0; n < PANEL; n += LINE) __builtin_prefetch(sums + (f.row_slot[r + m] / f.K - first) * PANEL + n, 1);
-        if (packed) packed_rows<T, PANEL>(h, rows, panel, room(f.I), f.I, y);
-        if (!packed) dots(h, rows, w, f.down_stride, columns, f.I, y);
-        if (f.down_bias) add_bias(y, rows, (const T*)f.down_bias + e * f.H + c, 1, columns);
-        add_weighted(f, r, rows, columns, y, first, sums);
+    const Experts& f, const Piece& piece, int64_t c, int64_t columns, int64_t begin, int64_t end, int64_t first, int64_t tokens,
+    float* sums, float* panels) {
+    const int64_t e = piece.expert;
+    const T* const w = (const T*)f.down + e * f.down_stride_e + c * f.down_stride;
+    const auto h = [&](int64_t r) { return (const T*)f.h + (piece.at + begin - piece.begin + r) * f.h_stride; };
+    const auto finish = [&](int64_t r, int64_t some, int64_t n, float* y) {
+        const int64_t wide = columns - n < PANEL ? columns - n : PANEL;
+        if (f.down_bias) add_bias(y, some, (const T*)f.down_bias + e * f.H + c + n, 1, wide);
+        add_weighted(f, begin + r, some, wide, y, first, sums + n * tokens);
+    };
+    if (many(piece.end - piece.begin)) {  // the whole piece's, or threads would change bits
+        const auto lay = [&](int64_t k, int64_t depth, float* panel) {
+            for (int64_t n = 0; n < columns; n += PANEL)
+                lay_out(w + n * f.down_stride + k, f.down_stride, columns - n < PANEL ? columns - n : PANEL, depth, panel + n * Experts::REACH);
+        };
+        const auto each = [&](int64_t r, int64_t some, float* y, int64_t distance) {
+            for (int64_t n = 0; n < columns; n += PANEL, y += distance) finish(r, some, n, y);
+        };
+        return product<T>(end - begin, (columns + PANEL - 1) / PANEL * PANEL, f.I, lay, h, each, panels);
     }
+    alignas(64) float y[Experts::ROWS * PANEL];
+    for (int64_t n = 0; n < columns; n += PANEL)
+        for (int64_t r = 0; r < end - begin; r += Experts::ROWS) {
+            const int64_t some = end - begin - r < Experts::ROWS ? end - begin - r : Experts::ROWS;
+            const T* at[Experts::ROWS];
+            for (int64_t m = 0; m < some; m++) at[m] = h(r + m);
+            dots(at, some, w + n * f.down_stride, f.down_stride, columns - n < PANEL ? columns - n : PANEL, f.I, y);
+            finish(r, some, n, y);
+        }
 }
 
 template <class T>
@@ -165,8 +190,7 @@ void experts_down(const Experts& f, int64_t unit, float* panel) {
         if (begin < end && tiled<T>(*piece)) down_tiled(f, *piece, c, columns, begin, end, first, tokens, sums, panel);
         if (tiled<T>(*piece)) continue;
 #endif
-        for (int64_t n = 0; n < columns; n += PANEL)
-            down_block<T>(f, *piece, c + n, begin, end, first, sums + n * tokens, panel);
+        if (begin < end) down_block<T>(f, *piece, c, columns, begin, end, first, tokens, sums, panel);
     }
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t n = 0; n < columns; n += LANES) {

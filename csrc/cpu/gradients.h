@@ -30,21 +30,15 @@ inline vf activation_backward(Form form, const T* z, vf grad, float w, int64_t I
     return dot;
 }
 
-// out [panels][rows][PANEL] = the rows at(r) times `columns` columns of w [length, ..], which are laid out REACH rows at a time
-template <class T, class At>
-inline void product(At at, int64_t rows, const T* w, int64_t stride, int64_t columns, int64_t length, float* panels, float* out) {
-    constexpr int64_t ROWS = Experts::ROWS, REACH = ExpertsBackward::REACH, SIZE = REACH * PANEL;
-    for (int64_t k = 0; k < length; k += REACH) {
-        const int64_t depth = length - k < REACH ? length - k : REACH;
-        stack<T>([=](int64_t j) { return w + (k + j) * stride; }, columns, depth, panels, SIZE);
-        for (int64_t r = 0; r < rows; r += ROWS) {
-            const int64_t some = rows - r < ROWS ? rows - r : ROWS;
-            const T* x[ROWS];
-            for (int64_t m = 0; m < some; m++) x[m] = at(r + m) + k;
-            for (int64_t n = 0; n < columns; n += PANEL)
-                packed_rows<T, PANEL>(x, some, panels + n * REACH, SIZE, depth, out + n * rows + r * PANEL, k > 0);
-        }
-    }
+// `product` with `columns` columns of w [length, ..]
+template <class T, class At, class Finish>
+inline void product_along(
+    const At& at, int64_t rows, const T* w, int64_t stride, int64_t columns, int64_t length, const Finish& finish,
+    float* panels) {
+    const auto lay = [&](int64_t k, int64_t depth, float* panel) {
+        stack<T>([=](int64_t j) { return w + (k + j) * stride; }, columns, depth, panel, Experts::REACH * PANEL);
+    };
+    product<T>(rows, (columns + PANEL - 1) / PANEL * PANEL, length, lay, at, finish, panels);
 }
 
 // dh of a piece and some panels of columns, from there dz, wh and each panel's part of dweight
@@ -56,20 +50,22 @@ void experts_dh_act(const ExpertsBackward& b, int64_t unit, float* panels) {
     const Piece piece = f.pieces[unit / blocks];
     const int64_t rows = piece.end - piece.begin;
     const int32_t* slot = f.row_slot + piece.begin;
-    float* dh = panels + ExpertsBackward::REACH * width;
     const auto dy = [&](int64_t r) { return (const T*)b.dout + slot[r] / f.K * f.H; };
-    product(dy, rows, (const T*)f.down + piece.expert * f.down_stride_e + i, f.down_stride, columns, f.H, panels, dh);
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t row = piece.begin + r - f.first_row;
-        for (int64_t n = 0; n < columns; n += PANEL) {
-            vf dots = {};
-            for (int64_t j = n; j < n + PANEL && j < columns; j += LANES)
-                dots += activation_backward<T, ACT>(
-                    f.form, (const T*)f.z + row * Z, load(dh + n * rows + r * PANEL + j - n), f.weight[slot[r]], f.I, i + j,
-                    lanes(columns - j), (T*)b.dz + row * Z, (T*)b.wh + row * f.I);
-            b.dots[(i + n) / PANEL * b.rows + row] = sum(dots);
+    const auto finish = [&](int64_t r, int64_t some, const float* dh, int64_t distance) {
+        for (const int64_t end = r + some; r < end; r++, dh += PANEL) {
+            const int64_t row = piece.begin + r - f.first_row;
+            for (int64_t n = 0; n < columns; n += PANEL) {
+                vf dots = {};
+                for (int64_t j = n; j < n + PANEL && j < columns; j += LANES)
+                    dots += activation_backward<T, ACT>(
+                        f.form, (const T*)f.z + row * Z, load(dh + n / PANEL * distance + j - n), f.weight[slot[r]], f.I, i + j,
+                        lanes(columns - j), (T*)b.dz + row * Z, (T*)b.wh + row * f.I);
+                b.dots[(i + n) / PANEL * b.rows + row] = sum(dots);
+            }
         }
-    }
+    };
+    const T* const w = (const T*)f.down + piece.expert * f.down_stride_e + i;
+    product_along(dy, rows, w, f.down_stride, columns, f.H, finish, panels);
 }
 
 template <class T>
@@ -89,14 +85,15 @@ void experts_dx(const ExpertsBackward& b, int64_t unit, float* panels) {
     const int64_t columns = f.H - c < width ? f.H - c : width, Z = f.form.form ? 2 * f.I : f.I;
     const Piece piece = f.pieces[unit / blocks];
     const int64_t rows = piece.end - piece.begin;
-    float* dx = panels + ExpertsBackward::REACH * width;
     const auto dz = [&](int64_t r) { return (const T*)b.dz + (piece.begin + r - f.first_row) * Z; };
-    product(dz, rows, (const T*)f.up + piece.expert * f.up_stride_e + c, f.up_stride, columns, Z, panels, dx);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t n = 0; n < columns; n += LANES)
-            store_up_to(
-                (T*)b.dx_rows + (piece.begin + r) * f.H + c + n,
-                load(dx + n / PANEL * PANEL * rows + r * PANEL + n % PANEL), lanes(columns - n));
+    const auto dx = [&](int64_t r) { return (T*)b.dx_rows + (piece.begin + r) * f.H + c; };
+    const auto finish = [&](int64_t r, int64_t some, const float* sums, int64_t distance) {
+        for (const int64_t end = r + some; r < end; r++, sums += PANEL)
+            for (int64_t n = 0; n < columns; n += LANES)
+                store_up_to(dx(r) + n, load(sums + n / PANEL * distance + n % PANEL), lanes(columns - n));
+    };
+    const T* const w = (const T*)f.up + piece.expert * f.up_stride_e + c;
+    product_along(dz, rows, w, f.up_stride, columns, Z, finish, panels);
 }
 
 // rows x columns of a square [PANEL][PANEL] into a gradient; where it is added to, the product is rounded first, as autograd's is

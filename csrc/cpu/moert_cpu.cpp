@@ -201,10 +201,11 @@ struct Parts {
 Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int threads) {
     const bool tiled = variant->kernels->tiled[dtype / 2];
     const int64_t piece = tiled ? Tiled::rows(H) : Experts::PIECE, block = tiled ? Tiled::BLOCK : 1;
-    const int64_t columns = tiled ? Tiled::COLUMNS : Experts::PANEL, units = blocks(H, columns), slots = T * K;
+    const int64_t slots = T * K, most = slots < Experts::PIECE ? slots : Experts::PIECE;  // rows of a piece
+    const bool broad = slots >= 64 * E && H >= 8 * Experts::PANEL * threads;  // the rows are read half as often
+    const int64_t columns = tiled ? Tiled::COLUMNS : broad ? 2 * Experts::PANEL : Experts::PANEL, units = blocks(H, columns);
     const int64_t parts = token_parts(T, units, E, K, tiled ? blocks(T * columns * 4, Tiled::BYTES) : 1, threads);
-    const int64_t longest = (H > I ? H : I) + 31;  // a bfloat16 vector more
-    int64_t up = longest * Experts::PANEL * 4, down = up;
+    int64_t up = Experts::product(Experts::PANELS, most) * 4, down = Experts::product(columns / Experts::PANEL, most) * 4;
     if (tiled) up = (piece + Tiled::BLOCK) * (H + 31) * 2, down = columns * (I + 31) * 2;  // x and weights, or weights
     up = aligned(up), down = aligned(down);
     const int64_t with_sums = down + blocks(T, parts) * columns * 4, downs = parts * units;
@@ -212,12 +213,6 @@ Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, in
     const int64_t count = E + slots / piece, panels = aligned(count * sizeof(Piece)), h = panels + (ups > all ? ups : all);
     const int64_t rows = tiled ? slots + (count < slots ? count : slots) * (block - 1) : slots, length = tiled ? blocks(I, 32) * 32 : I;
     return {tiled, piece, block, length, columns, parts, panels, up, with_sums, down / 4, h, h + aligned(rows * length * size_of(dtype))};
-}
-
-// columns of h of a unit of `up`; with tiles many, as x is laid out anew in each
-int64_t columns_of_up(bool tiled, int64_t I, int64_t n_pieces, int threads) {
-    const int64_t shares = tiled && n_pieces ? blocks(8 * threads, n_pieces) : I;
-    return blocks(I ? blocks(I, shares) : 1, Experts::COLUMNS) * Experts::COLUMNS;
 }
 
 // the end of the experts from `first` on that have `group` rows together; one at least
@@ -231,9 +226,16 @@ constexpr int64_t LEAVES_CACHES = 16 << 20;  // bytes of gradients, from which o
 
 // how many panels of n columns a unit has, `times` as many units apart from them, so that no thread goes without
 int64_t panels_of(int64_t n, int64_t times, int threads) {
-    int64_t panels = moert::ExpertsBackward::PANELS;
+    int64_t panels = Experts::PANELS;
     while (panels > 1 && times * blocks(n, panels * Experts::PANEL) < (threads > 1 ? 4 * threads : 1)) panels /= 2;
     return panels;
+}
+
+// columns of h of a unit of `up`: panels of them where the rows are many; with tiles as many, as x is laid out anew in each
+int64_t columns_of_up(bool tiled, int form, int64_t I, int64_t rows, int64_t n_pieces, int threads) {
+    const int64_t C = Experts::COLUMNS, each = form ? C : Experts::PANEL, shares = n_pieces ? blocks(8 * threads, n_pieces) : 1;
+    if (tiled) return blocks(I ? blocks(I, shares) : 1, C) * C;
+    return rows < 16 * n_pieces ? each : each * panels_of(form ? 2 * I : I, n_pieces, threads);
 }
 
 // where in the scratch memory of a backward pass what lies, after the pieces
@@ -250,8 +252,8 @@ BackwardParts parts_of_backward(
         last = end_of_group(offsets, first, E, group);
         if (most < offsets[last] - offsets[first]) most = offsets[last] - offsets[first];
     }
-    const int64_t work = B::WEIGHTS > B::ROWS ? B::WEIGHTS : B::ROWS, tiled = variant->kernels->tiled[dtype / 2];
-    const int64_t up = recompute ? (H + 31) * (tiled ? (Experts::PIECE + Tiled::BLOCK) / 2 : Experts::PANEL) : 0;
+    const int64_t rows = Experts::product(Experts::PANELS), work = B::WEIGHTS > rows ? B::WEIGHTS : rows;
+    const int64_t up = recompute && variant->kernels->tiled[dtype / 2] ? (H + 31) * (Experts::PIECE + Tiled::BLOCK) / 2 : 0;
     const int64_t panel = 4 * (work > up ? work : up), Z = form ? 2 * I : I, size = size_of(dtype);
     BackwardParts p;
     p.experts = aligned((E + T * K / Experts::PIECE) * sizeof(Piece));
@@ -350,7 +352,7 @@ void moert_cpu_experts(
     char *const base = (char*)scratch, *const panels = base + parts.panels;
     Piece* pieces = (Piece*)base;
     const int64_t n_pieces = cut(offsets, first, last, parts.piece, parts.block, pieces), rows = offsets[last] - offsets[first];
-    const int64_t up_columns = columns_of_up(parts.tiled, I, n_pieces, threads);
+    const int64_t up_columns = columns_of_up(parts.tiled, form, I, rows, n_pieces, threads);
     const Experts f = {
         {act, form, limit, up_offset}, x, up, down, up_bias, down_bias, up_stride_e, up_stride, down_stride_e, down_stride,
         weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts, up_columns, parts.down_columns,
@@ -393,7 +395,7 @@ void moert_cpu_experts_backward(
         for (int64_t e = first; e < last; e++)
             if (trains[e] && offsets[e] < offsets[e + 1]) experts[n++] = {(int32_t)e, offsets[e], offsets[e + 1], 0};
         const int64_t dh_panels = panels_of(I, n_pieces, threads), dx_panels = panels_of(H, n_pieces, threads);
-        const int64_t up_columns = columns_of_up(run.tiled[d], I, n_pieces, threads);
+        const int64_t up_columns = columns_of_up(run.tiled[d], form, I, rows, n_pieces, threads);
         void* z_of = z ? (char*)z + begin * Z * size_of(dtype) : base + parts.z;
         const Experts f = {
             {act, form, limit, up_offset}, x, up, down, nullptr, nullptr, up_stride_e, up_stride, down_stride_e, down_stride,

@@ -162,8 +162,6 @@ inline void transpose(vi (&v)[LANES]) {
 }
 #endif
 
-// floats of a panel's strips laid out from rows of this length
-constexpr int64_t room(int64_t length) { return (length + 31) * PANEL; }  // a bfloat16 vector more
 // column n of a panel with `distance` floats
 constexpr int64_t column(int64_t n, int64_t distance) { return n / STRIP * (distance / PANEL * STRIP) + n % STRIP; }
 
@@ -187,17 +185,22 @@ void pack(const T* w, int64_t stride, int64_t columns, int64_t length, float* pa
 template <class T, int M, int V>
 void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t length, bool more, float* out) {
     typedef Step<T> S;
-    vf acc[M][V] = {};
+    vf acc[M][V];
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < V; v++) acc[m][v] = vf{};
     panel += k / S::DEPTH * STRIP;
     for (; k + S::DEPTH <= length; k += S::DEPTH, panel += STRIP) {
         typename S::Elements b[V];
-        for (int v = 0; v < V; v++) memcpy(&b[v], panel + v * LANES, sizeof b[v]);
+        for (int v = 0; v < V; v++) {
+            memcpy(&b[v], panel + v * LANES, sizeof b[v]);
+            if (LANES == 16) __builtin_prefetch(panel + 8 * STRIP + v * LANES);  // lines of the second cache
+        }
         for (int m = 0; m < M; m++) {
             const typename S::Elements a = S::repeat(x[m] + k);
             for (int v = 0; v < V; v++) acc[m][v] = S::add(acc[m][v], a, b[v]);
         }
     }
-    if (k < length) {
+    if (S::DEPTH > 1 && k < length) {
         typename S::Elements b[V];
         for (int v = 0; v < V; v++) memcpy(&b[v], panel + v * LANES, sizeof b[v]);
         for (int m = 0; m < M; m++) {
@@ -213,23 +216,52 @@ void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t lengt
         }
 }
 
-// out [rows][PANEL], C columns of it, = x times the panel, which has `distance` floats
-template <class T, int64_t C>
-void packed_rows(const T* const* x, int64_t rows, const float* panel, int64_t distance, int64_t length, float* out, bool more = false) {
-    constexpr int A = C / LANES < ABREAST ? C / LANES : ABREAST;
+// out [rows][PANEL] = x times the panel, which has `distance` floats; added to what is there if `more`
+template <class T>
+void packed_rows(
+    const T* const* x, int64_t rows, const float* panel, int64_t distance, int64_t length, bool more, float* out) {
+    constexpr int A = ABREAST;
     void (*const rest[])(const T* const*, const float*, int64_t, int64_t, bool, float*) = {
         nullptr, packed_tile<T, 1, A>, packed_tile<T, 2, A>, packed_tile<T, 3, A>, packed_tile<T, 4, A>, packed_tile<T, 5, A>,
     };
     int64_t k = 0;
     do {  // once at least: a sum of nothing is 0
         const int64_t end = length - k < DEEP ? length : k + DEEP;
-        for (int64_t n = 0; n < C; n += A * LANES) {
+        for (int64_t n = 0; n < PANEL; n += A * LANES) {
             const float* strip = panel + column(n, distance);
             int64_t m = 0;
             for (; m + HIGH <= rows; m += HIGH) packed_tile<T, HIGH, A>(x + m, strip, k, end, more, out + m * PANEL + n);
             if (m < rows) rest[rows - m](x + m, strip, k, end, more, out + m * PANEL + n);
         }
         k = end, more = true;
+    } while (k < length);
+}
+
+// The rows at(r), `rows` of them, times `width` columns that lay(k, depth, panels) lays out from element k on; where some rows are
+// done, calls finish(r, some, sums, distance): a panel's sums are `distance` floats behind those of the one before. `panels` has
+// room for Experts::product(width / PANEL, rows) floats.
+template <class T, class Lay, class At, class Finish>
+inline void product(
+    int64_t rows, int64_t width, int64_t length, const Lay& lay, const At& at, const Finish& finish, float* panels) {
+    constexpr int64_t ROWS = moert::Experts::ROWS, REACH = moert::Experts::REACH, SIZE = REACH * PANEL;
+    float* const out = panels + REACH * width;
+    const bool whole = length > REACH;  // the sums of all rows are kept until the last elements come
+    const int64_t distance = (whole || rows < ROWS ? rows : ROWS) * PANEL;
+    int64_t k = 0;
+    do {
+        const bool last = length - k <= REACH;
+        const int64_t depth = last ? length - k : REACH;
+        lay(k, depth, panels);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const int64_t some = rows - r < ROWS ? rows - r : ROWS;
+            const T* x[ROWS];
+            for (int64_t m = 0; m < some; m++) x[m] = at(r + m) + k;
+            float* const to = out + (whole ? r * PANEL : 0);
+            for (int64_t n = 0; n < width; n += PANEL)
+                packed_rows<T>(x, some, panels + n * REACH, SIZE, depth, k > 0, to + n / PANEL * distance);
+            if (last) finish(r, some, to, distance);
+        }
+        k += depth;
     } while (k < length);
 }
 

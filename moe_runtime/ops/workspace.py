@@ -33,6 +33,8 @@ def scratch(name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.
     key = (name, dtype, like.device, stream_of(like.device))
     buffer = buffers.get(key)
     if buffer is None or buffer.numel() < size:
+        buffer = None
+        buffers.pop(key, None)  # the smaller one goes before there are two
         with torch.inference_mode(False):  # or the buffer could never be written outside of it
             buffers[key] = buffer = torch.empty(size, dtype=dtype, device=like.device)
     return buffer[:size].view(shape)

@@ -218,11 +218,12 @@ def _results(stages: Stages, found: dict[str, Result], report: Report, measured:
 
 def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5) -> str:
     """Return `count` held-out questions, of each task in turn, with the base's and the merged model's answers."""
-    parts = ["# Before and after"]
-    for place in range(count):
-        name, number = names[place % len(names)], place // len(names)
+    parts, told = ["# Before and after"], []
+    for name in names:
         files = (tasks / f"{name}-held_out.jsonl", *(folder / model / f"{name}.jsonl" for model in ("base", "merged")))
-        asked, before, after = (json.loads(path.read_text(encoding="utf-8").splitlines()[number]) for path in files)
+        lines = zip(*(path.read_text(encoding="utf-8").splitlines() for path in files), strict=False)
+        told += [(number, name, *map(json.loads, three)) for number, three in enumerate(itertools.islice(lines, count))]
+    for _, name, asked, before, after in sorted(told, key=lambda one: one[0])[:count]:
         verdict = "right" if after["exact_match"] else f"expected: {one_line(asked['completion'], 200)}"
         parts.append(
             f"## {name}\n\n    " + asked["prompt"].replace("\n", "\n    ") + f"\n\n* before: {one_line(before['answer'], 300)}"

@@ -46,7 +46,7 @@ def test_a_real_process(tmp_path):
     command = [sys.executable, "-m", "moe_runtime", "xft", "upcycle", str(tmp_path), str(tmp_path / "out")]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 1 and out.stdout == ""
-    assert out.stderr.strip().splitlines()[-1].startswith("error: model is ") and "Traceback" not in out.stderr
+    assert out.stderr.strip().splitlines()[-1].startswith("error: Folder ") and "Traceback" not in out.stderr
 
 
 @pytest.fixture(scope="module")

@@ -185,7 +185,7 @@ cli.main()
     # a whole start of Python: what other packages would print is settled before they are imported
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 143, done.stderr
-    line = f"terminated; {out}/checkpoint-2 is the last checkpoint; rerun with --resume to resume"
+    line = f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue from it"
     assert last_line(done) == line and "Warning" not in done.stderr and "it/s]" not in done.stderr
     again = completed(*arguments, "--resume_from_checkpoint", "true")
     assert again.returncode == 0 and json.loads(again.stdout)["path"] == str(out), again.stderr

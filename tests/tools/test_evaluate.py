@@ -397,7 +397,8 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(home, tmp_pat
 @pytest.mark.slow  # lm-eval reads some ten thousand files of its own tasks
 def test_an_unknown_task_is_said(home, tmp_path):
     with pytest.raises(
-        ValueError, match="Task 'no_such_task' is unknown. Use gsm8k, humaneval, mbpp, arithmetic, intent, a YAML"
+        ValueError,
+        match="Task 'no_such_task' is unknown. Use gsm8k, humaneval, mbpp, arithmetic, intent, json, function, a YAML",
     ):
         evaluate([str(home / "dense")], "no_such_task", tmp_path / "out")
 

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json as json_module
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -198,8 +197,7 @@ def _hub():
 
 def _downloaded(name: str, source: Path) -> Path:
     """Return the folder of a Hub id's files; every other path as it is."""
-    looks = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)) and not source.exists() and not source.parent.is_dir()
-    return _hub().local_folder(source, name=name) if looks else source
+    return _hub().local_folder(source, name=name) if _hub().is_id(source) else source
 
 
 def _push(folder: Path, repo: str, given: dict, options: dict, value) -> None:

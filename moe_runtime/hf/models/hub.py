@@ -68,8 +68,9 @@ _TEMPLATE = "# Model Card for Model ID"  # of transformers and PEFT: a form that
 
 
 def is_id(source: str | Path) -> bool:
-    """Whether `source` looks like a Hub id, such as allenai/OLMoE-1B-7B-0924, and is no path that exists."""
-    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source))) and not Path(source).exists()
+    """Whether `source` looks like a Hub id (allenai/OLMoE-1B-7B-0924): no such path exists, nor a folder that would hold it."""
+    looks = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source))
+    return bool(looks) and not Path(source).exists() and not Path(source).parent.is_dir()
 
 
 def local_folder(source: str | Path, patterns: tuple[str, ...] = FILES, name: str = "model") -> Path:

@@ -9,6 +9,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from moe_runtime.methods.xft.recipe import load_recipe
 from moe_runtime.methods.xft.study import Stages
 from tests.hf.tiny import distance
 from tests.methods.xft.test_study import make_recipe
@@ -67,6 +68,22 @@ def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
     alpha, other = (torch.tensor(result.alpha) for result in (first["results"]["mix"], want["mix"]))
     assert (other[:, 1:] - 0.25 / 3).abs().max() > 1e-4 > 50 * (alpha - other).abs().max()
     assert not [path for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
+
+
+@pytest.mark.slow
+def test_experts_divided_among_processes_equal_one(alone, tmp_path):
+    folder, want = alone
+    recipe = load_recipe(folder / "recipe.yaml").change(tune__ep_size=2)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
+    shutil.copytree(folder / "start", tmp_path / "out")
+    launch(dist_stages.__file__, 2, tmp_path, str(tmp_path), "ddp", str(tmp_path / "recipe.yaml"), "moe", seconds=400)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
+    got, moe = first["results"]["moe"], want["moe"]
+    assert first["results"] == second["results"] and got.steps == moe.steps and len(got.losses) == 7
+    assert got.losses == pytest.approx(moe.losses, rel=1e-5) and got.loss != pytest.approx(want["base"].loss, rel=1e-3)
+    mine, other = (AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, moe))
+    assert mine.keys() == other.keys() and all(distance(mine[key], value) < 1e-5 for key, value in other.items())
+    assert first["seen"]["moe"][1] == {"Parameter", "DTensor"}
 
 
 def test_the_shipped_fsdp2_config_is_one():

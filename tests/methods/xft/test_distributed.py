@@ -71,19 +71,25 @@ def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_divided_among_processes_equal_one(alone, tmp_path):
+@pytest.mark.parametrize(("settings", "near"), [({}, 1e-5), ({"optimizer": "adafactor", "learning_rate": 1e-2}, 1e-4)])
+def test_experts_divided_among_processes_equal_one(settings, near, alone, tmp_path):
     folder, want = alone
-    recipe = load_recipe(folder / "recipe.yaml").change(tune__ep_size=2)
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
+    recipe = load_recipe(folder / "recipe.yaml")
     shutil.copytree(folder / "start", tmp_path / "out")
+    if settings:
+        recipe = recipe.change(tune=SGD | settings)
+        shutil.copytree(folder / "start", tmp_path / "one")
+        want = want | {"moe": Stages(recipe, tmp_path / "one", say=lambda text: None).moe()}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.change(tune__ep_size=2).to_dict()))
     launch(dist_stages.__file__, 2, tmp_path, str(tmp_path), "ddp", str(tmp_path / "recipe.yaml"), "moe", seconds=400)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
     got, moe = first["results"]["moe"], want["moe"]
     assert first["results"] == second["results"] and got.steps == moe.steps and len(got.losses) == 7
-    assert got.losses == pytest.approx(moe.losses, rel=1e-5) and got.loss != pytest.approx(want["base"].loss, rel=1e-3)
+    assert got.losses == pytest.approx(moe.losses, rel=near) and got.loss != pytest.approx(want["base"].loss, rel=1e-3)
     mine, other = (AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, moe))
-    assert mine.keys() == other.keys() and all(distance(mine[key], value) < 1e-5 for key, value in other.items())
-    assert first["seen"]["moe"][1] == {"Parameter", "DTensor"}
+    assert mine.keys() == other.keys() and first["seen"]["moe"][1] == {"Parameter", "DTensor"}
+    if not settings:  # Adafactor scales up the rounding errors that are all of a router's gradient over equal experts
+        assert all(distance(mine[key], value) < near for key, value in other.items())
 
 
 def test_the_shipped_fsdp2_config_is_one():

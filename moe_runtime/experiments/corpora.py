@@ -199,11 +199,11 @@ CASES = ("bags", "baskets", "jars", "rows", "trays")
 
 
 class Domain(Rows):
-    """A domain in a recipe, with examples of DOMAINS or of the user."""
+    """A domain in a recipe, with examples of SOURCES or of the user."""
 
     @model_validator(mode="after")
     def _check_held_out(self):
-        if self.train in DOMAINS and self.held_out is not None:
+        if self.train in SOURCES and self.held_out is not None:
             raise ValueError(f"held_out must be null, as {self.train!r} has held-out data, but got {self.held_out!r}")
         return self
 

@@ -369,6 +369,12 @@ def each(report: Report) -> list[str]:
     return [f"{one}." for one in report.comparisons]
 
 
+def between(report: Report, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Say one sentence for every pair of methods; the pairs are tested together, apart from the report's comparisons."""
+    losses = {entry.name: [result.losses for result in entry.results] for entry in report.entries}
+    return [f"{one}." for one in compare(losses, report.reference, report.entries[0].results[0].tokens, pairs=pairs)]
+
+
 def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
     """Return what names the lowest of a sweep, and those of it that the test found below the reference."""
 

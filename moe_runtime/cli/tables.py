@@ -64,6 +64,9 @@ TABLES = {
         Table("ewa-schedule", "Compare EWA with a constant and a linear share rate, during training too (Figure 3)."),
         Table("routing-stats", "Show which experts process the tokens of different texts (Figure 4).",
               "--data java.jsonl --data rust.jsonl", {"texts": TEXTS, "tokens": TOKENS}),
+        Table("overfit", "Compare XFT with SFT, EMA and SWA at three learning rates: few examples, several epochs.",
+              "--preset overfit"),
+        Table("mix-rows", "Learn to mix on the examples of tuning, or on some held back from it.", "--preset overfit"),
     ),
     "esft": (
         Table("main", "Compare base, FFT, LoRA, ESFT-Token and ESFT-Gate, on tasks and general text (Tables 1 and 2)."),

@@ -7,6 +7,7 @@
     group-size      coarser experts                                  Figure 7
     mix-data        with and without general data                    Tables 9 and 10
     other-tasks     tuned on one task, judged on the others          Table 8
+    frontier         general losses where task losses are equal      of no table (frontier)
     counts, overlap, sample-size                                     Figures 2, 3, 4, 8, 9 (figures)
 
 The measure is the held-out loss per label token, on the tasks and on general text, in the place of the paper's
@@ -25,9 +26,9 @@ from moe_runtime.experiments.compare import LEVEL, compare
 from moe_runtime.experiments.tables import Command, Entry, Report, Run, best, compared, different, each, finite, over_seeds
 from moe_runtime.hf.training.ranks import routing_of
 from moe_runtime.methods import esft
-from moe_runtime.methods.esft import figures
+from moe_runtime.methods.esft import figures, frontier
 from moe_runtime.methods.esft.recipe import EsftRecipe
-from moe_runtime.methods.esft.results import Tuned, join
+from moe_runtime.methods.esft.results import BASE, FFT, GATE, LORA, TOKEN, Tuned, join
 from moe_runtime.methods.esft.selection import SCORES, check_p
 from moe_runtime.methods.esft.study import Stages
 
@@ -133,7 +134,6 @@ def _mean(entry: Entry, name: str) -> float:
 PS = (0.05, 0.1, 0.2, 0.4)
 GROUP_SIZES = (1, 2, 4)
 RATIOS = (0.0, 1.0)
-BASE, FFT, LORA, TOKEN, GATE = "base", "FFT", "LoRA", "ESFT-Token", "ESFT-Gate"
 OF_SCORE = {"token": TOKEN, "gate": GATE}
 # Table 3, in its order: what of the routed experts trains, the shared ones, all that is no expert
 GRID = {
@@ -233,17 +233,11 @@ def _shared_grid(process: Run, score: str) -> dict:
 def _random_experts(process: Run) -> dict:
     drawn = {score: f"{name}, random experts" for score, name in OF_SCORE.items()}
 
-    def draw(stages: Stages, score: str, task: str) -> Tuned:
-        selection, scores = stages.selection(task, score), stages.scores(task).scores
-        seed = 1000 * stages.seed + list(stages.recipe.tasks).index(task)
-        chosen = esft.random_experts(selection, scores.num_experts, seed, num_shared=scores.num_shared)
-        return stages.esft(task, chosen, scored=False)
-
     def plan(stages: Stages):
         yield BASE, stages.base()
         for score, name in drawn.items():
             yield _esft(stages, score)
-            yield _over(stages, name, lambda task, score=score: draw(stages, score, task))
+            yield _over(stages, name, lambda task, score=score: stages.esft(task, stages.drawn(task, score), scored=False))
 
     def summary(report: EsftReport) -> list[str]:
         tokens, said = report.entries[0].results[0].tokens, []
@@ -380,5 +374,6 @@ COMMANDS = {
         "Tuned on one task, judged on the others", "Table 8", _other_tasks, check=_check_other_tasks
     )._replace(report=OtherTasksReport),
     **figures.COMMANDS,
+    **frontier.COMMANDS,
 }
 run = functools.partial(tables.run, COMMANDS, Stages)

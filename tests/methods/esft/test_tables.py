@@ -202,6 +202,8 @@ def test_overlap_and_sample_size(recipe, out):
     pytest.param("mix-data", {"ratios": (-1.0,)}, "mix must be a number of at least 0", id="mix"),
     pytest.param("sample-size", {"sizes": (0,)}, "sizes must be an integer of at least 1", id="sizes"),
     pytest.param("overlap", {"top": 0}, "top must be an integer of at least 1", id="top"),
+    pytest.param("frontier", {"factors": (0.0, 1.0)}, "factor must be a number above 0, but got 0", id="factor"),
+    pytest.param("frontier", {"depths": (0.1, 0.1)}, "depth must have one or more different values", id="depth twice"),
 ])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):

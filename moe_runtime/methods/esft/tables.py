@@ -23,7 +23,19 @@ from functools import cached_property
 from moe_runtime.config import check_choice, check_number, check_positive
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.compare import LEVEL, compare
-from moe_runtime.experiments.tables import Command, Entry, Report, Run, best, compared, different, each, finite, over_seeds
+from moe_runtime.experiments.tables import (
+    Command,
+    Entry,
+    Report,
+    Run,
+    best,
+    compared,
+    different,
+    each,
+    exact_match,
+    finite,
+    over_seeds,
+)
 from moe_runtime.hf.training.ranks import routing_of
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import figures, frontier
@@ -51,9 +63,22 @@ class EsftReport(Report):
     @cached_property
     def general(self) -> Report:
         """The same table on general text."""
-        entries = [Entry(entry.name, list(map(_general, entry.results))) for entry in self.entries]
+        return self._of(_general, GeneralReport)
+
+    @cached_property
+    def of_tasks(self) -> dict[str, Report]:
+        """The same table on each task."""
+        return {task: self._of(lambda result, task=task: result.tasks[task], Report) for task in self.tasks}
+
+    def _of(self, part: Callable, kind: type[Report]) -> Report:
+        entries = [Entry(entry.name, list(map(part, entry.results))) for entry in self.entries]
         names = ("command", "title", "source", "settings", "seeds", "reference")
-        return GeneralReport(entries=entries, **{name: getattr(self, name) for name in names})
+        return kind(entries=entries, **{name: getattr(self, name) for name in names})
+
+    @property
+    def solved(self) -> tuple[str, ...]:
+        """The tasks of which some model answers an example exactly; the others have no column of exact matches."""
+        return tuple(task for task, table in self.of_tasks.items() if table.is_solved)
 
     @property
     def both(self) -> tuple:
@@ -64,10 +89,6 @@ class EsftReport(Report):
     def tasks(self) -> tuple[str, ...]:
         """The tasks' names."""
         return tuple(self.entries[0].results[0].tasks)
-
-    def task_loss(self, entry: Entry, task: str) -> float:
-        """Return a method's loss on one task, the mean over the seeds."""
-        return statistics.fmean(result.tasks[task].loss for result in entry.results)
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
@@ -91,7 +112,8 @@ class EsftReport(Report):
         """Return the table's columns and how they are aligned."""
         tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
         own, general = ((name, f"vs {self.reference}", "p", "verdict") for name in ("all tasks", "general"))
-        names = ("method", *tasks, *own, *general, "trained", "share", "optimizer MB", "train s")
+        exact = (f"exact {task}" for task in self.solved[:MANY])
+        names = ("method", *tasks, *exact, *own, *general, "trained", "share", "optimizer MB", "train s")
         return [(name, "left" if name in ("method", "verdict") else "right") for name in names]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
@@ -100,7 +122,9 @@ class EsftReport(Report):
         trained = _mean(entry, "trained_parameters")
         memory = _mean(entry, "optimizer_bytes") / 1e6
         costs = f"{trained:,.0f}", f"{trained / first.parameters:.1%}", f"{memory:,.2f}", f"{entry.seconds:,.0f}"
-        own = *(f"{self.task_loss(entry, task):.4f}" for task in tasks), entry.mean_sd(), *compared(self.comparison(entry.name))
+        losses = (f"{self.of_tasks[task].entry(entry.name).loss:.4f}" for task in tasks)
+        exact = (self.of_tasks[task].exact_cell(entry.name) for task in self.solved[:MANY])
+        own = *losses, *exact, entry.mean_sd(), *compared(self.comparison(entry.name))
         others = general.mean_sd(), *compared(self.general.comparison(entry.name))
         return entry.name, *own, *others, *(costs if trained else ("", "", "", ""))
 
@@ -113,6 +137,7 @@ class EsftReport(Report):
             f"A model per task; trained, optimizer and train s are means over them; train s: scoring and tuning.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
             f"corrected by Holm for the {len(self.comparisons)} comparisons of a column."
+            + self.exact_legend([task for task in self.tasks if task not in self.solved])
         )
 
 
@@ -124,7 +149,8 @@ def _general(result):
 
 def _of_task(result) -> dict:
     names = ("loss", "steps", "seconds", "total_seconds", "trained_parameters", "optimizer_bytes", "experts", "history")
-    return {"folder": "/".join(result.folder.parts[-2:])} | {name: getattr(result, name) for name in names}
+    exact = {"exact_match": exact_match(result)}
+    return {"folder": "/".join(result.folder.parts[-2:])} | {name: getattr(result, name) for name in names} | exact
 
 
 def _mean(entry: Entry, name: str) -> float:

@@ -233,6 +233,26 @@ def other(report: EsftReport, change, **fields) -> EsftReport:
     return EsftReport(entries=entries, **{name: getattr(report, name) for name in names} | fields)
 
 
+def test_tasks_that_a_model_answers_have_a_column(recipe, out):
+    report, _ = make("main", recipe, out, overwrite=True)
+    assert not report.solved and "exact match" in report.legend() and "0 on sums, words" in report.legend()
+
+    def solved(entry) -> list:
+        (one,) = entry.results
+        flags = [int(entry.name == "LoRA")] * 9 + [0] * 3
+        tasks = one.tasks | {"sums": one.tasks["sums"]._replace(exact=flags)}
+        return [one._replace(tasks=tasks, exact=flags + one.tasks["words"].exact)]
+
+    some = other(report, solved)
+    columns, rows = [name for name, _ in some.columns()], {row[0]: row for row in some.rows()}
+    assert columns[1:5] == ["sums", "words", "exact sums", "all tasks"] and {len(row) for row in rows.values()} == {
+        len(columns)
+    }
+    assert rows["LoRA"][3] == "0.750+" and rows["FFT"][3] == "0.000" and "0 on words" in some.legend()
+    values = some.to_dict()["methods"][2]
+    assert values["seeds"][0]["tasks"]["sums"]["exact_match"] == 0.75 and values["exact_match"] == 0.375
+
+
 def test_two_seeds_have_a_spread(recipe, out, tmp_path):
     report, _ = make("main", recipe, out, overwrite=True)
 

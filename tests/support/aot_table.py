@@ -63,8 +63,8 @@ moe-runtime tune --shape olmoe
 
 Written by `python -m tests.support.aot_table` with Triton {version}; `tests/kernels/test_aot.py` fails if it is out of date.
 
-The kernels were compiled on a machine without a GPU: the tables show that nothing spills, that tensor cores, TMA and cp.async are
-in use, and how much of a processor one block occupies, **not speed**.
+The kernels were compiled on a machine without a GPU: the tables show that nothing spills, that tensor cores, TMA and cp.async
+are in use, and how much of a processor one block occupies, **not speed**.
 
 | kernel | purpose |
 |---|---|

@@ -23,19 +23,7 @@ from functools import cached_property
 from moe_runtime.config import check_choice, check_number, check_positive
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.compare import LEVEL, compare
-from moe_runtime.experiments.tables import (
-    Command,
-    Entry,
-    Report,
-    Run,
-    best,
-    compared,
-    different,
-    each,
-    exact_match,
-    finite,
-    over_seeds,
-)
+from moe_runtime.experiments.tables import Command, Entry, Report, Run, best, compared, different, each, finite, over_seeds
 from moe_runtime.hf.training.ranks import routing_of
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import figures, frontier
@@ -149,7 +137,7 @@ def _general(result):
 
 def _of_task(result) -> dict:
     names = ("loss", "steps", "seconds", "total_seconds", "trained_parameters", "optimizer_bytes", "experts", "history")
-    exact = {"exact_match": exact_match(result)}
+    exact = {"exact_match": tables.exact_match(result)}
     return {"folder": "/".join(result.folder.parts[-2:])} | {name: getattr(result, name) for name in names} | exact
 
 

@@ -19,7 +19,7 @@ import torch
 
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.compare import LEVEL, signed
-from moe_runtime.experiments.corpora import DOMAINS, domains_key
+from moe_runtime.experiments.corpora import SOURCES, domains_key
 from moe_runtime.experiments.plots import COLOURS, GREY, figure_of
 from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
@@ -244,7 +244,7 @@ class DomainStages(KeptStages):
         """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
         r, built_in = self.recipe, domains_key()
         sources = [source for d in r.domains.values() for source in d.sources]
-        rows = [built_in if source in DOMAINS else files_print(source) for source in sources]
+        rows = [built_in if source in SOURCES else files_print(source) for source in sources]
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})

@@ -73,6 +73,7 @@ class Result(NamedTuple):
     steps_per_second: float
     alpha: list | None = None  # [L][E], mixing coefficients of a merged model
     upcycled_error: float | None = None  # relative, of the logits: the upcycled model against the dense one
+    exact: list | None = None  # of each held-out row 1 if greedy decoding gives its label, else 0
 
 
 class KeptStages:
@@ -270,9 +271,10 @@ def course_of(trained: trainers.Trained) -> dict:
     return {"steps": trained.steps, "seconds": history.seconds, "history": history.held_out}
 
 
-def loss_of(losses: list[float], tokens: list[int]) -> dict:
+def loss_of(losses: list[float], tokens: list[int], exact: list[int] | None = None) -> dict:
     """The held-out rows' part of a result."""
-    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens}
+    known = {} if exact is None else {"exact": exact}
+    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens} | known
 
 
 def sizes_of(model) -> dict:

@@ -272,12 +272,13 @@ def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 class Kind(NamedTuple):
     """What sums of a kind are made of."""
 
-    largest: int  # number
+    largest: int  # first number, and number that is added
     steps: int  # at most
     factors: int  # numbers below are multiplied; 0: neither multiplied nor divided
+    taken: int  # largest number that is taken away
 
 
-KINDS = {"arithmetic": Kind(60, 3, 40), "sums": Kind(9, 1, 0), "steps": Kind(9, 3, 10)}
+KINDS = {"arithmetic": Kind(60, 3, 40, 999), "sums": Kind(9, 1, 0, 9), "steps": Kind(9, 3, 5, 9)}
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
     "code": _code, "prose": _paragraph_rows, **{name: functools.partial(_sum_rows, name=name) for name in KINDS},
 }  # fmt: skip
@@ -396,12 +397,13 @@ def _change(generator: random.Random, count: int, of: Kind) -> tuple[str, str, i
     if kind == "share":
         number = generator.choice(parts)
         event = "{name} puts them into {number} {case}, the same in each, and keeps one {a_case}."
-        return event, "/", number, count // number
+        return event if of.largest > 9 else "{name} keeps one of {number} equal {case}.", "/", number, count // number
     if kind == "times":
         number = generator.randint(2, 5)
-        return "{other} brings so many that {name} has {number} times as many.", "*", number, count * number
+        event = "{other} brings so many that {name} has {number} times as many."
+        return event if of.largest > 9 else "{other} makes it {number} times as many.", "*", number, count * number
     if kind == "less":
-        number = generator.randint(1, count - 1)
+        number = generator.randint(1, min(count - 1, of.taken))
         event = generator.choice(("{name} gives {number} to {other}.", "{name} loses {number} of them."))
         return event, "-", number, count - number
     number = generator.randint(1, of.largest)

@@ -103,7 +103,9 @@ class FuserRecipe(Node):
             )
         for name, one in self.specialists.items():
             if one.model is not None and one.steps is not None:
-                raise ValueError(f"specialists.{name} has a model, so it is not tuned, but steps is {one.steps}. Set one of them")
+                raise ValueError(
+                    f"specialists.{name} has a model, so it is not tuned, but steps is {one.steps}. Set one of them"
+                )
             if one.domain is not None or one.model is None:
                 check_choice(f"specialists.{name}.domain", one.domain or name, tuple(self.domains))
 

@@ -248,7 +248,7 @@ class Stages(KeptStages):
             if main:
                 whole = model if weights is None else self._whole(sources, weights)
                 ultrafuser.save(whole, tmp / "model", specialists=copy)
-        counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens)
+        counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens, trained.exact)
         if not is_as_trained:
             found = fuser_training.fuser_losses(model, rows, collator=self.encoder.collate, **self._judging)
         course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in way] if checkpoints else None
@@ -346,7 +346,7 @@ class Stages(KeptStages):
         """Write the tokenizer and the rows of all domains, to train on and held out, encoded for every specialist."""
         r = self.recipe
         if r.pretrain is not None:
-            tokenizer = train_tokenizer(self._base_text, r.pretrain.vocab_size)
+            tokenizer = train_tokenizer(self._base_text, r.pretrain.vocab_size, r.pretrain.split_digits)
         else:
             given = (one.model for one in r.specialists.values() if one.model is not None)
             tokenizer = ranks.load_tokenizer(r.tokenizer or r.base_model or next(given))

@@ -369,6 +369,13 @@ def each(report: Report) -> list[str]:
     return [f"{one}." for one in report.comparisons]
 
 
+def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> list[str]:
+    """Say how the methods `names` compare with another one than the table's reference."""
+    found = {entry.name: [result.losses for result in entry.results] for entry in entries}
+    tokens = entries[0].results[0].tokens
+    return [f"{one}." for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens)]
+
+
 def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
     """Return what names the lowest of a sweep, and those of it that the test found below the reference."""
 

@@ -300,7 +300,7 @@ def test_exact_matches_have_a_column_where_a_model_has_one():
     assert "0 on all rows" in zero.legend() and "exact" not in old.legend()
     # of domains, only those that a model answers
     flags["right"] = [1] * 8 + [0] * 12
-    parts = [{of: getattr(one.results[0], of, None) for of in Judged._fields} for one in entries]
+    parts = [{of: value for of, value in one.results[0]._asdict().items() if of in Judged._fields} for one in entries]
     judged = [Judged(**part | {"rows": {"sums": 8, "text": 12}, "exact": flags[part["name"]]}) for part in parts]
     entries = [Entry(one.name, [one, one]) for one in judged if one.name != "some"]
     report = DomainReport(entries=entries, **names)

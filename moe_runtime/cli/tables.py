@@ -115,6 +115,7 @@ TABLES = {
               "--rows 100", {"rows": ROWS}),
         Table("stability", "Show the losses during stage 2, with the balanced sampler and without (Table 5).",
               "--checkpoints 12", {"checkpoints": CHECKPOINTS}),
+        Table("sums", "Show the sums that specialists, fused and single models solve, by their steps.", "--preset sums"),
     ),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ code        documented functions of Python's standard library: signature and doc
 prose       paragraphs of its docstrings, of Python's documentation and of licences: their beginning, then the rest
 arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
 sums        short ones of one-digit numbers, answered by their one step; not one of DOMAINS, which studies take by default
+steps       sums of small numbers in one to three steps, answered by the steps alone; not one of DOMAINS either
 
 The held-out files, and sums by their questions, are the same for all domains and seeds; no training example is from them.
 """
@@ -232,8 +233,8 @@ def domain_text(name: str, *, limit: int | None = None) -> list[str]:
     if name == "code":
         documents = standard_library_text()
     else:
-        sums = enumerate(itertools.islice(_sums("text", False, name == "sums"), 4 * SUMS))
-        told = (p.partition(" How many")[0] + " " + c if name == "sums" and i % 4 else p + c for i, (p, c) in sums)
+        sums = enumerate(itertools.islice(_sums("text", False, name), 4 * SUMS)) if name in KINDS else ()
+        told = (p.partition(" How many")[0] + " " + c if name != "arithmetic" and i % 4 else p + c for i, (p, c) in sums)
         documents = _joined(_prose()[0] if name == "prose" else told)
     return documents[:: max(len(documents) // limit, 1)][:limit] if limit else documents
 
@@ -258,18 +259,28 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
         yield _named(rows[:limit])
 
 
-def _sum_rows(limit: int | None, seed: int, short: bool = False) -> Iterator[list]:
+def _sum_rows(limit: int | None, seed: int, name: str) -> Iterator[list]:
     for is_held_out in (False, True):
-        sums = itertools.islice(_sums(seed, is_held_out, short), limit or SUMS)
-        yield _named((p, c.partition(". ")[0] + ".") if short else (p, c) for p, c in sums)
+        sums = itertools.islice(_sums(seed, is_held_out, name), limit or SUMS)
+        yield _named((p, c if name == "arithmetic" else c.rpartition(". ")[0] + ".") for p, c in sums)
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
 
 
+class Kind(NamedTuple):
+    """What sums of a kind are made of."""
+
+    largest: int  # first number, and number that is added
+    steps: int  # at most
+    factors: int  # numbers below are multiplied; 0: neither multiplied nor divided
+    taken: int  # largest number that is taken away
+
+
+KINDS = {"arithmetic": Kind(60, 3, 40, 999), "sums": Kind(9, 1, 0, 9), "steps": Kind(9, 3, 5, 9)}
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
-    "code": _code, "prose": _paragraph_rows, "arithmetic": _sum_rows, "sums": functools.partial(_sum_rows, short=True),
+    "code": _code, "prose": _paragraph_rows, **{name: functools.partial(_sum_rows, name=name) for name in KINDS},
 }  # fmt: skip
 SOURCES = tuple(_ROWS)
 DOMAINS = ("code", "prose", "arithmetic")
@@ -353,23 +364,23 @@ def _joined(parts: Iterable[str]) -> list[str]:
     return [*documents, "\n\n".join(document)] if document else documents
 
 
-def _sums(seed: int | str, is_held_out: bool, short: bool = False) -> Iterator[tuple[str, str]]:
+def _sums(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str, str]]:
     """Yield an endless stream of distinct sums; one question in ten is held out, independently of the seed."""
     generator, known = random.Random(f"sums {seed}"), set()
     while True:
-        question, answer = _sum(generator, short)
+        question, answer = _sum(generator, KINDS[name])
         if question not in known and (zlib.crc32(question.encode()) % 10 == 0) == is_held_out:
             known.add(question)
             yield question, answer
 
 
-def _sum(generator: random.Random, short: bool = False) -> tuple[str, str]:
-    """Make one sum: a first number, one to three changes of it (one if `short`), and a question."""
+def _sum(generator: random.Random, kind: Kind) -> tuple[str, str]:
+    """Make one sum: a first number, one or more changes of it, and a question."""
     name, other = generator.sample(NAMES, 2)
     thing, case = generator.choice(THINGS), generator.choice(CASES)
-    count, steps, story = generator.randint(2, 9 if short else 60), [], []
-    for _ in range(1 if short else generator.randint(1, 3)):
-        event, sign, number, count_then = _change(generator, count, short)
+    count, steps, story = generator.randint(2, kind.largest), [], []
+    for _ in range(1 if kind.steps == 1 else generator.randint(1, kind.steps)):
+        event, sign, number, count_then = _change(generator, count, kind)
         story.append(event.format(name=name, other=other, thing=thing, case=case, a_case=case[:-1], number=number))
         steps.append(f"{count} {sign} {number} = {count_then}.")
         count = count_then
@@ -378,22 +389,23 @@ def _sum(generator: random.Random, short: bool = False) -> tuple[str, str]:
     return question, f"{' '.join(steps)} {name} has {count} {thing if count != 1 else thing[:-1]} now."
 
 
-def _change(generator: random.Random, count: int, short: bool) -> tuple[str, str, int, int]:
+def _change(generator: random.Random, count: int, of: Kind) -> tuple[str, str, int, int]:
     """Return an event, its sign and number, and what is left; every number is above 0."""
     parts = [d for d in range(2, 10) if count % d == 0]
-    more = [] if short else ["times"] * (1 < count < 40) + ["share"] * bool(parts)
+    more = ["times"] * (1 < count < of.factors) + ["share"] * bool(parts and of.factors)
     kind = generator.choice(["more"] + ["less"] * (count > 1) + more)
     if kind == "share":
         number = generator.choice(parts)
         event = "{name} puts them into {number} {case}, the same in each, and keeps one {a_case}."
-        return event, "/", number, count // number
+        return event if of.largest > 9 else "{name} keeps one of {number} equal {case}.", "/", number, count // number
     if kind == "times":
         number = generator.randint(2, 5)
-        return "{other} brings so many that {name} has {number} times as many.", "*", number, count * number
+        event = "{other} brings so many that {name} has {number} times as many."
+        return event if of.largest > 9 else "{other} makes it {number} times as many.", "*", number, count * number
     if kind == "less":
-        number = generator.randint(1, count - 1)
+        number = generator.randint(1, min(count - 1, of.taken))
         event = generator.choice(("{name} gives {number} to {other}.", "{name} loses {number} of them."))
         return event, "-", number, count - number
-    number = generator.randint(1, 9 if short else 60)
+    number = generator.randint(1, of.largest)
     event = generator.choice(("{name} buys {number} more.", "{other} gives {number} to {name}."))
     return event, "+", number, count + number

@@ -35,7 +35,8 @@ _NORMALIZED = {"softmax_topk_renorm": {}, "topk_softmax": {}}
 _SOFTMAX = {gate: {"norm_topk_prob": gate != "softmax_topk"} for gate in (*_NORMALIZED, "softmax_topk")}
 _E, _K, _I = "num_routed_experts", "num_routed_per_token", "intermediate_size"
 _QWEN = {"num_experts": _E, "num_experts_per_tok": _K, "moe_intermediate_size": _I}
-_UNUSED = 128  # width of a shared expert that a family always has and the model does not: its weights are zero
+_UNUSED = 128  # width of a shared expert that a family always has and the model does not
+_ZERO = ("bias", ".shared_expert")  # parts of the names of tensors that are zero where the model has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,6 @@ class Stock:
     sizes: Mapping[str, str]  # fields of its config that are fields of MoEConfig
     more: Callable[[Any], dict] = lambda config: {}  # other fields, from the upcycled model's config
     names: Mapping[str, str] = field(default_factory=dict)  # ours -> the family's, parts of names
-    zeros: tuple[str, ...] = ()  # parts of the names of tensors that are zero, as the base has none
     shared: bool = False  # a shared expert times the sigmoid of a linear gate, and xft's
     window: bool = False  # sliding windows
     partial: bool = False  # some layers may be dense
@@ -63,7 +63,7 @@ STOCK = {
         bases=("llama", "mistral", "qwen2"), gates=_SOFTMAX, sizes=_QWEN,
         # without its biases vLLM's class would compute with memory that nobody wrote
         more=lambda config: {"qkv_bias": True, "shared_expert_intermediate_size": _UNUSED},
-        zeros=("_proj.bias", ".shared_expert"), shared=True, partial=True,
+        shared=True, partial=True,
     ),
     "qwen3_moe": Stock(bases=("qwen3",), gates=_SOFTMAX, sizes=_QWEN, partial=True),
     "glm4_moe": Stock(
@@ -73,7 +73,6 @@ STOCK = {
             "attention_bias": _base(config) == "qwen2", "use_qk_norm": _base(config) == "qwen3", "partial_rotary_factor": 1.0,
             "first_k_dense_replace": 0, "n_shared_experts": 1, "num_nextn_predict_layers": 0,
         },
-        zeros=("e_score_correction_bias", ".shared_experts."),
     ),
     "granitemoe": Stock(
         bases=("llama", "mistral", "granite"), gates=_NORMALIZED,
@@ -85,15 +84,14 @@ STOCK = {
         bases=("llama", "mistral"), gates=_NORMALIZED,
         sizes={"moe_num_experts": _E, "moe_k": _K, "moe_intermediate_size": _I},
         more=lambda config: {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "use_bias": False},
-        zeros=("e_score_correction_bias",), pairs=True,
+        pairs=True,
     ),
     "flex_olmo": Stock(bases=("olmo2",), gates=_SOFTMAX, sizes={"num_experts": _E, "num_experts_per_tok": _K}),
 }  # fmt: skip
 # families whose attention no dense base has
 _UNFIT = {
-    "deepseek_v2": "has latent attention, with one rotary key for all heads",
-    "deepseek_v3": "has latent attention, with one rotary key for all heads; glm4_moe has its router",
-    "olmoe": "normalizes queries and keys over all heads and has norms before its blocks; flex_olmo is for an OLMo 2",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "has latent attention (glm4_moe has DeepSeek-V3's router)"),
+    "olmoe": "has norms of queries and keys beside those before its blocks (flex_olmo is for OLMo 2)",
 }
 # fields of a base's config that the stock config has too
 _SHARED = (
@@ -158,13 +156,11 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
                 f"{name} is {value!r}, but {to} supports only {' or '.join(map(repr, known))}. Use xft merge for a dense model"
             )
             raise ValueError(_inexact(to, moe, _base(config), approximate or not may) if name == "gate" else only)
-    norm = {name: True for name in next(iter(stock.gates.values()))} if moe.gate != "nonorm" else {"norm_topk_prob": False}
+    nearest = {name: moe.gate != "nonorm" for name in next(iter(stock.gates.values()))}
     fields = {name: getattr(config, name) for name in _SHARED if hasattr(config, name)} | stock.more(config)
-    fields |= {name: getattr(moe, size) for name, size in stock.sizes.items()} | stock.gates.get(moe.gate, norm)
-    if stock.window:
-        fields["sliding_window"] = window
-    if stock.partial:
-        fields["mlp_only_layers"] = [layer for layer in layers if layer not in block["layers"]]
+    fields |= {name: getattr(moe, size) for name, size in stock.sizes.items()} | stock.gates.get(moe.gate, nearest)
+    fields |= {"sliding_window": window} if stock.window else {}
+    fields |= {"mlp_only_layers": [layer for layer in layers if layer not in block["layers"]]} if stock.partial else {}
     if moe.has_shared_expert:
         fields["shared_expert_intermediate_size"] = moe.intermediate_size
     if moe.has_shared_expert and moe.top_k == 2:
@@ -193,18 +189,15 @@ class _Target:
 
     def __init__(self, config):
         self.model = folders.skeleton(config)
-        tied = set(self.model.all_tied_weights_keys)
+        tied = self.model.all_tied_weights_keys
         self.left = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.left.values())
 
-    def whole(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the saved form of a tensor."""
+    def saved(self, name: str, tensor: torch.Tensor, expert: int = 0) -> dict[str, torch.Tensor]:
+        """Return the saved form of a tensor, or of the row [1, ...] of an expert in a stack."""
         self.left.pop(name, None)
-        return folders.to_saved(self.model, {name: tensor})
-
-    def row(self, name: str, expert: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the saved form of one expert's row [1, ...] of a stack."""
-        return {key.replace(".experts.0.", f".experts.{expert}."): value for key, value in self.whole(name, tensor).items()}
+        found = folders.to_saved(self.model, {name: tensor})
+        return {key.replace(".experts.0.", f".experts.{expert}."): value for key, value in found.items()}
 
 
 def export_stock(
@@ -238,8 +231,8 @@ def export_stock(
                         job.add(name, tensor)
                 job.read(key)
             for name, meta in list(target.left.items()):
-                if any(part in name for part in stock.zeros):
-                    for key, tensor in target.whole(name, torch.zeros_like(meta, device="cpu")).items():
+                if any(part in name for part in _ZERO):
+                    for key, tensor in target.saved(name, torch.zeros_like(meta, device="cpu")).items():
                         job.add(key, tensor)
     error = None if logits is None else ((folders.probe_logits(out) - logits).norm() / logits.norm()).item()
     layers = config.moe_runtime["layers"]
@@ -259,7 +252,7 @@ def _converted(
         yield from _with_shared(source, key, target, moe, shares.get(layer))
     elif is_stack and not stock.stacked:
         for e in range(moe.num_experts):
-            yield target.row(name, e, source.get_rows(key, slice(e, e + 1)))
+            yield target.saved(name, source.get_rows(key, slice(e, e + 1)), e)
     else:
         tensor = source.get(key)
         if stock.pairs and key.endswith(("q_proj.weight", "k_proj.weight")):
@@ -267,7 +260,7 @@ def _converted(
             tensor = tensor.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(tensor.shape)
         elif moe.gate == "xft" and moe.top_k > 2 and key.endswith(".gate.weight"):
             tensor = tensor / moe.num_routed_experts
-        yield target.whole(name, tensor)
+        yield target.saved(name, tensor)
 
 
 def _with_shared(source: Checkpoint, key: str, target: _Target, moe: MoEConfig, share: float | None) -> Iterator[dict]:
@@ -285,21 +278,19 @@ def _with_shared(source: Checkpoint, key: str, target: _Target, moe: MoEConfig, 
             row = torch.cat([half for pair in zip(row.chunk(2, 1), shared.chunk(2, 1)) for half in pair], 1)
         elif is_down and moe.gate == "xft":
             row = row * (1 - share)
-        yield target.row(key, e - 1, row)
+        yield target.saved(key, row, e - 1)
     if is_down:
-        yield target.whole(f"{head}.shared_expert.down_proj.weight", shared[0] * (2 if moe.top_k == 2 else 2 * share))
+        yield target.saved(f"{head}.shared_expert.down_proj.weight", shared[0] * (2 if moe.top_k == 2 else 2 * share))
     else:
         for part, weight in zip(("gate_proj", "up_proj"), shared[0].chunk(2)):
-            yield target.whole(f"{head}.shared_expert.{part}.weight", weight)
+            yield target.saved(f"{head}.shared_expert.{part}.weight", weight)
 
 
 def _probe(folder: str | Path) -> tuple[torch.Tensor, dict[int, float]]:
     """Return the logits of an upcycled model on the probe batch, and the mean weight of each layer's shared expert there."""
     model, shares = folders.load(AutoModelForCausalLM, folder), {}
     for layer, module in moe_layers(model).items():
-
-        def keep(_router, _inputs, out, layer=layer):
-            shares[layer] = out.topk_weight[:, -1].mean().item()
-
-        module.gate.register_forward_hook(keep)
+        module.gate.register_forward_hook(
+            lambda _router, _inputs, out, layer=layer: shares.update({layer: out.topk_weight[:, -1].mean().item()})
+        )
     return folders.probe_logits(model), shares

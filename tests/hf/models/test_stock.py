@@ -97,7 +97,7 @@ def test_xfts_neighbour_is_the_dense_model_before_training(tmp_path):
     ("mixtral", "llama", {"gate": "topk_softmax"}, {"attention_bias": True}, "attention_bias is True"),
     ("glm4_moe", "mistral", {"gate": "sigmoid_topk"}, {"sliding_window": 5}, "sliding_window is 5, but glm4_moe supports"),
     ("mixtral", "qwen3", {"gate": "topk_softmax"}, {}, "base is 'qwen3', but mixtral supports only 'llama' or 'mistral'"),
-    ("deepseek_v3", "llama", {"gate": "sigmoid_topk"}, {}, "deepseek_v3 has latent attention.*; glm4_moe has its router"),
+    ("deepseek_v3", "llama", {"gate": "sigmoid_topk"}, {}, "deepseek_v3 has latent attention .glm4_moe has"),
     ("gpt2", "llama", {"gate": "sigmoid_topk"}, {}, "to must be one of mixtral, qwen2_moe"),
 ])  # fmt: skip
 def test_what_a_family_cannot_say_is_refused(to, base, settings, changes, message):

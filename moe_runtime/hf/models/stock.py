@@ -81,7 +81,7 @@ STOCK = {
         names={".mlp.": ".block_sparse_moe.", ".gate.": ".router."}, stacked=True,
     ),
     "ernie4_5_moe": Stock(
-        bases=("llama", "mistral"), gates=_NORMALIZED,
+        bases=("llama", "mistral", "ernie4_5"), gates=_NORMALIZED,
         sizes={"moe_num_experts": _E, "moe_k": _K, "moe_intermediate_size": _I},
         more=lambda config: {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "use_bias": False},
         pairs=True,
@@ -255,7 +255,7 @@ def _converted(
             yield target.saved(name, source.get_rows(key, slice(e, e + 1)), e)
     else:
         tensor = source.get(key)
-        if stock.pairs and key.endswith(("q_proj.weight", "k_proj.weight")):
+        if stock.pairs and _base(config) != "ernie4_5" and key.endswith(("q_proj.weight", "k_proj.weight")):
             half = _head_dim(config) // 2
             tensor = tensor.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(tensor.shape)
         elif moe.gate == "xft" and moe.top_k > 2 and key.endswith(".gate.weight"):

@@ -98,6 +98,8 @@ TABLES = {
               shares=_several(float, "Shares of the examples (default: 0.1 0.2 0.4 1).")),
         _upit("epochs", "Vary the epochs of the two trainings: dense, copied experts, UpIT (Figure 6).", "2,2 2,6 4,4",
               pairs=_several(str, "Epochs before and after, such as 2,6 (default: 2,2 2,6 4,4).", parser=_epochs)),
+        Table("budget", "Compare UpIT with SFT, SWA and copies at equal optimizer steps, with one schedule or two (Sec. 4.1).",
+              "--preset budget"),
     ),
     "ultrafuser": (
         Table("ablate", "Compare specialists, specialists tuned further, and fused ones: direct, in two stages (Tables 2, 4)."),

@@ -73,6 +73,7 @@ class Result(NamedTuple):
     steps_per_second: float
     alpha: list | None = None  # [L][E], mixing coefficients of a merged model
     upcycled_error: float | None = None  # relative, of the logits: the upcycled model against the dense one
+    exact: list | None = None  # of each held-out row 1 if greedy decoding gives its label, else 0
 
 
 class KeptStages:
@@ -270,9 +271,10 @@ def course_of(trained: trainers.Trained) -> dict:
     return {"steps": trained.steps, "seconds": history.seconds, "history": history.held_out}
 
 
-def loss_of(losses: list[float], tokens: list[int]) -> dict:
+def loss_of(losses: list[float], tokens: list[int], exact: list[int] | None = None) -> dict:
     """The held-out rows' part of a result."""
-    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens}
+    known = {} if exact is None else {"exact": exact}
+    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens} | known
 
 
 def sizes_of(model) -> dict:
@@ -326,16 +328,23 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     """Return `<name>-train` and `<name>-held_out` of every domain, tokenized: what one holds out is in no other's train rows.
 
     Each domain's prompts are put in its own way. The tokenizer is left with the chat template of the first domain that brings
-    one, with its own where a domain's prompt is "chat".
+    one, with its own where a domain's prompt is "chat". Of its held-out rows, a domain's first `validation_rows` are
+    `<name>-validation`.
     """
     own, found = tokenizer.chat_template, {}
-    pairs = {name: domain_pairs(domain) for name, domain in domains.items()}
+    counts = {name: domain.held_out_rows + domain.validation_rows for name, domain in domains.items()}
+    pairs = {name: domain_pairs(domain.change(held_out_rows=counts[name])) for name, domain in domains.items()}
     held_out = [row for _, rows in pairs.values() for row in rows]
     for name, domain in domains.items():
         rows = {"train": without(pairs[name][0], held_out, ", ".join(domains)), "held_out": pairs[name][1]}
-        for part, limit in (("train", domain.limit), ("held_out", domain.held_out_rows)):
+        for part, limit in (("train", domain.limit), ("held_out", counts[name])):
             how = {"prompt": domain.prompt, "train_on": domain.train_on}
             found[f"{name}-{part}"] = data.tokenize_pairs(tokenizer, rows[part], max_length, limit=limit, **how)
+        if domain.validation_rows:
+            judging = found[f"{name}-held_out"]
+            first = min(domain.validation_rows, len(judging) - 1)
+            found[f"{name}-held_out"] = judging.select(range(first, len(judging)))
+            found[f"{name}-validation"] = judging.select(range(first))
     prompts = [domain.prompt for domain in domains.values()]
     tokenizer.chat_template = own if "chat" in prompts else next(filter(None, map(TEMPLATES.get, prompts)), own)
     # cut at max_length, rows may have become equal

@@ -26,7 +26,7 @@ LANGUAGES = {"bash", "bibtex", "console", "json", "pycon", "python", "text", "ya
 # blocks that a test elsewhere runs or loads: how many of a page and language, and the test, which names the page
 ELSEWHERE = {
     ("README.md", "python"): (2, "tests/docs/test_readme.py::test_python_blocks_run"),
-    ("docs/drop-in.md", "python"): (7, "tests/docs/test_docs.py::test_examples_run"),
+    ("docs/drop-in.md", "python"): (5, "tests/docs/test_docs.py::test_examples_run"),
     ("docs/quantized-experts.md", "python"): (1, "tests/hf/dropin/test_quantize.py::test_the_example_of_the_docs_runs"),
     ("docs/drop-in.md", "yaml"): (1, "tests/docs/test_docs.py::test_the_fsdp2_config_is_one"),
     ("docs/drop-in.md", "json"): (1, "tests/docs/test_docs.py::test_the_zero3_config_is_one"),
@@ -36,7 +36,7 @@ ELSEWHERE = {
     ("docs/esft.md", "yaml"): (1, "tests/methods/esft/test_study.py::test_the_recipe_of_the_docs_is_one"),
     ("docs/upit.md", "python"): (1, "tests/methods/upit/test_study.py::test_the_python_of_the_docs_runs"),
     ("docs/upit.md", "yaml"): (1, "tests/methods/upit/test_study.py::test_the_recipe_of_the_docs_is_one"),
-    ("docs/ultrafuser.md", "python"): (3, "tests/methods/ultrafuser/test_folders.py::test_the_examples_of_the_docs_run"),
+    ("docs/ultrafuser.md", "python"): (2, "tests/methods/ultrafuser/test_folders.py::test_the_examples_of_the_docs_run"),
     ("docs/recipes.md", "python"): (1, "tests/methods/xft/test_study.py::test_the_python_of_the_docs_runs"),
     ("docs/recipes.md", "yaml"): (1, "tests/methods/xft/test_recipe.py::test_the_recipe_of_the_docs_is_one"),
     ("docs/evaluation.md", "yaml"): (1, "tests/methods/xft/test_recipe.py::test_the_task_of_the_docs_is_yaml"),

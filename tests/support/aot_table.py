@@ -54,8 +54,8 @@ WHAT = {
 }
 HEAD = """# Kernels
 
-This page lists what every Triton kernel compiles to on each GPU that it supports. To measure launch configs on your own GPU,
-use
+This page lists what every Triton kernel compiles to on each GPU that it supports. To measure launch configs on your own
+GPU:
 
 ```bash
 moe-runtime tune --shape olmoe
@@ -63,9 +63,8 @@ moe-runtime tune --shape olmoe
 
 Written by `python -m tests.support.aot_table` with Triton {version}; `tests/kernels/test_aot.py` fails if it is out of date.
 
-The kernels were compiled on a machine without a GPU: these are facts about programs, **not measured speed**. They show that
-nothing spills, that tensor cores, TMA and cp.async are in use, and how much of a processor one block occupies, but not which of
-two configs is faster.
+The kernels were compiled on a machine without a GPU: the tables show that nothing spills, that tensor cores, TMA and cp.async
+are in use, and how much of a processor one block occupies, **not speed**.
 
 | kernel | purpose |
 |---|---|
@@ -76,20 +75,6 @@ stated otherwise. A tile is BLOCK_M x BLOCK_N x BLOCK_K; for `up` it has BLOCK_N
 are per thread, shared memory per block. `rows an expert` is the mean number of rows per expert from which the config is used.
 GPT-OSS-20B's lines are the same configs for its experts: interleaved and clamped gate and up, biases, weights stored in x
 out.
-
-On Hopper one step of a sum is 64 long. Its cost, in SASS instructions for sm_90 with Triton 3.6.0 / 3.7.1 / 3.9.0
-(2026-11-22; `python -m tests.support.aot_table --loops` prints them for the Triton in use):
-
-| kernel | earlier form | instructions | present form | instructions |
-|---|---|---|---|---|
-| up | two products of 64x128, two blocks of the weight | 150 / 155 / 159 | one of 64x256, one block | 112 / 120 / 121 |
-| dz | 128x128 | 108 / 114 / 117 | 128x256, its epilogue in 8 pieces: 242 / 242 / 240 registers | 105 / 112 / 113 |
-| dW of up | both operands by pointer | 354 / 269 / 270 | dz by ragged TMA | 315 / 242 / 241 |
-| dW of down | both operands by pointer | 293 / 261 / 261 | weight * h by ragged TMA | 201 / 176 / 173 |
-| dW, rows in order | both operands by pointer | 226 / 233 / 230 | both by ragged TMA | 93 / 94 / 95 |
-| down, dx, short sums | a program per tile | 88 / 88 / 89 | one loop over its tiles, 162 registers | 488 / 497 / 563 |
-
-The earlier forms are candidates of `moe-runtime tune`.
 """
 COLUMNS = "| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | loads |"
 AMD_HEAD = f"""

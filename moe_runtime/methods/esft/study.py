@@ -199,7 +199,7 @@ class Stages(KeptStages):
         """Rows that a process takes at once where it does not train."""
         return trainers.split_batch(self.recipe.esft.batch_size, self.recipe.esft.per_device_batch_size)[0]
 
-    def _losses(self, model, part: str) -> tuple[list[float], list[int]]:
+    def _losses(self, model, part: str) -> tuple[list, list, list]:
         bf16 = self.recipe.esft.bf16
         return trainers.row_losses(model, self.part(part), self.tokenizer, batch_size=self._batch, bf16=bf16)
 
@@ -298,7 +298,7 @@ class Stages(KeptStages):
             return {"found": loss_of(*(list(itertools.chain(*lists)) for lists in zip(*found, strict=True)))}
 
         found = self._stage("elsewhere", f"{tuned.name} on other tasks", {"task": task}, [tuned], make, result=Elsewhere)
-        return tuned._replace(history=[], **found.found)
+        return tuned._replace(history=[], **{"exact": None} | found.found)
 
     def _load_tuned(self, folder: Path, group_size: int = 1):
         """Load a model of `fft`, `lora` or `esft`, or the base."""

@@ -117,7 +117,7 @@ class EsftReport(Report):
 
 def _general(result):
     """A result as if the general rows were those it is judged by."""
-    values = {of: getattr(result, f"general_{of}") for of in ("loss", "losses", "tokens")}
+    values = {of: getattr(result, f"general_{of}") for of in ("loss", "losses", "tokens", "exact")}
     return result._replace(**values)
 
 

@@ -281,8 +281,8 @@ class Stages(KeptStages):
     def _costs(self, trained: trainers.Trained) -> dict:
         return {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
 
-    def _loss(self, losses: list[float], tokens: list[int]) -> dict:
-        return loss_of(losses, tokens) | {"rows": self.counts}
+    def _loss(self, *found: list) -> dict:
+        return loss_of(*found) | {"rows": self.counts}
 
     @property
     def _base_text(self) -> list[str]:

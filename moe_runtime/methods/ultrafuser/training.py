@@ -213,10 +213,10 @@ def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[s
     }
 
 
-def fuser_losses(model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
+def fuser_losses(model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> tuple:
     """Return the mean loss per response token of each row, and its number of response tokens; as `fit.row_losses`."""
 
-    def take(model, batch: dict) -> list[tuple[float, int]]:
+    def take(model, batch: dict) -> list[tuple]:
         return sums_of(model(**batch, reduction="none").loss, batch["labels"])
 
     return means_of(each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16))

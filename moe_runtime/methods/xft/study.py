@@ -204,8 +204,8 @@ class Stages(KeptStages):
         model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
         tune = self.recipe.tune
         batch, _ = trainers.split_batch(tune.batch_size, tune.per_device_batch_size)
-        losses, tokens = trainers.row_losses(model, self.held_out, self.tokenizer, batch_size=batch, bf16=tune.bf16)
-        return loss_of(losses, tokens) | sizes_of(model)
+        found = trainers.row_losses(model, self.held_out, self.tokenizer, batch_size=batch, bf16=tune.bf16)
+        return loss_of(*found) | sizes_of(model)
 
     def data_key(self) -> str:
         """Return a hash of the base, the recipe's rows and the Python that built-in text is of."""
@@ -267,4 +267,4 @@ def _for_steps(training: Training, steps: int | None) -> Training:
 
 def _numbers(model, trained: trainers.Trained) -> dict:
     """A training's part of a result, of the model that was trained."""
-    return loss_of(trained.losses, trained.tokens) | sizes_of(model) | course_of(trained)
+    return loss_of(trained.losses, trained.tokens, trained.exact) | sizes_of(model) | course_of(trained)

@@ -9,6 +9,7 @@ import pytest
 
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.compare import compare
+from moe_runtime.experiments.domains import DomainReport, Judged
 from moe_runtime.experiments.tables import Entry, Report
 from moe_runtime.methods.xft import routing_study as xft_routing_study
 from moe_runtime.methods.xft import tables as xft_tables
@@ -282,6 +283,30 @@ def test_one_seed_has_no_spread(tmp_path):
     assert "±" not in report.rows()[0][1] and "one seed" in report.legend()
     plots.save(plots.dots(report), tmp_path / "a" / "one.png")
     assert (tmp_path / "a" / "one.png").stat().st_size > 1000
+
+
+def test_exact_matches_have_a_column_where_a_model_has_one():
+    flags = {"SFT": [0] * 20, "right": [1] * 20, "old": None, "some": [0, 1] * 10}
+    entries = [Entry(name, [result(name, ROWS, exact=exact)] * 2) for name, exact in flags.items()]
+    names = {"command": "table1", "title": "t", "source": "s", "settings": {}, "seeds": (0, 1), "reference": "SFT"}
+    report = Report(entries=entries, **names)
+    place = [name for name, _ in report.columns()].index("exact match")
+    assert [row[place] for row in report.rows()] == ["0.000", "1.000+", "", "0.500+"] and "exact match: " in report.legend()
+    values = report.to_dict()
+    assert [method["exact_match"] for method in values["methods"]] == [0, 1, None, 0.5]
+    assert [one["name"] for one in values["exact_comparisons"]] == ["right", "some"]
+    zero, old = (Report(entries=[entry], **names | {"reference": entry.name}) for entry in (entries[0], entries[2]))
+    assert all("exact match" not in dict(report.columns()) for report in (zero, old))
+    assert "0 on all rows" in zero.legend() and "exact" not in old.legend()
+    # of domains, only those that a model answers
+    flags["right"] = [1] * 8 + [0] * 12
+    parts = [{of: value for of, value in one.results[0]._asdict().items() if of in Judged._fields} for one in entries]
+    judged = [Judged(**part | {"rows": {"sums": 8, "text": 12}, "exact": flags[part["name"]]}) for part in parts]
+    entries = [Entry(one.name, [one, one]) for one in judged if one.name != "some"]
+    report = DomainReport(entries=entries, **names)
+    of_sums = [row[3] for row in report.rows()]
+    assert [name for name, _ in report.columns()][3:5] == ["exact sums", "all"] and of_sums == ["0.000", "1.000+", ""]
+    assert "0 on text" in report.legend() and report.to_dict()["methods"][1]["exact_of_domains"] == {"sums": 1, "text": 0}
 
 
 def test_methods_judged_on_other_rows_are_refused():

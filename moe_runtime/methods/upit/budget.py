@@ -31,7 +31,6 @@ from moe_runtime.methods.upit.study import Pool
 
 SFT, SWA, PT, COPIES, UPIT = "SFT", "SFT, SWA", "Upcycle_PT", "Upcycle_SFT", "UpIT"
 ANNEALED, EQUAL, BRANCHES = f"{UPIT}, stage 1 annealed", f"{UPIT}, two equal schedules", f"{UPIT}, an expert per domain"
-RATES = {f"{SFT}, half the rate": 0.5, f"{SFT}, twice the rate": 2.0}
 DRAWN = (SFT, PT, COPIES, UPIT, EQUAL)
 
 
@@ -98,8 +97,6 @@ def make(process: Run) -> dict:
         one = stages.change(**annealed)
         sft = one.change(ffn__sft__epochs=epochs).prepared("ffn")
         yield SFT, sft
-        for name, factor in RATES.items():
-            yield name, one.change(ffn__sft__learning_rate=factor * recipe.ffn.sft.learning_rate).dense("ffn")
         yield SWA, one.averaged(sft)
         yield PT, one.upcycled("pt")
         yield COPIES, _after(stages.prepared("ffn"), stages.upcycled("sft"))
@@ -120,7 +117,7 @@ def _after(first: Judged, second: Judged) -> Judged:
 
 def _summary(report: Report) -> list[str]:
     """Say how UpIT compares with every other, and the held-out loss on the way: where the second schedule begins it rises."""
-    names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base", *RATES)]
+    names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base")]
     upit = against(report.entries, UPIT, names)
     watched = [entry for entry in report.entries if entry.results[0].history]
     ways = {entry.name: _means(entry) for entry in watched}

@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch.optim.swa_utils import AveragedModel
 
-from moe_runtime.config import check_choice
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.domains import Judged
 from moe_runtime.experiments.tables import Entry, Report, Run, against
@@ -68,19 +66,13 @@ class Stages(pesc.Stages):
         def make(tmp: Path, checkpoints: Path) -> dict:
             with ranks.leading() as main:
                 if main:
-                    mean = AveragedModel(self._load(late[0], device=False))
+                    mean = AveragedModel(self._load(late[0], device=False).float())
                     for path in late:
-                        mean.update_parameters(self._load(path, device=False))
-                    ranks.save_whole(mean.module.to(torch.float32), self.tokenizer, tmp / "model", self.recipe.dtype)
+                        mean.update_parameters(self._load(path, device=False).float())
+                    ranks.save_whole(mean.module, self.tokenizer, tmp / "model", self.recipe.dtype)
             return self._judge(lambda: self._load(tmp / "model"))
 
         return self._stage("averaged", SWA, {"checkpoints": [path.name for path in late]}, [tuned], make)
-
-
-def check(recipe) -> dict:
-    """Return the command's options, none; raises ValueError for a recipe without whole experts."""
-    check_choice("form", "ffn", recipe.forms)
-    return {}
 
 
 def make(process: Run) -> dict:

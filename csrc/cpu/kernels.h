@@ -55,7 +55,7 @@ struct Tiled {
 struct Experts {
     static constexpr int64_t COLUMNS = 32, ROWS = 48, PANEL = 64, PANELS = 4;  // of h in a panel with gate and up; panels at most
     static constexpr int64_t REACH = 512;  // elements of rows of weights that are laid out at once
-    static constexpr int64_t PIECE = 1024;  // rows; so many, and who lays out the weights anew for each piece loses nothing
+    static constexpr int64_t PIECE = 1024;  // rows; so many that laying out the weights again for each piece costs nothing
     // floats of `panels` panels and of the sums of their products
     static constexpr int64_t product(int64_t panels, int64_t rows = PIECE) { return panels * (REACH + rows) * PANEL; }
     Form form;
@@ -70,11 +70,11 @@ struct Experts {
     void *h, *z, *out;  // z may be null; h and out may
 };
 
-// Of a group of experts, whose z is kept. Units of `dh` are (piece, dh_panels of h); of `dx` (piece, dx_panels of x); of `dw`
+// Of a group of experts, whose z is saved. Units of `dh` are (piece, dh_panels of h); of `dx` (piece, dx_panels of x); of `dw`
 // (expert, block of HIGH x WIDE numbers of a gradient), first all of d up.
 struct ExpertsBackward {
     static constexpr int64_t DEPTH = 256, HIGH = 512, WIDE = 512, STRIP = 128;
-    static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;  // floats that a thread takes for the weights' gradients
+    static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;  // floats that a thread uses for the weights' gradients
     Experts forward;
     const void* dout;
     const Piece* experts;  // those whose weights' gradients are asked for

@@ -146,10 +146,12 @@ struct Source {
 };
 
 // Calls finish(block, sums) for the products of w with each of the blocks [..][steps][2][TILE_SIZE] of 32 rows, `rows` in all.
-// Meanwhile the weights `next` are asked for, and what fresh(block, step) says.
-template <class Fresh, class Finish>
+// Meanwhile the rows `next` are asked for, a Source, and what fresh(block, step) says. The sums are kept in `kept`, if it is not null, and
+// added to what is there if `more`.
+template <class Next, class Fresh, class Finish>
 inline void for_blocks(
-    const Rows& w, const bf16* pairs, int64_t rows, int64_t steps, const Source& next, const Fresh& fresh, const Finish& finish) {
+    const Rows& w, const bf16* pairs, int64_t rows, int64_t steps, const Next& next, const Fresh& fresh, const Finish& finish,
+    float* kept = nullptr, bool more = false) {
     const int64_t blocks = (rows + BROADER - 1) / BROADER, chunks = (steps + CHUNK - 1) / CHUNK;
     alignas(64) float sums[GROUP * SUMS];
     for (int64_t g = 0; g < blocks; g += GROUP)
@@ -158,8 +160,8 @@ inline void for_blocks(
             for (int64_t b = g; b < g + GROUP && b < blocks; b++) {
                 const bf16* const at = pairs + (b * steps + k) * PAIR_SIZE;
                 const bool both = rows - b * BROADER > TILE;
-                float* const to = sums + (b - g) * SUMS;
-                multiply(w.from(k), at, both, end - k, chunk, to, next.ahead(b, blocks, k * ELEMENTS), fresh(b, k));
+                float* const to = kept ? kept + b * SUMS : sums + (b - g) * SUMS;
+                multiply(w.from(k), at, both, end - k, more || chunk, to, next.ahead(b, blocks, k * ELEMENTS), fresh(b, k));
                 if (chunk + 1 == chunks) finish(b, to);
             }
         }

@@ -96,14 +96,14 @@ void experts_dx(const ExpertsBackward& b, int64_t unit, float* panels) {
     product_along(dz, rows, w, f.up_stride, columns, Z, finish, panels);
 }
 
-// rows x columns of a square [PANEL][PANEL] into a gradient; where it is added to, the product is rounded first, as autograd's is
-template <class T>
-inline void flush(const float* square, int64_t rows, int64_t columns, bool adds, bool past, T* out, int64_t stride) {
+// rows x columns of sums, at(m, n) LANES of them, into a gradient; where it is added to, the product is rounded first, as autograd's is
+template <class T, class At>
+inline void flush(const At& at, int64_t rows, int64_t columns, bool adds, bool past, T* out, int64_t stride) {
     past = past && (uintptr_t)out % 64 == 0 && stride * sizeof(T) % 64 == 0;
-    for (int64_t m = 0; m < rows; m++, out += stride, square += PANEL)
+    for (int64_t m = 0; m < rows; m++, out += stride)
         for (int64_t n = 0; n < columns; n += LANES) {
             const int64_t some = lanes(columns - n);
-            vf v = load(square + n);
+            vf v = at(m, n);
             if (adds) {
                 T product[LANES];
                 store(product, v);
@@ -113,40 +113,69 @@ inline void flush(const float* square, int64_t rows, int64_t columns, bool adds,
         }
 }
 
-// A block of an expert's d up = dz^T x or d down = dy^T wh, HIGH x WIDE numbers, over DEPTH rows at a time
+// A block of an expert's d up = dz^T x or d down = dy^T wh, HIGH x WIDE numbers: row m, column n of it sum dz or dy[.][m0 + m] times
+// x or wh[.][n0 + n] over the expert's rows.
+template <class T>
+struct Block {
+    Piece rows;
+    bool up, adds;
+    int64_t m0, n0, high, wide, stride;
+    T* out;
+    Block(const ExpertsBackward& b, int64_t unit) {
+        typedef ExpertsBackward B;
+        const Experts& f = b.forward;
+        const int64_t of_up = b.dup ? b.up_units : 0, each = of_up + (b.ddown ? b.down_units : 0);
+        rows = b.experts[unit / each];
+        up = unit % each < of_up, adds = up ? b.up_adds : b.down_adds, stride = up ? b.dup_stride : b.ddown_stride;
+        const int64_t Z = f.form.form ? 2 * f.I : f.I, M = up ? Z : f.H, N = up ? f.H : f.I;
+        const int64_t across = (N + B::WIDE - 1) / B::WIDE, at = unit % each - (up ? 0 : of_up);
+        m0 = at / across * B::HIGH, n0 = at % across * B::WIDE;
+        high = M - m0 < B::HIGH ? M - m0 : B::HIGH, wide = N - n0 < B::WIDE ? N - n0 : B::WIDE;
+        out = (up ? (T*)b.dup + rows.expert * b.dup_stride_e : (T*)b.ddown + rows.expert * b.ddown_stride_e) + m0 * stride + n0;
+    }
+};
+
+// Where the rows r..r + N of the operands of a block lie: of x or dy by token, of dz or wh one after the other.
+template <class T, int64_t N>
+struct Operands {
+    bool up;
+    const T *of_token[N], *of_row;
+    int64_t stride;
+    Operands(bool up) : up(up) {}
+    void take(const ExpertsBackward& b, int64_t r, int64_t length) {
+        const Experts& f = b.forward;
+        const int64_t Z = f.form.form ? 2 * f.I : f.I;
+        stride = up ? Z : f.I, of_row = (const T*)(up ? b.dz : b.wh) + (r - f.first_row) * stride;
+        for (int64_t k = 0; k < length; k++) of_token[k] = (const T*)(up ? f.x : b.dout) + f.row_slot[r + k] / f.K * f.H;
+    }
+    const T* high(int64_t k) const { return up ? of_row + k * stride : of_token[k]; }
+    const T* wide(int64_t k) const { return up ? of_token[k] : of_row + k * stride; }
+};
+
+// A block, over DEPTH rows at a time
 template <class T>
 void experts_dw(const ExpertsBackward& b, int64_t unit, float* panels) {
     typedef ExpertsBackward B;
     constexpr int64_t SIZE = B::DEPTH * PANEL;
-    const Experts& f = b.forward;
-    const int64_t of_up = b.dup ? b.up_units : 0, each = of_up + (b.ddown ? b.down_units : 0);
-    const Piece rows = b.experts[unit / each];
-    const bool up = unit % each < of_up, adds = up ? b.up_adds : b.down_adds;
-    const int64_t Z = f.form.form ? 2 * f.I : f.I, M = up ? Z : f.H, N = up ? f.H : f.I;
-    const int64_t across = (N + B::WIDE - 1) / B::WIDE, at = unit % each - (up ? 0 : of_up);
-    const int64_t m0 = at / across * B::HIGH, n0 = at % across * B::WIDE;
-    const int64_t high = M - m0 < B::HIGH ? M - m0 : B::HIGH, wide = N - n0 < B::WIDE ? N - n0 : B::WIDE;
-    const int64_t stride = up ? b.dup_stride : b.ddown_stride;
-    T* out = (up ? (T*)b.dup + rows.expert * b.dup_stride_e : (T*)b.ddown + rows.expert * b.ddown_stride_e) + m0 * stride + n0;
+    const Block<T> block(b, unit);
+    const int64_t high = block.high, wide = block.wide, stride = block.stride;
+    Operands<T, B::DEPTH> at(block.up);
     float *const strips = panels, *const own = strips + B::DEPTH * B::STRIP, *const squares = own + B::DEPTH * B::WIDE;
-    for (int64_t r = rows.begin; r < rows.end; r += B::DEPTH) {
-        const bool more = r > rows.begin, last = rows.end - r <= B::DEPTH;
-        const int64_t length = last ? rows.end - r : B::DEPTH, steps = (length + Step<T>::DEPTH - 1) / Step<T>::DEPTH;
-        const T *of_token[B::DEPTH], *const of_row = up ? (T*)b.dz + (r - f.first_row) * Z : (T*)b.wh + (r - f.first_row) * f.I;
-        for (int64_t k = 0; k < length; k++) of_token[k] = (const T*)(up ? f.x : b.dout) + f.row_slot[r + k] / f.K * f.H;
-        const auto by_token = [&](int64_t n) { return [&of_token, n](int64_t k) { return of_token[k] + n; }; };
-        const auto by_row = [=](int64_t n) { return [=](int64_t k) { return of_row + k * (up ? Z : f.I) + n; }; };
-        if (up) stack<T>(by_token(n0), wide, length, own, SIZE);
-        else stack<T>(by_row(n0), wide, length, own, SIZE);
+    for (int64_t r = block.rows.begin; r < block.rows.end; r += B::DEPTH) {
+        const bool more = r > block.rows.begin, last = block.rows.end - r <= B::DEPTH;
+        const int64_t length = last ? block.rows.end - r : B::DEPTH, steps = (length + Step<T>::DEPTH - 1) / Step<T>::DEPTH;
+        at.take(b, r, length);
+        stack<T>([&](int64_t k) { return at.wide(k) + block.n0; }, wide, length, own, SIZE);
         for (int64_t m = 0; m < high; m += PANEL) {
             const int64_t strip = m % B::STRIP, rest = high - m, some = rest < PANEL ? rest : PANEL;
-            if (!strip && up) stack<T>(by_row(m0 + m), rest < B::STRIP ? rest : B::STRIP, length, strips, SIZE);
-            if (!strip && !up) stack<T>(by_token(m0 + m), rest < B::STRIP ? rest : B::STRIP, length, strips, SIZE);
+            const auto row = [&](int64_t k) { return at.high(k) + block.m0 + m; };
+            if (!strip) stack<T>(row, rest < B::STRIP ? rest : B::STRIP, length, strips, SIZE);
             for (int64_t n = 0; n < wide; n += PANEL) {
                 float* square = squares + (more || !last ? m * B::WIDE + n * PANEL : 0);
                 outer<T>(strips + strip * B::DEPTH, own + n * B::DEPTH, SIZE, steps, more, square);
                 if (!last) continue;
-                flush(square, some, wide - n < PANEL ? wide - n : PANEL, adds, b.past, out + m * stride + n, stride);
+                const auto sums = [=](int64_t i, int64_t j) { return load(square + i * PANEL + j); };
+                flush(sums, some, wide - n < PANEL ? wide - n : PANEL, block.adds, b.past, block.out + m * stride + n, stride);
             }
         }
     }

@@ -8,6 +8,9 @@
 #include "merging.h"
 #include "packed.h"
 #include "vector.h"
+#if defined(__AMX_BF16__)
+#include "amx_gradients.h"
+#endif
 
 namespace {
 
@@ -180,6 +183,9 @@ extern const Kernels MOERT_SET = [] {
     Kernels kernels = avx512_bf16;
     kernels.experts_up[1] = experts_up<bf16>;
     kernels.experts_down[1] = experts_down<bf16>;
+    kernels.experts_dh[1] = experts_dh_tiled;
+    kernels.experts_dx[1] = experts_dx_tiled;
+    kernels.experts_dw[1] = experts_dw_tiled;
     kernels.peak[1] = peak_tiled;
     kernels.peak_flops[1] = 2 * TILE * TILE * ELEMENTS;
     kernels.tiled[1] = true;

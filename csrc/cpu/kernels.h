@@ -70,6 +70,13 @@ struct Experts {
     void *h, *z, *out;  // z may be null; h and out may
 };
 
+// How matrix tiles divide the work of the backward pass: elements of a sum that are laid out at once, and the panels of columns of dh
+// and dx that meet them; of a sum of more elements all rows' sums are held meanwhile, so its panels are fewer.
+struct TiledBackward {
+    static constexpr int64_t LONG = 1024, PART = 512, PANELS = 8, PANELS_OF_LONGER = 4;
+    static int64_t panels(int64_t length) { return length > LONG ? PANELS_OF_LONGER : PANELS; }
+};
+
 // Of a group of experts, whose z is saved. Units of `dh` are (piece, dh_panels of h); of `dx` (piece, dx_panels of x); of `dw`
 // (expert, block of HIGH x WIDE numbers of a gradient), first all of d up.
 struct ExpertsBackward {

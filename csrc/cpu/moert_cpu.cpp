@@ -23,6 +23,7 @@ using moert::Experts;
 using moert::Kernels;
 using moert::Piece;
 using moert::Tiled;
+using moert::TiledBackward;
 
 struct Variant {
     const char* name;
@@ -225,8 +226,7 @@ int64_t end_of_group(const int32_t* offsets, int64_t first, int64_t E, int64_t g
 constexpr int64_t LEAVES_CACHES = 16 << 20;  // bytes of gradients, from which on no cache keeps them until they are read
 
 // how many panels of n columns a unit has, `times` as many units apart from them, so that no thread goes without
-int64_t panels_of(int64_t n, int64_t times, int threads) {
-    int64_t panels = Experts::PANELS;
+int64_t panels_of(int64_t n, int64_t times, int threads, int64_t panels = Experts::PANELS) {
     while (panels > 1 && times * blocks(n, panels * Experts::PANEL) < (threads > 1 ? 4 * threads : 1)) panels /= 2;
     return panels;
 }
@@ -394,8 +394,10 @@ void moert_cpu_experts_backward(
         int64_t n = 0;
         for (int64_t e = first; e < last; e++)
             if (trains[e] && offsets[e] < offsets[e + 1]) experts[n++] = {(int32_t)e, offsets[e], offsets[e + 1], 0};
-        const int64_t dh_panels = panels_of(I, n_pieces, threads), dx_panels = panels_of(H, n_pieces, threads);
-        const int64_t up_columns = columns_of_up(run.tiled[d], form, I, rows, n_pieces, threads);
+        const bool tiled = run.tiled[d];
+        const int64_t dh_panels = panels_of(I, n_pieces, threads, tiled ? TiledBackward::panels(H) : Experts::PANELS);
+        const int64_t dx_panels = panels_of(H, n_pieces, threads, tiled ? TiledBackward::panels(Z) : Experts::PANELS);
+        const int64_t up_columns = columns_of_up(tiled, form, I, rows, n_pieces, threads);
         void* z_of = z ? (char*)z + begin * Z * size_of(dtype) : base + parts.z;
         const Experts f = {
             {act, form, limit, up_offset}, x, up, down, nullptr, nullptr, up_stride_e, up_stride, down_stride_e, down_stride,

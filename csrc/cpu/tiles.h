@@ -49,9 +49,25 @@ struct Step<bf16> {
 template <class T>
 inline vf stacked(const T* a, const T* b) {
     if (Step<T>::DEPTH == 1) return load(a);
+#if defined(__AVX512F__)  // of the compilers' extension g++ 12 makes loads and stores
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
+    return (vf)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+#else
     vh low, high;
     memcpy(&low, a, sizeof low), memcpy(&high, b, sizeof high);
     return (vf)(__builtin_convertvector(low, vu) | __builtin_convertvector(high, vu) << 16);
+#endif
+}
+
+// `stacked` of up to LANES numbers, the first n, of two rows of which either may be null; zeros for what lacks
+template <class T>
+inline vf stacked_up_to(const T* a, const T* b, int64_t n) {
+    if (n >= LANES && a && (b || Step<T>::DEPTH == 1)) return stacked<T>(a, b);
+    T one[LANES] = {}, two[LANES] = {};
+    if (n > 0 && a) memcpy(one, a, (n < LANES ? n : LANES) * sizeof(T));
+    if (n > 0 && b) memcpy(two, b, (n < LANES ? n : LANES) * sizeof(T));
+    return stacked<T>(one, two);
 }
 
 constexpr int64_t PANEL = moert::Experts::PANEL;  // columns of a product, at most, and the distance of its rows
@@ -278,11 +294,8 @@ inline void stack(At at, int64_t columns, int64_t length, float* panels, int64_t
             for (int64_t i = 0; i < STRIP; i += LANES) store(strip + i, stacked<T>(a + n + i, b + n + i));
         for (const int64_t end = (columns + PANEL - 1) / PANEL * PANEL; n < end; n += STRIP, strip += step)
             for (int64_t i = 0; i < STRIP; i += LANES) {
-                T one[LANES] = {}, two[LANES] = {};
-                const int64_t rest = columns - n - i, some = rest < LANES ? rest : LANES;
-                if (some > 0) memcpy(one, a + n + i, some * sizeof(T));
-                if (some > 0 && b) memcpy(two, b + n + i, some * sizeof(T));
-                store(strip + i, stacked<T>(one, two));
+                const int64_t rest = columns - n - i;
+                store(strip + i, stacked_up_to<T>(rest > 0 ? a + n + i : nullptr, rest > 0 && b ? b + n + i : nullptr, rest));
             }
     }
 }

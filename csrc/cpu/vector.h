@@ -33,14 +33,20 @@ inline float scalar(bf16 x) {
     return value;
 }
 
+#if defined(__AVX512F__)  // of a conversion in the compilers' extension g++ 12 makes two halves, through memory
+inline vf wide(vh h) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16); }
+inline vh low_halves(vu u) { return (vh)_mm512_cvtepi32_epi16((__m512i)u); }
+#else
 inline vf wide(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+inline vh low_halves(vu u) { return __builtin_convertvector(u, vh); }
+#endif
 
 // to nearest, ties to even; a NaN stays one
 inline vh narrow(vf v) {
     vu u = (vu)v;
     vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     vu quiet = (u >> 16) | 0x40;
-    return __builtin_convertvector((vu)((v == v) ? (vi)rounded : (vi)quiet), vh);
+    return low_halves((vu)((v == v) ? (vi)rounded : (vi)quiet));
 }
 
 inline vf load(const float* p) {

@@ -6,7 +6,6 @@ share_e(domain) = slots of expert e / slots of all experts          per layer; 1
 distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|               total variation, mean over the layers, 0 to 1
 """
 
-import copy
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,11 @@ import torch
 
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.compare import LEVEL, signed
-from moe_runtime.experiments.corpora import DOMAINS, domains_key
+from moe_runtime.experiments.corpora import SOURCES, domains_key
 from moe_runtime.experiments.plots import COLOURS, GREY, figure_of
 from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
-from moe_runtime.experiments.tables import Entry, Report, compared, finite, over_seeds
+from moe_runtime.experiments.tables import MARKS, Entry, Report, compared, finite, over_seeds
 from moe_runtime.hf.dropin.stats import collect_router_stats, expert_load
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
@@ -50,6 +49,7 @@ class Judged(NamedTuple):
     optimizer_bytes: int = 0
     source: str = ""  # what the model is loaded from: `folder`, or a given specialist's own place
     course: list | None = None  # (step, {domain: loss}), where the training was watched
+    exact: list | None = None  # of each held-out example 1 if greedy decoding gives its label, else 0
 
     @property
     def domains(self) -> dict[str, float]:
@@ -74,11 +74,8 @@ def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
 def of_domain(result, domain: str):
     """Return a result restricted to the examples of one domain."""
     place = places_of(result.rows)[domain]
-    losses, tokens = result.losses[place], result.tokens[place]
-    return result._replace(rows={domain: len(losses)}, history=[], **loss_of(losses, tokens))
-
-
-MARKS = {"lower": "-", "higher": "+"}  # of a domain's loss that the test found lower or higher than the reference's
+    losses, tokens, exact = result.losses[place], result.tokens[place], result.exact and result.exact[place]
+    return result._replace(rows={domain: len(losses)}, history=[], **loss_of(losses, tokens, exact))
 
 
 @dataclass(kw_only=True)
@@ -101,6 +98,11 @@ class DomainReport(Report):
             domain: Report(entries=[_entry_of(entry, domain) for entry in self.entries], **shared) for domain in self.domains
         }
 
+    @property
+    def solved(self) -> tuple[str, ...]:
+        """The domains of which some model answers an example exactly; the others have no column of exact matches."""
+        return tuple(domain for domain, table in self.of_domains.items() if table.is_solved)
+
     def domain_loss(self, name: str, domain: str) -> float:
         """Return a method's loss on one domain, the mean over the seeds."""
         return self.of_domains[domain].entry(name).loss
@@ -111,13 +113,16 @@ class DomainReport(Report):
         for method, entry in zip(values["methods"], self.entries, strict=True):
             method["domains"] = {domain: self.domain_loss(entry.name, domain) for domain in self.domains}
             for seed, result in zip(method["seeds"], entry.results, strict=True):
-                seed["domains"] = result.domains
+                seed["domains"] = by_domain(result.losses, result.tokens, result.rows)
+            method["exact_of_domains"] = {domain: table.entry(entry.name).exact for domain, table in self.of_domains.items()}
         comparisons = {domain: [asdict(one) for one in table.comparisons] for domain, table in self.of_domains.items()}
-        return finite(values | {"rows": self.entries[0].results[0].rows, "comparisons_of_domains": comparisons})
+        exact = {domain: [asdict(one) for one in table.exact_comparisons] for domain, table in self.of_domains.items()}
+        more = {"comparisons_of_domains": comparisons, "exact_comparisons_of_domains": exact}
+        return finite(values | {"rows": self.entries[0].results[0].rows} | more)
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and their alignment."""
-        names = (*self.domains, "all", f"vs {self.reference}", "p")
+        names = (*self.domains, *(f"exact {domain}" for domain in self.solved), "all", f"vs {self.reference}", "p")
         costs = ("parameters", "trained", "train s")
         right = [(name, "right") for name in names]
         return [("method", "left"), *right, ("verdict", "left"), *((name, "right") for name in costs)]
@@ -129,6 +134,7 @@ class DomainReport(Report):
         return (
             entry.name,
             *(self._cell(entry.name, domain) for domain in self.domains),
+            *(self.of_domains[domain].exact_cell(entry.name) for domain in self.solved),
             entry.mean_sd(),
             *compared(one),
             f"{first.parameters:,}",
@@ -150,6 +156,7 @@ class DomainReport(Report):
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
             f"corrected by Holm for the {len(self.comparisons)} comparisons of a column; - and + at a domain's loss: lower and "
             f"higher than {self.reference}'s by the same test.\ntrain s: all stages after the base."
+            + self.exact_legend([domain for domain in self.domains if domain not in self.solved])
         )
 
 
@@ -170,13 +177,9 @@ class DomainStages(KeptStages):
     share = 1.0  # of each domain's train rows that are tuned on
 
     def change(self, share: float | None = None, **changes):
-        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed.
-
-        `changes` are as `Node.change` takes them, of experts and trainings alone.
-        """
-        other = copy.copy(self)
+        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed."""
+        other = super().change(**changes)
         other.share = self.share if share is None else share
-        other.recipe = self.recipe.change(**changes)
         return other
 
     @property
@@ -223,7 +226,7 @@ class DomainStages(KeptStages):
 
     def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
         """What a training's result says; judged anew, of what `load` gives, where it was not saved as it was trained."""
-        course = course_of(trained) | {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+        course = course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
         if self._is_saved_as_trained(model):
             return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens) | sizes_of(model)
         del model, trained
@@ -244,7 +247,7 @@ class DomainStages(KeptStages):
         """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
         r, built_in = self.recipe, domains_key()
         sources = [source for d in r.domains.values() for source in d.sources]
-        rows = [built_in if source in DOMAINS else files_print(source) for source in sources]
+        rows = [built_in if source in SOURCES else files_print(source) for source in sources]
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})

@@ -6,6 +6,7 @@ that a recipe names are read here too, told apart from those held out, and token
 """
 
 import contextlib
+import copy
 import fcntl
 import functools
 import hashlib
@@ -73,6 +74,10 @@ class Result(NamedTuple):
     steps_per_second: float
     alpha: list | None = None  # [L][E], mixing coefficients of a merged model
     upcycled_error: float | None = None  # relative, of the logits: the upcycled model against the dense one
+    trained_parameters: int = 0
+    validation: float | None = None  # loss on the rows for validation, if there are any
+    rows: dict[str, int] | None = None  # domain -> held-out examples, if they are ordered by domain
+    exact: list | None = None  # of each held-out row 1 if greedy decoding gives its label, else 0
 
 
 class KeptStages:
@@ -111,6 +116,12 @@ class KeptStages:
         trainers.quiet()
         self._rows: dict = {}
         self._key = ranks.agree(self.data_key())  # once, as the rows are read once
+
+    def change(self, **changes):
+        """Return the stages of the same rows and base with values of the recipe changed, of experts and trainings alone."""
+        other = copy.copy(self)
+        other.recipe = self.recipe.change(**changes)
+        return other
 
     @property
     def tokenizer(self):
@@ -266,13 +277,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def course_of(trained: trainers.Trained) -> dict:
     """How a training went, without where it ended: a model made of the trained one is judged anew."""
-    history = trained.history
-    return {"steps": trained.steps, "seconds": history.seconds, "history": history.held_out}
+    course = {"steps": trained.steps, "seconds": trained.history.seconds, "history": trained.history.held_out}
+    return course | {"trained_parameters": trained.trained_parameters}
 
 
-def loss_of(losses: list[float], tokens: list[int]) -> dict:
+def loss_of(losses: list[float], tokens: list[int], exact: list[int] | None = None) -> dict:
     """The held-out rows' part of a result."""
-    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens}
+    known = {} if exact is None else {"exact": exact}
+    return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens} | known
 
 
 def sizes_of(model) -> dict:
@@ -318,7 +330,7 @@ def domain_pairs(domain) -> tuple:
     asked = max(domain.limit or 0, domain.held_out_rows)
     # without a limit sums end at SUMS; some more than asked, as rows that are too long drop out
     limit = asked + asked // 8 if asked > SUMS else None
-    made = {name: functools.partial(domain_rows, name, limit=limit) for name in DOMAINS}
+    made = {name: functools.partial(domain_rows, name, limit=limit) for name in SOURCES}
     return split_rows(domain, made, shuffle=True)
 
 
@@ -326,16 +338,23 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
     """Return `<name>-train` and `<name>-held_out` of every domain, tokenized: what one holds out is in no other's train rows.
 
     Each domain's prompts are put in its own way. The tokenizer is left with the chat template of the first domain that brings
-    one, with its own where a domain's prompt is "chat".
+    one, with its own where a domain's prompt is "chat". Of its held-out rows, a domain's first `validation_rows` are
+    `<name>-validation`.
     """
     own, found = tokenizer.chat_template, {}
-    pairs = {name: domain_pairs(domain) for name, domain in domains.items()}
+    counts = {name: domain.held_out_rows + domain.validation_rows for name, domain in domains.items()}
+    pairs = {name: domain_pairs(domain.change(held_out_rows=counts[name])) for name, domain in domains.items()}
     held_out = [row for _, rows in pairs.values() for row in rows]
     for name, domain in domains.items():
         rows = {"train": without(pairs[name][0], held_out, ", ".join(domains)), "held_out": pairs[name][1]}
-        for part, limit in (("train", domain.limit), ("held_out", domain.held_out_rows)):
+        for part, limit in (("train", domain.limit), ("held_out", counts[name])):
             how = {"prompt": domain.prompt, "train_on": domain.train_on}
             found[f"{name}-{part}"] = data.tokenize_pairs(tokenizer, rows[part], max_length, limit=limit, **how)
+        if domain.validation_rows:
+            judging = found[f"{name}-held_out"]
+            first = min(domain.validation_rows, len(judging) - 1)
+            found[f"{name}-held_out"] = judging.select(range(first, len(judging)))
+            found[f"{name}-validation"] = judging.select(range(first))
     prompts = [domain.prompt for domain in domains.values()]
     tokenizer.chat_template = own if "chat" in prompts else next(filter(None, map(TEMPLATES.get, prompts)), own)
     # cut at max_length, rows may have become equal
@@ -371,8 +390,9 @@ def documents(pretrain: Pretrain) -> list[str]:
 def domain_documents(pretrain: Pretrain, sources: Iterable[str]) -> list[str]:
     """The texts that the small base of a study of domains is made of: as many of each built-in one among `sources`.
 
-    Code's are the standard library's source. Where no source is built in, all built-in domains are read.
+    Code's are the standard library's source. Where no source is built in, all built-in domains are read. The recipe's
+    `domains` says instead which are read, and how many of each.
     """
     names = [name for name in SOURCES if name in set(sources)] or list(DOMAINS)
-    count = pretrain.documents and max(pretrain.documents // len(names), 1)
-    return [text for name in names for text in domain_text(name, limit=count)]
+    counts = pretrain.domains or dict.fromkeys(names, pretrain.documents and max(pretrain.documents // len(names), 1))
+    return [text for name, count in counts.items() for text in domain_text(name, limit=count)]

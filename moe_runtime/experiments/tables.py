@@ -23,6 +23,7 @@ from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.io.rows import require
 
 OF_SOME = ("alpha", "general_loss", "trained_parameters", "optimizer_bytes", "experts")  # what not every result has
+MARKS = {"lower": "-", "higher": "+"}  # of a number that the test found lower or higher than the reference's
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class Entry:
         return statistics.stdev(losses) if len(losses) > 1 and all(map(math.isfinite, losses)) else math.nan
 
     @property
+    def exact(self) -> float | None:
+        """Share of the held-out examples with an exact match, mean over the seeds; None if one was judged without."""
+        rates = [exact_match(result) for result in self.results]
+        return None if None in rates else statistics.fmean(rates)
+
+    @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is beyond a float, NaN for a loss that is none."""
         return math.inf if self.loss > 700 else math.exp(self.loss)
@@ -70,6 +77,7 @@ class Entry:
             "loss": self.loss,
             "loss_sd": self.sd,
             "perplexity": self.perplexity,
+            "exact_match": self.exact,
             "parameters": first.parameters,
             "active_parameters": first.active_parameters,
             "train_seconds": self.seconds,
@@ -81,7 +89,13 @@ def _of_seed(result) -> dict:
     """The numbers of one result; the rows' losses stay in its own folder."""
     names = ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history", *OF_SOME)
     known = {name: getattr(result, name) for name in names if hasattr(result, name)}
-    return {"folder": "/".join(Path(result.folder).parts[-2:])} | known
+    return {"folder": "/".join(Path(result.folder).parts[-2:])} | known | {"exact_match": exact_match(result)}
+
+
+def exact_match(result) -> float | None:
+    """Return the share of the held-out examples for which greedy decoding gives the label; None if it is not recorded."""
+    flags = getattr(result, "exact", None)
+    return None if flags is None else statistics.fmean(flags)
 
 
 @dataclass(kw_only=True)
@@ -114,6 +128,8 @@ class Report(Finding):
             raise ValueError("The methods are evaluated on different held-out examples. Use one recipe for all")
         losses = {entry.name: [result.losses for result in entry.results] for entry in self.entries}
         self.comparisons: list[Comparison] = compare(losses, self.reference, tokens)
+        exact = {entry.name: [result.exact for result in entry.results] for entry in self.entries if entry.exact is not None}
+        self.exact_comparisons = compare(exact, self.reference) if self.reference in exact else []
 
     def entry(self, name: str) -> Entry:
         """Return the entry of that name."""
@@ -137,6 +153,7 @@ class Report(Finding):
                 "methods": [entry.to_dict(self.seeds) for entry in self.entries],
                 "level": LEVEL,
                 "comparisons": [asdict(one) for one in self.comparisons],
+                "exact_comparisons": [asdict(one) for one in self.exact_comparisons],
                 "summary": self.summary,
                 **self.extra,
                 "environment": environment(),
@@ -145,7 +162,8 @@ class Report(Finding):
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
-        names = ("held-out loss", "perplexity", "parameters", "per token", "train s", f"vs {self.reference}", "p")
+        exact = ("exact match",) * self.is_solved
+        names = ("held-out loss", "perplexity", *exact, "parameters", "per token", "train s", f"vs {self.reference}", "p")
         return [("method", "left"), *((name, "right") for name in names), ("verdict", "left")]
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -155,19 +173,39 @@ class Report(Finding):
     def _row(self, entry: Entry) -> tuple[str, ...]:
         one, first = self.comparison(entry.name), entry.results[0]
         numbers = (
-            entry.mean_sd(), f"{entry.perplexity:,.2f}", f"{first.parameters:,}", f"{first.active_parameters:,}",
-            f"{entry.seconds:,.0f}",
+            entry.mean_sd(), f"{entry.perplexity:,.2f}", *(self.exact_cell(entry.name),) * self.is_solved,
+            f"{first.parameters:,}", f"{first.active_parameters:,}", f"{entry.seconds:,.0f}",
         )  # fmt: skip
         return entry.name, *numbers, *compared(one)
 
+    @property
+    def is_solved(self) -> bool:
+        """Whether some model answers an example exactly."""
+        return any(entry.exact for entry in self.entries)
+
+    def exact_cell(self, name: str) -> str:
+        """Return a method's share of exact matches as text, with the test's mark; empty for one that was judged without."""
+        rate = self.entry(name).exact
+        verdicts = [one.verdict for one in self.exact_comparisons if one.name == name]
+        return "" if rate is None else f"{rate:.3f}" + "".join(MARKS.get(verdict, "") for verdict in verdicts)
+
+    def exact_legend(self, zero: Sequence[str] = ()) -> str:
+        """Return a line about exact matches, which are `zero` for these parts of the examples; none if there are no flags."""
+        if all(entry.exact is None for entry in self.entries):
+            return ""
+        marks = f"- and +: lower and higher than {self.reference}'s by the same test" if self.is_solved else ""
+        found = "; ".join(filter(None, (marks, f"0 on {', '.join(zero)}" if zero else "")))
+        return f"\nexact match: rows whose label tokens are all the most probable ones, as in greedy decoding, of all; {found}."
+
     def legend(self) -> str:
-        """Return what the table's numbers are, in two lines."""
+        """Return what the table's numbers are, in lines."""
         rows, tokens = len(self.entries[0].results[0].tokens), sum(self.entries[0].results[0].tokens)
         return (
             f"{rows} held-out rows, {tokens:,} label tokens; {over_seeds(self.seeds)}; train s: all stages after the base, "
             "which has its own.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
             f"corrected by Holm for {len(self.comparisons)} comparisons."
+            + self.exact_legend([] if self.is_solved else ["all rows"])
         )
 
 
@@ -329,6 +367,19 @@ def different(name: str, values: Sequence, check: Callable) -> tuple:
 def each(report: Report) -> list[str]:
     """Say one sentence for every comparison."""
     return [f"{one}." for one in report.comparisons]
+
+
+def between(report: Report, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Say one sentence for every pair of methods; the pairs are tested together, apart from the report's comparisons."""
+    losses = {entry.name: [result.losses for result in entry.results] for entry in report.entries}
+    return [f"{one}." for one in compare(losses, report.reference, report.entries[0].results[0].tokens, pairs=pairs)]
+
+
+def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> list[str]:
+    """Say how the methods `names` compare with another one than the table's reference."""
+    found = {entry.name: [result.losses for result in entry.results] for entry in entries}
+    tokens = entries[0].results[0].tokens
+    return [f"{one}." for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens)]
 
 
 def best(names: Iterable[str]) -> Callable[[Report], list[str]]:

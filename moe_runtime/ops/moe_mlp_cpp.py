@@ -19,8 +19,7 @@ ANY = 1 << 62
 # instruction set, 2026-11-23
 _ALL = {torch.float32: ANY, torch.bfloat16: ANY}
 FEW = {"amx": _ALL, "avx512_bf16": _ALL, "avx512": _ALL, "avx2": {torch.float32: 128, torch.bfloat16: ANY}}
-FEW_OF_TILES = 8  # in bfloat16 where torch multiplies on matrix tiles and we on vectors: without `amx`, or in the backward pass
-FEW_BACK = {("amx", torch.bfloat16): FEW_OF_TILES}
+FEW_OF_TILES = 8  # in bfloat16 where torch multiplies on matrix tiles and we on vectors: without `amx`
 BACK_ELEMENTS = 1 << 22  # of dz and wh that experts go through together in the backward pass
 # where one call reads the weights once and that decides
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
@@ -235,11 +234,13 @@ def _with_router(grads: Gradients, dx, dweight, router) -> Gradients:
 
 def _back_in_one_call(experts: Experts, offsets, into: Gradients) -> bool:
     """Whether one call of the library is to do the backward pass: as in the forward pass, without biases."""
-    if experts.up_bias is not None or experts.down_bias is not None:
-        return False
     rows = offsets.diff()
-    most = int(rows.max()) if rows.numel() else ANY
-    if not back_in_one_call(experts.up.dtype, most) or not _in_one_call(experts, most):
+    if (
+        experts.up_bias is not None
+        or experts.down_bias is not None
+        or not rows.numel()
+        or not _in_one_call(experts, int(rows.max()))
+    ):
         return False
     return all(old is None or (old.dtype == experts.up.dtype and old.stride(2) == 1) for old in (into.up, into.down))
 
@@ -250,11 +251,6 @@ def one_call_back_bytes(dtype: torch.dtype, form: int, offsets: int, T: int, H: 
     return cpp.library().handle.moert_cpu_experts_backward_bytes(
         cpp.DTYPES[dtype], form, offsets, T, H, I, E, K, group, recompute, torch.get_num_threads()
     )
-
-
-def back_in_one_call(dtype: torch.dtype, most: int) -> bool:
-    """Whether one call does the backward pass of experts of which the largest has `most` rows."""
-    return most <= min(FEW_BACK.get((cpp.library().variant, dtype), ANY - 1), few_rows(dtype))
 
 
 def _one_call_back(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, into: Gradients):

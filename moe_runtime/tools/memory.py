@@ -149,7 +149,7 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
     if backend == "cpp" and name in ("moe_mlp", "moe_layer") and E * moe_mlp_cpp.few_rows(x.dtype) >= R:
         return 0, {"one call": moe_mlp_cpp.one_call_bytes(x.dtype, T, H, I, E, K)}
     one_stack = all(given.get(part) is None for part in ("up_trained", "up_bias", "down_bias"))
-    in_one_call = backend == "cpp" and one_stack and moe_mlp_cpp.back_in_one_call(x.dtype, -(-R // E))
+    in_one_call = backend == "cpp" and one_stack and moe_mlp_cpp.few_rows(x.dtype) >= -(-R // E)
     if in_one_call and name in ("moe_mlp_backward", "moe_layer_backward"):
         offsets = (ctypes.c_int32 * (E + 1))(*[R * e // E for e in range(E + 1)])  # not a tensor, as all tensors are fake here
         how = (int(given["gated"]), ctypes.addressof(offsets), T, H, I, E, K, given["z"].shape[0] == 0)

@@ -18,7 +18,6 @@ def calls(monkeypatch):
     """All backward passes that the library can do, it does; how often it did."""
     made = []
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda *_: moe_mlp_cpp.ANY)
-    monkeypatch.setattr(moe_mlp_cpp, "FEW_BACK", {})
     monkeypatch.setattr(moe_mlp_cpp, "_one_call_back", lambda *args: made.append(1) or CALL(*args))
     return made
 
@@ -36,6 +35,7 @@ SIZES = [
     pytest.param(5, 31, 7, 6, 2, id="few"),
     pytest.param(560, 40, 33, 2, 1, id="rows of several blocks"),
     pytest.param(21, 580, 530, 2, 2, id="long sums"),
+    pytest.param(35, 1060, 540, 2, 1, id="longer sums"),
     pytest.param(1100, 24, 17, 1, 1, id="two pieces", marks=pytest.mark.slow),
 ]
 

@@ -36,6 +36,7 @@ class Trained(NamedTuple):
     steps: int
     losses: list[float]  # of each held-out example, at the end
     tokens: list[int]
+    exact: list[int] | None  # whether greedy decoding gives its label tokens, as `sums_of`
     state_dict: Callable[[], dict | None]  # rank 0 gets all weights, the others may get None; every process must call
     trained_parameters: int
     optimizer_bytes: int  # of the optimizer's state, over all processes
@@ -217,36 +218,46 @@ def each_row(
     return [by_place[place] for place in range(len(rows))]
 
 
-def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list[float], list[int]]:
-    """Return each row's mean loss per label token, without auxiliary losses, and its label tokens; call in every process."""
+def row_losses(model, rows, tokenizer, batch_size: int = 32, bf16: bool = False) -> tuple[list, list, list]:
+    """Return each row's mean loss per label token, without auxiliary losses, its label tokens, and whether all are right.
 
-    def take(model, batch: dict) -> list[tuple[float, int]]:
+    They are right (1, otherwise 0) if each is the most probable token: greedy decoding then gives the label. Every process must
+    call.
+    """
+
+    def take(model, batch: dict) -> list[tuple]:
         labels = batch.pop("labels")
         return token_sums(model(**batch, use_cache=False).logits, labels)
 
     return means_of(each_row(model, rows, take, collator=pair_collator(tokenizer), batch_size=batch_size, bf16=bf16))
 
 
-def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:
-    """Return the sum of the label tokens' losses of each row, and their number; `logits` [B, S, V], `labels` [B, S]."""
-    logits, labels = logits[:, :-1].float().transpose(1, 2), labels[:, 1:]
-    losses = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
-    return sums_of(losses, labels)
+def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> list[tuple]:
+    """Return `sums_of` each row's label tokens; `logits` [B, S, V], `labels` [B, S]."""
+    logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=-100, reduction="none")
+    return sums_of(losses, labels, logits.argmax(-1))
 
 
-def sums_of(losses: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, int]]:
-    """Return, for each row of `losses` [B, n], their sum and the number of its labels [B, n] that are not -100."""
-    return list(zip(losses.double().sum(1).tolist(), (labels != -100).sum(1).tolist(), strict=True))
+def sums_of(losses: torch.Tensor, labels: torch.Tensor, predicted: torch.Tensor | None = None) -> list[tuple]:
+    """Return, for each row of `losses` [B, n], their sum, the number of labels [B, n] that are not -100, and an exact match.
+
+    That is 1 if the tokens `predicted` [B, n] are the labels, else 0, and None without them.
+    """
+    counted = labels != -100
+    exact = [None] * len(labels) if predicted is None else ((predicted == labels) | ~counted).all(1).int().tolist()
+    return list(zip(losses.double().sum(1).tolist(), counted.sum(1).tolist(), exact, strict=True))
 
 
-def means_of(found: Sequence[tuple[float, int]]) -> tuple[list[float], list[int]]:
-    """Return each row's mean, and its number of label tokens."""
-    sums, tokens = zip(*found, strict=True)
-    return [total / count for total, count in zip(sums, tokens, strict=True)], list(tokens)
+def means_of(found: Sequence[tuple]) -> tuple[list[float], list[int], list[int] | None]:
+    """Return each row's mean, its number of label tokens, and the exact matches, None if they are unknown."""
+    sums, tokens, exact = zip(*found, strict=True)
+    means = [total / count for total, count in zip(sums, tokens, strict=True)]
+    return means, list(tokens), None if None in exact else list(exact)
 
 
-def mean_loss(losses: Sequence[float], tokens: Sequence[int]) -> float:
-    """Return the mean over all label tokens of `row_losses`' numbers."""
+def mean_loss(losses: Sequence[float], tokens: Sequence[int], exact: Sequence[int] | None = None) -> float:
+    """Return the mean over all label tokens of `row_losses`' numbers; `exact` plays no part in it."""
     return sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
 
 

@@ -56,21 +56,21 @@ class Best:
             self.path.unlink(missing_ok=True)
         elif self.path.is_file():
             kept = self._kept()
-            self.loss, self.rows = kept["loss"], (kept["losses"], kept["tokens"])
+            self.loss, self.rows = kept["loss"], (kept["losses"], kept["tokens"], kept.get("exact"))
 
-    def see(self, loss: float, rows: tuple[list, list]) -> None:
+    def see(self, loss: float, rows: tuple[list, list, list | None]) -> None:
         """Keep the weights if `loss`, that of `rows`, is the lowest so far."""
         if not loss < self.loss:
             return
         self.loss, self.rows = loss, rows
-        values = {"loss": loss, "losses": list(rows[0]), "tokens": list(rows[1]), "weights": self._weights()}
+        values = {"loss": loss, "weights": self._weights()} | dict(zip(("losses", "tokens", "exact"), rows, strict=True))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(self.path) as beside:
             torch.save(values, beside)
 
     @torch.no_grad()
-    def put_back(self) -> tuple[list, list] | None:
-        """Give the model the weights that were kept, and return their rows' losses; None if no loss was a number."""
+    def put_back(self) -> tuple[list, list, list | None] | None:
+        """Give the model the weights that were kept, and return their `row_losses`; None if no loss was a number."""
         if self.rows is None:
             return None
         kept = self._kept()["weights"]
@@ -90,7 +90,7 @@ class Best:
                 reason = f"{name} is not {list(weight.shape)}, {weight.dtype}"
         if reason is not None:
             raise ValueError(f"Cannot read {self.path} of this training ({reason}). Remove its folder to start again")
-        for name in ("losses", "tokens"):
+        for name in ("losses", "tokens", *(["exact"] if kept.get("exact") is not None else [])):
             check_numbers(f"{name} of {self.path}", kept.get(name), None, finite=False)
         check_numbers(f"loss of {self.path}", kept.get("loss"))
         return kept
@@ -104,7 +104,7 @@ class Best:
 class Recorder(TrainerCallback):
     """Fills a History, reports each step, and continues the history of a checkpoint.
 
-    `take` returns the held-out loss, and the losses and label tokens of the rows that it is the mean of. It is called after
+    `take` returns the held-out loss, and the `row_losses` that it is the mean of. It is called after
     `every` so many steps, or after those of a list, and at the end; its seconds do not count. With `best` the training ends
     with the weights of its lowest held-out loss, and `last` is of those.
     """
@@ -116,7 +116,7 @@ class Recorder(TrainerCallback):
         on_step: Callable[[int, int, float | None], None] | None, best: Best | None = None,
     ):  # fmt: skip
         self.history, self.take, self.every, self.on_step, self.best = history, take, every, on_step, best
-        self.loss, self.last = None, ([], [])
+        self.loss, self.last = None, ([], [], None)
         self.start = self.paused = self.before = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -155,7 +155,7 @@ class Recorder(TrainerCallback):
             torch.distributed.barrier()
         if state.is_world_process_zero:
             folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            values = asdict(self.history) | {"seconds": self._seconds(), "last": self.last}
+            values = asdict(self.history) | {"seconds": self._seconds(), "last": self.last[:2], "exact": self.last[2]}
             atomic_write_text(folder / self.NAME, json.dumps(values) + "\n")  # a held-out loss may be NaN
 
     def restore(self, checkpoint: Path) -> None:
@@ -165,8 +165,8 @@ class Recorder(TrainerCallback):
         pairs = [values.get("last"), *(points["rows"] if isinstance(points["rows"], list) else [None])]
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise ValueError(f"last and rows {place} must be pairs of lists, but got {shown(pairs)}. Remove the checkpoint")
-        losses, tokens = values["last"]
-        for what, part in (("losses", losses), ("tokens", tokens)):
+        (losses, tokens), exact = values["last"], values.get("exact")
+        for what, part in (("losses", losses), ("tokens", tokens), *([("exact", exact)] if exact is not None else [])):
             check_numbers(f"{what} {place}", part, len(losses) if isinstance(losses, list) else None, finite=False)
         check_number(f"seconds {place}", values.get("seconds"))
         for name in ("train", "held_out"):  # a loss may be NaN
@@ -174,7 +174,7 @@ class Recorder(TrainerCallback):
         check_numbers(f"steps {place}", [step for step, _ in points["rows"]], None)
         for _, row in points["rows"]:
             check_numbers(f"rows {place}", row, None, finite=False)
-        self.last, self.before = (losses, tokens), values["seconds"]
+        self.last, self.before = (losses, tokens, exact), values["seconds"]
         for name, found in points.items():
             getattr(self.history, name)[:] = map(tuple, found)
 

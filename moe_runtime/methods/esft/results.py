@@ -10,6 +10,8 @@ from moe_runtime.experiments.stages import loss_of
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.methods.esft.scores import ExpertScores
 
+BASE, FFT, LORA, TOKEN, GATE = "base", "FFT", "LoRA", "ESFT-Token", "ESFT-Gate"  # the methods' names in tables
+
 
 class Tuned(NamedTuple):
     """A model that was tuned on a task, or the base; or several, joined over tasks by `join`."""
@@ -33,6 +35,8 @@ class Tuned(NamedTuple):
     optimizer_bytes: int
     experts: dict | None = None  # layer -> ids that were trained
     tasks: dict | None = None  # of several: name -> Tuned
+    exact: list | None = None  # of each held-out row 1 if greedy decoding gives its label, else 0
+    general_exact: list | None = None
 
 
 class Scored(NamedTuple):
@@ -61,6 +65,7 @@ def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
     """Return one result of a method for all its tasks: all held-out rows, means of the rest, general rows' losses included."""
     first, count = next(iter(parts.values())), len(parts)
     losses, tokens = ([value for one in parts.values() for value in getattr(one, of)] for of in ("losses", "tokens"))
+    exact = None if None in (one.exact for one in parts.values()) else [flag for one in parts.values() for flag in one.exact]
     general = [sum(row) / count for row in zip(*(one.general_losses for one in parts.values()), strict=True)]
     ways = zip(*(one.history for one in parts.values()), strict=False)
     costs = ("seconds", "total_seconds", "steps_per_second", "trained_parameters", "optimizer_bytes")
@@ -69,7 +74,7 @@ def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
     history = [(way[0][0], statistics.fmean(loss for _, loss in way)) for way in ways]
     return first._replace(
         name=name, general_loss=trainers.mean_loss(general, first.general_tokens), general_losses=general, history=history,
-        experts=None, tasks=dict(parts), **loss_of(losses, tokens), **means,
+        experts=None, tasks=dict(parts), exact=exact, **loss_of(losses, tokens), **means,
     )  # fmt: skip
 
 

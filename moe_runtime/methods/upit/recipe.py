@@ -44,6 +44,8 @@ class PromptedDomain(Domain):
 
     prompt: Prompt = "plain"
     train_on: TrainOn = "assistant"
+    # held-out examples that settings are chosen by: set aside, before those that judge
+    validation_rows: Steps = Field(0, exclude_if=lambda count: count == 0)
 
 
 class Checkpoints(Node):

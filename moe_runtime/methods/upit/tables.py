@@ -9,6 +9,7 @@
     experts    E experts, A per token                                                         Figure 4, Table 5
     data       a share of the rows                                                            Figure 3
     epochs     of the two trainings                                                           Figure 6
+    budget     equal optimizer steps: SFT of one schedule, UpIT of one or two                 Sec. 4.1's trainings
 
 The measure is the held-out loss per label token of every domain, in the place of the paper's benchmarks. Options are checked
 against the recipe before anything is made.
@@ -22,12 +23,12 @@ from typing import NamedTuple
 
 from moe_runtime.config import check_choice, check_fraction, check_number, check_positive
 from moe_runtime.experiments import domains, plots, tables
-from moe_runtime.experiments.compare import compare
 from moe_runtime.experiments.domains import DomainReport, Judged
-from moe_runtime.experiments.tables import Command, Entry, Run, best, different, each
+from moe_runtime.experiments.tables import Command, Entry, Run, against, best, different, each
+from moe_runtime.methods.upit import budget
+from moe_runtime.methods.upit.budget import Stages
 from moe_runtime.methods.upit.experts import saved_experts
 from moe_runtime.methods.upit.pesc import NAME as PESC
-from moe_runtime.methods.upit.pesc import Stages
 from moe_runtime.methods.upit.recipe import UpitRecipe, check_saved, count_saved
 from moe_runtime.methods.upit.study import NAMES, NONE, STARTS
 
@@ -109,13 +110,6 @@ class UpitReport(DomainReport):
     def _row(self, entry: Entry) -> tuple[str, ...]:
         *row, trained, seconds = super()._row(entry)
         return *row, f"{entry.results[0].active_parameters:,}", trained, seconds
-
-
-def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> list[str]:
-    """Say how the methods `names` compare with another one than the table's reference."""
-    found = {entry.name: [result.losses for result in entry.results] for entry in entries}
-    tokens = entries[0].results[0].tokens
-    return [f"{one}." for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens)]
 
 
 class Routing(NamedTuple):
@@ -377,5 +371,6 @@ COMMANDS = {
     "experts": _losses("Experts, and experts per token", "Figure 4", _experts, check_experts, plots.sweep),
     "data": _losses("Rows to tune on", "Figure 3", _data, check_data, plots.sweep),
     "epochs": _losses("Epochs before and after", "Figure 6", _epochs, check_epochs),
+    "budget": _losses("Equal optimizer steps", "Sec. 4.1", budget.make, budget.check, budget.draw),
 }
 run = functools.partial(tables.run, COMMANDS, Stages)

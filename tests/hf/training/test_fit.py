@@ -112,9 +112,14 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
 
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
-    model = model_of(tokenizer).train()
-    losses, tokens = fit.row_losses(model, rows, tokenizer, batch_size=batch_size)
-    assert model.training and len(losses) == len(rows)
+    model = model_of(tokenizer)
+    # a right answer is what the model itself says, a wrong one has another token at the end
+    own = [model.eval()(input_ids=torch.tensor([row["input_ids"]])).logits[0].argmax(-1).tolist() for row in rows]
+    answers = [[-100, *said[:-2], said[-2] ^ place % 2] for place, said in enumerate(own)]
+    answered = rows.map(lambda row, place: {"labels": answers[place]}, with_indices=True)
+    assert fit.row_losses(model, answered, tokenizer, batch_size=batch_size)[2] == [1 - place % 2 for place in range(len(rows))]
+    losses, tokens, exact = fit.row_losses(model.train(), rows, tokenizer, batch_size=batch_size)
+    assert model.training and len(losses) == len(rows) and set(exact) == {0}
     for place in (0, 5, 21):
         ids, labels = (torch.tensor([rows[place][name]]) for name in ("input_ids", "labels"))
         assert losses[place] == pytest.approx(model(input_ids=ids, labels=labels).loss.item(), rel=1e-5)
@@ -144,7 +149,8 @@ def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, tmp_path):
     assert best < 7 and len(losses) == 8  # at such a rate the last is not the best
     assert torch.equal(model.model.norm.weight, watch.seen[best])
     assert fit.mean_loss(done.losses, done.tokens) == pytest.approx(min(losses))
-    assert fit.mean_loss(*fit.row_losses(model, held_out, tokenizer)) == pytest.approx(min(losses), rel=1e-4)
+    found = fit.row_losses(model, held_out, tokenizer)
+    assert fit.mean_loss(*found) == pytest.approx(min(losses), rel=1e-4) and done.exact == found[2]
     assert list(tmp_path.glob("best-*"))  # until what was trained is saved, and the folder goes
 
 

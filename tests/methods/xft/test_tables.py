@@ -9,11 +9,13 @@ import pytest
 
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.compare import compare
+from moe_runtime.experiments.domains import DomainReport, Judged
 from moe_runtime.experiments.tables import Entry, Report
 from moe_runtime.methods.xft import routing_study as xft_routing_study
 from moe_runtime.methods.xft import tables as xft_tables
 from moe_runtime.methods.xft.recipe import load_recipe
 from moe_runtime.methods.xft.study import Result
+from tests.methods.xft.test_study import joined_stages
 from tests.support.dist_launch import killed, times
 from tests.support.xft_study import write_study
 
@@ -84,6 +86,39 @@ def test_again_is_instant_and_equal(recipe, out):
     assert time.perf_counter() - start < 10 and times(out) == written
     assert second.rows() == first.rows() and second.summary == first.summary
     assert not any("steps in" in line for line in said)
+
+
+@pytest.mark.slow
+def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
+    stages = joined_stages(tmp_path, monkeypatch)
+    report, _ = make("overfit", stages.recipe, stages.out)
+    rates, kinds = ("0.0015", "0.003", "0.006"), ("SFT", "EMA", "SWA", "MoE", "XFT")
+    names = [f"{kind}, {rate}" for rate in rates for kind in kinds]
+    assert [entry.name for entry in report.entries] == names + [f"XFT, 0.003, lambda {rate}" for rate in ("0", "0.25", "0.5")]
+    assert report.reference == "SFT, 0.003" and list(report.domains) == ["code", "prose", "arithmetic"]
+    at_equal_rates, chosen = report.summary[1:10], report.summary[11:]
+    assert [line.partition(":")[0] for line in at_equal_rates] == [
+        f"XFT, {a} against {b}, {a}" for a in rates for b in kinds[:3]
+    ]
+    by_validation = {
+        kind: min((f"{kind}, {rate}" for rate in rates), key=lambda name: report.entry(name).results[0].validation)
+        for kind in kinds
+    }
+    assert [line.partition(":")[0] for line in chosen] == [
+        f"{by_validation['XFT']} against {by_validation[k]}" for k in kinds[:3]
+    ]
+    written = times(stages.out)
+    report, _ = make("mix-rows", stages.recipe, stages.out)
+    assert all(times(stages.out)[name] == when for name, when in written.items())
+    four = "INIT", "learned, own", "INIT, fewer", "learned, held back"
+    assert [entry.name for entry in report.entries] == [
+        "SFT",
+        *(f"by {way}: {n}" for way in ("router", "domain") for n in four),
+    ]
+    assert len(report.summary) == 10 and min(report.extra["largest_move_of_alpha"].values()) > 0
+    assert report.entry("SFT").results[0].losses == stages.by_domain(stages.sft(averages=True)).losses
+    with_one_domain, _ = make("mix-rows", stages.recipe.change(data__train=str(tmp_path / "rows.jsonl")), tmp_path / "other")
+    assert len(with_one_domain.entries) == 5
 
 
 def test_the_numbers_are_the_models(recipe, out):
@@ -282,6 +317,30 @@ def test_one_seed_has_no_spread(tmp_path):
     assert "±" not in report.rows()[0][1] and "one seed" in report.legend()
     plots.save(plots.dots(report), tmp_path / "a" / "one.png")
     assert (tmp_path / "a" / "one.png").stat().st_size > 1000
+
+
+def test_exact_matches_have_a_column_where_a_model_has_one():
+    flags = {"SFT": [0] * 20, "right": [1] * 20, "old": None, "some": [0, 1] * 10}
+    entries = [Entry(name, [result(name, ROWS, exact=exact)] * 2) for name, exact in flags.items()]
+    names = {"command": "table1", "title": "t", "source": "s", "settings": {}, "seeds": (0, 1), "reference": "SFT"}
+    report = Report(entries=entries, **names)
+    place = [name for name, _ in report.columns()].index("exact match")
+    assert [row[place] for row in report.rows()] == ["0.000", "1.000+", "", "0.500+"] and "exact match: " in report.legend()
+    values = report.to_dict()
+    assert [method["exact_match"] for method in values["methods"]] == [0, 1, None, 0.5]
+    assert [one["name"] for one in values["exact_comparisons"]] == ["right", "some"]
+    zero, old = (Report(entries=[entry], **names | {"reference": entry.name}) for entry in (entries[0], entries[2]))
+    assert all("exact match" not in dict(report.columns()) for report in (zero, old))
+    assert "0 on all rows" in zero.legend() and "exact" not in old.legend()
+    # of domains, only those that a model answers
+    flags["right"] = [1] * 8 + [0] * 12
+    parts = [{of: value for of, value in one.results[0]._asdict().items() if of in Judged._fields} for one in entries]
+    judged = [Judged(**part | {"rows": {"sums": 8, "text": 12}, "exact": flags[part["name"]]}) for part in parts]
+    entries = [Entry(one.name, [one, one]) for one in judged if one.name != "some"]
+    report = DomainReport(entries=entries, **names)
+    of_sums = [row[3] for row in report.rows()]
+    assert [name for name, _ in report.columns()][3:5] == ["exact sums", "all"] and of_sums == ["0.000", "1.000+", ""]
+    assert "0 on text" in report.legend() and report.to_dict()["methods"][1]["exact_of_domains"] == {"sums": 1, "text": 0}
 
 
 def test_methods_judged_on_other_rows_are_refused():

@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 
 def upcycled(gate: str):
-    """Make a model with the least head that vLLM's CPU attention takes, whose experts differ."""
+    """Make a model with the smallest head that vLLM's CPU attention supports, whose experts differ."""
     model = tiny.dense("llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, mlp_bias=False)
     xft.upcycle(model, gate=gate, num_experts=8, top_k=4)
     with torch.no_grad():

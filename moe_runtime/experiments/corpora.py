@@ -19,6 +19,7 @@ import re
 import sysconfig
 import textwrap
 import zlib
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -50,8 +51,7 @@ def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
     Rows have `prompt` (kind, signature, docstring), `completion` (the source without docstring), `module` (its file).
     One file in ten is held out. At most `limit` rows of each, in an order that depends on `seed` and on the version.
     """
-    if limit is not None:
-        check_positive("limit", limit)
+    check_positive("limit", 1 if limit is None else limit)
     pairs = Pairs(*([dict(row) for row in rows] for rows in _library_rows()))
     for rows in pairs:
         random.Random(seed).shuffle(rows)
@@ -215,8 +215,7 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
     At most `limit` of each; without a limit all there are, of arithmetic SUMS.
     """
     check_choice("domain", name, SOURCES)
-    if limit is not None:
-        check_positive("limit", limit)
+    check_positive("limit", 1 if limit is None else limit)
     return Pairs(*_ROWS[name](limit, seed))
 
 
@@ -228,8 +227,7 @@ def joined_rows(names: Iterable[str]) -> Pairs:
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
     """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them."""
     check_choice("domain", name, SOURCES)
-    if limit is not None:
-        check_positive("limit", limit)
+    check_positive("limit", 1 if limit is None else limit)
     if name == "code":
         documents = standard_library_text()
     else:
@@ -242,11 +240,6 @@ def domain_text(name: str, *, limit: int | None = None) -> list[str]:
 def domains_key() -> list:
     """Return what the examples depend on besides limit and seed, JSON-ready, to detect changes."""
     return [GENERATOR, platform.python_version(), [[name, _version(name)] for name in DISTRIBUTIONS]]
-
-
-def _code(limit: int | None, seed: int) -> Iterator[list]:
-    for rows in standard_library_pairs(limit, seed):
-        yield [{name: row[name] for name in ("prompt", "completion")} for row in rows]
 
 
 def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
@@ -269,18 +262,13 @@ def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
 
 
-class Kind(NamedTuple):
-    """What sums of a kind are made of."""
-
-    largest: int  # first number, and number that is added
-    steps: int  # at most
-    factors: int  # numbers below are multiplied; 0: neither multiplied nor divided
-    taken: int  # largest number that is taken away
-
-
+# largest: of first numbers and those that are added; steps: at most; factors: numbers below are multiplied, 0: neither
+# multiplied nor divided; taken: the largest number that is taken away
+Kind = namedtuple("Kind", "largest steps factors taken")
 KINDS = {"arithmetic": Kind(60, 3, 40, 999), "sums": Kind(9, 1, 0, 9), "steps": Kind(9, 3, 5, 9)}
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
-    "code": _code, "prose": _paragraph_rows, **{name: functools.partial(_sum_rows, name=name) for name in KINDS},
+    "code": lambda *how: (_named((row["prompt"], row["completion"]) for row in rows) for rows in standard_library_pairs(*how)),
+    "prose": _paragraph_rows, **{name: functools.partial(_sum_rows, name=name) for name in KINDS},
 }  # fmt: skip
 SOURCES = tuple(_ROWS)
 DOMAINS = ("code", "prose", "arithmetic")
@@ -378,14 +366,14 @@ def _sum(generator: random.Random, kind: Kind) -> tuple[str, str]:
     """Make one sum: a first number, one or more changes of it, and a question."""
     name, other = generator.sample(NAMES, 2)
     thing, case = generator.choice(THINGS), generator.choice(CASES)
-    count, steps, story = generator.randint(2, kind.largest), [], []
+    count = start = generator.randint(2, kind.largest)
+    steps, story = [], []
     for _ in range(1 if kind.steps == 1 else generator.randint(1, kind.steps)):
         event, sign, number, count_then = _change(generator, count, kind)
         story.append(event.format(name=name, other=other, thing=thing, case=case, a_case=case[:-1], number=number))
         steps.append(f"{count} {sign} {number} = {count_then}.")
         count = count_then
-    first = steps[0].partition(" ")[0]
-    question = f"{name} has {first} {thing}. {' '.join(story)} How many {thing} does {name} have now?\n"
+    question = f"{name} has {start} {thing}. {' '.join(story)} How many {thing} does {name} have now?\n"
     return question, f"{' '.join(steps)} {name} has {count} {thing if count != 1 else thing[:-1]} now."
 
 

@@ -19,7 +19,6 @@ import re
 import sysconfig
 import textwrap
 import zlib
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from pydantic import model_validator
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments.recipe import Rows
+from moe_runtime.experiments.sums import KINDS, sums_of
 
 PIECE = 2000  # characters of a document of `standard_library_text`
 SIZE = (40, 1200)  # characters of a completion of `standard_library_pairs`; the upper bound holds for prompts too
@@ -51,7 +51,8 @@ def standard_library_pairs(limit: int | None = None, seed: int = 0) -> Pairs:
     Rows have `prompt` (kind, signature, docstring), `completion` (the source without docstring), `module` (its file).
     One file in ten is held out. At most `limit` rows of each, in an order that depends on `seed` and on the version.
     """
-    check_positive("limit", 1 if limit is None else limit)
+    if limit is not None:
+        check_positive("limit", limit)
     pairs = Pairs(*([dict(row) for row in rows] for rows in _library_rows()))
     for rows in pairs:
         random.Random(seed).shuffle(rows)
@@ -190,14 +191,6 @@ LICENCE = re.compile(r"(licen[cs]e|copying|notice|authors)[^/]*$", re.IGNORECASE
 PARAGRAPH = (100, 600)  # characters of a piece of prose; longer paragraphs are cut between sentences
 LETTERS = 0.93  # the least share of letters, blanks, commas and points in prose
 
-NAMES = (
-    "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Iris", "Jon", "Kim", "Lena", "Max", "Nora", "Omar", "Pia",
-)  # fmt: skip
-THINGS = (
-    "apples", "books", "cards", "coins", "eggs", "marbles", "pens", "plums", "shells", "stamps", "stones", "tickets",
-)  # fmt: skip
-CASES = ("bags", "baskets", "jars", "rows", "trays")
-
 
 class Domain(Rows):
     """A domain in a recipe, with examples of SOURCES or of the user."""
@@ -215,7 +208,8 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
     At most `limit` of each; without a limit all there are, of arithmetic SUMS.
     """
     check_choice("domain", name, SOURCES)
-    check_positive("limit", 1 if limit is None else limit)
+    if limit is not None:
+        check_positive("limit", limit)
     return Pairs(*_ROWS[name](limit, seed))
 
 
@@ -227,11 +221,12 @@ def joined_rows(names: Iterable[str]) -> Pairs:
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
     """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them."""
     check_choice("domain", name, SOURCES)
-    check_positive("limit", 1 if limit is None else limit)
+    if limit is not None:
+        check_positive("limit", limit)
     if name == "code":
         documents = standard_library_text()
     else:
-        sums = enumerate(itertools.islice(_sums("text", False, name), 4 * SUMS)) if name in KINDS else ()
+        sums = enumerate(itertools.islice(sums_of("text", False, name), 4 * SUMS)) if name in KINDS else ()
         told = (p.partition(" How many")[0] + " " + c if name != "arithmetic" and i % 4 else p + c for i, (p, c) in sums)
         documents = _joined(_prose()[0] if name == "prose" else told)
     return documents[:: max(len(documents) // limit, 1)][:limit] if limit else documents
@@ -240,6 +235,11 @@ def domain_text(name: str, *, limit: int | None = None) -> list[str]:
 def domains_key() -> list:
     """Return what the examples depend on besides limit and seed, JSON-ready, to detect changes."""
     return [GENERATOR, platform.python_version(), [[name, _version(name)] for name in DISTRIBUTIONS]]
+
+
+def _code(limit: int | None, seed: int) -> Iterator[list]:
+    for rows in standard_library_pairs(limit, seed):
+        yield [{name: row[name] for name in ("prompt", "completion")} for row in rows]
 
 
 def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
@@ -254,7 +254,7 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
 
 def _sum_rows(limit: int | None, seed: int, name: str) -> Iterator[list]:
     for is_held_out in (False, True):
-        sums = itertools.islice(_sums(seed, is_held_out, name), limit or SUMS)
+        sums = itertools.islice(sums_of(seed, is_held_out, name), limit or SUMS)
         yield _named((p, c if name == "arithmetic" else c.rpartition(". ")[0] + ".") for p, c in sums)
 
 
@@ -262,13 +262,8 @@ def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
 
 
-# largest: of first numbers and those that are added; steps: at most; factors: numbers below are multiplied, 0: neither
-# multiplied nor divided; taken: the largest number that is taken away
-Kind = namedtuple("Kind", "largest steps factors taken")
-KINDS = {"arithmetic": Kind(60, 3, 40, 999), "sums": Kind(9, 1, 0, 9), "steps": Kind(9, 3, 5, 9)}
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
-    "code": lambda *how: (_named((row["prompt"], row["completion"]) for row in rows) for rows in standard_library_pairs(*how)),
-    "prose": _paragraph_rows, **{name: functools.partial(_sum_rows, name=name) for name in KINDS},
+    "code": _code, "prose": _paragraph_rows, **{name: functools.partial(_sum_rows, name=name) for name in KINDS},
 }  # fmt: skip
 SOURCES = tuple(_ROWS)
 DOMAINS = ("code", "prose", "arithmetic")
@@ -350,50 +345,3 @@ def _joined(parts: Iterable[str]) -> list[str]:
             documents.append("\n\n".join(document))
             document, size = [], 0
     return [*documents, "\n\n".join(document)] if document else documents
-
-
-def _sums(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str, str]]:
-    """Yield an endless stream of distinct sums; one question in ten is held out, independently of the seed."""
-    generator, known = random.Random(f"sums {seed}"), set()
-    while True:
-        question, answer = _sum(generator, KINDS[name])
-        if question not in known and (zlib.crc32(question.encode()) % 10 == 0) == is_held_out:
-            known.add(question)
-            yield question, answer
-
-
-def _sum(generator: random.Random, kind: Kind) -> tuple[str, str]:
-    """Make one sum: a first number, one or more changes of it, and a question."""
-    name, other = generator.sample(NAMES, 2)
-    thing, case = generator.choice(THINGS), generator.choice(CASES)
-    count = start = generator.randint(2, kind.largest)
-    steps, story = [], []
-    for _ in range(1 if kind.steps == 1 else generator.randint(1, kind.steps)):
-        event, sign, number, count_then = _change(generator, count, kind)
-        story.append(event.format(name=name, other=other, thing=thing, case=case, a_case=case[:-1], number=number))
-        steps.append(f"{count} {sign} {number} = {count_then}.")
-        count = count_then
-    question = f"{name} has {start} {thing}. {' '.join(story)} How many {thing} does {name} have now?\n"
-    return question, f"{' '.join(steps)} {name} has {count} {thing if count != 1 else thing[:-1]} now."
-
-
-def _change(generator: random.Random, count: int, of: Kind) -> tuple[str, str, int, int]:
-    """Return an event, its sign and number, and what is left; every number is above 0."""
-    parts = [d for d in range(2, 10) if count % d == 0]
-    more = ["times"] * (1 < count < of.factors) + ["share"] * bool(parts and of.factors)
-    kind = generator.choice(["more"] + ["less"] * (count > 1) + more)
-    if kind == "share":
-        number = generator.choice(parts)
-        event = "{name} puts them into {number} {case}, the same in each, and keeps one {a_case}."
-        return event if of.largest > 9 else "{name} keeps one of {number} equal {case}.", "/", number, count // number
-    if kind == "times":
-        number = generator.randint(2, 5)
-        event = "{other} brings so many that {name} has {number} times as many."
-        return event if of.largest > 9 else "{other} makes it {number} times as many.", "*", number, count * number
-    if kind == "less":
-        number = generator.randint(1, min(count - 1, of.taken))
-        event = generator.choice(("{name} gives {number} to {other}.", "{name} loses {number} of them."))
-        return event, "-", number, count - number
-    number = generator.randint(1, of.largest)
-    event = generator.choice(("{name} buys {number} more.", "{other} gives {number} to {name}."))
-    return event, "+", number, count + number

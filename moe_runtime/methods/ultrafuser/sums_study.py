@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from moe_runtime.experiments.compare import LEVEL, mcnemar
-from moe_runtime.experiments.corpora import KINDS
 from moe_runtime.experiments.domains import DomainReport, Judged, places_of
 from moe_runtime.experiments.plots import COLOURS, MARKERS, figure_of
 from moe_runtime.experiments.stages import loss_of, sizes_of
+from moe_runtime.experiments.sums import KINDS
 from moe_runtime.experiments.tables import Entry, Run
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.fit import each_row

@@ -57,12 +57,14 @@ def signed(value: float) -> str:
 
 
 def compare(
-    losses: Mapping[str, Sequence[Sequence[float]]], reference: str, tokens: Sequence[int] | None = None, level: float = LEVEL
-) -> list[Comparison]:
+    losses: Mapping[str, Sequence[Sequence[float]]], reference: str, tokens: Sequence[int] | None = None, level: float = LEVEL,
+    pairs: Sequence[tuple[str, str]] | None = None,
+) -> list[Comparison]:  # fmt: skip
     """Compare every method in `losses`, name -> [seeds, rows], with the method `reference`; in the order given.
 
-    `tokens` [rows] are the label tokens of each row, alike for all methods; without them rows weigh the same. Raises
-    ValueError for an unknown reference, arrays of different shapes, no rows, or weights below 1.
+    `pairs` of methods are compared instead if given, the first of a pair with the second. `tokens` [rows] are the label tokens
+    of each row, alike for all methods; without them rows weigh the same. Raises ValueError for an unknown reference, arrays of
+    different shapes, no rows, or weights below 1.
     """
     if reference not in losses:
         raise ValueError(f"reference must be one of {', '.join(losses)}, but got {reference!r}")
@@ -77,16 +79,16 @@ def compare(
             f"losses are {', '.join(map(str, shapes))} and tokens {weight.shape}"
         )
     weight = weight / weight.mean()
-    names = [name for name in losses if name != reference]
-    found = [_difference(weight, arrays[name], arrays[reference], level) for name in names]
+    pairs = [(name, reference) for name in losses if name != reference] if pairs is None else pairs
+    found = [_difference(weight, arrays[name], arrays[other], level) for name, other in pairs]
     corrected = holm([p for _, _, _, p, _ in found])
     return [
         Comparison(
-            name=name, reference=reference, difference=mean, low=low, high=high, p=p, p_corrected=q,
+            name=name, reference=other, difference=mean, low=low, high=high, p=p, p_corrected=q,
             verdict=_verdict(low, high, direction, q, level), rows=shape[1], seeds=shape[0],
-            seeds_lower=int(((arrays[name] - arrays[reference]) @ weight < 0).sum()),
+            seeds_lower=int(((arrays[name] - arrays[other]) @ weight < 0).sum()),
         )
-        for name, (mean, low, high, p, direction), q in zip(names, found, corrected, strict=True)
+        for (name, other), (mean, low, high, p, direction), q in zip(pairs, found, corrected, strict=True)
     ]  # fmt: skip
 
 
@@ -98,6 +100,19 @@ def holm(p: Sequence[float]) -> list[float]:
         largest = max(largest, min((len(filled) - rank) * filled[i], 1.0))
         corrected[i] = largest
     return [math.nan if math.isnan(value) else q for value, q in zip(p, corrected, strict=True)]
+
+
+def mcnemar(right: Mapping[str, Sequence[Sequence[int]]], reference: str) -> dict[str, tuple[int, int, float]]:
+    """Compare every method in `right`, name -> 0 or 1 [seeds, problems], with `reference`: problems gained, lost, and p.
+
+    A problem is gained if more seeds solve it. p is that of McNemar's exact test on these, corrected by Holm.
+    """
+    solved = {name: np.asarray(flags).sum(0) for name, flags in right.items()}
+    moved = {name: np.sign(of - solved[reference]) for name, of in solved.items() if name != reference}
+    counts = [(int((one > 0).sum()), int((one < 0).sum())) for one in moved.values()]
+    test = require("scipy.stats").binomtest
+    p = holm([float(test(gained, gained + lost).pvalue) if gained + lost else 1.0 for gained, lost in counts])
+    return {name: (*count, q) for name, count, q in zip(moved, counts, p, strict=True)}
 
 
 def _difference(weight, method, reference, level: float) -> tuple[float, float, float, float, int]:

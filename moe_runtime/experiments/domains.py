@@ -6,7 +6,6 @@ share_e(domain) = slots of expert e / slots of all experts          per layer; 1
 distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|               total variation, mean over the layers, 0 to 1
 """
 
-import copy
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.compare import LEVEL, signed
-from moe_runtime.experiments.corpora import DOMAINS, domains_key
+from moe_runtime.experiments.corpora import SOURCES, domains_key
 from moe_runtime.experiments.plots import COLOURS, GREY, figure_of
 from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
@@ -114,7 +113,7 @@ class DomainReport(Report):
         for method, entry in zip(values["methods"], self.entries, strict=True):
             method["domains"] = {domain: self.domain_loss(entry.name, domain) for domain in self.domains}
             for seed, result in zip(method["seeds"], entry.results, strict=True):
-                seed["domains"] = result.domains
+                seed["domains"] = by_domain(result.losses, result.tokens, result.rows)
             method["exact_of_domains"] = {domain: table.entry(entry.name).exact for domain, table in self.of_domains.items()}
         comparisons = {domain: [asdict(one) for one in table.comparisons] for domain, table in self.of_domains.items()}
         exact = {domain: [asdict(one) for one in table.exact_comparisons] for domain, table in self.of_domains.items()}
@@ -178,13 +177,9 @@ class DomainStages(KeptStages):
     share = 1.0  # of each domain's train rows that are tuned on
 
     def change(self, share: float | None = None, **changes):
-        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed.
-
-        `changes` are as `Node.change` takes them, of experts and trainings alone.
-        """
-        other = copy.copy(self)
+        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed."""
+        other = super().change(**changes)
         other.share = self.share if share is None else share
-        other.recipe = self.recipe.change(**changes)
         return other
 
     @property
@@ -231,7 +226,7 @@ class DomainStages(KeptStages):
 
     def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
         """What a training's result says; judged anew, of what `load` gives, where it was not saved as it was trained."""
-        course = course_of(trained) | {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+        course = course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
         if self._is_saved_as_trained(model):
             return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens) | sizes_of(model)
         del model, trained
@@ -252,7 +247,7 @@ class DomainStages(KeptStages):
         """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
         r, built_in = self.recipe, domains_key()
         sources = [source for d in r.domains.values() for source in d.sources]
-        rows = [built_in if source in DOMAINS else files_print(source) for source in sources]
+        rows = [built_in if source in SOURCES else files_print(source) for source in sources]
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})

@@ -74,6 +74,7 @@ ALONE = [f"{method} {table.name}" for method, tables in TABLES.items() for table
     ("esft sample-size 64 128 --top 4", {"sizes": [64, 128], "top": 4, "score": "gate"}),
     ("esft overlap --score token", {"top": 6, "score": "token"}),
     ("esft mix-data 0 .5 1", {"ratios": [0.0, 0.5, 1.0]}),
+    ("esft frontier .1 1 --depth .2", {"factors": [0.1, 1.0], "depths": [0.2]}),
     ("upit ckpt front back --form lora", {"form": "lora", "strategies": ["front", "back"]}),
     ("upit experts --experts 4 --active 1 --active 2", {"sizes": [4], "active": [1, 2]}),
     ("upit data .5 1", {"shares": [0.5, 1.0]}),

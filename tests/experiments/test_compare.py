@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from moe_runtime.experiments.compare import LEVEL, VERDICTS, compare, holm, signed
+from moe_runtime.experiments.compare import LEVEL, VERDICTS, compare, holm, mcnemar, signed
 
 LOWER, HIGHER, NONE, NOT_FINITE = VERDICTS
 TABLES, ROWS = 250, 60
@@ -29,6 +29,14 @@ def skewed(rng, n):
 
 def heavy(rng, n):
     return rng.standard_t(3, n)
+
+
+def test_problems_gained_and_lost_are_counted_over_the_seeds():
+    reference = [[1, 1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0]]
+    better = [[0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 0]]
+    found = mcnemar({"better": better, "reference": reference, "equal": reference}, "reference")
+    one = stats.binomtest(1, 9).pvalue  # 8 gained, the second among them, which one seed solves more; the first lost
+    assert found == {"better": (8, 1, pytest.approx(2 * one)), "equal": (0, 0, 1.0)}
 
 
 @pytest.mark.parametrize("draw", [normal, skewed, heavy], ids=lambda draw: draw.__name__)
@@ -123,6 +131,17 @@ def test_three_seeds_are_no_more_rows_than_one():
     method = rows + normal(rng, 30)
     one, three = (compare({"a": [method] * n, "b": [rows] * n}, "b")[0] for n in (1, 3))
     assert one.p == three.p and (one.low, one.high) == pytest.approx((three.low, three.high))
+
+
+def test_pairs_are_compared_as_alone_and_corrected_together():
+    rng = np.random.default_rng(7)
+    losses, pairs = family(normal, (0.05, -0.1, 0.1), rng), [("method 1", "reference"), ("method 0", "method 2")]
+    tokens = [*range(1, ROWS + 1)]
+    found = compare(losses, "reference", tokens, pairs=pairs)
+    alone = [compare({name: losses[name] for name in pair}, pair[1], tokens)[0] for pair in pairs]
+    assert [(one.name, one.reference) for one in found] == pairs
+    numbers = [[(one.difference, one.low, one.high, one.p, one.seeds_lower) for one in some] for some in (found, alone)]
+    assert numbers[0] == numbers[1] and [one.p_corrected for one in found] == holm([one.p for one in alone])
 
 
 @pytest.mark.parametrize("method", [

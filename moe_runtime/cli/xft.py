@@ -131,16 +131,15 @@ def merge(
     return receipt
 
 
-TO = "Stock family of transformers, or official (XFT code)."
-Approximate = Annotated[bool, option("Allow a gate that the family does not compute; measures the error.", "--approximate")]
-CheckExport = Annotated[bool, option("Load both models and compare their logits.", "--check")]
+TO = "Stock family of transformers; in xft export also official (XFT code)."
+To = Annotated[str, option(TO, "--to", "--as", words=(*config.STOCK_FAMILIES, "official"))]
 
 
 @verb(app, "moe mixtral --to mixtral", Kept("{target}"), push="target")
 def export(
-    source: Source, target: Target,
-    to: Annotated[str, option(TO, "--to", "--as", words=(*config.STOCK_FAMILIES, "official"))] = "mixtral",
-    approximate: Approximate = False, check: CheckExport = False,
+    source: Source, target: Target, to: To = "mixtral",
+    approximate: Annotated[bool, option("Allow a gate that the family does not compute.", "--approximate")] = False,
+    check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
     keep_rope: Annotated[bool, option("With --to official: keep a rotary base that it ignores.", "--keep-rope")] = False,
     max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
@@ -179,8 +178,7 @@ def to_stock(source: Path, target: Path, to: str, **options):
 
     receipt = convert(export_stock, source, target, to=to, **options)
     error = "" if receipt.logits_error is None else f"; the logits differ by {receipt.logits_error:.1e} relative"
-    same = "computes the same" if receipt.exact else "is the nearest neighbour, so train it before use"
-    typer.echo(f"{to} {same}{error}")
+    typer.echo(f"{to} computes {'the same' if receipt.exact else 'the nearest, so train it before use'}{error}")
     return receipt
 
 

@@ -33,7 +33,8 @@ from moe_runtime.io.files import check_out_dir
 
 _NORMALIZED = {"softmax_topk_renorm": {}, "topk_softmax": {}}
 _SOFTMAX = {gate: {"norm_topk_prob": gate != "softmax_topk"} for gate in (*_NORMALIZED, "softmax_topk")}
-_E, _K, _I = "num_routed_experts", "num_routed_per_token", "intermediate_size"
+_LLAMAS = ("llama", "mistral")
+_E, _K, _I = "num_routed_experts", "num_routed_per_token", "intermediate_size"  # fields of MoEConfig
 _QWEN = {"num_experts": _E, "num_experts_per_tok": _K, "moe_intermediate_size": _I}
 _UNUSED = 128  # width of a shared expert that a family always has and the model does not
 _ZERO = ("bias", ".shared_expert")  # parts of the names of tensors that are zero where the model has none
@@ -41,50 +42,47 @@ _ZERO = ("bias", ".shared_expert")  # parts of the names of tensors that are zer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stock:
-    """A stock MoE family: the dense bases whose attention it has, the gates it computes, and how it calls things."""
+    """A stock MoE family: the dense bases whose attention it has, the gates it computes, and how it calls things.
+
+    `also` lists what only some families have: "shared" (an expert times the sigmoid of a linear gate), "window" (sliding
+    attention), "partial" (dense layers), "stacked" (experts saved as stacks), "pairs" (rotary embeddings of neighbours).
+    """
 
     bases: tuple[str, ...]
     gates: Mapping[str, Mapping[str, Any]]  # the fields of the config that make the router compute the gate
-    sizes: Mapping[str, str]  # fields of its config that are fields of MoEConfig
-    more: Callable[[Any], dict] = lambda config: {}  # other fields, from the upcycled model's config
+    sizes: Mapping[str, str]  # other fields, as fields of MoEConfig
+    more: Callable[[Any, str], dict] = lambda config, base: {}  # and from the upcycled model's config
     names: Mapping[str, str] = field(default_factory=dict)  # ours -> the family's, parts of names
-    shared: bool = False  # a shared expert times the sigmoid of a linear gate, and xft's
-    window: bool = False  # sliding windows
-    partial: bool = False  # some layers may be dense
-    stacked: bool = False  # experts are saved as stacks
-    pairs: bool = False  # rotary embeddings rotate neighbours, not halves
+    also: tuple[str, ...] = ()
 
 
 STOCK = {
     "mixtral": Stock(
-        bases=("llama", "mistral"), gates=_NORMALIZED, sizes={"num_local_experts": _E, "num_experts_per_tok": _K}, window=True,
+        bases=_LLAMAS, gates=_NORMALIZED, sizes={"num_local_experts": _E, "num_experts_per_tok": _K}, also=("window",)
     ),
     "qwen2_moe": Stock(
-        bases=("llama", "mistral", "qwen2"), gates=_SOFTMAX, sizes=_QWEN,
+        bases=(*_LLAMAS, "qwen2"), gates=_SOFTMAX, sizes=_QWEN, also=("shared", "partial"),
         # without its biases vLLM's class would compute with memory that nobody wrote
-        more=lambda config: {"qkv_bias": True, "shared_expert_intermediate_size": _UNUSED},
-        shared=True, partial=True,
+        more=lambda config, base: {"qkv_bias": True, "shared_expert_intermediate_size": _UNUSED},
     ),
-    "qwen3_moe": Stock(bases=("qwen3",), gates=_SOFTMAX, sizes=_QWEN, partial=True),
+    "qwen3_moe": Stock(bases=("qwen3",), gates=_SOFTMAX, sizes=_QWEN, also=("partial",)),
     "glm4_moe": Stock(
-        bases=("llama", "mistral", "qwen2", "qwen3"), gates={"sigmoid_topk": {"norm_topk_prob": False}},
+        bases=(*_LLAMAS, "qwen2", "qwen3"), gates={"sigmoid_topk": {"norm_topk_prob": False}},
         sizes={"n_routed_experts": _E, "num_experts_per_tok": _K, "moe_intermediate_size": _I},
-        more=lambda config: {
-            "attention_bias": _base(config) == "qwen2", "use_qk_norm": _base(config) == "qwen3", "partial_rotary_factor": 1.0,
+        more=lambda config, base: {
+            "attention_bias": base == "qwen2", "use_qk_norm": base == "qwen3", "partial_rotary_factor": 1.0,
             "first_k_dense_replace": 0, "n_shared_experts": 1, "num_nextn_predict_layers": 0,
         },
     ),
     "granitemoe": Stock(
-        bases=("llama", "mistral", "granite"), gates=_NORMALIZED,
-        sizes={"num_local_experts": _E, "num_experts_per_tok": _K},
-        more=lambda config: {"attention_multiplier": getattr(config, "attention_multiplier", _head_dim(config) ** -0.5)},
-        names={".mlp.": ".block_sparse_moe.", ".gate.": ".router."}, stacked=True,
+        bases=(*_LLAMAS, "granite"), gates=_NORMALIZED, sizes={"num_local_experts": _E, "num_experts_per_tok": _K},
+        more=lambda config, base: {"attention_multiplier": getattr(config, "attention_multiplier", _head_dim(config) ** -0.5)},
+        names={".mlp.": ".block_sparse_moe.", ".gate.": ".router."}, also=("stacked",),
     ),
     "ernie4_5_moe": Stock(
-        bases=("llama", "mistral", "ernie4_5"), gates=_NORMALIZED,
-        sizes={"moe_num_experts": _E, "moe_k": _K, "moe_intermediate_size": _I},
-        more=lambda config: {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "use_bias": False},
-        pairs=True,
+        bases=(*_LLAMAS, "ernie4_5"), gates=_NORMALIZED,
+        sizes={"moe_num_experts": _E, "moe_k": _K, "moe_intermediate_size": _I}, also=("pairs",),
+        more=lambda config, base: {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "use_bias": False},
     ),
     "flex_olmo": Stock(bases=("olmo2",), gates=_SOFTMAX, sizes={"num_experts": _E, "num_experts_per_tok": _K}),
 }  # fmt: skip
@@ -94,16 +92,12 @@ _UNFIT = {
     "olmoe": "has norms of queries and keys beside those before its blocks (flex_olmo is for OLMo 2)",
 }
 # fields of a base's config that the stock config has too
-_SHARED = (
+_COMMON = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",
     "bos_token_id", "eos_token_id", "tie_word_embeddings", "attention_dropout", "rope_parameters", "dtype",
     "embedding_multiplier", "logits_scaling", "residual_multiplier",
 )  # fmt: skip
-
-
-def _base(config) -> str:
-    return config.moe_runtime["base_model_type"]
 
 
 def _head_dim(config) -> int:
@@ -112,13 +106,13 @@ def _head_dim(config) -> int:
 
 def is_exact(to: str, moe: MoEConfig) -> bool:
     """Return whether the stock family `to` computes the gate of `moe`."""
-    return moe.gate in STOCK[to].gates or (STOCK[to].shared and moe.has_shared_expert and moe.top_k == 2)
+    return moe.gate in STOCK[to].gates or ("shared" in STOCK[to].also and moe.has_shared_expert and moe.top_k == 2)
 
 
 def exact_settings(to: str, gate: str | None = None, top_k: int | None = None) -> tuple[str, int | None]:
     """Return the gate and top_k (None: any) of an upcycled model that the family `to` computes exactly; those given stay."""
     stock = _stock(to)
-    gate = gate or ("xft" if stock.shared and top_k in (None, 2) else next(iter(stock.gates)))
+    gate = gate or ("xft" if "shared" in stock.also and top_k in (None, 2) else next(iter(stock.gates)))
     return gate, 2 if gate in SHARED_GATES and top_k is None else top_k
 
 
@@ -135,34 +129,32 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
     `approximate` allows a gate that the family does not compute exactly. Raises ValueError if there is no such model.
     """
     stock, moe, block = _stock(to), moe_config(config), config.moe_runtime
-    layers, rope = list(range(config.num_hidden_layers)), config.rope_parameters or {}
+    layers, rope, base = list(range(config.num_hidden_layers)), config.rope_parameters or {}, block["base_model_type"]
     window = getattr(config, "sliding_window", None)
-    may = moe.num_routed_experts and (stock.shared or not moe.has_shared_expert)
+    may = moe.num_routed_experts and ("shared" in stock.also or not moe.has_shared_expert)
     checks = {
         "stage": (block["stage"], ("moe",)),
-        "model_type of the base": (_base(config), stock.bases),
+        "model_type of the base": (base, stock.bases),
         "gate": (is_exact(to, moe) or bool(approximate and may), (True,)),
         "router": (moe.router, ("linear",)),
         "noisy_gate": (moe.noisy_gate, (False,)),
-        "layers": (block["layers"], (block["layers"] if stock.partial else layers,)),
+        "layers": (block["layers"], (block["layers"] if "partial" in stock.also else layers,)),
         "mlp_bias": (moe.bias, (False,)),
         "attention_bias": (getattr(config, "attention_bias", False), (False,)),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), (1.0, None)),
-        "sliding_window": (window, (window if stock.window else None,)),
+        "sliding_window": (window, (window if "window" in stock.also else None,)),
     }
     for name, (value, known) in checks.items():
         if value not in known:
-            only = (
-                f"{name} is {value!r}, but {to} supports only {' or '.join(map(repr, known))}. Use xft merge for a dense model"
-            )
-            raise ValueError(_inexact(to, moe, _base(config), approximate or not may) if name == "gate" else only)
+            only = f"{name} is {value!r}, but {to} supports only {' or '.join(map(repr, known))}"
+            only += ". Use xft merge for a dense model"
+            raise ValueError(_inexact(to, moe, base, approximate or not may) if name == "gate" else only)
     nearest = {name: moe.gate != "nonorm" for name in next(iter(stock.gates.values()))}
-    fields = {name: getattr(config, name) for name in _SHARED if hasattr(config, name)} | stock.more(config)
+    fields = {name: getattr(config, name) for name in _COMMON if hasattr(config, name)} | stock.more(config, base)
     fields |= {name: getattr(moe, size) for name, size in stock.sizes.items()} | stock.gates.get(moe.gate, nearest)
-    fields |= {"sliding_window": window} if stock.window else {}
-    fields |= {"mlp_only_layers": [layer for layer in layers if layer not in block["layers"]]} if stock.partial else {}
-    if moe.has_shared_expert:
-        fields["shared_expert_intermediate_size"] = moe.intermediate_size
+    fields |= {"sliding_window": window} if "window" in stock.also else {}
+    fields |= {"mlp_only_layers": [n for n in layers if n not in block["layers"]]} if "partial" in stock.also else {}
+    fields |= {"shared_expert_intermediate_size": moe.intermediate_size} if moe.has_shared_expert else {}
     if moe.has_shared_expert and moe.top_k == 2:
         fields |= {"moe_intermediate_size": 2 * moe.intermediate_size, "norm_topk_prob": False}
     return AutoConfig.for_model(
@@ -176,12 +168,13 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
 
 def _inexact(to: str, moe: MoEConfig, base: str, never: bool) -> str:
     """Describe why the family does not compute the gate, and what to do."""
-    known = [*map(repr, STOCK[to].gates), *(["'xft' and 'nonorm' with top_k 2"] if STOCK[to].shared else [])]
-    others = [name for name, stock in STOCK.items() if base in stock.bases and is_exact(name, moe)]
-    ways = ["xft merge for a dense model", "xft export --to official", *(f"--to {name}" for name in others)]
-    ways += [] if never else ["--approximate for the nearest neighbour, which needs training"]
-    got = f"gate is {moe.gate!r}" + f" with top_k {moe.top_k}" * (moe.has_shared_expert and STOCK[to].shared)
-    return f"{got}, but {to} supports only {' or '.join(known)}. Use {', '.join(ways)}, or start with xft upcycle --for {to}"
+    has_shared = "shared" in STOCK[to].also
+    known = [*map(repr, STOCK[to].gates), *(["'xft' and 'nonorm' with top_k 2"] if has_shared else [])]
+    others = [f"--to {name}" for name, stock in STOCK.items() if base in stock.bases and is_exact(name, moe)]
+    others += [] if never else ["--approximate for the nearest neighbour, which needs training"]
+    ways = ", ".join(["xft merge for a dense model", "xft export --to official", *others])
+    got = f"gate is {moe.gate!r}" + f" with top_k {moe.top_k}" * (moe.has_shared_expert and has_shared)
+    return f"{got}, but {to} supports only {' or '.join(known)}. Use {ways}, or start with xft upcycle --for {to}"
 
 
 class _Target:
@@ -216,7 +209,7 @@ def export_stock(
     exact, logits, shares = is_exact(to, moe), None, {}
     if check or not exact:
         logits, shares = _probe(folder)
-    target, stock = _Target(new), STOCK[to]
+    target = _Target(new)
     with Checkpoint(folder) as source:
         folders.check_tensors(config, source)
         # old checkpoints hold buffers that every model computes itself
@@ -226,37 +219,31 @@ def export_stock(
             side_files = folders.copy_side_files(Path(folder), writer)
             job = Conversion(source, writer, progress, specs)
             for key in specs:
-                for saved in _converted(source, key, stock, target, config, shares):
+                for saved in _converted(source, key, to, target, config, shares):
                     for name, tensor in saved.items():
                         job.add(name, tensor)
                 job.read(key)
-            for name, meta in list(target.left.items()):
-                if any(part in name for part in _ZERO):
-                    for key, tensor in target.saved(name, torch.zeros_like(meta, device="cpu")).items():
-                        job.add(key, tensor)
+            for name in [name for name in target.left if any(part in name for part in _ZERO)]:
+                for key, tensor in target.saved(name, torch.zeros_like(target.left[name], device="cpu")).items():
+                    job.add(key, tensor)
     error = None if logits is None else ((folders.probe_logits(out) - logits).norm() / logits.norm()).item()
     layers = config.moe_runtime["layers"]
     return FolderReceipt(Path(out), moe, job.tensors, job.bytes, side_files, layers, logits_error=error, exact=exact)
 
 
-def _converted(
-    source: Checkpoint, key: str, stock: Stock, target: _Target, config, shares: Mapping[int, float]
-) -> Iterator[dict]:
+def _converted(source: Checkpoint, key: str, to: str, target: _Target, config, shares: Mapping[int, float]) -> Iterator[dict]:
     """Yield the saved form of what a tensor of ours becomes."""
-    moe, name = moe_config(config), key
-    for ours, theirs in stock.names.items():
+    moe, also, name = moe_config(config), STOCK[to].also, key
+    for ours, theirs in STOCK[to].names.items():
         name = name.replace(ours, theirs)
-    is_stack = ".experts." in key
-    if is_stack and moe.has_shared_expert:
-        layer = int(re.search(r"\.(\d+)\.", key)[1])
-        yield from _with_shared(source, key, target, moe, shares.get(layer))
-    elif is_stack and not stock.stacked:
+    if ".experts." in key and moe.has_shared_expert:
+        yield from _with_shared(source, key, target, moe, shares.get(int(re.search(r"\.(\d+)\.", key)[1])))
+    elif ".experts." in key and "stacked" not in also:
         for e in range(moe.num_experts):
             yield target.saved(name, source.get_rows(key, slice(e, e + 1)), e)
     else:
-        tensor = source.get(key)
-        if stock.pairs and _base(config) != "ernie4_5" and key.endswith(("q_proj.weight", "k_proj.weight")):
-            half = _head_dim(config) // 2
+        tensor, half = source.get(key), _head_dim(config) // 2
+        if "pairs" in also and config.moe_runtime["base_model_type"] in _LLAMAS and re.search(r"\.[qk]_proj\.weight$", key):
             tensor = tensor.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(tensor.shape)
         elif moe.gate == "xft" and moe.top_k > 2 and key.endswith(".gate.weight"):
             tensor = tensor / moe.num_routed_experts

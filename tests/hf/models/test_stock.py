@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
 # every base of a family with its first gate, every gate with its first base
 CASES = {(to, base, next(iter(stock.gates))) for to, stock in STOCK.items() for base in stock.bases}
 CASES |= {(to, stock.bases[0], gate) for to, stock in STOCK.items() for gate in stock.gates}
-CASES |= {(to, STOCK[to].bases[-1], gate) for to in STOCK if STOCK[to].shared for gate in SHARED_GATES}
+CASES |= {(to, STOCK[to].bases[-1], gate) for to in STOCK if "shared" in STOCK[to].also for gate in SHARED_GATES}
 
 
 def upcycled(base: str, gate: str, top_k: int = 3, layers=None, **changes):
@@ -110,7 +110,7 @@ def test_the_page_has_the_table():
     """docs/serving.md: families and bases, with the gates that are exact."""
     lines = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", PAGE.read_text(), re.M)
     found = {to: ([*re.findall(r"`(\w+)`", bases)], {*re.findall(r"`(\w+)`", gates)}) for to, bases, gates in lines}
-    shared = {to: set(SHARED_GATES) if stock.shared else set() for to, stock in STOCK.items()}
+    shared = {to: set(SHARED_GATES) if "shared" in stock.also else set() for to, stock in STOCK.items()}
     assert found == {to: ([*stock.bases], {*stock.gates} | shared[to]) for to, stock in STOCK.items()}
     assert tuple(STOCK) == STOCK_FAMILIES
     assert not is_exact("qwen2_moe", tiny.config_of(tiny.dense("qwen2"), top_k=3, gate="xft"))

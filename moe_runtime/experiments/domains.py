@@ -228,7 +228,7 @@ class DomainStages(KeptStages):
         """What a training's result says; judged anew, of what `load` gives, where it was not saved as it was trained."""
         course = course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
         if self._is_saved_as_trained(model):
-            return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens) | sizes_of(model)
+            return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens, trained.exact) | sizes_of(model)
         del model, trained
         return course | self._judge(load)
 

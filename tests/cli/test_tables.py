@@ -101,7 +101,7 @@ def test_a_recipe_file_takes_the_presets_place(seen, words):
 @pytest.mark.parametrize("words, match", [
     ("xft table1 --seeds 0", "seeds must be"),
     ("xft table1 --preset huge", "preset must be one of .*tiny"),
-    ("upit main --preset huge", "preset must be one of llama-2-7b-lora, sheared"),
+    ("upit main --preset huge", "preset must be one of budget, llama-2-7b-lora, sheared"),
     ("esft main --recipe none.yaml", "Recipe 'none.yaml' does not exist"),
     ("esft main --preset tiny --recipe a.yaml", "Pass either a preset or a recipe, but got preset 'tiny' and recipe 'a.yaml'"),
     ("xft sweep-lambda 2", "lambda must be"),

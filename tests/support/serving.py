@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 
 def upcycled(gate: str, base: str = "llama", top_k: int = 4):
-    """Make a model with the least head that vLLM's CPU attention takes, whose experts differ."""
+    """Make a model with the smallest head that vLLM's CPU attention supports, whose experts differ."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     model = tiny.dense(base, mlp_bias=None, **sizes)
     xft.upcycle(model, gate=gate, num_experts=8, top_k=top_k)

@@ -130,8 +130,9 @@ class Frontier(Finding):
             self.comparisons[depth] = compare(losses, TOKEN, tokens) if TOKEN in losses else []
 
     def shown(self, name: str) -> Entry:
-        """Return a method's training that was chosen for the deepest level it reached, else that of its first rate."""
-        return next((one[name] for one in reversed(self.chosen.values()) if name in one), self.ladders[name][0])
+        """Return a method's training for the deepest level that it and ESFT-Token reached, else that of its first rate."""
+        deep = [one for one in self.chosen.values() if {TOKEN, name} <= one.keys()]
+        return deep[-1][name] if deep else self.ladders[name][0]
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
@@ -210,18 +211,19 @@ def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -
 def picture(report: Frontier):
     """Plot general loss over task loss along the trainings, means over the seeds: each method's chosen rate, others faint."""
     figure, axes = plots.figure_of(report, (7.6, 5.2))
-    highest = 0.01  # of the rises to draw to scale
+    rises = []
     for (name, ladder), colour, marker in zip(report.ladders.items(), plots.COLOURS, plots.MARKERS):
         for entry in ladder:
             _, task, general = zip(*curve(entry), strict=True)
             how = {"alpha": 0.35, "linewidth": 0.9}
             if entry is report.shown(name):
                 how = {"marker": marker, "markersize": 5, "label": f"{name}, rate {entry.results[0].rate:g}", "zorder": 3}
-                highest = max(highest, max(general) - general[0])
+                rises.append(max(general) - general[0])
             axes.plot(task, general, color=colour, **how)
     for depth in report.depths:
         axes.axvline(task[0] - depth, color=plots.GREY, linestyle=":", linewidth=1, zorder=1)
-    axes.set_ylim(general[0] - 0.1 * highest, general[0] + 1.1 * highest)
+    top = max(3 * statistics.median(rises), 0.01)  # one that forgets far more would flatten the others
+    axes.set_ylim(general[0] - 0.1 * top, general[0] + top)
     axes.invert_xaxis()
     axes.set(xlabel=f"task loss, {report.task} (lower is better; tuning moves right)", ylabel="general loss (lower is better)")
     axes.grid(alpha=0.25)

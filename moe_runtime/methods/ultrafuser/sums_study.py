@@ -88,22 +88,20 @@ class Stages(selector.Stages):
             found = nn.functional.pad(found, (0, labels.shape[1] - found.shape[1]), value=-1)
             return ((found == labels) | (labels == -100)).all(1).int().tolist()
 
-        return each_row(
-            model, rows.select(range(place.start, place.stop)), take, collator=self.encoder.collate, **self._judging
-        )
+        rows = rows.select(range(place.start, place.stop))
+        return each_row(model, rows, take, collator=self.encoder.collate, **self._judging)
 
 
 def check(recipe: FuserRecipe) -> dict:
-    """Return no options; raises ValueError for a recipe without sums, or without specialists that are made of a base."""
-    if recipe.specialist is None or domain_of(recipe) is None:
-        found = ", ".join(map(str, recipe.domains.values()))
-        raise ValueError(f"Expected a recipe that tunes specialists, with a domain of {', '.join(KINDS)}, but it has {found}")
-    return {}
-
-
-def domain_of(recipe: FuserRecipe) -> str | None:
-    """Return the first domain that is of sums."""
-    return next((name for name, domain in recipe.domains.items() if str(domain) in KINDS), None)
+    """Return the domain of sums; raises ValueError for a recipe without one, or with specialists not tuned for steps."""
+    domain = next((name for name, one in recipe.domains.items() if str(one) in KINDS), None)
+    steps = [recipe.training_of(name).steps if one.model is None else None for name, one in recipe.specialists.items()]
+    if None in steps or domain is None:
+        raise ValueError(
+            f"Expected a recipe that tunes all specialists for a number of steps, with a domain of {', '.join(KINDS)}, but it "
+            f"has the domains {', '.join(map(str, recipe.domains.values()))} and the steps {steps}"
+        )
+    return {"domain": domain}
 
 
 def best_of(results: Sequence[Judged]) -> Judged:
@@ -127,10 +125,10 @@ def by_steps(result: Judged, domain: str, lengths: Sequence[int]) -> Judged:
     return result._replace(rows=rows, **loss_of(*found))
 
 
-def measure(process: Run) -> dict:
+def measure(process: Run, domain: str) -> dict:
     """Train and judge all models for each seed."""
-    r, domain, first = process.recipe, domain_of(process.recipe), process.all[0]
-    made = [r.training_of(name).steps for name, one in r.specialists.items() if one.model is None]
+    r, first = process.recipe, process.all[0]
+    made = [r.training_of(name).steps for name in r.specialists]
     longest, total = max(made), sum(made) + r.stage1.steps + r.stage2.steps
 
     def plan(stages: Stages):
@@ -169,20 +167,16 @@ def measure(process: Run) -> dict:
 
 
 def picture(report: DomainReport):
-    """Plot the share of solved sums by their steps, and of all sums against the loss on the other domains."""
-    figure, (left, right) = figure_of(report, (13.0, 4.8), columns=2)
-    steps = [domain for domain in report.domains if domain not in report.settings["recipe"]["domains"]]
-    others = [domain for domain in report.domains if domain not in steps]
+    """Plot the share of sums that are solved against the loss on the other domains."""
+    figure, axes = figure_of(report, (8.6, 4.6))
+    others = [domain for domain in report.domains if domain in report.settings["recipe"]["domains"]]
     for number, entry in enumerate(report.entries):
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number // 2 % len(MARKERS)]}
-        left.plot(steps, [report.of_domains[domain].entry(entry.name).exact for domain in steps], linewidth=1, **style)
         losses = [statistics.fmean(result.domains[domain] for domain in others) for result in entry.results]
         shares = [statistics.fmean(flags) for flags in report.extra["solved"][entry.name]]
-        right.scatter(losses, shares, s=18, alpha=0.4, **style)
-        right.scatter(statistics.fmean(losses), statistics.fmean(shares), s=60, label=entry.name, **style)
-    left.set(xlabel="steps of the sum", ylabel="share of held-out sums solved")
-    right.set(xlabel=f"held-out loss per label token, mean of {' and '.join(others)}", ylabel="share of all sums solved")
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-    figure.legend(loc="outside right center", fontsize=8)
+        axes.scatter(losses, shares, s=18, alpha=0.4, **style)
+        axes.scatter(statistics.fmean(losses), statistics.fmean(shares), s=60, label=entry.name, **style)
+    axes.set(xlabel=f"held-out loss per label token, mean of {' and '.join(others)}", ylabel="share of held-out sums solved")
+    axes.grid(alpha=0.25)
+    figure.legend(loc="outside right center", fontsize=8, title="large: mean, small: seeds", title_fontsize=8)
     return figure

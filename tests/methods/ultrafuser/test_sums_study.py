@@ -109,7 +109,10 @@ def test_sums_are_divided_by_their_steps():
     assert divided.exact == [1, 0, 1, 0] and of_domain(divided, "2 steps").exact == [0, 1]
 
 
-def test_a_recipe_without_sums_is_refused(tmp_path):
+def test_a_recipe_without_sums_or_steps_is_refused(made, tmp_path):
     recipe = load_recipe(fuser_study.write_study(tmp_path))
-    with pytest.raises(ValueError, match="with a domain of arithmetic, sums, steps, but it has .*sums.jsonl"):
+    with pytest.raises(ValueError, match=r"domain of arithmetic, sums, steps, but it has .*sums.jsonl, .* steps \[4, 4\]"):
         tables.run("sums", recipe, tmp_path / "out", say=print)
+    epochs = made.recipe.specialist.change(steps=None, epochs=1)
+    with pytest.raises(ValueError, match=r"domains steps, .* and the steps \[6, None\]"):
+        tables.run("sums", made.recipe.change(specialist=epochs), tmp_path / "out", say=print)

@@ -18,7 +18,7 @@ import torch
 
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.compare import LEVEL, signed
-from moe_runtime.experiments.corpora import DOMAINS, domains_key
+from moe_runtime.experiments.corpora import SOURCES, domains_key
 from moe_runtime.experiments.plots import COLOURS, GREY, figure_of
 from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
@@ -228,7 +228,7 @@ class DomainStages(KeptStages):
         """What a training's result says; judged anew, of what `load` gives, where it was not saved as it was trained."""
         course = course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
         if self._is_saved_as_trained(model):
-            return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens) | sizes_of(model)
+            return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens, trained.exact) | sizes_of(model)
         del model, trained
         return course | self._judge(load)
 
@@ -247,7 +247,7 @@ class DomainStages(KeptStages):
         """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
         r, built_in = self.recipe, domains_key()
         sources = [source for d in r.domains.values() for source in d.sources]
-        rows = [built_in if source in DOMAINS else files_print(source) for source in sources]
+        rows = [built_in if source in SOURCES else files_print(source) for source in sources]
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})

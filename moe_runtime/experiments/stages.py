@@ -330,7 +330,7 @@ def domain_pairs(domain) -> tuple:
     asked = max(domain.limit or 0, domain.held_out_rows)
     # without a limit sums end at SUMS; some more than asked, as rows that are too long drop out
     limit = asked + asked // 8 if asked > SUMS else None
-    made = {name: functools.partial(domain_rows, name, limit=limit) for name in DOMAINS}
+    made = {name: functools.partial(domain_rows, name, limit=limit) for name in SOURCES}
     return split_rows(domain, made, shuffle=True)
 
 

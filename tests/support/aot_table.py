@@ -1,6 +1,6 @@
-"""docs/kernels.md: what every kernel becomes on every GPU.
+"""docs/kernels.md: what every kernel compiles to on every GPU.
 
-python -m tests.support.aot_table                   # writes it anew
+python -m tests.support.aot_table                   # rewrites it
 python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel and note one of these patterns finds
 python -m tests.support.aot_table --loops           # prints the main loops of the grouped products on sm_90
 """

@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch.optim.swa_utils import AveragedModel
 
-from moe_runtime.config import check_choice
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.domains import Judged
 from moe_runtime.experiments.tables import Entry, Report, Run, against
@@ -31,7 +29,6 @@ from moe_runtime.methods.upit.study import Pool
 
 SFT, SWA, PT, COPIES, UPIT = "SFT", "SFT, SWA", "Upcycle_PT", "Upcycle_SFT", "UpIT"
 ANNEALED, EQUAL, BRANCHES = f"{UPIT}, stage 1 annealed", f"{UPIT}, two equal schedules", f"{UPIT}, an expert per domain"
-RATES = {f"{SFT}, half the rate": 0.5, f"{SFT}, twice the rate": 2.0}
 DRAWN = (SFT, PT, COPIES, UPIT, EQUAL)
 
 
@@ -69,19 +66,13 @@ class Stages(pesc.Stages):
         def make(tmp: Path, checkpoints: Path) -> dict:
             with ranks.leading() as main:
                 if main:
-                    mean = AveragedModel(self._load(late[0], device=False))
+                    mean = AveragedModel(self._load(late[0], device=False).float())
                     for path in late:
-                        mean.update_parameters(self._load(path, device=False))
-                    ranks.save_whole(mean.module.to(torch.float32), self.tokenizer, tmp / "model", self.recipe.dtype)
+                        mean.update_parameters(self._load(path, device=False).float())
+                    ranks.save_whole(mean.module, self.tokenizer, tmp / "model", self.recipe.dtype)
             return self._judge(lambda: self._load(tmp / "model"))
 
         return self._stage("averaged", SWA, {"checkpoints": [path.name for path in late]}, [tuned], make)
-
-
-def check(recipe) -> dict:
-    """Return the command's options, none; raises ValueError for a recipe without whole experts."""
-    check_choice("form", "ffn", recipe.forms)
-    return {}
 
 
 def make(process: Run) -> dict:
@@ -98,8 +89,6 @@ def make(process: Run) -> dict:
         one = stages.change(**annealed)
         sft = one.change(ffn__sft__epochs=epochs).prepared("ffn")
         yield SFT, sft
-        for name, factor in RATES.items():
-            yield name, one.change(ffn__sft__learning_rate=factor * recipe.ffn.sft.learning_rate).dense("ffn")
         yield SWA, one.averaged(sft)
         yield PT, one.upcycled("pt")
         yield COPIES, _after(stages.prepared("ffn"), stages.upcycled("sft"))
@@ -120,7 +109,7 @@ def _after(first: Judged, second: Judged) -> Judged:
 
 def _summary(report: Report) -> list[str]:
     """Say how UpIT compares with every other, and the held-out loss on the way: where the second schedule begins it rises."""
-    names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base", *RATES)]
+    names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base")]
     upit = against(report.entries, UPIT, names)
     watched = [entry for entry in report.entries if entry.results[0].history]
     ways = {entry.name: _means(entry) for entry in watched}

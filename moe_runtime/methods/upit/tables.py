@@ -249,9 +249,14 @@ def _pesc(process: Run) -> dict:
     return {"entries": process.collect(plan), "reference": DENSE["lora"], "summary": summary}
 
 
-def _check_pesc(recipe: UpitRecipe) -> dict:
-    _form(recipe, "lora")
-    return {}
+def check_of(form: str) -> Callable:
+    """Return what checks a command without options that is about one form."""
+
+    def check(recipe: UpitRecipe) -> dict:
+        _form(recipe, form)
+        return {}
+
+    return check
 
 
 def _saved(process: Run, form: str) -> dict:
@@ -362,7 +367,7 @@ def _losses(title: str, source: str, make: Callable, check: Callable | None = No
 COMMANDS = {
     "main": _losses("UpIT and its baselines", "Table 1", _main),
     "ckpt": _losses("Which checkpoints become experts", "Tables 2 and 8", _ckpt, check_named(WHICH)),
-    "pesc": _losses("Adapters as experts", "Table 1", _pesc, _check_pesc),
+    "pesc": _losses("Adapters as experts", "Table 1", _pesc, check_of("lora")),
     "saved": _losses(
         "Checkpoints of one tuning", "Figure 2", _saved, lambda recipe, form=None: {"form": _form(recipe, form)}, plots.sweep
     ),
@@ -371,6 +376,6 @@ COMMANDS = {
     "experts": _losses("Experts, and experts per token", "Figure 4", _experts, check_experts, plots.sweep),
     "data": _losses("Rows to tune on", "Figure 3", _data, check_data, plots.sweep),
     "epochs": _losses("Epochs before and after", "Figure 6", _epochs, check_epochs),
-    "budget": _losses("Equal optimizer steps", "Sec. 4.1", budget.make, budget.check, budget.draw),
+    "budget": _losses("Equal optimizer steps", "Sec. 4.1", budget.make, check_of("ffn"), budget.draw),
 }
 run = functools.partial(tables.run, COMMANDS, Stages)

@@ -16,7 +16,7 @@ PRETRAIN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b-lora", "sheared-llama-2.7b", "tiny"])
+@pytest.mark.parametrize("name", ["budget", "llama-2-7b-lora", "sheared-llama-2.7b", "tiny"])
 def test_a_shipped_recipe_loads_and_survives_a_round_trip(name):
     recipe = load_recipe(name)
     assert name in shipped_recipes("upit") and recipe.name == name and UpitRecipe.from_dict(recipe.to_dict()) == recipe

@@ -331,22 +331,6 @@ def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     assert "held-out loss" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changes, says", [
-    pytest.param({"data__train": "none.jsonl"}, "Data 'none.jsonl' does not exist", id="no-data"),
-    pytest.param({"data__held_out_rows": 40}, "held_out_rows .40. leaves no training examples: the data has 40", id="all-held"),
-    pytest.param({"data__max_length": 2}, "No example has a token to train on within max_length .2", id="short"),
-    pytest.param({"base_model": "./none"}, "base_model './none'", id="no-base"),
-    pytest.param({"tune__warmup_steps": 6}, "warmup_steps must be below the 6 steps of the training, but got 6", id="warmup"),
-    pytest.param({"mix__optimizer": "adam"}, "optimizer must be one of adamw_torch", id="optimizer"),
-    pytest.param({"tune__per_device_batch_size": 3}, "per_device_batch_size .3. times 1 processes", id="batch"),
-])  # fmt: skip
-def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, changes, says):
-    with pytest.raises(ValueError, match=says):
-        Stages(make_recipe(tmp_path, **changes), tmp_path / "out", say=lambda text: None).moe()
-    left = [path.name for path in (tmp_path / "out").glob("*") if path.name != ".locks"]
-    assert all(name.startswith(("data-", "base-")) and ".tmp" not in name for name in left)
-
-
 KILLED = """
 import sys
 from moe_runtime.methods.xft import study

@@ -237,7 +237,11 @@ def _overfit(process: Run) -> dict:
 
 def _over_rates(report: DomainReport):
     """Plot the losses over the learning rate; without the merges at one rate only."""
-    return plots.sweep(dataclasses.replace(report, entries=[e for e in report.entries if e.name in report.extra["x"]]))
+    x = report.extra["x"]
+    figure = plots.sweep(dataclasses.replace(report, entries=[entry for entry in report.entries if entry.name in x]))
+    figure.axes[0].minorticks_off()
+    figure.axes[0].set_xticks(sorted(set(x.values())))
+    return figure
 
 
 def _mix_rows(process: Run) -> dict:

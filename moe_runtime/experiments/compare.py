@@ -57,14 +57,12 @@ def signed(value: float) -> str:
 
 
 def compare(
-    losses: Mapping[str, Sequence[Sequence[float]]], reference: str, tokens: Sequence[int] | None = None, level: float = LEVEL,
-    pairs: Sequence[tuple[str, str]] | None = None,
-) -> list[Comparison]:  # fmt: skip
+    losses: Mapping[str, Sequence[Sequence[float]]], reference: str, tokens: Sequence[int] | None = None, level: float = LEVEL
+) -> list[Comparison]:
     """Compare every method in `losses`, name -> [seeds, rows], with the method `reference`; in the order given.
 
-    `pairs` of methods are compared instead if given, the first of a pair with the second. `tokens` [rows] are the label tokens
-    of each row, alike for all methods; without them rows weigh the same. Raises ValueError for an unknown reference, arrays of
-    different shapes, no rows, or weights below 1.
+    `tokens` [rows] are the label tokens of each row, alike for all methods; without them rows weigh the same. Raises
+    ValueError for an unknown reference, arrays of different shapes, no rows, or weights below 1.
     """
     if reference not in losses:
         raise ValueError(f"reference must be one of {', '.join(losses)}, but got {reference!r}")
@@ -79,16 +77,16 @@ def compare(
             f"losses are {', '.join(map(str, shapes))} and tokens {weight.shape}"
         )
     weight = weight / weight.mean()
-    pairs = [(name, reference) for name in losses if name != reference] if pairs is None else pairs
-    found = [_difference(weight, arrays[name], arrays[other], level) for name, other in pairs]
+    names = [name for name in losses if name != reference]
+    found = [_difference(weight, arrays[name], arrays[reference], level) for name in names]
     corrected = holm([p for _, _, _, p, _ in found])
     return [
         Comparison(
-            name=name, reference=other, difference=mean, low=low, high=high, p=p, p_corrected=q,
+            name=name, reference=reference, difference=mean, low=low, high=high, p=p, p_corrected=q,
             verdict=_verdict(low, high, direction, q, level), rows=shape[1], seeds=shape[0],
-            seeds_lower=int(((arrays[name] - arrays[other]) @ weight < 0).sum()),
+            seeds_lower=int(((arrays[name] - arrays[reference]) @ weight < 0).sum()),
         )
-        for (name, other), (mean, low, high, p, direction), q in zip(pairs, found, corrected, strict=True)
+        for name, (mean, low, high, p, direction), q in zip(names, found, corrected, strict=True)
     ]  # fmt: skip
 
 

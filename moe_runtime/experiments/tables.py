@@ -369,12 +369,6 @@ def each(report: Report) -> list[str]:
     return [f"{one}." for one in report.comparisons]
 
 
-def between(report: Report, pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Say one sentence for every pair of methods; the pairs are tested together, apart from the report's comparisons."""
-    losses = {entry.name: [result.losses for result in entry.results] for entry in report.entries}
-    return [f"{one}." for one in compare(losses, report.reference, report.entries[0].results[0].tokens, pairs=pairs)]
-
-
 def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> list[str]:
     """Say how the methods `names` compare with another one than the table's reference."""
     found = {entry.name: [result.losses for result in entry.results] for entry in entries}

@@ -133,17 +133,6 @@ def test_three_seeds_are_no_more_rows_than_one():
     assert one.p == three.p and (one.low, one.high) == pytest.approx((three.low, three.high))
 
 
-def test_pairs_are_compared_as_alone_and_corrected_together():
-    rng = np.random.default_rng(7)
-    losses, pairs = family(normal, (0.05, -0.1, 0.1), rng), [("method 1", "reference"), ("method 0", "method 2")]
-    tokens = [*range(1, ROWS + 1)]
-    found = compare(losses, "reference", tokens, pairs=pairs)
-    alone = [compare({name: losses[name] for name in pair}, pair[1], tokens)[0] for pair in pairs]
-    assert [(one.name, one.reference) for one in found] == pairs
-    numbers = [[(one.difference, one.low, one.high, one.p, one.seeds_lower) for one in some] for some in (found, alone)]
-    assert numbers[0] == numbers[1] and [one.p_corrected for one in found] == holm([one.p for one in alone])
-
-
 @pytest.mark.parametrize("method", [
     pytest.param(lambda rows: rows, id="identical"),
     pytest.param(lambda rows: rows + 3e-7, id="rounding"),

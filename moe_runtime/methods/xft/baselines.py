@@ -230,31 +230,25 @@ class AveragingCallback(TrainerCallback):
 class WeightAverages(TrainerCallback):
     """Averages of the trained weights W_t after steps t = 1 .. T, in float32, as whole models in `models`.
 
-        ema    M_1 = W_1, M_t = d M_{t-1} + (1 - d) W_t, d = min(decay, t / (9 + t)); the ramp keeps early weights short
-        swa    the mean of W_t over t > start T
-
-    They are not part of a checkpoint: a training that may resume must not use them.
+    ema    M_1 = W_1, M_t = d M_{t-1} + (1 - d) W_t with d = min(decay, t / (9 + t)), so that early weights do not linger
+    swa    the mean of W_t over t > start T
     """
 
     def __init__(self, decay: float = 0.99, start: float = 0.5):
-        self.decay, self.start = decay, start
-        self.models: dict[str, AveragedModel] = {}
+        # how much of the mean of n weights stays when the next one comes
+        self.keeps = {"ema": lambda n: ((1 + n) / (10 + n)).clamp(max=decay), "swa": lambda n: n / (n + 1)}
+        self.start, self.models = start, {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Copy the model for each average."""
+        for name, keep in self.keeps.items():
 
-        def ema(mean, weight, n):
-            return torch.lerp(weight.to(mean.dtype), mean, torch.clamp((1 + n) / (10 + n), max=self.decay).to(mean.dtype))
+            def averaged(mean, weight, n, keep=keep):
+                return torch.lerp(weight.to(mean.dtype), mean, keep(n).to(mean.dtype))
 
-        def swa(mean, weight, n):
-            return torch.lerp(mean, weight.to(mean.dtype), (1 / (n + 1)).to(mean.dtype))
-
-        self.models = {kind.__name__: AveragedModel(model, avg_fn=kind) for kind in (ema, swa)}
-        for average in self.models.values():
-            average.module.float()
+            self.models[name] = AveragedModel(model, avg_fn=averaged).float()
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Add the weights of the step."""
-        self.models["ema"].update_parameters(model)
-        if state.global_step > self.start * state.max_steps:
-            self.models["swa"].update_parameters(model)
+        for name in ("ema", "swa") if state.global_step > self.start * state.max_steps else ("ema",):
+            self.models[name].update_parameters(model)

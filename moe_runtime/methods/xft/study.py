@@ -73,9 +73,8 @@ class Stages(KeptStages):
 
     def domains_of(self, part: str) -> list[int]:
         """Return for each row of a part the place of its domain in `domains`."""
-        count = len(self.part(part))
-        kept = read_json(self.out / f"data-{self._key}" / "rows.json")
-        return kept["domains"][part] if len(self.domains) > 1 else [0] * count
+        count, kept = len(self.part(part)), read_json(self.out / f"data-{self._key}" / "rows.json")
+        return kept["domains"].get(part, [0] * count)
 
     def by_domain(self, result: Result) -> Result:
         """Return a result whose held-out rows are ordered by domain, as tables with a column per domain take it."""
@@ -118,7 +117,7 @@ class Stages(KeptStages):
     def sft(self, steps: int | None = None, averages: bool = False, **changes) -> Result:
         """Return the baseline: the dense base tuned by the recipe's `sft`, optionally with other `steps` or `changes`.
 
-        With `averages` it trains without checkpoints, and `average` has the averages of its weights over the steps.
+        `averages` of its weights over the steps are for `average`; they are not part of checkpoints, so it has none.
         """
         base, training = self.base(), _for_steps(self.recipe.sft, steps).change(**changes)
         training = training.change(save_steps=None) if averages else training
@@ -147,10 +146,7 @@ class Stages(KeptStages):
         return self._stage("average", kind, {"of": kind}, [sft], make)
 
     def moe(self, by_domain: bool = False, **moe_settings) -> Result:
-        """Return the base, upcycled with the recipe's experts and `moe_settings` in their place, and tuned.
-
-        `by_domain` tunes with `routed_by_domain`; the tuned model is judged with its own router all the same.
-        """
+        """Return the base, upcycled with the recipe's experts and `moe_settings`, and tuned: by_domain, `routed_by_domain`."""
         base, experts = self.base(), resolve_experts(self.recipe.experts | moe_settings)
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -325,10 +321,9 @@ def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, s
 
 @contextlib.contextmanager
 def routed_by_domain(model, domains: Mapping[tuple[int, ...], int]) -> Iterator[None]:
-    """Route all tokens of an example to the shared expert and to the routed one of its domain, instead of the router's choice.
+    """Route all tokens of an example to the shared expert and to the routed one of its domain, with the router's weights.
 
-    `domains` has the place of each example's domain, by its ids without padding; the experts' weights are still the router's.
-    This is for experiments with experts that differ: a model in use has no domains to go by.
+    `domains` has the place of each example's domain, by its ids without padding. For experiments with experts that differ.
     """
     chosen = []
 
@@ -341,9 +336,8 @@ def routed_by_domain(model, domains: Mapping[tuple[int, ...], int]) -> Iterator[
     def give(router, args, kwargs):
         return args, kwargs | {"topk_idx": chosen[0]}
 
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    handles = [model.register_forward_pre_hook(see, with_kwargs=True)]
-    handles += [router.register_forward_pre_hook(give, with_kwargs=True) for router in routers]
+    hooks = [(model, see)] + [(module, give) for module in model.modules() if isinstance(module, Router)]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
     try:
         yield
     finally:

@@ -8,11 +8,8 @@
     budget         SFT for as many steps, and for as long          Table 8 of the long version
     ewa-schedule   constant and linear share rate                  Figure 3
     routing-stats  share of tokens per expert and text             Figure 4 (routing_study)
-
-and two experiments of ours on where merging pays:
-
-    overfit        SFT, EMA, SWA and XFT at three learning rates   few examples, several epochs
-    mix-rows       learning to mix on examples that tuning used, and on others
+    overfit        SFT, EMA, SWA and XFT at three learning rates   of ours: few examples, several epochs
+    mix-rows       mixing learned on the examples of tuning, or not   of ours
 
 The measure is the held-out loss per label token, on rows that nothing was trained on, in place of the paper's benchmarks.
 """
@@ -27,7 +24,7 @@ from moe_runtime.config import GATES, check_choice, check_fraction
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.domains import DomainReport
 from moe_runtime.experiments.plots import COLOURS, figure_of
-from moe_runtime.experiments.tables import Command, Report, Run, best, between, different, each, verdict
+from moe_runtime.experiments.tables import Command, Report, Run, against, best, different, each, verdict
 from moe_runtime.methods.xft import routing_study
 from moe_runtime.methods.xft.recipe import Recipe, check_shared, resolve_experts
 from moe_runtime.methods.xft.study import Result, Stages
@@ -208,7 +205,7 @@ def _routing_stats(process: Run, texts: Sequence[str], tokens: int, files: list)
 
 def _overfit(process: Run) -> dict:
     own, rate = process.recipe.tune.learning_rate, process.recipe.shared_rate
-    kinds, x = (SFT, "EMA", "SWA", XFT), {}
+    kinds, x = (XFT, SFT, "EMA", "SWA"), {}
 
     def plan(stages: Stages):
         for learning_rate in (times * own for times in TIMES):
@@ -224,18 +221,15 @@ def _overfit(process: Run) -> dict:
 
     def summary(report: Report) -> list[str]:
         names = [name for name in x if not name.startswith(MOE)]
-        pairs = [(name, name.replace(XFT, kind)) for name in names if name.startswith(XFT) for kind in kinds[:-1]]
-        lines = ["At equal learning rates:", *between(report, pairs)]
+        lines = ["At equal learning rates:"]
+        for one in (name for name in names if name.startswith(XFT)):
+            lines += against(report.entries, one, [one.replace(XFT, kind) for kind in kinds[1:]])
         validation = {name: [result.validation for result in report.entry(name).results] for name in names}
         if None in validation[names[0]]:
             return [*lines, "Without data.validation_rows nothing chooses a learning rate."]
-        of_kind = [[name for name in names if name.startswith(kind)] for kind in kinds]
-        *others, chosen = [min(some, key=lambda name: statistics.fmean(validation[name])) for some in of_kind]
-        return [
-            *lines,
-            "Each at the learning rate that validation chooses:",
-            *between(report, [(chosen, one) for one in others]),
-        ]
+        means = {name: statistics.fmean(losses) for name, losses in validation.items()}
+        chosen, *others = [min((n for n in names if n.startswith(kind)), key=means.__getitem__) for kind in kinds]
+        return [*lines, "Each at the learning rate that validation chooses:", *against(report.entries, chosen, others)]
 
     extra = {"x": x, "x_label": "learning rate", "x_log": True}
     return {"entries": process.collect(plan), "reference": f"{SFT}, {own:g}", "summary": summary, "extra": extra}
@@ -243,21 +237,23 @@ def _overfit(process: Run) -> dict:
 
 def _over_rates(report: DomainReport):
     """Plot the losses over the learning rate; without the merges at one rate only."""
-    return plots.sweep(dataclasses.replace(report, entries=[e for e in report.entries if e.name in report.extra["x"]]))
+    x = report.extra["x"]
+    figure = plots.sweep(dataclasses.replace(report, entries=[entry for entry in report.entries if entry.name in x]))
+    figure.axes[0].minorticks_off()
+    figure.axes[0].set_xticks(sorted(set(x.values())))
+    return figure
 
 
 def _mix_rows(process: Run) -> dict:
     recipe = process.recipe
-    routed = recipe.experts.get("num_experts", 8) - 1
-    can_force = recipe.experts.get("top_k", 6) == 2 and len(process.all[0].domains) == routed
-    ways = {"router": False} | ({"domain": True} if can_force else {})
+    sizes = recipe.experts.get("top_k", 6), recipe.experts.get("num_experts", 8) - 1
+    ways = {"router": False} | ({"domain": True} if sizes == (2, len(process.all[0].domains)) else {})
     names = "INIT", "learned, own", "INIT, fewer", "learned, held back"
 
     def plan(stages: Stages):
         stages = stages.change(mix_rows=None)
         fewer = stages.change(mix_rows=max(len(stages.train_rows) // HELD_BACK, 1))
-        sft = stages.sft(learning_rate=recipe.tune.learning_rate, averages=True)
-        yield SFT, stages.by_domain(sft)
+        yield SFT, stages.by_domain(stages.sft(learning_rate=recipe.tune.learning_rate, averages=True))
         for way, by_domain in ways.items():
             moe, less = stages.moe(by_domain=by_domain), fewer.moe(by_domain=by_domain)
             merged = stages.merge(moe), stages.mix(moe), fewer.merge(less), fewer.mix(less)
@@ -266,13 +262,13 @@ def _mix_rows(process: Run) -> dict:
 
     entries = process.collect(plan)
     alpha = {entry.name: [result.alpha for result in entry.results] for entry in entries}
-    steps = [((1, 0), (3, 2), (3, 0)), [f"by {way}: {{}}" for way in ways]]
-    pairs = [(way.format(names[a]), way.format(names[b])) for way in steps[1] for a, b in steps[0]]
-    moved = {a: _distance(alpha[a], alpha[b]) for a, b in pairs}
+    moved = {name: _distance(alpha[name], alpha[f"{name.partition(':')[0]}: INIT"]) for name in alpha if "learned" in name}
 
     def summary(report: Report) -> list[str]:
-        lines = [f"{name}: a coefficient moved by {distance:.3f} at most." for name, distance in moved.items()]
-        return [*between(report, pairs), *lines]
+        lines = []
+        for init, own, fewer, held_back in ([f"by {way}: {name}" for name in names] for way in ways):
+            lines += against(entries, init, [own, fewer, held_back]) + against(entries, fewer, [held_back])
+        return lines + [f"{name}: a coefficient moved by {far:.3f} at most." for name, far in moved.items()]
 
     return {"entries": entries, "reference": SFT, "summary": summary, "extra": {"largest_move_of_alpha": moved}}
 

@@ -1,7 +1,7 @@
-"""PEFT's LoRA on the expert stacks of a stock layer, forward and backward: in our op, and as PEFT does, W + s B A made whole.
+"""PEFT's LoRA on the expert stacks of a stock layer, forward and backward: in our op, and in PEFT's way, W + s B A in memory.
 
 The stacks are frozen; gradients go to x and the adapters of both. PEFT's own runs on transformers' grouped_mm, and on its loop
-where there are few experts. The same adapters on stacks in NF4, which stay packed, come beside them.
+where there are few experts. The same adapters are also measured on stacks in NF4, which stay packed.
 """
 
 import functools

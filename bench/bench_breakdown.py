@@ -1,8 +1,8 @@
 """Where the time of a training step goes: bench_step.py's model, its parts one by one, of all layers together.
 
-A part is a function of its own, with its forward and its backward pass unless it says which, so their sum is not the whole step
-to the millisecond: what is left is residuals, launches and caches. The experts' parts are there for transformers'
-implementations too; the others are the same for all.
+Each part is a function, measured with its forward and backward pass unless its name says which, so their sum is not exactly the
+whole step: residuals, launches and caches are left. The experts' parts are also measured for transformers' implementations; the
+others are the same for all.
 """
 
 import copy

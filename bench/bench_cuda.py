@@ -1,7 +1,7 @@
-"""The kernels of csrc/ beside Triton's: each alone against a copy of its bytes, and the way of the tokens end to end.
+"""The kernels of csrc/ against Triton's: each alone against a copy of its bytes, and the whole token path.
 
-T goes from 512, where launches count, to 65536. A GPU only; the library of csrc/ must be built: python -m
-moe_runtime.native.build. What it says of an op at every T decides who runs it: bench/report.py.
+T goes from 512, where launches count, to 65536. GPU only; the library of csrc/ must be built: python -m
+moe_runtime.native.build. Its results at every T decide which backend runs an op: bench/report.py.
 """
 
 import pytest
@@ -111,7 +111,7 @@ def bench_cuda_kernel(interleaved, shape, kernel):
 
 @pytest.mark.parametrize("counted", [False, True], ids=["plan", "route+plan"])
 def bench_cuda_plan(interleaved, shape, counted):
-    """All that the grouped products want to know: rows, offsets and two maps of tiles; with the router before, who counts."""
+    """What the grouped products need: rows, offsets and two maps of tiles; with the router before, which also counts."""
     from moe_runtime.kernels import dispatch as triton_dispatch
     from moe_runtime.kernels import routing as triton_routing
 

@@ -1,5 +1,5 @@
 """Each Triton kernel of the layer alone: matrix products against a dense matmul of the same FLOPs, the others against a copy
-of the bytes that they must move. A GPU only; the interpreter shows that it runs.
+of the bytes that they must move. GPU only; the interpreter shows that it runs.
 """
 
 import pytest
@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 
 
 class Rows:
-    """Where the rows of a layer lie, for random experts."""
+    """The row layout of a layer, for random experts."""
 
     def __init__(self, shape):
         self.idx = random_experts(shape)

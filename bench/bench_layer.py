@@ -80,7 +80,7 @@ class Layer:
         torch.mm(b["dz"], b["w1"], out=b["dx"])
 
     def bytes(self, backward: bool = False) -> int:
-        """Return what the layer reads and writes at least: weights that are used, x and out; their gradients besides."""
+        """Return what the layer reads and writes at least: weights that are used, x and out, and their gradients."""
         T, H, I, *_ = self.shape
         used = len(self.topk_idx.unique()) * 3 * H * I
         # backward reads the weights once more and writes their gradients; it reads x, dout and writes dx
@@ -140,7 +140,7 @@ class Layer:
         return []
 
     def gpu_variants(self, notes):
-        """Return `variants` and those that only a GPU is asked for; why others are missing goes into `notes`."""
+        """Return `variants` and those that are measured on a GPU only; `notes` says why others are missing."""
         found = self.variants(notes)
         if self.shape.T > EAGER:
             found.pop("transformers eager", None)

@@ -1,7 +1,7 @@
 """LoRA experts over one base against LoRA on a full expert in every slot; gradients of x, the pairs and the slots' weights.
 
 `LoRA per slot` goes expert by expert over the tokens that chose it, base and pairs alike; `weights made whole` adds the
-pairs to a copy of the base for each expert and runs the experts' op. The floor is the base's MLP, once per token, alone.
+pairs to a copy of the base for each expert and runs the op of whole experts. The floor is the base's MLP alone, once per token.
 """
 
 import pytest

@@ -1,7 +1,8 @@
 """What a layer's experts keep for the backward pass, in bytes per token, counted and not timed: the same on every device.
 
-Counted are the storages that autograd saves, each once and whole, without the experts' weights. "formula KiB/token" is what we
-promise at most: s H + 2 s I K + 12 K bytes for elements of s bytes. Of what a package keeps past autograd "kept MiB" tells.
+The storages that autograd saves are counted, each once and whole, without the experts' weights. "formula KiB/token" is the
+maximum that we promise: s H + 2 s I K + 12 K bytes for elements of s bytes. "kept MiB" includes what a package keeps outside
+autograd.
 """
 
 import pytest
@@ -12,7 +13,7 @@ from moe_runtime.bench.bench_layer import DTYPES, Layer
 from moe_runtime.bench.bench_tokens import experts
 
 KIND = "memory"
-ROUNDS = 3  # the times are beside the point
+ROUNDS = 3  # the times do not matter
 GPU_SHAPES = {name: shapes.GPU[name]._replace(T=4096) for name in shapes.GPU}
 
 

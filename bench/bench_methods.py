@@ -1,7 +1,7 @@
-"""What the four methods do beside a layer's work that takes a user's time: folders, scores, routing vectors, generation.
+"""The expensive steps of the four methods outside of a layer: folders, scores, routing vectors, generation.
 
-The floor of folders, a CPU's work, is a look at every byte that is read and a copy of every byte that is written; "in memory"
-loads the model, changes it and saves it.
+The floor of folders is to read every input byte and to copy every output byte; "in memory" loads the model, changes it and
+saves it.
 """
 
 import copy
@@ -142,7 +142,7 @@ def bench_esft_scores(interleaved, shape):
 
 
 def bench_upit_vectors(interleaved, size):
-    """Loss and gradients of a dense model with routing vectors beside its MLPs, and without."""
+    """Loss and gradients of a dense model with and without routing vectors at its MLPs."""
     from moe_runtime.methods.upit.vectors import RoutingVectors, drawn
 
     with fits():

@@ -1,6 +1,6 @@
 """XFT's merge stage, where only the mixing logits train: a step against one of dense tuning, a layer against the official form.
 
-That one keeps float32 stacks and multiplies them out in every forward pass: softmax, mm, a cast, three linears.
+The official form keeps float32 stacks and merges them in every forward pass: softmax, mm, a cast, three linears.
 """
 
 import pytest
@@ -84,7 +84,7 @@ class Official(torch.nn.Module):
 
 
 def bench_mixing_layer(interleaved, shape):
-    """Forward, backward and a write to the logits, so that each call merges anew, of one layer of bfloat16 experts."""
+    """Forward, backward and a write to the logits, so that each call merges again, of one layer of bfloat16 experts."""
     tokens, H, I, E, _, _ = shape
     T = min(tokens, TOKENS)
     config = MoEConfig(hidden_size=H, intermediate_size=I, num_experts=E, top_k=2)

@@ -1,7 +1,7 @@
-"""A training step of a MoE model with NF4 experts and LoRA (QLoRA): its peak beside the estimate of `moe-runtime memory`.
+"""A training step of a MoE model with NF4 experts and LoRA (QLoRA): its peak against the estimate of `moe-runtime memory`.
 
-All weights are random, and the packed bytes are drawn where they stay: no stack is ever there in 16 bits. As Trainer runs it:
-autocast to bfloat16, checkpointing, gradients set to None behind the optimizer.
+All weights are random, and the packed bytes are drawn in place: no stack is ever in memory in 16 bits. As in Trainer: autocast
+to bfloat16, checkpointing, gradients set to None after the optimizer's step.
 """
 
 import functools

@@ -18,7 +18,7 @@ GPU_SHAPES = shapes.sweep(SWEPT, shapes.SWEEP_GPU)
 
 
 def experts(shape, dtype, request) -> tuple[Layer, dict, dict]:
-    """Return a layer, its variants without the floor and what is as wide as all experts together, and who is missing."""
+    """Return a layer, its variants without the floor and without those as wide as all experts together, and what is missing."""
     with fits():
         layer = Layer(shape, dtype)
         variants, notes = variants_of(layer, request.config.getoption("--tiny"))

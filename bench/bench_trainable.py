@@ -15,7 +15,7 @@ FIFTH = 5  # every fifth expert trains
 
 
 class Partly(Layer):
-    """The layer with the weights of `experts` beside the frozen stacks."""
+    """The layer with the weights of `experts` stored separately from the frozen stacks."""
 
     def __init__(self, shape, experts: range):
         super().__init__(shape, DTYPE)
@@ -60,7 +60,7 @@ class Partly(Layer):
             try:
                 torch.autograd.backward(out, self.dout, inputs=[self.x, *inputs])
                 optimizer.step()
-            finally:  # what a variant that fails leaves would lie beside the other
+            finally:  # what a failed variant leaves in memory would add to the other's
                 self.x.grad = None
                 optimizer.zero_grad()
 

@@ -1,6 +1,6 @@
 """XFT's tuning step (loss, backward, AdamW) at DeepSeek-Coder-1.3B's shape, upcycled to 8 experts, 6 per token; random weights.
 
-One model, batch and optimizer's state for all; what differs is who computes the MoE layers. Ours and transformers' take one
+The same model, batch and optimizer state for all; only who computes the MoE layers differs. Ours and transformers' take one
 router's result; "official" is the released code's layer, its own gate included. No noise on the router and no balance loss, so
 that all compute the same function, and no gradient checkpointing, as in the released training script.
 """
@@ -18,7 +18,7 @@ from moe_runtime.bench.machine import CUDA, DEVICE, fits
 from moe_runtime.bench.official import OfficialBlock
 
 KIND = "step"
-ROUNDS = 15 if CUDA else 3  # a CPU takes half a minute for one
+ROUNDS = 15 if CUDA else 3  # one takes half a minute on a CPU
 SIZES = (shapes.TUNING_GPU, shapes.TUNING_CPU, shapes.TUNING_TINY)
 
 

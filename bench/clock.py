@@ -1,4 +1,4 @@
-"""How long each variant takes, and how much memory: the wall clock on a CPU, CUDA events on a GPU."""
+"""The time and memory of each variant: the wall clock on a CPU, CUDA events on a GPU."""
 
 import contextlib
 import ctypes
@@ -54,13 +54,13 @@ def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
 
 
 def resident(function) -> tuple[dict[str, float], object]:
-    """Return the MiB of the CPU that a call takes beyond what was there, at most and in what it returns; and its result.
+    """Return the MiB of the CPU that a call adds, at its peak and in what it returns; and its result.
 
     It is the process's resident set, whose peak /proc lets one set back; no MiB where it does not.
     """
     _give_back()
     try:
-        CLEAR.write_text("5")  # the peak begins anew
+        CLEAR.write_text("5")  # resets the peak
         before = _status("VmRSS")
     except (OSError, TypeError):  # not Linux, or a sandbox
         return {}, function()
@@ -77,7 +77,7 @@ def _status(name: str) -> int:
 
 
 def _give_back() -> None:
-    """Give the system our pools and the allocator's free blocks: they would hide what a call takes."""
+    """Give the system our pools and the allocator's free blocks: they would hide what a call allocates."""
     gc.collect()
     workspace.release()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
@@ -127,7 +127,7 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
             times[name].append(ms / 1e3)
 
     try:
-        one_round()  # says how many rounds there is time for
+        one_round()  # its time decides the number of rounds
         count = max(3, min(rounds, int(seconds / max(sum(values[0] for values in times.values()), 1e-9))))
         for values in times.values():
             values.clear()
@@ -139,19 +139,19 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
 
 
 def held_bytes(model, optimizer) -> int:
-    """Return the bytes of a model's tensors and an optimizer's states, each storage once: what lies there before a step."""
+    """Return the bytes of a model's tensors and an optimizer's states, each storage once: the memory in use before a step."""
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     storages = (tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers(), *states))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def totals(details: dict, held: int) -> dict:
-    """Return the column of what a call needs in all, beside each variant's peak."""
+    """Return the column of the total memory, to stand next to each variant's peak."""
     return {name: row | {"total MiB": held / 2**20 + row["peak MiB"]} for name, row in details.items() if "peak MiB" in row}
 
 
 def _memory(function) -> dict[str, float]:
-    """MiB that a second call takes beyond what was there before it, at most and in what it returns.
+    """MiB that a second call adds, at its peak and in what it returns.
 
     Scratch memory that the torch backend would use again is given back first: it is the call's own, as on a CPU.
     """
@@ -222,7 +222,7 @@ def launch_configs() -> str:
 
 
 def rows_of(times: dict[str, list[float]], details: dict, flops: float, bytes: float, limits: dict | None, tokens=0) -> dict:
-    """Return what is printed and written of each variant; its share is that of the ceiling which it is nearest to."""
+    """Return what is printed and written for each variant; the share refers to the nearest ceiling."""
     floor = next(iter(times.values()))
     rows = {}
     for name, seconds in times.items():

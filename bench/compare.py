@@ -1,8 +1,8 @@
 """Two results files side by side: how many times the milliseconds of A each variant takes in B, and what is a regression.
 
 A variant is slower if its time grew by more than 5 % and by more than the two interquartile ranges of its rounds together, and
-so did its ratio to the benchmark's first variant (where that is ours: to the others' median pace), so that a machine which is
-slower today is no regression. The peak of memory is a regression if it grew by more than 10 % and 8 MiB, what is saved for
+so did its ratio to the benchmark's first variant (where that is ours: to the others' median pace), so that a slower machine
+is not a regression. The peak of memory is a regression if it grew by more than 10 % and 8 MiB, what is saved for
 backward if it grew by more than 1 %. A variant of ours that is missing in B or failed there is a regression, too. Ours are the
 variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
 """
@@ -15,7 +15,7 @@ from moe_runtime.bench.described import KINDS
 from moe_runtime.bench.records import benchmarks, failures
 
 LEAST = 0.05  # what differs by less differs from run to run
-ROUNDS = 3  # with fewer there is no noise to compare with
+ROUNDS = 3  # with fewer, the noise is unknown
 FEW = 5  # with fewer a quartile is one round or two: the whole spread is the noise
 MEMORY = {"peak MiB": (1.10, 8.0), "saved KiB/token": (1.01, 0.0)}  # column: times and MiB (KiB) that it may grow
 OURS = "moe_runtime"
@@ -168,7 +168,7 @@ def by_kind(found: Comparison) -> list[tuple[str, str, int, float, float, float]
 
 
 def text(found: Comparison) -> str:
-    """Return the comparison as tables in Markdown, what is worse last."""
+    """Return the comparison as Markdown tables, the worst last."""
     lines = [f"warning: {warning}" for warning in found.warnings]
     lines += ["", "| benchmark | variant | A ms | B ms | B / A | noise | |", "|---|---|---|---|---|---|---|"]
     for row in found.rows:
@@ -186,7 +186,7 @@ def text(found: Comparison) -> str:
 
 
 def as_json(found: Comparison) -> dict:
-    """Return the comparison as one JSON object; a noise that cannot be told is null."""
+    """Return the comparison as one JSON object; unknown noise is null."""
 
     def row_of(row: Row) -> dict:
         noise = None if row.noise == float("inf") else row.noise

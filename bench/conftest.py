@@ -1,8 +1,8 @@
 """`interleaved`: all variants in turn, round after round, in one process, so that a noisy machine is noisy for all of them.
 
 What it prints and writes are medians: milliseconds, TFLOP/s or GB/s, the ratio to the first variant (the floor), the share of a
-ceiling measured in the same process, and each variant's peak memory. On a GPU it reads CUDA events, and takes whoever does not
-run out of the comparison, with a note. A file's KIND says what it measures, its ROUNDS how many rounds are enough.
+ceiling measured in the same process, and each variant's peak memory. On a GPU it reads CUDA events, and leaves variants that do
+not run out of the comparison, with a note. A file's KIND says what it measures, its ROUNDS how many rounds are enough.
 """
 
 import gc
@@ -43,7 +43,7 @@ def pytest_configure(config):
 
 
 def _interpret() -> bool:
-    """Let Triton's kernels run in its interpreter, mended as the tests mend it; False where the tests are not installed."""
+    """Run Triton's kernels in its interpreter, patched as in the tests; False where the tests are not installed."""
     try:
         found = importlib.util.find_spec("tests.support.interp_fix")
     except ModuleNotFoundError:
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(config, items):
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
-    wanted = {name for goal in GOALS for name in goal.benchmarks}  # what is asked of a GPU first: a run may be cut short
+    wanted = {name for goal in GOALS for name in goal.benchmarks}  # run first on a GPU, since a run may be cut short
     items.sort(key=lambda item: item.name not in wanted)
     if chosen := _chosen(config):  # all functions of a shape before the next one's
         items.sort(key=lambda item: _place(item, chosen))
@@ -96,7 +96,7 @@ def _place(item, chosen: list[str]) -> int:
 
 
 def pytest_collection_finish(session):
-    # what the imports made stays: without it, looking for garbage takes half a second, twice per variant
+    # freezes what the imports created: otherwise garbage collection takes half a second, twice per variant
     gc.collect()
     gc.freeze()
 
@@ -122,14 +122,14 @@ def pytest_pyfunc_call(pyfuncitem):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if report.failed and CUDA and clock.context_lost():  # outside of what is timed; all others would fail after it
+    if report.failed and CUDA and clock.context_lost():  # outside of the timing; all later ones would fail
         item.config.records.pytest_runtest_logreport(report)
         pytest.exit(f"{item.name} broke the CUDA context", returncode=LOST)
     return report
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
-    """Results are published: whose machine it was is nobody's business."""
+    """Results are published, so they must not name the machine."""
     machine_info.pop("node", None)
 
 

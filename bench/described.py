@@ -54,7 +54,7 @@ def line(row: dict, floor: str) -> str:
 
 
 def cell(row: dict) -> str:
-    """Return a variant's row as a table's cell; of counted memory without the time, which is beside the point there."""
+    """Return a variant's row as a table's cell; for counted memory without the time, which does not matter there."""
     if "saved KiB/token" in row:
         promised = f" of {row['formula KiB/token']:,.1f}" if "formula KiB/token" in row else ""
         return f"{row['saved KiB/token']:,.1f}{promised} KiB per token saved"

@@ -1,4 +1,4 @@
-"""What a GPU machine has: python -m moe_runtime.bench.device_check [FILE.jsonl]. Exit code 77 without one for the kernels."""
+"""Describe a GPU machine: python -m moe_runtime.bench.device_check [FILE.jsonl]. Exit code 77 without a GPU for the kernels."""
 
 import shutil
 import sys
@@ -16,7 +16,7 @@ PROGRAMS = ("ncu", "compute-sanitizer", "nvcc", "g++", "gcc")
 
 
 def device() -> dict:
-    """Return the GPU's name and sizes, the versions of what is installed, and which programs are there."""
+    """Return the GPU's name and sizes, the versions of installed packages, and which programs exist."""
     found = machine.describe() | {name: machine.version(name) for name in PACKAGES}
     found |= {name: bool(shutil.which(name)) for name in PROGRAMS}
     if machine.CUDA:
@@ -30,7 +30,7 @@ def device() -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    """Print and write what is there."""
+    """Print and write the description."""
     records = Records(Path(arguments[0]) if arguments else None)
     found = device()
     print("\n".join(f"{name}: {value}" for name, value in found.items()))

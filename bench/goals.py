@@ -1,4 +1,4 @@
-"""What is wanted of the numbers, on a GPU and on a CPU, and a table of what is met and missed."""
+"""Performance goals on a GPU and on a CPU, and a table of which are met and missed."""
 
 import contextlib
 from typing import NamedTuple
@@ -55,7 +55,7 @@ def _saved(rows):
 
 
 def _gradients(rows):
-    """What the weights' gradients take beside x's and the gate weights'."""
+    """The time of the weights' gradients in addition to x's and the gate weights'."""
     apart, whole, none = (rows[name]["kept MiB"] for name in ("moe_runtime, apart", "all experts (floor)", "no expert"))
     return (apart - none) / (whole - none)
 

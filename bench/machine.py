@@ -129,7 +129,7 @@ def default(op: str, dtype: torch.dtype) -> str:
 
 
 def others(op: str, dtype: torch.dtype) -> list[str]:
-    """Return those of `runnable` that nobody gets without asking."""
+    """Return those of `runnable` that run only on request."""
     default = backends.pick(op, torch.empty(0, dtype=dtype, device=DEVICE))
     return [name for name in runnable(op, dtype) if name != default]
 

@@ -1,4 +1,4 @@
-"""Other implementations of the experts of a layer, as their own documentation calls them; no package of them is needed."""
+"""Other implementations of the experts of a layer, called as their own documentation shows; no package is required."""
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,7 @@ PACKAGES = {"scattermoe": _scattermoe, "liger_kernel": _liger, "sonicmoe": _soni
 
 
 def installed(layer, notes: dict) -> dict:
-    """Return the packages that can be imported and take this layer, as `Layer.gpu_variants` wants them."""
+    """Return the packages that can be imported and run this layer, in the form of `Layer.gpu_variants`."""
     found = {}
     for name, build in PACKAGES.items():
         try:

@@ -1,4 +1,4 @@
-"""Pictures of a results file, PNG and SVG beside it: python -m moe_runtime.bench.pictures FILE.json [-o FOLDER].
+"""Pictures of a results file, as PNG and SVG next to it: python -m moe_runtime.bench.pictures FILE.json [-o FOLDER].
 
 The layer's times of its floor, rooflines, tokens/s against T, memory per token, a step's parts, XFT's tuning step: each if
 the file has something of it. What was not measured is left out, and a loss is drawn like a win. A roofline is
@@ -54,7 +54,7 @@ def _layer_bars(found: list[Bench]):
 
 
 def _layer_end(values: dict[str, float]) -> float:
-    """Return where bars are cut, as a very long one would leave the others nothing to be told apart by."""
+    """Return where bars are cut, since a very long one would make the others indistinguishable."""
     ours = values.get("moe_runtime", min(values.values()))
     return min(max(values.values()), FAR * max(1.0, ours))
 
@@ -290,7 +290,7 @@ SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "moe_runtime", "font.family"
 
 
 def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list[Path]:
-    """Draw what a results file holds into `out`, else beside it; return the files, a PNG and an SVG per picture.
+    """Draw what a results file holds into `out`, else next to it; return the files, a PNG and an SVG per picture.
 
     Raises ValueError for what is no results file, ImportError without matplotlib.
     """

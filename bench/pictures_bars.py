@@ -14,7 +14,7 @@ from moe_runtime.io.rows import require
 WIDTH = 8.0  # inches: 800 pixels at 100 dpi, where 8 points can be read
 SMALL, TINY = 9, 8  # points
 GREY, INK = "#666666", "#222222"
-# name: colour, marker; Okabe and Ito's colours (2008) and darker ones of the same hues, told apart by markers besides
+# name: colour, marker; Okabe and Ito's colours (2008) and darker ones of the same hues, distinguished by markers as well
 STYLES = {
     "moe_runtime": ("#0072B2", "o"),
     "moe_runtime cuda": ("#003F63", "H"),
@@ -33,7 +33,7 @@ STYLES = {
     "moe_runtime, shared dense": ("#5F6CC4", "8"),
     "dense FFN": ("#94A34B", "x"),
 }
-REFERENCES = ("dense FFN",)  # what no mixture of experts can be compared with as with its like
+REFERENCES = ("dense FFN",)  # not a MoE layer: shown for reference only
 OTHERS = (("#5F7A61", "v"), ("#A0522D", "<"), ("#8E7CC3", ">"), ("#B8860B", "d"), ("#AF3A4B", "X"))
 FLOOR = ("#9A9A9A", "_")
 LABELS = {
@@ -82,7 +82,7 @@ class Bench(NamedTuple):
 
 
 def read(path: str | Path) -> list[Bench]:
-    """Return the benchmarks of a results file; raises ValueError for what is none."""
+    """Return the benchmarks of a results file; raises ValueError for other files."""
     found = [(bench["name"].partition("["), bench["extra_info"]) for bench in benchmarks(path)]
     return [Bench(name, id.rstrip("]"), info) for (name, _, id), info in found]
 
@@ -210,7 +210,7 @@ def _short(value: float) -> str:
 
 
 def bars(axes, values: dict[str, float], form, unit: str, most: float | None = None) -> None:
-    """Draw a bar per implementation from the top down, its number beside it; those beyond `most` are cut, with an arrow."""
+    """Draw a bar per implementation from the top down, with its number; those beyond `most` are cut, with an arrow."""
     names = ordered(values)
     end = most or max(values.values())
     for y, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Results as they come: one JSON line per benchmark, so that a run that dies keeps what it has and the next one goes on."""
+"""Results as they come: one JSON line per benchmark, so that an interrupted run keeps its results and the next continues."""
 
 import json
 import os
@@ -119,7 +119,7 @@ def _benchmarks(path: Path) -> list[dict]:
         listed = read_json(path).get("benchmarks", [])
         if not isinstance(listed, list):
             raise ValueError(f"The benchmarks in {path} are invalid: {shown(listed)}. {WRITTEN}")
-        # what pytest-benchmark wrote may have others beside ours
+        # pytest-benchmark's file may hold other benchmarks besides ours
         infos = [bench.get("extra_info", {}) if isinstance(bench, dict) else None for bench in listed]
         found = [bench for bench, info in zip(listed, infos) if not isinstance(info, dict) or "rows" in info]
         if not found:

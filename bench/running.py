@@ -77,7 +77,7 @@ def place(out: Path | None, tiny: bool = False) -> Path:
 
 
 def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
-    """Refuse to put tiny results beside real ones, and to go on with another number of rounds."""
+    """Refuse to mix tiny results with real ones, and to continue with another number of rounds."""
     begun = benchmarks(lines)
     for path, found in ((lines, begun), (target, _there(target))):
         if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in found):
@@ -123,7 +123,7 @@ def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
 
 
 def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
-    """Return the exit status of a process and the end of what it said; Ctrl-C ends it, too."""
+    """Return the exit status of a process and the end of its output; Ctrl-C ends it, too."""
     # pytest-benchmark switches itself off where the environment says that this is a worker of xdist
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     if (machine.ROOT / "tests" / "support").is_dir():  # what mends Triton's interpreter, for --tiny without a GPU
@@ -157,7 +157,7 @@ def _end(process) -> None:
 
 
 def gather(lines: Path, target: Path | None) -> Outcome:
-    """Write what `lines` holds as one JSON file, beside what `target` has of other benchmarks; then `lines` can go.
+    """Write what `lines` holds as one JSON file, with `target`'s results of other benchmarks; `lines` can then be removed.
 
     What failed stays out of both, so that the same command tries it again.
     """

@@ -26,7 +26,7 @@ GPU = {name: Shape(16384, *layer[:5]) for name, layer in LAYERS.items()}  # of p
 FINE = ("DeepSeek-V2-Lite", "OLMoE", "Qwen3-30B-A3B")  # many small experts: few rows each
 TOKENS = (16384, 4096, 65536)  # the most telling first, for runs that are cut short
 STEPS_CPU = {"tiny-Qwen3-MoE": Shape(1024, 256, 96, 64, 8)}  # Qwen3-30B-A3B by 8, half of its experts
-STEPS = {  # what a training step is measured at; its optimizer's state wants memory too
+STEPS = {  # shapes of a training step, whose optimizer state also needs memory
     "Qwen3-30B-A3B": GPU["Qwen3-30B-A3B"],
     "XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"],
 }

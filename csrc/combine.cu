@@ -17,11 +17,11 @@ struct Sum {
   int row_bytes, K;
 };
 
-// N numbers of one token from column h on; the `count` that lie in the row
+// N numbers of one token from column h on; only the `count` within the row
 template <int N, typename T>
 __device__ __forceinline__ void sum_slots(const Sum& s, const T* y, int64_t t, int64_t h, int64_t count, bool whole,
                                           T* out) {
-  // nobody wrote the rows behind, and their weights may be anything
+  // the rows beyond are not written, and their weights may have any value
   const int64_t limit = s.num_rows ? *s.num_rows : INT64_MAX;
   float sum[N];
 #pragma unroll

@@ -17,7 +17,7 @@
 // all blocks run at once, so that they may wait for each other; `argument` is the kernel's only one
 #define MOERT_LAUNCH_TOGETHER(kernel, grid, block, shared_bytes, stream, argument) \
   ::moert::launch_together((const void*)(kernel), (grid), (block), (shared_bytes), (stream), &(argument))
-// all shared memory is dynamic, of the size that the launch gives; nobody has set it
+// all shared memory is dynamic, of the size that the launch gives, and uninitialized
 #define MOERT_SHARED(type, name)                              \
   extern __shared__ __align__(16) unsigned char name##_raw[]; \
   type* name = reinterpret_cast<type*>(name##_raw)

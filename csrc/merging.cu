@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads)
     merge_forward_kernel(const T* weight, const float* alpha, const float* seen, int E, int64_t P, int64_t stride_e,
                          void* out, int out_dtype, bool whole, bool whole_out) {
   constexpr int N = kPack<T>;
-  if (seen) {  // `out` holds the mixture of these: nothing to do while alpha is the same
+  if (seen) {  // `out` holds the merged weight of these: nothing to do if alpha is unchanged
     int changed = 0;
     for (int e = threadIdx.x; e < E; e += kThreads) changed |= alpha[e] != seen[e];
     if (!__syncthreads_or(changed)) return;

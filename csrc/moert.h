@@ -25,7 +25,7 @@ enum moert_gate {
 
 enum moert_status { MOERT_OK = 0, MOERT_EINVAL = -1, MOERT_EUNSUPPORTED = -2, MOERT_EWORKSPACE = -3 };
 
-// one map of row tiles: each tile's expert (-1 behind the last tile), first row and its expert's end row
+// one map of row tiles: each tile's expert (-1 beyond the last tile), first row and its expert's end row
 struct moert_tiles {
   int32_t* map;          // [3, R / block_m + min(E, R)]
   int32_t block_m;       // rows of a tile
@@ -58,10 +58,10 @@ MOERT_API int moert_route_backward(const void* dweight, int dweight_dtype, const
 // Dispatch (route_plan.cu): a stable counting sort of the slots by expert, in one launch. E <= 1024.
 
 MOERT_API int64_t moert_route_plan_workspace(int64_t R, int E);  // bytes, may be 0
-// ids [R] of id_bytes 4 or 8 each, those outside 0..E-1 sort behind all others and belong to no expert
+// ids [R] of id_bytes 4 or 8 each, those outside 0..E-1 sort after all others and belong to no expert
 // -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], and num_maps maps.
 // block_count [ceil(R / block_slots), E] is what moert_route_forward counted of these ids, or null; that of other ids gives
-// a plan without meaning, whose numbers still lie in their ranges.
+// a plan without meaning, whose numbers are still within their ranges.
 MOERT_API int moert_route_plan(const void* ids, int id_bytes, int64_t R, int E, int K, const int32_t* block_count,
                                int64_t block_slots, int32_t* expert_offsets, int32_t* row_token, int32_t* row_slot,
                                int32_t* slot_row, const struct moert_tiles* maps, int num_maps, void* workspace,

@@ -1,11 +1,11 @@
 // Slots to rows in one launch: a stable counting sort by expert, and the grouped GEMMs' maps of row tiles.
 //
-// The statement is in moe_runtime/ops/dispatch.py. A slot's key is its expert, or E if it is dropped. Each warp of each block
+// The operation is stated in moe_runtime/ops/dispatch.py. A slot's key is its expert, or E if it is dropped. Each warp of each block
 // owns a run of slots and goes over it twice: it counts its keys, and then, once all blocks' counts have been summed, gives
 // each slot its row. Ranks come from the order of lanes and runs alone, so no bit depends on who is first.
 //   up to kOneBlock slots  one block
 //   more                   a block per 2048 slots, no more than the GPU runs at once; they wait for each other in between
-//   with block_count       as many, and nobody waits: the router has counted
+//   with block_count       as many, and no block waits: the router has counted
 #include "common.cuh"
 
 namespace moert {
@@ -66,7 +66,7 @@ __device__ void scan(int32_t* a, int n, int32_t* sums) {
   __syncthreads();
 }
 
-// this block's share of one map; offsets [E + 1] and the scratch `starts` [E + 1] and `sums` lie in shared memory
+// this block's share of one map; offsets [E + 1] and the scratch `starts` [E + 1] and `sums` are in shared memory
 __device__ void write_map(const moert_tiles& tiles, const int32_t* offsets, int E, int64_t R, int32_t* starts,
                           int32_t* sums) {
   const int64_t count = R / tiles.block_m + least<int64_t>(E, R);
@@ -91,7 +91,7 @@ __device__ void write_map(const moert_tiles& tiles, const int32_t* offsets, int 
   __syncthreads();  // before the next map's starts
 }
 
-// calls visit(slot, key) for each slot of a warp's run, 32 at a time; the key is E + 1 for lanes behind the end
+// calls visit(slot, key) for each slot of a warp's run, 32 at a time; the key is E + 1 for lanes beyond the end
 template <typename Visit>
 __device__ __forceinline__ void visit_run(const Plan& plan, int64_t from, int64_t to, Visit visit) {
   const int lane = threadIdx.x & 31;

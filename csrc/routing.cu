@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_row(const Route& r, int64_t t, int lane, fl
   }
 }
 
-// exp(x - max x), 0 behind the last logit
+// exp(x - max x), 0 beyond the last logit
 template <int LANES, int VALUES>
 __device__ __forceinline__ void exponentials(float (&x)[VALUES]) {
   float top = -INFINITY;

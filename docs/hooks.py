@@ -1,14 +1,16 @@
-"""What mkdocs asks while it builds the site: the pages made of the code, and Markdown as GitHub reads it.
+"""Hooks of mkdocs: the pages generated from the code and the notebooks, and Markdown as GitHub reads it.
 
-The command line's page is made of typer's help of every verb, the Python page of the public names' signatures and docstrings.
-Neither is written by hand, so neither can be out of date.
+The command line's page consists of typer's help of every verb, the Python page of the public names' signatures and
+docstrings, a notebook's page of its cells with their outputs.
 """
 
 import html
 import importlib
 import inspect
+import json
 import re
 import textwrap
+from pathlib import Path
 
 import typer.main
 from mkdocs.structure.files import File
@@ -58,15 +60,31 @@ MODULES = {
 }  # fmt: skip
 
 
+NOTEBOOKS = sorted(Path(__file__).parent.glob("notebooks/*.ipynb"))
+
+
 def on_files(files, config):
-    """Add the two pages that are made of the code."""
-    files.append(File.generated(config, "cli.md", content=cli_page()))
-    files.append(File.generated(config, "api.md", content=api_page()))
+    """Add the pages that are generated."""
+    pages = {"cli.md": cli_page(), "api.md": api_page()}
+    for name, content in (pages | {f"notebook-{path.stem}.md": notebook_page(path) for path in NOTEBOOKS}).items():
+        files.append(File.generated(config, name, content=content))
     return files
 
 
+def notebook_page(path: Path) -> str:
+    """Return a notebook as Markdown: its text, and its code with what it printed."""
+    lines = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        lines += [text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```", ""]
+        if printed := "".join("".join(out["text"]) for out in cell.get("outputs", ())):
+            lines += [f"```text\n{printed.rstrip()}\n```", ""]
+    return "\n".join(lines)
+
+
 def on_page_markdown(markdown, **_):
-    """Give a named fence its title, and leave links to files beside docs/ without their address."""
+    """Give a named fence its title, link notebooks to their pages, and drop the address of links to files beside docs/."""
+    markdown = re.sub(r"\]\(notebooks/([\w-]+)\.ipynb\)", r"](notebook-\1.md)", markdown)
     markdown = re.sub(r"^```(\w+) file=(\S+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^```(\w+) \w+=[^\"\s]+$", r"```\1", markdown, flags=re.MULTILINE)
     return re.sub(r"(?<!!)\[([^]]+)\]\(\.\./[^)]*\)", r"\1", markdown)

@@ -64,7 +64,7 @@ def below(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def shifted(up, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
-    """clamp(up, -LIMIT, LIMIT) + UP_OFFSET: the factor that stands beside the activation."""
+    """clamp(up, -LIMIT, LIMIT) + UP_OFFSET: the factor that multiplies the activation."""
     if LIMIT > 0:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if UP_OFFSET != 0:

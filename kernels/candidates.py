@@ -1,4 +1,4 @@
-"""Launch configs worth a measurement, per kernel and kind of GPU: what `moe-runtime tune` tries beside `kernels.tiles`' own."""
+"""Launch configs that `moe-runtime tune` measures in addition to those of `kernels.tiles`, per kernel and kind of GPU."""
 
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.tiles import Problem, Tile

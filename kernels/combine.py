@@ -1,8 +1,8 @@
 """Rows back to tokens: gather and sum, never a scatter; the gradients of both gathers. Equations: `moe_runtime.ops.combine`.
 
-Bytes moved, the floor: every row read once, every token written once (the backward of combine: dout and y read, dy written).
-A row is one 16-byte load a lane and the loads of a token's rows do not wait for each other. Sums are float32, slot after
-slot, without atomics. T and R are not specialised: another number of tokens compiles nothing.
+Bytes moved, at least: every row read once, every token written once (the backward of combine: dout and y read, dy written).
+A lane loads 16 bytes of a row at a time; the loads of a token's rows do not wait for each other. Sums are float32, slot after
+slot, without atomics. T and R are not specialized: a new number of tokens needs no compilation.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from moe_runtime.kernels.tiles import precision
 
-LANES = 128  # of a program: four warps
+LANES = 128  # per program: four warps
 UNROLL = 8  # rows of one token in flight
 BLOCK_S = 32  # slots of one program that sums the partial gradients of their weights
 
@@ -38,12 +38,12 @@ def sum_slots(
             slot = t * K + (k0 + j)
             live = (t < T) & (k0 + j < K)
             row = tl.load(slot_row_ptr + slot, mask=live, other=0).to(tl.int64)
-            if num_rows_ptr is not None:  # nobody wrote the rows behind, and their weights may be anything
+            if num_rows_ptr is not None:  # the rows beyond are not written, and their weights may have any value
                 live = live & (row < tl.load(num_rows_ptr))
             mask = live[:, None] & (h < H)[None, :]
             y = tl.load(y_ptr + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
             if weight_ptr is not None:
-                # 1 where y is 0: the interpreter takes a lone lane's `other=0.0` for none at all
+                # 1 where y is 0: the interpreter ignores `other=0.0` of a single lane
                 y = y * tl.load(weight_ptr + slot, mask=live, other=1.0)[:, None]
             acc += y
     return acc

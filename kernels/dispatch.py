@@ -1,6 +1,6 @@
 """Slots to rows: a stable counting sort by expert without atomics, and the grouped GEMMs' map of row tiles.
 
-The statement: `moe_runtime.ops.dispatch`. A slot's key is its expert, or E if the slot is dropped. Blocks of BLOCK_S slots:
+`moe_runtime.ops.dispatch` states the operation. A slot's key is its expert, or E if it is dropped. Blocks of BLOCK_S slots:
 
     less[e, b]        = how many keys of block b are < e
     expert_offsets[e] = sum_b less[e, b]
@@ -8,7 +8,7 @@ The statement: `moe_runtime.ops.dispatch`. A slot's key is its expert, or E if t
     slot_row[s]       = start[key_s, b] + how many slots of block b in front of s have its key
 
 Three launches, one for a single block; bit-identical from run to run. The comparisons are R * E integer operations. Sizes that
-change with the number of tokens are not specialised: a new one compiles nothing.
+change with the number of tokens are not specialized: a new number needs no compilation.
 """
 
 import torch
@@ -150,7 +150,7 @@ def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl
         rows = tl.load(offsets_ptr + e + 1, mask=mask, other=0) - tl.load(offsets_ptr + e, mask=mask, other=0)
         tiles = rows // BLOCK_M + (rows % BLOCK_M > 0).to(tl.int32)
         ends = end + tl.cumsum(tiles, 0)
-        # the experts whose tiles all lie in front: as many as the owner's id, the last of them ends where the owner begins
+        # the experts whose tiles all come first: as many as the owner's id; the last of them ends where the owner begins
         over = ends[None, :] <= tile[:, None]
         expert += tl.sum(over.to(tl.int32), 1)
         first_tile = tl.maximum(first_tile, tl.max(tl.where(over, ends[None, :], 0), 1))

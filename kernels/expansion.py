@@ -1,7 +1,7 @@
 """Gram matrix of n experts, each read once, and two parents' randomly thinned sum in one pass. Equations:
 `moe_runtime.ops.expansion`.
 
-Bytes moved, the floor: Gram n P elements (and P of the base), DARE 4 P (3 P without a base). The random numbers are a
+Bytes moved, at least: Gram n P elements (and P of the base), DARE 4 P (3 P without a base). The random numbers are a
 function of key and element alone (Philox 4x64-10), so neither tile nor device nor order changes what is dropped.
 """
 
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 1 << 13  # columns whose products are added up in float32 before float64 takes over
+CHUNK = 1 << 13  # columns whose products are summed in float32; the sums of chunks are added in float64
 
 
 @triton.jit

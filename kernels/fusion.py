@@ -1,7 +1,7 @@
 """Specialists' logits mixed tile by tile, with the softmax's sums in the epilogue. The equations: `moe_runtime.ops.fusion`.
 
-No specialist's logits are ever in memory, the mixture's only where their gradient follows. A program takes BLOCK_M tokens
-by BLOCK_N ids of the common vocabulary and goes over all specialists. What a row's softmax needs from each tile (highest
+A specialist's logits are never in memory, the mixed ones only where their gradient follows. A program computes BLOCK_M tokens
+by BLOCK_N ids of the common vocabulary, one specialist after the other. What a row's softmax needs from each tile (highest
 logit, sum of exp, expectations) goes to `partial`, 2 + S numbers for BLOCK_N logits.
 """
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from moe_runtime.kernels.tiles import SHARED_MEMORY, nearest, precision, tile_of
 
-ROWS = 8192  # of tokens whose partial sums are in memory together
+ROWS = 8192  # tokens whose partial sums are in memory together
 BLOCK_V = 4096
 
 
@@ -154,7 +154,7 @@ def fused_loss_forward(
     ignore_index: int,
     need_score: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token [T] and, if asked for, its gradient in the gate's weights [T, S], else [0]; float32.
+    """Return the loss of each token [T] and, if requested, its gradient in the gate's weights [T, S], else [0]; float32.
 
     `gate` [T, S] float32, `labels` [T], `hidden` S of [T, H_s], `heads` S of [V or more, H_s].
     """

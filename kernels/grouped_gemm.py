@@ -1,6 +1,6 @@
 """One matrix product per expert over rows in expert order: up projection with its activation, and the plain product.
 
-The equations are in `moe_runtime.ops.grouped_gemm` and `moe_runtime.ops.moe_mlp`. A program takes one tile of the tile map
+The equations are in `moe_runtime.ops.grouped_gemm` and `moe_runtime.ops.moe_mlp`. A program computes one tile of the tile map
 (`kernels.dispatch.tile_map`): BLOCK_M rows of one expert by BLOCK_N columns. Weights come as (n, k) with any strides, so the
 plain kernel serves the down projection (k contiguous) and dx (n contiguous) alike.
 """

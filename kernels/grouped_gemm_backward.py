@@ -1,7 +1,7 @@
 """Backward of the experts: dz with the activation's gradient in its epilogue, and the weights' and biases' gradients.
 
-The equations are in `moe_runtime.ops.moe_mlp`; dx is the plain product of `kernels.grouped_gemm`. Sums over tiles are left as
-partial results for the next kernel to add in a fixed order: no atomics.
+The equations are in `moe_runtime.ops.moe_mlp`; dx is the plain product of `kernels.grouped_gemm`. Sums over tiles are stored as
+partial results, which the next kernel adds in a fixed order: no atomics.
 """
 
 import torch
@@ -107,7 +107,7 @@ def _dz_tile(pid, dout_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_p
             acc = tl.dot(a, b.to(a.dtype), acc, input_precision=PRECISION)
             dout += BLOCK_K
         weight = tl.load(weight_ptr + slot, mask=live, other=0.0).to(tl.float32)
-        # in pieces, or what the epilogue holds beside the accumulator would spill: z comes twice as wide, or serves a clamp too
+        # in pieces, or what the epilogue holds besides the accumulator would spill: z is twice as wide, or a clamp needs it too
         PIECES: tl.constexpr = (4 if INTERLEAVED or LIMIT > 0 or RANK else 2) * (4 if BLOCK_N > 128 else 1)
         WIDTH: tl.constexpr = BLOCK_N // PIECES
         dot = tl.zeros((BLOCK_M,), tl.float32)
@@ -315,7 +315,7 @@ def weight_backward(dy, x, row_slot, expert_offsets, slots: int, gather: str | N
     floating dtype, is added to in place and returned; what has no rows, or is frozen, stays as it is there.
     """
     E, N, K = expert_offsets.numel() - 1, dy.shape[1], x.shape[1]
-    # which rows are nobody's is known on the device alone
+    # only the device knows which rows belong to no expert
     dw = into if into is not None else (x.new_empty(E, N, K) if num_trained is None else x.new_zeros(num_trained, N, K))
     if dw.numel() == 0 or first == E:
         return dw

@@ -1,9 +1,9 @@
-"""LoRA experts over one base that every token meets once: their mixed activation. Its gradients: `kernels.lora_backward`.
+"""LoRA experts over one base that runs once per token: their mixed activation. Its gradients are in `kernels.lora_backward`.
 
-The equations: `moe_runtime.ops.lora`. What is of the base comes in as z = [gate; up], computed before. Each result is a sum
-along one of tokens, columns of I and experts, and has a kernel that makes each expert's tile of z anew from the base's and
-rank r: no row of a single expert and no partial sum is ever in memory, and there are no atomics. Every token goes through
-every expert; one that it has not chosen weighs nothing. E is no constant of a kernel: its loop, unrolled, takes all registers.
+The equations are in `moe_runtime.ops.lora`. The base's part arrives as z = [gate; up], computed before. Each result is a sum
+over tokens, columns of I or experts, and has a kernel that recomputes each expert's tile of z from the base's and the rank-r
+factors: no row of a single expert and no partial sum is ever in memory, and there are no atomics. Every token passes through
+every expert; those that it has not chosen have weight 0. E is not a constexpr: its loop, unrolled, would use all registers.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""Gradients of LoRA experts over one base: of the base's pre-activation, of what has rank r, of the experts' own matrices.
+"""Gradients of LoRA experts over one base: of the base's pre-activation, the rank-r activations and the experts' own matrices.
 
-The equations: `moe_runtime.ops.lora`; what a kernel makes anew and what is never in memory: `kernels.lora`.
+The equations are in `moe_runtime.ops.lora`; `kernels.lora` says what is recomputed and what is never in memory.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Weighted sum of experts, its gradient in the weights, and that gradient straight from a linear layer's inputs and output
-gradients; each expert is read once. The equations: `moe_runtime.ops.merging`.
+gradients; each expert is read once. The equations are in `moe_runtime.ops.merging`.
 
-Bytes moved, the floor: forward (E + 1) P, backward (E + 1) P elements; linear backward E P, and dW [P] never is in memory.
+Bytes moved, at least: forward (E + 1) P, backward (E + 1) P elements; linear backward E P, and dW [P] is never in memory.
 Sums are float32, in a fixed order, without atomics.
 """
 
@@ -11,8 +11,8 @@ import triton.language as tl
 
 from moe_runtime.kernels.tiles import precision, tile_of
 
-MAX_EXPERTS = 8  # whose loads are in flight together
-TILE_BYTES = 1 << 15  # of those experts that one program takes
+MAX_EXPERTS = 8  # experts whose loads are in flight together
+TILE_BYTES = 1 << 15  # of the experts that one program sums
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _merge_experts_fwd_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    if seen_ptr is not None:  # `out` holds the mixture of these: nothing to do while alpha is the same
+    if seen_ptr is not None:  # `out` holds the merged weight of these: nothing to do if alpha is unchanged
         changed = 0
         for e0 in range(0, E, BLOCK_E):
             e = e0 + tl.arange(0, BLOCK_E)
@@ -99,7 +99,7 @@ def _merged_linear_bwd_alpha_kernel(
         dw = tl.dot(dout, x, dw, input_precision=PRECISION)
     offset = n.to(tl.int64)[:, None] * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
-    # two stages: the next expert's tile is on its way through shared memory, and takes no registers, while one is summed
+    # two stages: while one expert's tile is summed, the next is on its way through shared memory and needs no registers
     for _ in tl.range(E, num_stages=2):
         w = tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(partial_ptr + tile, tl.sum(dw * w))
@@ -195,7 +195,7 @@ def linear_config(arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, prec
 
 
 def _rows(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Each expert contiguous; the experts themselves may lie anywhere, even on top of each other (stride 0)."""
+    """Each expert is contiguous; the experts may be anywhere, even on top of each other (stride 0)."""
     if weight.shape[0] and not weight[0].is_contiguous():
         weight = weight.contiguous()
     return weight, weight.stride(0), weight[0].numel()

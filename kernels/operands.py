@@ -1,4 +1,4 @@
-"""Operands of the grouped matrix products: how a kernel finds an expert's weight and takes its tile apart.
+"""Operands of the grouped matrix products: how a kernel finds an expert's weight and splits its tile.
 
 A weight is read through pointers of any strides or through a tensor descriptor (TMA). Trained experts' weights may be stored
 separately from the stack.
@@ -112,7 +112,7 @@ class LowRank(NamedTuple):
 
 
 def low_rank_operand(pair: LowRank | None) -> tuple[tuple, dict]:
-    """Return (low, b, stride_e, stride_r, stride_n) and the constants as a kernel takes them."""
+    """Return (low, b, stride_e, stride_r, stride_n) and the constants as a kernel expects them."""
     if pair is None:
         return (None, None, 0, 0, 0), {"RANK": 0, "BLOCK_R": 16}
     rank = pair.low.shape[1]
@@ -120,7 +120,7 @@ def low_rank_operand(pair: LowRank | None) -> tuple[tuple, dict]:
 
 
 class Trained(NamedTuple):
-    """Weights that some experts have apart from the stack: what to look up, and where."""
+    """Weights of experts that are stored separately from the stack: what to look up, and where."""
 
     place: torch.Tensor  # [E] int32: row of `weight`, -1 for an expert of the stack
     weight: torch.Tensor  # [n, ., .], inner strides as the stack's
@@ -148,7 +148,7 @@ def last_contiguous(weight: torch.Tensor, k_last: bool) -> tuple[torch.Tensor, b
 
 
 def weight_operand(weight, trained: Trained | None, k_last: bool, tma: bool, tile: Tile) -> tuple[tuple, tuple]:
-    """`weight` [E, ., .] as a kernel takes it: (w, w_trained, place), and the strides (e, te, n, k).
+    """`weight` [E, ., .] as a kernel expects it: (w, w_trained, place), and the strides (e, te, n, k).
 
     k_last: the sum runs over the last dimension.
     """
@@ -166,7 +166,7 @@ def weight_operand(weight, trained: Trained | None, k_last: bool, tma: bool, til
 
 
 def storage(weight, trained: Trained | None) -> bool | int:
-    """Return the kernels' TRAINED: whether trained experts lie apart, or KINDS and the format of a packed stack."""
+    """Return the kernels' TRAINED: whether trained experts are stored separately, or KINDS and the format of a packed stack."""
     return KINDS + weight.format if isinstance(weight, PackedWeight) else trained is not None
 
 

@@ -1,4 +1,4 @@
-"""Tiles of packed weights, decoded as they are loaded. The formats are in `moe_runtime.ops.packed`, whose numbers these are.
+"""Tiles of packed weights, decoded as they are loaded. The formats and their numbers are those of `moe_runtime.ops.packed`.
 
 One layout serves both directions: a tile is decoded [rows, columns] with neighbours of a row in one byte, and transposed where
 the sum runs along the row.
@@ -13,7 +13,7 @@ import triton.language as tl
 from moe_runtime.kernels.tiles import Tile
 
 FP8 = 2  # as ops.packed counts
-KINDS = 2  # of storage before these: the stack alone, and trained experts apart
+KINDS = 2  # kinds of storage that come before these: the stack alone, and with trained experts stored separately
 
 
 class PackedWeight(NamedTuple):
@@ -40,7 +40,7 @@ def fit_packed(tile: Tile, kernel: str, form: int) -> Tile:
 
 @triton.jit
 def _nf4(code):
-    """The value of each code 0..15, by a table in shared memory: a tree of selects takes more registers."""
+    """The value of each code 0..15, by a table in shared memory: a tree of selects would need more registers."""
     i = tl.arange(0, 16)
     table = tl.where(i < 1, -1.0, -0.6961928009986877)
     table = tl.where(i < 2, table, -0.5250730514526367)

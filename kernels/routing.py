@@ -1,15 +1,15 @@
-"""Router logits to K experts and their weights per token, and the gradient. The equations: `moe_runtime.ops.routing`.
+"""Router logits to K experts and their weights per token, and the gradient. The equations are in `moe_runtime.ops.routing`.
 
 One launch each; a program holds BLOCK_T rows of logits in registers. The choice is K rounds over int32 keys in the logits'
 order: the largest key, then the lowest id that has it. A chosen expert's key becomes its slot, below every number's key.
-Bytes moved, the floor: forward T (E + 2 K), backward T (2 E + 2 K) elements.
+Bytes moved, at least: forward T (E + 2 K), backward T (2 E + 2 K) elements.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# logits of a warp, at most. Programs have one warp as a rule: no barriers, and a program for every SM at T = 4096
+# logits of a warp, at most. Most programs have one warp: no barriers, and a program for every SM at T = 4096
 TILE = 512
 DEAD = tl.constexpr(-(2**31))  # 2^23 below the key of -inf
 
@@ -192,7 +192,7 @@ def route_backward(
 
 
 def route_operand(logits: torch.Tensor) -> torch.Tensor:
-    """Each row contiguous; the rows themselves may lie anywhere."""
+    """Each row is contiguous; the rows may be anywhere."""
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The shared expert's elementwise steps where its matmuls are torch's: every token is one of its rows, in order.
+"""The shared expert's elementwise steps where torch computes its matmuls: every token is one of its rows, in order.
 
 Expert 0 sorts first and sees each token once, so its rows are 0..T-1 of every buffer in expert order. Equations:
 `moe_runtime.ops.moe_mlp`.

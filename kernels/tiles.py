@@ -1,4 +1,4 @@
-"""Launch configs of the grouped GEMMs: a table per GPU architecture, the user's own measurements before it, a rule behind it.
+"""Launch configs of the grouped GEMMs: the user's own measurements, then a table per GPU architecture, then a rule.
 
 A config depends on the kernel, the GPU, the dtype, the layer's sizes and the power of two under the mean rows per expert,
 never on T itself, and never on a measurement inside a training step. `moe-runtime tune` measures, `read_tuned` reads its file.
@@ -24,8 +24,8 @@ class Tile(NamedTuple):
     num_warps: int = 8
     num_stages: int = 3
     GROUP_M: int = 8  # row tiles that go over the columns together, for the weights' sake in L2
-    TMA: bool = False  # tensor descriptors for what lies in order: weights, and rows that are not gathered
-    PERSISTENT: bool = False  # as many programs as fit on the GPU, each takes one tile after another
+    TMA: bool = False  # tensor descriptors for what is stored in order: weights, and rows that are not gathered
+    PERSISTENT: bool = False  # as many programs as fit on the GPU; each computes one tile after another
     JOINED: bool = False  # up, with TMA: gate and up in one block of the weight and one product of 2 BLOCK_N columns
 
     def short(self) -> str:
@@ -134,7 +134,7 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
     """Return the bytes of shared memory that the pipelined operands take."""
     size = {"bfloat16": 2, "float16": 2, "float32": 4}[problem.dtype]
     columns = tile.BLOCK_N * (1 + problem.gated)
-    # an index that is loaded inside the loop takes every second stage of the pipeline
+    # an index that is loaded inside the loop uses every second stage of the pipeline
     stages = (tile.num_stages + 1) // 2 if problem.kernel == "dw" else tile.num_stages
     # a tile that is stored by descriptor while the next one is loaded goes through a buffer of its own, half as wide
     stored = tile.BLOCK_M * tile.BLOCK_N // 2 if tile.TMA and tile.PERSISTENT and problem.kernel in ("down", "dx") else 0
@@ -179,7 +179,7 @@ def tuned_path() -> Path:
 
 
 def refused(path: Path) -> str | None:
-    """Return why the file of measured configs is not read: another user could have written it. None if nobody could."""
+    """Return why the file of measured configs is not read: another user could have written it. None if no other user could."""
     found = path.stat()
     if found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022:
         return None

@@ -18,6 +18,7 @@ _PUBLIC = {
     "load_quantized": "moe_runtime.hf.dropin.quantize:load_quantized",
     "merge_experts": "moe_runtime.ops.merging:merge_experts", "mixing": "moe_runtime.ops.merging:mixing",
     "moe_mlp": "moe_runtime.ops.moe_mlp:moe_mlp", "patch": "moe_runtime.hf.dropin.experts:patch",
+    "push_to_hub": "moe_runtime.hf.models.hub:push",
     "quantize_experts": "moe_runtime.hf.dropin.quantize:quantize_experts",
     "register": "moe_runtime.hf.dropin.experts:register",
     "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes", "route": "moe_runtime.ops.routing:route",

@@ -11,6 +11,8 @@ ROUTERS = ("linear", "mlp")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 SHARED_MODES = ("group", "dense")
 BALANCE_LOSSES = ("none", "cv2", "switch")
+# stock MoE models that an upcycled one may be exported to: hf/models/stock.py
+STOCK_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "flex_olmo")
 
 
 def shown(value: object, width: int = 200) -> str:

@@ -1,5 +1,5 @@
 // The experts' products on matrix tiles (AMX), in bfloat16: blocks of 32 rows of weights with 32 rows of x or h, 16 x 16 sums each.
-// The rows of weights lie in their tiles as in memory. Those of x and h are laid out in pairs, [elements / 2][16 rows][2], which is
+// The rows of weights have the same layout in their tiles as in memory. Those of x and h are laid out in pairs, [elements / 2][16 rows][2], which is
 // what two rows of sums of `up` make, so h is never turned round; what goes out by rows (z, out) is. Each sum runs over its elements
 // in order: neither threads nor the place of a row in its tile change a bit.
 #pragma once
@@ -39,7 +39,7 @@ struct Rows {
 
 inline int64_t steps_of(int64_t length) { return (length + ELEMENTS - 1) / ELEMENTS; }
 
-// Lines that are asked for while others are multiplied, at every step: `lines` from each of two, `stride` apart; then `step` further.
+// Lines that are prefetched while others are multiplied, at every step: `lines` from each of two, `stride` apart; then `step` further.
 struct Ahead {
     const char *first = nullptr, *second = nullptr;
     int64_t stride = 0, step = 0, lines = 0;
@@ -96,7 +96,7 @@ inline void multiply(Rows w, const bf16* pairs, bool both, int64_t steps, bool m
     _tile_stored(3, sums + 768, 64);
 }
 
-// the elements of a row from k on in a tile, zeros behind the last
+// the elements of a row from k on in a tile, zeros beyond the last
 inline __m512i tile_row(const bf16* row, int64_t k, int64_t length) {
     return (__m512i)(k + ELEMENTS <= length ? Step<bf16>::get(row + k) : Step<bf16>::get_part(row + k, length - k));
 }
@@ -170,7 +170,7 @@ inline void for_blocks(
 inline vu bits(vf v) { return __builtin_convertvector(narrow(v), vu); }
 inline __m512i pair(vf even, vf odd) { return (__m512i)(bits(even) | bits(odd) << 16); }
 
-// h of 16 rows, in pairs, and z where it is kept, from the sums of gate and up; or, without a gate, of twice as many columns
+// h of 16 rows, in pairs, and z if it is saved, from the sums of gate and up; or, without a gate, of twice as many columns
 template <int ACT>
 inline void finish_up_tile(
     const Experts& f, const bf16* bias, int64_t row, int64_t rows, int64_t i, const float* first, const float* second, bf16* h) {

@@ -37,7 +37,7 @@ inline bool tiled(const Piece& piece) {
 #endif
 }
 
-// rows of h [.., I], and of z where it is kept, from those of gate and up
+// rows of h [.., I], and of z if it is saved, from those of gate and up
 template <class T, int ACT>
 inline void finish_up(
     const Experts& f, const Piece& piece, int64_t row, int64_t rows, int64_t i, int64_t columns, const float* gate) {

@@ -100,7 +100,7 @@ void combine(const Combine& c, int64_t begin, int64_t end) {
     }
 }
 
-// acc * a + b, which no compiler takes out of a loop
+// acc * a + b, which no compiler moves out of a loop
 template <class T, int DEPTH = Step<T>::DEPTH>
 struct Chain {
     typedef vf Elements;

@@ -55,7 +55,7 @@ struct Tiled {
 struct Experts {
     static constexpr int64_t COLUMNS = 32, ROWS = 48, PANEL = 64, PANELS = 4;  // of h in a panel with gate and up; panels at most
     static constexpr int64_t REACH = 512;  // elements of rows of weights that are laid out at once
-    static constexpr int64_t PIECE = 1024;  // rows; so many, and who lays out the weights anew for each piece loses nothing
+    static constexpr int64_t PIECE = 1024;  // rows; so many that laying out the weights again for each piece costs nothing
     // floats of `panels` panels and of the sums of their products
     static constexpr int64_t product(int64_t panels, int64_t rows = PIECE) { return panels * (REACH + rows) * PANEL; }
     Form form;
@@ -71,17 +71,17 @@ struct Experts {
 };
 
 // How matrix tiles divide the work of the backward pass: elements of a sum that are laid out at once, and the panels of columns of dh
-// and dx that meet them; of a sum of more elements all rows' sums are kept meanwhile, so its panels are fewer.
+// and dx that meet them; of a sum of more elements all rows' sums are held meanwhile, so its panels are fewer.
 struct TiledBackward {
     static constexpr int64_t LONG = 1024, PART = 512, PANELS = 8, PANELS_OF_LONGER = 4;
     static int64_t panels(int64_t length) { return length > LONG ? PANELS_OF_LONGER : PANELS; }
 };
 
-// Of a group of experts, whose z is kept. Units of `dh` are (piece, dh_panels of h); of `dx` (piece, dx_panels of x); of `dw`
+// Of a group of experts, whose z is saved. Units of `dh` are (piece, dh_panels of h); of `dx` (piece, dx_panels of x); of `dw`
 // (expert, block of HIGH x WIDE numbers of a gradient), first all of d up.
 struct ExpertsBackward {
     static constexpr int64_t DEPTH = 256, HIGH = 512, WIDE = 512, STRIP = 128;
-    static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;  // floats that a thread takes for the weights' gradients
+    static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;  // floats that a thread uses for the weights' gradients
     Experts forward;
     const void* dout;
     const Piece* experts;  // those whose weights' gradients are asked for

@@ -84,7 +84,7 @@ Parallel omp_parallel = nullptr;
 Number omp_thread = nullptr, omp_threads = nullptr;
 
 // How many of a team of `threads` have a piece of work worth one. The others of the team, which is torch's, return at once:
-// libgomp ends the threads that a smaller team leaves out, and the next larger one makes them anew.
+// libgomp ends the threads that a smaller team leaves out, and the next larger one creates them again.
 int64_t parts_of(int64_t n, double bytes, int threads) {
     const double worth = 1 << 15;  // bytes: a thread wakes in the time that one core moves so many
     const int64_t parts = bytes < worth * threads ? (int64_t)(bytes / worth) : threads;
@@ -110,7 +110,7 @@ void parallel(void (*run)(const Work&, int64_t, int64_t), const Work& work, int6
     omp_parallel(Split::share, &split, (unsigned)threads, 0);
 }
 
-// Calls run(work, unit, panel) for each unit of 0..n, which take their time: a thread takes the next when it is done with one.
+// Calls run(work, unit, panel) for each unit of 0..n, of different durations: a thread takes the next when it has finished one.
 template <class Work>
 void in_turns(
     void (*run)(const Work&, int64_t, float*), const Work& work, int64_t n, double bytes, int threads, char* panels,
@@ -186,14 +186,14 @@ int64_t cut(const int32_t* offsets, int64_t first, int64_t last, int64_t piece, 
 }
 
 // How many parts of the tokens the down product is split into, where its units alone would leave threads without one, or the sums
-// of the tokens the cache. Each part reads or lays out the weights anew, which pays for rows enough of an average expert.
+// of the tokens the cache. Each part reads or lays out the weights again, which pays for rows enough of an average expert.
 int64_t token_parts(int64_t T, int64_t units, int64_t E, int64_t K, int64_t sums, int threads) {
     const int64_t shares = units && threads > 1 ? blocks(2 * threads, units) : 1, fit = sums > shares ? sums : shares;
     const int64_t worth = T * K / (64 * (E ? E : 1)), parts = fit < worth ? fit : worth;
     return parts > 1 ? parts : 1;
 }
 
-// how the work is divided, and where in the scratch memory of one call what lies, after the pieces
+// how the work is divided, and the layout of one call's scratch memory, after the pieces
 struct Parts {
     bool tiled;
     int64_t piece, block, h_stride, down_columns, token_parts, panels, up_bytes, down_bytes, sums_at, h, bytes;
@@ -231,14 +231,14 @@ int64_t panels_of(int64_t n, int64_t times, int threads, int64_t panels = Expert
     return panels;
 }
 
-// columns of h of a unit of `up`: panels of them where the rows are many; with tiles as many, as x is laid out anew in each
+// columns of h of a unit of `up`: panels of them where the rows are many; with tiles as many, as x is laid out again in each
 int64_t columns_of_up(bool tiled, int form, int64_t I, int64_t rows, int64_t n_pieces, int threads) {
     const int64_t C = Experts::COLUMNS, each = form ? C : Experts::PANEL, shares = n_pieces ? blocks(8 * threads, n_pieces) : 1;
     if (tiled) return blocks(I ? blocks(I, shares) : 1, C) * C;
     return rows < 16 * n_pieces ? each : each * panels_of(form ? 2 * I : I, n_pieces, threads);
 }
 
-// where in the scratch memory of a backward pass what lies, after the pieces
+// the layout of a backward pass's scratch memory, after the pieces
 struct BackwardParts {
     int64_t experts, slot_row, panels, panel_bytes, dots, dz, wh, z, dx, bytes;
 };

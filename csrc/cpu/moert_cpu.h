@@ -17,7 +17,7 @@ MOERT_API int moert_cpu_limit(const char* name);
 MOERT_API void moert_cpu_use_openmp(const void* parallel, const void* thread_num, const void* num_threads);
 
 // Stable counting sort of the slots of topk_idx [T, K], `idx_kind` its bytes, negative for signed ints: offsets [E + 1],
-// row_slot and slot_row [T * K] (may be null). Ids outside 0..E-1 sort behind every expert. Returns the rows of the largest expert.
+// row_slot and slot_row [T * K] (may be null). Ids outside 0..E-1 sort after every expert. Returns the rows of the largest expert.
 MOERT_API int64_t moert_cpu_sort(
     const void* topk_idx, int idx_kind, int64_t slots, int64_t E, int32_t* offsets, int32_t* row_slot, int32_t* slot_row);
 
@@ -56,7 +56,7 @@ MOERT_API void moert_cpu_experts(
     const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
     int64_t I, int64_t E, int64_t K, int64_t first, int64_t last, void* scratch, void* z, void* out, int threads);
 
-// The whole backward pass of the experts, from x, dout [T, H] and z [rows, 2I or I], which is computed anew where it is null; without
+// The whole backward pass of the experts, from x, dout [T, H] and z [rows, 2I or I], which is recomputed where it is null; without
 // biases. Gradients that are null are not computed; those of the weights, of experts with rows for which `trains` [E] is not 0,
 // are written, or added to if `up_adds` or `down_adds`, the last dim contiguous. dweight is written for the slots of these rows.
 // Experts go through dz and wh together, up to `group` rows. `scratch` has moert_cpu_experts_backward_bytes bytes, aligned to 64.

@@ -1,5 +1,5 @@
 // Products of some rows with rows of weights, which are contiguous: as dots where the rows are few; where they are many, with the
-// weights laid out anew first, so that a register holds one column of LANES of them and no sum runs across lanes.
+// weights laid out again first, so that a register holds one column of LANES of them and no sum runs across lanes.
 #pragma once
 #include "kernels.h"
 #include "vector.h"
@@ -125,7 +125,7 @@ void dots(const T* const* x, int64_t rows, const T* w, int64_t stride, int64_t c
 constexpr int64_t PACK_FROM = 16;  // rows of an expert, from which on laying out the weights pays
 constexpr int HIGH = 6;                       // rows in registers at once where the weights are laid out, with so many vectors:
 constexpr int ABREAST = LANES == 16 ? 4 : 2;  // 24 sums and 5 more of 32 registers, or 12 and 3 more of 16
-constexpr int64_t STRIP = ABREAST * LANES;    // columns of a panel that lie together, [..][STRIP]: wider ones would share cache sets
+constexpr int64_t STRIP = ABREAST * LANES;    // columns of a panel that are stored together, [..][STRIP]: wider ones would share cache sets
 constexpr int64_t DEEP = LANES == 16 ? 512 : 256;  // products that one float32 sums before it is added to the rest; even
 
 #if defined(__AVX512F__)
@@ -254,7 +254,7 @@ void packed_rows(
 }
 
 // The rows at(r), `rows` of them, times `width` columns that lay(k, depth, panels) lays out from element k on; where some rows are
-// done, calls finish(r, some, sums, distance): a panel's sums are `distance` floats behind those of the one before. `panels` has
+// done, calls finish(r, some, sums, distance): a panel's sums are `distance` floats after those of the one before. `panels` has
 // room for Experts::product(width / PANEL, rows) floats.
 template <class T, class Lay, class At, class Finish>
 inline void product(

@@ -1,12 +1,12 @@
 // Runs csrc/ on the CPU, for tests on machines without a GPU: the sources that nvcc compiles, compiled by g++ -DMOERT_EMU.
 //
 // Each CUDA thread is a fiber. Blocks run one after another, those of MOERT_LAUNCH_TOGETHER all at once. Emulated: grids,
-// dynamic shared memory (filled with 0xCD, so that nobody relies on zeros, and as large as the launch says, so that
+// dynamic shared memory (filled with 0xCD, so that no kernel relies on zeros, and as large as the launch says, so that
 // AddressSanitizer sees its end), barriers of a block and of the grid, shuffles and matches of full warps, integer atomics.
 // Not emulated: the GPU's memory itself, time. But built with -fsanitize=thread each fiber is a thread of ThreadSanitizer's,
 // and only launches, barriers and __syncwarp order their accesses; shuffles and matches do not.
-// MOERT_EMU_SEED brings out missing barriers: 1 visits the threads in another order and lets warps fall behind; n > 1 lets
-// warp n - 2 stand still behind every barrier until the others can go no further. What would hang or is undefined on a GPU (a
+// MOERT_EMU_SEED brings out missing barriers: 1 visits the threads in another order and delays warps; n > 1 lets
+// warp n - 2 stand still after every barrier until the others can go no further. What would hang or is undefined on a GPU (a
 // barrier that a thread never reaches, a warp operation without all lanes of its mask) is an error.
 #pragma once
 #include <ucontext.h>
@@ -128,7 +128,7 @@ struct Machine {
   dim3 grid;
   unsigned threads = 0;
   int live = 0, now = 0;
-  int64_t slow = -1, lags = -1;  // the warp that stands still now, and the one that does behind every barrier
+  int64_t slow = -1, lags = -1;  // the warp that stands still now, and the one that does after every barrier
   bool moved = false;
   const char* error = nullptr;
   Barrier all;

@@ -50,6 +50,8 @@ FORM = (Annotated[str | None, option("ffn or lora experts (default: the recipe's
 TEXTS = _several(str, "Another text, a jsonl or parquet file; repeatable.", "--data")
 RANKS = _several(int, "A rank of LoRA; repeatable; 1, the recipe's and 4 times that.", "--rank")
 RATIOS = _several(float, "Examples of general text per example of the task (default: 0 1).")
+FACTORS = _several(float, "Factors of the recipe's learning rates (default: .1 .3 1).")
+DEPTHS = _several(float, "How far below the base's task loss; repeatable (default: .12 .15 .18).", "--depth")
 MIX = (Annotated[float, option("Examples of general text per example of the task.")], 0.0)
 TABLES = {
     "xft": (
@@ -64,6 +66,9 @@ TABLES = {
         Table("ewa-schedule", "Compare EWA with a constant and a linear share rate, during training too (Figure 3)."),
         Table("routing-stats", "Show which experts process the tokens of different texts (Figure 4).",
               "--data java.jsonl --data rust.jsonl", {"texts": TEXTS, "tokens": TOKENS}),
+        Table("overfit", "Compare XFT with SFT, EMA and SWA at three learning rates: few examples, several epochs.",
+              "--preset overfit"),
+        Table("mix-rows", "Learn to mix on the examples of tuning, or on some held back from it.", "--preset overfit"),
     ),
     "esft": (
         Table("main", "Compare base, FFT, LoRA, ESFT-Token and ESFT-Gate, on tasks and general text (Tables 1 and 2)."),
@@ -77,6 +82,8 @@ TABLES = {
               "1 2 4", {"sizes": _several(int, "Experts per group (default: 1 2 4).")}),
         Table("mix-data", "Tune with and without general text mixed in (Tables 9 and 10).", "0 1", {"ratios": RATIOS}),
         Table("other-tasks", "Tune on one task, judge on the others: FFT, LoRA, ESFT (Table 8).", "--mix 0", {"mix": MIX}),
+        Table("frontier", "Compare general losses where methods have learned as much of the task, for several learning rates.",
+              ".1 .3 1 --preset frontier", {"factors": FACTORS, "depths": DEPTHS}),
         Table("counts", "Show the experts that each task's selection trains, and where in text (Figures 2, 4 and 9)."),
         Table("sample-size", "Show how much text is needed to find the same experts (Figure 8).", "1024 8192 --top 6",
               {"sizes": _several(int, "Tokens per sample (default: powers of two)."), "top": TOP, "score": (SCORE, "gate")}),
@@ -108,6 +115,7 @@ TABLES = {
               "--rows 100", {"rows": ROWS}),
         Table("stability", "Show the losses during stage 2, with the balanced sampler and without (Table 5).",
               "--checkpoints 12", {"checkpoints": CHECKPOINTS}),
+        Table("sums", "Show the sums that specialists, fused and single models solve, by their steps.", "--preset sums"),
     ),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from moe_runtime.cli.verbs import (
     Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, TrainOn,
     argument, group, one_gpu, option, verb, with_bar,
 )  # fmt: skip
-from moe_runtime.cli.xft import convert
+from moe_runtime.cli.xft import To, to_stock
 from moe_runtime.io import console
 
 UPIT = "UpIT: turn the checkpoints of a tuning into the experts of an MoE model."
@@ -121,8 +121,6 @@ def assemble(
 
 
 @verb(app, "tuned mixtral", Kept("{target}"), push="target")
-def export(source: Source, target: Target, max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False):
-    """Write an MoE model as a stock Mixtral model, which runs without this package."""
-    from moe_runtime.methods.upit import export_mixtral
-
-    return convert(export_mixtral, source, target, max_shard_size=max_shard_size, overwrite=overwrite)
+def export(source: Source, target: Target, to: To = "mixtral", max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False):
+    """Write an MoE model as a stock MoE model, by default a Mixtral, which runs without this package."""
+    return to_stock(source, target, to, max_shard_size=max_shard_size, overwrite=overwrite)

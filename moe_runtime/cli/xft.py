@@ -12,13 +12,15 @@ from moe_runtime.io import console
 
 app = group("xft", "XFT: upcycle a dense model, tune the MoE model, merge it to a dense one.", "upcycle llama-1b moe")
 GATE = "xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk."
+FOR = "Stock family that `export --to` shall write exactly: selects gate and top-k, and refuses what it does not compute."
 PRESET = "Defaults of the options below: xft-paper, or xft-official for the released code's."
 
 
 @verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", Kept("{target}"), push="target")
 def upcycle(
     source: Source, target: Target, num_experts: Annotated[int, option("Experts per layer, including the shared one.")] = 8,
-    top_k: Annotated[int, option("Experts per token, including the shared one.")] = 6,
+    top_k: Annotated[int | None, option("Experts per token, including the shared one (default: 6).")] = None,
+    for_: Annotated[str | None, option(FOR, "--for", words=config.STOCK_FAMILIES)] = None,
     preset: Annotated[str, option(PRESET, words=tuple(config.PRESETS))] = "xft-paper",
     gate: Annotated[str | None, option(GATE, words=config.GATES)] = None,
     router: Annotated[str | None, option("linear or mlp.", words=config.ROUTERS)] = None,
@@ -31,11 +33,14 @@ def upcycle(
 ):  # fmt: skip
     """Upcycle a dense model to an MoE model: copies of every MLP become experts with a router."""
     from moe_runtime.config import PRESETS, check_choice
+    from moe_runtime.hf.models import stock
     from moe_runtime.methods.xft import folders
 
     check_choice("preset", preset, tuple(PRESETS))
     if num_experts == 1:
         raise ValueError("num_experts must be at least 2, but got 1, which is the dense model itself")
+    if for_ is not None:
+        gate, top_k = stock.exact_settings(for_, gate, top_k)
     given = {"gate": gate, "router": router, "noisy_gate": noisy_gate, "balance_loss": balance_loss}
     given["balance_loss_coef"] = balance_loss_coef
     settings = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
@@ -46,7 +51,8 @@ def upcycle(
         )
     receipt = with_bar(
         "upcycling", folders.upcycle_folder, source, target, layers=verbs.numbers(layers), seed=seed,
-        max_shard_size=max_shard_size, overwrite=overwrite, num_experts=num_experts, top_k=top_k, **settings,
+        max_shard_size=max_shard_size, overwrite=overwrite, num_experts=num_experts, top_k=6 if top_k is None else top_k,
+        export_to=for_, **settings,
     )  # fmt: skip
     _say(receipt)
     error = None
@@ -61,22 +67,21 @@ def upcycle(
 
 
 def _exports(folder: Path) -> dict[str, str | None]:
-    """Return the ways to export the model of a folder, each with the reason if there is none."""
-    from moe_runtime.config import SHARED_GATES
+    """Return the ways to export the model of a folder; for merging, Mixtral and the released code also the reason if not."""
     from moe_runtime.hf.models.folders import read_config
-    from moe_runtime.methods.upit.folders import mixtral_config
+    from moe_runtime.hf.models.stock import stock_config
     from moe_runtime.methods.xft.official_config import export_values
 
-    config = read_config(folder)
-    is_shared = config.moe_runtime["config"]["gate"] in SHARED_GATES
-    found = {"xft merge to a dense model": None if is_shared else "after xft to-mergeable --soup"}
-    for name, convert in {"xft export --to mixtral": mixtral_config, "xft export --to official": export_values}.items():
+    found, model = {}, read_config(folder)
+    for name in (*config.STOCK_FAMILIES, "official"):
         try:
-            convert(config)
-            found[name] = None
+            export_values(model) if name == "official" else stock_config(model, name)
+            found[f"xft export --to {name}"] = None
         except ValueError as error:
-            found[name] = "no, " + str(error).partition(". ")[0]
-    return found
+            if name in ("mixtral", "official"):
+                found[f"xft export --to {name}"] = "no, " + str(error).partition(". ")[0]
+    is_shared = model.moe_runtime["config"]["gate"] in config.SHARED_GATES
+    return {"xft merge to a dense model": None if is_shared else "after xft to-mergeable --soup"} | found
 
 
 @verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"), push="target")
@@ -126,26 +131,29 @@ def merge(
     return receipt
 
 
-@verb(app, "moe mixtral", Kept("{target}"), push="target")
+TO = "Stock family of transformers; in xft export also official (XFT code)."
+To = Annotated[str, option(TO, "--to", "--as", words=(*config.STOCK_FAMILIES, "official"))]
+
+
+@verb(app, "moe mixtral --to mixtral", Kept("{target}"), push="target")
 def export(
-    source: Source, target: Target,
-    to: Annotated[str, option("mixtral (transformers) or official (XFT code).", words="mixtral official")] = "mixtral",
+    source: Source, target: Target, to: To = "mixtral",
+    approximate: Annotated[bool, option("Allow a gate that the family does not compute.", "--approximate")] = False,
+    check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
     keep_rope: Annotated[bool, option("With --to official: keep a rotary base that it ignores.", "--keep-rope")] = False,
     max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
     """Write an MoE model in a format that does not need this package; merge writes a dense one."""
-    from moe_runtime.config import check_choice
-
-    check_choice("to", to, ("mixtral", "official"))
+    names = ("--approximate", approximate), ("--check", check)
+    if wrong := [name for name, given in (names if to == "official" else [("--keep-rope", keep_rope)]) if given]:
+        raise ValueError(f"{wrong[0]} is not valid with --to {to}")
     if to == "official":
         from moe_runtime.methods.xft.official import export_official
 
         return convert(export_official, source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite)
-    if keep_rope:
-        raise ValueError("--keep-rope is only valid with --to official")
-    from moe_runtime.methods.upit import export_mixtral
-
-    return convert(export_mixtral, source, target, max_shard_size=max_shard_size, overwrite=overwrite)
+    return to_stock(
+        source, target, to, approximate=approximate, check=check, max_shard_size=max_shard_size, overwrite=overwrite
+    )
 
 
 @verb(app, "official-moe moe", Kept("{target}"), push="target")
@@ -162,6 +170,16 @@ def import_official(
         import_official, source, target, ffn_folder=ffn_folder, rope_theta=rope_theta, max_shard_size=max_shard_size,
         overwrite=overwrite,
     )  # fmt: skip
+
+
+def to_stock(source: Path, target: Path, to: str, **options):
+    """Write a stock model; return its receipt, and say whether it is the same."""
+    from moe_runtime.hf.models.stock import export_stock
+
+    receipt = convert(export_stock, source, target, to=to, **options)
+    error = "" if receipt.logits_error is None else f"; the logits differ by {receipt.logits_error:.1e} relative"
+    typer.echo(f"{to} computes {'the same' if receipt.exact else 'the nearest, so train it before use'}{error}")
+    return receipt
 
 
 def convert(write, source: Path, target: Path, **options):

@@ -4,6 +4,7 @@ code        documented functions of Python's standard library: signature and doc
 prose       paragraphs of its docstrings, of Python's documentation and of licences: their beginning, then the rest
 arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
 sums        short ones of one-digit numbers, answered by their one step; not one of DOMAINS, which studies take by default
+steps       sums of small numbers in one to three steps, answered by the steps alone; not one of DOMAINS either
 
 The held-out files, and sums by their questions, are the same for all domains and seeds; no training example is from them.
 """
@@ -26,6 +27,7 @@ from pydantic import model_validator
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments.recipe import Rows
+from moe_runtime.experiments.sums import KINDS, sums_of
 
 PIECE = 2000  # characters of a document of `standard_library_text`
 SIZE = (40, 1200)  # characters of a completion of `standard_library_pairs`; the upper bound holds for prompts too
@@ -189,14 +191,6 @@ LICENCE = re.compile(r"(licen[cs]e|copying|notice|authors)[^/]*$", re.IGNORECASE
 PARAGRAPH = (100, 600)  # characters of a piece of prose; longer paragraphs are cut between sentences
 LETTERS = 0.93  # the least share of letters, blanks, commas and points in prose
 
-NAMES = (
-    "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Iris", "Jon", "Kim", "Lena", "Max", "Nora", "Omar", "Pia",
-)  # fmt: skip
-THINGS = (
-    "apples", "books", "cards", "coins", "eggs", "marbles", "pens", "plums", "shells", "stamps", "stones", "tickets",
-)  # fmt: skip
-CASES = ("bags", "baskets", "jars", "rows", "trays")
-
 
 class Domain(Rows):
     """A domain in a recipe, with examples of SOURCES or of the user."""
@@ -232,8 +226,8 @@ def domain_text(name: str, *, limit: int | None = None) -> list[str]:
     if name == "code":
         documents = standard_library_text()
     else:
-        sums = enumerate(itertools.islice(_sums("text", False, name == "sums"), 4 * SUMS))
-        told = (p.partition(" How many")[0] + " " + c if name == "sums" and i % 4 else p + c for i, (p, c) in sums)
+        sums = enumerate(itertools.islice(sums_of("text", False, name), 4 * SUMS)) if name in KINDS else ()
+        told = (p.partition(" How many")[0] + " " + c if name != "arithmetic" and i % 4 else p + c for i, (p, c) in sums)
         documents = _joined(_prose()[0] if name == "prose" else told)
     return documents[:: max(len(documents) // limit, 1)][:limit] if limit else documents
 
@@ -258,10 +252,10 @@ def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
         yield _named(rows[:limit])
 
 
-def _sum_rows(limit: int | None, seed: int, short: bool = False) -> Iterator[list]:
+def _sum_rows(limit: int | None, seed: int, name: str) -> Iterator[list]:
     for is_held_out in (False, True):
-        sums = itertools.islice(_sums(seed, is_held_out, short), limit or SUMS)
-        yield _named((p, c.partition(". ")[0] + ".") if short else (p, c) for p, c in sums)
+        sums = itertools.islice(sums_of(seed, is_held_out, name), limit or SUMS)
+        yield _named((p, c if name == "arithmetic" else c.rpartition(". ")[0] + ".") for p, c in sums)
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
@@ -269,7 +263,7 @@ def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 _ROWS: dict[str, Callable[[int | None, int], Iterator[list]]] = {
-    "code": _code, "prose": _paragraph_rows, "arithmetic": _sum_rows, "sums": functools.partial(_sum_rows, short=True),
+    "code": _code, "prose": _paragraph_rows, **{name: functools.partial(_sum_rows, name=name) for name in KINDS},
 }  # fmt: skip
 SOURCES = tuple(_ROWS)
 DOMAINS = ("code", "prose", "arithmetic")
@@ -351,49 +345,3 @@ def _joined(parts: Iterable[str]) -> list[str]:
             documents.append("\n\n".join(document))
             document, size = [], 0
     return [*documents, "\n\n".join(document)] if document else documents
-
-
-def _sums(seed: int | str, is_held_out: bool, short: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield an endless stream of distinct sums; one question in ten is held out, independently of the seed."""
-    generator, known = random.Random(f"sums {seed}"), set()
-    while True:
-        question, answer = _sum(generator, short)
-        if question not in known and (zlib.crc32(question.encode()) % 10 == 0) == is_held_out:
-            known.add(question)
-            yield question, answer
-
-
-def _sum(generator: random.Random, short: bool = False) -> tuple[str, str]:
-    """Make one sum: a first number, one to three changes of it (one if `short`), and a question."""
-    name, other = generator.sample(NAMES, 2)
-    thing, case = generator.choice(THINGS), generator.choice(CASES)
-    count, steps, story = generator.randint(2, 9 if short else 60), [], []
-    for _ in range(1 if short else generator.randint(1, 3)):
-        event, sign, number, count_then = _change(generator, count, short)
-        story.append(event.format(name=name, other=other, thing=thing, case=case, a_case=case[:-1], number=number))
-        steps.append(f"{count} {sign} {number} = {count_then}.")
-        count = count_then
-    first = steps[0].partition(" ")[0]
-    question = f"{name} has {first} {thing}. {' '.join(story)} How many {thing} does {name} have now?\n"
-    return question, f"{' '.join(steps)} {name} has {count} {thing if count != 1 else thing[:-1]} now."
-
-
-def _change(generator: random.Random, count: int, short: bool) -> tuple[str, str, int, int]:
-    """Return an event, its sign and number, and what is left; every number is above 0."""
-    parts = [d for d in range(2, 10) if count % d == 0]
-    more = [] if short else ["times"] * (1 < count < 40) + ["share"] * bool(parts)
-    kind = generator.choice(["more"] + ["less"] * (count > 1) + more)
-    if kind == "share":
-        number = generator.choice(parts)
-        event = "{name} puts them into {number} {case}, the same in each, and keeps one {a_case}."
-        return event, "/", number, count // number
-    if kind == "times":
-        number = generator.randint(2, 5)
-        return "{other} brings so many that {name} has {number} times as many.", "*", number, count * number
-    if kind == "less":
-        number = generator.randint(1, count - 1)
-        event = generator.choice(("{name} gives {number} to {other}.", "{name} loses {number} of them."))
-        return event, "-", number, count - number
-    number = generator.randint(1, 9 if short else 60)
-    event = generator.choice(("{name} buys {number} more.", "{other} gives {number} to {name}."))
-    return event, "+", number, count + number

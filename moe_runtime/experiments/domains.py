@@ -6,7 +6,6 @@ share_e(domain) = slots of expert e / slots of all experts          per layer; 1
 distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|               total variation, mean over the layers, 0 to 1
 """
 
-import copy
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +113,7 @@ class DomainReport(Report):
         for method, entry in zip(values["methods"], self.entries, strict=True):
             method["domains"] = {domain: self.domain_loss(entry.name, domain) for domain in self.domains}
             for seed, result in zip(method["seeds"], entry.results, strict=True):
-                seed["domains"] = result.domains
+                seed["domains"] = by_domain(result.losses, result.tokens, result.rows)
             method["exact_of_domains"] = {domain: table.entry(entry.name).exact for domain, table in self.of_domains.items()}
         comparisons = {domain: [asdict(one) for one in table.comparisons] for domain, table in self.of_domains.items()}
         exact = {domain: [asdict(one) for one in table.exact_comparisons] for domain, table in self.of_domains.items()}
@@ -178,13 +177,9 @@ class DomainStages(KeptStages):
     share = 1.0  # of each domain's train rows that are tuned on
 
     def change(self, share: float | None = None, **changes):
-        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed.
-
-        `changes` are as `Node.change` takes them, of experts and trainings alone.
-        """
-        other = copy.copy(self)
+        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed."""
+        other = super().change(**changes)
         other.share = self.share if share is None else share
-        other.recipe = self.recipe.change(**changes)
         return other
 
     @property
@@ -231,7 +226,7 @@ class DomainStages(KeptStages):
 
     def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
         """What a training's result says; judged anew, of what `load` gives, where it was not saved as it was trained."""
-        course = course_of(trained) | {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+        course = course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
         if self._is_saved_as_trained(model):
             return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens, trained.exact) | sizes_of(model)
         del model, trained

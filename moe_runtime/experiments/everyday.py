@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.experiments.corpora import NAMES, THINGS, Pairs, domain_rows, standard_library_pairs
+from moe_runtime.experiments.corpora import Pairs, domain_rows, standard_library_pairs
+from moe_runtime.experiments.sums import NAMES, THINGS
 from moe_runtime.io.files import atomic_folder
 
 # the last wording of each line is held out

@@ -227,6 +227,8 @@ class Pretrain(Node):
     batch_size: Count
     learning_rate: Positive = 1e-3
     documents: Count | None = None  # number of documents of about 2,000 characters; all by default
+    # documents of each built-in domain, instead of `documents`
+    domains: dict[str, Count] | None = Field(None, exclude_if=lambda domains: domains is None)
     seed: int = 0  # independent of the run's seed: every seed tunes the same base
     optimizer: str = Field("adamw_torch", exclude_if=lambda name: name == "adamw_torch")
     split_digits: bool = Field(False, exclude_if=lambda split: not split)  # one token per digit

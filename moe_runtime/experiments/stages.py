@@ -6,6 +6,7 @@ that a recipe names are read here too, told apart from those held out, and token
 """
 
 import contextlib
+import copy
 import fcntl
 import functools
 import hashlib
@@ -73,6 +74,9 @@ class Result(NamedTuple):
     steps_per_second: float
     alpha: list | None = None  # [L][E], mixing coefficients of a merged model
     upcycled_error: float | None = None  # relative, of the logits: the upcycled model against the dense one
+    trained_parameters: int = 0
+    validation: float | None = None  # loss on the rows for validation, if there are any
+    rows: dict[str, int] | None = None  # domain -> held-out examples, if they are ordered by domain
     exact: list | None = None  # of each held-out row 1 if greedy decoding gives its label, else 0
 
 
@@ -112,6 +116,12 @@ class KeptStages:
         trainers.quiet()
         self._rows: dict = {}
         self._key = ranks.agree(self.data_key())  # once, as the rows are read once
+
+    def change(self, **changes):
+        """Return the stages of the same rows and base with values of the recipe changed, of experts and trainings alone."""
+        other = copy.copy(self)
+        other.recipe = self.recipe.change(**changes)
+        return other
 
     @property
     def tokenizer(self):
@@ -267,8 +277,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def course_of(trained: trainers.Trained) -> dict:
     """How a training went, without where it ended: a model made of the trained one is judged anew."""
-    history = trained.history
-    return {"steps": trained.steps, "seconds": history.seconds, "history": history.held_out}
+    course = {"steps": trained.steps, "seconds": trained.history.seconds, "history": trained.history.held_out}
+    return course | {"trained_parameters": trained.trained_parameters}
 
 
 def loss_of(losses: list[float], tokens: list[int], exact: list[int] | None = None) -> dict:
@@ -380,8 +390,10 @@ def documents(pretrain: Pretrain) -> list[str]:
 def domain_documents(pretrain: Pretrain, sources: Iterable[str]) -> list[str]:
     """The texts that the small base of a study of domains is made of: as many of each built-in one among `sources`.
 
-    Code's are the standard library's source. Where no source is built in, all built-in domains are read.
+    Code's are the standard library's source. Where no source is built in, all built-in domains are read. The recipe's
+    `domains` says instead which are read, and how many of each.
     """
-    names = [name for name in SOURCES if name in set(sources)] or list(DOMAINS)
-    count = pretrain.documents and max(pretrain.documents // len(names), 1)
-    return [text for name in names for text in domain_text(name, limit=count)]
+    known = set(sources)
+    names = [name for name in SOURCES if name in known] or list(DOMAINS)
+    counts = pretrain.domains or dict.fromkeys(names, pretrain.documents and max(pretrain.documents // len(names), 1))
+    return [text for name, count in counts.items() for text in domain_text(name, limit=count)]

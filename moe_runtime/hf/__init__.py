@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 _PUBLIC = {
     "MoESFTTrainer": "moe_runtime.hf.training.sft:MoESFTTrainer",
     "MoETrainer": "moe_runtime.hf.training.trainer:MoETrainer",
+    "MixingCallback": "moe_runtime.hf.training.recording:MixingCallback",
     "RouterStatsCallback": "moe_runtime.hf.training.recording:RouterStatsCallback",
     "train_command": "moe_runtime.hf.training.sft:train_command",
 }

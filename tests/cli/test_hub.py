@@ -38,6 +38,7 @@ def card_of(repo):
     return card, names["model"]
 """
 UPCYCLE_AND_MERGE = """
+from transformers import AutoModelForCausalLM
 from tests.hf import tiny
 from tests.support.upit import make_tokenizer
 tiny.dense("llama").save_pretrained("base")
@@ -49,10 +50,20 @@ assert "/me/moe" in said
 card, model = card_of("me/moe")
 assert card.data.license == "mit" and card.data.base_model == "me/base" and "xft" in card.data.tags
 assert "arxiv:2404.15247" in card.data.tags and "moe-runtime xft upcycle me/base moe --num-experts 4" in card.text
+from moe_runtime import push_to_hub
+from moe_runtime.methods import xft
+again = AutoModelForCausalLM.from_pretrained("me/base")
+receipt = xft.upcycle(again, num_experts=3, top_k=2)
+again.push_to_hub("me/python")
+card, found = card_of("me/python")
+assert card.data.license == "mit" and card.data.base_model == "me/base" and "| num_experts | 3 |" in card.text
+assert torch.equal(found(tiny.batch()).logits, again(tiny.batch()).logits)
+again.save_pretrained("mine")
+push_to_hub("mine", "me/mine", base="me/base", facts=receipt)
+assert card_of("me/mine")[0].data.license == "mit" and "pip install" not in card.text + card_of("me/mine")[0].text
 verb("xft merge me/moe merged --shared-rate 0.5 --push-to-hub me/merged")
 card, merged = card_of("me/merged")
 assert card.data.license == "mit" and card.data.base_model == "me/moe" and "import moe_runtime" not in card.text
-from transformers import AutoModelForCausalLM
 for repo, folder, found in (("me/moe", "moe", model), ("me/merged", "merged", merged)):
     local = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(local(tiny.batch()).logits, found(tiny.batch()).logits)
@@ -84,6 +95,11 @@ assert card.data.base_model == "me/stock" and card.data.base_model_relation == "
 torch.testing.assert_close(model(**batch()).logits, want)
 verb("esft merge me/stock me/adapter merged --push-to-hub me/esft")
 torch.testing.assert_close(card_of("me/esft")[1](**batch()).logits, want)
+from peft import AutoPeftModelForCausalLM
+esft.save_peft(AutoModelForCausalLM.from_pretrained("me/stock"), "adapter", "copies")
+hub.push("copies", "me/copies", base="me/stock", method="esft")
+torch.testing.assert_close(card_of("me/copies")[1].eval()(**batch()).logits, want)
+torch.testing.assert_close(AutoPeftModelForCausalLM.from_pretrained("me/copies").eval()(**batch()).logits, want)
 lora = adapted(Path("lora").resolve())
 want = lora(**batch()).logits
 make_tokenizer().save_pretrained("lora/base")

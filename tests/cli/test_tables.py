@@ -74,6 +74,7 @@ ALONE = [f"{method} {table.name}" for method, tables in TABLES.items() for table
     ("esft sample-size 64 128 --top 4", {"sizes": [64, 128], "top": 4, "score": "gate"}),
     ("esft overlap --score token", {"top": 6, "score": "token"}),
     ("esft mix-data 0 .5 1", {"ratios": [0.0, 0.5, 1.0]}),
+    ("esft frontier .1 1 --depth .2", {"factors": [0.1, 1.0], "depths": [0.2]}),
     ("upit ckpt front back --form lora", {"form": "lora", "strategies": ["front", "back"]}),
     ("upit experts --experts 4 --active 1 --active 2", {"sizes": [4], "active": [1, 2]}),
     ("upit data .5 1", {"shares": [0.5, 1.0]}),
@@ -100,7 +101,7 @@ def test_a_recipe_file_takes_the_presets_place(seen, words):
 @pytest.mark.parametrize("words, match", [
     ("xft table1 --seeds 0", "seeds must be"),
     ("xft table1 --preset huge", "preset must be one of .*tiny"),
-    ("upit main --preset huge", "preset must be one of llama-2-7b-lora, sheared"),
+    ("upit main --preset huge", "preset must be one of budget, llama-2-7b-lora, sheared"),
     ("esft main --recipe none.yaml", "Recipe 'none.yaml' does not exist"),
     ("esft main --preset tiny --recipe a.yaml", "Pass either a preset or a recipe, but got preset 'tiny' and recipe 'a.yaml'"),
     ("xft sweep-lambda 2", "lambda must be"),

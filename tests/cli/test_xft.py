@@ -37,9 +37,10 @@ def test_export_is_of_the_form_that_is_asked_for(tmp_path):
     official_xft.write_moe(tmp_path / "theirs")
     assert invoke("import-official", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
     for arguments, match in (
-        ((), "gate is 'xft', but .*Mixtral"),
+        ((), "gate is 'xft', but .*mixtral"),
         (("--to", "gguf"), "to must be one of mixtral, "),
-        (("--keep-rope",), "--keep-rope is only valid with --to official"),
+        (("--keep-rope",), "--keep-rope is not valid with --to mixtral"),
+        (("--to", "official", "--check"), "--check is not valid with --to official"),
     ):
         out = invoke("export", tmp_path / "ours", tmp_path / "out", *arguments)
         assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception))
@@ -75,18 +76,40 @@ def test_upcycle_says_what_each_gate_exports_to_and_so_it_is(gate, ways, tmp_pat
     dense("llama", mlp_bias=None, rope_theta=1e4).save_pretrained(tmp_path / "base")
     done = invoke("upcycle", tmp_path / "base", tmp_path / "moe", "--num-experts", 3, "--top-k", 2, "--gate", gate)
     said = next(line for line in done.output.splitlines() if line.startswith("exports: "))
-    words = re.fullmatch("exports: xft merge .*: (.+); xft export --to mixtral: (.+); xft export --to official: (.+)", said)
-    arguments = (("merge",), ("export",), ("export", "--to", "official"))
-    for said, way, (verb, *more) in zip(words.groups(), ways, arguments, strict=True):
-        assert re.split(", gate (?:is|must)", said)[0] == way.replace("`", "")
-        source = tmp_path / "moe"
-        if way.startswith("after"):
-            source = tmp_path / "mixing"
-            assert invoke("to-mergeable", tmp_path / "moe", source, "--soup").exit_code == 0
-        out = invoke(verb, source, tmp_path / "".join([verb, *more]), *more)
-        assert (out.exit_code == 0) == (way != "no"), out.exception
-        if verb == "export" and not more and way == "no":
-            assert ". Use xft merge for a dense model, xft export --to official, or start with --gate " in str(out.exception)
+    said = dict(part.split(": ", 1) for part in said.removeprefix("exports: ").split("; "))
+    merged = said.pop("xft merge to a dense model")
+    assert merged == ways[0].replace("`", "")
+    source = tmp_path / "moe"
+    if merged != "yes":
+        source = tmp_path / "mixing"
+        assert invoke("to-mergeable", tmp_path / "moe", source, "--soup").exit_code == 0
+    assert invoke("merge", source, tmp_path / "merged").exit_code == 0
+    possible = {*re.findall(r"`(\w+)`", ways[1]), *(["official"] if ways[2] == "yes" else [])}
+    assert {name.rpartition(" ")[2] for name, why in said.items() if why == "yes"} == possible
+    for to in {"mixtral", "official"} | possible:
+        out = invoke("export", tmp_path / "moe", tmp_path / to, "--as", to)
+        assert (out.exit_code == 0) == (to in possible), out.exception
+        if to == "mixtral" and to not in possible:
+            assert said["xft export --to mixtral"] == "no, " + str(out.exception).partition(". ")[0]
+            assert ". Use xft merge for a dense model, xft export --to official, " in str(out.exception)
+
+
+@pytest.mark.parametrize("to, more, fails", [
+    ("qwen3_moe", (), None), ("glm4_moe", ("--top-k", 2), None), ("qwen3_moe", ("--gate", "softmax_topk"), None),
+    ("qwen3_moe", ("--gate", "xft"), "gate is 'xft', but qwen3_moe supports only"),
+    ("qwen3_moe", ("--preset", "xft-official"), "router is 'mlp', but qwen3_moe supports only 'linear'"),
+    ("qwen2_moe", (), "base is 'qwen3', but qwen2_moe supports only"), ("deepseek_v3", (), "latent attention"),
+])  # fmt: skip
+def test_upcycling_for_a_family_selects_what_it_computes(to, more, fails, tmp_path):
+    dense("qwen3").save_pretrained(tmp_path / "base")
+    out = invoke("upcycle", tmp_path / "base", tmp_path / "moe", "--for", to, *more)
+    if fails is not None:
+        assert re.search(fails, str(out.exception)) and not (tmp_path / "moe").exists()
+        return
+    assert f"xft export --to {to}: yes" in out.output, out.exception
+    out = invoke("export", tmp_path / "moe", tmp_path / "out", "--to", to, "--check", "--json")
+    receipt = json.loads(out.stdout)
+    assert receipt["exact"] and receipt["logits_error"] < 1e-5
 
 
 def test_one_expert_is_the_dense_model(tmp_path):

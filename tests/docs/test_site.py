@@ -36,7 +36,7 @@ def site(tmp_path_factory):
 def test_every_page_is_listed(site):
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     named = set(re.findall(r"([\w-]+\.md)", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])))
-    assert named == pages | {"cli.md", "api.md"}
+    assert named == pages | {"cli.md", "api.md"} | {f"notebook-{path.stem}.md" for path in hooks.NOTEBOOKS}
     assert {path.stem for path in site.glob("*.html")} == {name.removesuffix(".md") for name in named} | {"404"}
 
 
@@ -95,6 +95,7 @@ def test_every_public_name_is_on_its_page(site):
 @pytest.mark.parametrize("text, want", [
     pytest.param("```python file=a.py\n", '```python title="a.py"\n', id="title"),
     pytest.param("[csrc/](../csrc) and [a](b.md)", "csrc/ and [a](b.md)", id="outside"),
+    pytest.param("[n](notebooks/a-b.ipynb)", "[n](notebook-a-b.md)", id="notebook"),
     pytest.param("![a](../x.png)", "![a](../x.png)", id="picture"),
     pytest.param("```console without=trl\n", "```console\n", id="option"),
 ])  # fmt: skip

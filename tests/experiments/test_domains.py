@@ -1,11 +1,13 @@
 """moe_runtime.experiments.corpora: three kinds of rows, the same on every call, and nothing held out in what is trained on."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from moe_runtime.experiments import corpora
 from moe_runtime.experiments.corpora import DOMAINS, domain_rows, domain_text, domains_key
+from moe_runtime.experiments.stages import domain_documents
 
 
 @pytest.mark.slow
@@ -42,10 +44,16 @@ def test_a_short_sum_is_one_step_of_digits():
         assert int(found) == int(left) + (int(right) if sign == "+" else -int(right)) > 0
 
 
-def test_every_step_of_a_sum_is_right():
-    for row in domain_rows("arithmetic", limit=500, seed=3).train:
+@pytest.mark.parametrize("name, largest", [("arithmetic", 60), ("steps", 9)])
+def test_every_step_of_a_sum_is_right(name, largest):
+    rows, counts = domain_rows(name, limit=500, seed=3).train, set()
+    for row in rows:
         *steps, said = row["completion"].removesuffix(".").split(". ")
         result = re.match(r"\w+ has (\d+) ", row["prompt"])[1]
+        if name == "steps":
+            steps, said = [*steps, said], f"{row['prompt'].split()[0]} has {said.split()[-1]} "
+        counts.add(len(steps))
+        assert 2 <= int(result) <= largest
         for step in steps:
             left, sign, right, found = re.fullmatch(r"(\d+) ([-+*/]) (\d+) = (\d+)", step).groups()
             assert left == result and right in row["prompt"]
@@ -53,6 +61,7 @@ def test_every_step_of_a_sum_is_right():
             result = str({"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign])
             assert found == result and (sign != "/" or a % b == 0)
         assert f" has {result} " in said and said.split()[0] == row["prompt"].split()[0]
+    assert counts == {1, 2, 3}
 
 
 def test_told_sums_answer_no_held_out_question():
@@ -116,3 +125,9 @@ def test_bad_input_is_one_error(call):
         call("law")
     with pytest.raises(ValueError, match="limit must be an integer of at least 1"):
         call("code", limit=0)
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+def test_a_base_is_made_of_every_built_in_source_that_is_named(kind):
+    documents = domain_documents(SimpleNamespace(documents=4), kind(["mine.jsonl", "steps", "sums"]))
+    assert documents == [text for name in ("sums", "steps") for text in domain_text(name, limit=2)]

@@ -1,5 +1,7 @@
 """Stages of UpIT and UltraFuser whose models FSDP2 splits over two processes: what one process makes, resumed on the way."""
 
+import json
+import random
 import shutil
 
 import pytest
@@ -24,11 +26,23 @@ PLANS = {
 }  # fmt: skip
 
 
+def write_even_rows(folder) -> None:
+    """Examples of as many tokens each: the routers' loss is a mean over the tokens that a process takes at once."""
+    draw = random.Random(0)
+    for name, letters in {"sums": "ABCDEFGHIJKLM", "words": "NOPQRSTUVWXYZ"}.items():  # which the tokenizer merges nowhere
+        rows = [
+            {part: "".join(draw.choices(letters, k=n)) for part, n in (("prompt", 8), ("completion", 4))} for _ in range(40)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "stopped"), [("ultrafuser", ["gate", "fused"])])
+@pytest.mark.parametrize(("method", "stopped"), [("upit", ["upit"]), ("ultrafuser", ["gate", "fused"])])
 def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
     study, plan = PLANS[method]
     recipe = study.write_study(tmp_path, **plan)
+    if method == "upit":
+        write_even_rows(tmp_path)
     values = yaml.safe_load(recipe.read_text())
     for domain in values["domains"].values():  # batches that both processes fill: accelerate would repeat rows
         domain["held_out_rows"] = 8 if method == "upit" else 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_runtime.experiments.recipe import Rows
+from moe_runtime.experiments.recipe import Rows, load_recipe
 from moe_runtime.experiments.stages import _read, split_rows
 from moe_runtime.io import rows as data
 from moe_runtime.methods.xft.recipe import Recipe
@@ -151,3 +151,27 @@ def test_every_method_trains_on_several_files(sources, tmp_path, method):
     assert len(rows) == {"xft": 76, "esft": 54, "upit": 56, "ultrafuser": 56}[method]
     chats = [row for row in train if "That." in stages.tokenizer.decode(row.get("input_ids", []))]
     assert len(chats) > 10 if method == "xft" else not chats
+
+
+PLACES = {"xft": ("data", "data__max_length", "tune"), "esft": ("tasks__sums", "max_length", "esft")}
+
+
+@pytest.mark.parametrize("method", PLACES)
+@pytest.mark.parametrize("key, value, says", [
+    pytest.param("{0}__train", "none.jsonl", "Data 'none.jsonl' does not exist", id="no-data"),
+    pytest.param("{0}__held_out_rows", 64, "held_out_rows .64. leaves no training examples: the data has", id="all-held"),
+    pytest.param("{1}", 2, "No example has a token to train on within max_length .2", id="short"),
+    pytest.param("base_model", "./none", "base_model './none'", id="no-base"),
+    pytest.param("{2}__warmup_steps", 4, "warmup_steps must be below the 4 steps of the training, but got 4", id="warmup"),
+    pytest.param("{2}__optimizer", "adam", "optimizer must be one of adamw_torch", id="optimizer"),
+    pytest.param("{2}__per_device_batch_size", 3, "per_device_batch_size .3. times 1 processes", id="batch"),
+])  # fmt: skip
+def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, method, key, value, says):
+    Stages = importlib.import_module(f"moe_runtime.methods.{method}.study").Stages
+    path = {"xft": xft_study, "esft": esft_study}[method].write_study(tmp_path)
+    recipe = load_recipe(Stages.Recipe, path).change(**{key.format(*PLACES[method]): value})
+    with pytest.raises(ValueError, match=says):
+        stages = Stages(recipe, tmp_path / "out", say=lambda text: None)
+        stages.moe() if method == "xft" else stages.scores("sums")
+    left = [path.name for path in (tmp_path / "out").glob("*") if path.name != ".locks"]
+    assert all(name.startswith(("data-", "base-")) and ".tmp" not in name for name in left)

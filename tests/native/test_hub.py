@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -49,6 +50,7 @@ def test_metadata(repository):
     for name, metadata in found.items():
         keys = {"name", "id", "version", "license", "python-depends", "backend", "digest"}
         assert metadata.keys() == keys and metadata["name"] == "moe-runtime" and metadata["python-depends"] == []
+        assert re.fullmatch("[a-z][-a-z0-9]*[a-z0-9]", metadata["name"])
         assert metadata["id"].isidentifier() and isinstance(metadata["version"], int)
         assert metadata["backend"]["type"] == ("cpu" if name == "torch-cpu" else "cuda")
     cuda = found["torch-cuda"]["backend"]["archs"]
@@ -126,6 +128,45 @@ def test_two_variants_run_side_by_side_without_the_package(repository, tmp_path)
     command = [sys.executable, "-S", "-c", LOAD, repository / "build"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "True []", done.stderr
+
+
+# in a process of its own, as the pip package has the name of our folder
+CHECK = """
+import os, sys
+from pathlib import Path
+import kernels, torch
+from kernels import get_kernel, get_local_kernel
+from kernels._rust import Digest, Metadata
+from kernels.validate import AllValidator, ArchValidator, DependencyValidator, DirtyValidator, MinverValidator
+from kernels.variants import parse_variant
+repository = Path(sys.argv[1])
+for variant in sorted((repository / "build").iterdir()):
+    assert parse_variant(variant.name).variant_str == variant.name
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    metadata.digest.validate(Digest.hash_variant(metadata.digest.algorithm, variant))
+    validators = [DependencyValidator(), DirtyValidator(), MinverValidator()]
+    validators += [ArchValidator()] if torch.cuda.is_available() or variant.name == "torch-cpu" else []
+    AllValidator(validators).validate_metadata(metadata=metadata, variant=variant.name)
+os.environ["LOCAL_KERNELS"] = f"owner/moe-runtime={repository}"
+logits = torch.randn(5, 7)
+found = [moe.route(logits, 3) for moe in (get_local_kernel(repository), get_kernel("owner/moe-runtime", version=0))]
+assert all(torch.equal(a, b) for a, b in zip(*found)), found
+print([name for name in sys.modules if name.partition(".")[0] == "moe_runtime"])
+"""
+
+
+@pytest.mark.slow
+def test_the_pip_package_accepts_and_loads_it(repository, tmp_path):
+    """Its own checks of every variant: name, metadata, digest, dependencies; and both of its loaders."""
+    try:
+        found = Path(importlib.metadata.distribution("kernels").locate_file(""))
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the pip package kernels is not installed; the tests above check the same rules")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*SITE, str(found)]), "HF_HUB_OFFLINE": "1"}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-S", "-c", CHECK, repository]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_ids_follow_the_contents(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not there: what tests/kernels/test_aot.py and docs/kernels.md are made of.
+"""Kernels compiled for GPUs that are not present, for tests/kernels/test_aot.py and docs/kernels.md.
 
 As a program it compiles the [case, target] pairs that stand in its input, in a process that does not interpret.
 """
@@ -54,7 +54,7 @@ class Case(NamedTuple):
     capabilities: tuple[int, ...] = CAPABILITIES
     expect: tuple[str, ...] = ()  # of FEATURES
     max_registers: int = 255
-    note: str = ""  # what sets it apart from the kernel's other cases
+    note: str = ""  # what distinguishes it from the kernel's other cases
     listed: bool = False  # in docs/kernels.md
     shared_atomics: bool = False  # whether it may count in shared memory
     stack: dict[str, int] = {}  # Triton version, such as "3.6" -> bytes that are known to spill there
@@ -293,7 +293,7 @@ def missing_fences(ptx: str) -> list[str]:
     return found
 
 
-# wgmma's A is in registers: behind the accumulators are other registers, and not a descriptor
+# wgmma's A is in registers: after the accumulators come other registers, and not a descriptor
 REGISTER_A = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
 SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
 

@@ -1,6 +1,6 @@
-"""docs/kernels.md: what every kernel becomes on every GPU.
+"""docs/kernels.md: what every kernel compiles to on every GPU.
 
-python -m tests.support.aot_table                   # writes it anew
+python -m tests.support.aot_table                   # rewrites it
 python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel and note one of these patterns finds
 python -m tests.support.aot_table --loops           # prints the main loops of the grouped products on sm_90
 """
@@ -63,8 +63,8 @@ moe-runtime tune --shape olmoe
 
 Written by `python -m tests.support.aot_table` with Triton {version}; `tests/kernels/test_aot.py` fails if it is out of date.
 
-The kernels were compiled on a machine without a GPU: the tables show that nothing spills, that tensor cores, TMA and cp.async are
-in use, and how much of a processor one block occupies, **not speed**.
+The kernels were compiled on a machine without a GPU: the tables show that nothing spills, that tensor cores, TMA and cp.async
+are in use, and how much of a processor one block occupies, **not speed**.
 
 | kernel | purpose |
 |---|---|

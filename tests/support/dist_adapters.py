@@ -52,7 +52,7 @@ SCENARIOS = {
 
 
 def base(family: str, format: str):
-    """The stock model. With I = 64 an expert's down projection has 64 NF4 scales: blocks of 256 lie across ranks."""
+    """The stock model. With I = 64 an expert's down projection has 64 NF4 scales: blocks of 256 span ranks."""
     wide = 128 if format == "fp8_block" else 64
     sizes = {"hidden_size": 64, "intermediate_size": wide, "moe_intermediate_size": wide} if format else {}
     return stock(family, num_hidden_layers=2, **sizes).eval()

@@ -76,7 +76,7 @@ def case(name: str, rank: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
         idx = torch.full((T, K), E)
     x, dout = (torch.randn(2, T, H, generator=generator, dtype=torch.float64).to(dtype)).unbind()
     weight = torch.rand(T, K, generator=generator, dtype=torch.float64)
-    weight[(idx < 0) | (idx >= E)] = torch.nan  # nobody may look at it
+    weight[(idx < 0) | (idx >= E)] = torch.nan  # must not be read
     return {"x": x, "idx": idx, "weight": weight if dtype == torch.float64 else weight.float(), "dout": dout}
 
 

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 
 def spread_over():
-    """A model of which the experts of a layer lie on both ranks."""
+    """A model whose experts are distributed over both ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from moe_runtime.hf.dropin.parallel import shard_experts
@@ -51,7 +51,7 @@ def save_spread(out: str) -> None:
     """Expert parallelism, saved by what cannot and by what can."""
     model, errors = spread_over(), []
     guard = model.save_pretrained
-    esft.train_only(model, SELECTION, shared_experts=True)  # DDP wants something of its own
+    esft.train_only(model, SELECTION, shared_experts=True)  # DDP needs a parameter that it reduces itself
     try:
         model.save_pretrained(f"{out}/none")
     except ValueError as error:

@@ -219,7 +219,7 @@ def run_trainer(folder: str) -> dict:
 
 
 def run_resumed(folder: str) -> dict:
-    """MoETrainer that stops behind a checkpoint, and one that resumes in a model of zeros."""
+    """MoETrainer that stops after a checkpoint, and one that resumes in a model of zeros."""
     from transformers import TrainerCallback
 
     from moe_runtime.hf import MoETrainer

@@ -79,7 +79,7 @@ def main(out: str) -> None:
             how, weights = ended(folder, signals[rank], steps)
             saved = sorted(path.name for path in folder.glob("checkpoint-*"))
             dist.barrier()  # before the next training removes what it goes on from
-            # what was asked behind the last step is raised here
+            # a signal after the last step is raised here
             next_how, next_weights = ended(folder, {}, again)
         found[name] = {
             "how": how, "steps": steps, "saved": saved, "next": next_how, "again": again,

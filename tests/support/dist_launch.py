@@ -142,7 +142,7 @@ class Launches:
         self.script, self.folder_of, self.done = script, tmp_path_factory.mktemp, {}
 
     def __call__(self, ranks: int, *args: str, seconds: float = 400) -> Path:
-        """Return the folder, which is the script's first argument behind the rendezvous."""
+        """Return the folder, which is the script's first argument after the rendezvous."""
         if ranks not in self.done:
             self.done[ranks] = folder = self.folder_of(f"ranks{ranks}")
             try:

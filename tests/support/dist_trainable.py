@@ -70,7 +70,7 @@ def gradients_of(model) -> dict[str, torch.Tensor]:
         for name in split.requires_grad if split else ():
             padded = gradients[f"{path}.trained_{name}"]
             rows = gradients[f"{path}.trained_{name}"] = padded[list(split.places)]
-            assert padded.count_nonzero() == rows.count_nonzero()  # rows that are nobody's get nothing
+            assert padded.count_nonzero() == rows.count_nonzero()  # rows that belong to no expert get nothing
     return gradients
 
 
@@ -131,7 +131,7 @@ def held_by(engine: str, model, mesh, scenario: Scenario):
     for layer in model.model.layers:
         if scenario.spread:
             fully_shard(layer.mlp.experts, mesh=mesh["dp"])
-        elif scenario.groups:  # or rows and what else trains would want one dtype
+        elif scenario.groups:  # otherwise rows and other trained parameters would need one dtype
             fully_shard(layer.mlp.experts, mesh=everyone)
         fully_shard(layer, mesh=everyone)
     called = fully_shard(model, mesh=everyone)

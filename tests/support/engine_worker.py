@@ -20,15 +20,25 @@ FIELDS = {
 }  # fmt: skip
 
 
-def make(lora: bool = False):
-    """The model; equal in every process. With `lora`, PEFT's adapters of the experts and the attention are what trains."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def make(kind: str):
+    """The model; equal in every process. Of "lora", PEFT's adapters of the experts and the attention are what trains."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     import moe_runtime
+    from moe_runtime.methods import xft
 
     torch.manual_seed(0)
+    if kind == "upcycled":
+        of_dense = {name: value for name, value in FIELDS.items() if "experts" not in name and "moe" not in name}
+        model = LlamaForCausalLM(LlamaConfig(**of_dense, intermediate_size=24))
+        xft.upcycle(model, num_experts=8, top_k=2)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".experts." in name:  # equal ones would leave the router without a gradient
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        return model
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**FIELDS))
-    if lora:
+    if kind == "lora":
         from peft import LoraConfig, get_peft_model
 
         targets = ["experts.gate_up_proj", "experts.down_proj"]
@@ -44,9 +54,9 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randint(0, 96, size, generator=torch.Generator().manual_seed(rank))
 
 
-def steps_alone(lora: bool = False) -> dict:
+def steps_alone(kind: str) -> dict:
     """What the engines must come to: the mean of the ranks' losses in one process."""
-    model = make(lora)
+    model = make(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses = []
     for _ in range(STEPS):
@@ -80,7 +90,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def steps_with_accelerate(engine: str) -> dict:
-    accelerator, model = accelerator_of(engine), make()
+    accelerator, model = accelerator_of(engine), make("stock")
     counts = counted(model)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
     ids, losses = batch(accelerator.process_index), []
@@ -100,13 +110,13 @@ def steps_with_accelerate(engine: str) -> dict:
     }  # fmt: skip
 
 
-def steps_with_deepspeed(lora: bool = False) -> dict:
+def steps_with_deepspeed(kind: str) -> dict:
     import deepspeed
 
     # minutes of g++ for collectives through shared memory, in each process; gloo's do
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    rank, model = int(os.environ["RANK"]), make(lora)
+    rank, model = int(os.environ["RANK"]), make(kind)
     counts = counted(model)
     config = {
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -133,8 +143,8 @@ def steps_with_deepspeed(lora: bool = False) -> dict:
     }  # fmt: skip
 
 
-def main(engine: str, out: str) -> None:
-    result = steps_with_deepspeed(engine.endswith("-lora")) if engine.startswith("deepspeed") else steps_with_accelerate(engine)
+def main(engine: str, kind: str, out: str) -> None:
+    result = steps_with_deepspeed(kind) if engine == "deepspeed" else steps_with_accelerate(engine)
     path = Path(out) / f"rank{os.environ['RANK']}.pt"
     torch.save(result, path)
     leave()

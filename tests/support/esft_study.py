@@ -1,4 +1,4 @@
-"""A study of seconds: a random DeepSeek-V2 of three layers, two tasks of sums and words, and text of both."""
+"""A study that runs in seconds: a random DeepSeek-V2 of three layers, two tasks of sums and words, and text of both."""
 
 import json
 from pathlib import Path

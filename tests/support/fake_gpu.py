@@ -36,7 +36,7 @@ def now() -> int:
 
 
 def spend(ms: int) -> None:
-    """Let time pass; a deadline of bench/gpu.sh that lies in between comes first, and this waits for its signal."""
+    """Let time pass; a deadline of bench/gpu.sh in between comes first, and this waits for its signal."""
     clock = os.environ["CLOCK"]
     with open(clock, "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -139,7 +139,7 @@ def _fake_cuda(torch) -> None:
 
 
 def _fake_backends(backends) -> None:
-    """As on a GPU, though the tensors say that they lie on the CPU."""
+    """As on a GPU, although the tensors report the CPU as their device."""
     import torch
 
     if _state.tests:
@@ -209,7 +209,7 @@ AFTER = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls a function behind the import of a module; finds none of the packages that MISSING names."""
+    """Calls a function after the import of a module; finds none of the packages that MISSING names."""
 
     find_distributions = staticmethod(importlib.machinery.PathFinder.find_distributions)
 
@@ -237,7 +237,7 @@ def install() -> None:
 
 
 def pytest_collection_modifyitems(items):
-    for node in {node for item in items for node in item.listchain()}:  # conftest.py would skip what wants a GPU
+    for node in {node for item in items for node in item.listchain()}:  # conftest.py would skip what needs a GPU
         node.own_markers = [mark for mark in node.own_markers if mark.name != "gpu"]
     for item in items if _state.tests else ():
         item.fixturenames.clear()  # what is not run needs none

@@ -1,6 +1,6 @@
-"""The bash blocks of the README and docs/, run page by page: in order, in one folder, on models and texts of seconds.
+"""The bash blocks of the README and docs/, run page by page: in order, in one folder, on models and texts that take seconds.
 
-FLOWS says for each page what lies in its folder beforehand, what is made smaller; NOT_RUN lists what cannot run here.
+FLOWS says for each page what its folder contains beforehand and what is made smaller; NOT_RUN lists what cannot run here.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def benchmarks(folder: Path) -> None:
 
 
 def real(folder: Path) -> None:
-    """A tiny model in the place of SmolLM2, what `demo-real` makes of it, and the page's recipes at a size of seconds."""
+    """A tiny model in place of SmolLM2, what `demo-real` makes of it, and the page's recipes at a size that takes seconds."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -124,7 +124,7 @@ def real(folder: Path) -> None:
 
 
 def law(folder: Path) -> None:
-    """A stock mixture and a task's texts."""
+    """A stock MoE model and a task's texts."""
     from tests.hf.dropin.test_layers import TOKENIZER, stock
 
     stock().save_pretrained(folder / "olmoe")
@@ -206,7 +206,7 @@ def evaluated(folder: Path) -> None:
 
 
 def study(method: str, **changes) -> Callable[[Path], None]:
-    """Return what writes a method's study of seconds: METHOD/study.yaml."""
+    """Return a function that writes a method's small study: METHOD/study.yaml."""
 
     def write(folder: Path) -> None:
         (folder / method).mkdir()

@@ -1,4 +1,4 @@
-"""Imported last by what forks: takes what was imported out of the garbage collector's sight, which every training searches."""
+"""Imported last by what forks: excludes what was imported from garbage collection, which every training runs."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""A fuser study of seconds: a random Llama of one layer, sums and words in files, a template for each."""
+"""A fuser study that runs in seconds: a random Llama of one layer, sums and words in files, a template for each."""
 
 import functools
 import json

@@ -106,7 +106,7 @@ def start() -> ThreadingHTTPServer:
 
 
 def environment(server: ThreadingHTTPServer, home) -> dict[str, str]:
-    """Return the variables by which a new process takes `server` for the Hub."""
+    """Return the variables that make a new process use `server` as the Hub."""
     return {
         "HF_ENDPOINT": server.url, "HF_TOKEN": "hf_stand_in", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def _patch_languages_once() -> None:
-    """Nested @triton.jit calls patch triton.language anew on every call; patch it once per launch and module."""
+    """Nested @triton.jit calls patch triton.language again on every call; patch it once per launch and module."""
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
     seen = None  # modules patched in the launch that runs; None between launches
 
@@ -75,7 +75,7 @@ def _know_the_builtins() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """A launch wraps every builtin anew, around a wrapper that only looks whether it was given `_semantic`."""
+    """A launch wraps every builtin again, around a wrapper that only looks whether it was given `_semantic`."""
     semantic, wrapper = interpreter.interpreter_semantic, tl.core.builtin(lambda: None).__code__
     patch, made = interpreter._patch_attr, {}
 

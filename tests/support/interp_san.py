@@ -26,7 +26,7 @@ class _Launch:
         self.reads, self.writes = [], []
 
     def check(self, kind: str, ptr, mask, size: int) -> None:
-        """Raise unless all active lanes of `ptr`, `size` bytes each, lie inside the tensors."""
+        """Raise unless all active lanes of `ptr`, `size` bytes each, are inside the tensors."""
         data, active = ptr.data, np.asarray(mask.data).astype(bool, copy=False)
         if data.shape != active.shape:
             data, active = np.broadcast_arrays(data, active)

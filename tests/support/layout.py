@@ -69,7 +69,7 @@ def arrows(root: Path) -> list[Arrow]:
         for found_import in imports(ast.parse(path.read_text())):
             name = found_import.name
             target = name if name in known else name.rpartition(".")[0]
-            # the version, which the package itself holds, is nobody's dependency
+            # the version, which the package itself holds, is not a dependency
             if target in known and target != source and name != f"{PACKAGE}.__version__":
                 found.append(Arrow(source, target, found_import.line, found_import.lazy))
     return found

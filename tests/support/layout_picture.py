@@ -42,7 +42,7 @@ def folder_of_init(folder: str) -> str:
 
 
 def reduced(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Leave out each arrow beside which a longer way leads to the same folder."""
+    """Leave out each arrow that follows from a longer path to the same folder."""
     targets: dict[str, set[str]] = {}
     for a, b in pairs:
         targets.setdefault(a, set()).add(b)
@@ -70,7 +70,7 @@ def places() -> dict[str, tuple[float, float, float]]:
 
 
 def path(a: tuple[float, float, float], b: tuple[float, float, float]) -> str:
-    """Return the way of an arrow between two boxes: down, or sideways in a row; around, where another box is between."""
+    """Return the path of an arrow between two boxes: down, or sideways in a row; around, where another box is between."""
     (xa, ya, wa), (xb, yb, wb) = a, b
     if ya != yb:
         start, end = _toward(xa, wa, xb), _toward(xb, wb, xa)

@@ -55,7 +55,7 @@ def merged_base(experts, expert: int) -> torch.nn.Module:
 
 
 def arguments(case: Case, leaves: dict, dtype: torch.dtype | None, device: str) -> tuple[tuple, dict]:
-    """What `lora_mlp` takes: by position, and by name."""
+    """The arguments of `lora_mlp`: by position, and by name."""
     base = {name: weight.to(device, dtype or weight.dtype) for name, weight in case.base.items()}
     pairs = {name: LoRA(leaves[f"{name}_a"], leaves[f"{name}_b"]) for name in NAMES if f"{name}_a" in leaves}
     weights = [base.pop(f"{name}_proj") for name in NAMES]

@@ -127,7 +127,7 @@ def build(cell: Cell, place: Path) -> str | None:
     given = ROOT / "constraints.txt" if cell.versions == "pinned" else constraints
     wanted = [f"{r.name}{r.specifier}" for r in requirements(cell.python, "train", "dev")]
     pip = [place / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "-c", given]
-    # torch alone and first: what follows then takes the build that is there; an old pip takes minutes to choose the rest
+    # torch alone and first: what follows then keeps the build that is installed; an old pip needs minutes to choose the rest
     for names in (["--upgrade", "pip>=23"], ["torch"], wanted):
         done = subprocess.run([*map(str, pip), *names], capture_output=True, text=True)
         if done.returncode:
@@ -158,7 +158,7 @@ def run_tests(place: Path, report: Path, selection: list[str]) -> dict:
 
 
 def run_cell(cell: Cell, *, again: bool, keep: bool, selection: list[str]) -> dict:
-    """Build the cell's environment, anew if `again`, run the tests in it and keep the result."""
+    """Build the cell's environment, from scratch if `again`, run the tests in it and keep the result."""
     place, start = FOLDER / cell.name, time.monotonic()
     result = {"python": cell.python, "date": datetime.date.today().isoformat()}
     ready = place / "ready"

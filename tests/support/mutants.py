@@ -1,4 +1,4 @@
-"""Mistakes planted in the source of the kernels: one line is changed, and the modules that build on it are loaded anew."""
+"""Mistakes planted in the source of the kernels: one line is changed, and the modules that depend on it are reloaded."""
 
 import contextlib
 import importlib.util

@@ -93,7 +93,7 @@ class Case:
 
 
 def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
-    """Ids [T, K]: random distinct | skip (nobody picks the last expert) | all (everybody picks expert E // 2) | twice |
+    """Ids [T, K]: random distinct | skip (no token picks the last expert) | all (every token picks expert E // 2) | twice |
     halves (token t picks expert t % 2 in all slots: T rows each at K = 2, and yet not every token) | dropped."""
     pool = E - 1 if routing == "skip" else E
     idx = torch.stack([torch.randperm(pool)[:K] for _ in range(T)]) if T else torch.zeros(0, K, dtype=torch.int64)
@@ -103,7 +103,7 @@ def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
         idx = (torch.arange(T) % min(2, E))[:, None].repeat(1, K)
     if routing == "twice" and K > 1:  # one token, two slots, one expert
         idx[:, 1] = idx[:, 0]
-    if routing == "dropped":  # by -1 and by ids behind the last expert
+    if routing == "dropped":  # by -1 and by ids beyond the last expert
         idx[::3, 0] = -1
         idx[1::4, -1] = E
         idx[2::5, 0] = E + 7
@@ -160,7 +160,7 @@ def cut(v: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 
 def gated_product(z: torch.Tensor, act, limit=None, up_offset=0.0, interleaved=False) -> torch.Tensor:
-    """act(min(gate, limit)) * (clamp(up) + up_offset), as autograd takes it apart."""
+    """act(min(gate, limit)) * (clamp(up) + up_offset), as autograd differentiates it."""
     gate, up = gate_and_up(z, interleaved)
     if limit is not None:
         gate, up = cut(gate, -math.inf, limit), cut(up, -limit, limit)

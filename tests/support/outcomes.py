@@ -30,7 +30,7 @@ class Outcomes:
     """Writes in the process that the user started; workers of pytest-xdist only learn from it what is done."""
 
     def __init__(self, config):
-        from moe_runtime.bench.machine import commit  # behind tests/conftest.py: it imports the package
+        from moe_runtime.bench.machine import commit  # after tests/conftest.py, since it imports the package
         from moe_runtime.bench.records import Written
 
         self.worker = getattr(config, "workerinput", None)

@@ -39,7 +39,7 @@ def tokenizer_file(folder: Path, tokenizer: Tokenizer, values: dict) -> int:
 
 
 def byte_level(special: list[str], first: bool = True, digits: bool = True) -> Tokenizer:
-    """Return a byte-level BPE with special tokens at its beginning, or behind its vocabulary."""
+    """Return a byte-level BPE with special tokens at its beginning, or after its vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     parts = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -84,7 +84,7 @@ DEEPSEEK_TEMPLATE = (
 
 
 def deepseek_tokenizer(folder: Path, more: tuple[str, ...] = (), **values) -> int:
-    """Write a tokenizer of DeepSeek's form: a byte-level BPE under Llama's class, special tokens behind the vocabulary."""
+    """Write a tokenizer of DeepSeek's form: a byte-level BPE under Llama's class, special tokens after the vocabulary."""
     tokenizer = byte_level([*more, DEEPSEEK_BOS, DEEPSEEK_EOS], first=False)
     bos = (DEEPSEEK_BOS, tokenizer.token_to_id(DEEPSEEK_BOS))
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
 
 def make_rows(counts: list[int], dropped: int, slots: int, device: str = "cpu") -> Rows:
-    """counts[e] rows of expert e and some that are dropped; the slots lie in any order."""
+    """counts[e] rows of expert e and some that are dropped; the slots are in any order."""
     R = sum(counts) + dropped
     assert R % slots == 0
     offsets = torch.tensor([sum(counts[:e]) for e in range(len(counts) + 1)], dtype=torch.int32, device=device)
@@ -115,6 +115,6 @@ def bias_rows(dy, topk_weight, rows: Rows, gather: bool, E: int):
 
 
 def assert_rounded_once(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Every element is `want`, from sums in float32, rounded once; where `want` is NaN nobody wrote."""
+    """Every element is `want`, from sums in float32, rounded once; where `want` is NaN, nothing was written."""
     eps = torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.cpu().double(), want, rtol=0.51 * eps + 1e-6, atol=5e-6, equal_nan=True)

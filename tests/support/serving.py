@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from moe_runtime.hf.models.stock import STOCK, exact_settings, export_stock
 from moe_runtime.methods import xft
-from moe_runtime.methods.upit.folders import export_mixtral
 from moe_runtime.methods.xft import folders
 from tests.hf import tiny
 from tests.support.upit import make_tokenizer
@@ -41,10 +41,11 @@ if __name__ == "__main__":
 """  # fmt: skip
 
 
-def upcycled(gate: str):
-    """Make a model with the least head that vLLM's CPU attention takes, whose experts differ."""
-    model = tiny.dense("llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, mlp_bias=False)
-    xft.upcycle(model, gate=gate, num_experts=8, top_k=4)
+def upcycled(gate: str, base: str = "llama", top_k: int = 4):
+    """Make a model with the smallest head that vLLM's CPU attention supports, whose experts differ."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    model = tiny.dense(base, mlp_bias=None, **sizes)
+    xft.upcycle(model, gate=gate, num_experts=8, top_k=top_k)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".mlp." in name:
@@ -58,8 +59,12 @@ def models(folder: Path) -> dict[str, dict]:
         upcycled(gate).save_pretrained(folder / gate)
         make_tokenizer().save_pretrained(folder / gate)
     folders.merge_folder(folder / "xft", folder / "merged", shared_rate=0.5)
-    export_mixtral(folder / "topk_softmax", folder / "mixtral")
-    return {"xft": OURS, "topk_softmax": OURS, "merged": {}, "mixtral": {}}
+    for to, stock in STOCK.items():
+        gate, top_k = exact_settings(to)
+        upcycled(gate, stock.bases[-1 if to != "mixtral" else 0], top_k or 4).save_pretrained(folder / "exported" / to)
+        make_tokenizer().save_pretrained(folder / "exported" / to)
+        export_stock(folder / "exported" / to, folder / to, to)
+    return {"xft": OURS, "topk_softmax": OURS, "merged": {}, **{to: {} for to in STOCK}}
 
 
 def expected(folder: Path) -> tuple[list[int], list[float]]:

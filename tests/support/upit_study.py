@@ -1,4 +1,4 @@
-"""A study of seconds: a random Llama of two layers, rows of sums and of words, experts of both kinds."""
+"""A study that runs in seconds: a random Llama of two layers, rows of sums and of words, experts of both kinds."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An XFT study of seconds: a random Llama of two layers, sums to learn, a few steps of everything."""
+"""An XFT study that runs in seconds: a random Llama of two layers, sums to learn, a few steps of everything."""
 
 import json
 from pathlib import Path

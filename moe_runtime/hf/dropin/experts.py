@@ -96,6 +96,9 @@ def patch(model: nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
             module.set_experts_implementation(NAME)
+    for name, module in layers.items():
+        if ".modules_to_save." in name:  # PEFT's copy of a module has a copy of its config
+            module.config._experts_implementation = NAME
     missed = [name for name, module in layers.items() if module.config._experts_implementation != NAME]
     if missed:
         still = layers[missed[0]].config._experts_implementation

@@ -249,7 +249,7 @@ class RouterCounter:
         layers = [layers[i] for i in called]
         shared, sizes = tuple(layer.num_shared for layer in layers), tuple(layer.num_experts for layer in layers)
         return RouterStats(
-            counts[called, : max(sizes)], _layer_names([plain_name(layer.name) for layer in layers]),
+            counts[called, : max(sizes)], layer_names([plain_name(layer.name) for layer in layers]),
             shared if len(set(shared)) > 1 else shared[0], sizes if len(set(sizes)) > 1 else None,
         )  # fmt: skip
 
@@ -277,7 +277,7 @@ def _counts_itself(layer: RoutedLayer) -> bool:
     return is_home and not hasattr(layer.module, "moe_runtime_counts")
 
 
-def _layer_names(names: list[str]) -> tuple[str, ...]:
+def layer_names(names: list[str]) -> tuple[str, ...]:
     """Return the first number in each path if that tells them apart, else the paths without the router's own name."""
     numbers = [match[0] if (match := re.search(r"\d+", name)) else name for name in names]
     return tuple(numbers if len(set(numbers)) == len(names) else (name.rpartition(".")[0] or name for name in names))

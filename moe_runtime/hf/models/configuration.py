@@ -189,4 +189,4 @@ class ConfigMixin:
     def shim(cls) -> str:
         """Return the source of the module that auto_map names."""
         stem = cls.__name__.removesuffix("Config")
-        return f"# pip install moe-runtime\nfrom {cls.__module__} import {stem}Config, {stem}ForCausalLM, {stem}Model\n"
+        return f"# needs moe_runtime\nfrom {cls.__module__} import {stem}Config, {stem}ForCausalLM, {stem}Model\n"

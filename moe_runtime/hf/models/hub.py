@@ -2,15 +2,18 @@
 
 local_folder       the folder of a source: itself, or the downloaded files of an id
 check_repository   raise before any work if nothing could be pushed
-push               write the card and upload a folder
+push               write the card and upload a folder; `moe_runtime.push_to_hub`
+PushesCard         the same card in transformers' `model.push_to_hub`
 """
 
 import contextlib
 import re
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from moe_runtime import __version__
 from moe_runtime.config import one_line, shown
+from moe_runtime.io.console import jsonable
 from moe_runtime.io.files import atomic_file, read_json
 
 # no pickles and no code: what nothing here would load
@@ -34,13 +37,13 @@ model = AutoModelForCausalLM.from_pretrained("{base}")
 """
 _LOAD = {
     "model": _STOCK,
-    "upcycled": "import moe_runtime  # pip install moe-runtime\n" + _STOCK,
-    "peft": _ADAPTED.replace("{imports}", "from peft import PeftModel\n\nimport moe_runtime  # pip install moe-runtime")
+    "upcycled": "import moe_runtime\n" + _STOCK,
+    "peft": _ADAPTED.replace("{imports}", "from peft import PeftModel\n\nimport moe_runtime")
     + 'model = PeftModel.from_pretrained(model, "{repo}")\nmoe_runtime.patch(model)\n',
     "esft": _ADAPTED.replace("{imports}", "from huggingface_hub import snapshot_download\n\nfrom moe_runtime import esft")
     + 'esft.apply(model, snapshot_download("{repo}"))\n',
     "fused": "from huggingface_hub import snapshot_download\n\n"
-    "from moe_runtime import ultrafuser  # pip install moe-runtime\n\n"
+    "from moe_runtime import ultrafuser\n\n"
     'model = ultrafuser.UltraFuser.from_pretrained(snapshot_download("{repo}"))\n',
 }
 _CARD = """---
@@ -53,10 +56,11 @@ _CARD = """---
 
 ## How to use
 
-```python
+{needs}```python
 {load}```
 
 {made}{paper}"""
+_NEEDS = f"This needs the Python package moe_runtime, version {__version__} or newer, installed from its own repository.\n\n"
 _MADE = """## How it was made
 
 ```bash
@@ -112,10 +116,7 @@ def push(folder: str | Path, repo: str, **facts) -> str:
     """
     from huggingface_hub import HfApi
 
-    card = Path(folder, "README.md")
-    if not card.exists() or _TEMPLATE in card.read_text(encoding="utf-8"):
-        with atomic_file(card) as beside:
-            beside.write_text(model_card(folder, repo, **facts), encoding="utf-8")
+    _write_card(folder, repo, **facts)
     api = HfApi()
     try:
         url = api.create_repo(repo, exist_ok=True)
@@ -127,14 +128,30 @@ def push(folder: str | Path, repo: str, **facts) -> str:
     return str(url)
 
 
+def _write_card(folder: str | Path, repo: str, **facts) -> None:
+    card = Path(folder, "README.md")
+    if not card.exists() or _TEMPLATE in card.read_text(encoding="utf-8"):
+        with atomic_file(card) as beside:
+            beside.write_text(model_card(folder, repo, **facts), encoding="utf-8")
+
+
+class PushesCard:
+    """Mixin of our model classes: `push_to_hub` writes `model_card` in place of transformers' empty form."""
+
+    def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs):
+        config = self.config.moe_runtime
+        _write_card(working_dir, repo_id, base=self.name_or_path or None, facts=config["config"] | {"stage": config["stage"]})
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
+
 def model_card(
     folder: str | Path, repo: str, *, command: str = "", base: str | Path | None = None, dataset: str | None = None,
-    method: str | None = None, facts: Mapping | None = None,
+    method: str | None = None, facts: Any = None,
 ) -> str:  # fmt: skip
     """Return the text of a model card, with the metadata that the Hub checks.
 
     `base` is the model that this one was made of, a Hub id or a folder, whose own card then names the base and its license;
-    `facts` are numbers and words of the conversion's receipt.
+    `facts` is the conversion's receipt, of which the card lists numbers and words.
     """
     from huggingface_hub import ModelCardData
 
@@ -148,14 +165,15 @@ def model_card(
         base_model_relation="adapter" if kind in ("peft", "esft") else None,
         tags=["moe-runtime", *([method] if method else []), *([f"arxiv:{PAPERS[method][1]}"] if method in PAPERS else [])],
     )  # fmt: skip
-    rows = [(key, value) for key, value in (facts or {}).items() if isinstance(value, int | float | str) and key != "path"]
-    lines = [f"| {key} | {value} |" for key, value in rows if not isinstance(value, bool) and "/" not in str(value)]
+    rows = [(key, value) for key, value in jsonable(facts or {}).items() if isinstance(value, int | float | str)]
+    lines = [f"| {key} | {value} |" for key, value in rows if key != "path" and "/" not in str(value)]
     table = ["| | |", "|---|---|", *lines, ""] if lines else []
     tokenizer = repo if any(Path(folder).glob("tokenizer*")) else base_id or "BASE"
     title, number = PAPERS.get(method, ("", ""))
     return _CARD.format(
         data=data.to_yaml(), name=repo.partition("/")[2], what=_what(kind, method, base_id),
-        load=_LOAD[kind].format(repo=repo, base=base_id or "BASE", tokenizer=tokenizer), command=command,
+        load=_LOAD[kind].format(repo=repo, base=base_id or "BASE", tokenizer=tokenizer),
+        command=command, needs="" if kind == "model" else _NEEDS,
         made=(_MADE.format(command=command) if command else "") + "".join(line + "\n" for line in table),
         paper=f"Method: {title} ([arXiv:{number}](https://arxiv.org/abs/{number})).\n" if title else "",
     )  # fmt: skip

@@ -32,6 +32,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 from moe_runtime.hf.dropin.experts import make_exports_portable
 from moe_runtime.hf.models.configuration import ConfigMixin, moe_config
 from moe_runtime.hf.models.families import FAMILIES, PREFIX
+from moe_runtime.hf.models.hub import PushesCard
 from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.lora import DrawnHalves, LoRAMoE, ZeroHalves
 from moe_runtime.modules.lora_linear import LoRALinear, add_experts
@@ -116,7 +117,7 @@ def is_routed(module: nn.Module) -> bool:
     return isinstance(module, MoE | LoRALinear) and getattr(module, "forced", None) is None
 
 
-class _Model:
+class _Model(PushesCard):
     """Mixin of both model classes: initialization, and collection of the routers' outputs."""
 
     @torch.no_grad()

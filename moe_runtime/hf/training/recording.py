@@ -16,9 +16,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from moe_runtime.config import check_number, check_numbers, one_line, shown
-from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter
-from moe_runtime.hf.training.ranks import state
+from moe_runtime.hf.dropin.layers import plain_name
+from moe_runtime.hf.dropin.stats import FIELDS, LOW_ENTROPY, RouterCounter, layer_names
+from moe_runtime.hf.training.ranks import state, whole
 from moe_runtime.io.files import atomic_file, atomic_write_text, read_json
+from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.ops.merging import mixing
 
 logger = logging.get_logger(__name__)
 
@@ -249,3 +252,40 @@ class RouterStatsCallback(TrainerCallback):
     def _write(rows: list, path: Path, mode: str) -> None:
         with open(path, mode, newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
+
+
+class MixingCallback(TrainerCallback):
+    """Adds the mixing coefficients of a mergeable model to the training logs; MoETrainer and MoESFTTrainer put it first.
+
+    `mixing/alpha/E` is the coefficient of expert E, averaged over the layers, `mixing/max_change` the largest change of a
+    coefficient since the training began; `per_layer` adds each layer's, as `mixing/LAYER/alpha/E`.
+    """
+
+    def __init__(self, per_layer: bool = False):
+        self.per_layer = per_layer
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Find the layers and keep the coefficients that they begin with."""
+        layers = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, MergedMLP)}
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no mergeable layers. Call xft.to_mergeable first")
+        self._layers = dict(zip(layer_names(list(layers)), layers.values(), strict=True))
+        self._first = self._alphas()
+
+    def _alphas(self) -> torch.Tensor | None:
+        """Return the coefficients [L, E]; None while ZeRO-3 has partitioned the logits."""
+        layers = [(whole(one.mixing_logits), None if one.soup else one.shared_rate) for one in self._layers.values()]
+        return torch.stack([mixing(*layer) for layer in layers]) if all(len(logits) for logits, _ in layers) else None
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Add the coefficients to a training log."""
+        if logs is None or "loss" not in logs or (alphas := self._alphas()) is None:
+            return
+        self._first = alphas if self._first is None else self._first
+        values = {f"mixing/alpha/{e}": alpha for e, alpha in enumerate(alphas.mean(0).tolist())}
+        values["mixing/max_change"] = (alphas - self._first).abs().max().item()
+        if self.per_layer:
+            for layer, row in zip(self._layers, alphas.tolist(), strict=True):
+                values |= {f"mixing/{layer}/alpha/{e}": alpha for e, alpha in enumerate(row)}
+        logs.update(values)
+        state.log_history[-1].update(values)

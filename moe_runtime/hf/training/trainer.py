@@ -27,9 +27,10 @@ from moe_runtime.hf.dropin.balance import BalanceLoss, use_balance_loss
 from moe_runtime.hf.dropin.experts import is_experts
 from moe_runtime.hf.models import modeling
 from moe_runtime.hf.training import trainable, trained_files
-from moe_runtime.hf.training.recording import RouterStatsCallback
+from moe_runtime.hf.training.recording import MixingCallback, RouterStatsCallback
 from moe_runtime.hf.training.saving import WholeSaves, hold_workers, last_whole_checkpoint
 from moe_runtime.io.files import read_json
+from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Router
 from moe_runtime.ops.all_to_all import is_distributed
 
@@ -39,9 +40,9 @@ ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is 
 class _MoETrainer(WholeSaves):
     """Mixin of both trainers, placed before transformers' class.
 
-    `router_stats` adds a RouterStatsCallback before the reporting callbacks; `stop_on_nan` stops at a loss that is NaN or
-    infinite, before the optimizer step. For a stock MoE model, `balance_loss` ("per_layer" or "pooled") and `balance_loss_coef`
-    are those of use_balance_loss, which stays active after the training.
+    `router_stats` adds a RouterStatsCallback before the reporting callbacks, and a mergeable model gets a MixingCallback there.
+    `stop_on_nan` stops at a loss that is NaN or infinite, before the optimizer step. For a stock MoE model, `balance_loss`
+    ("per_layer" or "pooled") and `balance_loss_coef` are those of use_balance_loss, which stays active after the training.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class _MoETrainer(WholeSaves):
         self._sums: dict[str, list] = {}  # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
         self._row_ids: torch.Tensor | None = None
         callbacks = self.callback_handler.callbacks
-        mine = [callback for callback in callbacks if isinstance(callback, RouterStatsCallback)]
-        if router_stats and routers and not mine:
-            mine = [RouterStatsCallback()]
+        mine = [callback for callback in callbacks if isinstance(callback, RouterStatsCallback | MixingCallback)]
+        mergeable = any(isinstance(module, MergedMLP) for module in self.model.modules())
+        for kind, there in ((RouterStatsCallback, router_stats and routers), (MixingCallback, mergeable)):
+            if there and not any(isinstance(callback, kind) for callback in mine):
+                mine.append(kind())
         callbacks[:] = mine + [callback for callback in callbacks if callback not in mine]
 
     def _check(self, routers: list[torch.nn.Module]) -> None:

@@ -40,7 +40,7 @@ from moe_runtime.methods.esft.adapters import (
 )
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
-from moe_runtime.methods.esft.lora import apply, save_lora, train_lora
+from moe_runtime.methods.esft.lora import apply, save_lora, save_peft, train_lora
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection, random_experts, select_experts
@@ -48,7 +48,7 @@ from moe_runtime.methods.esft.selection import ExpertSelection, check_selection,
 __all__ = [
     "Adapter", "ExpertScores", "ExpertSelection", "GateSums", "MergeReceipt", "TrainableReceipt", "adapter_of", "apply",
     "drop", "fold", "load_adapter", "load_trained", "merge", "random_experts", "remove", "save_adapter", "save_lora",
-    "score_experts", "select_experts", "train_lora", "train_only",
+    "save_peft", "score_experts", "select_experts", "train_lora", "train_only",
 ]  # fmt: skip
 
 

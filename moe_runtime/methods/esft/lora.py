@@ -2,6 +2,7 @@
 
     train_lora   LoRA on the stacks of the selection's layers; only the selected experts' matrices train
     save_lora    PEFT's adapter_model.safetensors and adapter_config.json, and expert_cfg.json: the selection and the base
+    save_peft    ESFT's own adapter, whole experts, as PEFT's
     read_lora    that selection and base; `apply` puts such an adapter, or ESFT's own, into a model
 
 PEFT's files have A [r, in] and B [out, r] for every expert of a stack, and so do ours, with zeros for the other experts. What
@@ -28,8 +29,8 @@ from moe_runtime.methods.esft import adapters
 from moe_runtime.methods.esft.adapters import Adapter, base_of, check_is_base, from_config, to_config
 from moe_runtime.methods.esft.selection import FLAGS, ExpertSelection, check_selection
 from moe_runtime.methods.lora.adapters import read_tensors
-from moe_runtime.methods.lora.baseline import add_parameter_lora
-from moe_runtime.methods.lora.baseline import save_lora as save_peft
+from moe_runtime.methods.lora.baseline import add_parameter_lora, quiet_peft
+from moe_runtime.methods.lora.baseline import save_lora as save_peft_files
 from moe_runtime.methods.lora.stacks import PeftAdapter, is_peft, read_peft
 from moe_runtime.ops.all_to_all import is_distributed
 
@@ -139,8 +140,36 @@ def save_lora(model: nn.Module, folder: str | Path, *, state_dict: dict | None =
         if isinstance(half, SelectedHalf) and f"{name}.selected" in state_dict:  # FSDP2's
             state_dict[f"{name}.weight"] = half.whole(state_dict.pop(f"{name}.selected"))
     with atomic_folder(folder, overwrite) as tmp:
-        save_peft(model, tmp, state_dict)
+        save_peft_files(model, tmp, state_dict)
         atomic_write_json(tmp / trained_files.CONFIG, to_config(selection, base))
+    return Path(folder)
+
+
+def save_peft(model: nn.Module, adapter: Adapter | str | Path, folder: str | Path, *, overwrite: bool = False) -> Path:
+    """Write an ESFT adapter of `model` as one that stock PEFT loads, trains and merges: copies of the modules that it changes.
+
+    PEFT has no single experts of a stack, so the folder holds all experts of the selection's layers (`modules_to_save`), and it
+    requires LoRA somewhere: rank 1 on the first linear layer, with B = 0. `model` itself stays as it is.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    check_out_dir(folder, overwrite)
+    adapter, trains = adapters.as_adapter(adapter), {parameter: parameter.requires_grad for parameter in model.parameters()}
+    modules = sorted({change.name.rpartition(".")[0] for change in adapters.changes_of(model, adapter)})
+    left = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in modules]
+    if not left:
+        raise ValueError(f"{adapter.source} changes every linear layer, so it is a whole model. Use esft merge")
+    adapters.apply(model, adapter)
+    try:
+        with quiet_peft(), atomic_folder(folder, overwrite) as tmp:
+            config = LoraConfig(r=1, target_modules=left[:1], modules_to_save=modules, task_type="CAUSAL_LM")
+            adapted = get_peft_model(model, config)
+            save_peft_files(adapted, tmp)
+            adapted.unload()
+    finally:
+        adapters.remove(model)
+        for parameter, requires_grad in trains.items():
+            parameter.requires_grad_(requires_grad)
     return Path(folder)
 
 

@@ -9,7 +9,8 @@ The defaults are the paper's (arXiv 2407.01906, Sec. 4.3) and, where it is silen
 
 Built-in tasks are made from its documented functions: `code` asks for one by its docstring, `docstring` for the
 docstring of one, `names` for its name, and `case` for the docstring's first sentence, given in upper case. Held-out rows are
-of files that nothing was trained on, for every task the same files.
+of files that nothing was trained on, for every task the same files. `code`, `prose` and `arithmetic` without
+`standard-library/` before them are the domains of the other methods' studies.
 """
 
 import functools
@@ -22,7 +23,8 @@ import torch
 from pydantic import Field, model_validator
 
 from moe_runtime.experiments import recipe as recipes
-from moe_runtime.experiments.corpora import standard_library_pairs, standard_library_text
+from moe_runtime.experiments import stages
+from moe_runtime.experiments.corpora import DOMAINS, domain_rows, domain_text, standard_library_pairs, standard_library_text
 from moe_runtime.experiments.recipe import (  # fmt: skip
     AnyNumber,
     BelowOne,
@@ -43,7 +45,6 @@ from moe_runtime.experiments.recipe import (  # fmt: skip
     check_base,
     check_names,
 )
-from moe_runtime.experiments.stages import split_rows
 from moe_runtime.io import rows as data
 from moe_runtime.methods.esft.scores import SEED
 from moe_runtime.methods.esft.selection import SCORES, VARIANTS
@@ -57,7 +58,7 @@ def task_rows(tokenizer, task, recipe) -> dict:
 
     No row is in two of them. `task` is a Task of `recipe`.
     """
-    train, held_out = split_rows(task, BUILT_IN)
+    train, held_out = stages.split_rows(task, BUILT_IN)
     if task.prompt == "esft" and recipe.pack:
         return _as_released(tokenizer, train, held_out, task, recipe)
     of = data.require("datasets").Dataset
@@ -218,6 +219,7 @@ BUILT_IN = {
     f"{GENERAL}/docstring": _pairs(_docstring),
     f"{GENERAL}/names": _pairs(_names),
     f"{GENERAL}/case": _pairs(_case),
+    **{name: functools.partial(domain_rows, name) for name in DOMAINS},
 }
 
 
@@ -252,8 +254,10 @@ class PretrainMoE(Pretrain):
     top_k: Count = 4
     expert_size: Count = 32  # an expert's intermediate size
     shared_experts: Count = 2
-    dense_layers: Count = 1  # the first ones, without experts
+    dense_layers: Steps = 1  # the first ones, without experts
     balance_loss_coef: Number = 0.001
+    # documents of code, prose and arithmetic, in the place of the standard library's source
+    domains: dict[Literal[DOMAINS], Count] | None = Field(None, exclude_if=lambda counts: counts is None)
 
     @model_validator(mode="after")
     def _check_sizes(self):
@@ -263,6 +267,13 @@ class PretrainMoE(Pretrain):
                 f"({self.dense_layers}) below num_layers ({self.num_layers})"
             )
         return self
+
+
+def documents(pretrain: PretrainMoE) -> list[str]:
+    """Return the texts that a small base and its tokenizer are trained on."""
+    if pretrain.domains is None:
+        return stages.documents(pretrain)
+    return [text for name, count in pretrain.domains.items() for text in domain_text(name, limit=count)]
 
 
 class Tuning(Training):

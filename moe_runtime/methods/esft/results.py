@@ -10,6 +10,8 @@ from moe_runtime.experiments.stages import loss_of
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.methods.esft.scores import ExpertScores
 
+BASE, FFT, LORA, TOKEN, GATE = "base", "FFT", "LoRA", "ESFT-Token", "ESFT-Gate"  # the methods' names in tables
+
 
 class Tuned(NamedTuple):
     """A model that was tuned on a task, or the base; or several, joined over tasks by `join`."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.experiments import stages
+from moe_runtime.experiments.corpora import DOMAINS, domains_key
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.parallel import shard_experts
@@ -32,7 +32,7 @@ from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.analyses import SampleSizes, sample_sizes, two_samples
-from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, Tuning, mixed, task_rows
+from moe_runtime.methods.esft.recipe import BUILT_IN, EsftRecipe, Tuning, documents, mixed, task_rows
 from moe_runtime.methods.esft.recorder import group_routing
 from moe_runtime.methods.esft.results import COSTS, Base, Elsewhere, Scored, Tuned, join
 from moe_runtime.methods.esft.scores import SEED, ExpertScores, sample_batches
@@ -155,6 +155,12 @@ class Stages(KeptStages):
         }
         return replace(found, experts=whole)
 
+    def drawn(self, task: str, score: str) -> esft.ExpertSelection:
+        """Return as many experts of each layer as `selection` does, at random."""
+        selection, scores = self.selection(task, score), self.scores(task).scores
+        seed = 1000 * self.seed + list(self.recipe.tasks).index(task)
+        return esft.random_experts(selection, scores.num_experts, seed, num_shared=scores.num_shared)
+
     def groups(self, group_size: int) -> dict[int, list[tuple[int, ...]]]:
         """Return the groups of each layer's experts, alike on general text (App. B)."""
         scores = self.scores(GENERAL).scores
@@ -163,7 +169,7 @@ class Stages(KeptStages):
 
     def _pretrained(self, folder: Path) -> tuple:
         pretrain, r = self.recipe.pretrain, self.recipe
-        blocks = data.pack(self.tokenizer, stages.documents(pretrain), r.max_length)
+        blocks = data.pack(self.tokenizer, documents(pretrain), r.max_length)
         model = small_deepseek(
             self.tokenizer, max_length=r.max_length, seed=pretrain.seed, **{of: getattr(pretrain, of) for of in SIZES}
         )  # fmt: skip
@@ -210,17 +216,19 @@ class Stages(KeptStages):
     def data_key(self) -> str:
         """Return a hash of the base, all rows and the Python that built-in text is of."""
         r, python = self.recipe, platform.python_version()
-        base = [python, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
+        made_of = {source: domains_key() if source in DOMAINS else python for source in BUILT_IN}
+        text = domains_key() if r.pretrain and r.pretrain.domains else python
+        base = [text, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         parts = {task: one.to_dict() for task, one in {**r.tasks, GENERAL: r.general}.items()}
         sources = [source for one in (*r.tasks.values(), r.general) for source in one.sources]
-        rows = [python if source in BUILT_IN else files_print(source) for source in sources]
+        rows = [made_of.get(source) or files_print(source) for source in sources]
         how = [r.max_length, r.pack, r.drop_bos]
         return hash_of({"format": self.FORMAT, "method": "esft", "data": parts, "how": how, "base": base, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer and, for every task and the general text, the rows to train on, to validate and to judge by."""
         r = self.recipe
-        tokenizer = self._base_tokenizer(lambda: stages.documents(r.pretrain))
+        tokenizer = self._base_tokenizer(lambda: documents(r.pretrain))
         parts = {**r.tasks, GENERAL: r.general}
         brought = [TEMPLATES[part.prompt] for part in parts.values() if part.prompt in ("deepseek", "esft")]
         tokenizer.chat_template = brought[0] if brought else tokenizer.chat_template

@@ -7,6 +7,7 @@
     group-size      coarser experts                                  Figure 7
     mix-data        with and without general data                    Tables 9 and 10
     other-tasks     tuned on one task, judged on the others          Table 8
+    frontier         general losses where task losses are equal      of no table (frontier)
     counts, overlap, sample-size                                     Figures 2, 3, 4, 8, 9 (figures)
 
 The measure is the held-out loss per label token, on the tasks and on general text, in the place of the paper's
@@ -25,9 +26,9 @@ from moe_runtime.experiments.compare import LEVEL, compare
 from moe_runtime.experiments.tables import Command, Entry, Report, Run, best, compared, different, each, finite, over_seeds
 from moe_runtime.hf.training.ranks import routing_of
 from moe_runtime.methods import esft
-from moe_runtime.methods.esft import figures
+from moe_runtime.methods.esft import figures, frontier
 from moe_runtime.methods.esft.recipe import EsftRecipe
-from moe_runtime.methods.esft.results import Tuned, join
+from moe_runtime.methods.esft.results import BASE, FFT, GATE, LORA, TOKEN, Tuned, join
 from moe_runtime.methods.esft.selection import SCORES, check_p
 from moe_runtime.methods.esft.study import Stages
 
@@ -50,9 +51,22 @@ class EsftReport(Report):
     @cached_property
     def general(self) -> Report:
         """The same table on general text."""
-        entries = [Entry(entry.name, list(map(_general, entry.results))) for entry in self.entries]
+        return self._of(_general, GeneralReport)
+
+    @cached_property
+    def of_tasks(self) -> dict[str, Report]:
+        """The same table on each task."""
+        return {task: self._of(lambda result, task=task: result.tasks[task], Report) for task in self.tasks}
+
+    def _of(self, part: Callable, kind: type[Report]) -> Report:
+        entries = [Entry(entry.name, list(map(part, entry.results))) for entry in self.entries]
         names = ("command", "title", "source", "settings", "seeds", "reference")
-        return GeneralReport(entries=entries, **{name: getattr(self, name) for name in names})
+        return kind(entries=entries, **{name: getattr(self, name) for name in names})
+
+    @property
+    def solved(self) -> tuple[str, ...]:
+        """The tasks of which some model answers an example exactly; the others have no column of exact matches."""
+        return tuple(task for task, table in self.of_tasks.items() if table.is_solved)
 
     @property
     def both(self) -> tuple:
@@ -63,10 +77,6 @@ class EsftReport(Report):
     def tasks(self) -> tuple[str, ...]:
         """The tasks' names."""
         return tuple(self.entries[0].results[0].tasks)
-
-    def task_loss(self, entry: Entry, task: str) -> float:
-        """Return a method's loss on one task, the mean over the seeds."""
-        return statistics.fmean(result.tasks[task].loss for result in entry.results)
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
@@ -90,7 +100,8 @@ class EsftReport(Report):
         """Return the table's columns and how they are aligned."""
         tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
         own, general = ((name, f"vs {self.reference}", "p", "verdict") for name in ("all tasks", "general"))
-        names = ("method", *tasks, *own, *general, "trained", "share", "optimizer MB", "train s")
+        exact = (f"exact {task}" for task in self.solved[:MANY])
+        names = ("method", *tasks, *exact, *own, *general, "trained", "share", "optimizer MB", "train s")
         return [(name, "left" if name in ("method", "verdict") else "right") for name in names]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
@@ -99,7 +110,9 @@ class EsftReport(Report):
         trained = _mean(entry, "trained_parameters")
         memory = _mean(entry, "optimizer_bytes") / 1e6
         costs = f"{trained:,.0f}", f"{trained / first.parameters:.1%}", f"{memory:,.2f}", f"{entry.seconds:,.0f}"
-        own = *(f"{self.task_loss(entry, task):.4f}" for task in tasks), entry.mean_sd(), *compared(self.comparison(entry.name))
+        losses = (f"{self.of_tasks[task].entry(entry.name).loss:.4f}" for task in tasks)
+        exact = (self.of_tasks[task].exact_cell(entry.name) for task in self.solved[:MANY])
+        own = *losses, *exact, entry.mean_sd(), *compared(self.comparison(entry.name))
         others = general.mean_sd(), *compared(self.general.comparison(entry.name))
         return entry.name, *own, *others, *(costs if trained else ("", "", "", ""))
 
@@ -112,6 +125,7 @@ class EsftReport(Report):
             f"A model per task; trained, optimizer and train s are means over them; train s: scoring and tuning.\n"
             f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
             f"corrected by Holm for the {len(self.comparisons)} comparisons of a column."
+            + self.exact_legend([task for task in self.tasks if task not in self.solved])
         )
 
 
@@ -123,7 +137,8 @@ def _general(result):
 
 def _of_task(result) -> dict:
     names = ("loss", "steps", "seconds", "total_seconds", "trained_parameters", "optimizer_bytes", "experts", "history")
-    return {"folder": "/".join(result.folder.parts[-2:])} | {name: getattr(result, name) for name in names}
+    exact = {"exact_match": tables.exact_match(result)}
+    return {"folder": "/".join(result.folder.parts[-2:])} | {name: getattr(result, name) for name in names} | exact
 
 
 def _mean(entry: Entry, name: str) -> float:
@@ -133,7 +148,6 @@ def _mean(entry: Entry, name: str) -> float:
 PS = (0.05, 0.1, 0.2, 0.4)
 GROUP_SIZES = (1, 2, 4)
 RATIOS = (0.0, 1.0)
-BASE, FFT, LORA, TOKEN, GATE = "base", "FFT", "LoRA", "ESFT-Token", "ESFT-Gate"
 OF_SCORE = {"token": TOKEN, "gate": GATE}
 # Table 3, in its order: what of the routed experts trains, the shared ones, all that is no expert
 GRID = {
@@ -233,17 +247,11 @@ def _shared_grid(process: Run, score: str) -> dict:
 def _random_experts(process: Run) -> dict:
     drawn = {score: f"{name}, random experts" for score, name in OF_SCORE.items()}
 
-    def draw(stages: Stages, score: str, task: str) -> Tuned:
-        selection, scores = stages.selection(task, score), stages.scores(task).scores
-        seed = 1000 * stages.seed + list(stages.recipe.tasks).index(task)
-        chosen = esft.random_experts(selection, scores.num_experts, seed, num_shared=scores.num_shared)
-        return stages.esft(task, chosen, scored=False)
-
     def plan(stages: Stages):
         yield BASE, stages.base()
         for score, name in drawn.items():
             yield _esft(stages, score)
-            yield _over(stages, name, lambda task, score=score: draw(stages, score, task))
+            yield _over(stages, name, lambda task, score=score: stages.esft(task, stages.drawn(task, score), scored=False))
 
     def summary(report: EsftReport) -> list[str]:
         tokens, said = report.entries[0].results[0].tokens, []
@@ -380,5 +388,6 @@ COMMANDS = {
         "Tuned on one task, judged on the others", "Table 8", _other_tasks, check=_check_other_tasks
     )._replace(report=OtherTasksReport),
     **figures.COMMANDS,
+    **frontier.COMMANDS,
 }
 run = functools.partial(tables.run, COMMANDS, Stages)

@@ -34,6 +34,7 @@ class Specialist(Node):
     template: str  # ultralm, codellama, wizardmath, chat, or a text with {prompt}
     model: str | None = None  # a folder or the Hub's id; None: the base, tuned on `domain`
     domain: str | None = None  # its own; None: the one of the specialist's name, if there is such
+    steps: Count | None = Field(None, exclude_if=lambda steps: steps is None)  # of its tuning; None: those of `specialist`
 
 
 class Stage(Training):
@@ -101,6 +102,10 @@ class FuserRecipe(Node):
                 f"Set {want}"
             )
         for name, one in self.specialists.items():
+            if one.model is not None and one.steps is not None:
+                raise ValueError(
+                    f"specialists.{name} has a model, so it is not tuned, but steps is {one.steps}. Set one of them"
+                )
             if one.domain is not None or one.model is None:
                 check_choice(f"specialists.{name}.domain", one.domain or name, tuple(self.domains))
 
@@ -108,6 +113,11 @@ class FuserRecipe(Node):
         """Return the domain that a specialist is one of; None where the recipe does not say."""
         named = self.specialists[specialist].domain or specialist
         return named if named in self.domains else None
+
+    def training_of(self, specialist: str) -> Training:
+        """Return the tuning of a specialist that is made here."""
+        steps = self.specialists[specialist].steps
+        return self.specialist if steps is None else self.specialist.change(epochs=None, steps=steps)
 
     @property
     def templates(self) -> list[str]:

@@ -69,20 +69,27 @@ class Stages(study.Stages):
                     (tmp / "model").mkdir()
                     write_tensors(tmp / "model" / "selector.safetensors", gate.state_dict())
             own = losses["held_out"].gather(1, chosen[:, None])[:, 0].tolist()
+            exact = [found[s]["held_out"][3][row] for row, s in enumerate(chosen.tolist())]
             trained, one = sum(p.numel() for p in gate.parameters()), max(r.active_parameters for r in specialists)
             sizes = {"parameters": sum(r.parameters for r in specialists) + trained, "active_parameters": one + trained}
             course = {"steps": training["steps"], "seconds": time.perf_counter() - start, "trained_parameters": trained}
-            return course | sizes | self._loss(own, found[0]["held_out"][2])
+            return course | sizes | self._loss(own, found[0]["held_out"][2], exact)
 
-        settings = self._settings(self.recipe.stage1) | {"gate": self.recipe.gate, "joint": self.recipe.joint}
+        settings = self._settings(self.recipe.stage1) | {"gate": self.recipe.gate, "joint": self.recipe.joint, "drawn": True}
         return self._made("selected", "sample-level selector", settings, specialists, make)
 
     def _seen(self, source: str, number: int) -> dict[str, tuple]:
-        """Return, for the rows of each part, a specialist's states before the responses, its losses, and their tokens."""
+        """Return, for the rows of each part, a specialist's states before the responses, and its `row_losses`.
+
+        Of the rows to train on there are as many as the selector's steps take.
+        """
         model = ranks.load_model(source, self.recipe.dtype, ranks.state().device)
         found = {}
         for part in PARTS:
             rows = self._single(part, number)
+            if part == "train":
+                drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed))
+                rows = rows.select(drawn[: self.recipe.stage1.steps * self.recipe.stage1.batch_size].tolist())
             states = trainers.each_row(model, rows, prompt_states, collator=pair_collator(self.tokenizer), **self._judging)
             found[part] = (states, *trainers.row_losses(model, rows, self.tokenizer, **self._judging))
         return found

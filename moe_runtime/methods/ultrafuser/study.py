@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from moe_runtime.experiments import stages as stage_rows
-from moe_runtime.experiments.corpora import DOMAINS, Domain, domains_key
+from moe_runtime.experiments.corpora import SOURCES, Domain, domains_key
 from moe_runtime.experiments.domains import Judged, by_domain
 from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import KeptStages, course_of, domain_pairs, files_print, hash_of, loss_of, sizes_of
@@ -77,7 +77,7 @@ def _named(name: str) -> Iterator[None]:
 def _where(domain: Domain, place: int, row: Mapping) -> str:
     """Say where a row stands: they have been shuffled, so it is looked for."""
     for of in (*domain.listed(), *domain.listed("held_out")):
-        for number, one in enumerate(() if of.source in DOMAINS else data.read_rows(of.source, of.split)):
+        for number, one in enumerate(() if of.source in SOURCES else data.read_rows(of.source, of.split)):
             if dict(one) == data.one_form(row):
                 return f"row {number} of {of.source!r}, from 0"
     return f"row {place} of {str(domain)!r}"
@@ -93,7 +93,7 @@ def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
 
 def sources(recipe: FuserRecipe) -> list[str]:
     """Return the files and ids that rows are read from, built-in domains left out."""
-    return [source for domain in recipe.domains.values() for source in domain.sources if source not in DOMAINS]
+    return [source for domain in recipe.domains.values() for source in domain.sources if source not in SOURCES]
 
 
 MODEL = "model"  # in OUT: a link to the model that `run` made last
@@ -102,7 +102,7 @@ MODEL = "model"  # in OUT: a link to the model that `run` made last
 class Stages(KeptStages):
     """The stages of one recipe and one seed."""
 
-    FORMAT = 1
+    FORMAT = 2
     Recipe = FuserRecipe
     result = Judged
 
@@ -144,27 +144,30 @@ class Stages(KeptStages):
                 "given", name, {"model": [one.model, files_print(one.model)], "number": number, "dtype": r.dtype}, [],
                 lambda tmp, folder: {"source": str(one.model)} | self._judged_single(one.model, number), seed=0,
             )  # fmt: skip
-        base, domain = self.base(), r.domain_of(name)
+        base, domain, training = self.base(), r.domain_of(name), r.training_of(name)
 
         def make(tmp: Path, folder: Path) -> dict:
             parts = [self._single(part, number, domain) for part in ("train", "held_out")]
-            return self._tuned(name, base.source, number, tmp, folder, r.specialist, *parts)
+            return self._tuned(name, base.source, number, tmp, folder, training, *parts)
 
-        settings = self._settings(r.specialist) | {"number": number, "domain": domain}
+        settings = self._settings(training) | {"number": number, "domain": domain}
         return self._made("specialist", name, settings, [base], make)
 
     def further(self, name: str) -> Judged:
         """Return a specialist tuned on all domains, on as many rows of each as the recipe's batches have."""
-        number, parent, training = self.names.index(name), self.specialist(name), self.recipe.further_stage
+        number, parent, r = self.names.index(name), self.specialist(name), self.recipe
+        return self._on_all("further", f"{name}, further", parent, number, r.further_stage, r.balanced)
+
+    def _on_all(self, kind: str, name: str, parent: Judged, number: int, training: Training, balanced: bool) -> Judged:
+        """Return a single model tuned on all domains, in the template of a specialist."""
 
         def make(tmp: Path, folder: Path) -> dict:
             parts = [self._single(part, number) for part in ("train", "held_out")]
-            sampler = self._sampler(training, self.recipe.balanced)
-            trainer = partial(fuser_training.SampledTrainer, sampler=sampler)
-            return self._tuned(f"{name}, further", parent.source, number, tmp, folder, training, *parts, trainer=trainer)
+            trainer = partial(fuser_training.SampledTrainer, sampler=self._sampler(training, balanced))
+            return self._tuned(name, parent.source, number, tmp, folder, training, *parts, trainer=trainer)
 
-        settings = self._settings(training) | {"number": number} | self._drawn(self.recipe.balanced)
-        return self._made("further", f"{name}, further", settings, [parent], make)
+        settings = self._settings(training) | {"number": number} | self._drawn(balanced)
+        return self._made(kind, name, settings, [parent], make)
 
     def gate(self, balanced: bool | None = None) -> Judged:
         """Return the specialists fused, the gate trained alone: stage 1."""
@@ -245,7 +248,7 @@ class Stages(KeptStages):
             if main:
                 whole = model if weights is None else self._whole(sources, weights)
                 ultrafuser.save(whole, tmp / "model", specialists=copy)
-        counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens)
+        counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens, trained.exact)
         if not is_as_trained:
             found = fuser_training.fuser_losses(model, rows, collator=self.encoder.collate, **self._judging)
         course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in way] if checkpoints else None
@@ -308,7 +311,7 @@ class Stages(KeptStages):
             rows = rows.select([place for place, own in enumerate(rows["domain"]) if own == domain])
         return fuser_training.single_rows(rows, number)
 
-    def _sampler(self, training: Stage, balanced: bool):
+    def _sampler(self, training: Training, balanced: bool):
         return fuser_training.sampler_for(
             self.part("train")["domain"], steps=training.steps, batch_size=training.batch_size, balanced=balanced,
             replacement=self.recipe.replacement, seed=self.seed,
@@ -333,7 +336,7 @@ class Stages(KeptStages):
         r, python = self.recipe, platform.python_version()
         base = [python, r.pretrain.to_dict()] if r.pretrain else r.base_model and files_print(r.base_model)
         given = [one.model and files_print(one.model) for one in r.specialists.values()]
-        built_in = domains_key() if r.pretrain or any(s in DOMAINS for d in r.domains.values() for s in d.sources) else None
+        built_in = domains_key() if r.pretrain or any(s in SOURCES for d in r.domains.values() for s in d.sources) else None
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
         rows = [r.max_length, r.templates, domains, built_in, [files_print(source) for source in sources(r)]]
         rows += [files_print(r.tokenizer)] if r.tokenizer else []
@@ -343,7 +346,7 @@ class Stages(KeptStages):
         """Write the tokenizer and the rows of all domains, to train on and held out, encoded for every specialist."""
         r = self.recipe
         if r.pretrain is not None:
-            tokenizer = train_tokenizer(self._base_text, r.pretrain.vocab_size)
+            tokenizer = train_tokenizer(self._base_text, r.pretrain.vocab_size, r.pretrain.split_digits)
         else:
             given = (one.model for one in r.specialists.values() if one.model is not None)
             tokenizer = ranks.load_tokenizer(r.tokenizer or r.base_model or next(given))

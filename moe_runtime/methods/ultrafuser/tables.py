@@ -4,6 +4,7 @@
     weights    the gate's weights by domain, and token by token                         Table 6, Figures 6 to 8
     sample-level  a specialist selected for each prompt, beside the fused model         Sec. 3.1
     stability  the losses on the way, with the balanced sampler and without             Table 5
+    sums       sums solved: by specialists, single models, plainer fusions              what Table 2 asks of benchmarks
 
 The measure is the held-out loss per response token of every domain, in the place of the paper's benchmarks. Table 5 shows
 its mean and standard deviation over checkpoints spread evenly over the last seven ninths of stage 2, as the paper's are from
@@ -19,9 +20,9 @@ from moe_runtime.experiments import tables
 from moe_runtime.experiments.domains import DomainReport, said
 from moe_runtime.experiments.tables import Command, Finding, Run, each, finite
 from moe_runtime.hf.training.fit import mean_loss
-from moe_runtime.methods.ultrafuser import weights_study
+from moe_runtime.methods.ultrafuser import sums_study, weights_study
 from moe_runtime.methods.ultrafuser.recipe import FuserRecipe
-from moe_runtime.methods.ultrafuser.selector import Stages
+from moe_runtime.methods.ultrafuser.sums_study import FULL, GATE, Stages
 
 CHECKPOINTS = 12
 VARIANTS = {"no balance": False, "balanced": True}
@@ -118,8 +119,7 @@ def _summary(report: Stability) -> list[str]:
     return lines
 
 
-DIRECT, TWO_STAGE, FULL = "direct", "two-stage", "two-stage, balanced"
-GATE = "stage 1 alone, balanced"
+DIRECT, TWO_STAGE = "direct", "two-stage"
 
 
 def _ablate(process: Run) -> dict:
@@ -185,6 +185,10 @@ COMMANDS = {
     "stability": Command(
         "Stage 2 on the way", "UltraFuser, Table 5", measure, weights_study.stability,
         check, Stability,
+    ),
+    "sums": Command(
+        "Sums that are solved", "UltraFuser, in the place of Table 2's benchmarks", sums_study.measure, sums_study.picture,
+        sums_study.check, DomainReport,
     ),
 }  # fmt: skip
 run = functools.partial(tables.run, COMMANDS, Stages)

@@ -214,10 +214,11 @@ def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[s
 
 
 def fuser_losses(model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> tuple:
-    """Return the mean loss per response token of each row, and its number of response tokens; as `fit.row_losses`."""
+    """Return what `fit.row_losses` does, of the response tokens of each row."""
 
     def take(model, batch: dict) -> list[tuple]:
-        return sums_of(model(**batch, reduction="none").loss, batch["labels"])
+        out = model(**batch, reduction="none", want_logits=True)
+        return sums_of(out.loss, batch["labels"], out.logits.argmax(-1))
 
     return means_of(each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16))
 

@@ -10,6 +10,8 @@ dense model in the end.
 
     share of step t = 1 .. T    "constant": share    "linear": share t / T    (XFT, Figure 3)
 
+WeightAverages is about the dense model alone: EMA and SWA (arXiv 1803.05407) of the weights of one tuning, without experts.
+
 UpIT's (arXiv 2410.01610, Tables 1 and 2): LoRA on the MLPs, and LoRAMoE over it, from fresh pairs or from copies of one.
 
     to_lora              peft's pairs on the MLPs' linear layers
@@ -22,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from transformers import TrainerCallback
 
 from moe_runtime.config import MoEConfig, check_choice, check_positive
@@ -33,8 +36,8 @@ from moe_runtime.modules.ewa import average_experts_, check_share
 from moe_runtime.modules.moe import Experts
 
 __all__ = [
-    "BASELINES", "SCHEDULES", "Averaging", "AveragingCallback", "Baseline", "average_after_steps", "to_ewa", "to_lora",
-    "to_lora_moe",
+    "BASELINES", "SCHEDULES", "Averaging", "AveragingCallback", "Baseline", "WeightAverages", "average_after_steps", "to_ewa",
+    "to_lora", "to_lora_moe",
 ]  # fmt: skip
 SCHEDULES = ("constant", "linear")
 PARTITIONS = ("random", "router")
@@ -222,3 +225,30 @@ class AveragingCallback(TrainerCallback):
         if self.averaging is not None:
             self.averaging.remove()
             self.averaging = None
+
+
+class WeightAverages(TrainerCallback):
+    """Averages of the trained weights W_t after steps t = 1 .. T, in float32, as whole models in `models`.
+
+    ema    M_1 = W_1, M_t = d M_{t-1} + (1 - d) W_t with d = min(decay, t / (9 + t)), so that early weights do not linger
+    swa    the mean of W_t over t > start T
+    """
+
+    def __init__(self, decay: float = 0.99, start: float = 0.5):
+        # how much of the mean of n weights stays when the next one comes
+        self.keeps = {"ema": lambda n: ((1 + n) / (10 + n)).clamp(max=decay), "swa": lambda n: n / (n + 1)}
+        self.start, self.models = start, {}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Copy the model for each average."""
+        for name, keep in self.keeps.items():
+
+            def averaged(mean, weight, n, keep=keep):
+                return torch.lerp(weight.to(mean.dtype), mean, keep(n).to(mean.dtype))
+
+            self.models[name] = AveragedModel(model, avg_fn=averaged).float()
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        """Add the weights of the step."""
+        for name in ("ema", "swa") if state.global_step > self.start * state.max_steps else ("ema",):
+            self.models[name].update_parameters(model)

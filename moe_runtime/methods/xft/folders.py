@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from moe_runtime.config import MoEConfig
-from moe_runtime.hf.models import families, folders, swap
+from moe_runtime.hf.models import families, folders, stock, swap
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress, expert_rows, mixture_of, open_upcycled
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
 from moe_runtime.io.files import check_out_dir
@@ -21,12 +21,13 @@ from moe_runtime.ops.merging import alpha_rows, merge_rows, soup_logits
 
 def upcycle_folder(
     source: str | Path, target: str | Path, *, layers: Sequence[int] | None = None, seed: int = 42,
-    max_shard_size: int | str = SHARD, overwrite: bool = False, progress: Progress | None = None, **settings,
+    max_shard_size: int | str = SHARD, overwrite: bool = False, progress: Progress | None = None, export_to: str | None = None,
+    **settings,
 ) -> FolderReceipt:  # fmt: skip
     """Upcycle the dense model folder `source` to the folder `target`; `settings` are MoEConfig's (num_experts=8, top_k=6, ...).
 
     Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, some that are not
-    finite, an existing target or too little disk space.
+    finite, an existing target or too little disk space, and for settings that the stock family `export_to` cannot compute.
     """
     check_out_dir(target, overwrite, [source])
     config = folders.read_config(source)
@@ -34,6 +35,8 @@ def upcycle_folder(
     moe = folders.config_for_folder(config, **settings)
     new_config = folders.upcycled_config(config, moe, layers)
     layers = new_config.moe_runtime["layers"]
+    if export_to is not None:
+        stock.stock_config(new_config, export_to)
     with Checkpoint(source) as checkpoint:
         _check_mlps(checkpoint, family, moe, layers, config.num_hidden_layers)
         folders.check_tensors(config, checkpoint)

@@ -1,6 +1,6 @@
 """The stages of an XFT study.
 
-    base --sft-->                     a dense model, tuned
+    base --sft-->                     a dense model, tuned; --average--> the mean of its weights over the steps
          --ewa-->                     a dense model: the mean of experts that were averaged while they were tuned
          --moe--> --merge-->          upcycled and tuned; merged without training (INIT, uniform, given coefficients)
                   --mix-->            merged with learned coefficients: XFT's result
@@ -8,10 +8,15 @@
 How they are stored, and what a hash is over: `moe_runtime.experiments.stages`.
 """
 
+import contextlib
+import functools
 import math
 import platform
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import torch
 
 from moe_runtime.config import check_choice, check_shared_rate
 from moe_runtime.experiments import stages as stage_rows
@@ -21,22 +26,24 @@ from moe_runtime.experiments.stages import KeptStages, Result, course_of, files_
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
+from moe_runtime.io.files import read_json
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import baselines, folders
-from moe_runtime.methods.xft.baselines import AveragingCallback
+from moe_runtime.methods.xft.baselines import AveragingCallback, WeightAverages
 from moe_runtime.methods.xft.recipe import Recipe, check_shared, resolve_experts
 from moe_runtime.modules.merged import MergedMLP
+from moe_runtime.modules.moe import Router
 from moe_runtime.ops.merging import mixing
 
-MIXED = "code+prose+sums"  # the built-in source of three domains, which the base is also pre-trained on
-SOURCES = {data.BUILT_IN: standard_library_pairs, MIXED: lambda: joined_rows(MIXED.split("+"))}
+JOINED = ("code+prose+sums", "code+prose+arithmetic")  # built-in sources of three domains, which the base is also trained on
+SOURCES = {data.BUILT_IN: standard_library_pairs} | {of: functools.partial(joined_rows, of.split("+")) for of in JOINED}
 
 
 class Stages(KeptStages):
     """The stages of one recipe and one seed."""
 
-    FORMAT = 2
+    FORMAT = 3
     Recipe = Recipe
 
     def trainings(self) -> tuple[Training, ...]:
@@ -58,6 +65,25 @@ class Stages(KeptStages):
         """The rows for validation during training."""
         return self.part("validation") if self.recipe.data.validation_rows else self.held_out
 
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains of the examples; one of all unless the source is a joined one."""
+        train = self.recipe.data.train
+        return tuple(train.split("+")) if train in JOINED else ("examples",)
+
+    def domains_of(self, part: str) -> list[int]:
+        """Return for each row of a part the place of its domain in `domains`."""
+        count, kept = len(self.part(part)), read_json(self.out / f"data-{self._key}" / "rows.json")
+        return kept["domains"].get(part, [0] * count)
+
+    def by_domain(self, result: Result) -> Result:
+        """Return a result whose held-out rows are ordered by domain, as tables with a column per domain take it."""
+        places = self.domains_of("held_out")
+        order = sorted(range(len(places)), key=places.__getitem__)
+        rows = {domain: places.count(i) for i, domain in enumerate(self.domains)}
+        parts = {of: [getattr(result, of)[i] for i in order] for of in ("losses", "tokens", "exact")}
+        return result._replace(rows=rows, **parts)
+
     def _mixture_rows(self) -> tuple:
         """The examples to tune the MoE model on, and those to train its mixing on."""
         count = self.recipe.mix_rows
@@ -66,8 +92,8 @@ class Stages(KeptStages):
     def _documents(self) -> list[str]:
         """The texts to train the base and its tokenizer on."""
         pretrain = self.recipe.pretrain
-        if self.recipe.data.train == MIXED:
-            return stage_rows.domain_documents(pretrain, MIXED.split("+"))
+        if pretrain.domains or len(self.domains) > 1:
+            return stage_rows.domain_documents(pretrain, self.domains)
         return stage_rows.documents(pretrain)
 
     def base(self) -> Result:
@@ -88,29 +114,50 @@ class Stages(KeptStages):
         settings = source | {"dtype": r.dtype, "evaluations": r.evaluations}
         return self._stage("base", "base", settings, [], make, seed=0)
 
-    def sft(self, steps: int | None = None, **changes) -> Result:
-        """Return the baseline: the dense base tuned by the recipe's `sft`, optionally with other `steps` or `changes`."""
+    def sft(self, steps: int | None = None, averages: bool = False, **changes) -> Result:
+        """Return the baseline: the dense base tuned by the recipe's `sft`, optionally with other `steps` or `changes`.
+
+        `averages` of its weights over the steps are for `average`; they are not part of checkpoints, so it has none.
+        """
         base, training = self.base(), _for_steps(self.recipe.sft, steps).change(**changes)
+        training = training.change(save_steps=None) if averages else training
 
         def make(tmp: Path, folder: Path) -> dict:
-            model = ranks.load_model(base.folder, self.recipe.dtype)
-            trained = self._train("sft", model, self.train_rows, self.watched, training, folder)
+            model, kept = ranks.load_model(base.folder, self.recipe.dtype), WeightAverages()
+            trained = self._train("sft", model, self.train_rows, self.watched, training, folder, [kept] if averages else [])
+            with ranks.leading() as main:
+                for name, average in kept.models.items() if main else ():
+                    narrow = average.module.to(getattr(torch, self.recipe.dtype))
+                    ranks.save_whole(narrow, self.tokenizer, tmp / name, self.recipe.dtype)
             return self._finish(model, trained, tmp / "model")
 
-        return self._stage("sft", "sft", self._settings(training), [base], make)
+        settings = self._settings(training) | ({"averages": True} if averages else {})
+        return self._stage("sft", "sft", settings, [base], make)
 
-    def moe(self, **moe_settings) -> Result:
-        """Return the base, upcycled with the recipe's experts and `moe_settings` in their place, and tuned."""
+    def average(self, sft: Result, kind: str) -> Result:
+        """Return an average, "ema" or "swa", of the weights over the steps of an SFT that was made with `averages`."""
+
+        def make(tmp: Path, folder: Path) -> dict:
+            with ranks.leading() as main:
+                if main:
+                    shutil.copytree(sft.folder.with_name(kind), tmp / "model")
+            return self._judge(tmp / "model")
+
+        return self._stage("average", kind, {"of": kind}, [sft], make)
+
+    def moe(self, by_domain: bool = False, **moe_settings) -> Result:
+        """Return the base, upcycled with the recipe's experts and `moe_settings`, and tuned: by_domain, `routed_by_domain`."""
         base, experts = self.base(), resolve_experts(self.recipe.experts | moe_settings)
 
         def make(tmp: Path, folder: Path) -> dict:
             model = ranks.load_model(base.folder, self.recipe.dtype)
             receipt = xft.upcycle(model, layers=self.recipe.layers, seed=42 + self.seed, **experts)
             self.say(str(receipt).replace("\n", "\n  "))
-            trained = self._train("moe", model, self._mixture_rows()[0], self.watched, self.recipe.tune, folder)
-            return {"upcycled_error": receipt.error} | self._finish(model, trained, tmp / "model")
+            with routed_by_domain(model, self._known_domains()) if by_domain else contextlib.nullcontext():
+                trained = self._train("moe", model, self._mixture_rows()[0], self.watched, self.recipe.tune, folder)
+            return {"upcycled_error": receipt.error} | self._finish(model, trained, tmp / "model", anew=by_domain)
 
-        more = {"mix_rows": self.recipe.mix_rows, "layers": self.recipe.layers}
+        more = {"mix_rows": self.recipe.mix_rows, "layers": self.recipe.layers, "by_domain": by_domain or None}
         settings = self._settings(self.recipe.tune) | {"experts": experts}
         settings |= {name: value for name, value in more.items() if value is not None}
         return self._stage("moe", "moe", settings, [base], make)
@@ -183,10 +230,16 @@ class Stages(KeptStages):
             settings["layers"] = self.recipe.layers
         return self._stage("ewa", "ewa", settings, [base], make)
 
-    def _finish(self, model, trained: trainers.Trained, folder: Path) -> dict:
+    def _known_domains(self) -> dict[tuple[int, ...], int]:
+        """Return the place of the domain of all rows that a training sees, by their ids."""
+        parts = ("train", "validation" if self.recipe.data.validation_rows else "held_out")
+        found = (zip(self.part(part)["input_ids"], self.domains_of(part), strict=True) for part in parts)
+        return {tuple(ids): place for pairs in found for ids, place in pairs}
+
+    def _finish(self, model, trained: trainers.Trained, folder: Path, anew: bool = False) -> dict:
         """Save, and return the numbers of what was saved: it is judged anew where it trained in another dtype."""
         self._save(model, trained, folder)
-        if self._is_saved_as_trained(model) and self.watched is self.held_out:
+        if self._is_saved_as_trained(model) and self.watched is self.held_out and not anew:
             return _numbers(model, trained)
         return course_of(trained) | self._judge(folder)
 
@@ -204,14 +257,15 @@ class Stages(KeptStages):
         model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
         tune = self.recipe.tune
         batch, _ = trainers.split_batch(tune.batch_size, tune.per_device_batch_size)
-        found = trainers.row_losses(model, self.held_out, self.tokenizer, batch_size=batch, bf16=tune.bf16)
-        return loss_of(*found) | sizes_of(model)
+        judge = functools.partial(trainers.row_losses, model, tokenizer=self.tokenizer, batch_size=batch, bf16=tune.bf16)
+        validation = {} if self.watched is self.held_out else {"validation": trainers.mean_loss(*judge(self.watched))}
+        return loss_of(*judge(self.held_out)) | validation | sizes_of(model)
 
     def data_key(self) -> str:
         """Return a hash of the base, the recipe's rows and the Python that built-in text is of."""
         r, pretrain = self.recipe, self.recipe.pretrain
         python = platform.python_version()
-        made = {data.BUILT_IN: python, MIXED: domains_key()}
+        made = dict.fromkeys(JOINED, domains_key()) | {data.BUILT_IN: python}
         base = [python, pretrain.to_dict()] if pretrain else files_print(r.base_model)
         rows = [made[s] if s in made else files_print(s) for s in r.data.sources]
         return hash_of({"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
@@ -224,9 +278,10 @@ class Stages(KeptStages):
         tokenizer.chat_template = TEMPLATES.get(r.data.prompt, tokenizer.chat_template)
         tokenizer.save_pretrained(folder / "tokenizer")
         self.say(f"reading and tokenizing {r.data}")
-        count = r.data.held_out_rows + (r.data.validation_rows or 0)
+        count, joined = r.data.held_out_rows + (r.data.validation_rows or 0), len(self.domains)
+        how = {"row_ids": joined > 1, "prompt": r.data.prompt, "train_on": r.data.train_on}
         train, held_out = (
-            data.tokenize_pairs(tokenizer, rows, r.data.max_length, limit=limit, prompt=r.data.prompt, train_on=r.data.train_on)
+            data.tokenize_pairs(tokenizer, rows, r.data.max_length, limit=limit, **how)
             for rows, limit in zip(
                 stage_rows.split_rows(r.data.change(held_out_rows=count), SOURCES), (r.data.limit, count), strict=True
             )
@@ -236,12 +291,15 @@ class Stages(KeptStages):
             judging = min(r.data.held_out_rows, len(held_out) - 1)
             parts["held_out"] = held_out.select(range(judging))
             parts["validation"] = held_out.select(range(judging, len(held_out)))
-        counts = {name: len(rows) for name, rows in parts.items()}
+        counts, domains = {name: len(rows) for name, rows in parts.items()}, {}
         for name, rows in parts.items():
+            if joined > 1:  # one row of each domain in turn
+                domains[name] = [i % joined for i in rows["row_id"]]
+                rows = rows.remove_columns("row_id")
             data.save_rows(rows, folder / name)
         watching = f", {counts['validation']:,} to choose by" if "validation" in counts else ""
         self.say(f"{counts['train']:,} rows to tune on, {counts['held_out']:,} held out{watching}")
-        return counts | {"data": r.data.to_dict()}
+        return counts | {"data": r.data.to_dict(), "domains": domains}
 
 
 def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Result]:
@@ -259,6 +317,32 @@ def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, s
         stages.say(f"{r.name:8s}{r.loss:9.4f}{math.exp(min(r.loss, 700)):12.2f}{sizes}{r.total_seconds:9.0f}")
     stages.say(f"the dense model: {results[-1].folder}")
     return results
+
+
+@contextlib.contextmanager
+def routed_by_domain(model, domains: Mapping[tuple[int, ...], int]) -> Iterator[None]:
+    """Route all tokens of an example to the shared expert and to the routed one of its domain, with the router's weights.
+
+    `domains` has the place of each example's domain, by its ids without padding. For experiments with experts that differ.
+    """
+    chosen = []
+
+    def see(module, args, batch):
+        rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        places = torch.tensor([domains[tuple(ids[mask].tolist())] for ids, mask in rows], device=batch["input_ids"].device)
+        experts = 1 + places.repeat_interleave(batch["input_ids"].shape[1])
+        chosen[:] = [torch.stack([experts, torch.zeros_like(experts)], 1)]  # expert 0, the shared one, comes last
+
+    def give(router, args, kwargs):
+        return args, kwargs | {"topk_idx": chosen[0]}
+
+    hooks = [(model, see)] + [(module, give) for module in model.modules() if isinstance(module, Router)]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _for_steps(training: Training, steps: int | None) -> Training:

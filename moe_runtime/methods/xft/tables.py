@@ -8,10 +8,13 @@
     budget         SFT for as many steps, and for as long          Table 8 of the long version
     ewa-schedule   constant and linear share rate                  Figure 3
     routing-stats  share of tokens per expert and text             Figure 4 (routing_study)
+    overfit        SFT, EMA, SWA and XFT at three learning rates   of ours: few examples, several epochs
+    mix-rows       mixing learned on the examples of tuning, or not   of ours
 
 The measure is the held-out loss per label token, on rows that nothing was trained on, in place of the paper's benchmarks.
 """
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -19,8 +22,9 @@ from collections.abc import Sequence
 
 from moe_runtime.config import GATES, check_choice, check_fraction
 from moe_runtime.experiments import plots, tables
+from moe_runtime.experiments.domains import DomainReport
 from moe_runtime.experiments.plots import COLOURS, figure_of
-from moe_runtime.experiments.tables import Command, Report, Run, best, different, each, verdict
+from moe_runtime.experiments.tables import Command, Report, Run, against, best, different, each, verdict
 from moe_runtime.methods.xft import routing_study
 from moe_runtime.methods.xft.recipe import Recipe, check_shared, resolve_experts
 from moe_runtime.methods.xft.study import Result, Stages
@@ -52,6 +56,8 @@ def _cycle(count: int):
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TOP_KS = (2, 4, 6)
+TIMES = (0.5, 1.0, 2.0)  # learning rates of `overfit`, as multiples of the recipe's tune
+HELD_BACK = 10  # `mix-rows` holds back one example in so many
 SFT, EWA, MOE, XFT = "SFT", "EWA", "MoE", "XFT"
 
 
@@ -197,6 +203,76 @@ def _routing_stats(process: Run, texts: Sequence[str], tokens: int, files: list)
     return routing_study.measure(process, texts, tokens)  # `files` is there for the report to tell a changed file
 
 
+def _overfit(process: Run) -> dict:
+    own, rate = process.recipe.tune.learning_rate, process.recipe.shared_rate
+    kinds, x = (XFT, SFT, "EMA", "SWA"), {}
+
+    def plan(stages: Stages):
+        for learning_rate in (times * own for times in TIMES):
+            at = stages.change(tune__learning_rate=learning_rate)
+            sft, moe = at.sft(learning_rate=learning_rate, averages=True), at.moe()
+            found = {SFT: sft, "EMA": at.average(sft, "ema"), "SWA": at.average(sft, "swa"), MOE: moe, XFT: at.merge(moe)}
+            for kind, result in found.items():
+                x[f"{kind}, {learning_rate:g}"] = learning_rate
+                yield f"{kind}, {learning_rate:g}", at.by_domain(result)
+        moe = stages.moe()
+        for other in (one for one in LAMBDAS[:-1] if one != rate):
+            yield f"{XFT}, {own:g}, lambda {other:g}", stages.by_domain(stages.merge(moe, shared_rate=other))
+
+    def summary(report: Report) -> list[str]:
+        names = [name for name in x if not name.startswith(MOE)]
+        lines = ["At equal learning rates:"]
+        for one in (name for name in names if name.startswith(XFT)):
+            lines += against(report.entries, one, [one.replace(XFT, kind) for kind in kinds[1:]])
+        validation = {name: [result.validation for result in report.entry(name).results] for name in names}
+        if None in validation[names[0]]:
+            return [*lines, "Without data.validation_rows nothing chooses a learning rate."]
+        means = {name: statistics.fmean(losses) for name, losses in validation.items()}
+        chosen, *others = [min((n for n in names if n.startswith(kind)), key=means.__getitem__) for kind in kinds]
+        return [*lines, "Each at the learning rate that validation chooses:", *against(report.entries, chosen, others)]
+
+    extra = {"x": x, "x_label": "learning rate", "x_log": True}
+    return {"entries": process.collect(plan), "reference": f"{SFT}, {own:g}", "summary": summary, "extra": extra}
+
+
+def _over_rates(report: DomainReport):
+    """Plot the losses over the learning rate; without the merges at one rate only."""
+    x = report.extra["x"]
+    figure = plots.sweep(dataclasses.replace(report, entries=[entry for entry in report.entries if entry.name in x]))
+    figure.axes[0].minorticks_off()
+    figure.axes[0].set_xticks(sorted(set(x.values())))
+    return figure
+
+
+def _mix_rows(process: Run) -> dict:
+    recipe = process.recipe
+    sizes = recipe.experts.get("top_k", 6), recipe.experts.get("num_experts", 8) - 1
+    ways = {"router": False} | ({"domain": True} if sizes == (2, len(process.all[0].domains)) else {})
+    names = "INIT", "learned, own", "INIT, fewer", "learned, held back"
+
+    def plan(stages: Stages):
+        stages = stages.change(mix_rows=None)
+        fewer = stages.change(mix_rows=max(len(stages.train_rows) // HELD_BACK, 1))
+        yield SFT, stages.by_domain(stages.sft(learning_rate=recipe.tune.learning_rate, averages=True))
+        for way, by_domain in ways.items():
+            moe, less = stages.moe(by_domain=by_domain), fewer.moe(by_domain=by_domain)
+            merged = stages.merge(moe), stages.mix(moe), fewer.merge(less), fewer.mix(less)
+            for name, result in zip(names, merged, strict=True):
+                yield f"by {way}: {name}", stages.by_domain(result)
+
+    entries = process.collect(plan)
+    alpha = {entry.name: [result.alpha for result in entry.results] for entry in entries}
+    moved = {name: _distance(alpha[name], alpha[f"{name.partition(':')[0]}: INIT"]) for name in alpha if "learned" in name}
+
+    def summary(report: Report) -> list[str]:
+        lines = []
+        for init, own, fewer, held_back in ([f"by {way}: {name}" for name in names] for way in ways):
+            lines += against(entries, init, [own, fewer, held_back]) + against(entries, fewer, [held_back])
+        return lines + [f"{name}: a coefficient moved by {far:.3f} at most." for name, far in moved.items()]
+
+    return {"entries": entries, "reference": SFT, "summary": summary, "extra": {"largest_move_of_alpha": moved}}
+
+
 def _distance(a, b) -> float:
     """Largest difference between two nested lists of coefficients, [seeds][L][E]."""
     pairs = zip((v for x in a for row in x for v in row), (v for x in b for row in x for v in row), strict=True)
@@ -250,6 +326,10 @@ COMMANDS = {
     "ewa-schedule": Command("EWA's share rate", "XFT, Figure 3", _ewa_schedule, plots.curves),
     "routing-stats": Command(
         "Tokens per expert", "XFT, Figure 4", _routing_stats, shares, routing_study.check, routing_study.Routing
+    ),
+    "overfit": Command("XFT where SFT overfits", "not in the paper", _overfit, _over_rates, _check_shared, report=DomainReport),
+    "mix-rows": Command(
+        "Examples to learn mixing on", "not in the paper", _mix_rows, plots.dots, _check_shared, report=DomainReport
     ),
 }
 run = functools.partial(tables.run, COMMANDS, Stages)

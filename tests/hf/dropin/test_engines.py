@@ -15,44 +15,37 @@ from tests.support.dist_launch import torchrun
 ROOT = Path(__file__).resolve().parents[3]
 DEEPSPEED = Path(sys.prefix, "deepspeed")  # where `make test` puts it
 WHY_NOT = None if DEEPSPEED.is_dir() else f"wants {DEEPSPEED}, which make test installs"
-ENGINES = [  # and what they make of the model and its parameters
-    pytest.param("ddp", "DistributedDataParallel", {"Parameter"}, id="ddp"),
-    pytest.param("fsdp2", "FSDPQwen3MoeForCausalLM", {"DTensor"}, id="fsdp2"),
-    pytest.param(
-        "deepspeed",
-        "DeepSpeedEngine",
-        {"ZeroParamStatus.NOT_AVAILABLE"},
-        id="zero-3",
-        marks=pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+ENGINES = [  # the model's kind, and what they make of the model and its parameters
+    pytest.param("ddp", "stock", "DistributedDataParallel", {"Parameter"}, id="ddp"),
+    pytest.param("fsdp2", "stock", "FSDPQwen3MoeForCausalLM", {"DTensor"}, id="fsdp2"),
+    *(
+        pytest.param(
+            "deepspeed", kind, "DeepSpeedEngine", {"ZeroParamStatus.NOT_AVAILABLE"}, id=f"zero-3, {kind}",
+            marks=pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+        )
+        for kind in ("stock", "lora", "upcycled")
     ),
-    pytest.param(
-        "deepspeed-lora",
-        "DeepSpeedEngine",
-        {"ZeroParamStatus.NOT_AVAILABLE"},
-        id="zero-3, PEFT's adapters of the experts",
-        marks=pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-    ),
-]
+]  # fmt: skip
 
 
 def launch(*args: str) -> None:
     """Run engine_worker.py in two processes."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * args[0].startswith("deepspeed")
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * (args[0] == "deepspeed")
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
     torchrun(str(Path(engine_worker.__file__)), *args, env=env, seconds=400)
 
 
 @functools.cache
-def alone(lora: bool) -> dict:
-    return engine_worker.steps_alone(lora)
+def alone(kind: str) -> dict:
+    return engine_worker.steps_alone(kind)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "model", "parameters"), ENGINES)
-def test_equals_one_process(engine, model, parameters, tmp_path):
-    launch(engine, str(tmp_path))
-    expected = alone(engine.endswith("-lora"))
+@pytest.mark.parametrize(("engine", "kind", "model", "parameters"), ENGINES)
+def test_equals_one_process(engine, kind, model, parameters, tmp_path):
+    launch(engine, kind, str(tmp_path))
+    expected = alone(kind)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(engine_worker.RANKS)]
     for counts in zip(*(rank["counts"].values() for rank in ranks)):
         assert (counts[0] > 0).all() and (counts[1] == 0).any()  # idle on one rank, busy on the other

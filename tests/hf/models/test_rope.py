@@ -9,7 +9,7 @@ from moe_runtime.hf.models.configuration import legacy_rope, write_legacy_rope
 from tests.hf import tiny
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e5}
-CASES = [(model_type, None) for model_type in tiny.ALL] + [
+CASES = [(model_type, None) for model_type in tiny.EVERY] + [
     ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}),
     ("qwen2", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}),
     ("phi", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5, "partial_rotary_factor": 0.25}),

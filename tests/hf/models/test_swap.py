@@ -32,7 +32,7 @@ def first_expert(module) -> dict[str, torch.Tensor]:
     return {name: weight[0].clone() for name, weight in module.experts.named_parameters()}
 
 
-@pytest.mark.parametrize("model_type", tiny.ALL)
+@pytest.mark.parametrize("model_type", tiny.EVERY)
 def test_upcycled_is_dense_and_comes_back_dense(model_type, tmp_path):
     model = tiny.dense(model_type)
     want, config = tiny.logits(model), model.config.to_dict()

@@ -227,3 +227,41 @@ def test_what_cannot_train_is_refused_and_the_model_is_unchanged(selection, sett
     with pytest.raises(ValueError, match=match):
         adapted(selection=selection, model=model, **settings)
     assert [name for name, _ in model.named_parameters()] == names
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_stock_peft_loads_trains_and_merges_whole_experts(family, tmp_path):
+    """esft.save_peft: an adapter of whole experts as copies of modules; with it comes AutoPeftModel."""
+    stock(family).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    esft.train_only(base, CHOSEN)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.add_(0.1 if parameter.requires_grad else 0)
+    want = base.eval()(**batch()).logits
+    esft.save_adapter(base, tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before = {name: (p.requires_grad, p.detach().clone()) for name, p in model.named_parameters()}
+    esft.save_peft(model, tmp_path / "adapter", tmp_path / "peft")
+    after = {name: (p.requires_grad, p) for name, p in model.named_parameters()}
+    assert all(after[name][0] == flag and torch.equal(after[name][1], weight) for name, (flag, weight) in before.items())
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft", is_trainable=True).eval()
+    torch.testing.assert_close(loaded(**batch()).logits, want)
+    assert experts.patch(loaded) == 2 * len(CHOSEN.experts)  # the copies, and what they stand for
+    torch.testing.assert_close(loaded(**batch()).logits, want)
+    loaded(**batch()).loss.backward()
+    trained = {
+        name.split(".modules_to_save.")[0] for name, p in loaded.named_parameters() if p.grad is not None and p.grad.any()
+    }
+    paths = {f"base_model.model.model.layers.{layer}.mlp.experts" for layer in CHOSEN.experts}
+    assert {name for name in trained if "lora_" not in name} == paths
+    torch.testing.assert_close(loaded.merge_and_unload()(**batch()).logits, want)
+
+
+def test_an_adapter_of_everything_is_no_adapter(tmp_path):
+    model = stock()
+    esft.train_only(model, CHOSEN, non_expert_modules=True)
+    esft.save_adapter(model, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="adapter changes every linear layer, so it is a whole model. Use esft merge"):
+        esft.save_peft(stock(), tmp_path / "adapter", tmp_path / "peft")
+    assert not (tmp_path / "peft").exists()

@@ -199,23 +199,6 @@ def test_the_recipe_of_the_docs_is_one(made, tmp_path):
     assert recipe.fft.learning_rate == plain.fft.learning_rate and recipe.esft.weight_decay == plain.esft.weight_decay
 
 
-@pytest.mark.parametrize("changes, says", [
-    pytest.param({"tasks__sums__train": "none.jsonl"}, "Data 'none.jsonl' does not exist", id="no-data"),
-    pytest.param({"tasks__sums__held_out_rows": 48}, "leaves no training examples: the data has 48", id="all-held"),
-    pytest.param({"max_length": 2}, "No example has a token to train on within max_length .2", id="short"),
-    pytest.param({"base_model": "./none"}, "base_model './none'", id="no-base"),
-    pytest.param({"esft__warmup_steps": 4}, "warmup_steps must be below the 4 steps of the training, but got 4", id="warmup"),
-    pytest.param({"esft__optimizer": "adam"}, "optimizer must be one of adamw_torch", id="optimizer"),
-    pytest.param({"esft__per_device_batch_size": 3}, "per_device_batch_size .3. times 1 processes", id="batch"),
-])  # fmt: skip
-def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, changes, says):
-    recipe = load_recipe(write_study(tmp_path)).change(**changes)
-    with pytest.raises(ValueError, match=says):
-        Stages(recipe, tmp_path / "out", say=lambda text: None).scores("sums")
-    left = [path.name for path in (tmp_path / "out").glob("*") if path.name != ".locks"]
-    assert all(name.startswith(("data-", "base-")) and ".tmp" not in name for name in left)
-
-
 KILLED = """
 import sys
 from moe_runtime.methods.esft.study import Stages

@@ -202,6 +202,8 @@ def test_overlap_and_sample_size(recipe, out):
     pytest.param("mix-data", {"ratios": (-1.0,)}, "mix must be a number of at least 0", id="mix"),
     pytest.param("sample-size", {"sizes": (0,)}, "sizes must be an integer of at least 1", id="sizes"),
     pytest.param("overlap", {"top": 0}, "top must be an integer of at least 1", id="top"),
+    pytest.param("frontier", {"factors": (0.0, 1.0)}, "factor must be a number above 0, but got 0", id="factor"),
+    pytest.param("frontier", {"depths": (0.1, 0.1)}, "depth must have one or more different values", id="depth twice"),
 ])  # fmt: skip
 def test_bad_input_trains_nothing(command, options, match, recipe, tmp_path):
     with pytest.raises(ValueError, match=match):
@@ -229,6 +231,26 @@ def other(report: EsftReport, change, **fields) -> EsftReport:
     entries = [Entry(entry.name, change(entry)) for entry in report.entries]
     names = ("command", "title", "source", "settings", "seeds", "reference", "summary", "extra")
     return EsftReport(entries=entries, **{name: getattr(report, name) for name in names} | fields)
+
+
+def test_tasks_that_a_model_answers_have_a_column(recipe, out):
+    report, _ = make("main", recipe, out, overwrite=True)
+    assert not report.solved and "exact match" in report.legend() and "0 on sums, words" in report.legend()
+
+    def solved(entry) -> list:
+        (one,) = entry.results
+        flags = [int(entry.name == "LoRA")] * 9 + [0] * 3
+        tasks = one.tasks | {"sums": one.tasks["sums"]._replace(exact=flags)}
+        return [one._replace(tasks=tasks, exact=flags + one.tasks["words"].exact)]
+
+    some = other(report, solved)
+    columns, rows = [name for name, _ in some.columns()], {row[0]: row for row in some.rows()}
+    assert columns[1:5] == ["sums", "words", "exact sums", "all tasks"] and {len(row) for row in rows.values()} == {
+        len(columns)
+    }
+    assert rows["LoRA"][3] == "0.750+" and rows["FFT"][3] == "0.000" and "0 on words" in some.legend()
+    values = some.to_dict()["methods"][2]
+    assert values["seeds"][0]["tasks"]["sums"]["exact_match"] == 0.75 and values["exact_match"] == 0.375
 
 
 def test_two_seeds_have_a_spread(recipe, out, tmp_path):

@@ -25,11 +25,18 @@ def test_the_paper_s_settings_are_shipped():
 
 def test_the_tiny_study_needs_no_file():
     recipe = load_recipe("tiny")
-    assert shipped_recipes("ultrafuser") == ["tiny", "ultrafuser-13b"]
+    assert shipped_recipes("ultrafuser") == ["sums", "tiny", "ultrafuser-13b"]
     assert {domain.train for domain in recipe.domains.values()} == set(DOMAINS)
     assert len(set(recipe.templates)) == 3 and recipe.pretrain is not None
     assert [recipe.domain_of(name) for name in recipe.specialists] == list(recipe.domains)
     assert len({domain.limit for domain in recipe.domains.values()}) == 3  # or balance would change nothing
+
+
+def test_a_specialist_may_have_steps_of_its_own():
+    recipe = load_recipe("sums")
+    assert [recipe.training_of(name).steps for name in recipe.specialists] == [recipe.specialists["sums"].steps, 160, 160]
+    assert recipe.training_of("sums") == recipe.specialist.change(steps=recipe.specialists["sums"].steps)
+    assert recipe.pretrain.split_digits and len(set(recipe.templates)) == 1
 
 
 def test_a_recipe_comes_back_from_its_values():
@@ -54,6 +61,7 @@ A, B = VALUES["specialists"].values()
     pytest.param({"specialists": {"a": A}}, "specialists must have at least 2, but got a", id="one specialist"),
     pytest.param({"specialists": {"a": A, "b/c": B}}, "specialists must be named with letters", id="name"),
     pytest.param({"specialists": {"a": A, "c": B}}, "specialists.c.domain must be one of a, b", id="no domain"),
+    pytest.param({"specialists": {"a": A, "b": B | {"model": "m", "steps": 9}}}, "but steps is 9. Set one", id="two"),
     pytest.param({"base_model": None}, "a model are a, b and given is specialist. Set one of", id="no base"),
     pytest.param({"specialist": None}, "Set one of base_model and pretrain, and specialist", id="no training"),
     pytest.param(

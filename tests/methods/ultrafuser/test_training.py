@@ -77,7 +77,7 @@ def test_losses_are_taken_after_the_steps_that_are_asked_for(tmp_path):
 
 def test_losses_and_weights_of_rows_are_the_formula_s():
     model = make()
-    losses, tokens = fuser_losses(model, rows(), collator=encoder().collate, batch_size=5)
+    losses, tokens, _ = fuser_losses(model, rows(), collator=encoder().collate, batch_size=5)
     found = gate_weights(model, rows(), collator=encoder().collate, batch_size=5)
     assert tokens == [len(row["response_ids"]) for row in rows()] == [*map(len, found)]
     for row, loss, weight in zip(rows(), losses, found, strict=True):

@@ -1,6 +1,7 @@
 """moe_runtime.methods.xft.baselines: EWA from the dense model back to it, in memory and by folders; the registry's calls."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,27 @@ def test_some_layers_only_and_other_alphas(tmp_path):
     one = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert torch.equal(one.model.layers[1].mlp.down_proj.weight, first)
     assert torch.equal(xft.merge(model, alpha=[1.0, 0.0, 0.0]).model.layers[1].mlp.down_proj.weight, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_averages_of_the_weights_over_the_steps(dtype):
+    model, averages = tiny.dense("llama").to(dtype), baselines.WeightAverages(decay=0.3)
+    weight, seen, total = model.model.layers[1].mlp.up_proj.weight, [], 6
+    averages.on_train_begin(None, None, None, model=model)
+    for step in range(1, total + 1):
+        with torch.no_grad():
+            weight.add_(torch.randn_like(weight))
+        seen.append(weight.detach().double())
+        averages.on_step_end(None, SimpleNamespace(global_step=step, max_steps=total), None, model=model)
+    ema = seen[0]
+    for step in range(2, total + 1):
+        keep = min(0.3, step / (9 + step))
+        ema = keep * ema + (1 - keep) * seen[step - 1]
+    for name, expected in (("ema", ema), ("swa", sum(seen[3:]) / 3)):
+        found = averages.models[name].module
+        assert torch.allclose(found.model.layers[1].mlp.up_proj.weight.double(), expected, rtol=1e-5, atol=1e-6), name
+        assert {p.dtype for p in found.parameters()} == {torch.float32}
+    assert torch.equal(weight.double(), seen[-1])
 
 
 # the registry

@@ -16,11 +16,11 @@ SMALL = {"base_model": "folder", "sft": TRAINING, "tune": TRAINING, "mix": TRAIN
 REAL = ("deepseek-coder-1.3b", "stablecode-3b", "tinyllama-1.1b")
 
 
-def test_seven_recipes_are_shipped():
-    assert shipped_recipes("xft") == sorted([*REAL, "demo", "demo-tiny", "smollm2", "tiny"])
+def test_eight_recipes_are_shipped():
+    assert shipped_recipes("xft") == sorted([*REAL, "demo", "demo-tiny", "overfit", "smollm2", "tiny"])
 
 
-@pytest.mark.parametrize("name", [*REAL, "demo", "demo-tiny", "smollm2", "tiny"])
+@pytest.mark.parametrize("name", [*REAL, "demo", "demo-tiny", "overfit", "smollm2", "tiny"])
 def test_a_shipped_recipe_survives_its_dict(name):
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.method == "xft"

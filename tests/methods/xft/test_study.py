@@ -8,7 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from moe_runtime.experiments.stages import files_print, made_once
-from moe_runtime.hf.models.tiny import train_tokenizer
+from moe_runtime.hf.dropin.replay import record_routing
+from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
+from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.fit import mean_loss, row_losses
 from moe_runtime.io.files import read_json
 from moe_runtime.methods import xft
@@ -132,6 +134,62 @@ def test_rows_to_learn_mixing_on_are_held_back_from_tuning_alone(made):
     assert stages.base() == made.base and moe.folder != made.moe.folder and mixed.alpha != made.mix.alpha
     with pytest.raises(ValueError, match="mix_rows .32. leaves no training examples"):
         Stages(recipe.change(mix_rows=32), made.stages.out).base()
+
+
+@pytest.fixture
+def joined(tmp_path, monkeypatch) -> Stages:
+    return joined_stages(tmp_path, monkeypatch)
+
+
+def joined_stages(tmp_path: Path, monkeypatch) -> Stages:
+    """Stages on a joined source of made-up rows, some of which are too long to keep, with two experts per token."""
+    words = {"code": "def", "prose": "once", "arithmetic": "1 + 1"}
+    long = "x" * 99
+    part = [{"prompt": f"{word} {i} {long * (i % 5 == 3)}", "completion": word} for i in range(12) for word in words.values()]
+    monkeypatch.setitem(xft_study.SOURCES, "+".join(words), lambda: (part[:24], part[24:]))
+    changes = {"data__train": "+".join(words), "data__limit": 18, "data__held_out_rows": 5, "data__validation_rows": 3}
+    recipe = make_recipe(tmp_path, experts={"num_experts": 4, "top_k": 2}, **changes)
+    return Stages(recipe, tmp_path / "out", say=lambda text: None)
+
+
+def test_the_domains_of_a_joined_source(joined):
+    begins = {"def": 0, "onc": 1, "1 +": 2}
+    for part in ("train", "held_out", "validation"):
+        texts = joined.tokenizer.batch_decode([*joined.part(part)["input_ids"]], skip_special_tokens=True)
+        assert joined.domains_of(part) == [begins[text[:3]] for text in texts]
+        assert joined.part(part).column_names == ["input_ids", "labels"]
+    base = joined.base()
+    ordered = joined.by_domain(base)
+    places = joined.domains_of("held_out")
+    assert list(ordered.rows) == list(joined.domains) and sum(ordered.rows.values()) == len(places) == 5
+    start = 0
+    for place, count in enumerate(ordered.rows.values()):
+        of_domain = [loss for loss, found in zip(base.losses, places) if found == place]
+        assert ordered.losses[start : start + count] == of_domain
+        start += count
+
+
+def test_tuning_by_domain_trains_the_expert_of_the_domain_alone(joined):
+    model = AutoModelForCausalLM.from_pretrained(joined.base().folder)
+    xft.upcycle(model, num_experts=4, top_k=2)
+    stack = model.model.layers[1].mlp.experts.down_proj
+    rows = [row for row, place in zip(joined.train_rows, joined.domains_of("train")) if place == 1]
+    batch = pair_collator(joined.tokenizer)(rows)
+    with xft_study.routed_by_domain(model, joined._known_domains()), record_routing(model) as record:
+        model(**batch).loss.backward()
+    assert all((ids == torch.tensor([2, 0])).all() for calls in record.ids.values() for ids in calls)
+    assert [bool(grad.any()) for grad in stack.grad] == [True, False, True, False]
+    moe, own = joined.moe(by_domain=True), joined.moe()
+    assert moe.folder != own.folder and moe.losses != own.losses and moe.validation != moe.loss
+    model = ranks.load_model(moe.folder, "float32")
+    assert mean_loss(*row_losses(model, joined.held_out, joined.tokenizer)) == pytest.approx(moe.loss)
+
+
+def test_averages_of_an_sft(made):
+    sft = made.stages.sft(averages=True)
+    ema, swa = (made.stages.average(sft, kind) for kind in ("ema", "swa"))
+    assert sft.losses == made.sft.losses and sft.folder != made.sft.folder and len({sft.loss, ema.loss, swa.loss}) == 3
+    assert ema.total_seconds == sft.seconds and weights(swa).keys() == weights(sft).keys()
 
 
 def test_validation_rows_choose_the_best_step_and_judge_nothing(tmp_path):
@@ -271,22 +329,6 @@ def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     exec(compile(code, "docs/recipes.md", "exec"), names)
     assert names["merged"].folder.is_relative_to("runs/xft")
     assert "held-out loss" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("changes, says", [
-    pytest.param({"data__train": "none.jsonl"}, "Data 'none.jsonl' does not exist", id="no-data"),
-    pytest.param({"data__held_out_rows": 40}, "held_out_rows .40. leaves no training examples: the data has 40", id="all-held"),
-    pytest.param({"data__max_length": 2}, "No example has a token to train on within max_length .2", id="short"),
-    pytest.param({"base_model": "./none"}, "base_model './none'", id="no-base"),
-    pytest.param({"tune__warmup_steps": 6}, "warmup_steps must be below the 6 steps of the training, but got 6", id="warmup"),
-    pytest.param({"mix__optimizer": "adam"}, "optimizer must be one of adamw_torch", id="optimizer"),
-    pytest.param({"tune__per_device_batch_size": 3}, "per_device_batch_size .3. times 1 processes", id="batch"),
-])  # fmt: skip
-def test_a_wrong_value_is_one_error_and_leaves_nothing_half_done(tmp_path, changes, says):
-    with pytest.raises(ValueError, match=says):
-        Stages(make_recipe(tmp_path, **changes), tmp_path / "out", say=lambda text: None).moe()
-    left = [path.name for path in (tmp_path / "out").glob("*") if path.name != ".locks"]
-    assert all(name.startswith(("data-", "base-")) and ".tmp" not in name for name in left)
 
 
 KILLED = """

@@ -15,6 +15,7 @@ from moe_runtime.methods.xft import routing_study as xft_routing_study
 from moe_runtime.methods.xft import tables as xft_tables
 from moe_runtime.methods.xft.recipe import load_recipe
 from moe_runtime.methods.xft.study import Result
+from tests.methods.xft.test_study import joined_stages
 from tests.support.dist_launch import killed, times
 from tests.support.xft_study import write_study
 
@@ -85,6 +86,36 @@ def test_again_is_instant_and_equal(recipe, out):
     assert time.perf_counter() - start < 10 and times(out) == written
     assert second.rows() == first.rows() and second.summary == first.summary
     assert not any("steps in" in line for line in said)
+
+
+@pytest.mark.slow
+def test_the_experiments_of_few_examples(tmp_path, monkeypatch):
+    stages = joined_stages(tmp_path, monkeypatch)
+    report, _ = make("overfit", stages.recipe, stages.out)
+    rates, kinds = ("0.0015", "0.003", "0.006"), ("SFT", "EMA", "SWA", "MoE", "XFT")
+    names = [f"{kind}, {rate}" for rate in rates for kind in kinds]
+    assert [entry.name for entry in report.entries] == names + [f"XFT, 0.003, lambda {rate}" for rate in ("0", "0.25", "0.5")]
+    assert report.reference == "SFT, 0.003" and list(report.domains) == ["code", "prose", "arithmetic"]
+    by_validation = {
+        kind: min((f"{kind}, {rate}" for rate in rates), key=lambda name: report.entry(name).results[0].validation)
+        for kind in kinds
+    }
+    others = ("SFT", "EMA", "SWA")
+    said = [f"{kind}, {rate} against XFT, {rate}" for rate in rates for kind in others]
+    said += [f"{by_validation[kind]} against {by_validation['XFT']}" for kind in others]
+    assert [line.partition(":")[0] for line in report.summary if " against " in line] == said
+    written = times(stages.out)
+    report, _ = make("mix-rows", stages.recipe, stages.out)
+    assert all(times(stages.out)[name] == when for name, when in written.items())
+    four = "INIT", "learned, own", "INIT, fewer", "learned, held back"
+    assert [entry.name for entry in report.entries] == [
+        "SFT",
+        *(f"by {way}: {n}" for way in ("router", "domain") for n in four),
+    ]
+    assert len(report.summary) == 12 and min(report.extra["largest_move_of_alpha"].values()) > 0
+    assert report.entry("SFT").results[0].losses == stages.by_domain(stages.sft(averages=True)).losses
+    with_one_domain, _ = make("mix-rows", stages.recipe.change(data__train=str(tmp_path / "rows.jsonl")), tmp_path / "other")
+    assert len(with_one_domain.entries) == 5
 
 
 def test_the_numbers_are_the_models(recipe, out):

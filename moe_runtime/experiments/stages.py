@@ -393,6 +393,7 @@ def domain_documents(pretrain: Pretrain, sources: Iterable[str]) -> list[str]:
     Code's are the standard library's source. Where no source is built in, all built-in domains are read. The recipe's
     `domains` says instead which are read, and how many of each.
     """
-    names = [name for name in SOURCES if name in set(sources)] or list(DOMAINS)
+    known = set(sources)
+    names = [name for name in SOURCES if name in known] or list(DOMAINS)
     counts = pretrain.domains or dict.fromkeys(names, pretrain.documents and max(pretrain.documents // len(names), 1))
     return [text for name, count in counts.items() for text in domain_text(name, limit=count)]

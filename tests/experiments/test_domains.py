@@ -1,11 +1,13 @@
 """moe_runtime.experiments.corpora: three kinds of rows, the same on every call, and nothing held out in what is trained on."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from moe_runtime.experiments import corpora
 from moe_runtime.experiments.corpora import DOMAINS, domain_rows, domain_text, domains_key
+from moe_runtime.experiments.stages import domain_documents
 
 
 @pytest.mark.slow
@@ -123,3 +125,9 @@ def test_bad_input_is_one_error(call):
         call("law")
     with pytest.raises(ValueError, match="limit must be an integer of at least 1"):
         call("code", limit=0)
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+def test_a_base_is_made_of_every_built_in_source_that_is_named(kind):
+    documents = domain_documents(SimpleNamespace(documents=4), kind(["mine.jsonl", "steps", "sums"]))
+    assert documents == [text for name in ("sums", "steps") for text in domain_text(name, limit=2)]

@@ -272,15 +272,16 @@ class MixingCallback(TrainerCallback):
         self._layers = dict(zip(layer_names(list(layers)), layers.values(), strict=True))
         self._first = self._alphas()
 
-    def _alphas(self) -> torch.Tensor:
-        rates = [(one, None if one.soup else one.shared_rate) for one in self._layers.values()]
-        return torch.stack([mixing(whole(one.mixing_logits), rate) for one, rate in rates])  # [L, E]
+    def _alphas(self) -> torch.Tensor | None:
+        """Return the coefficients [L, E]; None while ZeRO-3 has partitioned the logits."""
+        layers = [(whole(one.mixing_logits), None if one.soup else one.shared_rate) for one in self._layers.values()]
+        return torch.stack([mixing(*layer) for layer in layers]) if all(len(logits) for logits, _ in layers) else None
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Add the coefficients to a training log."""
-        if logs is None or "loss" not in logs:
+        if logs is None or "loss" not in logs or (alphas := self._alphas()) is None:
             return
-        alphas = self._alphas()
+        self._first = alphas if self._first is None else self._first
         values = {f"mixing/alpha/{e}": alpha for e, alpha in enumerate(alphas.mean(0).tolist())}
         values["mixing/max_change"] = (alphas - self._first).abs().max().item()
         if self.per_layer:

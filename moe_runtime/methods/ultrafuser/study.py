@@ -102,7 +102,7 @@ MODEL = "model"  # in OUT: a link to the model that `run` made last
 class Stages(KeptStages):
     """The stages of one recipe and one seed."""
 
-    FORMAT = 1
+    FORMAT = 2
     Recipe = FuserRecipe
     result = Judged
 

@@ -125,5 +125,10 @@ def test_each_layer_has_its_coefficients_and_another_model_has_none(tmp_path):
         alphas
     )
     assert sum(isinstance(callback, MixingCallback) for callback in trainer.callback_handler.callbacks) == 1
+    callback = next(one for one in trainer.callback_handler.callbacks if isinstance(one, MixingCallback))
+    for layer in callback._layers.values():
+        layer.mixing_logits.data = torch.empty(0)  # as under ZeRO-3
+    callback.on_log(None, trainer.state, None, logs=(logs := {"loss": 1.0}))
+    assert logs == {"loss": 1.0}
     with pytest.raises(ValueError, match="LlamaForCausalLM has no mergeable layers. Call xft.to_mergeable first"):
         MixingCallback().on_train_begin(None, None, None, model=tiny.dense("llama"))

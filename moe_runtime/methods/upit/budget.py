@@ -129,4 +129,6 @@ def _means(entry: Entry) -> dict[int, float]:
 
 def draw(report: Report):
     """Plot the losses on the way of the methods that tell the most."""
-    return plots.curves(replace(report, entries=[entry for entry in report.entries if entry.name in DRAWN]))
+    figure = plots.curves(replace(report, entries=[entry for entry in report.entries if entry.name in DRAWN]))
+    figure.axes[0].margins(y=0.25)  # room for the legend
+    return figure

@@ -129,5 +129,5 @@ def test_bad_input_is_one_error(call):
 
 @pytest.mark.parametrize("kind", [list, iter])
 def test_a_base_is_made_of_every_built_in_source_that_is_named(kind):
-    documents = domain_documents(SimpleNamespace(documents=4), kind(["mine.jsonl", "steps", "sums"]))
+    documents = domain_documents(SimpleNamespace(documents=4, domains=None), kind(["mine.jsonl", "steps", "sums"]))
     assert documents == [text for name in ("sums", "steps") for text in domain_text(name, limit=2)]

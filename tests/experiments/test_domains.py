@@ -131,3 +131,8 @@ def test_bad_input_is_one_error(call):
 def test_a_base_is_made_of_every_built_in_source_that_is_named(kind):
     documents = domain_documents(SimpleNamespace(documents=4, domains=None), kind(["mine.jsonl", "steps", "sums"]))
     assert documents == [text for name in ("sums", "steps") for text in domain_text(name, limit=2)]
+
+
+def test_a_base_is_made_of_as_many_documents_of_each_domain_as_the_recipe_says():
+    documents = domain_documents(SimpleNamespace(documents=4, domains={"sums": 3, "arithmetic": 1}), ["code"])
+    assert documents == domain_text("sums", limit=3) + domain_text("arithmetic", limit=1)

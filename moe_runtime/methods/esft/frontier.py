@@ -5,8 +5,8 @@ t_i and the loss of general row r is g_i[r]. Where the task loss first reaches t
 
     g[r] = (1 - w) g_{i-1}[r] + w g_i[r]      w = (t_{i-1} - t) / (t_{i-1} - t_i),  t_{i-1} > t >= t_i
 
-All trainings take the same number of steps. A method's rate is chosen for each depth on validation rows; the table, its tests
-and the picture are of held-out rows.
+All trainings take the same number of steps. For each depth, validation rows choose among a method's rates that reach it with
+every seed; the table, its tests and the picture are of held-out rows.
 """
 
 import functools
@@ -120,12 +120,13 @@ class Frontier(Finding):
     def __post_init__(self):
         self.chosen, self.comparisons = {}, {}
         for depth in self.depths:
-            best = {
-                name: min(ladder, key=lambda one: general_at(one, depth, "validation")) for name, ladder in self.ladders.items()
+            deep = {
+                name: [one for one in ladder if math.isfinite(sum(general_at(one, depth, of) for of in KINDS))]
+                for name, ladder in self.ladders.items()
             }
-            chosen = {name: one for name, one in best.items() if math.isfinite(sum(general_at(one, depth, of) for of in KINDS))}
+            chosen = {name: min(of, key=lambda one: general_at(one, depth, "validation")) for name, of in deep.items() if of}
             losses = {name: [course.at(depth, "held_out") for course in one.results] for name, one in chosen.items()}
-            tokens = best[TOKEN].results[0].tokens[f"{GENERAL}-held_out"]
+            tokens = self.ladders[TOKEN][0].results[0].tokens[f"{GENERAL}-held_out"]
             self.chosen[depth] = chosen
             self.comparisons[depth] = compare(losses, TOKEN, tokens) if TOKEN in losses else []
 
@@ -160,7 +161,8 @@ class Frontier(Finding):
         first, parts = self.ladders[TOKEN][0].results[0], (f"{of}-held_out" for of in ("task", GENERAL))
         task, general = (f"{len(first.tokens[of])} held-out rows, base {first.means(of)[0]:.4f}" for of in parts)
         return (
-            f"{self.task}: {task}; general text: {general}; loss per label token; {over_seeds(self.seeds)}.\n"
+            f"{self.task}: {task}; general text: {general}; loss per label token; "
+            f"{over_seeds(self.seeds).replace(' ± sd', '')}.\n"
             "-d: general loss where the task loss is first d below the base's; *: the rate that validation rows choose; - and\n"
             f"+: lower and higher than {TOKEN}'s by Wilcoxon over the rows (level {LEVEL:g}, corrected by Holm for a column).\n"
             "task, exact match, general: at the end of the training."

@@ -3,6 +3,7 @@
     SFT                        sft.epochs + post.epochs of dense tuning, one schedule, that of post; SWA of its checkpoints
     Upcycle_PT                 the same epochs and schedule, all of them as a mixture
     UpIT, Upcycle_SFT          as in the recipe, with its schedule of stage 1
+    stage 1 annealed           with post's schedule in stage 1 too
     two equal schedules        half of the epochs in each stage, both with post's schedule
     an expert per domain       stage 1 is one tuning per domain, each on its own rows; its last checkpoint is the expert
 
@@ -27,7 +28,7 @@ from moe_runtime.methods.upit.experts import saved_experts
 from moe_runtime.methods.upit.study import Pool
 
 SFT, SWA, PT, COPIES, UPIT = "SFT", "SFT, SWA", "Upcycle_PT", "Upcycle_SFT", "UpIT"
-EQUAL, BRANCHES = f"{UPIT}, two equal schedules", f"{UPIT}, an expert per domain"
+ANNEALED, EQUAL, BRANCHES = f"{UPIT}, stage 1 annealed", f"{UPIT}, two equal schedules", f"{UPIT}, an expert per domain"
 DRAWN = (SFT, PT, COPIES, UPIT, EQUAL)
 
 
@@ -91,7 +92,7 @@ def make(process: Run) -> dict:
         yield SWA, one.averaged(sft)
         yield PT, one.upcycled("pt")
         yield COPIES, _after(stages.prepared("ffn"), stages.upcycled("sft"))
-        for name, changes in {UPIT: {}, EQUAL: equal}.items():
+        for name, changes in {UPIT: {}, ANNEALED: annealed, EQUAL: equal}.items():
             changed = stages.change(**changes)
             yield name, _after(changed.prepared("ffn"), changed.upit("ffn"))
         if len(recipe.domains) == recipe.experts.num_experts:
@@ -128,4 +129,6 @@ def _means(entry: Entry) -> dict[int, float]:
 
 def draw(report: Report):
     """Plot the losses on the way of the methods that tell the most."""
-    return plots.curves(replace(report, entries=[entry for entry in report.entries if entry.name in DRAWN]))
+    figure = plots.curves(replace(report, entries=[entry for entry in report.entries if entry.name in DRAWN]))
+    figure.axes[0].margins(y=0.25)  # room for the legend
+    return figure

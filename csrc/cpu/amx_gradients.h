@@ -60,7 +60,7 @@ inline void lay_turned(const At& at, int64_t columns, int64_t length, bf16* out)
 // floats of a thread's panels that so many columns of so many elements take, with their sums of `kept` rows
 constexpr int64_t floats_of(int64_t elements, int64_t columns, int64_t kept) { return (columns + BROADER) * elements / 2 + kept * columns; }
 static_assert(floats_of(TiledBackward::LONG, TiledBackward::PANELS * PANEL, 0) <= ExpertsBackward::WEIGHTS, "dh and dx");
-static_assert(floats_of(TiledBackward::LONG, TiledBackward::PANELS_OF_LONGER * PANEL, Experts::PIECE) <= ExpertsBackward::WEIGHTS, "");
+static_assert(floats_of(TiledBackward::LONG, TiledBackward::PANELS_OF_LONGER * PANEL, Experts::PIECE) <= ExpertsBackward::WEIGHTS, "longer sums");
 static_assert(floats_of(TiledBackward::PART, ExpertsBackward::WIDE, ExpertsBackward::HIGH) <= ExpertsBackward::WEIGHTS, "dw");
 
 // Sums over `length` elements, `elements` at a time, of 32 of the `rows`, which lay(m, k, depth, tiles) lays out, and 32 of the

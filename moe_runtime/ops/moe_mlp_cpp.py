@@ -234,13 +234,8 @@ def _with_router(grads: Gradients, dx, dweight, router) -> Gradients:
 
 def _back_in_one_call(experts: Experts, offsets, into: Gradients) -> bool:
     """Whether one call of the library is to do the backward pass: as in the forward pass, without biases."""
-    rows = offsets.diff()
-    if (
-        experts.up_bias is not None
-        or experts.down_bias is not None
-        or not rows.numel()
-        or not _in_one_call(experts, int(rows.max()))
-    ):
+    rows, has_bias = offsets.diff(), experts.up_bias is not None or experts.down_bias is not None
+    if has_bias or not rows.numel() or not _in_one_call(experts, int(rows.max())):
         return False
     return all(old is None or (old.dtype == experts.up.dtype and old.stride(2) == 1) for old in (into.up, into.down))
 

@@ -280,7 +280,7 @@ FLOWS = {
     "docs/real-model.md": Flow(
         (real,),
         {
-            "data tasks tasks": "data tasks tasks --train 12 --held-out 4", "--train 800": "--train 48",
+            "data tasks tasks": "data tasks tasks --train 12 --held-out 4", "--train 400": "--train 48",
             "eval runs/": "eval --max-new-tokens 4 runs/", "--seeds 3": "--seeds 1",
         },
     ),

@@ -52,15 +52,16 @@ def verdicts(tmp_path_factory):
     marked = tmp_path_factory.mktemp("run_code") / "marked"
     marked.write_text("mine")
     texts = [*HARMLESS.values(), *(text.replace("{marked!r}", repr(str(marked))) for text, _ in HARMFUL.values())]
-    names = [*HARMLESS, *HARMFUL]
-    found = {}
-    # only those that are to reach the limit on CPU time get a low one, as starting Python takes long on a busy machine
-    for seconds, chosen in [(1, ["loops", "sleeps"]), (10, [name for name in names if name not in ("loops", "sleeps")])]:
-        seen = []
-        programs = [texts[names.index(name)] for name in chosen]
-        options = {"seconds": seconds, "memory": 512 << 20, "progress": lambda done, total: seen.append((done, total))}
-        found.update(zip(chosen, run_programs(programs, **options), strict=True))
-        assert sorted(seen) == [(i + 1, len(chosen)) for i in range(len(chosen))]
+    programs = dict(zip([*HARMLESS, *HARMFUL], texts, strict=True))
+    # a low limit on CPU time only for those that are to reach it, as starting Python takes long on a busy machine
+    slow = {name: programs.pop(name) for name in ("loops", "sleeps")}
+    found, seen = {}, []
+    for seconds, chosen in ((1, slow), (10, programs)):
+        verdicts = run_programs(
+            list(chosen.values()), seconds=seconds, memory=512 << 20, progress=lambda done, total: seen.append((done, total))
+        )
+        found.update(zip(chosen, verdicts, strict=True))
+    assert sorted(seen) == sorted((i + 1, len(chosen)) for chosen in (slow, programs) for i in range(len(chosen)))
     assert marked.read_text() == "mine" and marked.stat().st_mode & 0o777 and os.listdir(marked.parent) == ["marked"]
     return found
 

@@ -224,7 +224,7 @@ def test_help_and_version_start_without_torch(arguments):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout
     # CPU time: a busy machine is no slow start. 0.15 s where it was written
-    assert float(done.stderr) < 0.5, done.stderr
+    assert float(done.stderr) < 1, done.stderr
 
 
 def test_version():

@@ -130,7 +130,7 @@ def test_shapes_beyond_the_file_take_no_memory_and_no_time(tmp_path, shape):
     header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0 if 0 in shape else 2**42]}}
     begin = time.process_time()
     judge(tmp_path, joined(json.dumps(header).encode(), b""))
-    assert time.process_time() - begin < 0.5
+    assert time.process_time() - begin < 2
 
 
 def write_shards(folder: Path) -> dict:

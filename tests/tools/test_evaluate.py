@@ -293,7 +293,7 @@ def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
         return form.format(body)
 
     bodies = BODIES if prompt == "chat" else {name: body for name, body in BODIES.items() if name != "loops"}
-    report = scripted({n: lambda text, b=b: answer(text, b) for n, b in bodies.items()}, tasks, prompt=prompt, code_seconds=1)
+    report = scripted({n: lambda text, b=b: answer(text, b) for n, b in bodies.items()}, tasks, prompt=prompt, code_seconds=3)
     scores = {(score.task, score.model): score.score for score in report.scores}
     assert scores == {(task, name): float(name == "right") for task in ("humaneval", "mbpp") for name in bodies}
     assert {score.metric for score in report.scores} == {"pass@1"}

@@ -233,8 +233,9 @@ def small_table(command: str, folder: str) -> dict[str, str]:
 
 
 def mine(folder: Path) -> None:
-    """An XFT recipe of one's own."""
-    shutil.copy(folder / "xft" / "study.yaml", folder / "mine.yaml")
+    """The study as a recipe of one's own."""
+    (study,) = folder.glob("*/study.yaml")
+    shutil.copy(study, folder / "mine.yaml")
 
 
 def theirs(folder: Path) -> None:
@@ -269,6 +270,7 @@ FLOWS = {
     "docs/esft.md": Flow(
         (law, study("esft")), {"esft train": "esft train --steps 2 --batch-size 4"} | small_table("esft main", "esft")
     ),
+    "docs/esft-tables.md": Flow((study("esft"), mine), {"--seeds 1": "--recipe esft/study.yaml", "esft main": "esft counts"}),
     "docs/evaluation.md": Flow(
         (evaluated,),
         {
@@ -276,7 +278,6 @@ FLOWS = {
             "--out runs/": "--max-new-tokens 4 --out runs/",
         },
     ),
-    "docs/limits.md": Flow(),
     "docs/real-model.md": Flow(
         (real,),
         {
@@ -287,10 +288,13 @@ FLOWS = {
     "docs/performance.md": Flow(smaller={"--only layer,step": "--only merging --tiny --out bench.json"}),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
     "docs/serving.md": Flow((base,)),
-    "docs/start.md": Flow((base,)),
+    "docs/start.md": Flow(),
     "docs/troubleshooting.md": Flow(),
-    "docs/ultrafuser-tables.md": Flow((specialists,)),
+    "docs/ultrafuser-tables.md": Flow(
+        (specialists, study("fuser")), {"weights --seeds 1": "weights --seeds 1 --recipe fuser/study.yaml"}
+    ),
     "docs/ultrafuser.md": Flow((specialists, study("fuser"), three_domains), small_table("ultrafuser ablate", "fuser")),
+    "docs/upit-tables.md": Flow((study("upit"), mine), {"router --seeds 1": "router --seeds 1 --recipe upit/study.yaml"}),
     "docs/upit.md": Flow((checkpoints, study("upit")), small_table("upit main", "upit")),
     "docs/xft-official.md": Flow((theirs,)),
     "docs/xft-tables.md": Flow((study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}),

@@ -270,7 +270,9 @@ FLOWS = {
     "docs/esft.md": Flow(
         (law, study("esft")), {"esft train": "esft train --steps 2 --batch-size 4"} | small_table("esft main", "esft")
     ),
-    "docs/esft-tables.md": Flow((study("esft"), mine), {"--seeds 1": "--recipe esft/study.yaml", "esft main": "esft counts"}),
+    "docs/esft-tables.md": Flow(
+        (study("esft"), mine), {"--seeds 1": "--seeds 1 --recipe esft/study.yaml", "esft main": "esft counts --seeds 1"}
+    ),
     "docs/evaluation.md": Flow(
         (evaluated,),
         {

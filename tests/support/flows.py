@@ -51,7 +51,6 @@ NOT_RUN = {
         "starts a server of another package",
         "tests/hf/models/test_modeling.py::test_the_model_without_its_head_is_the_same_model",
     ),
-    "make test-serving": NotRun("downloads vLLM and fills an environment"),
     "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
     "make bench": NotRun("takes an hour", "tests/methods/xft/test_demo.py::test_every_benchmark_runs"),
     "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
@@ -199,7 +198,6 @@ def evaluated(folder: Path) -> None:
     lines = {
         "gsm8k-test": {"question": "1 + 1?", "answer": "#### 2"}, "intent": {"prompt": "On?", "raw_answers": ["{}"]},
         "smoke": {"question": "Is it?", "label": 1}, "mbpp": files.MBPP, "humaneval": files.CODE,
-        "questions": {"prompt": "Is it?", "completion": ""},
     }  # fmt: skip
     for name, row in lines.items():
         files.write(folder / f"{name}.jsonl", [row] * 3)

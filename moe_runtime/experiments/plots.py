@@ -29,7 +29,8 @@ FAR = 6  # times the median distance from the reference: beyond it a method is n
 DARK = 0.55  # of a map's range: beyond it numbers are white
 # text as text, the font that matplotlib brings, ids that are the same in every run; a name with two $ is no formula
 SETTINGS = {
-    "svg.fonttype": "none", "svg.hashsalt": "moe_runtime", "font.family": "DejaVu Sans", "text.parse_math": False,
+    "svg.fonttype": "none", "svg.hashsalt": "moe_runtime", "text.parse_math": False,
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
     "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "grid.alpha": 0.25,
 }  # fmt: skip
 INVERTED = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.9) hue-rotate(180deg) } }</style>\n"
@@ -52,11 +53,16 @@ def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1
     return new_figure(title, size, rows, columns, **{"sharex": rows > 1} | subplots)
 
 
-def save(figure, path: Path, tiny: bool = False) -> None:
-    """Write a figure in the format of its suffix, atomically; the same numbers make the same SVG. A `tiny` one says so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def watermark(figure, tiny: bool = True):
+    """Say across a figure that its numbers mean nothing, if its run was `tiny`; return it."""
     if tiny:
         figure.text(0.5, 0.5, TINY, rotation=30, fontsize=44, color=VERMILION, alpha=0.35, ha="center", va="center", zorder=9)
+    return figure
+
+
+def save(figure, path: Path) -> None:
+    """Write a figure in the format of its suffix, atomically; the same numbers make the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}.get(path.suffix)
     with atomic_file(path) as beside, require("matplotlib", "plot").rc_context(SETTINGS):
         figure.savefig(beside, dpi=150, metadata=metadata, format=path.suffix[1:] or "png")

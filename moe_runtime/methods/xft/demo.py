@@ -88,7 +88,7 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
         stats = _routed(stages, made["MoE"][0])
         results["expert_slots"] = stats.counts.tolist()
         (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        plots.save(_picture(results, stats), folder / "xft.png", tiny=preset == "tiny")
+        plots.save(plots.watermark(_picture(results, stats), preset == "tiny"), folder / "xft.png")
         best = made[results["best_sft"]][0]
         models = {"base": made["base"][0], "sft": best, "moe": made["MoE"][0], "merged": made["merged"][0]}
         for name, result in models.items():

@@ -196,9 +196,9 @@ def _moving(axes, moving: dict[str, list[Bench]]) -> None:
             axes.barh(y, middle, color=_colour(name), height=0.8, label=f"{what}: {name}")
             if len(shares[name]) > 1:
                 axes.plot(shares[name], [y] * len(shares[name]), "|", color=INK, markersize=7)
-            said = f"  {middle:.0%}" + (f"  {name}" if name not in frame.STYLES else "")
-            axes.text(max(shares[name]), y, said, va="center", fontsize=SMALL, color=INK)
-            end = max(end, max(shares[name]) + LETTER * len(said) * span)
+            said = f"{middle:.0%}" + (f"  {name}" if name not in frame.STYLES else "")
+            frame.beside(axes, max(shares[name]), y, said)
+            end = max(end, max(shares[name]) + LETTER * (len(said) + 2) * span)
         y += 1
     axes.axvline(1, color=INK, linewidth=1.6, zorder=1)
     axes.set_xlim(0, end)

@@ -221,8 +221,7 @@ def bars(axes, values: dict[str, float], form, unit: str, most: float | None = N
     for y, name in enumerate(names):
         value, cut = values[name], values[name] > end
         axes.barh(y, end if cut else value, color=style(name)[0], height=0.72, label=name)
-        text = f" {form(value)}" + (" \u2192" if cut else "")
-        axes.text(min(value, end), y, text, va="center", fontsize=SMALL, color=INK)
+        beside(axes, min(value, end), y, form(value) + " \u2192" * cut)
     axes.set_yticks(range(len(names)), [name.removesuffix(" (floor)") for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.locator_params(axis="x", nbins=5)
@@ -230,6 +229,11 @@ def bars(axes, values: dict[str, float], form, unit: str, most: float | None = N
     axes.set_xlim(0, end * 1.32)
     axes.set_xlabel(unit, fontsize=SMALL)
     axes.grid(axis="y", visible=False)
+
+
+def beside(axes, x: float, y: float, text: str) -> None:
+    """Write to the right of a place."""
+    axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=SMALL, color=INK)
 
 
 def share_names(all_axes, columns: int = 2) -> None:
@@ -353,8 +357,7 @@ def _stack(axes, bench: Bench) -> None:
                 axes.text(left + one[part] / 2, y, number(one[part]), **look)
             left += one[part]
         end = max(left, whole) if y == 0 else left
-        said = f"  sum {number(left)}, whole {number(whole)} ms" if y == 0 and whole else f"  {number(left)} ms"
-        axes.text(end, y, said, va="center", fontsize=SMALL, color=INK)
+        beside(axes, end, y, f"sum {number(left)}, whole {number(whole)} ms" if y == 0 and whole else f"{number(left)} ms")
     if whole:
         axes.plot([whole, whole], [-0.45, 0.45], color=INK, linewidth=2.5, label=WHOLE)
     axes.set_yticks(range(len(stacks)), list(stacks))

@@ -115,7 +115,7 @@ def grouped(
                 axes.plot([x, x], span, color=INK, linewidth=1.1, marker="_", markersize=4)
             if form and value is not None:
                 axes.annotate(
-                    form.format(value), (x, max(value, *(span or ()))), xytext=(0, 3), textcoords="offset points",
+                    form.format(value), (x, max((value, *(span or ())))), xytext=(0, 3), textcoords="offset points",
                     ha="center", fontsize=7,
                 )  # fmt: skip
     axes.set_xticks(range(len(groups)), groups)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "performance.md"
 CAPTIONS = {
-    "layer": "Bars: time of a layer's experts by implementation, as multiples of moe_runtime's, for two shapes, dtypes and passes",
+    "layer": "Bars: times of a layer's experts as multiples of moe_runtime's, for two shapes, two dtypes and both passes",
     "roofline": "Points below a roof: TFLOP/s of the layers and adapters over FLOPs per byte, under the machine's two ceilings",
     "throughput": "Lines: tokens per second of each implementation over the number of tokens, from 1 to 4096",
     "memory": "Bars: KiB per token that each implementation keeps for the backward pass; moe_runtime keeps the least",

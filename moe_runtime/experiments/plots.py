@@ -10,7 +10,7 @@ import importlib
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moe_runtime.experiments.compare import signed
@@ -93,7 +93,7 @@ def heat_map(axes, values, rows: Sequence, columns: Sequence, label: str, *, top
         for x, value in enumerate(row):
             colour = "white" if value > DARK * top else INK
             axes.text(x, y, "" if math.isnan(value) else form.format(value), ha="center", va="center", color=colour, fontsize=8)
-    turned = {"rotation": 30, "ha": "right"} if any(isinstance(name, str) for name in columns) else {}
+    turned = {"rotation": 30, "ha": "right"} if sum(len(str(name)) for name in columns) > 36 else {}
     axes.set_xticks(range(len(columns)), columns, **turned)
     axes.set_yticks(range(len(rows)), rows)
     axes.figure.colorbar(image, ax=axes, label=label)
@@ -156,13 +156,14 @@ def dots(report):
     size = 8.2 if len(reports) == 1 else 13.0, 1.6 + 0.52 * len(report.entries)
     figure, all_axes = figure_of(report, size, columns=len(reports))
     for axes, one in zip(all_axes if len(reports) > 1 else (all_axes,), reports):
-        _dots(axes, one)
+        dots_in(axes, one)
         label = getattr(one, "label", LOSS)
         axes.set_xlabel(f"{label}\ndiamonds: {_seeds(report)}; rings: seeds; dashed: {report.reference}")
     return figure
 
 
-def _dots(axes, report) -> None:
+def dots_in(axes, report, said: Callable | None = None) -> None:
+    """Draw a report's methods as dots, to the right of each what `said` makes of its entry, or the verdict on it."""
     entries, reference = report.entries[::-1], report.entry(report.reference)
     axes.axvline(reference.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
     near = _near({entry.name: entry.loss for entry in entries}, reference.name)
@@ -179,7 +180,8 @@ def _dots(axes, report) -> None:
             axes.errorbar(entry.loss, y, xerr=_bars(report, [_sd(entry)]), fmt="D", color=colour, capsize=4, markersize=7)
         else:
             _at_edge(axes, y, entry.loss, not entry.loss < reference.loss, colour)
-        axes.annotate(_said(one), (1.02, y), xycoords=axes.get_yaxis_transform(), va="center", color=colour, fontsize=9)
+        text = said(entry) if said else _said(one)
+        axes.annotate(text, (1.02, y), xycoords=axes.get_yaxis_transform(), va="center", color=colour, fontsize=9)
     axes.set_yticks(range(len(entries)), [entry.name for entry in entries])
     axes.set_ylim(-0.6, len(entries) - 0.4)
     axes.grid(axis="x")

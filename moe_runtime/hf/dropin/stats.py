@@ -177,7 +177,8 @@ class RouterStats:
                 look = {"color": "white" if abs(value - 1) > 0.7 else "#222222", "fontsize": 8}
                 ax.text(x, y, "" if math.isnan(value) else f"{value:.2f}", ha="center", va="center", **look)
         ax.figure.colorbar(image, ax=ax, label="load / mean load", extend="max")
-        ax.set_xticks(range(stop - first), range(first, stop))
+        step = 1 + (stop - first - 1) // 32
+        ax.set_xticks(range(0, stop - first, step), range(first, stop, step))
         ax.set_yticks(range(L), self.layers)
         ax.set(xlabel="expert", ylabel="layer", title="router load")
         if is_path:

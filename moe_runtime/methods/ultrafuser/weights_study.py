@@ -15,7 +15,7 @@ from pathlib import Path
 from moe_runtime.config import check_positive
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.domains import places_of
-from moe_runtime.experiments.plots import BLUE, GREY, OF_VERDICT, cycle, figure_of, legend_below
+from moe_runtime.experiments.plots import cycle, figure_of, legend_below
 from moe_runtime.experiments.tables import Finding, over_seeds, spread
 from moe_runtime.io.files import atomic_write_text
 from moe_runtime.methods.ultrafuser.recipe import FuserRecipe
@@ -27,25 +27,12 @@ def losses(report):
     tables = {**report.of_domains, "all domains": report}
     size = 3.4 + 2.6 * len(tables), 1.7 + 0.42 * len(report.entries)
     figure, all_axes = figure_of(report, size, columns=len(tables))
-    for number, (axes, (name, table)) in enumerate(zip(all_axes, tables.items())):
-        axes.axvline(table.entry(report.reference).loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
-        for y, entry in enumerate(table.entries[::-1]):
-            one = table.comparison(entry.name)
-            colour = BLUE if one is None else OF_VERDICT.get(one.verdict, GREY)
-            axes.plot(entry.losses, [y] * len(entry.losses), "o", markerfacecolor="none", color=colour, alpha=0.7)
-            axes.plot(entry.loss, y, "D", color=colour, markersize=6)
-            axes.annotate(
-                f"{entry.loss:.3f}", (entry.loss, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=7
-            )
-        axes.set_yticks(range(len(table.entries)), [e.name for e in table.entries[::-1]] if not number else [])
-        axes.set_ylim(-0.6, len(table.entries) - 0.3)
-        axes.margins(x=0.12)
+    for axes, (name, table) in zip(all_axes, tables.items()):
+        plots.dots_in(axes, table, lambda entry: f"{entry.loss:.3f}")
         axes.set_title(name, fontsize=10)
-        axes.grid(axis="x")
-    figure.supxlabel(
-        "held-out loss per label token; diamonds: mean, rings: seeds; green: lower than the reference, orange: higher",
-        fontsize=9,
-    )
+        axes.tick_params(labelleft=axes is all_axes[0])
+    meant = f"diamonds: mean; rings: seeds; dashed: {report.reference}; green: lower; orange: higher"
+    figure.supxlabel(f"held-out loss per label token; {meant}", fontsize=9)
     return figure
 
 

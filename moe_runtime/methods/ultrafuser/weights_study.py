@@ -1,9 +1,9 @@
-"""Which specialist the gate weighs on which domain: UltraFuser's Table 6, its pictures, and a page (Figures 6 to 8).
+"""The gate's weights by domain and specialist: UltraFuser's Table 6, its pictures, and a page (Figures 6 to 8).
 
     mean(t, s) = mean over the response tokens of domain t's held-out rows of w_s
 
-Where every specialist still does what it was trained for, the largest weight on a domain is its own specialist's. On the page
-a token has the colour of the specialist that the gate weighs most: the farther above equal weights, 1/S, the deeper.
+If every specialist has kept its skill, the largest weight on a domain is that of its own specialist. On the page
+a token has the colour of the specialist with the largest weight: the farther above equal weights, 1/S, the deeper.
 """
 
 import os
@@ -21,7 +21,7 @@ from moe_runtime.io.files import atomic_write_text
 from moe_runtime.methods.ultrafuser.recipe import FuserRecipe
 from moe_runtime.methods.ultrafuser.study import Stages
 
-DARK = 0.55  # of a map's range: beyond it numbers are white
+DARK = 0.55  # share of the colour range beyond which numbers are drawn in white
 
 
 def losses(report):
@@ -72,7 +72,7 @@ def _map(figure, axes, report) -> None:
 
 
 def _of_rows(axes, report) -> None:
-    """A box for the rows of each domain and specialist, first seed."""
+    """Draw a box for the rows of each domain and specialist, first seed."""
     S, domains = len(report.specialists), list(report.domains)
     width = 0.8 / S
     for s, (name, colour) in enumerate(zip(report.specialists, _cycle(S))):
@@ -115,7 +115,7 @@ def _cycle(count: int) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
-# Okabe and Ito, 2008, as plots.COLOURS; lighter on a dark page
+# Okabe and Ito, 2008, like plots.COLOURS; lighter on a dark page
 ON_LIGHT = ("0, 114, 178", "213, 94, 0", "0, 158, 115", "230, 159, 0", "204, 121, 167", "86, 180, 233")
 ON_DARK = ("58, 150, 210", "240, 120, 40", "30, 185, 140", "235, 170, 30", "220, 140, 185", "110, 195, 240")
 _NOTE = "Each token has the colour of the specialist with the largest weight: the deeper, the farther above equal weights."
@@ -136,7 +136,7 @@ class TokenWeights:
 
 
 def pieces_of(tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text that each id adds; of a character of several ids, the last one has it."""
+    """Return the text that each id adds; a character of several ids goes to the last one."""
     pieces, before = [], ""
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:count])
@@ -150,7 +150,7 @@ def page(
     specialists: Sequence[str], texts: Mapping[str, Sequence[TokenWeights]], title: str = "Which specialist writes",
     note: str = "",
 ) -> str:  # fmt: skip
-    """Return the page of some responses by domain, in HTML."""
+    """Return an HTML page of responses by domain."""
     S = len(specialists)
     whole = [[float(s == own) for s in range(S)] for own in range(S)]
     scale = " ".join(_token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True))
@@ -162,7 +162,7 @@ def page(
 
 
 def write_page(path: str | os.PathLike, specialists: Sequence[str], texts: Mapping, **options) -> None:
-    """Write `page`, whole or not at all."""
+    """Write `page`, atomically."""
     atomic_write_text(path, page(specialists, texts, **options))
 
 
@@ -185,8 +185,8 @@ def _token(piece: str, weights: Sequence[float], said: str) -> str:
     return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", said)
 
 
-TEXTS = 3  # of each domain on the page
-PROMPT = 160  # characters of a prompt that are shown
+TEXTS = 3  # per domain on the page
+PROMPT = 160  # shown characters of a prompt
 
 
 @dataclass(kw_only=True)
@@ -196,7 +196,7 @@ class GateWeights(Finding):
     domains: dict[str, str | None]  # domain -> its specialist
     specialists: tuple[str, ...]
     tokens: dict[str, int]  # domain -> response tokens
-    folders: list[str]  # of the fused models, one per seed
+    folders: list[str]  # the fused models', one per seed
     mean: list  # [seeds][domains][S], over tokens
     by_row: list  # [seeds][domains][rows][S], means over a row's tokens
     page: Path
@@ -231,7 +231,7 @@ def check(recipe: FuserRecipe, rows: int | None = None) -> dict:
 
 
 def measure(process, rows: int | None) -> dict:
-    """Take the weights of the fused model of each seed, on `rows` held-out rows of each domain, or all."""
+    """Compute the gate's weights of each seed's fused model on `rows` held-out rows per domain, by default all."""
     recipe, folders, mean, by_row = process.recipe, [], [], []
     first: Stages = process.all[0]
     places = {domain: list(range(place.start, place.stop))[:rows] for domain, place in places_of(first.counts).items()}

@@ -1,4 +1,4 @@
-"""Run programs written by a model, each in a confined child process, and report which of them finish as they should.
+"""Run programs written by a model, each in a confined child process, and report which of them run to their end.
 
 A child has an empty temporary folder, no environment, a separate session, and limits on CPU time, memory, open files and
 written bytes. A seccomp filter denies processes, programs, signals, sockets and every change of the file system, so that only
@@ -75,7 +75,7 @@ def _filter(machine: str) -> list[tuple[int, int, int, int]]:
     return [*lines, (_RETURN, 0, 0, _ALLOW)]
 
 
-# what the child runs; a program that leaves early never gets to write its token
+# the child's code; a program that exits early never writes its token
 _CHILD = """
 import ctypes, json, os, resource, struct, sys
 given = json.loads(sys.stdin.buffer.read())

@@ -4,7 +4,7 @@ load                          a config, tokenizer or model of a folder or a Hub 
 read_config, check_tensors    check that a folder holds a model that transformers knows, with all of its tensors
 upcycled_config, ...          the config of the model that a conversion makes; write_config
 skeleton, to_saved            the names and layouts in which transformers saves experts, mostly a matrix for each projection
-Conversion, FolderReceipt     what all conversions count and return
+Conversion, FolderReceipt     counts and result of a conversion
 """
 
 import copy
@@ -284,7 +284,7 @@ class FolderReceipt(NamedTuple):
     config: MoEConfig
     tensors: int
     bytes: int
-    side_files: list[str]  # tokenizer and the like, copied
+    side_files: list[str]  # copied: tokenizer and so on
     layers: list[int]
     mlp_error: float | None = None  # upcycling: first, middle and last MLP against the formula, relative
     alpha: list[list[float]] | None = None  # merging: [L, E]

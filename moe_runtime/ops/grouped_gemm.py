@@ -1,8 +1,8 @@
 """One matrix product per expert over rows in expert order.
 
-    y[r] = weight[e] x[r] + bias[e]   for expert_offsets[e] <= r < expert_offsets[e + 1];  y[r] = 0 behind the last expert
+    y[r] = weight[e] x[r] + bias[e]   for expert_offsets[e] <= r < expert_offsets[e + 1];  y[r] = 0 after the last expert
 
-The building block of `moe_mlp`, for other computations between dispatch and combine. As there, the weights of trained experts
+The building block of `moe_mlp`, for other computations between dispatch and combine. Also here the weights of trained experts
 may be stored separately: trained[trainable[e]] is then the weight of e if trainable[e] >= 0.
 """
 
@@ -58,7 +58,7 @@ def _segments(expert_offsets: torch.Tensor, R: int):
 
 
 def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
-    """A launch config and the tile map that goes with it."""
+    """Return a launch config and its tile map."""
     from moe_runtime.kernels import dispatch, tiles
 
     tile = tiles.choose(kernel, x, out, length, x.shape[0], E)
@@ -144,7 +144,7 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
     segments, end = _segments(expert_offsets, x.shape[0])
     shapes, rows = _shapes(x, weight, trained), trained_rows(weight.shape[0], trainable)
     dx, dweight, dbias = (x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
-    for row in set(range(dweight.shape[0])).difference(rows):  # no expert's
+    for row in set(range(dweight.shape[0])).difference(rows):  # rows of no expert
         dweight[row].zero_()
     for e, (a, b) in enumerate(segments):
         row = rows[e]

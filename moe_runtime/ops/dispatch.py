@@ -47,12 +47,9 @@ def sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, 
     expert = topk_idx.reshape(-1).long()  # a narrower dtype might not hold num_experts, the marker of a dropped slot
     expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert)
     # 16-bit keys halve the radix sort's work
-    row_slot = expert.to(torch.int16 if num_experts < 32767 else torch.int32).sort(stable=True).indices
-    count = torch.zeros(num_experts + 1, dtype=torch.int32, device=expert.device)
-    count.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
-    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=expert.device)
-    offsets[1:] = count[:num_experts].cumsum(0)
-    return offsets, row_slot
+    expert, row_slot = expert.to(torch.int16 if num_experts < 32767 else torch.int32).sort(stable=True)
+    experts = torch.arange(num_experts + 1, dtype=expert.dtype, device=expert.device)
+    return torch.searchsorted(expert, experts, out_int32=True), row_slot
 
 
 def invert(row_slot: torch.Tensor) -> torch.Tensor:

@@ -111,13 +111,14 @@ def _row_expert(offsets, row_slot):
 def _forward_grouped(x, experts: Experts, topk_weight, topk_idx, offsets, row_slot, save: bool):
     """Run `forward` with torch's grouped_mm."""
     (T, K), E = topk_idx.shape, experts.up.shape[0]
-    fold, row_weight = x.dtype != torch.float32, topk_weight.reshape(-1)[row_slot]
+    fold = x.dtype != torch.float32
+    row_weight = topk_weight.reshape(-1)[row_slot] if fold else None
     z = _up_grouped(x, experts, offsets, row_slot, row_slot // K)
     h = scratch("h", (T * K, experts.down.shape[2]), x)
-    activate(experts, z, row_weight if fold else None, h)
+    activate(experts, z, row_weight, h)
     y = F.grouped_mm(h, experts.down.transpose(1, 2), offs=offsets[1:])
     if experts.down_bias is not None:
-        add_bias(y, experts.down_bias[_row_expert(offsets, row_slot)], row_weight if fold else None)
+        add_bias(y, experts.down_bias[_row_expert(offsets, row_slot)], row_weight)
     rows = int(offsets[E])
     if rows < T * K:
         y[rows:].zero_()

@@ -23,8 +23,8 @@ def convert(base: Source, adapter: Adapter, out: Target, overwrite: Overwrite = 
     from moe_runtime.methods.lora.stacks import WRITES, convert_folder
 
     receipt = convert_folder(adapter, base, out, overwrite=overwrite)
-    said = "no version, so before 0.18" if receipt.peft_version is None else receipt.peft_version
-    typer.echo(f"{adapter}: peft_version {said}, with old axes in A and B of {receipt.stacks} stacks")
+    version = "no version, so before 0.18" if receipt.peft_version is None else receipt.peft_version
+    typer.echo(f"{adapter}: peft_version {version}, with old axes in A and B of {receipt.stacks} stacks")
     typer.echo(f"wrote {out}: the same change of every weight, in the layout of PEFT {WRITES}")
     return receipt
 

@@ -117,8 +117,8 @@ def _planned(plans, planner, gpus: int, gpu_memory: float | None, engine: str | 
             lines.append(one.to_dict() | {"fits": does, "runs": stage.runs})
         if not any(fits):
             near = planner.nearest(name, own[0].setting, gpu_memory * 1e9)
-            said = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB" if near else "no setting that runs fits"
-            typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {said}", err=True)
+            remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB" if near else "no setting that runs fits"
+            typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {remedy}", err=True)
             misfits += [name] * stage.runs
     return Ends(lines, 1 if misfits else 0)
 

@@ -54,7 +54,7 @@ def upcycle(
         max_shard_size=max_shard_size, overwrite=overwrite, num_experts=num_experts, top_k=6 if top_k is None else top_k,
         export_to=for_, **settings,
     )  # fmt: skip
-    _say(receipt)
+    _print_receipt(receipt)
     error = None
     if check:
         with console.bar("checking", "model") as update:
@@ -98,7 +98,7 @@ def to_mergeable(
         "writing", folders.mergeable_folder, source, target, shared_rate=shared_rate, soup=soup,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
-    _say(receipt)
+    _print_receipt(receipt)
     typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed")
     typer.echo("then: moe-runtime xft merge mixed dense")
     return receipt
@@ -125,7 +125,7 @@ def merge(
         "merging", folders.merge_folder, source, target, shared_rate=shared_rate, alpha=alpha,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
-    _say(receipt)
+    _print_receipt(receipt)
     for layer, row in zip(receipt.layers, receipt.alpha):
         typer.echo(f"layer {layer}: alpha " + " ".join(f"{value:.4f}" for value in row))
     return receipt
@@ -189,7 +189,7 @@ def convert(write, source: Path, target: Path, **options):
     return receipt
 
 
-def _say(receipt) -> None:
+def _print_receipt(receipt) -> None:
     c = receipt.config
     typer.echo(
         f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB"

@@ -262,12 +262,12 @@ class DomainStages(KeptStages):
             data.save_rows(rows, folder / part)
             counts[part] = len(rows)
         tokenizer.save_pretrained(folder / "tokenizer")
-        said = ", ".join(f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)" for n in r.domains)
-        self.say(f"rows to tune on: {said}")
+        listed = ", ".join(f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)" for n in r.domains)
+        self.say(f"rows to tune on: {listed}")
         return {"rows": counts, "domains": {name: domain.to_dict() for name, domain in r.domains.items()}}
 
 
-def said(one) -> str:
+def with_difference(one) -> str:
     """Return a comparison and its difference as text, for a line with several."""
     return f"{one.name} {signed(one.difference)} ({one.verdict})"
 
@@ -300,7 +300,7 @@ def shares(counts: Mapping[str, list]) -> dict[str, torch.Tensor]:
     return {domain: expert_load(torch.tensor(rows)) for domain, rows in counts.items()}
 
 
-def apart(counts: Mapping[str, list]) -> float:
+def mean_distance(counts: Mapping[str, list]) -> float:
     """Return the mean distance between two domains; 0 if all are routed equally or there is only one."""
     pairs = itertools.combinations(shares(counts).values(), 2)
     distances = [(a - b).abs().sum(-1).mean().item() / 2 for a, b in pairs]

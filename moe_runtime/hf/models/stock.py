@@ -172,9 +172,9 @@ def _inexact(to: str, moe: MoEConfig, base: str, never: bool) -> str:
     known = [*map(repr, STOCK[to].gates), *(["'xft' and 'nonorm' with top_k 2"] if has_shared else [])]
     others = [f"--to {name}" for name, stock in STOCK.items() if base in stock.bases and is_exact(name, moe)]
     others += [] if never else ["--approximate for the nearest neighbour, which needs training"]
-    ways = ", ".join(["xft merge for a dense model", "xft export --to official", *others])
+    remedies = ", ".join(["xft merge for a dense model", "xft export --to official", *others])
     got = f"gate is {moe.gate!r}" + f" with top_k {moe.top_k}" * (moe.has_shared_expert and has_shared)
-    return f"{got}, but {to} supports only {' or '.join(known)}. Use {ways}, or start with xft upcycle --for {to}"
+    return f"{got}, but {to} supports only {' or '.join(known)}. Use {remedies}, or start with xft upcycle --for {to}"
 
 
 class _Target:

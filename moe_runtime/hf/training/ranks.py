@@ -45,9 +45,9 @@ def leading() -> Iterator[bool]:
     except Exception as raised:
         error = raised
     kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
-    said = agree(None if error is None else (kind, str(error) or type(error).__name__))
-    if error is not None or said is not None:
-        raise error or said[0](said[1])
+    outcome = agree(None if error is None else (kind, str(error) or type(error).__name__))
+    if error is not None or outcome is not None:
+        raise error or outcome[0](outcome[1])
 
 
 def gather(values: list) -> list:

@@ -322,12 +322,12 @@ def _undo(model: nn.Module, rejoin) -> None:
 
 
 def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
-    rows, experts, apart = 0, {}, set()
+    rows, experts, row_ids = 0, {}, set()
     for number, (module, split) in _split_modules(model).items():
         experts[number] = split.ids
-        apart |= {id(p) for p in trainable.trained_parameters(module).values()}
+        row_ids |= {id(p) for p in trainable.trained_parameters(module).values()}
         rows += sum(len(split.ids) * getattr(module, name).shape[1:].numel() for name in split.requires_grad)
-    others = [p for p in model.parameters() if id(p) not in apart]
+    others = [p for p in model.parameters() if id(p) not in row_ids]
     return TrainableReceipt(
         experts=experts, shared_experts=shared, row_parameters=rows,
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),

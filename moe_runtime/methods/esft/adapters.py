@@ -129,7 +129,7 @@ def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
             # config names differ between versions of transformers; which layers have experts does not
             if value != theirs.get(name) and (name in theirs or part == "experts"):
                 what = f"the experts of layer {name}" if part == "experts" else name
-                return f"whose {what} is {_say(value)}, but the model's is {_say(theirs.get(name))}"
+                return f"whose {what} is {_described(value)}, but the model's is {_described(theirs.get(name))}"
     ours, theirs = base.get("weights", {}), model.get("weights", {})
     # separately, since a base may differ in its experts alone
     for kind, is_expert in (("weights", False), ("experts", True)):
@@ -144,7 +144,7 @@ def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     return None
 
 
-def _say(value: Any) -> str:
+def _described(value: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else repr(value)
 
 

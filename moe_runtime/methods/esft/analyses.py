@@ -263,8 +263,8 @@ def _check(scores: Iterable[ExpertScores], name: str) -> None:
     scores = list(scores)
     shapes = {(one.layers, one.num_experts, one.num_shared) for one in scores}
     if len(shapes) != 1:
-        said = "empty" if not shapes else f"of {len(shapes)} kinds of models"
-        raise ValueError(f"{name} must be scores of one model's layers, but is {said}")
+        problem = "empty" if not shapes else f"of {len(shapes)} kinds of models"
+        raise ValueError(f"{name} must be scores of one model's layers, but is {problem}")
 
 
 _NOTE = "Each token's experts over all layers: the deeper the colour, the more of them are trained."
@@ -296,5 +296,5 @@ def _section(task: str, texts: Sequence[TokenShares]) -> str:
     return plots.section(task, blocks)
 
 
-def _token(piece: str, share: float, said: str) -> str:
-    return plots.token(piece, f"--s:{share:.3f}", said)
+def _token(piece: str, share: float, tooltip: str) -> str:
+    return plots.token(piece, f"--s:{share:.3f}", tooltip)

@@ -47,9 +47,9 @@ def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a
 def overlap(found: Overlap, title: str | None = None):
     """Draw the mean shared top experts of two samples, task by task (Fig. 3)."""
     values = [[math.nan if value is None else value for value in row] for row in found.shared]
-    said = title or f"Shared top-{found.top} experts of two samples, mean over the layers"
+    heading = title or f"Shared top-{found.top} experts of two samples, mean over the layers"
     label = f"experts of {found.top} (by chance {found.chance:.2f})"
-    return _heat_map(values, found.tasks, found.tasks, said, label, top=found.top, form="{:.2f}")
+    return _heat_map(values, found.tasks, found.tasks, heading, label, top=found.top, form="{:.2f}")
 
 
 def sample_sizes(found: SampleSizes, title: str | None = None):
@@ -203,9 +203,9 @@ def _overlap(process: Run, top: int, score: str) -> dict:
 
     def summary(report: Study) -> list[str]:
         within, between = ([getattr(one, of) for one in found if getattr(one, of) is not None] for of in ("within", "between"))
-        apart = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
+        across = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
         return [
-            f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{apart}; by chance {found[0].chance:.2f}."
+            f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{across}; by chance {found[0].chance:.2f}."
         ]
 
     return {"found": found, "table": table, "note": note, "summary": summary}

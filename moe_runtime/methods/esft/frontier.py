@@ -105,8 +105,8 @@ def general_at(entry: Entry, depth: float, kind: str = "held_out") -> float:
 def curve(entry: Entry) -> list[tuple[float, ...]]:
     """Return a run's points (step, task loss, general loss), means over the seeds."""
     parts = f"task-{KINDS[1]}", f"{GENERAL}-{KINDS[1]}"
-    ways = [zip((step for step, _ in one.history), *map(one.means, parts)) for one in entry.results]
-    return [tuple(map(statistics.fmean, zip(*at))) for at in zip(*ways)]
+    histories = [zip((step for step, _ in one.history), *map(one.means, parts)) for one in entry.results]
+    return [tuple(map(statistics.fmean, zip(*at))) for at in zip(*histories)]
 
 
 @dataclass(kw_only=True)
@@ -182,11 +182,11 @@ class Frontier(Finding):
 
 def summary(report: Frontier) -> list[str]:
     """Return a line per depth that compares the methods with ESFT-Token, each at the rate chosen for that depth."""
-    said = []
+    lines = []
     for depth, found in report.comparisons.items():
         each = "; ".join(f"{one.name} {compared(one)[0]}, {one.verdict}" for one in found) or "no comparison"
-        said.append(f"At {depth:g} below the base's task loss, general loss against {TOKEN}: {each}.")
-    return said
+        lines.append(f"At {depth:g} below the base's task loss, general loss against {TOKEN}: {each}.")
+    return lines
 
 
 def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -> dict:

@@ -67,11 +67,11 @@ def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
     losses, tokens = ([value for one in parts.values() for value in getattr(one, of)] for of in ("losses", "tokens"))
     exact = None if None in (one.exact for one in parts.values()) else [flag for one in parts.values() for flag in one.exact]
     general = [sum(row) / count for row in zip(*(one.general_losses for one in parts.values()), strict=True)]
-    ways = zip(*(one.history for one in parts.values()), strict=False)
+    histories = zip(*(one.history for one in parts.values()), strict=False)
     costs = ("seconds", "total_seconds", "steps_per_second", "trained_parameters", "optimizer_bytes")
     means = {of: statistics.fmean(getattr(one, of) for one in parts.values()) for of in costs}
     means |= {of: round(means[of]) for of in costs[3:]}
-    history = [(way[0][0], statistics.fmean(loss for _, loss in way)) for way in ways]
+    history = [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in histories]
     return first._replace(
         name=name, general_loss=trainers.mean_loss(general, first.general_tokens), general_losses=general, history=history,
         experts=None, tasks=dict(parts), exact=exact, **loss_of(losses, tokens), **means,

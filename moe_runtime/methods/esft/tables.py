@@ -183,8 +183,8 @@ def _main(process: Run) -> dict:
         yield _esft(stages, "gate")
 
     def summary(report: EsftReport) -> list[str]:
-        said = [f"{where}, {of.comparison(name)}." for where, of in report.both for name in (LORA, TOKEN, GATE)]
-        return [*said, *(_cost(report, name) for name in (LORA, TOKEN, GATE))]
+        lines = [f"{where}, {of.comparison(name)}." for where, of in report.both for name in (LORA, TOKEN, GATE)]
+        return [*lines, *(_cost(report, name) for name in (LORA, TOKEN, GATE))]
 
     return {"entries": process.collect(plan), "reference": FFT, "summary": summary}
 
@@ -254,11 +254,11 @@ def _random_experts(process: Run) -> dict:
             yield _over(stages, name, lambda task, score=score: stages.esft(task, stages.drawn(task, score), scored=False))
 
     def summary(report: EsftReport) -> list[str]:
-        tokens, said = report.entries[0].results[0].tokens, []
+        tokens, lines = report.entries[0].results[0].tokens, []
         for score, name in drawn.items():
             pair = {of: [r.losses for r in report.entry(of).results] for of in (OF_SCORE[score], name)}
-            said += [f"{one}." for one in compare(pair, OF_SCORE[score], tokens)]
-        return said
+            lines += [f"{one}." for one in compare(pair, OF_SCORE[score], tokens)]
+        return lines
 
     return {"entries": process.collect(plan), "reference": GATE, "summary": summary}
 
@@ -294,15 +294,15 @@ def _mix_data(process: Run, ratios: Sequence[float]) -> dict:
                 yield _esft(stages, method.rpartition("-")[2].lower(), name, mix=mix)
 
     def summary(report: EsftReport) -> list[str]:
-        said = []
+        lines = []
         for method in (FFT, LORA, TOKEN, GATE):
             first, last = (names[method, mix] for mix in (min(ratios), max(ratios)))
             change = [table.entry(last).loss - table.entry(first).loss for table in (report, report.general)]
-            said.append(
+            lines.append(
                 f"{method}, from mix {min(ratios):g} to {max(ratios):g}: {change[0]:+.4f} on the tasks, {change[1]:+.4f} on "
                 "general text."
             )
-        return said
+        return lines
 
     extra = {"x": {name: mix for (_, mix), name in names.items()}, "x_label": "rows of general text per row of the task"}
     return {"entries": process.collect(plan), "reference": names[FFT, ratios[0]], "summary": summary, "extra": extra}

@@ -157,8 +157,8 @@ def check_models(recipe: FuserRecipe) -> None:
     if recipe.pretrain is not None:
         sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
     if not recipe.joint and len(set(sizes.values())) > 1:
-        said = ", ".join(f"{size} of {name}" for name, size in sizes.items())
-        raise ValueError(f"The hidden sizes differ ({said}), but joint is False. Set joint: true, or use models of one size")
+        listed = ", ".join(f"{size} of {name}" for name, size in sizes.items())
+        raise ValueError(f"The hidden sizes differ ({listed}), but joint is False. Set joint: true, or use models of one size")
     if recipe.pretrain is None:
         encoder_of(recipe, None if recipe.base_model is None else ranks.load_tokenizer(recipe.base_model))
 

@@ -122,16 +122,16 @@ class Stages(KeptStages):
         pretrain, r = self.recipe.pretrain, self.recipe
 
         def make(tmp: Path, folder: Path) -> dict:
-            way = {}
+            course = {}
             if pretrain is not None:
                 blocks = data.pack(self.tokenizer, self._base_text, r.max_length)
                 held_out = self._single("held_out", 0)
                 model, trained = self._pretrain(blocks, held_out, folder, r.max_length, schedule="cosine")
-                way = course_of(trained)
+                course = course_of(trained)
                 self._save(model, trained, tmp / "model")
             else:
                 self._copy_base(tmp / "model")
-            return way | self._judged_single(tmp / "model", 0)
+            return course | self._judged_single(tmp / "model", 0)
 
         settings = {"pretrain": pretrain.to_dict()} if pretrain else {}
         return self._made("base", "base", settings | {"dtype": r.dtype}, [], make, seed=0)
@@ -248,10 +248,10 @@ class Stages(KeptStages):
             if main:
                 whole = model if weights is None else self._whole(sources, weights)
                 ultrafuser.save(whole, tmp / "model", specialists=copy)
-        counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens, trained.exact)
+        counts, points, found = self.counts, trained.history.rows, (trained.losses, trained.tokens, trained.exact)
         if not is_as_trained:
             found = fuser_training.fuser_losses(model, rows, collator=self.encoder.collate, **self._judging)
-        course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in way] if checkpoints else None
+        course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in points] if checkpoints else None
         return course_of(trained) | self._costs(trained) | self._loss(*found) | sizes_of(model) | {"course": course}
 
     def _whole(self, sources: list[str], weights: Mapping[str, torch.Tensor]) -> ultrafuser.UltraFuser:
@@ -357,8 +357,8 @@ class Stages(KeptStages):
         for part, rows in study_rows(encoder, r).items():
             data.save_rows(rows, folder / part)
             counts[part] = rows_by_domain(rows["domain"])
-            said = ", ".join(f"{count:,} of {domain}" for domain, count in counts[part].items())
-            self.say(f"rows {'to train on' if part == 'train' else 'held out'}: {said}")
+            listed = ", ".join(f"{count:,} of {domain}" for domain, count in counts[part].items())
+            self.say(f"rows {'to train on' if part == 'train' else 'held out'}: {listed}")
         return counts
 
 

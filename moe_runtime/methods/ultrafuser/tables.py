@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from moe_runtime.config import check_positive
 from moe_runtime.experiments import tables
-from moe_runtime.experiments.domains import DomainReport, said
+from moe_runtime.experiments.domains import DomainReport, with_difference
 from moe_runtime.experiments.tables import Command, Finding, Run, each, finite
 from moe_runtime.hf.training.fit import mean_loss
 from moe_runtime.methods.ultrafuser import sums_study, weights_study
@@ -110,8 +110,8 @@ def _summary(report: Stability) -> list[str]:
     first, second = report.course
     lines = []
     for name in report.names:
-        (means, sds), (others, apart) = report.spread(second, name), report.spread(first, name)
-        lower = [sum(a < b for a, b in zip(*pair, strict=True)) for pair in ((means, others), (sds, apart))]
+        (means, sds), (others, other_sds) = report.spread(second, name), report.spread(first, name)
+        lower = [sum(a < b for a, b in zip(*pair, strict=True)) for pair in ((means, others), (sds, other_sds))]
         lines.append(
             f"{name}: {second} has the lower mean with {lower[0]} of {len(report.seeds)} seeds, the lower deviation with "
             f"{lower[1]}."
@@ -142,7 +142,7 @@ def _ablate(process: Run) -> dict:
             one = table.comparison(alone)
             lines.append(
                 f"{domain}: the best specialist is {alone.partition(' ')[2]}, {table.entry(alone).loss:.4f}; fused "
-                f"{table.entry(FULL).loss:.4f}; against the fused model {said(one)}."
+                f"{table.entry(FULL).loss:.4f}; against the fused model {with_difference(one)}."
             )
         return [*lines, *each(report)]
 

@@ -171,18 +171,18 @@ def _variables(colours: Sequence[str], count: int) -> str:
 
 
 def _block(specialists: Sequence[str], text: TokenWeights) -> str:
-    def said(weights: Sequence[float]) -> str:
+    def described(weights: Sequence[float]) -> str:
         return ", ".join(f"{name} {weight:.2f}" for name, weight in zip(specialists, weights, strict=True))
 
     pairs = zip(text.pieces, text.weights, strict=True)
-    tokens = "".join(_token(piece, weights, said(weights)) for piece, weights in pairs if piece)
-    return plots.block(tokens, f"Prompt: {text.prompt} | mean weights: {said(text.mean)}")
+    tokens = "".join(_token(piece, weights, described(weights)) for piece, weights in pairs if piece)
+    return plots.block(tokens, f"Prompt: {text.prompt} | mean weights: {described(text.mean)}")
 
 
-def _token(piece: str, weights: Sequence[float], said: str) -> str:
+def _token(piece: str, weights: Sequence[float], tooltip: str) -> str:
     top, even = max(range(len(weights)), key=weights.__getitem__), 1 / len(weights)
     depth = max((weights[top] - even) / (1 - even), 0.0)
-    return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", said)
+    return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", tooltip)
 
 
 TEXTS = 3  # per domain on the page
@@ -277,13 +277,13 @@ def _summary(report: GateWeights) -> list[str]:
     lines = []
     for number, ((domain, own), weights) in enumerate(zip(report.domains.items(), report.over_seeds(), strict=True)):
         top = report.specialists[max(range(len(weights)), key=weights.__getitem__)]
-        said = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"
+        sentence = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"
         if own is not None and own != top:
-            said += f"; its own specialist {own} has {weights[report.specialists.index(own)]:.3f}"
+            sentence += f"; its own specialist {own} has {weights[report.specialists.index(own)]:.3f}"
         if own is not None:
             of = report.specialists.index(own)
             rows = [row for seed in report.by_row for row in seed[number]]
             most = sum(max(range(len(row)), key=row.__getitem__) == of for row in rows)
-            said += f"; {own} leads on {most} of {len(rows)} rows"
-        lines.append(f"{said}.")
+            sentence += f"; {own} leads on {most} of {len(rows)} rows"
+        lines.append(f"{sentence}.")
     return [*lines, f"coloured tokens: {report.page}"]

@@ -112,19 +112,21 @@ def _summary(report: Report) -> list[str]:
     names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base")]
     upit = against(report.entries, UPIT, names)
     watched = [entry for entry in report.entries if entry.results[0].history]
-    ways = {entry.name: _means(entry) for entry in watched}
-    steps = sorted({step for way in ways.values() for step in way})
-    width = max(map(len, ways))
+    histories = {entry.name: _means(entry) for entry in watched}
+    steps = sorted({step for history in histories.values() for step in history})
+    width = max(map(len, histories))
     lines = [f"{'held-out loss at step':{width}s}" + "".join(f"{step:8d}" for step in steps)]
-    for name, way in ways.items():
-        lines.append(f"{name:{width}s}" + "".join(f"{way[step]:8.4f}" if step in way else " " * 8 for step in steps).rstrip())
+    for name, history in histories.items():
+        lines.append(
+            f"{name:{width}s}" + "".join(f"{history[step]:8.4f}" if step in history else " " * 8 for step in steps).rstrip()
+        )
     return [*upit, *lines]
 
 
 def _means(entry: Entry) -> dict[int, float]:
     """Return the held-out loss by step, the mean over the seeds."""
-    ways = [dict(result.history) for result in entry.results]
-    return {step: statistics.fmean(way[step] for way in ways) for step in ways[0]}
+    histories = [dict(result.history) for result in entry.results]
+    return {step: statistics.fmean(history[step] for history in histories) for step in histories[0]}
 
 
 def draw(report: Report):

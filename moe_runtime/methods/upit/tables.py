@@ -129,12 +129,12 @@ class Routing(NamedTuple):
             name: {
                 "layers": results[0].layers,
                 "slots": [result.counts for result in results],
-                "distance_between_domains": [domains.apart(result.counts) for result in results],
+                "distance_between_domains": [domains.mean_distance(result.counts) for result in results],
             }
             for name, results in self.routed.items()
         }
 
-    def said(self) -> list[str]:
+    def sentences(self) -> list[str]:
         """Return sentences on how differently each method routes the domains; none for a single domain."""
         lines = []
         if len(next(iter(self.routed.values()))[0].counts) < 2:
@@ -186,7 +186,7 @@ def _routing(process: Run, command: str, entries: Sequence[Entry]) -> tuple[dict
     found, path = Routing("Experts that the domains' tokens go to", "UpIT, Figure 5", routed), f"{command}-routing.png"
     if process.is_main:
         found.save(process.out / path)
-    return {"routing": found.to_dict(), "files": [path]}, [*found.said(), f"routing: {process.out / path}"]
+    return {"routing": found.to_dict(), "files": [path]}, [*found.sentences(), f"routing: {process.out / path}"]
 
 
 def _main(process: Run) -> dict:
@@ -205,13 +205,13 @@ def _main(process: Run) -> dict:
 
     entries = process.collect(plan)
     mixtures = {name for form in forms for name in (*_others(form)[1:], _upit(form))}
-    extra, said = _routing(process, "main", [entry for entry in entries if entry.name in mixtures])
+    extra, sentences = _routing(process, "main", [entry for entry in entries if entry.name in mixtures])
 
     def summary(report: UpitReport) -> list[str]:
         lines = []
         for form in forms:
             lines += against(report.entries, _upit(form), [*_others(form), f"Self-MoE ({NAMES[form]})"])
-        return [*lines, *said]
+        return [*lines, *sentences]
 
     return {"entries": entries, "reference": DENSE[forms[0]], "summary": summary, "extra": extra}
 
@@ -286,8 +286,8 @@ def _router(process: Run, form: str, strategies: Sequence[str]) -> dict:
     for init in strategies:
         _check(process, form, init=init)
     made = _variants(process, form, strategies, lambda stages, init: stages.upit(form, init=init))
-    extra, said = _routing(process, "router", made["entries"][1:])
-    return made | {"summary": lambda report: [*each(report), *said], "extra": extra}
+    extra, sentences = _routing(process, "router", made["entries"][1:])
+    return made | {"summary": lambda report: [*each(report), *sentences], "extra": extra}
 
 
 def _experts(process: Run, form: str, sizes: Sequence[int], active: Sequence[int]) -> dict:

@@ -172,15 +172,15 @@ def average_after_steps(
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
     stacks = {f"{path}.{n}": p for path, module in modules for n, p in module.named_parameters() if p.requires_grad}
     # FSDP1 and ZeRO-3 leave a flat shard, or nothing, under the stack's name
-    apart = [name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)]
+    partial = [name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)]
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} if is_torch else set()
     other, reason = [name for name, stack in stacks.items() if id(stack) not in held], None
     if not stacks:
         reason = f"{type(model).__name__} has no trainable experts. Pass a model from baselines.to_ewa"
-    elif apart:
+    elif partial:
         reason = (
-            f"{apart[0]} must be a whole stack [E, ...], but is {tuple(stacks[apart[0]].shape)}. Train with FSDP2 "
+            f"{partial[0]} must be a whole stack [E, ...], but is {tuple(stacks[partial[0]].shape)}. Train with FSDP2 "
             "(fsdp_version: 2) or DDP instead of FSDP1 and ZeRO-3"
         )
     elif other:

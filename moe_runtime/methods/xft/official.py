@@ -197,8 +197,8 @@ def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
     model, reason = open_model(source), None
     names = {key.partition(".mlp.")[2] for key in model.keys()}
     is_moe = any(name.startswith("calculator.experts.") for name in names)
-    said = str(values.get("ffn_folder_path") or source)
-    places = [Path(ffn_folder)] if ffn_folder is not None else [source, Path(said), source.parent / Path(said).name]
+    configured = str(values.get("ffn_folder_path") or source)
+    places = [Path(ffn_folder)] if ffn_folder is not None else [source, Path(configured), source.parent / Path(configured).name]
     folder = next((place for place in places if (place / "ffn_layer_0.pt").is_file()), None)
     if is_moe and (values["model_type"] != official_config.MODEL_TYPE or ffn_folder is not None):
         reason = (

@@ -148,14 +148,14 @@ def _llama_config(values: dict, stage: str, rope_theta: float | None):
 
 def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
     """Return `rope_parameters`: the folder's own if they agree with the rest of the config."""
-    said = values.get("rope_theta", ROPE_BASE)
-    base = said if stage == "mergeable" else ROPE_BASE
+    configured = values.get("rope_theta", ROPE_BASE)
+    base = configured if stage == "mergeable" else ROPE_BASE
     if rope_theta is not None:
         base = rope_theta
-    elif base != said:
+    elif base != configured:
         warnings.warn(
-            f"config.json has rope_theta {said}, which the released MoE code ignores: this folder's attention is "
-            f"imported with the base {base}. Pass rope_theta={said} to use that one",
+            f"config.json has rope_theta {configured}, which the released MoE code ignores: this folder's attention is "
+            f"imported with the base {base}. Pass rope_theta={configured} to use that one",
             stacklevel=5,
         )
     check_number("rope_theta", base, positive=True)

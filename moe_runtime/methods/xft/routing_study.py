@@ -49,8 +49,8 @@ class Routing(Finding):
         for seed in range(len(self.seeds)):
             whole, halves = self.share(seed), _share(torch.tensor(self.counts[seed]))
             for i, (others, own) in enumerate(found):
-                apart = [_distance(whole[i], whole[j]) for j in range(len(whole)) if j != i]
-                others.append(statistics.fmean(apart))
+                to_others = [_distance(whole[i], whole[j]) for j in range(len(whole)) if j != i]
+                others.append(statistics.fmean(to_others))
                 own.append(_distance(halves[i, 0], halves[i, 1]))
         return found
 
@@ -80,8 +80,8 @@ class Routing(Finding):
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
         distances = zip(self.tokens, self.distances(), strict=True)
-        apart = {name: {"to_other_texts": others, "between_halves": own} for name, (others, own) in distances}
-        return super().to_dict() | {"distances": finite(apart)}
+        distances = {name: {"to_other_texts": others, "between_halves": own} for name, (others, own) in distances}
+        return super().to_dict() | {"distances": finite(distances)}
 
 
 def check(recipe: Recipe, texts: Sequence[str] = (), tokens: int = TOKENS) -> dict:
@@ -158,11 +158,11 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
 def _text(row: dict) -> str:
     """Return all text of a row, in the order of its columns."""
     if "messages" in row:
-        return "\n".join(_said(message["content"]) for message in row["messages"])
+        return "\n".join(_content_text(message["content"]) for message in row["messages"])
     return "".join(row[name] for name in ("prompt", "completion", "text") if name in row)
 
 
-def _said(content: str | list | None) -> str:
+def _content_text(content: str | list | None) -> str:
     """Return the text of a chat's turn, whose content is text, a list of parts, or None with a tool call."""
     if content is None or isinstance(content, str):
         return content or ""

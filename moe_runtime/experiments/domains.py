@@ -19,7 +19,7 @@ import torch
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.compare import LEVEL, signed
 from moe_runtime.experiments.corpora import SOURCES, domains_key
-from moe_runtime.experiments.plots import COLOURS, GREY, figure_of
+from moe_runtime.experiments.plots import INK, figure_of, grouped, legend_below
 from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.experiments.tables import MARKS, Entry, Report, compared, finite, over_seeds
@@ -315,7 +315,7 @@ def picture(report, routed: Mapping[str, Sequence]):
     columns = [_spaced(len(results[0].layers)) for results in routed.values()]
     rows, widest = len(routed), max(map(len, columns))
     figure, axes = figure_of(
-        report, (2.2 + 2.9 * widest, 1.4 + 2.0 * rows), rows=rows, columns=widest, sharex=False, squeeze=False
+        report, (2.2 + 2.9 * widest, 1.4 + 2.0 * rows), rows=rows, columns=widest, sharex=False, sharey=True, squeeze=False
     )
     for row, (name, results), layers in zip(axes, routed.items(), columns, strict=True):
         for axis, layer in zip(row, layers):
@@ -324,21 +324,17 @@ def picture(report, routed: Mapping[str, Sequence]):
         row[0].set_ylabel("share of tokens", fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("expert", fontsize=8)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+    legend_below(figure, figure.axes[0], columns=6)
     return figure
 
 
 def _bars(axes, results: Sequence, layer: int) -> None:
     """Plot one layer: a group of bars per expert, a bar per domain, and the balanced share as a line."""
     by_seed = [shares(result.counts) for result in results]
-    domains, E = list(by_seed[0]), len(by_seed[0][next(iter(by_seed[0]))][layer])
-    width = 0.8 / len(domains)
-    for i, (domain, colour) in enumerate(zip(domains, itertools.cycle(COLOURS))):
-        means = torch.stack([found[domain][layer] for found in by_seed]).mean(0).tolist()
-        axes.bar([e + (i - (len(domains) - 1) / 2) * width for e in range(E)], means, width, color=colour, label=domain)
-    axes.axhline(1 / E, color=GREY, linestyle="--", linewidth=1)
-    axes.set_xticks(range(E))
+    means = {name: torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist() for name in by_seed[0]}
+    E = len(next(iter(means.values())))
+    grouped(axes, range(E), means)
+    axes.axhline(1 / E, color=INK, linestyle="--", linewidth=1)
     axes.tick_params(labelsize=8)
 
 

@@ -194,14 +194,16 @@ def _minutes(stages: Stages, measured: dict[str, float], longer: int) -> float:
 
 
 def _results(stages: Stages, found: dict[str, Result], report: Report, measured: dict[str, float]) -> dict:
-    scores = {(one.model, one.task): one.score for one in report.scores}
+    scores = {(one.model, one.task): one for one in report.scores}
     tasks = list(dict.fromkeys(one.task for one in report.scores))
     rows = [
         {
             "model": name, "note": NOTES[name], "loss": one.loss, "steps": one.steps, "seconds": one.total_seconds,
             "parameters": one.parameters, "active": one.active_parameters,
             "tokens_per_second": measured["MoE tokens/s" if name == "MoE" else "dense tokens/s"],
-            "exact_match": {task: scores.get((name, task)) for task in tasks},  # None: not asked
+            # None: not asked
+            "exact_match": {task: one and one.score for task in tasks for one in [scores.get((name, task))]},
+            "interval": {task: one and [one.low, one.high] for task in tasks for one in [scores.get((name, task))]},
         }
         for name, one in found.items()
     ]  # fmt: skip
@@ -232,26 +234,32 @@ def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5
 
 
 def _picture(results: dict):
-    """Draw the held-out losses and each model's exact match by task."""
-    figure = require("matplotlib.figure", "plot").Figure(figsize=(12, 4.2), layout="constrained")
-    (losses, bars), rows = figure.subplots(1, 2), results["rows"]
-    for name, colour in zip(("SFT", "SFT_time", "MoE"), plots.COLOURS[1:], strict=False):
-        points = [(0, rows[0]["loss"]), *results["curves"][name]]
-        losses.plot(*zip(*points, strict=True), marker="o", label=name, color=colour)
-    for row, style in zip(rows[-2:], (":", "--"), strict=True):
-        losses.axhline(row["loss"], linestyle=style, color="black", label=row["model"])
-    low = min(row["loss"] for row in rows)
-    losses.set(
-        xlabel="step", ylabel="held-out loss of the answers", ylim=(low * 0.9, low + 3 * (rows[1]["loss"] - low) + 0.3 * low)
-    )
-    losses.legend()
-    asked = [row for row in rows if row["model"] != "INIT"]
-    for place, row in enumerate(asked):
-        x = [i + (place - (len(asked) - 1) / 2) * 0.8 / len(asked) for i in range(len(row["exact_match"]))]
-        bars.bar(x, row["exact_match"].values(), 0.7 / len(asked), label=row["model"], color=plots.COLOURS[place])
-    bars.set_xticks(range(len(rows[0]["exact_match"])), list(rows[0]["exact_match"]))
-    bars.set(ylabel="exact match on held-out examples", ylim=(0, 1))
-    bars.legend(fontsize=8)
+    """Draw the held-out losses, those on the way, and each model's exact match by task."""
+    rows, seed = results["rows"], results["seed"]
+    title = f"{rows[0]['parameters'] / 1e6:.0f} M parameters, tuned by SFT and by XFT, seed {seed}"
+    figure, axes = plots.new_figure(title, (10.5, 7.8), mosaic="AB;CC")
+    colours = dict(zip(NOTES, plots.COLOURS))
+    plots.losses(axes["A"], [(row["model"], row["loss"], colours[row["model"]]) for row in rows], "merged")
+    axes["A"].set_yticks(range(len(rows)), [f"{row['model']}\n{row['note'].partition(':')[0]}" for row in rows], fontsize=8)
+    axes["A"].set(xlabel="loss per token of the answers (lower is better)", title="held-out examples")
+    for (name, way), marker in zip(results["curves"].items(), plots.MARKERS):
+        if way:
+            start, loss = (results["curves"]["MoE"][-1][0], rows[-2]["loss"]) if name == "merged" else (0, rows[0]["loss"])
+            steps, values = zip((start, loss), *((start + step, value) for step, value in way), strict=True)
+            axes["B"].plot(steps, values, marker=marker, color=colours[name], label=name)
+    axes["B"].set(xlabel="step", ylabel="loss per token, logarithmic", yscale="log", title="held-out examples while tuning")
+    low, high = axes["B"].get_ylim()
+    ticks = [tick / 10 for tick in range(1, 100) if low <= tick / 10 <= high]
+    axes["B"].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes["B"].minorticks_off()
+    axes["B"].legend(fontsize=9)
+    axes["B"].grid()
+    asked = [row for row in rows if None not in row["exact_match"].values()]
+    spans = {row["model"]: [*row["interval"].values()] for row in asked} if "interval" in rows[0] else None
+    shares = {row["model"]: [*row["exact_match"].values()] for row in asked}
+    plots.grouped(axes["C"], [*rows[0]["exact_match"]], shares, spans, form="{:.2f}", colours=colours)
+    axes["C"].set(ylabel="exact match", ylim=(0, 1.12), title="answers to held-out examples")
+    plots.legend_below(figure, axes["C"], "lines: 95% interval over the problems" if spans else "", len(asked))
     return figure
 
 

@@ -112,7 +112,7 @@ def test_the_methods_tables_are_those_that_were_printed(method):
 def test_nothing_is_left_to_fill_in_and_pictures_are_there():
     assert "<!--" not in README and "held-out functions, texts and sums" in section("Two commands")
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
-    assert "docs/way.svg" in pictures and "docs/demo.png" in pictures
+    assert "docs/way.svg" in pictures and "docs/demo.svg" in pictures
     for path in pictures:
         head = (ROOT / path).read_bytes()[:8]
         assert head.startswith((b"<svg", b"<?xml") if path.endswith(".svg") else b"\x89PNG"), path

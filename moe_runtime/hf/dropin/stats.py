@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ from moe_runtime.io.rows import require
 
 FIELDS = ("layer", "expert", "shared", "slots", "load")
 LOW_ENTROPY = 0.5
+WIDEST = 16  # experts of a map with numbers
 ENOUGH = 10  # minimum slots per expert, if balanced, to judge a layer
 
 
@@ -168,7 +170,12 @@ class RouterStats:
         relative = torch.full((L, stop), math.nan, dtype=torch.float64)
         for i, row in enumerate(self.routed):
             relative[i, ids[i].start : ids[i].stop] = expert_load(row) * len(row)
-        image = ax.imshow(relative[:, first:].numpy(), aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
+        relative = relative[:, first:].numpy()
+        image = ax.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")  # blue and red: seen without green, too
+        if relative.shape[1] <= WIDEST:
+            for (y, x), value in np.ndenumerate(relative):
+                look = {"color": "white" if abs(value - 1) > 0.7 else "#222222", "fontsize": 8}
+                ax.text(x, y, "" if math.isnan(value) else f"{value:.2f}", ha="center", va="center", **look)
         ax.figure.colorbar(image, ax=ax, label="load / mean load", extend="max")
         ax.set_xticks(range(stop - first), range(first, stop))
         ax.set_yticks(range(L), self.layers)

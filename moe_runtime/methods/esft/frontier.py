@@ -212,9 +212,9 @@ def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -
 
 def picture(report: Frontier):
     """Plot general loss against task loss along the runs, means over the seeds: each method's chosen rate, others faint."""
-    figure, axes = plots.figure_of(report, (7.6, 5.2))
+    figure, axes = plots.figure_of(report, (7.6, 6.0))
     rises = []
-    for (name, ladder), colour, marker in zip(report.ladders.items(), plots.COLOURS, plots.MARKERS):
+    for (name, ladder), (colour, marker) in zip(report.ladders.items(), plots.cycle(len(report.ladders))):
         for entry in ladder:
             _, task, general = zip(*curve(entry), strict=True)
             how = {"alpha": 0.35, "linewidth": 0.9}
@@ -228,8 +228,9 @@ def picture(report: Frontier):
     axes.set_ylim(general[0] - 0.1 * top, general[0] + top)
     axes.invert_xaxis()
     axes.set(xlabel=f"task loss, {report.task} (lower is better; tuning moves right)", ylabel="general loss (lower is better)")
-    axes.grid(alpha=0.25)
-    axes.legend(title="held-out rows; faint: other rates; dotted: levels", fontsize=9, title_fontsize=9)
+    axes.grid()
+    over = f"held-out examples, mean of {len(report.seeds)} seed{'s' * (len(report.seeds) > 1)}"
+    plots.legend_below(figure, axes, f"{over}; faint: other rates; dotted: levels; lines may leave at the top")
     return figure
 
 

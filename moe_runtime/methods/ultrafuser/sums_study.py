@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from moe_runtime.experiments.compare import LEVEL, mcnemar
 from moe_runtime.experiments.domains import DomainReport, Judged, places_of
-from moe_runtime.experiments.plots import COLOURS, MARKERS, figure_of
+from moe_runtime.experiments.plots import cycle, figure_of
 from moe_runtime.experiments.stages import loss_of, sizes_of
 from moe_runtime.experiments.sums import KINDS
 from moe_runtime.experiments.tables import Entry, Run
@@ -169,13 +169,16 @@ def picture(report: DomainReport):
     """Plot the share of solved sums against the loss on the other domains."""
     figure, axes = figure_of(report, (8.6, 4.6))
     others = [domain for domain in report.domains if domain in report.settings["recipe"]["domains"]]
-    for number, entry in enumerate(report.entries):
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number // 2 % len(MARKERS)]}
+    for entry, (colour, marker) in zip(report.entries, cycle(len(report.entries))):
+        style = {"color": colour, "marker": marker}
         losses = [statistics.fmean(result.domains[domain] for domain in others) for result in entry.results]
         shares = [statistics.fmean(flags) for flags in report.extra["solved"][entry.name]]
         axes.scatter(losses, shares, s=18, alpha=0.4, **style)
-        axes.scatter(statistics.fmean(losses), statistics.fmean(shares), s=60, label=entry.name, **style)
+        # hollow, so that none hides another
+        axes.scatter(
+            statistics.fmean(losses), statistics.fmean(shares), s=70, label=entry.name, **style | {"facecolor": "none"}
+        )
     axes.set(xlabel=f"held-out loss per label token, mean of {' and '.join(others)}", ylabel="share of held-out sums solved")
-    axes.grid(alpha=0.25)
+    axes.grid()
     figure.legend(loc="outside right center", fontsize=8, title="large: mean, small: seeds", title_fontsize=8)
     return figure

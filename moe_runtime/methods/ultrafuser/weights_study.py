@@ -15,13 +15,11 @@ from pathlib import Path
 from moe_runtime.config import check_positive
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.domains import places_of
-from moe_runtime.experiments.plots import BLUE, COLOURS, GREY, OF_VERDICT, figure_of
+from moe_runtime.experiments.plots import BLUE, GREY, OF_VERDICT, cycle, figure_of, legend_below
 from moe_runtime.experiments.tables import Finding, over_seeds, spread
 from moe_runtime.io.files import atomic_write_text
 from moe_runtime.methods.ultrafuser.recipe import FuserRecipe
 from moe_runtime.methods.ultrafuser.study import Stages
-
-DARK = 0.55  # share of the colour range beyond which numbers are drawn in white
 
 
 def losses(report):
@@ -43,7 +41,7 @@ def losses(report):
         axes.set_ylim(-0.6, len(table.entries) - 0.3)
         axes.margins(x=0.12)
         axes.set_title(name, fontsize=10)
-        axes.grid(axis="x", alpha=0.25)
+        axes.grid(axis="x")
     figure.supxlabel(
         "held-out loss per label token; diamonds: mean, rings: seeds; green: lower than the reference, orange: higher",
         fontsize=9,
@@ -54,28 +52,22 @@ def losses(report):
 def weights(report):
     """Draw the mean weight by domain and specialist, and the rows' own mean weights beside it (Figure 6)."""
     figure, (left, right) = figure_of(report, (10.4, 2.2 + 0.6 * len(report.domains)), columns=2)
-    _map(figure, left, report)
+    _map(left, report)
     _of_rows(right, report)
     return figure
 
 
-def _map(figure, axes, report) -> None:
-    values = report.over_seeds()
-    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=1)
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center", color="white" if value > DARK else "black")
-    axes.set_yticks(range(len(values)), list(report.domains))
-    axes.set_xticks(range(len(report.specialists)), report.specialists)
-    axes.set_xlabel("specialist")
-    figure.colorbar(image, ax=axes, label="mean weight")
+def _map(axes, report) -> None:
+    label = f"mean weight{f' over {len(report.seeds)} seeds' * (len(report.seeds) > 1)}"
+    plots.heat_map(axes, report.over_seeds(), list(report.domains), report.specialists, label, top=1, form="{:.2f}")
+    axes.set(xlabel="specialist", ylabel="domain")
 
 
 def _of_rows(axes, report) -> None:
     """Draw a box for the rows of each domain and specialist, first seed."""
     S, domains = len(report.specialists), list(report.domains)
     width = 0.8 / S
-    for s, (name, colour) in enumerate(zip(report.specialists, _cycle(S))):
+    for s, (name, (colour, _)) in enumerate(zip(report.specialists, cycle(S))):
         places = [d + (s - (S - 1) / 2) * width for d in range(len(domains))]
         drawn = axes.boxplot(
             [[row[s] for row in rows] for rows in report.by_row[0]], positions=places, widths=0.85 * width,
@@ -87,32 +79,28 @@ def _of_rows(axes, report) -> None:
     axes.axhline(1 / S, color="black", linestyle="--", linewidth=1)
     axes.set_xticks(range(len(domains)), domains)
     axes.set_xlim(-0.6, len(domains) - 0.4)
-    axes.set(ylabel="mean weight of a row", ylim=(-0.02, 1.02))
-    axes.grid(axis="y", alpha=0.25)
-    axes.legend(title=f"specialist, seed {report.seeds[0]}", fontsize=8, title_fontsize=8, loc="center right")
+    axes.set(xlabel="domain", ylabel="mean weight of an example", ylim=(-0.02, 1.02))
+    axes.grid(axis="y")
+    legend_below(axes.figure, axes, f"right: specialist, seed {report.seeds[0]}; dashed: equal weights", S)
 
 
 def stability(report):
     """Draw the losses over the steps of stage 2, a panel for each domain and one for all, a line per seed."""
     figure, all_axes = figure_of(report, (3.0 * len(report.names) + 0.6, 3.6), columns=len(report.names))
     for axes, name in zip(all_axes, report.names):
-        for (variant, ways), colour in zip(report.course.items(), COLOURS):
+        for (variant, ways), (colour, marker) in zip(report.course.items(), cycle(len(report.course))):
             lines = [[at[name] for _, at in way] for way in ways]
             steps = [step for step, _ in ways[0]]
             for line in lines:
                 axes.plot(steps, line, color=colour, alpha=0.35, linewidth=0.8)
             mean = [statistics.fmean(at) for at in zip(*lines, strict=True)]
-            axes.plot(steps, mean, color=colour, marker="o", markersize=3, label=variant)
+            axes.plot(steps, mean, color=colour, marker=marker, markersize=3, label=variant)
         axes.set_title(name, fontsize=10)
         axes.set_xlabel("step of stage 2")
-        axes.grid(alpha=0.25)
+        axes.grid()
     all_axes[0].set_ylabel("held-out loss per label token")
-    all_axes[0].legend(fontsize=8)
+    legend_below(figure, all_axes[0], "thick: mean, thin: seeds", 3)
     return figure
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 # Okabe and Ito, 2008, like plots.COLOURS; lighter on a dark page

@@ -14,12 +14,10 @@ extra rows. Experts per domain require as many domains as experts and are skippe
 import copy
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from torch.optim.swa_utils import AveragedModel
 
-from moe_runtime.experiments import plots
 from moe_runtime.experiments.domains import Judged
 from moe_runtime.experiments.tables import Entry, Report, Run, against
 from moe_runtime.hf.training import ranks
@@ -29,7 +27,6 @@ from moe_runtime.methods.upit.study import Pool
 
 SFT, SWA, PT, COPIES, UPIT = "SFT", "SFT, SWA", "Upcycle_PT", "Upcycle_SFT", "UpIT"
 ANNEALED, EQUAL, BRANCHES = f"{UPIT}, stage 1 annealed", f"{UPIT}, two equal schedules", f"{UPIT}, an expert per domain"
-DRAWN = (SFT, PT, COPIES, UPIT, EQUAL)
 
 
 class Stages(pesc.Stages):
@@ -127,10 +124,3 @@ def _means(entry: Entry) -> dict[int, float]:
     """Return the held-out loss by step, the mean over the seeds."""
     histories = [dict(result.history) for result in entry.results]
     return {step: statistics.fmean(history[step] for history in histories) for step in histories[0]}
-
-
-def draw(report: Report):
-    """Plot the loss curves of the most informative methods."""
-    figure = plots.curves(replace(report, entries=[entry for entry in report.entries if entry.name in DRAWN]))
-    figure.axes[0].margins(y=0.25)  # room for the legend
-    return figure

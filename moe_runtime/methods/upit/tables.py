@@ -376,6 +376,6 @@ COMMANDS = {
     "experts": _losses("Experts, and experts per token", "Figure 4", _experts, check_experts, plots.sweep),
     "data": _losses("Rows to tune on", "Figure 3", _data, check_data, plots.sweep),
     "epochs": _losses("Epochs before and after", "Figure 6", _epochs, check_epochs),
-    "budget": _losses("Equal optimizer steps", "Sec. 4.1", budget.make, check_of("ffn"), budget.draw),
+    "budget": _losses("Equal optimizer steps", "Sec. 4.1", budget.make, check_of("ffn"), plots.curves),
 }
 run = functools.partial(tables.run, COMMANDS, Stages)

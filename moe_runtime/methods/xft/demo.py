@@ -8,6 +8,7 @@ tuning the MoE model and learning to mix take together, and keeps its best step 
 its last step. Losses are means over the label tokens of examples used neither for training nor for selection.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -87,7 +88,7 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
         stats = _routed(stages, made["MoE"][0])
         results["expert_slots"] = stats.counts.tolist()
         (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        plots.save(_picture(results, stats), folder / "xft.png")
+        plots.save(plots.watermark(_picture(results, stats), preset == "tiny"), folder / "xft.png")
         best = made[results["best_sft"]][0]
         models = {"base": made["base"][0], "sft": best, "moe": made["MoE"][0], "merged": made["merged"][0]}
         for name, result in models.items():
@@ -175,28 +176,30 @@ def _routed(stages: Stages, moe: Result) -> RouterStats:
 
 
 def _picture(results: dict, stats: RouterStats):
-    """Plot the table's losses, validation losses during training, and router load."""
-    figure = require("matplotlib.figure", "plot").Figure(figsize=(15, 4.4), layout="constrained")
-    table, curves, load = figure.subplots(1, 3)
-    rows = results["rows"][:0:-1]  # without the base, whose loss is far higher
-    losses = [row["loss"] for row in rows]
-    margin = (max(losses) - min(losses)) or 0.01
-    for place, row in enumerate(rows):
-        table.plot(row["loss"], place, "D", color=plots.GREY if row["model"].startswith("SFT") else plots.GREEN)
-        table.text(row["loss"] + 0.05 * margin, place, f"{row['loss']:.4f}", va="center")
-    table.axvline(losses[0], color=plots.GREEN, linestyle="--", linewidth=1)
-    table.set_yticks(range(len(rows)), [row["model"] for row in rows])
-    table.set_xlim(min(losses) - 0.1 * margin, max(losses) + 0.4 * margin)
-    table.grid(axis="x", alpha=0.25)
-    table.set(xlabel="loss per label token (lower is better)", title="held-out examples: SFT and XFT")
-    for name, colour in zip([name for name in results["validation_curves"] if name.startswith(("SFT", "MoE"))], plots.COLOURS):
-        steps, values = zip(*results["validation_curves"][name], strict=True)
-        curves.plot(steps, values, marker="o", color=colour, label=name)
-    curves.set(xlabel="step", ylabel="loss per label token", title="validation examples while tuning")
-    curves.legend()
-    curves.grid(alpha=0.25)
-    stats.heatmap(load)
-    load.set_title("how evenly tokens spread over the routed experts")
+    """Draw the table's losses and solved sums, validation losses during tuning, and the routers' load."""
+    title = f"XFT and SFT from one base of {results['rows'][0]['parameters']:,} parameters, seed {results['seed']}"
+    figure, axes = plots.new_figure(title, (10.5, 7.4), mosaic="AB;CD")
+    colours = dict(zip([row["model"] for row in results["rows"]], itertools.cycle(plots.COLOURS)))
+    plots.losses(axes["A"], [(row["model"], row["loss"], colours[row["model"]]) for row in results["rows"]], "merged")
+    axes["A"].set(xlabel="loss per label token (lower is better)", title="held-out examples")
+    for y, row in enumerate(results["rows"]):
+        axes["B"].barh(y, row["solved"], color=colours[row["model"]], height=0.6)
+        axes["B"].text(row["solved"] + 0.01, y, f"{row['solved']:.0%}", va="center", fontsize=9)
+    axes["B"].set_yticks(range(len(colours)), colours)
+    axes["B"].set(xlim=(0, 1.1), ylim=(len(colours) - 0.5, -0.5), xlabel="share solved, greedily", title="held-out sums")
+    axes["B"].xaxis.set_major_formatter("{x:.0%}")
+    ways, start = dict(results["validation_curves"]), 0
+    ways.pop("base")
+    for name, marker in zip(ways, plots.MARKERS):
+        steps, values = zip(*ways[name], strict=True)
+        start = ways["MoE"][-1][0] if name == "merged" else 0  # mixing is learned after tuning
+        label = f"{name}, its mixing" if start else name
+        axes["C"].plot([step + start for step in steps], values, marker=marker, color=colours[name], label=label)
+    axes["C"].set(xlabel="step", ylabel="loss per label token", title="validation examples while tuning")
+    axes["C"].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, frameon=False)
+    axes["C"].grid()
+    stats.heatmap(axes["D"])
+    axes["D"].set_title("tokens of each routed expert over the mean")
     return figure
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from moe_runtime.config import GATES, check_choice, check_fraction
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.domains import DomainReport
-from moe_runtime.experiments.plots import COLOURS, figure_of
+from moe_runtime.experiments.plots import INK, figure_of, grouped, legend_below
 from moe_runtime.experiments.tables import Command, Report, Run, against, best, different, each, verdict
 from moe_runtime.methods.xft import routing_study
 from moe_runtime.methods.xft.recipe import Recipe, check_shared, resolve_experts
@@ -35,23 +35,15 @@ def shares(report):
     share = report.share(0)  # expert ids are arbitrary per seed, so bars cannot be averaged over seeds
     L, R = share.shape[1:]
     layers = sorted({0, (L - 1) // 2, L - 1})
-    width = 0.82 / len(report.tokens)
-    figure, all_axes = figure_of(report, (max(7.0, 1.1 * R + 1.5), 1.3 + 2.1 * len(layers)), rows=len(layers))
+    size = max(7.0, 1.1 * R + 1.5), 1.3 + 2.1 * len(layers)
+    figure, all_axes = figure_of(report, size, rows=len(layers), sharey=True)
     for axes, layer in zip(all_axes, layers):
-        for i, (name, colour) in enumerate(zip(report.tokens, _cycle(len(report.tokens)))):
-            places = [expert + (i - (len(report.tokens) - 1) / 2) * width for expert in range(R)]
-            axes.bar(places, share[i, layer].tolist(), width, color=colour, label=name, edgecolor="white", linewidth=0.4)
-        axes.axhline(1 / R, color="black", linestyle="--", linewidth=1)
-        axes.set_xticks(range(R), range(1, R + 1))
+        grouped(axes, range(1, R + 1), {name: share[i, layer].tolist() for i, name in enumerate(report.tokens)})
+        axes.axhline(1 / R, color=INK, linestyle="--", linewidth=1)
         axes.set(ylabel=f"layer {report.layers[layer]}\nshare of tokens")
-        axes.grid(axis="y", alpha=0.25)
     all_axes[-1].set_xlabel(f"routed expert (dashed: 1/{R}; seed {report.seeds[0]})")
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    legend_below(figure, all_axes[0], columns=3)
     return figure
-
-
-def _cycle(count: int):
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -1,16 +1,15 @@
-"""`moe-runtime demo-real`: a real pretrained model through XFT and through SFT, judged by what it answers.
+"""`moe-runtime demo-real`: tune a real pretrained model by XFT and by SFT, and evaluate its answers.
 
-OUT/smollm2                  SmolLM2-135M-Instruct of the wheel, unless another model is given
+OUT/smollm2                  SmolLM2-135M-Instruct from its wheel, unless another model is given
 OUT/tasks-HASH               the examples, a file for each task and part (moe_runtime.experiments.everyday)
-OUT/<stage>-HASH             base, SFT, mixture, merges: the stages of methods.xft.study
+OUT/<stage>-HASH             base, SFT, MoE model, merges: the stages of methods.xft.study
 OUT/eval                     every held-out question, its answer and verdict (moe_runtime.tools.evaluate)
 OUT/base, SFT, SFT_time, MoE,   links to the models
 INIT, merged
 OUT/results.json, real.png, transcript.md
 
-There are two baselines. One takes as many steps as tuning the mixture and learning to mix together, the other as many as fit
-into their time, by what a step of each takes on this machine. Whatever is whole is kept, so that a run that was killed goes on
-when it is started again.
+There are two SFT baselines: one with as many steps as tuning the MoE model and learning to mix together, and one with as many
+as take the same time on this machine. Finished stages are kept, so rerunning the command resumes a killed run.
 """
 
 import itertools
@@ -43,7 +42,7 @@ from moe_runtime.tools.evaluate_tasks import find_tasks, hub_rows
 from moe_runtime.tools.smollm2 import check_smollm2, write_smollm2
 
 GSM8K = "openai/gsm8k"
-TOKENS = {"gsm8k": 160} | dict.fromkeys(TASKS, 64)  # of an answer, at most
+TOKENS = {"gsm8k": 160} | dict.fromkeys(TASKS, 64)  # maximum length of an answer
 ASKED_AT_ONCE, MEASURED = 32, 4
 NOTES = {
     "base": "as it was pretrained",
@@ -58,10 +57,10 @@ NOTES = {
 def run(
     out: str | Path, *, model: str | Path | None = None, gsm8k: str | None = None, recipe: str | Path = "smollm2", seed: int = 0
 ) -> dict:
-    """Tune a pretrained model by XFT and by SFT on four tasks, ask each what was held out, and write the results into `out`.
+    """Tune a pretrained model by XFT and by SFT on four tasks, evaluate them on held-out examples, and write results to `out`.
 
-    `model` is a folder with tokenizer and chat template, SmolLM2-135M-Instruct unless given; `gsm8k` a file of GSM8K, or its
-    id on the Hub, as a fifth task. `recipe` decides experts and steps. All is checked before anything is written.
+    `model` is a folder with tokenizer and chat template, by default SmolLM2-135M-Instruct; `gsm8k` a file or Hub id of GSM8K,
+    as a fifth task. `recipe` sets experts and steps. Everything is checked before anything is written.
     """
     for module, extra in {"lm_eval": "eval", "matplotlib": "plot", "datasets": "train", "accelerate": "train"}.items():
         require(module, extra)
@@ -91,8 +90,8 @@ def run(
     longer = max(round(xft_seconds / measured["sft"]), settings.sft.steps)
     stages.say(
         f"{settings.base_model}: {len(stages.train_rows)} examples of {', '.join(names)}; about "
-        f"{_minutes(stages, measured, longer):.0f} minutes in all while nothing else runs. Interrupt it when you like: the "
-        f"same command goes on from what is whole in {out}"
+        f"{_minutes(stages, measured, longer):.0f} minutes in total on an idle machine. It can be interrupted: the "
+        f"same command resumes from the finished stages in {out}"
     )
     base, sft, moe = stages.base(), stages.sft(), stages.moe()
     init, merged = stages.merge(moe), stages.mix(moe)
@@ -118,7 +117,7 @@ def run(
 
 
 def _school(source: str, train: int, held_out: int) -> Pairs:
-    """Return rows of GSM8K, those to train on and those held out; raises ValueError for a file without its columns."""
+    """Return training and held-out rows of GSM8K; raises ValueError for a file with too few rows or other columns."""
     rows = list(hub_rows(GSM8K, "main", "train")()) if source == GSM8K else find_tasks(f"gsm8k={source}")[0].rows
     if len(rows) < train + held_out:
         raise ValueError(f"{source} must have at least {train + held_out} examples, but has {len(rows)}")
@@ -127,7 +126,7 @@ def _school(source: str, train: int, held_out: int) -> Pairs:
 
 
 def _placed(recipe: Recipe, model: Path, tasks: Path, count: int) -> Recipe:
-    """Return the recipe for these folders; in bfloat16 (autocast) where the machine multiplies faster so."""
+    """Return the recipe for these folders, with bfloat16 autocast if this machine multiplies faster in it."""
     cuda = torch.cuda.is_available()
     is_quick = torch.cuda.is_bf16_supported() if cuda else torch.cpu.get_capabilities().get("amx_bf16", False)
     share = count / len(TASKS)
@@ -145,7 +144,7 @@ def _machine(recipe: Recipe) -> str:
 
 
 def _measured(stages: Stages) -> dict[str, float]:
-    """Return the seconds of a step of each training, and the tokens per second that a dense model and a mixture generate."""
+    """Return the seconds per step of each training, and the tokens per second that dense and MoE models generate."""
     recipe, found = stages.recipe, {}
     for name in ("sft", "tune", "mix"):
         model = ranks.load_model(recipe.base_model, recipe.dtype, ranks.state().device)
@@ -170,7 +169,7 @@ def _measured(stages: Stages) -> dict[str, float]:
 
 @torch.no_grad()
 def _speed(model, stages: Stages, tokens: int = 16) -> float:
-    """Return the tokens per second of a model that answers ASKED_AT_ONCE questions at once, as evaluate asks them."""
+    """Return the tokens per second of a model that answers ASKED_AT_ONCE questions at a time, as in evaluation."""
     kept = model.dtype
     model.to(torch.bfloat16 if stages.recipe.tune.bf16 else kept).eval()
     rows = stages.held_out["input_ids"][:ASKED_AT_ONCE]
@@ -186,7 +185,7 @@ def _speed(model, stages: Stages, tokens: int = 16) -> float:
 
 
 def _minutes(stages: Stages, measured: dict[str, float], longer: int) -> float:
-    """Return the minutes of the whole run."""
+    """Return the estimated minutes of the whole run."""
     recipe, rows = stages.recipe, len(stages.held_out)
     trained = sum(getattr(recipe, name).steps * measured[name] for name in ("sft", "tune", "mix")) + longer * measured["sft"]
     judged = 10 * measured["sft"] / 3 * rows / recipe.sft.batch_size
@@ -219,7 +218,7 @@ def _results(stages: Stages, found: dict[str, Result], report: Report, measured:
 
 
 def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5) -> str:
-    """Return `count` held-out questions, of each task in turn, with the base's and the merged model's answers."""
+    """Return `count` held-out questions, from each task in turn, with the base's and the merged model's answers."""
     parts, told = ["# Before and after"], []
     for name in names:
         files = (tasks / f"{name}-held_out.jsonl", *(folder / model / f"{name}.jsonl" for model in ("base", "merged")))
@@ -265,7 +264,7 @@ def _picture(results: dict):
 
 
 def _show(results: dict, out: Path) -> None:
-    """Print the table, and what it says of XFT against SFT."""
+    """Print the table and the comparison of XFT with SFT."""
     rows, tasks = results["rows"], list(results["rows"][0]["exact_match"])
     columns = [("model", "left"), ("loss", "right"), *((task, "right") for task in tasks)]
     columns += [("tokens/s", "right"), ("steps", "right"), ("train s", "right"), ("", "left")]
@@ -284,7 +283,7 @@ def _show(results: dict, out: Path) -> None:
     for one in results["comparisons"]:
         if one["model"] == "merged":
             print(
-                f"{one['task']}: merged solves {one['gained']} that SFT does not, and not {one['lost']} that SFT does "
+                f"{one['task']}: merged solves {one['gained']} that SFT does not, SFT {one['lost']} that merged does not "
                 f"(p {one['p_corrected']:.2g}, {one['test']}, corrected by Holm)"
             )
     print(

@@ -51,7 +51,6 @@ NOT_RUN = {
         "starts a server of another package",
         "tests/hf/models/test_modeling.py::test_the_model_without_its_head_is_the_same_model",
     ),
-    "make test-serving": NotRun("downloads vLLM and fills an environment"),
     "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
     "make bench": NotRun("takes an hour", "tests/methods/xft/test_demo.py::test_every_benchmark_runs"),
     "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
@@ -199,7 +198,6 @@ def evaluated(folder: Path) -> None:
     lines = {
         "gsm8k-test": {"question": "1 + 1?", "answer": "#### 2"}, "intent": {"prompt": "On?", "raw_answers": ["{}"]},
         "smoke": {"question": "Is it?", "label": 1}, "mbpp": files.MBPP, "humaneval": files.CODE,
-        "questions": {"prompt": "Is it?", "completion": ""},
     }  # fmt: skip
     for name, row in lines.items():
         files.write(folder / f"{name}.jsonl", [row] * 3)
@@ -233,8 +231,9 @@ def small_table(command: str, folder: str) -> dict[str, str]:
 
 
 def mine(folder: Path) -> None:
-    """An XFT recipe of one's own."""
-    shutil.copy(folder / "xft" / "study.yaml", folder / "mine.yaml")
+    """The study as a recipe of one's own."""
+    (study,) = folder.glob("*/study.yaml")
+    shutil.copy(study, folder / "mine.yaml")
 
 
 def theirs(folder: Path) -> None:
@@ -269,6 +268,9 @@ FLOWS = {
     "docs/esft.md": Flow(
         (law, study("esft")), {"esft train": "esft train --steps 2 --batch-size 4"} | small_table("esft main", "esft")
     ),
+    "docs/esft-tables.md": Flow(
+        (study("esft"), mine), {"--seeds 1": "--seeds 1 --recipe esft/study.yaml", "esft main": "esft counts --seeds 1"}
+    ),
     "docs/evaluation.md": Flow(
         (evaluated,),
         {
@@ -276,7 +278,6 @@ FLOWS = {
             "--out runs/": "--max-new-tokens 4 --out runs/",
         },
     ),
-    "docs/limits.md": Flow(),
     "docs/real-model.md": Flow(
         (real,),
         {
@@ -287,10 +288,13 @@ FLOWS = {
     "docs/performance.md": Flow(smaller={"--only layer,step": "--only merging --tiny --out bench.json"}),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
     "docs/serving.md": Flow((base,)),
-    "docs/start.md": Flow((base,)),
+    "docs/start.md": Flow(),
     "docs/troubleshooting.md": Flow(),
-    "docs/ultrafuser-tables.md": Flow((specialists,)),
+    "docs/ultrafuser-tables.md": Flow(
+        (specialists, study("fuser")), {"weights --seeds 1": "weights --seeds 1 --recipe fuser/study.yaml"}
+    ),
     "docs/ultrafuser.md": Flow((specialists, study("fuser"), three_domains), small_table("ultrafuser ablate", "fuser")),
+    "docs/upit-tables.md": Flow((study("upit"), mine), {"router --seeds 1": "router --seeds 1 --recipe upit/study.yaml"}),
     "docs/upit.md": Flow((checkpoints, study("upit")), small_table("upit main", "upit")),
     "docs/xft-official.md": Flow((theirs,)),
     "docs/xft-tables.md": Flow((study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}),

@@ -1,9 +1,9 @@
-"""The figures of the ESFT paper that need no tuning, one command each: they look at the base's routers alone.
+"""The figures of the ESFT paper that need no tuning, one command each: they use only the base's routers.
 
-counts        experts that each task's selection trains, by layer; how gate values gather on few experts; a page with
+counts        experts that each task trains, by layer; how gate values concentrate on few experts; a page with
               held-out text, each token coloured by the share of its experts that train      Figures 4, 2 and 9
-overlap       top experts that two samples share, of one task and of two                     Figure 3
-sample-size   the same by the samples' size                                                  Figure 8
+overlap       top experts shared by two samples, of the same task and of different tasks     Figure 3
+sample-size   the same, by the size of the samples                                           Figure 8
 
 The analyses are in `analyses`; each has its picture here.
 """
@@ -43,13 +43,13 @@ def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a
 def overlap(found: Overlap, title: str | None = None):
     """Draw the mean shared top experts of two samples, task by task (Fig. 3)."""
     values = [[math.nan if value is None else value for value in row] for row in found.shared]
-    said = title or f"Shared top-{found.top} experts of two samples, mean over the layers"
+    heading = title or f"Shared top-{found.top} experts of two samples, mean over the layers"
     label = f"experts of {found.top} (by chance {found.chance:.2f})"
-    return _heat_map(values, found.tasks, found.tasks, said, label, top=found.top, form="{:.2f}")
+    return _heat_map(values, found.tasks, found.tasks, heading, label, top=found.top, form="{:.2f}")
 
 
 def sample_sizes(found: SampleSizes, title: str | None = None):
-    """Draw the mean shared top experts over the size of the two samples, a line per task (Fig. 8)."""
+    """Draw the mean shared top experts against the size of the two samples, a line per task (Fig. 8)."""
     figure, axes = _figure((7.2, 4.9), title or f"Shared top-{found.top} experts of two samples, by {found.score} score")
     for task, shared, (colour, marker) in zip(found.tasks, found.shared, cycle(len(found.tasks)), strict=True):
         axes.plot(found.sizes, shared, color=colour, marker=marker, label=task)
@@ -82,17 +82,17 @@ def _figure(size: tuple[float, float], title: str):
     return plots.new_figure(f"{title} (ESFT)", size)
 
 
-TEXTS = 4  # of a task on the page
+TEXTS = 4  # per task on the page
 
 
 @dataclass(kw_only=True)
 class Study(Finding):
-    """What was found, for every seed's samples, as a table."""
+    """The results for every seed's samples, as a table."""
 
-    found: list  # of each seed, an analysis of `analyses`
-    table: list[tuple]  # its first row are the columns' names
+    found: list  # one result of `analyses` per seed
+    table: list[tuple]  # the first row holds the column names
     note: str
-    files: dict = field(default_factory=dict)  # what was written beside the picture
+    files: dict = field(default_factory=dict)  # written next to the picture
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
@@ -152,7 +152,7 @@ def _counts(process: Run) -> dict:
 
 
 def _page(process: Run, path) -> None:
-    """Write the page: held-out rows of every task, by the selection of token scores, as in the paper."""
+    """Write the page: held-out examples of every task, under the selection by token scores, as in the paper."""
     stages: Stages = process.all[0]
     model, tokenizer, recipe = stages.base_model(), stages.tokenizer, process.recipe
     texts = {}
@@ -166,7 +166,7 @@ def _page(process: Run, path) -> None:
 
 
 def _means(found: Sequence) -> list[tuple]:
-    """Return a row per task of the shared top experts, means over the seeds."""
+    """Return a row per task with the shared top experts, means over the seeds."""
     rows = [[f"{statistics.fmean(cell):.2f}" for cell in zip(*row)] for row in zip(*(one.shared for one in found))]
     return [(name, *row) for name, row in zip(found[0].tasks, rows, strict=True)]
 
@@ -183,9 +183,9 @@ def _overlap(process: Run, top: int, score: str) -> dict:
 
     def summary(report: Study) -> list[str]:
         within, between = ([getattr(one, of) for one in found if getattr(one, of) is not None] for of in ("within", "between"))
-        apart = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
+        across = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
         return [
-            f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{apart}; by chance {found[0].chance:.2f}."
+            f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{across}; by chance {found[0].chance:.2f}."
         ]
 
     return {"found": found, "table": table, "note": note, "summary": summary}
@@ -195,7 +195,7 @@ def _sample_size(process: Run, top: int, score: str, sizes: Sequence[int] | None
     found = [stages.sample_sizes(sizes, top, score) for stages in process.all]
     taken = found[0].sizes
     table = [("task", *(f"{size:,}" for size in taken)), *_means(found)]
-    note = f"Of the top {top} experts by {score} score, those that two samples of so many tokens share, mean over the layers."
+    note = f"Of the top {top} experts by {score} score, those that two samples of this size share, mean over the layers."
 
     def summary(report: Study) -> list[str]:
         last = statistics.fmean(row[-1] for one in found for row in one.shared)

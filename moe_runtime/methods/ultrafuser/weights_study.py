@@ -1,9 +1,9 @@
-"""Which specialist the gate weighs on which domain: UltraFuser's Table 6, its pictures, and a page (Figures 6 to 8).
+"""The gate's weights by domain and specialist: UltraFuser's Table 6, its pictures, and a page (Figures 6 to 8).
 
     mean(t, s) = mean over the response tokens of domain t's held-out rows of w_s
 
-Where every specialist still does what it was trained for, the largest weight on a domain is its own specialist's. On the page
-a token has the colour of the specialist that the gate weighs most: the farther above equal weights, 1/S, the deeper.
+If every specialist has kept its skill, the largest weight on a domain is that of its own specialist. On the page
+a token has the colour of the specialist with the largest weight: the farther above equal weights, 1/S, the deeper.
 """
 
 import os
@@ -51,7 +51,7 @@ def _map(axes, report) -> None:
 
 
 def _of_rows(axes, report) -> None:
-    """A box for the rows of each domain and specialist, first seed."""
+    """Draw a box for the rows of each domain and specialist, first seed."""
     S, domains = len(report.specialists), list(report.domains)
     width = 0.8 / S
     for s, (name, (colour, _)) in enumerate(zip(report.specialists, cycle(S))):
@@ -90,7 +90,7 @@ def stability(report):
     return figure
 
 
-# Okabe and Ito, 2008, as plots.COLOURS; lighter on a dark page
+# Okabe and Ito, 2008, like plots.COLOURS; lighter on a dark page
 ON_LIGHT = ("0, 114, 178", "213, 94, 0", "0, 158, 115", "230, 159, 0", "204, 121, 167", "86, 180, 233")
 ON_DARK = ("58, 150, 210", "240, 120, 40", "30, 185, 140", "235, 170, 30", "220, 140, 185", "110, 195, 240")
 _NOTE = "Each token has the colour of the specialist with the largest weight: the deeper, the farther above equal weights."
@@ -111,7 +111,7 @@ class TokenWeights:
 
 
 def pieces_of(tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text that each id adds; of a character of several ids, the last one has it."""
+    """Return the text that each id adds; a character of several ids goes to the last one."""
     pieces, before = [], ""
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:count])
@@ -125,7 +125,7 @@ def page(
     specialists: Sequence[str], texts: Mapping[str, Sequence[TokenWeights]], title: str = "Which specialist writes",
     note: str = "",
 ) -> str:  # fmt: skip
-    """Return the page of some responses by domain, in HTML."""
+    """Return an HTML page of responses by domain."""
     S = len(specialists)
     whole = [[float(s == own) for s in range(S)] for own in range(S)]
     scale = " ".join(_token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True))
@@ -137,7 +137,7 @@ def page(
 
 
 def write_page(path: str | os.PathLike, specialists: Sequence[str], texts: Mapping, **options) -> None:
-    """Write `page`, whole or not at all."""
+    """Write `page`, atomically."""
     atomic_write_text(path, page(specialists, texts, **options))
 
 
@@ -146,22 +146,22 @@ def _variables(colours: Sequence[str], count: int) -> str:
 
 
 def _block(specialists: Sequence[str], text: TokenWeights) -> str:
-    def said(weights: Sequence[float]) -> str:
+    def described(weights: Sequence[float]) -> str:
         return ", ".join(f"{name} {weight:.2f}" for name, weight in zip(specialists, weights, strict=True))
 
     pairs = zip(text.pieces, text.weights, strict=True)
-    tokens = "".join(_token(piece, weights, said(weights)) for piece, weights in pairs if piece)
-    return plots.block(tokens, f"Prompt: {text.prompt} | mean weights: {said(text.mean)}")
+    tokens = "".join(_token(piece, weights, described(weights)) for piece, weights in pairs if piece)
+    return plots.block(tokens, f"Prompt: {text.prompt} | mean weights: {described(text.mean)}")
 
 
-def _token(piece: str, weights: Sequence[float], said: str) -> str:
+def _token(piece: str, weights: Sequence[float], tooltip: str) -> str:
     top, even = max(range(len(weights)), key=weights.__getitem__), 1 / len(weights)
     depth = max((weights[top] - even) / (1 - even), 0.0)
-    return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", said)
+    return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", tooltip)
 
 
-TEXTS = 3  # of each domain on the page
-PROMPT = 160  # characters of a prompt that are shown
+TEXTS = 3  # per domain on the page
+PROMPT = 160  # shown characters of a prompt
 
 
 @dataclass(kw_only=True)
@@ -171,7 +171,7 @@ class GateWeights(Finding):
     domains: dict[str, str | None]  # domain -> its specialist
     specialists: tuple[str, ...]
     tokens: dict[str, int]  # domain -> response tokens
-    folders: list[str]  # of the fused models, one per seed
+    folders: list[str]  # the fused models', one per seed
     mean: list  # [seeds][domains][S], over tokens
     by_row: list  # [seeds][domains][rows][S], means over a row's tokens
     page: Path
@@ -206,7 +206,7 @@ def check(recipe: FuserRecipe, rows: int | None = None) -> dict:
 
 
 def measure(process, rows: int | None) -> dict:
-    """Take the weights of the fused model of each seed, on `rows` held-out rows of each domain, or all."""
+    """Compute the gate's weights of each seed's fused model on `rows` held-out rows per domain, by default all."""
     recipe, folders, mean, by_row = process.recipe, [], [], []
     first: Stages = process.all[0]
     places = {domain: list(range(place.start, place.stop))[:rows] for domain, place in places_of(first.counts).items()}
@@ -252,13 +252,13 @@ def _summary(report: GateWeights) -> list[str]:
     lines = []
     for number, ((domain, own), weights) in enumerate(zip(report.domains.items(), report.over_seeds(), strict=True)):
         top = report.specialists[max(range(len(weights)), key=weights.__getitem__)]
-        said = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"
+        sentence = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"
         if own is not None and own != top:
-            said += f"; its own specialist {own} has {weights[report.specialists.index(own)]:.3f}"
+            sentence += f"; its own specialist {own} has {weights[report.specialists.index(own)]:.3f}"
         if own is not None:
             of = report.specialists.index(own)
             rows = [row for seed in report.by_row for row in seed[number]]
             most = sum(max(range(len(row)), key=row.__getitem__) == of for row in rows)
-            said += f"; {own} leads on {most} of {len(rows)} rows"
-        lines.append(f"{said}.")
+            sentence += f"; {own} leads on {most} of {len(rows)} rows"
+        lines.append(f"{sentence}.")
     return [*lines, f"coloured tokens: {report.page}"]

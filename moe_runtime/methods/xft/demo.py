@@ -1,11 +1,11 @@
-"""XFT end to end on real text, in minutes on two cores: what `moe-runtime demo` and `make demo` run.
+"""XFT end to end on real text, in minutes on two cores: the code of `moe-runtime demo` and `make demo`.
 
     standard library's source, documentation, sums -> tokenizer, base model
     few examples of each                           -> SFT, and XFT: upcycle -> tune -> learn mixing -> merge -> dense
 
-The stages are those of `study`, the settings recipes/demo.yaml. SFT is tuned at three learning rates, each for as many steps
-as tuning the MoE model and learning to mix take together, and kept at its best step by validation rows; XFT has one rate and
-keeps its last step. Losses are means over the label tokens of examples that chose nothing and that nothing was trained on.
+The stages are those of `study`, the settings recipes/demo.yaml. SFT runs at three learning rates, each for as many steps as
+tuning the MoE model and learning to mix take together, and keeps its best step by validation rows; XFT has one rate and keeps
+its last step. Losses are means over the label tokens of examples used neither for training nor for selection.
 """
 
 import itertools
@@ -35,9 +35,9 @@ from moe_runtime.methods.xft.study import Stages
 
 PRESETS = {"small": "demo", "tiny": "demo-tiny"}  # -> the recipe
 RATES = (0.5, 1.0, 2.0)  # learning rates of the SFT baselines, as multiples of XFT's
-ROUTED = 64  # held-out rows that the picture of the routers is made of
+ROUTED = 64  # held-out rows in the picture of the routers
 SUMS, SHOWN = 120, 3  # held-out sums to solve, and to print with answers
-# seconds of an example: in pre-training, all of whose rows are full, of SFT, of the MoE model and of mixing, as its multiples
+# time per example relative to pre-training, whose rows are always full: SFT, tuning the MoE model, learning to mix
 WORK = {"base": 1.0, "sft": 0.6, "moe": 1.2, "mix": 1.0}
 
 
@@ -56,7 +56,7 @@ class Clock:
             print(f"[{time.perf_counter() - self.start:4.0f} s] {text}", flush=True)
 
     def begin(self, what: str, kind: str, left: list[str]) -> None:
-        """Announce a stage of this kind; `left` has the kinds of the stages after it."""
+        """Announce a stage of the given kind; `left` lists the kinds of the stages after it."""
         about = ""
         if self.pace:
             about = f" (about {max(self.pace * sum(self.work[one] for one in (kind, *left)), 1):.0f} s left in all)"
@@ -68,9 +68,9 @@ class Clock:
 
 
 def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) -> list[dict]:
-    """Run the demo; write its models, results.json and xft.png to the folder `out`, and return the table's rows.
+    """Run the demo; write its models, results.json and xft.png to the folder `out`; return the table's rows.
 
-    Finished stages are also kept in `<out>.stages`; another run reads them or resumes from there.
+    Finished stages are also kept in `<out>.stages`, from which another run resumes.
     """
     check_choice("preset", preset, tuple(PRESETS))
     out = check_out_dir(out, overwrite)
@@ -204,7 +204,7 @@ def _picture(results: dict, stats: RouterStats):
 
 
 def _show(results: dict, out: Path, clock: Clock, texts: list[dict], answers: list[list[str]]) -> None:
-    """Print the table, its conclusions, answers, and the next steps."""
+    """Print the table, its conclusions, sample answers, and next steps."""
     columns = ("model", "left"), ("loss", "right"), ("sums solved", "right"), ("parameters", "right")
     columns += ("per token", "right"), ("train s", "right"), ("", "left")
     rows = [
@@ -232,7 +232,7 @@ def _show(results: dict, out: Path, clock: Clock, texts: list[dict], answers: li
 
 
 def verdict(results: dict) -> str:
-    """Return sentences on what XFT gained or lost against every SFT of the table."""
+    """Return sentences that compare XFT with every SFT of the table."""
     losses = {row["model"]: row["loss"] for row in results["rows"]}
     merged, best = losses["merged"], results["best_sft"]
     rates = [name for name in losses if name.startswith("SFT")]

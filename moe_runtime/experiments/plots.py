@@ -231,6 +231,7 @@ def _sweep(axes, report, extra: dict) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="x", which="both", length=3, pad=4)  # the minor ticks' numbers stand in the same line
     else:
         axes.set_xticks(sorted(set(x.values())))
     axes.grid()

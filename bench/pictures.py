@@ -1,11 +1,12 @@
 """Pictures of a results file, as PNG and SVG next to it: python -m moe_runtime.bench.pictures FILE.json [-o FOLDER].
 
-The layer's times of its floor, rooflines, tokens/s against T, memory per token, a step's parts, XFT's tuning step: each if
+The layer's times beside ours, rooflines, tokens/s against T, memory per token, a step's parts, XFT's tuning step: each if
 the file has something of it. What was not measured is left out, and a loss is drawn like a win. A roofline is
 
-    attainable(x) = min(matmul TFLOP/s, x * copy GB/s)         x = FLOPs / bytes that a benchmark must compute and move
+    attainable(x) = min(peak TFLOP/s, x * copy GB/s)           x = FLOPs / bytes that a benchmark must compute and move
 
-and what is measured against a copy of the same bytes is drawn below it, as a share of the copy's bandwidth.
+whose peak is of multiply-adds on registers. An older file has that of products of torch, which kernels may exceed: it is not
+drawn if one does. What is measured against a copy of the same bytes is drawn below, as a share of the copy's bandwidth.
 """
 
 import argparse
@@ -14,18 +15,18 @@ from pathlib import Path
 
 from moe_runtime.bench import pictures_bars as frame
 from moe_runtime.bench.pictures_bars import GREY, INK, SMALL, Bench, is_ours, ordered, plain, style
-from moe_runtime.io.files import atomic_file
+from moe_runtime.experiments import plots
 from moe_runtime.io.rows import require
 
-LAYER_TITLE = "Experts of one layer, times of a dense matmul of the same FLOPs"
+LAYER_TITLE = "Experts of one layer: time as a multiple of moe_runtime's\n(dense matmul: one torch product of the same FLOPs)"
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
-FAR = 3.0  # times ours: a bar that goes beyond is cut, its number stays
+FAR = 3.5  # times ours: a bar that goes beyond is cut, its number stays
 MANY = 8  # panels of bars: more of them, and a picture does not fit on a page
 
 
 def layer(benches: list[Bench]):
-    """Draw the layer's ratios to the floor; None if it was not measured."""
-    found = [bench for bench in benches if bench.function in PASSES and any(map(frame.is_floor, bench.rows)) and ratios(bench)]
+    """Draw the layer's times as multiples of ours; None if it was not measured."""
+    found = [bench for bench in benches if bench.function in PASSES and any(map(is_ours, bench.rows))]
     found.sort(key=lambda bench: list(PASSES).index(bench.function))
     if not found:
         return None
@@ -33,7 +34,9 @@ def layer(benches: list[Bench]):
 
 
 def ratios(bench: Bench) -> dict[str, float]:
-    return {name: row["ratio"] for name, row in bench.rows.items() if "ratio" in row and not frame.is_floor(name)}
+    """Return every time as a multiple of ours."""
+    ours = bench.rows[ordered(bench.rows)[0]]["ms"]
+    return {name: row["ms"] / ours for name, row in bench.rows.items()}
 
 
 def _layer_tokens(bench: Bench) -> str:
@@ -47,16 +50,9 @@ def _layer_bars(found: list[Bench]):
     for axes, bench in zip(all_axes, found):
         where = ", ".join(filter(None, [bench.shape, _layer_tokens(bench), bench.dtype]))
         plain(axes, f"{where}\n{PASSES[bench.function]}")
-        frame.bars(axes, ratios(bench), "{:.2f}".format, "times of the floor (less is better)", _layer_end(ratios(bench)))
-        axes.axvline(1, color=GREY, linestyle="--", linewidth=1.2)
+        frame.bars(axes, ratios(bench), "{:.2f}".format, f"times of {ordered(bench.rows)[0]} (less is better)", FAR)
     frame.share_names(all_axes)
     return figure
-
-
-def _layer_end(values: dict[str, float]) -> float:
-    """Return where bars are cut, since a very long one would make the others indistinguishable."""
-    ours = values.get("moe_runtime", min(values.values()))
-    return min(max(values.values()), FAR * max(1.0, ours))
 
 
 def _layer_dots(found: list[Bench]):
@@ -75,7 +71,7 @@ def _layer_dots(found: list[Bench]):
         axes.set_ylim(len(group) - 0.5, -0.5)
         frame.logarithmic(axes, "x")
         plain(axes, ", ".join(filter(None, place)))
-        axes.set_xlabel("times of the floor (less is better)", fontsize=SMALL)
+        axes.set_xlabel("times of moe_runtime (less is better)", fontsize=SMALL)
     frame.share_names(all_axes)
     frame.legend(figure, frame.key((name for bench in found for name in ratios(bench)), join=""))
     return figure
@@ -106,8 +102,9 @@ def roofline(benches: list[Bench]):
     heights = [3.6] * len(on_roof) + [0.9 + 0.24 * sum(1 + len(_shares(group)) for group in moving.values())] * bool(moving)
     figure, all_axes = frame.grid("Reached of the machine's ceilings, measured in the same run", used, heights, 1, base=2.2)
     marker = dict(zip(dict.fromkeys(bench.label for group in on_roof.values() for bench in group), MARKERS * 9))
+    has_roof = all(_best(group) <= frame.ceiling(group, "TFLOP/s") for group in on_roof.values())
     for axes, (dtype, group) in zip(all_axes, on_roof.items()):
-        _roof(axes, dtype, group, marker)
+        _roof(axes, dtype, group, marker, has_roof)
     if moving:
         _moving(all_axes[-1], moving)
     names = [name for group in on_roof.values() for bench in group for name in frame.shown(bench.rows, "TFLOP/s")]
@@ -134,13 +131,18 @@ def _colour(name: str) -> str:
     return OTHER_COLOUR if _named(name) == OTHER else style(_named(name))[0]
 
 
-def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str]) -> None:
+def _best(group: list[Bench]) -> float:
+    return max((rate for bench in group for rate in frame.shown(bench.rows, "TFLOP/s").values()), default=0)
+
+
+def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str], has_roof: bool) -> None:
     matmul, copy = frame.ceiling(group, "TFLOP/s"), frame.ceiling(group, "GB/s")
     xs = [bench.info["flops"] / bench.info["bytes"] for bench in group]
     ridge = matmul * 1e3 / copy
     left, right = min(*xs, ridge) / 2, max(*xs, ridge) * 3
     ways = [left, ridge, right]
-    axes.plot(ways, [min(matmul, x * copy / 1e3) for x in ways], color=INK, linewidth=1.6, label="roof", zorder=1)
+    if has_roof:
+        axes.plot(ways, [min(matmul, x * copy / 1e3) for x in ways], color=INK, linewidth=1.6, label="roof", zorder=1)
     for bench, x in zip(group, xs):
         rates = frame.shown(bench.rows, "TFLOP/s")
         if len(rates) > 1:
@@ -154,7 +156,8 @@ def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str]) -> None:
     _sweeps(axes, group)
     frame.logarithmic(axes, "x")
     frame.logarithmic(axes, "y")
-    plain(axes, f"{dtype}: {matmul:.3g} TFLOP/s in matmul, {copy:.3g} GB/s in copy")
+    measured = f"ceiling {matmul:.3g} TFLOP/s, {copy:.3g} GB/s in copy"
+    plain(axes, f"{dtype}: {measured if has_roof else 'no ceiling was measured'}")
     axes.set_xlabel("FLOPs per byte", fontsize=SMALL)
     axes.set_ylabel("TFLOP/s", fontsize=SMALL)
 
@@ -193,9 +196,9 @@ def _moving(axes, moving: dict[str, list[Bench]]) -> None:
             axes.barh(y, middle, color=_colour(name), height=0.8, label=f"{what}: {name}")
             if len(shares[name]) > 1:
                 axes.plot(shares[name], [y] * len(shares[name]), "|", color=INK, markersize=7)
-            said = f"  {middle:.0%}" + (f"  {name}" if name not in frame.STYLES else "")
-            axes.text(max(shares[name]), y, said, va="center", fontsize=SMALL, color=INK)
-            end = max(end, max(shares[name]) + LETTER * len(said) * span)
+            said = f"{middle:.0%}" + (f"  {name}" if name not in frame.STYLES else "")
+            frame.beside(axes, max(shares[name]), y, said)
+            end = max(end, max(shares[name]) + LETTER * (len(said) + 2) * span)
         y += 1
     axes.axvline(1, color=INK, linewidth=1.6, zorder=1)
     axes.set_xlim(0, end)
@@ -285,8 +288,6 @@ PICTURES = {
     "layer": layer, "roofline": roofline, "throughput": throughput, "memory": frame.memory,
     "breakdown": frame.breakdown, "xft": frame.xft,
 }  # fmt: skip
-# text as text, the font that matplotlib brings, ids that are the same in every run; a name with two $ is no formula
-SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "moe_runtime", "font.family": "DejaVu Sans", "text.parse_math": False}
 
 
 def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list[Path]:
@@ -297,21 +298,16 @@ def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list
     json_path = Path(json_path)
     benches, matplotlib = frame.read(json_path), require("matplotlib", "bench")
     folder = Path(out) if out is not None else json_path.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    with matplotlib.rc_context(SETTINGS):
+    tiny, written = any(bench.info.get("tiny") for bench in benches), []
+    with matplotlib.rc_context(plots.SETTINGS):
         for name, draw in PICTURES.items():
             if (figure := draw(benches)) is not None:
-                written += [_save(figure, folder / f"{json_path.stem}-{name}.{kind}") for kind in ("png", "svg")]
+                plots.watermark(figure, tiny)
+                paths = [folder / f"{json_path.stem}-{name}.{kind}" for kind in ("png", "svg")]
+                written += paths
+                for path in paths:
+                    plots.save(figure, path)
     return written
-
-
-def _save(figure, path: Path) -> Path:
-    # the same numbers make the same file: no date, no version
-    metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
-    with atomic_file(path) as beside:
-        figure.savefig(beside, dpi=150, metadata=metadata)
-    return path
 
 
 def main(arguments: list[str] | None = None) -> None:

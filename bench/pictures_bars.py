@@ -1,6 +1,6 @@
 """What all pictures share (colours, what a results file says, the frame), and the bars: memory, a step's parts, XFT's step.
 
-White ground, so that a picture is the same on a light and on a dark page. Text stays text in the SVG.
+Ground, SVG and watermark are those of moe_runtime.experiments.plots.
 """
 
 import statistics
@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench.records import benchmarks
+from moe_runtime.experiments.plots import INK
 from moe_runtime.io.rows import require
 
 WIDTH = 8.0  # inches: 800 pixels at 100 dpi, where 8 points can be read
 SMALL, TINY = 9, 8  # points
-GREY, INK = "#666666", "#222222"
-# name: colour, marker; Okabe and Ito's colours (2008) and darker ones of the same hues, distinguished by markers as well
+GREY = "#666666"
+# name: colour, marker; hues of Okabe and Ito (2008), dark enough for white; distinguished by markers and names as well
 STYLES = {
     "moe_runtime": ("#0072B2", "o"),
     "moe_runtime cuda": ("#003F63", "H"),
     "moe_runtime triton": ("#3F8FD2", "h"),
     "moe_runtime cpp": ("#1B9AD6", "p"),
-    "moe_runtime torch": ("#89CFF0", "P"),
+    "moe_runtime torch": ("#4F9BCB", "P"),
     "transformers eager": ("#D55E00", "s"),
-    "transformers grouped_mm": ("#E69F00", "D"),
+    "transformers grouped_mm": ("#B98C09", "D"),
     "transformers batched_mm": ("#8C4A00", "v"),
     "torch grouped_mm": ("#009E73", "^"),
     "official": ("#CC79A7", "X"),
@@ -31,11 +32,11 @@ STYLES = {
     "sonicmoe": ("#7A7A00", "d"),
     "megablocks": ("#6B2737", "*"),
     "moe_runtime, shared dense": ("#5F6CC4", "8"),
-    "dense FFN": ("#94A34B", "x"),
+    "dense FFN": ("#7F8E3A", "x"),
 }
 REFERENCES = ("dense FFN",)  # not a MoE layer: shown for reference only
 OTHERS = (("#5F7A61", "v"), ("#A0522D", "<"), ("#8E7CC3", ">"), ("#B8860B", "d"), ("#AF3A4B", "X"))
-FLOOR = ("#9A9A9A", "_")
+FLOOR = ("#868686", "_")
 LABELS = {
     "bench_forward": "layer, forward", "bench_forward_backward": "layer, forward + backward",
     "bench_tokens": "sweep of T, forward", "bench_tokens_backward": "sweep of T, forward + backward",
@@ -130,7 +131,7 @@ def ceiling(benches: list[Bench], unit: str) -> float | None:
 
 
 def caption(benches: list[Bench]) -> str:
-    """Return machine, versions, commit and date that the benchmarks were measured with, a line for each set of them."""
+    """Return machine, versions, rounds, commit and date that the benchmarks were measured with, a line for each machine."""
     lines = {}
     for bench in benches:
         info = bench.info
@@ -139,7 +140,11 @@ def caption(benches: list[Bench]) -> str:
         lines[", ".join(said)] = None
     commits = ", ".join(dict.fromkeys(str(bench.info.get("commit", "unknown")) for bench in benches))
     dates = ", ".join(dict.fromkeys(str(bench.info.get("date", "unknown")) for bench in benches))
-    return "\n".join([*lines, f"commit {commits}, {dates}"])
+    rounds = sorted({bench.info["rounds"] for bench in benches if "rounds" in bench.info})
+    apart = max((row["iqr"] for bench in benches for row in bench.rows.values() if "iqr" in row), default=None)
+    how = f"medians of {rounds[0]}{f' to {rounds[-1]}' * (len(rounds) > 1)} rounds, " if rounds else ""
+    how += f"quartiles at most {apart:.0%} apart, " if apart is not None else ""
+    return "\n".join([*lines, f"{how}commit {commits}, {dates}"])
 
 
 def figure_of(title: str, benches: list[Bench], height: float):
@@ -216,14 +221,19 @@ def bars(axes, values: dict[str, float], form, unit: str, most: float | None = N
     for y, name in enumerate(names):
         value, cut = values[name], values[name] > end
         axes.barh(y, end if cut else value, color=style(name)[0], height=0.72, label=name)
-        text = f" {form(value)}" + (" \u2192" if cut else "")
-        axes.text(min(value, end), y, text, va="center", fontsize=SMALL, color=INK)
-    axes.set_yticks(range(len(names)), names)
+        beside(axes, min(value, end), y, form(value) + " \u2192" * cut)
+    axes.set_yticks(range(len(names)), [name.removesuffix(" (floor)") for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.locator_params(axis="x", nbins=5)
     # room for the longest number
     axes.set_xlim(0, end * 1.32)
     axes.set_xlabel(unit, fontsize=SMALL)
     axes.grid(axis="y", visible=False)
+
+
+def beside(axes, x: float, y: float, text: str) -> None:
+    """Write to the right of a place."""
+    axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=SMALL, color=INK)
 
 
 def share_names(all_axes, columns: int = 2) -> None:
@@ -347,8 +357,7 @@ def _stack(axes, bench: Bench) -> None:
                 axes.text(left + one[part] / 2, y, number(one[part]), **look)
             left += one[part]
         end = max(left, whole) if y == 0 else left
-        said = f"  sum {number(left)}, whole {number(whole)} ms" if y == 0 and whole else f"  {number(left)} ms"
-        axes.text(end, y, said, va="center", fontsize=SMALL, color=INK)
+        beside(axes, end, y, f"sum {number(left)}, whole {number(whole)} ms" if y == 0 and whole else f"{number(left)} ms")
     if whole:
         axes.plot([whole, whole], [-0.45, 0.45], color=INK, linewidth=2.5, label=WHOLE)
     axes.set_yticks(range(len(stacks)), list(stacks))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moe_runtime.bench import described, shapes
 from moe_runtime.bench.goals import CPU_GOALS, GOALS, PASSES, goals, than_triton
+from moe_runtime.bench.pictures_bars import ordered
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.io.files import atomic_write_json
 
@@ -23,13 +24,16 @@ def rows_of(path: str | Path) -> dict:
 
 
 def cpu_table(rows: dict) -> str:
-    """Return the layer's table: times of the dense-matmul floor, one line per shape, dtype and pass."""
-    lines = ["| shape | dtype | pass | " + " | ".join(VARIANTS) + " |", "|---|---|---|" + "---|" * len(VARIANTS)]
-    for shape in ("coarse", "fine"):
-        for dtype in ("fp32", "bf16"):
-            for function, name in PASSES.items():
-                ratios = (rows[f"{function}[{shape}-{dtype}]", variant]["ratio"] for variant in VARIANTS)
-                lines.append(f"| {shape} | {dtype} | {name} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+    """Return the layer's table, a line per shape, dtype and pass: our milliseconds, and the others' times as multiples."""
+    places = [(shape, dtype, function) for shape in ("coarse", "fine") for dtype in ("fp32", "bf16") for function in PASSES]
+    names = [f"{function}[{shape}-{dtype}]" for shape, dtype, function in places]
+    variants = ordered(variant for name, variant in rows if name in names)
+    heads = [variant.removesuffix(" (floor)") for variant in variants]
+    lines = ["| shape | dtype | pass | " + " | ".join(heads) + " |", "|---|---|---|" + "---|" * len(variants)]
+    for name, (shape, dtype, function) in zip(names, places, strict=True):
+        ours = rows[name, variants[0]]["ms"]
+        cells = [f"{rows[name, other]['ms'] / ours:.2f}" if (name, other) in rows else "-" for other in variants[1:]]
+        lines.append(f"| {shape} | {dtype} | {PASSES[function]} | " + " | ".join([f"{ours:.0f} ms", *cells]) + " |")
     return "\n".join(lines)
 
 

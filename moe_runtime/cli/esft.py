@@ -55,7 +55,7 @@ def score(
 def select(
     out: Annotated[Path, option("The configuration to write, a .json file.")],
     p: Annotated[float, option("Sum of the scores of a layer's selected experts; 0.1 for gate, 0.2 for token.")],
-    summary: Annotated[Path | None, option("A summary that score or the official code wrote.")] = None,
+    summary: Annotated[Path | None, option("A summary written by score or by the official code.")] = None,
     logs: Annotated[Path | None, option("Instead of --summary: a folder of official logs.")] = None,
     top_k: Annotated[int | None, option("With --logs: experts per token, if the logs differ.")] = None,
     num_experts: Annotated[int | None, option("With --logs: experts per layer, if not all were used.")] = None,
@@ -90,7 +90,7 @@ def select(
     selection.save(out)
     sums = scores.scores(score, variant, round).sum(1).tolist()
     typer.echo(f"scores of a layer sum to {min(sums):.3f} to {max(sums):.3f}")
-    if beyond := sum(p > total + 1e-3 for total in sums):  # sums of rounded scores are off by little
+    if beyond := sum(p > total + 1e-3 for total in sums):  # with a tolerance for rounded scores
         typer.echo(
             f"warning: p ({p}) exceeds the sum of the scores of {beyond} of {len(sums)} layers: all their experts "
             f"{'with a score above 0 ' if skip_unused else ''}are selected. Pass --variant normalized if p is a share",
@@ -109,7 +109,7 @@ def select(
     push="out",
 )
 def train(
-    model: Source, config: Annotated[Path, option("What select wrote, or an official expert_cfg.json.")], data: Data,
+    model: Source, config: Annotated[Path, option("The file written by select, or an official expert_cfg.json.")], data: Data,
     out: Annotated[Path, option("Folder of the adapter; must not exist.")],
     held_out: Annotated[str | None, option("Held-out examples (default: one in fifty of --data).")] = None,
     steps: Annotated[int, option("Optimizer steps.")] = 500,
@@ -181,7 +181,7 @@ def train(
 @verb(app, "olmoe law/adapter --data law-test.jsonl")
 def apply(
     model: Source, adapter: Adapter,
-    data: Annotated[str | None, option("Examples to compute the loss of, without the adapter and with it.")] = None,
+    data: Annotated[str | None, option("Examples on which to compute the loss, without and with the adapter.")] = None,
     limit: Annotated[int, option("Examples of --data, at most.")] = 256, max_length: MaxLength = 4096,
     batch_size: ForwardBatch = 1, prompt: Prompt = "plain", any_weights: AnyWeights = False,
 ):  # fmt: skip
@@ -230,7 +230,7 @@ def merge(
 
 
 def _say_selection(selection) -> None:
-    """Print how many experts a selection has, and what else it trains."""
+    """Print the number of experts in a selection, and what else it trains."""
     counts = [len(ids) for ids in selection.experts.values()]
     also = [flag.replace("_", " ") for flag in ("shared_experts", "non_expert_modules") if getattr(selection, flag)]
     how = f"{sum(counts)} experts in {len(counts)} layers"

@@ -80,7 +80,7 @@ def tasks(
 ):
     """Write examples of four tasks that a small pretrained model learns in minutes: intent, json, arithmetic, function.
 
-    They are made here, without a download. TASK-held_out.jsonl is what `moe-runtime eval --tasks TASK=FILE` takes.
+    They are generated, not downloaded. Pass TASK-held_out.jsonl to `moe-runtime eval --tasks TASK=FILE`.
     """
     from moe_runtime.experiments.everyday import write_tasks
 
@@ -95,7 +95,7 @@ def decontaminate(
     out: Annotated[Path, argument("jsonl file to write; the dropped examples are listed beside it.")],
     against: Annotated[list[str], option("Benchmark, FILE or FILE:column,column; may be repeated.")],
     method: Annotated[
-        str, option("substring (any text of a benchmark) or ngram (so many words in a row).", words="substring ngram")
+        str, option("substring (any text of a benchmark) or ngram (--n consecutive words).", words="substring ngram")
     ] = "substring",
     n: Annotated[int, option("Words of an n-gram.", "--n")] = 13,
     min_chars: Annotated[int, option("Minimum length in characters of a text to search for as a substring.")] = 20,

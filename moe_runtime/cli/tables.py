@@ -1,7 +1,7 @@
 """moe-runtime paper METHOD TABLE: the tables and figures of the papers, one verb per entry of TABLES.
 
 The entries are not in methods/METHOD/tables.py, which makes the tables, because --help and completion must not import torch.
-Names are the same in both; the options given become arguments of `run` there.
+Names are the same in both; given options become arguments of `run` there.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from moe_runtime.io import console
 
 
 class Table(NamedTuple):
-    """A verb: its name, help, the arguments of its example, and name -> (type, default) of the options of its own."""
+    """A verb: its name, help, the arguments of its example, and name -> (type, default) of its own options."""
 
     name: str
     help: str
@@ -68,11 +68,11 @@ TABLES = {
               "--data java.jsonl --data rust.jsonl", {"texts": TEXTS, "tokens": TOKENS}),
         Table("overfit", "Compare XFT with SFT, EMA and SWA at three learning rates: few examples, several epochs.",
               "--preset overfit"),
-        Table("mix-rows", "Learn to mix on the examples of tuning, or on some held back from it.", "--preset overfit"),
+        Table("mix-rows", "Learn to mix on the tuning examples, or on examples held back from tuning.", "--preset overfit"),
     ),
     "esft": (
         Table("main", "Compare base, FFT, LoRA, ESFT-Token and ESFT-Gate, on tasks and general text (Tables 1 and 2)."),
-        Table("sweep-p", "Train more and more: ESFT by p, LoRA by rank (Figure 6).",
+        Table("sweep-p", "Vary how much is trained: ESFT by p, LoRA by rank (Figure 6).",
               ".05 .1 .2 .4 --score gate --rank 2 --rank 8",
               {"ps": _several(float, "Thresholds (default: .05 .1 .2 .4)."), "score": (SCORES, "both"), "ranks": RANKS}),
         Table("shared-grid", "Train relevant experts, shared experts and other modules, in seven combinations (Table 3).",
@@ -81,20 +81,20 @@ TABLES = {
         Table("group-size", "Route by groups of experts, as if the experts were coarser; tune with FFT and ESFT (Figure 7).",
               "1 2 4", {"sizes": _several(int, "Experts per group (default: 1 2 4).")}),
         Table("mix-data", "Tune with and without general text mixed in (Tables 9 and 10).", "0 1", {"ratios": RATIOS}),
-        Table("other-tasks", "Tune on one task, judge on the others: FFT, LoRA, ESFT (Table 8).", "--mix 0", {"mix": MIX}),
-        Table("frontier", "Compare general losses where methods have learned as much of the task, for several learning rates.",
+        Table("other-tasks", "Tune on one task, evaluate on the others: FFT, LoRA, ESFT (Table 8).", "--mix 0", {"mix": MIX}),
+        Table("frontier", "Compare general losses at equal task losses, for several learning rates.",
               ".1 .3 1 --preset frontier", {"factors": FACTORS, "depths": DEPTHS}),
         Table("counts", "Show the experts that each task's selection trains, and where in text (Figures 2, 4 and 9)."),
         Table("sample-size", "Show how much text is needed to find the same experts (Figure 8).", "1024 8192 --top 6",
               {"sizes": _several(int, "Tokens per sample (default: powers of two)."), "top": TOP, "score": (SCORE, "gate")}),
-        Table("overlap", "Show how many top experts two samples share, of one task and of two (Figure 3).", "--top 6",
+        Table("overlap", "Show how many top experts samples of the same or of different tasks share (Figure 3).", "--top 6",
               {"top": TOP, "score": (SCORE, "gate")}),
     ),
     "upit": (
         Table("main", "Compare UpIT with dense tuning, copied experts, router-only tuning, also as LoRA (Table 1)."),
         _upit("ckpt", "Choose checkpoints in three ways (Tables 2 and 8).", "front uniform back"),
         Table("pesc", "Compare adapters behind the MLPs as experts with LoRA, copied LoRA experts and UpIT (Table 1)."),
-        Table("saved", "Judge every checkpoint of the first tuning on each domain (Figure 2).", "--form lora", {"form": FORM}),
+        Table("saved", "Evaluate each checkpoint of the first tuning by domain (Figure 2).", "--form lora", {"form": FORM}),
         _upit("expand", "Expand experts in three ways, or not at all (Tables 2 and 9).", "none random genetic"),
         _upit("router", "Start from three kinds of routers (Tables 2 and 10, Figure 5).", "none random skilled"),
         _upit("experts", "Vary the experts and the experts per token, of UpIT and of copied experts (Figure 4).",
@@ -103,7 +103,7 @@ TABLES = {
               active=_several(int, "Experts per token; repeatable (default: 1, 2 and 4).", "--active")),
         _upit("data", "Tune on a share of the examples: dense, copied experts, UpIT (Figure 3).", "0.25 0.5 1",
               shares=_several(float, "Shares of the examples (default: 0.1 0.2 0.4 1).")),
-        _upit("epochs", "Vary the epochs of the two trainings: dense, copied experts, UpIT (Figure 6).", "2,2 2,6 4,4",
+        _upit("epochs", "Vary the epochs of the two stages: dense, copied experts, UpIT (Figure 6).", "2,2 2,6 4,4",
               pairs=_several(str, "Epochs before and after, such as 2,6 (default: 2,2 2,6 4,4).", parser=_epochs)),
         Table("budget", "Compare UpIT with SFT, SWA and copies at equal optimizer steps, with one schedule or two (Sec. 4.1).",
               "--preset budget"),
@@ -135,7 +135,7 @@ def _add(method: str, parent: typer.Typer, table: Table) -> None:
             Path("runs", method),
         ),
         "seeds": (Annotated[int, option("Number of seeds; all share the data and the base.")], 3),
-        "overwrite": (Annotated[bool, option("Replace a report of other settings.", "--overwrite")], False),
+        "overwrite": (Annotated[bool, option("Replace a report with other settings.", "--overwrite")], False),
     }  # fmt: skip
 
     def run(*, preset, recipe, out, seeds, overwrite, **given):
@@ -152,7 +152,7 @@ def _add(method: str, parent: typer.Typer, table: Table) -> None:
 
 
 def _make(method: str, name: str, preset: str | None, recipe: Path | None, out: Path, **options) -> dict:
-    """Make a table, print it and where it is written; return its report and its files."""
+    """Make a table, print it and the paths of its files; return its report and the files."""
     if preset is not None and recipe is not None:
         raise ValueError(f"Pass either a preset or a recipe, but got preset {preset!r} and recipe {str(recipe)!r}")
     if recipe is None:

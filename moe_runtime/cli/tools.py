@@ -1,4 +1,4 @@
-"""moe-runtime stats, memory, doctor, tune, bench: what routers do, what fits, what works here, launch configs, benchmarks."""
+"""moe-runtime stats, memory, doctor, tune, bench: router statistics, memory estimates, checks, launch configs, benchmarks."""
 
 import contextlib
 import functools
@@ -64,7 +64,7 @@ def stats(
 
 @verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --gradient-checkpointing")
 def memory(
-    model: Annotated[str, argument("Folder or Hub id, read for its config alone, or a recipe.", words=(recipes,))],
+    model: Annotated[str, argument("Folder or Hub id, of which only the config is read, or a recipe.", words=(recipes,))],
     lora: Annotated[int | None, option("Rank of LoRA on linear layers and experts (default: all weights train).")] = None,
     bits: Annotated[str, option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or a format's name.", words=BITS)] = "16",
     batch: Annotated[int, option("Examples per device and forward pass.")] = 1,
@@ -72,16 +72,16 @@ def memory(
     optimizer: Annotated[str, option("adamw (fused), adamw_torch, sgd, adafactor or 8bit.", words=OPTIMIZERS)] = "adamw",
     checkpointing: Checkpointing = False, bf16: Bf16 = False,
     dtype: Annotated[str | None, option("Dtype of the weights (default: the config's).", words=DTYPES)] = None,
-    backend: Annotated[str, option("Whose scratch memory counts: triton, torch or cpp.", words="triton torch cpp")] = "triton",
-    gpus: Annotated[int, option("GPUs that the training runs on.")] = 1,
+    backend: Annotated[str, option("Backend of the experts: triton, torch or cpp.", words="triton torch cpp")] = "triton",
+    gpus: Annotated[int, option("Number of GPUs.")] = 1,
     gpu_memory: Annotated[float | None, option("Memory of each GPU in GB; exits with 1 if a stage does not fit.")] = None,
     engine: Annotated[str | None, option("ddp, fsdp2, zero3 or ep (default: all that run).", words=ENGINES)] = None,
-    gpu: Annotated[str, option("Whose data sheet bounds a step: H100, H200 or A800.", words="H100 H200 A800")] = "H100",
+    gpu: Annotated[str, option("GPU for the lower bounds of a step: H100, H200 or A800.", words="H100 H200 A800")] = "H100",
 ):  # fmt: skip
     """Estimate the memory of training from configs alone: weights, gradients, optimizer, activations, peak; and by engine.
 
-    A recipe has its own settings, stage by stage. Examples have no padding and experts get as many tokens each; CUDA's context
-    and fragments come on top (--gpu-memory takes 1.5 GB for them).
+    A recipe has its own settings, stage by stage. Assumes examples without padding and balanced experts. The CUDA context and
+    fragmentation are not included (--gpu-memory reserves 1.5 GB for them).
     """
     from moe_runtime.tools import memory as accounts
     from moe_runtime.tools import memory_plan as plans
@@ -104,7 +104,7 @@ def memory(
 
 
 def _planned(plans, planner, gpus: int, gpu_memory: float | None, engine: str | None, refused: str | None = None) -> Ends:
-    """Print a line for each stage and engine; end with 1 if one that runs fits with none of the engines."""
+    """Print a line for each stage and engine; exit with 1 if a stage that `run` includes fits with no engine."""
     if refused or gpus < 1:
         raise ValueError("A recipe sets batch, length, optimizer and dtype. Pass only --gpus, --gpu-memory, --engine, --gpu")
     lines, misfits = [], []
@@ -117,8 +117,8 @@ def _planned(plans, planner, gpus: int, gpu_memory: float | None, engine: str | 
             lines.append(one.to_dict() | {"fits": does, "runs": stage.runs})
         if not any(fits):
             near = planner.nearest(name, own[0].setting, gpu_memory * 1e9)
-            said = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB" if near else "no setting that runs fits"
-            typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {said}", err=True)
+            remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB" if near else "no setting that runs fits"
+            typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {remedy}", err=True)
             misfits += [name] * stage.runs
     return Ends(lines, 1 if misfits else 0)
 
@@ -128,9 +128,9 @@ def doctor(
     check: Annotated[bool, option("Also run every op on every backend that works here against float64.", "--check")] = False,
     interpret: Annotated[bool, option("Check Triton's kernels in its interpreter, without a GPU.", "--interpret")] = False,
 ):
-    """Print versions, devices, the backend of each op and why, and each problem with its fix, if any; then exit with 1.
+    """Print versions, devices, and the backend of each op and why. If there are problems, print their fixes and exit with 1.
 
-    With --check, each op's outputs and gradients on small and odd shapes too; a wrong one is a line with its shape.
+    With --check, also compare each op's outputs and gradients on small and unusual shapes with float64.
     """
     from moe_runtime.tools import doctor as diagnosis
 
@@ -152,16 +152,16 @@ def doctor(
 def tune(
     shape: Annotated[str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")] = None,
     model: Annotated[Path | None, option("Folder whose config.json has the sizes.")] = None,
-    hidden_size: Annotated[int | None, option("H; by default that of --model, as for the next sizes.")] = None,
-    intermediate_size: Annotated[int | None, option("I, of one expert.")] = None,
+    hidden_size: Annotated[int | None, option("H (default of this and the next sizes: those of --model).")] = None,
+    intermediate_size: Annotated[int | None, option("I, the intermediate size of an expert.")] = None,
     num_experts: Annotated[int | None, option("Experts per layer, including a shared one.")] = None,
     top_k: Annotated[int | None, option("Experts per token, including a shared one.")] = None,
     shared: Annotated[bool | None, option("Expert 0 processes every token.")] = None,
     tokens: Annotated[str, option("Tokens per forward pass, comma-separated.")] = "4096,16384",
     dtype: Annotated[str, option("bfloat16, float16, float32, or several of them.", words=DTYPES)] = "bfloat16",
     out: Annotated[Path | None, option("File to write (default: the one that the kernels read).")] = None,
-    again: Annotated[bool, option("Measure again what the file already has.", "--again")] = False,
-    seconds: Annotated[float | None, option("Start nothing new after this time.")] = None,
+    again: Annotated[bool, option("Repeat measurements that the file already has.", "--again")] = False,
+    seconds: Annotated[float | None, option("Time after which no new measurement starts.")] = None,
 ):
     """Measure launch configs of the experts' kernels on this GPU, for all processes that start later. Rerun to resume."""
     from moe_runtime.config import check_choice
@@ -198,7 +198,7 @@ def tune(
 
 
 def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
-    """Return name -> Layer of --shape, or of --model and the sizes given beside it."""
+    """Return name -> Layer of --shape, or of --model and the given sizes."""
     from moe_runtime.config import LAYERS, Layer, check_choice
 
     if shape is not None and model is None and not sizes:
@@ -208,7 +208,7 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
             check_choice("shape", name, (*known, "all"))
         return {known[name]: LAYERS[known[name]] for name in names}
     layer = Layer(0, 0, 0, 0)
-    if model is not None:  # which wants transformers; a GPU machine may have none
+    if model is not None:  # requires transformers, which a GPU machine may lack
         from moe_runtime.hf.models.folders import read_layer
 
         layer = read_layer(model)
@@ -223,17 +223,17 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
 @verb(app, "--only layer,step")
 def bench(
     only: Annotated[str | None, option(f"{', '.join(KINDS)}; or names: merging, xft, ...", words=KINDS)] = None,
-    tiny: Annotated[bool, option("Run each once, at a shape that only proves that it runs.", "--tiny")] = False,
+    tiny: Annotated[bool, option("Run each once on tiny shapes, as a smoke test.", "--tiny")] = False,
     rounds: Annotated[int, option("Rounds per benchmark, at most; each round runs all variants in turn.")] = 15,
     seconds: Annotated[float, option("Seconds of timing per benchmark, on a GPU.")] = 3.0,
     out: Annotated[Path | None, option("The .json file or its folder; bench/results or bench-results.")] = None,
     compare: Annotated[tuple[Path, Path] | None, option("Only compare two results files.", metavar="A B")] = None,
-    overwrite: Annotated[bool, option("Measure again what the file already has.", "--overwrite")] = False,
+    overwrite: Annotated[bool, option("Repeat measurements that the file already has.", "--overwrite")] = False,
 ):
     """Benchmark our backends, transformers' implementations and other installed packages on this machine.
 
-    All variants run in turn, round after round, in one process; reports medians, peak memory, and the share of what the
-    machine can do at most. Prints tables, writes JSON and pictures. Rerun to resume. --compare exits with 1 if ours got slower.
+    All variants run in turn, round after round, in one process. Reports medians, peak memory, and the share of the machine's
+    measured peak; prints tables, writes JSON and pictures. Rerun to resume. --compare exits with 1 if ours became slower.
     """
     if compare is not None:
         from moe_runtime.bench import compare as comparing
@@ -249,7 +249,7 @@ def bench(
 
     paths = running.files(only)
     options = ["--rounds", str(rounds), "--seconds", str(seconds), *(["--tiny"] if tiny else [])]
-    if tiny and out is None:  # its numbers mean nothing, so no results file gets them
+    if tiny and out is None:  # the numbers are meaningless, so they are not added to results
         from tempfile import TemporaryDirectory
 
         with TemporaryDirectory() as folder:
@@ -271,7 +271,7 @@ def bench(
 
 
 def _measure(paths: list[Path], target: Path, options: list[str]):
-    """Measure what the lines beside `target` do not hold, write `target`, print its tables."""
+    """Run the benchmarks missing from the records next to `target`, write `target`, and print its tables."""
     from moe_runtime.bench import report, running
 
     lines = target.with_suffix(".jsonl")
@@ -284,7 +284,7 @@ def _measure(paths: list[Path], target: Path, options: list[str]):
 
 
 def _left(target: Path, kept: Kept) -> str:
-    """Say what an interrupted run left: the file, if everything was measured, else the lines, from which a rerun resumes."""
+    """Describe the output of an interrupted run: the file if complete, else the records, from which a rerun resumes."""
     from moe_runtime.bench.records import Records
 
     lines = target.with_suffix(".jsonl")
@@ -294,7 +294,7 @@ def _left(target: Path, kept: Kept) -> str:
 
 
 def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:
-    """Say what was left out and what was written; return the same for --json."""
+    """Print what was skipped and written, and return it for --json."""
     from moe_runtime.bench.records import benchmarks
 
     for state in ("skipped", "failed"):

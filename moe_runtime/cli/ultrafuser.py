@@ -15,23 +15,23 @@ app = group("ultrafuser", "UltraFuser: fuse specialists with gates that weigh th
 
 @verb(app, FUSE, Kept("{out}"), push="out")
 def fuse(
-    specialists: Annotated[list[str], argument("Folders or ids of two or more models.")],
+    specialists: Annotated[list[str], argument("Folders or Hub ids of two or more models.")],
     out: Annotated[Path, option("Folder to write; must not exist.")],
     template: Annotated[
         list[str] | None,
         option(
-            "A specialist's template, in their order, or one for all: ultralm, codellama, wizardmath, chat, or a text with "
-            "{prompt}. Unless given, its own chat template, or the prompt as it is."
+            "Template of each specialist, in order, or one for all: ultralm, codellama, wizardmath, chat, or a text with "
+            "{prompt} (default: its chat template, else the plain prompt)."
         ),
     ] = None,
-    name: Annotated[list[str] | None, option("A specialist's name, in their order (default: its folder's).")] = None,
+    name: Annotated[list[str] | None, option("Name of each specialist, in order (default: its folder's).")] = None,
     gate: Annotated[str, option("mlp (the paper's appendix), or linear (its text).", words="mlp linear")] = "mlp",
     joint: Annotated[bool, option("One gate on all hidden states, which may differ in size.", "--joint")] = False,
     copy: Annotated[bool, option("Copy the specialists; otherwise the folder refers to them.", "--copy")] = False,
     seed: Annotated[int, option("Seed of the gate, which is untrained.")] = 0,
     overwrite: Overwrite = False,
 ):
-    """Put specialists of one tokenizer behind an untrained gate: the folder of a fused model."""
+    """Write a fused model's folder: specialists that share a tokenizer, and an untrained gate."""
     from moe_runtime.methods.ultrafuser import folders
 
     receipt = folders.fuse_folders(
@@ -65,12 +65,12 @@ def generate(
     folder: Annotated[Path, argument("Folder of a fused model.")],
     prompt: Annotated[list[str] | None, option("A prompt; repeatable. Each specialist reads it in its own template.")] = None,
     data: Annotated[Path | None, option("Instead of --prompt: a file of chats, pairs or texts to answer.")] = None,
-    out: Annotated[Path | None, option("With --data, the .jsonl file to write: a line of prompt and answer for each.")] = None,
-    batch_size: Annotated[int, option("With --data, prompts that are answered at a time, the longest first.")] = 16,
+    out: Annotated[Path | None, option("With --data: .jsonl file to write, a line with prompt and answer each.")] = None,
+    batch_size: Annotated[int, option("With --data: prompts per batch, the longest first.")] = 16,
     max_new_tokens: Annotated[int, option("Tokens per answer, at most.")] = 256,
     temperature: Annotated[float, option("Sampling temperature; 0 takes the most probable token.")] = 0.0,
     seed: Annotated[int, option("Seed of sampling.")] = 0,
-    system: Annotated[str | None, option("A system text, for templates that have one.")] = None,
+    system: Annotated[str | None, option("System text, for templates with a place for it.")] = None,
     overwrite: Overwrite = False,
 ):
     """Answer prompts with a fused model, each specialist reading them in its own template."""
@@ -106,7 +106,7 @@ def generate(
 
 
 def _question(row: dict) -> str | list:
-    """Return what an example asks: its prompt, its text, or the turns of a chat up to the last one of the user."""
+    """Return the question of an example: its prompt, its text, or the turns of a chat up to the user's last one."""
     turns = list(row.get("messages") or ())
     while turns and turns[-1]["role"] != "user":
         turns.pop()

@@ -13,7 +13,7 @@ from moe_runtime.cli.verbs import (
 from moe_runtime.cli.xft import To, to_stock
 from moe_runtime.io import console
 
-UPIT = "UpIT: turn the checkpoints of a tuning into the experts of an MoE model."
+UPIT = "UpIT: turn the checkpoints of one tuning run into the experts of an MoE model."
 app = group("upit", UPIT, "choose runs/sft/experts --count 4")
 UNSHARED = tuple(gate for gate in config.GATES if gate not in config.SHARED_GATES)
 Experts = Annotated[list[Path], argument("Experts' folders: models, deltas or LoRA adapters, of one base.")]
@@ -23,7 +23,7 @@ Out = Annotated[Path, option("Folder to write.")]
 
 @verb(app, "runs/sft/experts --count 4")
 def choose(
-    folder: Annotated[Path, argument("Where a tuning saved its experts, or its checkpoints.")],
+    folder: Annotated[Path, argument("Folder with the experts or checkpoints that a tuning run saved.")],
     count: Annotated[int, option("Number of checkpoints to choose.")] = 4,
     which: Annotated[str, option("back (the last ones), front or uniform.", words="back front uniform")] = "back",
 ):
@@ -69,15 +69,15 @@ def init_routers(
     tokens: Annotated[str, option("Tokens of the perplexity: response or all.", words="response all")] = "response",
     alpha: Annotated[float, option("Weight of the language model's loss against the router's.")] = 0.5,
     epochs: Annotated[float, option("Epochs over each expert's examples.")] = 4.0,
-    learning_rate: Annotated[float | None, option("Constant (default: 2e-5, or 2e-4 with LoRA).")] = None,
-    vector_std: Annotated[float | None, option("Of the untrained vectors (default: 0).")] = None,
-    vector_learning_rate: Annotated[float | None, option("Of the vectors (default: the learning rate).")] = None,
+    learning_rate: Annotated[float | None, option("Constant learning rate (default: 2e-5, or 2e-4 with LoRA).")] = None,
+    vector_std: Annotated[float | None, option("Standard deviation of the initial vectors (default: 0).")] = None,
+    vector_learning_rate: Annotated[float | None, option("Learning rate of the vectors (default: --learning-rate).")] = None,
     batch_size: Annotated[int, option("Examples per optimizer step.")] = 128,
     per_device_batch_size: Annotated[int | None, option("Examples per forward pass (default: the batch).")] = None,
     bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False, max_length: MaxLength = 2048, prompt: Prompt = "plain",
     train_on: TrainOn = "assistant", seed: Seed = 0, overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Assign each expert the examples that it is best at, and tune it and its routing vectors on them. Rerun to resume."""
+    """Assign each expert the examples it is best at, and tune it and its routing vectors on them. Rerun to resume."""
     one_gpu()
     from moe_runtime.methods.upit.folders import route_folders
 
@@ -99,7 +99,7 @@ def init_routers(
 @verb(app, "--routers routers --out moe", Kept("{out}"), push="out")
 def assemble(
     experts: Annotated[list[Path] | None, argument("Experts' folders, for a random router.")] = None, out: Out = ...,
-    routers: Annotated[Path | None, option("What init-routers wrote: experts and vectors.")] = None, base: Base = None,
+    routers: Annotated[Path | None, option("Folder of init-routers: experts and vectors.")] = None, base: Base = None,
     top_k: Annotated[int, option("Experts per token.")] = 2,
     gate: Annotated[str, option(", ".join(UNSHARED), words=UNSHARED)] = "softmax_topk_renorm",
     balance_loss: Annotated[str, option("switch, cv2 or none.", words=config.BALANCE_LOSSES)] = "switch",

@@ -39,7 +39,7 @@ def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.
 argument = functools.partial(option, kind=typer.Argument)
 DTYPES = ("float32", "bfloat16", "float16")
 # arguments and options of several verbs
-HUB = object()  # marks a folder that may be an id of the Hub
+HUB = object()  # marks a folder that may be a Hub id
 Source = Annotated[Path, argument("Folder or Hub id of the model to read."), HUB]
 Target = Annotated[Path, argument("Folder to write; must not exist.")]
 Overwrite = Annotated[bool, option("Replace the target if it exists.", "--overwrite")]
@@ -125,7 +125,7 @@ def one_gpu() -> None:
 
 @contextlib.contextmanager
 def leaving(say: Callable[[], str]) -> Iterator[None]:
-    """On an interruption of the block, print what `say` returns instead of what the command's `Kept` describes."""
+    """If the block is interrupted, print the result of `say` instead of that of the command's `Kept`."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -142,7 +142,7 @@ def with_bar(name: str, function: Callable, *args, **options):
 def verb(
     app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, push: str | None = None, **more
 ) -> Callable:  # fmt: skip
-    """Add a function to `app` as a verb that prints what it returns with --json; the `example` follows the verb's name.
+    """Add a function to `app` as a verb whose result --json prints; the `example` follows the verb's name in the help.
 
     `push` names the option with the folder that --push-to-hub uploads; without it there is no such option.
     """
@@ -156,7 +156,7 @@ def verb(
 
 
 def _wrapped(function: Callable, kept: Kept, push: str | None) -> Callable:
-    """Return the function with --push-to-hub and --json after its own options, and a last line where it is interrupted."""
+    """Return the function with the options --push-to-hub and --json, and a message if it is interrupted."""
     old = inspect.signature(function)
     ids = [name for name, p in old.parameters.items() if HUB in getattr(p.annotation, "__metadata__", ())]
 
@@ -196,12 +196,12 @@ def _hub():
 
 
 def _downloaded(name: str, source: Path) -> Path:
-    """Return the folder of a Hub id's files; every other path as it is."""
+    """Return the folder of a Hub id's files, or any other path unchanged."""
     return _hub().local_folder(source, name=name) if _hub().is_id(source) else source
 
 
 def _push(folder: Path, repo: str, given: dict, options: dict, value) -> None:
-    """Upload what a verb has written, with a card that says how it was made."""
+    """Upload the output of a verb, with a model card that records the command."""
     words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]
     url = _hub().push(
         folder, repo, base=next((source for source in given.values()), None), command=shlex.join(["moe-runtime", *words]),
@@ -218,7 +218,7 @@ def _stdout_to_stderr() -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     kept = None
-    with contextlib.suppress(OSError):  # a descriptor is closed
+    with contextlib.suppress(OSError):  # if a descriptor is closed
         kept = os.dup(1)
         os.dup2(2, 1)
     try:

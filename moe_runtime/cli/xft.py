@@ -12,7 +12,7 @@ from moe_runtime.io import console
 
 app = group("xft", "XFT: upcycle a dense model, tune the MoE model, merge it to a dense one.", "upcycle llama-1b moe")
 GATE = "xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk."
-FOR = "Stock family that `export --to` shall write exactly: selects gate and top-k, and refuses what it does not compute."
+FOR = "Stock family for an exact `export --to`: selects gate and top-k, and rejects options that it does not support."
 PRESET = "Defaults of the options below: xft-paper, or xft-official for the released code's."
 
 
@@ -54,7 +54,7 @@ def upcycle(
         max_shard_size=max_shard_size, overwrite=overwrite, num_experts=num_experts, top_k=6 if top_k is None else top_k,
         export_to=for_, **settings,
     )  # fmt: skip
-    _say(receipt)
+    _print_receipt(receipt)
     error = None
     if check:
         with console.bar("checking", "model") as update:
@@ -67,7 +67,7 @@ def upcycle(
 
 
 def _exports(folder: Path) -> dict[str, str | None]:
-    """Return the ways to export the model of a folder; for merging, Mixtral and the released code also the reason if not."""
+    """Return the ways to export the model of a folder, each with the reason if it is not possible."""
     from moe_runtime.hf.models.folders import read_config
     from moe_runtime.hf.models.stock import stock_config
     from moe_runtime.methods.xft.official_config import export_values
@@ -91,14 +91,14 @@ def to_mergeable(
     soup: Annotated[bool, option("Learn the coefficients of all experts (learned soup).", "--soup")] = False,
     max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Make a tuned MoE model mergeable: each MLP weight becomes a sum of the experts' with trainable coefficients."""
+    """Make a tuned MoE model mergeable: each MLP weight becomes a sum over the experts with trainable coefficients."""
     from moe_runtime.methods.xft import folders
 
     receipt = with_bar(
         "writing", folders.mergeable_folder, source, target, shared_rate=shared_rate, soup=soup,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
-    _say(receipt)
+    _print_receipt(receipt)
     typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed")
     typer.echo("then: moe-runtime xft merge mixed dense")
     return receipt
@@ -118,14 +118,14 @@ def merge(
     shared_rate: Annotated[float | None, option("lambda of a merge without training (default: 0.75).")] = None,
     alpha: Alpha = None, max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Merge the experts to a dense model of the base's architecture, with the learned or the initial coefficients."""
+    """Merge the experts into a dense model of the base's architecture, with the learned or the initial coefficients."""
     from moe_runtime.methods.xft import folders
 
     receipt = with_bar(
         "merging", folders.merge_folder, source, target, shared_rate=shared_rate, alpha=alpha,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
-    _say(receipt)
+    _print_receipt(receipt)
     for layer, row in zip(receipt.layers, receipt.alpha):
         typer.echo(f"layer {layer}: alpha " + " ".join(f"{value:.4f}" for value in row))
     return receipt
@@ -143,7 +143,7 @@ def export(
     keep_rope: Annotated[bool, option("With --to official: keep a rotary base that it ignores.", "--keep-rope")] = False,
     max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Write an MoE model in a format that does not need this package; merge writes a dense one."""
+    """Export an MoE model to a format that does not need this package. For a dense model, use merge."""
     names = ("--approximate", approximate), ("--check", check)
     if wrong := [name for name, given in (names if to == "official" else [("--keep-rope", keep_rope)]) if given]:
         raise ValueError(f"{wrong[0]} is not valid with --to {to}")
@@ -163,7 +163,7 @@ def import_official(
     rope_theta: Annotated[float | None, option("Rotary base (default: the released code's).")] = None,
     max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
 ):  # fmt: skip
-    """Convert an MoE model that the released XFT code saved."""
+    """Convert an MoE model saved by the released XFT code."""
     from moe_runtime.methods.xft.official import import_official
 
     return convert(
@@ -173,12 +173,12 @@ def import_official(
 
 
 def to_stock(source: Path, target: Path, to: str, **options):
-    """Write a stock model; return its receipt, and say whether it is the same."""
+    """Write a stock model, print whether it is exact, and return its receipt."""
     from moe_runtime.hf.models.stock import export_stock
 
     receipt = convert(export_stock, source, target, to=to, **options)
     error = "" if receipt.logits_error is None else f"; the logits differ by {receipt.logits_error:.1e} relative"
-    typer.echo(f"{to} computes {'the same' if receipt.exact else 'the nearest, so train it before use'}{error}")
+    typer.echo(f"{to} computes {'the same' if receipt.exact else 'an approximation; train it before use'}{error}")
     return receipt
 
 
@@ -189,7 +189,7 @@ def convert(write, source: Path, target: Path, **options):
     return receipt
 
 
-def _say(receipt) -> None:
+def _print_receipt(receipt) -> None:
     c = receipt.config
     typer.echo(
         f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB"

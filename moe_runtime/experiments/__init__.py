@@ -1,1 +1,1 @@
-"""Whole runs of the methods: from folders and rows, as the command line does them, and from recipes to a paper's tables."""
+"""Whole experiments: from a recipe, through stages of training, to a paper's tables."""

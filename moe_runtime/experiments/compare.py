@@ -3,10 +3,10 @@
     d_r = (t_r / mean t) (x_r - y_r)       row r: its label tokens t_r, and the mean losses of the two models on it
     mean d                                 the difference of the two losses per label token
 
-x_r and y_r are means over the seeds, so the unit is a row and a row counts once, however many seeds were trained. Wilcoxon's
+x_r and y_r are means over the seeds, so each row counts once, however many seeds were trained. Wilcoxon's
 signed-rank test asks whether the d_r lie around 0, Holm's correction keeps the chance of any false verdict in a family of
-comparisons at `level`, and Student's t gives the interval of the mean. Both must speak: a few long rows alone move the
-mean, and many small ones alone move the ranks.
+comparisons at `level`, and Student's t gives the interval of the mean. A verdict requires both: a few long rows can move the
+mean on their own, and many small ones the ranks.
 """
 
 import math
@@ -30,7 +30,7 @@ class Comparison:
     name: str
     reference: str
     difference: float  # mean loss per label token, method minus reference
-    low: float  # the interval of the difference, at 1 - LEVEL, of this comparison alone; NaN where there is none
+    low: float  # the difference's interval at 1 - LEVEL, uncorrected; NaN if it has none
     high: float
     p: float
     p_corrected: float  # Holm's, over the comparisons made together
@@ -59,9 +59,9 @@ def signed(value: float) -> str:
 def compare(
     losses: Mapping[str, Sequence[Sequence[float]]], reference: str, tokens: Sequence[int] | None = None, level: float = LEVEL
 ) -> list[Comparison]:
-    """Compare every method in `losses`, name -> [seeds, rows], with the method `reference`; in the order given.
+    """Compare every method in `losses`, name -> [seeds, rows], with the method `reference`, in the given order.
 
-    `tokens` [rows] are the label tokens of each row, alike for all methods; without them rows weigh the same. Raises
+    `tokens` [rows] are the label tokens of each row, the same for all methods; without them all rows weigh the same. Raises
     ValueError for an unknown reference, arrays of different shapes, no rows, or weights below 1.
     """
     if reference not in losses:
@@ -124,14 +124,14 @@ def _difference(weight, method, reference, level: float) -> tuple[float, float, 
     low, high = (math.nan, math.nan)
     stats = require("scipy.stats")
     if n > 1:
-        # `mean` is sum t x / sum t: what a row adds to its error is t (x - mean), or the lengths' own spread would count
+        # `mean` is sum t x / sum t, so a row contributes t (x - mean) to its error; otherwise the spread of lengths would count
         left = d - weight * mean
         margin = float(stats.t.ppf(1 - level / 2, n - 1) * left.std(ddof=1) / math.sqrt(n))
         low, high = mean - margin, mean + margin
     moved = d[d != 0]
     if not len(moved):
         return mean, low, high, 1.0, 0
-    # equal rows are no evidence for either side: they are left out of the ranks, as Wilcoxon did
+    # ties are evidence for neither side and are left out of the ranks, as in Wilcoxon's original test
     p = float(stats.wilcoxon(moved, zero_method="wilcox").pvalue)
     ranks = stats.rankdata(np.abs(moved))
     return mean, low, high, p, int(np.sign((np.sign(moved) * ranks).sum()))

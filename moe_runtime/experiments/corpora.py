@@ -2,11 +2,11 @@
 
 code        documented functions of Python's standard library: signature and docstring, then the body
 prose       paragraphs of its docstrings, of Python's documentation and of licences: their beginning, then the rest
-arithmetic  worded sums that a program makes: a story and a question, then every step and the answer
-sums        short ones of one-digit numbers, answered by their one step; not one of DOMAINS, which studies take by default
-steps       sums of small numbers in one to three steps, answered by the steps alone; not one of DOMAINS either
+arithmetic  generated word problems: a story and a question, then every step and the answer
+sums        short problems with one-digit numbers, answered by their one step; not in DOMAINS, the default of studies
+steps       problems with small numbers in one to three steps, answered by the steps alone; not in DOMAINS either
 
-The held-out files, and sums by their questions, are the same for all domains and seeds; no training example is from them.
+Files and problems are held out in the same way for all domains and seeds; no training example comes from them.
 """
 
 import ast
@@ -31,7 +31,7 @@ from moe_runtime.experiments.sums import KINDS, sums_of
 
 PIECE = 2000  # characters of a document of `standard_library_text`
 SIZE = (40, 1200)  # characters of a completion of `standard_library_pairs`; the upper bound holds for prompts too
-# no prose and code, but tests, tables and copies of other packages
+# excluded: tests, tables and copies of other packages
 SKIPPED = {
     "__pycache__", "dist-packages", "encodings", "ensurepip", "idle_test", "idlelib", "lib2to3", "pydoc_data",
     "site-packages", "test", "tests", "turtledemo",
@@ -98,7 +98,7 @@ def _library_rows() -> tuple[tuple[dict[str, str], ...], tuple[dict[str, str], .
     """Return the examples of the training and the held-out files, without duplicates, in the order of the files."""
     train: dict[str, dict[str, str]] = {}
     held_out: dict[str, dict[str, str]] = {}
-    known = set()  # all that the train files define, documented or not, however deep
+    known = set()  # every function in the training files, also nested or undocumented ones
     for module, text in standard_library_files():
         lines, is_test = text.splitlines(), is_held_out(module)
         for node, owner in _functions(ast.parse(text)):
@@ -163,10 +163,10 @@ def _is_body(completion: str, body: list[ast.stmt]) -> bool:
         function, *others = ast.parse(completion).body
     except SyntaxError:
         return False
-    # a form feed ends a line to splitlines, not to the parser: then what was cut lies lines beside the function
+    # splitlines treats a form feed as a line end, the parser does not, so the cut may be off by lines
     if others or not isinstance(function, Function) or len(function.body) != len(body):
         return False
-    # only a string over several lines can have changed; comparing all bodies would take seconds
+    # only multi-line strings can have changed; comparing all bodies would take seconds
     strings = '"""' in completion or "'''" in completion
     return not strings or [*map(ast.dump, function.body)] == [*map(ast.dump, body)]
 
@@ -182,14 +182,14 @@ def _prompt(node: Function, owner: str | None, doc: str) -> str:
 
 
 GENERATOR = 1  # version of the generated examples
-SUMS = 4096  # of either part, where no limit says how many
-# what this package cannot run without, so that their licences are on every machine
+SUMS = 4096  # in each part, without a limit
+# required dependencies, whose licences are therefore on every machine
 DISTRIBUTIONS = (
     "huggingface-hub", "numpy", "packaging", "pyyaml", "rich", "safetensors", "torch", "tqdm", "transformers", "typer",
 )  # fmt: skip
 LICENCE = re.compile(r"(licen[cs]e|copying|notice|authors)[^/]*$", re.IGNORECASE)
 PARAGRAPH = (100, 600)  # characters of a piece of prose; longer paragraphs are cut between sentences
-LETTERS = 0.93  # the least share of letters, blanks, commas and points in prose
+LETTERS = 0.93  # minimum share of letters, spaces, commas and periods in prose
 
 
 class Domain(Rows):
@@ -203,9 +203,9 @@ class Domain(Rows):
 
 
 def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
-    """Return a domain's rows, prompt and completion, to train on and held out, none in both, in an order drawn by `seed`.
+    """Return a domain's training and held-out rows of prompt and completion, disjoint, in an order drawn by `seed`.
 
-    At most `limit` of each; without a limit all there are, of arithmetic SUMS.
+    At most `limit` of each; without a limit all rows, or SUMS generated ones.
     """
     check_choice("domain", name, SOURCES)
     if limit is not None:
@@ -214,12 +214,12 @@ def domain_rows(name: str, *, limit: int | None = None, seed: int = 0) -> Pairs:
 
 
 def joined_rows(names: Iterable[str]) -> Pairs:
-    """Return the rows of several domains, one of each in turn, as long as each has one."""
+    """Return the rows of several domains in turn, until one of them runs out."""
     return Pairs(*([row for rows in zip(*part) for row in rows] for part in zip(*map(domain_rows, names), strict=True)))
 
 
 def domain_text(name: str, *, limit: int | None = None) -> list[str]:
-    """Return documents of about PIECE characters to pre-train on, `limit` at most; nothing held out is in them."""
+    """Return at most `limit` documents of about PIECE characters for pre-training, without held-out text."""
     check_choice("domain", name, SOURCES)
     if limit is not None:
         check_positive("limit", limit)
@@ -245,7 +245,7 @@ def _code(limit: int | None, seed: int) -> Iterator[list]:
 def _paragraph_rows(limit: int | None, seed: int) -> Iterator[list]:
     known = set()
     for paragraphs in _prose():
-        # two paragraphs may begin or end alike
+        # two paragraphs may have the same beginning or end
         rows = [row for row in map(_begun, paragraphs) if known.isdisjoint(row)]
         known = {part for row in rows for part in row}
         random.Random(seed).shuffle(rows)
@@ -288,7 +288,7 @@ def _sources() -> Iterator[tuple[str, str]]:
         yield module, "\n\n".join(doc for node in nodes if (doc := ast.get_docstring(node)))
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
+    except ImportError:  # some distributions omit it
         topics = {}
     for topic in sorted(topics):
         yield f"topics/{topic}", topics[topic]
@@ -308,7 +308,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Yield what of a text is prose: whole sentences of one paragraph, PARAGRAPH characters, on one line."""
+    """Yield the prose in a text: complete sentences of one paragraph, PARAGRAPH characters long, on one line."""
     low, high = PARAGRAPH
     for block in re.split(r"\n\s*\n", text):
         piece = ""
@@ -336,7 +336,7 @@ def _begun(paragraph: str) -> tuple[str, str]:
 
 
 def _joined(parts: Iterable[str]) -> list[str]:
-    """Join parts, separated by blank lines, to documents of at least PIECE characters."""
+    """Join parts, separated by blank lines, into documents of at least PIECE characters."""
     documents, document, size = [], [], 0
     for part in parts:
         document.append(part)

@@ -1,8 +1,8 @@
 """Evaluation by domain: losses are ordered by domain, and tables show each domain and all together.
 
-Which experts the tokens of each domain go to, UpIT's Figure 5: counts, how far apart domains are, and the picture.
+Also which experts each domain's tokens go to (UpIT, Figure 5): counts, distances between domains, and the picture.
 
-share_e(domain) = slots of expert e / slots of all experts          per layer; 1 / E where nothing is preferred
+share_e(domain) = slots of expert e / slots of all experts          per layer; 1 / E without a preference
 distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|               total variation, mean over the layers, 0 to 1
 """
 
@@ -19,7 +19,7 @@ import torch
 from moe_runtime.experiments import stages
 from moe_runtime.experiments.compare import LEVEL, signed
 from moe_runtime.experiments.corpora import SOURCES, domains_key
-from moe_runtime.experiments.plots import COLOURS, GREY, figure_of
+from moe_runtime.experiments.plots import INK, figure_of, grouped, legend_below
 from moe_runtime.experiments.recipe import Training
 from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
 from moe_runtime.experiments.tables import MARKS, Entry, Report, compared, finite, over_seeds
@@ -42,14 +42,14 @@ class Judged(NamedTuple):
     seconds: float
     total_seconds: float  # including previous stages, except for the base
     parameters: int
-    active_parameters: int  # that a token passes through
-    history: list  # (step, held-out loss), of an UltraFuser's specialist that of its own domain
+    active_parameters: int  # used per token
+    history: list  # (step, held-out loss); of an UltraFuser specialist the loss on its own domain
     steps_per_second: float
     trained_parameters: int = 0
     optimizer_bytes: int = 0
-    source: str = ""  # what the model is loaded from: `folder`, or a given specialist's own place
-    course: list | None = None  # (step, {domain: loss}), where the training was watched
-    exact: list | None = None  # of each held-out example 1 if greedy decoding gives its label, else 0
+    source: str = ""  # where the model is loaded from: `folder`, or the path of a given specialist
+    course: list | None = None  # (step, {domain: loss}), if recorded during training
+    exact: list | None = None  # per held-out example: 1 if greedy decoding gives its label, else 0
 
     @property
     def domains(self) -> dict[str, float]:
@@ -100,7 +100,7 @@ class DomainReport(Report):
 
     @property
     def solved(self) -> tuple[str, ...]:
-        """The domains of which some model answers an example exactly; the others have no column of exact matches."""
+        """The domains with at least one exact match by any model; only these have a column of exact matches."""
         return tuple(domain for domain, table in self.of_domains.items() if table.is_solved)
 
     def domain_loss(self, name: str, domain: str) -> float:
@@ -174,17 +174,17 @@ class DomainStages(KeptStages):
     """The stages of a recipe with `domains`: trained on all together, evaluated on each; examples are ordered by domain."""
 
     result = Judged
-    share = 1.0  # of each domain's train rows that are tuned on
+    share = 1.0  # of each domain's training rows used for tuning
 
     def change(self, share: float | None = None, **changes):
-        """Return the stages of the same rows and base with another share of the rows, or with the recipe's values changed."""
+        """Return stages with the same rows and base, but another share of the rows or changed values of the recipe."""
         other = super().change(**changes)
         other.share = self.share if share is None else share
         return other
 
     @property
     def train_rows(self):
-        """The training examples of all domains, tokenized."""
+        """The tokenized training examples of all domains."""
         parts = [self.part(f"{domain}-train") for domain in self.recipe.domains]
         if self.share < 1:
             parts = [part.select(range(max(round(self.share * len(part)), 1))) for part in parts]
@@ -192,13 +192,13 @@ class DomainStages(KeptStages):
 
     @property
     def held_out(self):
-        """The evaluation examples, tokenized; equal for every stage and seed."""
+        """The tokenized evaluation examples; the same for every stage and seed."""
         parts = [self.part(f"{domain}-held_out") for domain in self.recipe.domains]
         return data.require("datasets").concatenate_datasets(parts)
 
     @property
     def counts(self) -> dict[str, int]:
-        """The held-out rows of each domain."""
+        """The number of held-out rows of each domain."""
         return {domain: len(self.part(f"{domain}-held_out")) for domain in self.recipe.domains}
 
     def routed(self, moe: Judged) -> Routed:
@@ -214,7 +214,7 @@ class DomainStages(KeptStages):
         return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
 
     def judged(self, name: str, parent: Judged, folder: Path, **how) -> Judged:
-        """Return a model that the stage `parent` has in `folder`, judged as it is; `how` is what loading it takes."""
+        """Return the evaluation of a model that the stage `parent` has in `folder`, loaded with the arguments `how`."""
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             return self._judge(lambda: self._load(folder, **how))
@@ -225,7 +225,7 @@ class DomainStages(KeptStages):
         return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
 
     def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
-        """What a training's result says; judged anew, of what `load` gives, where it was not saved as it was trained."""
+        """Return a training's result; if saving rounded the weights, the model returned by `load` is evaluated instead."""
         course = course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
         if self._is_saved_as_trained(model):
             return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens, trained.exact) | sizes_of(model)
@@ -244,7 +244,7 @@ class DomainStages(KeptStages):
         return stages.domain_documents(self.recipe.pretrain, [s for d in self.recipe.domains.values() for s in d.sources])
 
     def data_key(self) -> str:
-        """Return a hash of the base, of every domain's rows, and of what built-in ones are made of."""
+        """Return a hash of the base, every domain's rows, and the versions of what built-in domains are made from."""
         r, built_in = self.recipe, domains_key()
         sources = [source for d in r.domains.values() for source in d.sources]
         rows = [built_in if source in SOURCES else files_print(source) for source in sources]
@@ -262,13 +262,13 @@ class DomainStages(KeptStages):
             data.save_rows(rows, folder / part)
             counts[part] = len(rows)
         tokenizer.save_pretrained(folder / "tokenizer")
-        said = ", ".join(f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)" for n in r.domains)
-        self.say(f"rows to tune on: {said}")
+        listed = ", ".join(f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)" for n in r.domains)
+        self.say(f"rows to tune on: {listed}")
         return {"rows": counts, "domains": {name: domain.to_dict() for name, domain in r.domains.items()}}
 
 
-def said(one) -> str:
-    """Return a comparison with its difference as text, for a line of several."""
+def with_difference(one) -> str:
+    """Return a comparison and its difference as text, for a line with several."""
     return f"{one.name} {signed(one.difference)} ({one.verdict})"
 
 
@@ -300,7 +300,7 @@ def shares(counts: Mapping[str, list]) -> dict[str, torch.Tensor]:
     return {domain: expert_load(torch.tensor(rows)) for domain, rows in counts.items()}
 
 
-def apart(counts: Mapping[str, list]) -> float:
+def mean_distance(counts: Mapping[str, list]) -> float:
     """Return the mean distance between two domains; 0 if all are routed equally or there is only one."""
     pairs = itertools.combinations(shares(counts).values(), 2)
     distances = [(a - b).abs().sum(-1).mean().item() / 2 for a, b in pairs]
@@ -315,7 +315,7 @@ def picture(report, routed: Mapping[str, Sequence]):
     columns = [_spaced(len(results[0].layers)) for results in routed.values()]
     rows, widest = len(routed), max(map(len, columns))
     figure, axes = figure_of(
-        report, (2.2 + 2.9 * widest, 1.4 + 2.0 * rows), rows=rows, columns=widest, sharex=False, squeeze=False
+        report, (2.2 + 2.9 * widest, 1.4 + 2.0 * rows), rows=rows, columns=widest, sharex=False, sharey=True, squeeze=False
     )
     for row, (name, results), layers in zip(axes, routed.items(), columns, strict=True):
         for axis, layer in zip(row, layers):
@@ -324,26 +324,22 @@ def picture(report, routed: Mapping[str, Sequence]):
         row[0].set_ylabel("share of tokens", fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("expert", fontsize=8)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+    legend_below(figure, figure.axes[0], columns=6)
     return figure
 
 
 def _bars(axes, results: Sequence, layer: int) -> None:
     """Plot one layer: a group of bars per expert, a bar per domain, and the balanced share as a line."""
     by_seed = [shares(result.counts) for result in results]
-    domains, E = list(by_seed[0]), len(by_seed[0][next(iter(by_seed[0]))][layer])
-    width = 0.8 / len(domains)
-    for i, (domain, colour) in enumerate(zip(domains, itertools.cycle(COLOURS))):
-        means = torch.stack([found[domain][layer] for found in by_seed]).mean(0).tolist()
-        axes.bar([e + (i - (len(domains) - 1) / 2) * width for e in range(E)], means, width, color=colour, label=domain)
-    axes.axhline(1 / E, color=GREY, linestyle="--", linewidth=1)
-    axes.set_xticks(range(E))
+    means = {name: torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist() for name in by_seed[0]}
+    E = len(next(iter(means.values())))
+    grouped(axes, range(E), means)
+    axes.axhline(1 / E, color=INK, linestyle="--", linewidth=1)
     axes.tick_params(labelsize=8)
 
 
 def _spaced(layers: int) -> list[int]:
-    """Return at most LAYERS of so many places, evenly spaced, the first and the last among them."""
+    """Return at most LAYERS evenly spaced indices below `layers`, including the first and the last."""
     if layers <= LAYERS:
         return list(range(layers))
     return [round(i * (layers - 1) / (LAYERS - 1)) for i in range(LAYERS)]

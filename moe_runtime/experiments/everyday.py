@@ -1,13 +1,13 @@
 """Four tasks without downloads that a small pretrained model learns in minutes.
 
-intent      a request in its user's words -> one of ten labels
-json        a sentence about an order, a trip or a meeting -> the named parts of it as a JSON object
-arithmetic  the domain of `moe_runtime.experiments.corpora`: worded sums -> every step and the answer
-function    a documented function of Python's standard library, its signature and docstring -> its one return statement
+intent      a request in a user's words -> one of ten labels
+json        a sentence about an order, a trip or a meeting -> its named parts as a JSON object
+arithmetic  the domain of `moe_runtime.experiments.corpora`: word problems -> every step and the answer
+function    signature and docstring of a function in Python's standard library -> its single return statement
 
-A held-out request or sentence is worded like none to train on, a held-out function is of a file of its own, and a held-out sum
-asks another question. The examples depend on `seed` and, for functions, on the version of Python; what is held out does not
-depend on the seed.
+Held-out requests and sentences have wordings that no training example has, held-out functions come from other files, and
+held-out problems have other questions. The examples depend on `seed` and, for functions, on the version of Python; which ones
+are held out does not depend on the seed.
 """
 
 import ast
@@ -107,7 +107,7 @@ TASKS = tuple(_MAKERS)
 def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> Pairs:
     """Return distinct training and held-out examples of a task, with prompt and completion.
 
-    Raises ValueError if there are fewer: the standard library has some hundred functions.
+    Raises ValueError if there are fewer: the standard library has only a few hundred functions.
     """
     check_choice("task", name, TASKS)
     parts = []
@@ -130,9 +130,9 @@ def write_tasks(
     folder: str | Path, *, train: int = 80, held_out: int = 40, seed: int = 0, more: dict[str, Pairs] | None = None,
     overwrite: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """Write train.jsonl and held_out.jsonl with all tasks, shuffled, and TASK-train.jsonl and TASK-held_out.jsonl.
+    """Write train.jsonl and held_out.jsonl with all tasks, shuffled, and TASK-train.jsonl and TASK-held_out.jsonl for each.
 
-    `more` has further tasks by their names. Returns the lines of each file.
+    `more` holds additional tasks by name. Returns the number of lines of each file.
     """
     tasks = {name: task_rows(name, train=train, held_out=held_out, seed=seed) for name in TASKS} | (more or {})
     files, generator = {}, random.Random(f"order {seed}")

@@ -1,6 +1,6 @@
 """Common parts of the methods' recipes: one YAML file per run, checked by pydantic models.
 
-methods/METHOD/recipe.py defines a method's whole recipe; the keys are mergekit's where it has them (base_model, dtype). Any
+methods/METHOD/recipe.py defines a method's whole recipe; keys follow mergekit where it has them (base_model, dtype). Any
 mistake raises a one-line ValueError with the file, the key, the expected value and the given one.
 """
 
@@ -82,7 +82,7 @@ def _sentence(error: ValidationError) -> str:
     """Format pydantic's first error as one line: the key, the expected value and the given one."""
     first = error.errors(include_url=False)[0]
     key = ".".join(one_line(part, 200) for part in first["loc"] if part != "[key]")
-    if first["type"] == "value_error":  # of our own checks, which name the key within their node
+    if first["type"] == "value_error":  # from our own checks, which already name the key within their node
         return f"{key}{'.' if key else ''}{first['ctx']['error']}"
     if first["type"] == "missing":
         return f"{key} is missing from the recipe"
@@ -132,13 +132,13 @@ class Source(Node):
     """One of several sources of rows; each has its own columns."""
 
     source: str
-    weight: Positive | None = None  # rows of it for the others' rows; given for all sources, or for none: all rows
-    limit: Count | None = None  # rows of it at most, drawn from all
-    split: str | None = None  # None: the recipe's
+    weight: Positive | None = None  # relative number of rows; given for all sources, or for none to use all rows
+    limit: Count | None = None  # maximum number of rows, drawn from all
+    split: str | None = None  # None: that of the recipe
 
 
 def _as_sources(value: Any) -> str | list[Source]:
-    """Return one source as it is, several as a list of Source."""
+    """Return a single source unchanged, several as a list of Source."""
     if not isinstance(value, str | list) or not value:
         raise PydanticCustomError("sources", "a source, or a list of sources")
     if isinstance(value, str):
@@ -159,19 +159,19 @@ Sources = Annotated[Any, PlainValidator(_as_sources)]  # str | list[Source]
 
 
 class Rows(Node):
-    """Rows to tune on and rows to judge by: where they are, and how many."""
+    """Training and held-out rows: their sources and numbers."""
 
-    train: Sources  # a built-in source, a .jsonl, .json or .parquet file, a folder of them, or an id of the Hub; or several
+    train: Sources  # a built-in source, a .jsonl, .json or .parquet file, a folder of them, or a Hub id; or several
     split: str = "train"
-    held_out: Sources | None = None  # None: `held_out_rows` of the train rows, on which nothing is trained
+    held_out: Sources | None = None  # None: `held_out_rows` of the train rows, which are then not trained on
     held_out_split: str = "test"
     held_out_rows: Count = 256
-    limit: Count | None = None  # rows to train on at most
-    # of weighed sources: whether those that run out begin again, until each has been read once
+    limit: Count | None = None  # maximum number of training rows
+    # whether weighted sources that run out start again, until each has been read once
     repeat: bool = Field(False, exclude_if=lambda repeats: not repeats)
 
     def listed(self, part: str = "train") -> list[Source]:
-        """Return the sources of `train` or `held_out`, each with its split; none where nothing is given."""
+        """Return the sources of `train` or `held_out`, each with its split; an empty list if not given."""
         value, split = getattr(self, part), self.split if part == "train" else self.held_out_split
         found = value if isinstance(value, list) else [Source(source=value)] if value else []
         return [one.change(split=one.split or split) for one in found]
@@ -186,7 +186,7 @@ class Rows(Node):
 
 
 class Training(Node):
-    """One training. The defaults are the official XFT code's: Adafactor, a linear schedule, no clipping."""
+    """Settings of one training run. The defaults are the official XFT code's: Adafactor, a linear schedule, no clipping."""
 
     epochs: Positive | None = None
     steps: Count | None = None

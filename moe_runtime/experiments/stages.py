@@ -1,8 +1,8 @@
-"""The stages of a study: each is made once, is stored in its own folder, and is read back by whoever needs it.
+"""The stages of a study: each runs once, is stored in its own folder, and is read back by the stages that need it.
 
-OUT/<kind>-<hash>/ holds what a stage made and result.json, written atomically; the hash is over all that the stage depends on:
-settings, parents, data, seed. Under `accelerate launch` every process makes the same calls: all train, rank 0 writes. The rows
-that a recipe names are read here too, told apart from those held out, and tokenized.
+OUT/<kind>-<hash>/ holds a stage's output and result.json, written atomically; the hash covers everything that the stage depends
+on: settings, parents, data, seed. Under `accelerate launch` every process makes the same calls: all train, rank 0 writes. A
+recipe's rows are also read, split into training and held-out ones, and tokenized here.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from moe_runtime.io.prompts import TEMPLATES
 
 
 def hash_of(value) -> str:
-    """Return 12 hex digits that stand for a JSON value."""
+    """Return a hash of 12 hex digits of a JSON value."""
     text = json.dumps(value, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def files_print(source: str | Path) -> str | list:
-    """Return what tells a file or a folder of files from a changed one: names, sizes and times; an id of the Hub as it is."""
+    """Return names, sizes and times of a file or a folder's files, to detect changes; a Hub id is returned unchanged."""
     path = Path(source)
     if not path.exists():
         return str(source)
@@ -47,13 +47,13 @@ def files_print(source: str | Path) -> str | list:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that nobody needs any more, on rank 0."""
+    """Remove a folder that is no longer needed, on rank 0."""
     if ranks.state().is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# how a training is carried out; the same up to rounding, but for a noisy gate, a balance loss and EWA, whose draws and means
-# are of the rows that a process takes at once
+# settings that change results only by rounding, except for a noisy gate, a balance loss and EWA, whose draws and means depend
+# on the rows that a process gets at once
 NOT_HASHED = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
 
 
@@ -63,47 +63,47 @@ class Result(NamedTuple):
     name: str
     folder: Path  # of the model
     loss: float  # mean over the label tokens of the held-out rows
-    losses: list[float]  # mean of each held-out row
-    tokens: list[int]  # label tokens of each
+    losses: list[float]  # mean over the label tokens of each held-out row
+    tokens: list[int]  # label tokens of each held-out row
     steps: int
-    seconds: float  # of this stage's training alone
-    total_seconds: float  # with the stages before it, the base excepted
+    seconds: float  # of this stage's training only
+    total_seconds: float  # including previous stages, except for the base
     parameters: int
-    active_parameters: int  # that a token passes through
+    active_parameters: int  # used per token
     history: list  # (step, held-out loss)
     steps_per_second: float
-    alpha: list | None = None  # [L][E], mixing coefficients of a merged model
-    upcycled_error: float | None = None  # relative, of the logits: the upcycled model against the dense one
+    alpha: list | None = None  # [L][E] mixing coefficients of a merged model
+    upcycled_error: float | None = None  # relative error of the upcycled model's logits against the dense one's
     trained_parameters: int = 0
-    validation: float | None = None  # loss on the rows for validation, if there are any
+    validation: float | None = None  # loss on the validation rows, if any
     rows: dict[str, int] | None = None  # domain -> held-out examples, if they are ordered by domain
-    exact: list | None = None  # of each held-out row 1 if greedy decoding gives its label, else 0
+    exact: list | None = None  # per held-out row: 1 if greedy decoding gives its label, else 0
 
 
 class KeptStages:
-    """The stages of one recipe and one seed, in the folder `out`, which any number of recipes, seeds and commands share.
+    """The stages of one recipe and one seed, in the folder `out`, which recipes, seeds and commands can share.
 
-    A method's class has the stages and
+    A method's subclass defines the stages and
 
         Recipe             the class of its recipe
-        result             the kind of its results
-        FORMAT             part of every hash: a change of what a stage does gives new folders
-        trainings()        the recipe's trainings, which are checked before anything is made
-        data_key()         a hash of all that tokenizer and rows depend on
-        make_data(folder)  writes the folder `tokenizer` and one for each kind of rows; returns what there is to say of them
+        result             the class of its results
+        FORMAT             part of every hash; increased when a stage changes, so that it gets new folders
+        trainings()        the recipe's training settings, checked before anything runs
+        data_key()         a hash of everything that tokenizer and rows depend on
+        make_data(folder)  writes the folder `tokenizer` and one for each part of the rows; returns counts to record
 
     `recipe` is a recipe, its file, or the name of a shipped one; `seed` None is the recipe's own. The base and the
     rows are the same for every seed.
     """
 
     FORMAT: int
-    HAS_EXPERTS = False  # the base, before anything is made of it
+    HAS_EXPERTS = False  # whether the base is already an MoE model
     Recipe: type[Node]
     result: type = Result
 
     def __init__(self, recipe: Node | str | Path, out: str | Path, seed: int | None = 0, say: Callable[[str], None] = print):
         for module in ("accelerate", "datasets", "tokenizers"):
-            data.require(module)  # now, not after minutes of training
+            data.require(module)  # fails before minutes of training
         self.recipe, self.out = load_recipe(self.Recipe, recipe), Path(out)
         self.seed = self.recipe.seed if seed is None else seed
         self.is_main = ranks.state().is_main_process
@@ -115,21 +115,21 @@ class KeptStages:
             ranks.check_ep_size(training.ep_size, self.recipe.base_model if self.HAS_EXPERTS else None)
         trainers.quiet()
         self._rows: dict = {}
-        self._key = ranks.agree(self.data_key())  # once, as the rows are read once
+        self._key = ranks.agree(self.data_key())  # computed once, as the rows are read once
 
     def change(self, **changes):
-        """Return the stages of the same rows and base with values of the recipe changed, of experts and trainings alone."""
+        """Return stages with the same rows and base, but changed values of the recipe: of experts and training only."""
         other = copy.copy(self)
         other.recipe = self.recipe.change(**changes)
         return other
 
     @property
     def tokenizer(self):
-        """The base's tokenizer; trained on the way where the recipe pre-trains a base."""
+        """The base's tokenizer, trained here if the recipe pre-trains a base."""
         return self.part("tokenizer")
 
     def part(self, name: str):
-        """Return the tokenizer or the rows of that name, read, tokenized and kept on the first use."""
+        """Return the tokenizer or the rows of that name, which are read, tokenized and saved on first use."""
         if name not in self._rows:
             folder = self.out / f"data-{self._key}"
             made_once(folder, "rows.json", self._made_data)
@@ -145,9 +145,9 @@ class KeptStages:
         self, kind: str, name: str, settings: dict, parents: list, make: Callable[[Path, Path], dict],
         seed: int | None = None, holds: str = "model", result: type | None = None,
     ):  # fmt: skip
-        """Return the stage of these settings, made by `make(tmp, checkpoints)` if it is not there yet.
+        """Return the result of the stage with these settings, running `make(tmp, checkpoints)` if it does not exist yet.
 
-        `holds` is what of the stage's folder the result's `folder` is; `result` the kind of the result, in its class's place.
+        `holds` is the path of the result's `folder` within the stage's; `result` overrides the class's kind of result.
         """
         named = {
             "format": self.FORMAT, "kind": kind, "settings": settings, "seed": self.seed if seed is None else seed,
@@ -158,7 +158,7 @@ class KeptStages:
         before = sum(parent.total_seconds for parent in parents if not parent.folder.parent.name.startswith("base-"))
 
         def whole(tmp: Path) -> dict:
-            self.part("tokenizer")  # by all processes, before rank 0 does something alone
+            self.part("tokenizer")  # in all processes, before rank 0 works alone
             self.say(f"{name}, seed {named['seed']}: to {folder}")
             values = {"steps": 0, "seconds": 0.0, "history": []} | make(tmp, checkpoints)
             ranks.free_memory()
@@ -175,7 +175,7 @@ class KeptStages:
         return read_result(folder, result or self.result, name=name, folder=folder / holds)
 
     def _settings(self, training: Training) -> dict:
-        """What a training adds to its stage's hash."""
+        """Return what a training adds to its stage's hash."""
         values = {name: value for name, value in training.to_dict().items() if name not in NOT_HASHED}
         return {"training": values, "dtype": self.recipe.dtype, "evaluations": self.recipe.evaluations}
 
@@ -190,7 +190,7 @@ class KeptStages:
             )  # fmt: skip
 
     def _base_tokenizer(self, text: Callable[[], Iterable[str]]):
-        """Return the base's tokenizer: trained on `text()` where the recipe pre-trains a base, else the one it has."""
+        """Return the base's tokenizer: trained on `text()` if the recipe pre-trains a base, else its own."""
         pretrain = self.recipe.pretrain
         if pretrain is None:
             return ranks.load_tokenizer(self.recipe.base_model)
@@ -199,7 +199,7 @@ class KeptStages:
     def _pretrain(
         self, rows, held_out, checkpoints: Path, max_length: int, schedule: str = "linear"
     ) -> tuple[torch.nn.Module, trainers.Trained]:
-        """Make the small Llama of the recipe's `pretrain` and train it on `rows`, AdamW on all its weights."""
+        """Build the small Llama of the recipe's `pretrain` and train all its weights on `rows` with AdamW."""
         pretrain = self.recipe.pretrain
         sizes = {name: getattr(pretrain, name) for name in ("hidden_size", "intermediate_size", "num_layers", "seed")}
         model = small_llama(self.tokenizer, max_length=max_length, **sizes)
@@ -225,14 +225,14 @@ class KeptStages:
                 ranks.save_whole(model, self.tokenizer, folder, self.recipe.dtype, weights)
 
     def _is_saved_as_trained(self, model) -> bool:
-        """Whether saving does not round: else a model is judged anew, as it was saved."""
+        """Return whether saving does not round; otherwise a model is evaluated again, as saved."""
         return all(p.dtype == getattr(torch, self.recipe.dtype) for p in model.parameters())
 
 
 def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> None:
-    """Have `make` fill `folder`, unless its file `mark` says that it is whole; what it returns is written to `mark`.
+    """Fill `folder` by `make`, unless its file `mark` exists; `make`'s result is written to `mark`.
 
-    All processes of the run must call, and all make; rank 0's folder counts. Of two runs, one makes and one waits.
+    Every process of the run must call this and runs `make`; rank 0's folder is kept. Of two concurrent runs one waits.
     """
     if ranks.agree((folder / mark).is_file()):
         return
@@ -247,14 +247,14 @@ def made_once(folder: Path, mark: str, make: Callable[[Path], dict | None]) -> N
         if tmp is None:
             return
         values = make(Path(tmp))
-        with ranks.leading() as main:  # nobody reads before rank 0 has moved the folder in
+        with ranks.leading() as main:  # no process reads before rank 0 has moved the folder into place
             if main:
                 atomic_write_text(Path(tmp) / mark, json.dumps(values or {}, indent=2) + "\n")  # a loss may be NaN
                 stack.close()
 
 
 def read_result(stage: Path, kind: type = Result, **changes):
-    """Read the result.json of a stage's folder as the NamedTuple `kind`; `changes` replace what is in it."""
+    """Read result.json of a stage's folder as the NamedTuple `kind`; `changes` replace its fields."""
     values = read_json(stage / "result.json")
     try:
         values["history"] = [tuple(point) for point in values["history"]]
@@ -266,7 +266,7 @@ def read_result(stage: Path, kind: type = Result, **changes):
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`; the kernel gives it back when the process dies. Without locks, two runs may both make."""
+    """Hold the lock of `folder`, which the kernel releases if the process dies; without file locks two runs may both work."""
     locks = folder.parent / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     with open(locks / folder.name, "w") as file:
@@ -276,34 +276,34 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def course_of(trained: trainers.Trained) -> dict:
-    """How a training went, without where it ended: a model made of the trained one is judged anew."""
+    """Return a training's history and costs, but not its final loss: a model derived from it is evaluated again."""
     course = {"steps": trained.steps, "seconds": trained.history.seconds, "history": trained.history.held_out}
     return course | {"trained_parameters": trained.trained_parameters}
 
 
 def loss_of(losses: list[float], tokens: list[int], exact: list[int] | None = None) -> dict:
-    """The held-out rows' part of a result."""
+    """Return the fields of a result on held-out rows."""
     known = {} if exact is None else {"exact": exact}
     return {"loss": trainers.mean_loss(losses, tokens), "losses": losses, "tokens": tokens} | known
 
 
 def sizes_of(model) -> dict:
-    """The sizes' part of a result."""
+    """Return the fields of a result on sizes."""
     total, active = sizes(model)
     return {"parameters": total, "active_parameters": active}
 
 
 def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool = False) -> tuple:
-    """Return the rows to train on and those held out, not tokenized; no row is in both.
+    """Return the training and the held-out rows, not tokenized; no row is in both.
 
-    `built_in` makes both parts of the sources that it names. With `shuffle`, train rows of a file come in an order that is
-    always the same: a limit takes some of all, not the first.
+    `built_in` maps names of sources to functions that return both parts. `shuffle` puts a file's training rows in a fixed
+    random order, so that a limit samples from all of them.
     """
     if rows.held_out is None and isinstance(rows.train, str) and rows.train in built_in:
         return built_in[rows.train]()
     if rows.held_out is None and not rows.repeat:
         return data.hold_out(_read(rows, "train", built_in), rows.held_out_rows)
-    if rows.held_out is None:  # each row once, so that none is held out twice
+    if rows.held_out is None:  # read without repeats, so that no row is held out twice
         held_out = data.hold_out(_read(rows.change(repeat=False), "train", built_in), rows.held_out_rows)[1]
     else:
         held_out = _read(rows, "held_out", built_in)
@@ -313,7 +313,7 @@ def split_rows(rows: Rows, built_in: Mapping[str, Callable] = {}, shuffle: bool 
 
 
 def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
-    """Return the rows of one part: those of its one source, in their order, or of several, mixed."""
+    """Return the rows of one part: of a single source in order, or of several, mixed."""
     answers, listed = getattr(rows, "train_on", "assistant") == "assistant", rows.listed(part)
     found = [
         built_in[one.source]()[part == "held_out"] if one.source in built_in else data.read_rows(one.source, one.split, answers)
@@ -326,20 +326,19 @@ def _read(rows: Rows, part: str, built_in: Mapping[str, Callable]):
 
 
 def domain_pairs(domain) -> tuple:
-    """Return the rows of a recipe's domain, to train on and held out, not tokenized; of a built-in one all held-out rows."""
+    """Return a domain's training and held-out rows, not tokenized; a built-in domain returns all its held-out rows."""
     asked = max(domain.limit or 0, domain.held_out_rows)
-    # without a limit sums end at SUMS; some more than asked, as rows that are too long drop out
+    # SUMS bounds generated problems; some extra rows, since those that are too long are dropped
     limit = asked + asked // 8 if asked > SUMS else None
     made = {name: functools.partial(domain_rows, name, limit=limit) for name in SOURCES}
     return split_rows(domain, made, shuffle=True)
 
 
 def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
-    """Return `<name>-train` and `<name>-held_out` of every domain, tokenized: what one holds out is in no other's train rows.
+    """Return `<name>-train` and `<name>-held_out` of every domain, tokenized; no training row is held out in any domain.
 
-    Each domain's prompts are put in its own way. The tokenizer is left with the chat template of the first domain that brings
-    one, with its own where a domain's prompt is "chat". Of its held-out rows, a domain's first `validation_rows` are
-    `<name>-validation`.
+    Each domain has its own prompt format. The tokenizer keeps the chat template of the first domain that has one, or its own
+    if a domain's prompt is "chat". A domain's first `validation_rows` held-out rows become `<name>-validation`.
     """
     own, found = tokenizer.chat_template, {}
     counts = {name: domain.held_out_rows + domain.validation_rows for name, domain in domains.items()}
@@ -357,7 +356,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
             found[f"{name}-validation"] = judging.select(range(first))
     prompts = [domain.prompt for domain in domains.values()]
     tokenizer.chat_template = own if "chat" in prompts else next(filter(None, map(TEMPLATES.get, prompts)), own)
-    # cut at max_length, rows may have become equal
+    # truncation at max_length may have made rows equal
     known = {tuple(ids) for name in domains for ids in found[f"{name}-held_out"]["input_ids"]}
     for name in domains:
         ids = found[f"{name}-train"]["input_ids"]
@@ -381,17 +380,17 @@ def without(train, held_out, source: str | None):
 
 
 def documents(pretrain: Pretrain) -> list[str]:
-    """The texts that a small base and its tokenizer are trained on, taken evenly from all."""
+    """Return the texts for training a small base and its tokenizer, sampled evenly from all."""
     documents = standard_library_text()
     count = pretrain.documents or len(documents)
     return documents[:: max(len(documents) // count, 1)][:count]
 
 
 def domain_documents(pretrain: Pretrain, sources: Iterable[str]) -> list[str]:
-    """The texts that the small base of a study of domains is made of: as many of each built-in one among `sources`.
+    """Return the texts for training a study's small base: equally many of each built-in domain among `sources`.
 
-    Code's are the standard library's source. Where no source is built in, all built-in domains are read. The recipe's
-    `domains` says instead which are read, and how many of each.
+    The texts of `code` are the standard library's source. If no source is built in, all built-in domains are used. The
+    recipe's `domains` overrides which are used, and how many of each.
     """
     known = set(sources)
     names = [name for name in SOURCES if name in known] or list(DOMAINS)

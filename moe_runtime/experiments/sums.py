@@ -1,4 +1,4 @@
-"""Sums told as stories, with every step of the answer: `sums_of` makes an endless stream of distinct ones of a kind."""
+"""Word problems with every step of the answer: `sums_of` yields an endless stream of distinct ones of a kind."""
 
 import random
 import zlib
@@ -15,19 +15,19 @@ CASES = ("bags", "baskets", "jars", "rows", "trays")
 
 
 class Kind(NamedTuple):
-    """What sums of a kind are made of."""
+    """The numbers and steps that problems of a kind may have."""
 
-    largest: int  # first number, and number that is added
-    steps: int  # at most
-    factors: int  # numbers below are multiplied; 0: neither multiplied nor divided
-    taken: int  # largest number that is taken away
+    largest: int  # of the first number and of added ones
+    steps: int  # maximum number
+    factors: int  # only smaller numbers are multiplied; 0: no multiplication or division
+    taken: int  # largest subtracted number
 
 
 KINDS = {"arithmetic": Kind(60, 3, 40, 999), "sums": Kind(9, 1, 0, 9), "steps": Kind(9, 3, 5, 9)}
 
 
 def sums_of(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str, str]]:
-    """Yield an endless stream of distinct sums; one question in ten is held out, independently of the seed."""
+    """Yield an endless stream of distinct problems; one question in ten is held out, independently of the seed."""
     generator, known = random.Random(f"sums {seed}"), set()
     while True:
         question, answer = _sum(generator, KINDS[name])
@@ -37,7 +37,7 @@ def sums_of(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str
 
 
 def _sum(generator: random.Random, kind: Kind) -> tuple[str, str]:
-    """Make one sum: a first number, one or more changes of it, and a question."""
+    """Make one problem: a first number, one or more changes of it, and a question."""
     name, other = generator.sample(NAMES, 2)
     thing, case = generator.choice(THINGS), generator.choice(CASES)
     count, steps, story = generator.randint(2, kind.largest), [], []
@@ -52,7 +52,7 @@ def _sum(generator: random.Random, kind: Kind) -> tuple[str, str]:
 
 
 def _change(generator: random.Random, count: int, of: Kind) -> tuple[str, str, int, int]:
-    """Return an event, its sign and number, and what is left; every number is above 0."""
+    """Return an event, its sign and number, and the new count; all numbers are above 0."""
     parts = [d for d in range(2, 10) if count % d == 0]
     more = ["times"] * (1 < count < of.factors) + ["share"] * bool(parts and of.factors)
     kind = generator.choice(["more"] + ["less"] * (count > 1) + more)

@@ -1,8 +1,8 @@
-"""How a paper's table is made by one command: a plan for every seed, the report that it gives, its picture, its JSON.
+"""Make a paper's table by one command: a plan for every seed, and the resulting report, picture and JSON.
 
-methods/METHOD/tables.py has a Command per table; all of them share a folder of stages. A stage that exists is read, not
-trained, whichever command made it; so a killed command resumes. The loss of a method is its mean over the seeds; verdicts
-come from `moe_runtime.experiments.compare` alone.
+methods/METHOD/tables.py has a Command per table; all share a folder of stages. An existing stage is read instead of trained,
+whichever command made it, so a killed command resumes. The loss of a method is its mean over the seeds; verdicts
+come only from `moe_runtime.experiments.compare`.
 """
 
 import math
@@ -22,8 +22,8 @@ from moe_runtime.experiments.recipe import load_recipe
 from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.io.rows import require
 
-OF_SOME = ("alpha", "general_loss", "trained_parameters", "optimizer_bytes", "experts")  # what not every result has
-MARKS = {"lower": "-", "higher": "+"}  # of a number that the test found lower or higher than the reference's
+OF_SOME = ("alpha", "general_loss", "trained_parameters", "optimizer_bytes", "experts")  # fields that some results lack
+MARKS = {"lower": "-", "higher": "+"}  # than the reference's number, by the test
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,26 @@ class Entry:
 
     @property
     def exact(self) -> float | None:
-        """Share of the held-out examples with an exact match, mean over the seeds; None if one was judged without."""
+        """Share of the held-out examples with an exact match, mean over the seeds; None if a seed did not record it."""
         rates = [exact_match(result) for result in self.results]
         return None if None in rates else statistics.fmean(rates)
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is beyond a float, NaN for a loss that is none."""
+        """exp(loss); infinite on overflow, NaN for a loss that is NaN."""
         return math.inf if self.loss > 700 else math.exp(self.loss)
 
     @property
     def seconds(self) -> float:
-        """Seconds of training from the base to this model, all stages between them counted; mean over the seeds."""
+        """Seconds of training from the base to this model, over all stages; mean over the seeds."""
         return statistics.fmean(result.total_seconds for result in self.results)
 
     def mean_sd(self) -> str:
-        """Return the loss as text, with its deviation where there is one."""
+        """Return the loss as text, with its deviation if it has one."""
         return f"{self.loss:.4f}" + ("" if math.isnan(self.sd) else f" ± {self.sd:.4f}")
 
     def to_dict(self, seeds: Sequence[int]) -> dict:
-        """Return the numbers of the entry and of every seed, JSON-ready once `finite` has seen them."""
+        """Return the numbers of the entry and of every seed, JSON-ready after `finite`."""
         first = self.results[0]
         return {
             "name": self.name,
@@ -86,7 +86,7 @@ class Entry:
 
 
 def _of_seed(result) -> dict:
-    """The numbers of one result; the rows' losses stay in its own folder."""
+    """Return the numbers of one result, without the rows' losses, which are in its own folder."""
     names = ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history", *OF_SOME)
     known = {name: getattr(result, name) for name in names if hasattr(result, name)}
     return {"folder": "/".join(Path(result.folder).parts[-2:])} | known | {"exact_match": exact_match(result)}
@@ -100,12 +100,12 @@ def exact_match(result) -> float | None:
 
 @dataclass(kw_only=True)
 class Finding:
-    """What a command found, ready to be printed, drawn and written."""
+    """Result of a command, ready to be printed, drawn and written."""
 
     command: str
     title: str
     source: str  # the paper and its table or figure
-    settings: dict  # a run with other ones replaces this report only if asked to
+    settings: dict  # a run with other settings replaces this report only with `overwrite`
     seeds: tuple[int, ...]
     summary: list[str] = field(default_factory=list)
 
@@ -136,7 +136,7 @@ class Report(Finding):
         return next(entry for entry in self.entries if entry.name == name)
 
     def comparison(self, name: str) -> Comparison | None:
-        """Return how a method compares with the reference; None for the reference itself."""
+        """Return a method's comparison with the reference; None for the reference itself."""
         return next((one for one in self.comparisons if one.name == name), None)
 
     def to_dict(self) -> dict:
@@ -161,7 +161,7 @@ class Report(Finding):
         )
 
     def columns(self) -> list[tuple[str, str]]:
-        """Return the table's columns and how they are aligned."""
+        """Return the table's columns and their alignment."""
         exact = ("exact match",) * self.is_solved
         names = ("held-out loss", "perplexity", *exact, "parameters", "per token", "train s", f"vs {self.reference}", "p")
         return [("method", "left"), *((name, "right") for name in names), ("verdict", "left")]
@@ -180,17 +180,17 @@ class Report(Finding):
 
     @property
     def is_solved(self) -> bool:
-        """Whether some model answers an example exactly."""
+        """Whether any model has an exact match."""
         return any(entry.exact for entry in self.entries)
 
     def exact_cell(self, name: str) -> str:
-        """Return a method's share of exact matches as text, with the test's mark; empty for one that was judged without."""
+        """Return a method's share of exact matches as text, with the test's mark; empty if not recorded."""
         rate = self.entry(name).exact
         verdicts = [one.verdict for one in self.exact_comparisons if one.name == name]
         return "" if rate is None else f"{rate:.3f}" + "".join(MARKS.get(verdict, "") for verdict in verdicts)
 
     def exact_legend(self, zero: Sequence[str] = ()) -> str:
-        """Return a line about exact matches, which are `zero` for these parts of the examples; none if there are no flags."""
+        """Return a line that explains exact matches, empty without any records; `zero` names parts that have none."""
         if all(entry.exact is None for entry in self.entries):
             return ""
         marks = f"- and +: lower and higher than {self.reference}'s by the same test" if self.is_solved else ""
@@ -198,7 +198,7 @@ class Report(Finding):
         return f"\nexact match: rows whose label tokens are all the most probable ones, as in greedy decoding, of all; {found}."
 
     def legend(self) -> str:
-        """Return what the table's numbers are, in lines."""
+        """Return lines that explain the table's numbers."""
         rows, tokens = len(self.entries[0].results[0].tokens), sum(self.entries[0].results[0].tokens)
         return (
             f"{rows} held-out rows, {tokens:,} label tokens; {over_seeds(self.seeds)}; train s: all stages after the base, "
@@ -210,7 +210,7 @@ class Report(Finding):
 
 
 def compared(one: Comparison | None) -> tuple[str, str, str]:
-    """Return a comparison's difference with its interval, its p-value and its verdict as text, as far as they exist."""
+    """Return a comparison's difference with its interval, its p-value and its verdict as text, empty if missing."""
     if one is None:
         return "", "", "reference"
     interval = "" if math.isnan(one.low) else f" [{signed(one.low)}, {signed(one.high)}]"
@@ -223,18 +223,18 @@ def compared(one: Comparison | None) -> tuple[str, str, str]:
 
 
 def over_seeds(seeds: Sequence[int]) -> str:
-    """Say what a table's numbers are over."""
+    """Return a phrase for the seeds of a table."""
     return f"mean ± sd over {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean of some values as text, with their standard deviation where there is one."""
+    """Return the mean of some values as text, with their standard deviation if there are several."""
     sd = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.3f}{sd}"
 
 
 def verdict(report: Report, name: str) -> str:
-    """Say in a sentence or two whether the method `name` gained over the report's reference."""
+    """Return a sentence or two on whether the method `name` is better than the report's reference."""
     one = report.comparison(name)
     if one.verdict == "lower":
         return f"{name} gained. {one}."
@@ -244,7 +244,7 @@ def verdict(report: Report, name: str) -> str:
 
 
 def environment() -> dict:
-    """Return when and where the numbers were made."""
+    """Return the date, machine and versions of a run."""
     found = moe_runtime.doctor()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -255,7 +255,7 @@ def environment() -> dict:
 
 
 def finite(value):
-    """Return JSON-ready values with None for numbers that JSON has not: NaN and the infinities."""
+    """Return JSON-ready values, with None for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {str(key): finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -266,7 +266,7 @@ def finite(value):
 
 
 def check_report(path: Path, settings: dict, overwrite: bool = False) -> None:
-    """Raise ValueError if `path` holds a report that was made with other settings, unless it may be replaced."""
+    """Raise ValueError if `path` holds a report with other settings, unless `overwrite`."""
     if overwrite or not path.exists():
         return
     old = read_json(path).get("settings")
@@ -291,7 +291,7 @@ def _changed(old: dict, new: dict, prefix: str = "") -> list[str]:
 
 
 class Run:
-    """The seeds of a command: the stages of each, and what is said on the way."""
+    """The seeds of a command, with their stages and progress output."""
 
     def __init__(self, stages: type, settings: dict, recipe, out: Path, seeds: Sequence[int], say: Callable[[str], None]):
         self.settings, self.recipe, self.out, self.seeds = settings, recipe, out, tuple(seeds)
@@ -310,11 +310,11 @@ class Run:
 
 
 class Command(NamedTuple):
-    """How a table is made and drawn."""
+    """The functions that make and draw a table."""
 
     title: str
     source: str  # the paper and its table or figure
-    make: Callable  # (run, **options) -> dict of the report's fields but those that `run` below gives
+    make: Callable  # (run, **options) -> dict of the report's fields that `run` below does not set
     draw: Callable  # (report) -> Figure
     check: Callable = lambda recipe: {}  # (recipe, **options) -> the options, checked, JSON-ready
     report: type = Report
@@ -324,11 +324,11 @@ def run(
     commands: Mapping[str, Command], stages: type, command: str, recipe="tiny", out: str | Path | None = None, *,
     seeds: int = 3, say: Callable[[str], None] = print, overwrite: bool = False, **options,
 ):  # fmt: skip
-    """Make one of `commands`: train what `out` has not yet, write OUT/<command>.json and .png, return the report.
+    """Run one of `commands`: train the stages missing in `out`, write OUT/<command>.json and .png, return the report.
 
-    `recipe` is a recipe of the class `stages`, its file or its name, `out` runs/METHOD unless given; the seeds are `seeds` in
-    a row from the recipe's own. A report with other settings is replaced with `overwrite` only; stages are never. Raises
-    ValueError before anything is trained.
+    `recipe` is a recipe of the class `stages`, its file or its name; `out` defaults to runs/METHOD; `seeds` is the number of
+    seeds, counted from the recipe's own. A report with other settings is replaced only with `overwrite`; stages never are.
+    Raises ValueError before anything is trained.
     """
     check_choice("command", command, tuple(commands))
     recipe = load_recipe(stages.Recipe, recipe)
@@ -341,7 +341,7 @@ def run(
     path = out / f"{command}.json"
     check_report(path, settings, overwrite)
     for module, extra in (("scipy.stats", "train"), ("matplotlib", "plot")):
-        require(module, extra)  # now, not after minutes of training
+        require(module, extra)  # fails before minutes of training
     process = Run(stages, settings, recipe, out, seeds, say)
     made = kind.make(process, **options)
     summary = made.pop("summary")
@@ -355,7 +355,7 @@ def run(
 
 
 def different(name: str, values: Sequence, check: Callable) -> tuple:
-    """Return the values of an option, checked one by one; raises ValueError for none and for one given twice."""
+    """Return the values of an option, each checked; raises ValueError for an empty list and for duplicates."""
     values = tuple(values)
     if not values or len(set(values)) < len(values):
         raise ValueError(f"{name} must have one or more different values, but got {', '.join(map(str, values)) or 'none'}")
@@ -365,19 +365,19 @@ def different(name: str, values: Sequence, check: Callable) -> tuple:
 
 
 def each(report: Report) -> list[str]:
-    """Say one sentence for every comparison."""
+    """Return one sentence for every comparison."""
     return [f"{one}." for one in report.comparisons]
 
 
 def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> list[str]:
-    """Say how the methods `names` compare with another one than the table's reference."""
+    """Return sentences that compare the methods `names` with `reference` instead of the table's own."""
     found = {entry.name: [result.losses for result in entry.results] for entry in entries}
     tokens = entries[0].results[0].tokens
     return [f"{one}." for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens)]
 
 
 def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
-    """Return what names the lowest of a sweep, and those of it that the test found below the reference."""
+    """Return a summary function that names the lowest loss of a sweep, and those below the reference by the test."""
 
     def summary(report: Report) -> list[str]:
         losses = {name: report.entry(name).loss for name in names}

@@ -22,7 +22,7 @@ from typing import Any
 
 from moe_runtime.config import shown
 
-MAX_NAME = 1000  # characters of a key in a file; the longest tensor names of models have a tenth of that
+MAX_NAME = 1000  # characters of a key in a file, ten times the longest tensor names of models
 
 
 def is_plain_name(name: object) -> bool:

@@ -169,7 +169,7 @@ def _turn(tokenizer, render: Callable, text: str, messages: list[Mapping], i: in
     """Return where the assistant's turn i begins and ends in the rendered chat; raises ValueError if it is not found."""
     content = messages[i].get("content")
     content = content if isinstance(content, str) else ""
-    said = content.rpartition("</think>")[2].strip()  # templates drop the reasoning of earlier turns
+    visible = content.rpartition("</think>")[2].strip()  # templates drop the reasoning of earlier turns
 
     def place(at: int) -> int:
         """Return the position in the text of this character of the content (where replacing it changes the text), or 0."""
@@ -185,7 +185,7 @@ def _turn(tokenizer, render: Callable, text: str, messages: list[Mapping], i: in
         start = len(before) if text.startswith(before) else end
         answer = place(len(content) - len(content.rpartition("</think>")[2]))
         start = answer if text[start:answer].strip() else start  # after the role's header
-    tail = own[start:].partition(said)[2] if said else own[start:]
+    tail = own[start:].partition(visible)[2] if visible else own[start:]
     ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     if not text.startswith(own):  # later turns change this one: its reasoning is dropped, or it ends with another token
         end, ends = place(len(content)), [tail.strip(), *ends]

@@ -242,11 +242,11 @@ def hold_out(rows, count: int, seed: int = 0, name: str = "held_out_rows"):
 
 
 def mix(parts: Sequence, weights: Sequence[float] | None, limits: Sequence[int | None], repeat: bool = False, seed: int = 0):
-    """Join parts, datasets.Datasets or lists of rows of any forms, to one Dataset in an order drawn by `seed`.
+    """Join parts, datasets.Datasets or lists of rows in any form, into one Dataset in an order drawn by `seed`.
 
-    Part i gives its N_i rows, at most limits[i] of them, or with `weights` max(floor(t weight_i), 1) of them, drawn by `seed`:
-    t = min_i N_i / weight_i, so that no row comes twice; with `repeat` t = max_i, and parts that run out begin again.
-    `one_form` takes the columns of the other parts off a row.
+    Part i contributes its N_i rows, at most limits[i], or with `weights` max(floor(t weight_i), 1) rows drawn by `seed`, where
+    t = min_i N_i / weight_i, so that no row repeats; with `repeat` t = max_i, and parts that run out start again. `one_form`
+    removes the other parts' columns from a row.
     """
     datasets = require("datasets")
     datasets.disable_progress_bars()
@@ -262,7 +262,7 @@ def mix(parts: Sequence, weights: Sequence[float] | None, limits: Sequence[int |
 
 
 def _same_types(datasets, parts: list) -> list:
-    """Return Datasets whose columns of one name have one type: chats whose turns have other keys, texts of other widths."""
+    """Convert columns of the same name to one type: chats whose turns have different keys, text of different widths."""
     for name in dict.fromkeys(name for part in parts for name in part.column_names):
         kinds = [part.features[name] for part in parts if name in part.column_names]
         is_text = {isinstance(kind, datasets.Value) for kind in kinds}

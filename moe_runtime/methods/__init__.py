@@ -1,12 +1,12 @@
-"""The methods, a folder each with the same file names; a method is imported on first use.
+"""The methods, one folder each, with the same file names; imported on first use.
 
-    xft           a dense model to MoE, tuned, and merged back to dense      arXiv 2404.15247
-    upit          checkpoints of one tuning become specialized experts       arXiv 2410.01610
-    esft          only the experts that a task uses are tuned                arXiv 2407.01906
-    ultrafuser    specialists fused by a gate, token by token                arXiv 2403.08281
-    lora          LoRA experts, which xft and esft compare with and upit uses
+    xft           upcycle a dense model to MoE, tune it, merge it back           arXiv 2404.15247
+    upit          turn checkpoints of one tuning run into specialized experts    arXiv 2410.01610
+    esft          tune only the experts that a task uses                         arXiv 2407.01906
+    ultrafuser    fuse specialists with a gate, token by token                   arXiv 2403.08281
+    lora          LoRA experts: part of upit, and a baseline of xft and esft
 
-In each folder `__init__` is the paper's algorithm and the public names, and the other files are its steps; `folders` does the
+In each folder `__init__` holds the paper's algorithm and the public names, and the other files its steps; `folders` does the
 same from disk to disk, and `official` reads and writes the released code's files. `recipe` holds the settings of the paper's
 experiments, `study` their stages, `tables` their tables.
 """

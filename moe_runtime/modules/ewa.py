@@ -1,7 +1,7 @@
 """EWA (arXiv 2308.06093), a baseline of XFT: experts without a router that are pulled towards their mean after each step.
 
-`EWAMLP`, the layer: while training, a random equal partition of the batch's tokens over the experts, weight 1; in eval mode
-the expert whose weights are the mean of theirs.
+`EWAMLP`, the layer: in training, the batch's tokens are randomly divided into equal parts, one per expert; in eval mode
+a single expert runs, whose weights are the experts' mean.
 
 `average_experts_`, one step of averaging:  W_i <- (1 - b) W_i + b / (E - 1) sum_{j != i} W_j
 with the mean m = mean_j W_j:               W_i <- W_i + c (m - W_i),  c = b E / (E - 1)
@@ -76,7 +76,7 @@ def _average_over_ranks(weight, pull: float) -> None:
     local, E = weight.to_local(), weight.shape[0]
     mean = local.sum(0, dtype=wide_dtype(local.dtype))
     for dim, placement in enumerate(weight.placements):
-        if getattr(placement, "dim", None) == 0:  # Shard, and _StridedShard, which is none to is_shard
+        if getattr(placement, "dim", None) == 0:  # Shard, and _StridedShard, for which is_shard is False
             dist.all_reduce(mean, group=weight.device_mesh.get_group(dim))
     mean.div_(E)
     for expert in local:
@@ -125,6 +125,6 @@ class EWAMLP(nn.Module):
 
 def random_partition(tokens: int, num_experts: int, device=None) -> torch.Tensor:
     """Return an expert for each token [T] int32, uniformly over all partitions into groups of equal size up to one token."""
-    # the experts that get one more token are drawn too, or with fewer tokens than experts the last ones would never be trained
+    # also draw which experts get one more token; otherwise the last ones would never train with fewer tokens than experts
     order = torch.randperm(num_experts, device=device)
     return order[torch.randperm(tokens, device=device) % num_experts].to(torch.int32)

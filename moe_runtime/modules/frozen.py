@@ -25,7 +25,7 @@ class Factors(NamedTuple):
     a: torch.Tensor  # [E r, in]
     b: torch.Tensor  # [out, r E]
     scaling: float
-    num_experts: int  # E: of all ranks, where experts are spread over them
+    num_experts: int  # E, over all ranks if experts are sharded
 
 
 def take(module: nn.Module) -> dict[str, list[Factors]]:
@@ -55,7 +55,7 @@ def experts_of(
 ) -> FrozenExperts:
     """Return the experts from the stacks [E, out, in] (packed ones as `Stack`) and biases [E, out], called `names`.
 
-    `owners` are the ranks of all experts if they are distributed: A and B are whole on each rank, which uses the share of its
+    `owners` are the ranks of all experts if they are distributed: A and B are whole on each rank, which uses the part of its
     experts. Raises ValueError for experts that are distributed in another way.
     """
     up, down, *biases = tensors

@@ -186,7 +186,7 @@ class LoRAMoE(MoE):
             recompute=config.recompute, dtype=dtype,
         )  # fmt: skip
         self.records = None
-        self.forced: torch.Tensor | None = None  # [B] the one expert of each row of a batch, in the router's place
+        self.forced: torch.Tensor | None = None  # [B] the single expert of each row of a batch, instead of the router's
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute [..., H] from `hidden_states` [..., H]; with `forced`, row b of [B, ..., H] uses expert forced[b]."""

@@ -61,7 +61,7 @@ class LoRALinear(nn.Module):
 
     @property
     def scaling(self) -> float:
-        """What b^T a is multiplied by: alpha / rank."""
+        """The factor of b^T a: alpha / rank."""
         return self.alpha / self.rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

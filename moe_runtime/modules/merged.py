@@ -25,7 +25,7 @@ class _Mixture(NamedTuple):
     """Merged weights, and the inputs that they were computed from."""
 
     key: tuple
-    storages: tuple[StorageWeakRef, ...]  # that nothing new gets the address of an old one that `key` holds
+    storages: tuple[StorageWeakRef, ...]  # keep the addresses in `key` from being reused
     seen: torch.Tensor  # [E], the alpha in `weights`
     weights: dict[str, torch.Tensor]  # [out, in] by the stack's name, in the dtype that F.linear computes in
 
@@ -107,23 +107,23 @@ class MergedMLP(nn.Module):
         sources, device = (self.mixing_logits, *weights.values()), alpha.device
         backend = backends.pick("merge_experts", weights["down_proj"])
         plain = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_inference() for t in sources)
-        if not plain or (backend == "torch" and device.type != "cpu"):  # to compare alpha there is to wait for the GPU
+        if not plain or (backend == "torch" and device.type != "cpu"):  # comparing alpha would wait for the GPU
             return {}
         # another stream would not wait for the merging one, and a CUDA graph capture runs no kernel
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return {}
         dtypes = {name: compute_dtype(weight) for name, weight in weights.items()}
         key = (self.shared_rate, self.soup, backend, stream_of(device), *dtypes.values(), *map(_identity, sources))
-        kept = self._mixture  # read once: other threads write it
+        kept = self._mixture  # read once, as other threads may write it
         if kept is not None and kept.key != key:
             kept = None
-        # fused optimizers, and writes through .data, do not change the version counter: alpha itself is compared, on a GPU by
-        # the kernel, in place and without synchronization
+        # fused optimizers and writes through .data do not change the version counter, so alpha itself is compared, on a GPU by
+        # the kernel, in place and without a sync
         if kept is not None and backend not in ("torch", "cpp"):
             for name, weight in weights.items():
                 kept.weights[name].kept.remerge(kept.weights[name], weight, alpha)
         elif kept is None or not torch.equal(alpha, kept.seen):
-            kept = self._mixture = None  # before the new weights take as much memory
+            kept = self._mixture = None  # frees memory for the new weights
             new = {name: merge_experts(weight, alpha).to(dtypes[name]) for name, weight in weights.items()}
             for weight in new.values():
                 weight.kept = Kept(alpha.clone(), backend)

@@ -1,15 +1,15 @@
-"""Packed stacks of an experts module: what takes a stack's place, and how it is saved (`ops.packed` has the formats).
+"""Packed stacks of an experts module: their parameter and buffers, and their saved form (`ops.packed` has the formats).
 
-A packed stack keeps its name. Its bytes are a parameter that nothing can train, its scales are buffers of bytes, which no cast
-of the module reaches. `ds_shape` of the parameter is the shape of the stack that it replaces: PEFT makes adapters by it, as
-for a partitioned parameter. A state_dict has the names of the library whose format it is:
+A packed stack keeps its name. Its bytes are a parameter that cannot be trained, its scales are buffers of bytes, which casts
+of the module do not change. `ds_shape` of the parameter is the shape of the stack that it replaces, from which PEFT creates
+adapters, as for a partitioned parameter. A state_dict has the names of the library that defines the format:
 
     nf4        bitsandbytes: <name>, .absmax, .nested_absmax, .nested_quant_map, .quant_map, .quant_state.bitsandbytes__nf4
     mxfp4      GPT-OSS: <name>_blocks, <name>_scales          fp8_block   FP8Experts: <name>, <name>_scale_inv
-    int8       <name>, and <name>.SCB as bitsandbytes calls the largest values
+    int8       <name>, and <name>.SCB, bitsandbytes' name of the largest values
 
-Where experts are spread over ranks (hf.dropin.parallel) the bytes are a DTensor over them, and each rank has the scales of its
-experts alone. Such a stack, or one that FSDP2 has split, has its parameter and buffers in a state_dict as they are, for
+If experts are sharded over ranks (hf.dropin.parallel), the bytes are a DTensor, and each rank has only its experts' scales. A
+state_dict holds the parameter and buffers of such a stack, or of one sharded by FSDP2, unchanged, for
 torch.distributed.checkpoint; `whole` gathers it.
 """
 
@@ -34,13 +34,13 @@ KEYS = {
 
 
 class Layout(NamedTuple):
-    """What a packed stack replaces."""
+    """The format of a packed stack and the parameter that it replaces."""
 
-    format: str  # as the ops take it
+    format: str  # the ops' name of it
     shape: tuple[int, ...]  # of the stack's parameter
     dtype: torch.dtype
     scales: tuple[torch.dtype, ...]
-    spread: tuple | None = None  # mesh and placements, of experts that are spread over ranks
+    spread: tuple | None = None  # mesh and placements, if experts are sharded over ranks
 
     def logical(self, transposed: bool) -> tuple[int, int, int]:
         """Return E, out, in."""
@@ -49,10 +49,10 @@ class Layout(NamedTuple):
 
 
 class PackedParameter(nn.Parameter):
-    """The bytes of a packed stack, frozen for good."""
+    """The bytes of a packed stack, permanently frozen."""
 
     def __new__(cls, data: torch.Tensor, shape):
-        """Make the parameter that takes the place of one of this shape."""
+        """Create the parameter that replaces one of this shape."""
         self = super().__new__(cls, data, False)
         self.ds_shape = torch.Size(shape)
         return self
@@ -74,21 +74,21 @@ def layouts(module: nn.Module) -> dict[str, Layout]:
 
 
 def is_packed(module: nn.Module, name: str) -> bool:
-    """Whether the stack `name` is packed, by us or as transformers' FP8Experts has it."""
+    """Return whether the stack `name` is packed, by us or by transformers' FP8Experts."""
     return name in layouts(module) or getattr(getattr(module, name, None), "dtype", None) == torch.float8_e4m3fn
 
 
 def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype, spread: tuple | None = None) -> None:
-    """Let a packed stack take the place of the parameter `name` of this shape and dtype.
+    """Replace the parameter `name` of this shape and dtype by a packed stack.
 
-    `spread`, a mesh and placements, says that `stack` has this rank's experts alone; the shape is of all.
+    With `spread`, a mesh and placements, `stack` holds only this rank's experts; the shape is that of all.
     """
     layout = Layout(stack.format, tuple(shape), dtype, tuple(scale.dtype for scale in stack.scales), spread)
     module._parameters.pop(name, None)
     data = stack.data.view(torch.uint8)
     module.register_parameter(name, PackedParameter(data if spread is None else _spread(data, spread), shape))
     for i, scale in enumerate(stack.scales):
-        # the fifth differs between ranks, so checkpoints omit it
+        # NF4's fifth tensor differs between ranks, so checkpoints omit it
         module.register_buffer(f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=i < 4)
     if not layouts(module):
         module.__dict__[PACKED] = {}
@@ -104,13 +104,13 @@ def _spread(local: torch.Tensor, spread: tuple) -> torch.Tensor:
 
 
 def pack(stack: torch.Tensor, format: str, spread: tuple | None = None) -> Packed:
-    """Pack a stack as `ops.packed.pack`; of this rank's experts, if they are spread, as one process would pack all."""
+    """Pack a stack as `ops.packed.pack` does; with `spread`, this rank's experts are packed as if one process packed all."""
     if spread is None:
         return packed.pack(stack, format)
     mesh, count = spread[0], stack.shape[0]
     n, rank, group = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
 
-    def double(largest: torch.Tensor) -> list[torch.Tensor]:  # every rank scales all of NF4's scales
+    def double(largest: torch.Tensor) -> list[torch.Tensor]:  # every rank computes the second-level scales of all experts
         own = largest.to(mesh.device_type)
         everyone = [torch.empty_like(own) for _ in range(n)]
         dist.all_gather(everyone, own, group=group)
@@ -121,7 +121,7 @@ def pack(stack: torch.Tensor, format: str, spread: tuple | None = None) -> Packe
 
 
 def get(module: nn.Module, name: str) -> Packed:
-    """Return the packed stack `name` as the ops take it, of this rank's experts; views."""
+    """Return views of the packed stack `name` for the ops, with this rank's experts."""
     layout, data = layouts(module)[name], getattr(module, name)
     data = (data.to_local() if is_distributed(data) else data.data).view(packed.of_name(layout.format).dtype)
     scales = [getattr(module, f"{name}_packed{i}").view(dtype) for i, dtype in enumerate(layout.scales)]
@@ -129,7 +129,7 @@ def get(module: nn.Module, name: str) -> Packed:
 
 
 def whole(module: nn.Module, name: str) -> Packed:
-    """Return the packed stack `name` with all of its experts; if it is spread or split, every rank must call."""
+    """Return the packed stack `name` with all of its experts; if it is sharded, every rank must call this."""
     layout, data, (own, (head, *rest), form) = layouts(module)[name], getattr(module, name), get(module, name)
     if layout.spread is not None:
         head = _spread(head.view(torch.uint8), layout.spread).full_tensor().view(head.dtype)
@@ -141,7 +141,7 @@ def whole(module: nn.Module, name: str) -> Packed:
 def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
     """Return the packed stack `name` [E, out, in] for `frozen_mlp`: one of ours, or FP8Experts' own parameters.
 
-    Of experts that are spread over ranks it is this rank's. Raises ValueError for a stack that is split in another way.
+    With sharded experts it holds this rank's. Raises ValueError for a stack that is distributed in another way.
     """
     layout = layouts(module).get(name)
     if is_distributed(getattr(module, name)) and (layout is None or layout.spread is None):
@@ -173,7 +173,7 @@ def _buffers(layout: Layout, name: str) -> list[str]:
 
 
 def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the tensors of a whole packed stack by the names and in the shapes in which they are saved."""
+    """Return the tensors of a whole packed stack by their saved names, in their saved shapes."""
     data, scales, form = stack
     form = form.removesuffix(packed.TRANSPOSED)
     if form == "mxfp4":
@@ -191,9 +191,9 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, torch.Tensor
 
 
 def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], experts: int | None = None) -> Packed:
-    """Return the packed stack that `to_saved` gave, of a format and a shape [E, P, Q]; ValueError if it does not fit.
+    """Return the packed stack [E, P, Q] from the tensors of `to_saved`; raises ValueError if they do not fit format and shape.
 
-    `experts` is how many of them the tensors have, all unless given.
+    `experts` is the number of experts in the tensors, by default all.
     """
     base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
@@ -221,7 +221,7 @@ def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing,
         given = {key.removeprefix(prefix): state_dict.pop(key) for key in names}
         tensors = {name: getattr(module, name).data} | {key: getattr(module, key) for key in _buffers(layout, name)}
         try:
-            if is_distributed(tensors[name]):  # DTensors of a stack's bytes are loaded like any others
+            if is_distributed(tensors[name]):  # DTensors with a stack's bytes are loaded like any others
                 here = {key: t.to_local() if key != name and is_distributed(t) else t for key, t in given.items()}
                 tensors |= {key: here[key] for key in tensors if given}
             elif given:

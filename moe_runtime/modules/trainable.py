@@ -4,9 +4,9 @@
 
 ESFT (arXiv 2407.01906, Sec. 3.3) trains the experts that a task selects. The stacks [E, ...] of an experts module (ours or
 transformers') are frozen, and each gets a separate parameter [n, ...] of the n trained experts in the same layout: gradients
-and optimizer states have the size of n experts, and weight decay does not affect the others. Biases are treated alike.
+and optimizer states have the size of n experts, and weight decay does not affect the others. The same holds for biases.
 
-A state_dict has the rows in the order of the ids, and the ids in its metadata, which torch.save keeps, so that rows of other
+A state_dict has the rows in the order of the ids, and the ids in its metadata, which torch.save stores, so that rows of other
 experts cannot be loaded. Safetensors files have no such metadata, and their rows are loaded in order.
 """
 
@@ -21,16 +21,16 @@ from moe_runtime.ops.expert_rows import Experts
 
 PREFIX = "trained_"
 ROW, EXPERT = "trained_row", "trained_expert"  # buffers: an expert's row [E] int32, or -1; a row's expert [n] int64
-SPLIT = "moe_runtime_split"  # attribute of an experts module whose rows lie apart
+SPLIT = "moe_runtime_split"  # attribute of an experts module with separate rows
 
 
 @dataclass(frozen=True)
 class Split:
-    """The trained experts of a module, and what has to be restored afterwards."""
+    """The trained experts of a module, and the state to restore afterwards."""
 
-    ids: tuple[int, ...]  # in the order that was asked for
-    places: tuple[int, ...]  # their rows in the whole parameters; all, in order, unless experts are spread over ranks
-    requires_grad: dict[str, bool]  # of the stacks, before
+    ids: tuple[int, ...]  # in the requested order
+    places: tuple[int, ...]  # their rows in the whole parameters: 0 .. n - 1 unless experts are sharded over ranks
+    requires_grad: dict[str, bool]  # of the stacks, to be restored
     hooks: tuple = field(default=(), compare=False, repr=False)  # of state_dict and load_state_dict
 
 
@@ -46,16 +46,16 @@ def split_rows(module: nn.Module, names: Iterable[str], ids: Sequence[int], dtyp
     first = next(iter(stacks.values()))
     index = torch.tensor(ids, dtype=torch.int64, device=first.device)
     rows = {name: stack.detach().index_select(0, index).to(dtype or stack.dtype) for name, stack in stacks.items()}
-    if first.is_meta:  # weights that another rank will send; the maps it will not
+    if first.is_meta:  # another rank will send the weights, but not the maps
         index = torch.tensor(ids, dtype=torch.int64)
-    register_maps(module, first.shape[0], index)  # the last that may find no memory
+    register_maps(module, first.shape[0], index)  # the last step that can run out of memory
     for name, part in rows.items():
         module.register_parameter(PREFIX + name, nn.Parameter(part))
     remember(module, stacks, Split(tuple(ids), tuple(range(len(ids))), {}))
 
 
 def register_maps(module: nn.Module, num_experts: int, index: torch.Tensor) -> None:
-    """Register the row numbers of the experts `index` [n] int64 as buffers that are not in state_dict, all or nothing."""
+    """Register the row numbers of the experts `index` [n] int64 as non-persistent buffers, both or none."""
     row = torch.full((num_experts,), -1, dtype=torch.int32, device=index.device)
     row[index] = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
     module.register_buffer(ROW, row, persistent=False)
@@ -63,7 +63,7 @@ def register_maps(module: nn.Module, num_experts: int, index: torch.Tensor) -> N
 
 
 def remember(module: nn.Module, stacks: dict[str, nn.Parameter], split: Split) -> None:
-    """Freeze `stacks` and record in `module` what was changed."""
+    """Freeze `stacks` and record the changes in `module`."""
     before = {name: stack.requires_grad for name, stack in stacks.items()}
     for stack in stacks.values():
         stack.requires_grad_(False)

@@ -137,7 +137,7 @@ def run_at_owners(
     dist.all_to_all_single(received, sent.contiguous(), group=group)
     send, receive = _split_sizes(sent, received)
     rows, dropped = gather_rows(x, row_token, slot_row), topk_idx.numel() - sum(send)
-    if dropped:  # they are sorted after the last expert
+    if dropped:  # dropped slots are sorted after the last expert
         rows = rows[: sum(send)]
         topk_weight = live_weights(topk_weight, topk_idx, E)
     rows = all_to_all(rows, send, receive, group)

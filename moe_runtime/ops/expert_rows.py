@@ -53,9 +53,9 @@ def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
     return trainable.tolist()
 
 
-def weight_at(e: int, row: int, stack: torch.Tensor, apart: torch.Tensor | None) -> torch.Tensor:
-    """Return expert e's weight [out, in]: `row` of `apart` [n, out, in] if trained there, else from `stack` [E, out, in]."""
-    return stack[e] if apart is None or row < 0 else apart[row]
+def weight_at(e: int, row: int, stack: torch.Tensor, separate: torch.Tensor | None) -> torch.Tensor:
+    """Return expert e's weight [out, in]: `row` of `separate` [n, out, in] if trained there, else from `stack` [E, out, in]."""
+    return stack[e] if separate is None or row < 0 else separate[row]
 
 
 # schema of an `Experts` in the ops

@@ -50,7 +50,7 @@ def _merged_linear_backward(dout, x, weight, merged, *_, **__) -> int:
 
 
 def _lora(x, base, halves, E: int, K: int) -> tuple[int, list[int]]:
-    """Count one of the base's three products, and each half's: with all tokens at the H side, with their rows at the I side."""
+    """Count one of the base's three products, and each half's: over all tokens on the H side, over their rows on the I side."""
     T, rows = x[0], x[0] * min(K, E)
     each = [0 if half is None else 2 * prod(half[1:]) for half in halves]
     return 2 * T * prod(base), [n * (T * E if at in (0, 2, 5) else rows) for at, n in enumerate(each)]
@@ -65,13 +65,13 @@ def _lora_mlp_backward(dout, z, low, need_x, needs, x, gate, up, down, gate_bias
     base, halves = _lora(x, gate, rest[:6], rest[6], topk_weight[1])
     again = 2 * base if z[0] != x[0] else 0
     first = halves[0] + halves[2]
-    # the rows' pre-activation once more, and the gradient of every product's input; dx and the halves' own where needed
+    # the rows' pre-activation again, and the gradient of every product's input; dx and the halves' gradients if needed
     inner = 2 * (halves[1] + halves[3]) + halves[4] + halves[5]
     return base + again + inner + need_x * (2 * base + first) + sum(n for n, need in zip(halves, needs) if need)
 
 
 def _pairs(R: int, arguments, needs=None) -> int:
-    """Count the products of rank r: one with each half, in the backward pass its gradient's too."""
+    """Count the products of rank r: one with each half, and in the backward pass also those of their gradients."""
     halves = [prod(half) // half[0] for half in arguments[10:14] if half is not None]
     return 2 * R * sum(halves) if needs is None else 2 * R * (sum(halves) + sum(n for n, need in zip(halves, needs) if need))
 
@@ -122,7 +122,7 @@ def announce(*_, **__):
             getattr(ops, name): counter.shape_wrapper(formula) for name, formula in FORMULAS.items() if hasattr(ops, name)
         }
         counter.flop_registry |= formulas
-        for mode in _get_current_dispatch_mode_stack():  # a counter copies the registry when it is made
+        for mode in _get_current_dispatch_mode_stack():  # a counter copies the registry when it is created
             if isinstance(mode, counter._FlopCounterMode):
                 mode.counter.flop_registry |= formulas
     return NotImplemented

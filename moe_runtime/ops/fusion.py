@@ -9,11 +9,11 @@ gradient of a token's loss times (p - onehot(y)):
 
   dw_s = E_p[o_s] - o_s[y] = <do W_s, h_s>      dh_s = w_s do W_s      dW_s = do^T (w_s h_s)
 
-The first form of dw is a by-product of the softmax. It is what frozen specialists' gates learn from (stage 1 of the
-paper): there is no product in the backward pass. Where specialists train, chunks of tokens run forward and backward while
-their logits are in memory: at once where the loss is one number, which the backward pass scales; in the backward pass if
-reduction is "none", where the forward pass does not know the gradient. Plain matrix products are the library's, whichever
-backend mixes the logits and computes their gradient.
+The first form of dw is a by-product of the softmax and suffices if the specialists are frozen (stage 1 of the paper): the
+backward pass then has no matrix product. If specialists train, chunks of tokens run forward and backward while their logits
+are in memory: during the forward pass if the loss is a scalar, by which the backward pass only scales the gradients; during
+the backward pass if reduction is "none", as the forward pass does not know the gradient. Matrix products are always torch's,
+whichever backend mixes the logits and computes their gradient.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
 """One matrix product per expert over rows in expert order.
 
-    y[r] = weight[e] x[r] + bias[e]   for expert_offsets[e] <= r < expert_offsets[e + 1];  y[r] = 0 behind the last expert
+    y[r] = weight[e] x[r] + bias[e]   for expert_offsets[e] <= r < expert_offsets[e + 1];  y[r] = 0 after the last expert
 
-The building block of `moe_mlp`, for other computations between dispatch and combine. As there, the weights of trained experts
+The building block of `moe_mlp`, for other computations between dispatch and combine. Also here the weights of trained experts
 may be stored separately: trained[trainable[e]] is then the weight of e if trainable[e] >= 0.
 """
 
@@ -58,25 +58,25 @@ def _segments(expert_offsets: torch.Tensor, R: int):
 
 
 def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
-    """A launch config and the tile map that goes with it."""
+    """Return a launch config and its tile map."""
     from moe_runtime.kernels import dispatch, tiles
 
     tile = tiles.choose(kernel, x, out, length, x.shape[0], E)
     return tile, dispatch.tile_map(expert_offsets.int().contiguous(), x.shape[0], tile.BLOCK_M)
 
 
-def one_layout(stack: torch.Tensor, apart: torch.Tensor | None):
-    """Return `stack` [E, N, K], copied unless contiguous in either order, and `apart` [n, N, K] with equal inner strides."""
-    if apart is None or apart.stride()[1:] == stack.stride()[1:]:
-        return stack, apart
+def one_layout(stack: torch.Tensor, separate: torch.Tensor | None):
+    """Return `stack` [E, N, K], copied unless contiguous in either order, and `separate` [n, N, K] with equal inner strides."""
+    if separate is None or separate.stride()[1:] == stack.stride()[1:]:
+        return stack, separate
     if stack[0].is_contiguous():
-        return stack, apart.contiguous()
+        return stack, separate.contiguous()
     if stack[0].t().is_contiguous():
-        return stack, apart.transpose(1, 2).contiguous().transpose(1, 2)
-    return stack.contiguous(), apart.contiguous()
+        return stack, separate.transpose(1, 2).contiguous().transpose(1, 2)
+    return stack.contiguous(), separate.contiguous()
 
 
-def _apart(weight, trainable, trained):
+def _separate(weight, trainable, trained):
     """Return the weights for the kernels: the stack, and the separate rows."""
     if trained is None:
         return weight, None
@@ -91,7 +91,7 @@ def _forward_triton(x, weight, expert_offsets, bias, trainable, trained):
 
     E, N, K = weight.shape
     tile, tile_map = _tile("down", x, N, K, E, expert_offsets)
-    bias, (weight, trained) = None if bias is None else bias.contiguous(), _apart(weight, trainable, trained)
+    bias, (weight, trained) = None if bias is None else bias.contiguous(), _separate(weight, trainable, trained)
     y = x.new_zeros(x.shape[0], N)
     return grouped_gemm_forward(x.contiguous(), weight, bias, tile_map, True, tile, trained, y=y)
 
@@ -102,14 +102,14 @@ def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
     from moe_runtime.kernels.grouped_gemm_backward import bias_backward, weight_backward
 
     (R, K), (E, N, _) = x.shape, weight.shape
-    weight, apart = _apart(weight, trainable, trained)
-    place, n = (None, None) if apart is None else (apart.place, trained.shape[0])
+    weight, separate = _separate(weight, trainable, trained)
+    place, n = (None, None) if separate is None else (separate.place, trained.shape[0])
     dy, x, offsets = dy.contiguous(), x.contiguous(), expert_offsets.int().contiguous()
     dx, dweight, dbias = (x.new_empty(0) for _ in range(3))
     need_x, need_weight, need_bias = needs
     if need_x:
         tile, tile_map = _tile("dx", dy, K, N, E, offsets)
-        dx = grouped_gemm_forward(dy, weight, None, tile_map, False, tile, apart, y=torch.zeros_like(x))
+        dx = grouped_gemm_forward(dy, weight, None, tile_map, False, tile, separate, y=torch.zeros_like(x))
     if need_weight:
         dweight = weight_backward(dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E), place, n)
     if need_bias:
@@ -144,7 +144,7 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
     segments, end = _segments(expert_offsets, x.shape[0])
     shapes, rows = _shapes(x, weight, trained), trained_rows(weight.shape[0], trainable)
     dx, dweight, dbias = (x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
-    for row in set(range(dweight.shape[0])).difference(rows):  # no expert's
+    for row in set(range(dweight.shape[0])).difference(rows):  # rows of no expert
         dweight[row].zero_()
     for e, (a, b) in enumerate(segments):
         row = rows[e]

@@ -1,8 +1,8 @@
-"""The torch backend of `lora_mlp`'s mixed activation: a block of tokens at a time, in memory that is used again.
+"""The torch backend of `lora_mlp`'s mixed activation: a block of tokens at a time, in reused memory.
 
-A row is a token with an expert that it chose. A block's rows are gathered in the order of experts, so that each expert's
-products are over neighbours; what they add to their tokens is summed by one `embedding_bag`, with no scatter. Experts that no
-token of a block chose cost nothing, and are not read.
+A row is a pair of a token and an expert that it selected. A block's rows are gathered in expert order, so that each expert's
+products are over neighbouring rows; `embedding_bag` sums their contributions to each token, without a scatter. Experts that no
+token of a block selected cost nothing and are not read.
 """
 
 import itertools
@@ -16,13 +16,13 @@ from moe_runtime.ops.activation import ACT, ACT_BACKWARD
 from moe_runtime.ops.library import wide_dtype
 from moe_runtime.ops.workspace import lease, scratch
 
-# rows of one expert in a block, times I: fewer cost more in calls than the cache saves; one core with 2 MB of L2, 2026-11-21
+# rows of one expert in a block, times I: smaller blocks lose more in calls than the cache saves; one core, 2 MB L2, 2026-11-21
 EXPERT_ELEMENTS = 1 << 19
-BLOCK_ELEMENTS = 1 << 22  # rows of a block times I, at most
+BLOCK_ELEMENTS = 1 << 22  # maximum of a block's rows times I
 
 
 class Base(NamedTuple):
-    """The frozen MLP, but for the bias of its down projection."""
+    """The frozen MLP, without the bias of its down projection."""
 
     gate: torch.Tensor  # [I, H]
     up: torch.Tensor  # [I, H]
@@ -44,7 +44,7 @@ class Base(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The experts' own halves in the order of the op; a projection without any has None twice."""
+    """The experts' A and B of each projection, in the order of the op; both None for a projection without pairs."""
 
     gate_a: torch.Tensor | None  # [E, r, H]
     gate_b: torch.Tensor | None  # [E, r, I]
@@ -54,7 +54,7 @@ class Pairs(NamedTuple):
     down_b: torch.Tensor | None  # [E, r, H]
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [3, T, E r]: x A^T of gate and of up, and zeros where q will be or a projection has no pairs."""
+        """Return [3, T, E r]: x A^T of gate and of up (zeros without pairs), and zeros for q, which is filled later."""
         some = next(t for t in self if t is not None)
         low = x.new_zeros(3, x.shape[0], some.shape[0] * some.shape[1])
         for plane, a in zip(low, (self.gate_a, self.up_a)):
@@ -63,29 +63,29 @@ class Pairs(NamedTuple):
         return low
 
     def in_order(self) -> "Pairs":
-        """Return them contiguous."""
+        """Return contiguous copies where needed."""
         return Pairs(*(None if t is None else t.contiguous() for t in self))
 
 
 def flat(half: torch.Tensor) -> torch.Tensor:
-    """[E, r, n] -> [E r, n]: all experts in one product."""
+    """View [E, r, n] as [E r, n], for one product with all experts."""
     return half.view(-1, half.shape[2])
 
 
 def mixed_weight(topk_weight: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> torch.Tensor:
-    """Return w [T, E], what each token weighs each expert with: a sum over its slots, 0 without one."""
+    """Return w [T, E], each token's weight of each expert: the sum over its slots, 0 if not selected."""
     if topk_idx is None:
         return topk_weight
     experts = torch.arange(num_experts, device=topk_idx.device)
-    # where, not a product with zero: a weight that is not used may be anything
+    # where instead of a product with zero, as unused weights may have any value
     return torch.where(topk_idx[:, :, None] == experts, topk_weight[:, :, None], 0).sum(1)
 
 
 class Gradients(NamedTuple):
-    """What `mixed_backward` returns, from the gradients of h and q; None where nothing is asked for."""
+    """Result of `mixed_backward`, from the gradients of h and q; None for gradients that are not requested."""
 
     dz: torch.Tensor  # [T, 2I] of z0
-    dlow: torch.Tensor  # [2, T, E r] of x A^T of gate, of up
+    dlow: torch.Tensor  # [2, T, E r] of x A^T of gate and of up
     dweight: torch.Tensor  # [T, E] of w
     gate_b: torch.Tensor | None  # [E, r, I]
     up_b: torch.Tensor | None
@@ -93,14 +93,14 @@ class Gradients(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Neighbouring tokens, and their rows in the order of experts."""
+    """Neighbouring tokens, and their rows in expert order."""
 
     tokens: slice
     token: torch.Tensor  # [n] of each row
     expert: torch.Tensor  # [n]
-    members: list[tuple[int, slice]]  # the experts that have rows, and which
-    bag: torch.Tensor  # [n] rows in the order of tokens
-    bounds: torch.Tensor  # where a token's rows begin in `bag`
+    members: list[tuple[int, slice]]  # the experts that have rows, and these rows
+    bag: torch.Tensor  # [n] rows in token order
+    bounds: torch.Tensor  # each token's first position in `bag`
 
     def total(self, rows: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum of each token's `rows` [n, ...], times their `weight` [n]."""
@@ -111,7 +111,7 @@ class Block(NamedTuple):
 
 
 def _blocks(topk_idx, T: int, E: int, I: int, device) -> Iterator[Block]:
-    """Yield the tokens in blocks of which an expert has rows that, times I, are about EXPERT_ELEMENTS."""
+    """Yield the tokens in blocks, such that an expert's rows in a block, times I, are about EXPERT_ELEMENTS."""
     chosen = torch.ones(T, E, dtype=torch.bool, device=device)
     if topk_idx is not None:
         chosen = (topk_idx[:, :, None] == torch.arange(E, device=device)).any(1)
@@ -131,7 +131,7 @@ def _blocks(topk_idx, T: int, E: int, I: int, device) -> Iterator[Block]:
 
 
 def _ranks(plane, E: int):
-    """[T, E r] -> [T, E, r]."""
+    """View [T, E r] as [T, E, r]."""
     return plane.view(plane.shape[0], E, -1)
 
 
@@ -157,7 +157,7 @@ def mixed(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scali
             out = scratch("lora z rows", (own.stop - own.start, 2 * I), x)
             gate, up = _expert_z(z, block.token[own], (p[0][own], p[1][own]), (pairs.gate_b, pairs.up_b), e, scaling, out)
             value = ACT[act](gate.to(wide))
-            # narrow rows take their weight before they are rounded
+            # apply the weight to narrow rows before they are rounded
             if x.dtype == wide:
                 torch.mul(value, up, out=rows[own])
             else:
@@ -171,7 +171,7 @@ def mixed(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scali
 
 
 def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: Pairs, E: int, scaling: float, act: str):
-    """Gradients from `dh` [T, I] and `dq` [T, E r], scaling included, of h and q."""
+    """Compute gradients from those of h and q, `dh` [T, I] and `dq` [T, E r], which include the scaling."""
     T, I, wide = dh.shape[0], dh.shape[1], wide_dtype(dh.dtype)
     weight = mixed_weight(topk_weight, topk_idx, E)
     dz, dweight = scratch("lora dz", (T, 2 * I), z), torch.zeros(T, E, dtype=wide, device=z.device)
@@ -208,7 +208,7 @@ def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: P
 
 
 def _activation_backward(gate, up, da, weight, act: str, dots):
-    """Return weight * act(gate) * up, in da's memory; fill `dots` with <da, act(gate) * up>; gate and up become gradients."""
+    """Return weight * act(gate) * up in da's memory; `dots` gets <da, act(gate) * up>; gate and up become their gradients."""
     wide = wide_dtype(gate.dtype)
     g, u, grad = gate.to(wide), up.to(wide), da.to(wide)
     value = ACT[act](g)
@@ -223,7 +223,7 @@ def _activation_backward(gate, up, da, weight, act: str, dots):
 
 
 def _sum_into(grad, low, rows, scaling: float) -> None:
-    """grad [r, I] += scaling low^T rows, in grad's dtype."""
+    """Add scaling low^T rows to `grad` [r, I], in its dtype."""
     if grad.dtype == rows.dtype:
         grad.addmm_(low.t(), rows, alpha=scaling)
     else:

@@ -1,8 +1,8 @@
 """The cpp backend of `moe_mlp`: csrc/cpu alone in one call, or torch's matmuls with csrc/cpu around them.
 
-The forward pass is one call, and the backward pass another, where that is measured to be faster, and everywhere for experts of
-few rows, where each weight is read once and that decides. What is left goes the way of `moe_mlp_torch`; sorting, gathering, the
-activation with its gradient, and the weighted sum are one pass each, in float32 between what it reads and what it writes.
+The forward pass is one call, and so is the backward pass, where that was measured to be faster, and on every CPU for experts
+with few rows, where reading each weight only once decides. Otherwise torch's matmuls run as in `moe_mlp_torch`, and sorting,
+gathering, the activation with its gradient, and the weighted sum are one pass each, computed in float32.
 """
 
 import itertools
@@ -15,20 +15,20 @@ from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, groups, new
 from moe_runtime.ops.workspace import lease, scratch
 
 ANY = 1 << 62
-# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, held to the same
+# rows of the largest expert up to which one call is faster than matmuls; 2 cores with AVX-512, torch 2.13, limited to the same
 # instruction set, 2026-11-23
 _ALL = {torch.float32: ANY, torch.bfloat16: ANY}
 FEW = {"amx": _ALL, "avx512_bf16": _ALL, "avx512": _ALL, "avx2": {torch.float32: 128, torch.bfloat16: ANY}}
-FEW_OF_TILES = 8  # in bfloat16 where torch multiplies on matrix tiles and we on vectors: without `amx`
-BACK_ELEMENTS = 1 << 22  # of dz and wh that experts go through together in the backward pass
-# where one call reads the weights once and that decides
+FEW_OF_TILES = 8  # for bfloat16 if torch uses the CPU's matrix tiles and our library, not built for `amx`, does not
+BACK_ELEMENTS = 1 << 22  # elements of dz and wh that the backward pass holds for a group of experts
+# on other CPUs: where reading the weights only once decides
 FEW_ELSEWHERE = dict.fromkeys((torch.float32, torch.bfloat16), 16)
 
 
 class Plan:
     """Index arrays of one call, and the library's functions on them."""
 
-    folded = False  # the weights are those of the sum
+    folded = False  # routing weights are applied in the sum
 
     def __init__(self, experts: Experts, x, topk_weight, offsets, row_slot):
         (self.T, self.K), (self.E, self.Z, self.H) = topk_weight.shape, experts.up.shape
@@ -44,11 +44,11 @@ class Plan:
             self.slot_row.data_ptr(), everyone.data_ptr(),
         )  # fmt: skip
         self.bounds = offsets.tolist()
-        self.rows = self.bounds[-1]  # those of experts; dropped slots' lie behind
+        self.rows = self.bounds[-1]  # rows of experts; those of dropped slots follow
         self.groups = list(groups(self.bounds, everyone.tolist(), self.R, max(self.Z, self.H)))
 
     def gather(self, name: str, x, group):
-        """Rows of `group` of x, in scratch memory; x itself if the expert sees every token once, in order."""
+        """Return the rows of `group` of x in scratch memory, or x itself if the expert processes every token once, in order."""
         if group.everyone:
             return x
         rows = scratch(name, (group.end - group.start, self.H), x)
@@ -59,13 +59,13 @@ class Plan:
         return rows
 
     def activate(self, group, z, h):
-        """Write h of the rows of `group`."""
+        """Write h for the rows of `group`."""
         self.calls.moert_cpu_activate(
             self.dtype, *self.form, z.data_ptr(), group.members[-1].end, self.I, h.data_ptr(), self.threads
         )
 
     def activate_backward(self, group, z, dh, dz, wh, dweight):
-        """Write dz and weight * h of the rows of `group`, and the gradients of their slots' weights."""
+        """Write dz and weight * h for the rows of `group`, and the gradients of their slots' weights."""
         self.calls.moert_cpu_activate_backward(
             self.dtype, *self.form, z.data_ptr(), dh.data_ptr(), self.weight.data_ptr(),
             self.row_slot[group.start :].data_ptr(), group.members[-1].end, self.I, dz.data_ptr(), wh.data_ptr(),
@@ -73,7 +73,7 @@ class Plan:
         )  # fmt: skip
 
     def combine(self, y, weighted: bool):
-        """Return the sum of each token's rows of y, by their weights or as they are."""
+        """Return the sum of each token's rows of y, times their weights if `weighted`."""
         out = y.new_empty(self.T, self.H)
         self.calls.moert_cpu_combine(
             self.dtype, y.data_ptr(), self.weight.data_ptr() if weighted else None, self.slot_row.data_ptr(),
@@ -83,7 +83,7 @@ class Plan:
 
 
 def form_of(experts: Experts) -> tuple[int, int, float, float]:
-    """Return act, form, limit and up_offset as moert_cpu.h wants them."""
+    """Return act, form, limit and up_offset as moert_cpu.h expects them."""
     form = experts.activation
     limit = math.inf if form.limit is None else form.limit
     return cpp.ACTS[form.act], form.gated + form.interleaved, limit, form.up_offset
@@ -118,15 +118,15 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
 
 
 def _in_one_call(experts: Experts, most: int) -> bool:
-    """Whether one call of the library is to do it all, by the `most` rows of an expert; each row of weights in one piece."""
+    """Return whether to use one call, by the `most` rows of an expert; requires stacks with contiguous rows."""
     if experts.up_trained is not None or not experts.up.stride(2) == 1 == experts.down.stride(2):
         return False
     return most <= few_rows(experts.up.dtype)
 
 
 def few_rows(dtype: torch.dtype) -> int:
-    """Return the rows of the largest expert up to which one call does it all."""
-    # a CPU's matrix tiles multiply bfloat16 faster than its vectors do
+    """Return the rows of the largest expert up to which one call is used."""
+    # for bfloat16 a CPU's matrix tiles are faster than its vector units
     variant = cpp.library().variant
     if dtype == torch.bfloat16 and variant != "amx" and torch.cpu._is_amx_tile_supported():
         return FEW_OF_TILES
@@ -134,13 +134,13 @@ def few_rows(dtype: torch.dtype) -> int:
 
 
 def one_call_bytes(dtype: torch.dtype, T: int, H: int, I: int, E: int, K: int, z_alone: bool = False) -> int:
-    """Return the scratch memory of one call, up to the pre-activation if `z_alone`."""
+    """Return the bytes of scratch memory of one call, only up to the pre-activation if `z_alone`."""
     threads = torch.get_num_threads()
     return cpp.library().handle.moert_cpu_experts_bytes(cpp.DTYPES[dtype], T, H, I, E, K, z_alone, threads)
 
 
 def _one_call(x, experts: Experts, topk_weight, offsets, row_slot, part: tuple[int, int], z, out) -> None:
-    """Write out [T, H], the sum over the experts of `part`, and z from the first one's first row on; either may be None."""
+    """Write out [T, H], the sum over the experts in `part`, and their rows of z; either may be None."""
     (T, K), (E, _, H), I = topk_weight.shape, experts.up.shape, experts.down.shape[2]
     calls, dtype, up, down = cpp.library().handle, cpp.DTYPES[x.dtype], experts.up, experts.down
     threads, size = torch.get_num_threads(), one_call_bytes(x.dtype, T, H, I, E, K, out is None)
@@ -180,7 +180,7 @@ def _up(group, experts: Experts, up: list, rows, z) -> None:
 
 def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None,
              into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
-    """As `moe_mlp_torch.backward`."""
+    """Like `moe_mlp_torch.backward`."""
     if _back_in_one_call(experts, offsets, into):
         dx, dweight, grads = _one_call_back(dout, x, experts, topk_weight, z_all, offsets, row_slot, needs, into)
         return _with_router(grads, dx, dweight.view(topk_weight.shape), router)
@@ -202,7 +202,7 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
         a, b = group.start, group.end
         dy, rows = plan.gather("dy", dout, group), plan.gather("x", x, group)
         z = z_all[a:b] if saved else scratch("z", (b - a, Z), x)
-        if one_call:  # as in the forward pass, to the last bit
+        if one_call:  # bit-identical to the forward pass
             part = (group.members[0].expert, group.members[-1].expert + 1)
             _one_call(x, experts, topk_weight, offsets, row_slot, part, z, None)
         elif not saved:
@@ -233,7 +233,7 @@ def _with_router(grads: Gradients, dx, dweight, router) -> Gradients:
 
 
 def _back_in_one_call(experts: Experts, offsets, into: Gradients) -> bool:
-    """Whether one call of the library is to do the backward pass: as in the forward pass, without biases."""
+    """Return whether to use one call for the backward pass: as for the forward pass, but without biases."""
     rows, has_bias = offsets.diff(), experts.up_bias is not None or experts.down_bias is not None
     if has_bias or not rows.numel() or not _in_one_call(experts, int(rows.max())):
         return False
@@ -241,7 +241,7 @@ def _back_in_one_call(experts: Experts, offsets, into: Gradients) -> bool:
 
 
 def one_call_back_bytes(dtype: torch.dtype, form: int, offsets: int, T: int, H: int, I: int, E: int, K: int, recompute) -> int:
-    """Return the scratch memory of a backward pass in one call; `form` 0 is not gated, `offsets` an address."""
+    """Return the bytes of scratch memory of a backward pass in one call; `form` 0 is not gated, `offsets` is an address."""
     group = max(BACK_ELEMENTS // (I * (3 if form else 2)), 1)
     return cpp.library().handle.moert_cpu_experts_backward_bytes(
         cpp.DTYPES[dtype], form, offsets, T, H, I, E, K, group, recompute, torch.get_num_threads()

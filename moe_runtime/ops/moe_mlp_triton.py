@@ -106,10 +106,10 @@ class Layer:
         if into is not None and not into.is_contiguous():
             return into.add_(self._dw(dy, x, gather, trained, None))
         tile = self.choose("dw", x, x.shape[1], dy.shape[1])
-        apart = self.experts.up_trained
+        separate = self.experts.up_trained
         dw = backwards.weight_backward(
             dy, x, self.row_slot, self.offsets, self.slots, gather, tile, trained,
-            None if apart is None else apart.shape[0], self.first, into,
+            None if separate is None else separate.shape[0], self.first, into,
         )  # fmt: skip
         if self.first:
             add_product(dy[: self.T], x[: self.T], dw[0], into is not None)

@@ -1,15 +1,15 @@
-"""Stacks of frozen weights in 4 and 8 bits: four formats, byte for byte those of the libraries that made them.
+"""Stacks of frozen weights in 4 and 8 bits: four formats, byte for byte those of the libraries that define them.
 
-    W[e, p, q] = decode(data[e, p, q]) * scale[e, p, q // group]          rounded once, to the dtype that is asked for
+    W[e, p, q] = decode(data[e, p, q]) * scale[e, p, q // group]          rounded once, to the requested dtype
 
 nf4        bitsandbytes' NormalFloat (QLoRA, arXiv 2305.14314): 16 values, blocks of 64, the first of two in the high nibble;
-           scales in 8 bits themselves, in blocks of 256 over the whole stack (double quantization)
-mxfp4      OCP microscaling E2M1 as GPT-OSS is published: blocks of 32, the first of two in the low nibble, scale 2^(s - 127)
+           the scales are quantized to 8 bits, in blocks of 256 over the whole stack (double quantization)
+mxfp4      OCP microscaling E2M1 as in GPT-OSS: blocks of 32, the first of two in the low nibble, scale 2^(s - 127)
 fp8_block  DeepSeek-V3's E4M3 in blocks of 128 x 128, with the factor to multiply by (scale_inv)
-int8       rows of 127 steps of their largest absolute value, as bitsandbytes' vector-wise int8
+int8       rows in 127 steps of their largest absolute value, as in bitsandbytes' vector-wise int8
 
-A stack [E, P, Q] is packed along its last dimension, its rows are whole blocks. What the ops call is `data`, a list `scales`,
-and a format's name; a name with TRANSPOSED says that [E, P, Q] is [E, in, out], as GPT-OSS stores its experts.
+A stack [E, P, Q] is packed along its last dimension; its rows are whole blocks. The ops get `data`, a list `scales`, and a
+format's name; a name with TRANSPOSED means that [E, P, Q] is [E, in, out], as GPT-OSS stores its experts.
 """
 
 import functools
@@ -23,8 +23,8 @@ from moe_runtime.config import check_choice
 from moe_runtime.native.library import cpp
 
 TRANSPOSED = "_t"
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # what is packed, and unpacked into; float64 for references
-NESTED = 256  # NF4 scales that share a scale of their own
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes to pack from and unpack to
+NESTED = 256  # NF4 scales that share a second-level scale
 BLOCK = 128  # rows and columns of an fp8 block
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -37,36 +37,36 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # bit 3 is the sign
 class Format(NamedTuple):
     """One line of FORMATS."""
 
-    number: int  # as csrc/cpu/moert_cpu.h and kernels/packed_gemm.py count them
+    number: int  # in csrc/cpu/moert_cpu.h and kernels/packed_gemm.py
     data_bits: int
-    scale_bits: float  # per weight, of large stacks
-    group: int | None  # neighbours in a row that share a scale; None: the row
+    scale_bits: float  # per weight, for large stacks
+    group: int | None  # neighbours in a row that share a scale; None: the whole row
     dtype: torch.dtype  # of data
-    multiple: int  # of which Q is
+    multiple: int  # Q must be a multiple of it
     pack: Callable  # a stack [E, P, Q] -> (data, scales)
     scale: Callable  # (scales, data, first expert, last) -> float32 [experts, P, groups]
 
 
 class Packed(NamedTuple):
-    """A packed stack [E, P, Q]: what `pack` returns and the ops take."""
+    """A packed stack [E, P, Q], returned by `pack` and accepted by the ops."""
 
     data: torch.Tensor  # [E, P, Q / 2] uint8, or [E, P, Q] in 8 bits
     scales: list[torch.Tensor]
     format: str
 
     def to(self, device: torch.device | str) -> "Packed":
-        """Return it on a device."""
+        """Return the stack on a device."""
         return self._replace(data=self.data.to(device), scales=[scale.to(device) for scale in self.scales])
 
 
 def of_name(name: str) -> Format:
-    """Return the format of a name, with or without TRANSPOSED; ValueError for any other."""
+    """Return the format of a name, with or without TRANSPOSED; raises ValueError for unknown names."""
     check_choice("format", name.removesuffix(TRANSPOSED), FORMATS)
     return FORMATS[name.removesuffix(TRANSPOSED)]
 
 
 def bytes_per_weight(name: str) -> float:
-    """Return the bytes that a weight takes in a large stack, its share of the scales included."""
+    """Return the bytes per weight of a large stack, including scales."""
     return (of_name(name).data_bits + of_name(name).scale_bits) / 8
 
 
@@ -79,34 +79,34 @@ def shape_of(data: torch.Tensor, name: str) -> tuple[int, int, int]:
 
 
 def why_not(shape: Sequence[int], name: str, halves: bool = False) -> str | None:
-    """Say why a stack [E, P, Q] cannot be packed; None if it can. `halves`: its P rows are a gate's, then as many of up."""
+    """Return why a stack [E, P, Q] cannot be packed, or None; `halves`: its P rows are those of gate, then those of up."""
     *_, P, Q = shape
     if Q % of_name(name).multiple:
-        return f"{name} packs rows of a multiple of {of_name(name).multiple} numbers, these have {Q}"
+        return f"{name} requires rows of a multiple of {of_name(name).multiple} elements, but they have {Q}"
     if name.endswith(TRANSPOSED) and halves and Q // 2 % 64:
-        return f"a block of 64 numbers would hold gate and up, which have {Q // 2} each"
+        return f"a block of 64 elements would contain both gate and up, which have {Q // 2} each"
     if name == "fp8_block" and halves and P // 2 % BLOCK:
-        return f"a block of {BLOCK} rows would hold gate and up, which have {P // 2} each"
+        return f"a block of {BLOCK} rows would contain both gate and up, which have {P // 2} each"
     return None
 
 
 def pack(stack: torch.Tensor, name: str, double: Callable | None = None) -> Packed:
-    """Pack `stack` [E, P, Q] of 16 or 32 bits; one expert at a time is widened. Raises ValueError for any other.
+    """Pack `stack` [E, P, Q] of a dtype in FLOATS, one expert at a time; raises ValueError for unsupported stacks.
 
-    `double` stands for `nest` where the stack is a part of one whose other experts have a share in NF4's scales.
+    `double` replaces `nest` if the stack is part of a larger one, whose other experts share NF4's second-level scales.
     """
     fmt = of_name(name)
-    reason = why_not(stack.shape, name) if stack.dim() == 3 else "it has not three dimensions"
+    reason = why_not(stack.shape, name) if stack.dim() == 3 else "it must have three dimensions"
     if stack.dtype not in FLOATS:
         reason = f"it must be float16, bfloat16 or float32, but is {stack.dtype}"
     if reason:
-        raise ValueError(f"a stack {list(stack.shape)} cannot be packed to {name}: {reason}")
+        raise ValueError(f"A stack {list(stack.shape)} cannot be packed to {name}: {reason}")
     with torch.no_grad():
         return Packed(*(fmt.pack(stack) if fmt.number else fmt.pack(stack, double or nest)), name)
 
 
 def part_of(stack: Packed, first: int, last: int) -> Packed:
-    """Return the experts from `first` to `last` of a whole stack, in memory of their own."""
+    """Return a copy of the experts from `first` to `last` of a whole stack."""
     scales = part_of_scales(stack.scales, stack.data.shape[0], first, last)
     return Packed(stack.data[first:last].clone(), scales, stack.format)
 
@@ -114,7 +114,7 @@ def part_of(stack: Packed, first: int, last: int) -> Packed:
 def part_of_scales(scales: Sequence[torch.Tensor], E: int, first: int, last: int) -> list[torch.Tensor]:
     """Return the scales of the experts from `first` to `last` of E.
 
-    NF4's blocks of scales may lie across experts: what scales them stays whole, 4 bytes for 16,384 weights, and a fifth
+    NF4's blocks of scales may span experts, so the second-level scales stay whole (4 bytes per 16,384 weights), and a fifth
     tensor has `first`.
     """
     head, *rest = scales
@@ -127,7 +127,7 @@ def unpack(
 ) -> torch.Tensor:
     """Return expert e's weight [out, in] in `dtype`; written into `out` [P, Q] if given.
 
-    On a CPU whose library is there it does the work, with the same bits.
+    On a CPU the compiled library is used if available, with bit-identical results.
     """
     fmt, shape = of_name(name), shape_of(data, name.removesuffix(TRANSPOSED))[1:]
     out = torch.empty(shape, dtype=dtype, device=data.device) if out is None else out
@@ -141,7 +141,7 @@ def unpack(
 
 
 def reference(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-    """Return the stack [E, out, in] in float64, which holds every product of a code and a scale exactly."""
+    """Return the stack [E, out, in] in float64, in which every product of a code and a scale is exact."""
     return torch.stack([unpack(data, scales, name, e, torch.float64) for e in range(data.shape[0])])
 
 
@@ -151,7 +151,7 @@ def scale_of(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> t
 
 
 def decode(data: torch.Tensor, name: str) -> torch.Tensor:
-    """Return what `data` [..., Q / 2 or Q] says without the scales, float32 [..., Q]."""
+    """Return the values of `data` [..., Q / 2 or Q] without their scales, float32 [..., Q]."""
     if data.dtype != torch.uint8:
         return data.float()
     pairs = _pairs(name.removesuffix(TRANSPOSED), data.device)
@@ -160,7 +160,7 @@ def decode(data: torch.Tensor, name: str) -> torch.Tensor:
 
 @functools.cache
 def _pairs(name: str, device: torch.device) -> torch.Tensor:
-    """Return the two values that each byte holds, [256, 2]."""
+    """Return the two values of each byte, [256, 2]."""
     codes = torch.tensor(NF4 if name == "nf4" else (*E2M1, *(-v for v in E2M1)), device="cpu")
     high, low = codes.repeat_interleave(16), codes.repeat(16)
     return torch.stack([high, low] if name == "nf4" else [low, high], 1).to(device)
@@ -170,7 +170,7 @@ def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
     _, P, q = data.shape
     offset = float(scales[3]) if fmt.number == 0 else 0.0
     first = int(scales[4]) if len(scales) > 4 else 0
-    # the library counts experts of the whole stack, from where its first byte would be
+    # the library indexes experts from the start of the whole stack, so pass that address
     cpp.library().handle.moert_cpu_unpack(
         fmt.number, cpp.DTYPES[out.dtype], data.data_ptr() - first * P * q, scales[0].data_ptr() - first * P * q // 32,
         scales[1].data_ptr() if offset or len(scales) > 1 else None, scales[2].data_ptr() if len(scales) > 2 else None,
@@ -181,7 +181,7 @@ def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
 @functools.cache
 def dynamic_map() -> torch.Tensor:
     """Return bitsandbytes' signed 8-bit map [256]: seven decades, the d-th of which from the top has 2^(6 - d) steps."""
-    values = [torch.tensor([0.0, 1.0], device="cpu")]  # kept, so not of a default device
+    values = [torch.tensor([0.0, 1.0], device="cpu")]  # cached, so not on a default device
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
         middles = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
@@ -190,7 +190,7 @@ def dynamic_map() -> torch.Tensor:
 
 
 def _nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return the index of the value of the ascending `table` that is nearest to each of `x`, the lower one in the middle."""
+    """Return for each of `x` the index of the nearest value in the ascending `table`; ties go to the lower one."""
     return torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
@@ -202,25 +202,25 @@ def _pack_nf4(stack, double):
     for e in range(E):
         blocks = stack[e].reshape(-1, 64).float()
         torch.amax(blocks.abs(), 1, out=largest[e])
-        # a block of zeros has the code of zero
+        # a block of zeros gets the code of zero
         code = _nearest(blocks / largest[e, :, None].clamp_min(torch.finfo(torch.float32).tiny), table)
         data[e] = (code[:, ::2] << 4 | code[:, 1::2]).view(P, -1)
     return data, double(largest.view(-1))
 
 
 def nest(largest: torch.Tensor) -> list[torch.Tensor]:
-    """Quantize the scales of NF4 blocks, float32 [n], in turn: bytes [n], float32 [n / 256], the map [256] and the mean [1]."""
+    """Quantize the scales of NF4 blocks, float32 [n] -> bytes [n], float32 [n / 256], the map [256] and the mean [1]."""
     n, table, mean = largest.numel(), dynamic_map().to(largest.device), largest.mean()
     blocks = F.pad(largest - mean, (0, -n % NESTED)).view(-1, NESTED)
     top = blocks.abs().amax(1)
-    # bitsandbytes' CPU library rounds a number to one of 65536 in even steps, and looks that one up
+    # bitsandbytes' CPU library first rounds to one of 65536 evenly spaced values, then looks up its code
     step = torch.round((blocks / top.clamp_min(torch.finfo(torch.float32).tiny)[:, None] + 1) * 32767.5)
     code = _nearest(step.double() / 32767.5 - 1, table.double())
     return [code.view(-1)[:n], top, table, mean.view(1)]
 
 
 def _scale_nf4(scales, data, first, last):
-    absmax, nested, table, mean, *start = scales  # `start` on the device: nothing waits for it
+    absmax, nested, table, mean, *start = scales  # `start` stays on the device, to avoid a sync
     each = data[0].numel() // 32
     rows = absmax[first * each : last * each].int()
     place = torch.arange(first * each, last * each, device=data.device)
@@ -229,7 +229,7 @@ def _scale_nf4(scales, data, first, last):
 
 
 def _pack_mxfp4(stack):
-    """Scales are rounded up, so that nothing overflows, and halves away from zero, as in triton_kernels, which GPT-OSS uses."""
+    """Pack with scales rounded up, to avoid overflow, and ties away from zero, as in GPT-OSS's triton_kernels."""
     E, P, Q = stack.shape
     data = torch.empty(E, P, Q // 2, dtype=torch.uint8, device=stack.device)
     scales = torch.empty(E, P, Q // 32, dtype=torch.uint8, device=stack.device)
@@ -247,7 +247,7 @@ def _pack_mxfp4(stack):
 
 
 def _scale_mxfp4(scales, data, first, last):
-    # E8M0 has no zero; 255 is NaN in its specification, infinity in what reads GPT-OSS
+    # E8M0 has no zero; 255 is NaN in its specification, but infinity in GPT-OSS's readers
     bits = scales[0][first:last].int() << 23
     return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)
 

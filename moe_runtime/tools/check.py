@@ -32,7 +32,7 @@ DTYPES = {
     "triton": [torch.bfloat16, torch.float32, torch.float16],  # the first one has all cases
 }  # fmt: skip
 SLICE = 4.0  # factor on the tolerance for a slice
-SHOWN = 20  # failures that are printed
+SHOWN = 20  # maximum number of printed failures
 SMALL = 1.0  # lower bound of the root mean square in a relative error, as some gradients cancel to zero
 
 

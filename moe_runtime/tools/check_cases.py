@@ -33,13 +33,13 @@ from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp_reference, run_experts
 
-SECONDS = 5.0  # of repeating a large layer on a GPU
+SECONDS = 5.0  # duration of repeating a large layer on a GPU
 LAYERS = (  # T, H, I, E, K, and how tokens choose their experts; the last one is not for the interpreter
     (0, 16, 16, 2, 2, "random"), (1, 33, 17, 3, 2, "random"), (13, 33, 17, 3, 2, "last idle"), (29, 48, 32, 4, 2, "one"),
     (16, 32, 16, 4, 4, "random"), (7, 17, 33, 1, 1, "random"), (37, 64, 32, 8, 3, "dropped"), (19, 32, 48, 5, 3, "shared"),
     (300, 144, 160, 4, 2, "random"),
 )  # fmt: skip
-# act, gated, limit, up_offset, interleaved; transposed stacks, strided x, recompute; odd experts train, by a mask or apart
+# act, gated, limit, up_offset, interleaved; transposed stacks, strided x, recompute; odd experts train, by mask or separately
 FORMS = (
     (("silu",), ""), (("gelu",), "bias"), (("relu2", False), "strided"), (("silu",), "bias apart"),
     (("gelu_tanh",), "bias mask"), (("relu", False), "bias transposed recompute"),
@@ -60,7 +60,7 @@ class Draw:
         return numbers.to(torch.promote_types(self.dtype, torch.float32) if wide else self.dtype)
 
     def ids(self, T: int, E: int, K: int, how: str) -> torch.Tensor:
-        """Return [T, K] ids of E experts: random, last idle, one (for all), shared (0 comes last), dropped (some of them)."""
+        """Return [T, K] ids of E experts: random, last expert idle, all on one, shared (0 comes last), or some dropped."""
         ids = torch.rand(T, E - (how in ("last idle", "shared")), generator=self.rng).argsort(1)[:, : K - (how == "shared")]
         if how == "shared":
             ids = torch.cat([ids + 1, torch.zeros(T, 1)], 1)
@@ -74,7 +74,7 @@ class Draw:
 def _experts(d: Draw, T, H, I, E, K, how, form, words, gate=None):
     """Return a case of moe_mlp, or of moe_layer if there is a gate."""
     activation = Activation(*form)
-    if d.dtype.itemsize < 4:  # no limit and no kink, as rounding could move numbers across it
+    if d.dtype.itemsize < 4:  # no limit and no kink, as rounding could move numbers across
         activation = activation._replace(limit=None, act="gelu" if form[0] == "relu" else form[0])
     if gate:
         K, how, words = (
@@ -203,7 +203,7 @@ def _grouped_gemm(d: Draw, counts, N, K):
 
 
 def _merging(d: Draw, E, N, K, T):
-    """merge_experts, merged_linear, Eq. (5), EWA's step, and by kernels the merge in place if alpha has changed."""
+    """Check merge_experts, merged_linear, Eq. (5), EWA's step and, for kernels, the in-place merge after alpha has changed."""
     weight, bias = d.floats(E, N, K, scale=K**-0.5), d.floats(N)
     leaves = {"weight": weight, "_weight": weight, "alpha": d.floats(E, wide=True), "x": d.floats(T, K), "bias": bias}
 
@@ -273,7 +273,7 @@ def _frozen(d: Draw, form, T, H, I, E, K, how):
 
 
 def _fusion(d: Draw, T, sizes, vocabularies, frozen, reduction):
-    """Fused cross-entropy, and the mixed logits alone."""
+    """Check fused cross-entropy, and the mixed logits alone."""
     S, V = len(sizes), min(vocabularies)
     parts = {f"hidden{s}": d.floats(T, size) for s, size in enumerate(sizes)}
     parts |= {f"head{s}": d.floats(vocabularies[s], size, scale=size**-0.5) for s, size in enumerate(sizes)}
@@ -296,7 +296,7 @@ def _fusion(d: Draw, T, sizes, vocabularies, frozen, reduction):
 
 
 def _expansion(d: Draw, n, size, drop):
-    """Gram matrix and distances of experts, and a child of two of them."""
+    """Check the Gram matrix and distances of experts, and a child of two of them."""
 
     def run(v, backend):
         gram, (first, *_, last) = expansion.gram(v["_experts"], v["_base"], backend=backend), v["_experts"]
@@ -358,7 +358,7 @@ def _repeated(d: Draw):
     return {"_x": d.floats(1)}, run, lambda v, got: {"runs of other bits": torch.zeros(5, dtype=torch.int64)}
 
 
-# name: its cases, the op whose backends it has (None: torch's alone), and two lists of arguments, of which all pairs are taken
+# name: its cases, the op whose backends it has (None: only torch), and two lists of arguments, tested in all combinations
 CASES: dict[str, tuple[Callable, str | None, Iterable, Iterable]] = {
     "route": (_route, "route", [(gate,) for gate in GATES], LOGITS), "dispatch": (_dispatch, "dispatch", LAYERS, [()]),
     "combine": (_combine, "combine", LAYERS, [()]),

@@ -3,7 +3,7 @@
 substring   drops an example that contains any text of a benchmark, in lower case, as XFT's data were filtered (the Magicoder
             code's find_substrings.py); texts shorter than `min_chars`, such as `return a + b`, are ignored
 ngram       drops an example that shares `n` consecutive words with a benchmark, in lower case and without punctuation.
-            UltraFuser filters by 13-grams (arXiv 2403.08281, App. A) but does not say of which units
+            UltraFuser filters by 13-grams (arXiv 2403.08281, App. A) of unspecified units
 """
 
 import json

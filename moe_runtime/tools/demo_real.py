@@ -1,16 +1,15 @@
-"""`moe-runtime demo-real`: a real pretrained model through XFT and through SFT, judged by what it answers.
+"""`moe-runtime demo-real`: tune a real pretrained model by XFT and by SFT, and evaluate its answers.
 
-OUT/smollm2                  SmolLM2-135M-Instruct of the wheel, unless another model is given
+OUT/smollm2                  SmolLM2-135M-Instruct from its wheel, unless another model is given
 OUT/tasks-HASH               the examples, a file for each task and part (moe_runtime.experiments.everyday)
-OUT/<stage>-HASH             base, SFT, mixture, merges: the stages of methods.xft.study
+OUT/<stage>-HASH             base, SFT, MoE model, merges: the stages of methods.xft.study
 OUT/eval                     every held-out question, its answer and verdict (moe_runtime.tools.evaluate)
 OUT/base, SFT, SFT_time, MoE,   links to the models
 INIT, merged
 OUT/results.json, real.png, transcript.md
 
-There are two baselines. One takes as many steps as tuning the mixture and learning to mix together, the other as many as fit
-into their time, by what a step of each takes on this machine. Whatever is whole is kept, so that a run that was killed goes on
-when it is started again.
+There are two SFT baselines: one with as many steps as tuning the MoE model and learning to mix together, and one with as many
+as take the same time on this machine. Finished stages are kept, so rerunning the command resumes a killed run.
 """
 
 import itertools
@@ -43,7 +42,7 @@ from moe_runtime.tools.evaluate_tasks import find_tasks, hub_rows
 from moe_runtime.tools.smollm2 import check_smollm2, write_smollm2
 
 GSM8K = "openai/gsm8k"
-TOKENS = {"gsm8k": 160} | dict.fromkeys(TASKS, 64)  # of an answer, at most
+TOKENS = {"gsm8k": 160} | dict.fromkeys(TASKS, 64)  # maximum length of an answer
 ASKED_AT_ONCE, MEASURED = 32, 4
 NOTES = {
     "base": "as it was pretrained",
@@ -58,10 +57,10 @@ NOTES = {
 def run(
     out: str | Path, *, model: str | Path | None = None, gsm8k: str | None = None, recipe: str | Path = "smollm2", seed: int = 0
 ) -> dict:
-    """Tune a pretrained model by XFT and by SFT on four tasks, ask each what was held out, and write the results into `out`.
+    """Tune a pretrained model by XFT and by SFT on four tasks, evaluate them on held-out examples, and write results to `out`.
 
-    `model` is a folder with tokenizer and chat template, SmolLM2-135M-Instruct unless given; `gsm8k` a file of GSM8K, or its
-    id on the Hub, as a fifth task. `recipe` decides experts and steps. All is checked before anything is written.
+    `model` is a folder with tokenizer and chat template, by default SmolLM2-135M-Instruct; `gsm8k` a file or Hub id of GSM8K,
+    as a fifth task. `recipe` sets experts and steps. Everything is checked before anything is written.
     """
     for module, extra in {"lm_eval": "eval", "matplotlib": "plot", "datasets": "train", "accelerate": "train"}.items():
         require(module, extra)
@@ -91,8 +90,8 @@ def run(
     longer = max(round(xft_seconds / measured["sft"]), settings.sft.steps)
     stages.say(
         f"{settings.base_model}: {len(stages.train_rows)} examples of {', '.join(names)}; about "
-        f"{_minutes(stages, measured, longer):.0f} minutes in all while nothing else runs. Interrupt it when you like: the "
-        f"same command goes on from what is whole in {out}"
+        f"{_minutes(stages, measured, longer):.0f} minutes in total on an idle machine. It can be interrupted: the "
+        f"same command resumes from the finished stages in {out}"
     )
     base, sft, moe = stages.base(), stages.sft(), stages.moe()
     init, merged = stages.merge(moe), stages.mix(moe)
@@ -118,7 +117,7 @@ def run(
 
 
 def _school(source: str, train: int, held_out: int) -> Pairs:
-    """Return rows of GSM8K, those to train on and those held out; raises ValueError for a file without its columns."""
+    """Return training and held-out rows of GSM8K; raises ValueError for a file with too few rows or other columns."""
     rows = list(hub_rows(GSM8K, "main", "train")()) if source == GSM8K else find_tasks(f"gsm8k={source}")[0].rows
     if len(rows) < train + held_out:
         raise ValueError(f"{source} must have at least {train + held_out} examples, but has {len(rows)}")
@@ -127,7 +126,7 @@ def _school(source: str, train: int, held_out: int) -> Pairs:
 
 
 def _placed(recipe: Recipe, model: Path, tasks: Path, count: int) -> Recipe:
-    """Return the recipe for these folders; in bfloat16 (autocast) where the machine multiplies faster so."""
+    """Return the recipe for these folders, with bfloat16 autocast if this machine multiplies faster in it."""
     cuda = torch.cuda.is_available()
     is_quick = torch.cuda.is_bf16_supported() if cuda else torch.cpu.get_capabilities().get("amx_bf16", False)
     share = count / len(TASKS)
@@ -145,7 +144,7 @@ def _machine(recipe: Recipe) -> str:
 
 
 def _measured(stages: Stages) -> dict[str, float]:
-    """Return the seconds of a step of each training, and the tokens per second that a dense model and a mixture generate."""
+    """Return the seconds per step of each training, and the tokens per second that dense and MoE models generate."""
     recipe, found = stages.recipe, {}
     for name in ("sft", "tune", "mix"):
         model = ranks.load_model(recipe.base_model, recipe.dtype, ranks.state().device)
@@ -170,7 +169,7 @@ def _measured(stages: Stages) -> dict[str, float]:
 
 @torch.no_grad()
 def _speed(model, stages: Stages, tokens: int = 16) -> float:
-    """Return the tokens per second of a model that answers ASKED_AT_ONCE questions at once, as evaluate asks them."""
+    """Return the tokens per second of a model that answers ASKED_AT_ONCE questions at a time, as in evaluation."""
     kept = model.dtype
     model.to(torch.bfloat16 if stages.recipe.tune.bf16 else kept).eval()
     rows = stages.held_out["input_ids"][:ASKED_AT_ONCE]
@@ -186,7 +185,7 @@ def _speed(model, stages: Stages, tokens: int = 16) -> float:
 
 
 def _minutes(stages: Stages, measured: dict[str, float], longer: int) -> float:
-    """Return the minutes of the whole run."""
+    """Return the estimated minutes of the whole run."""
     recipe, rows = stages.recipe, len(stages.held_out)
     trained = sum(getattr(recipe, name).steps * measured[name] for name in ("sft", "tune", "mix")) + longer * measured["sft"]
     judged = 10 * measured["sft"] / 3 * rows / recipe.sft.batch_size
@@ -195,14 +194,16 @@ def _minutes(stages: Stages, measured: dict[str, float], longer: int) -> float:
 
 
 def _results(stages: Stages, found: dict[str, Result], report: Report, measured: dict[str, float]) -> dict:
-    scores = {(one.model, one.task): one.score for one in report.scores}
+    scores = {(one.model, one.task): one for one in report.scores}
     tasks = list(dict.fromkeys(one.task for one in report.scores))
     rows = [
         {
             "model": name, "note": NOTES[name], "loss": one.loss, "steps": one.steps, "seconds": one.total_seconds,
             "parameters": one.parameters, "active": one.active_parameters,
             "tokens_per_second": measured["MoE tokens/s" if name == "MoE" else "dense tokens/s"],
-            "exact_match": {task: scores.get((name, task)) for task in tasks},  # None: not asked
+            # None: not asked
+            "exact_match": {task: one and one.score for task in tasks for one in [scores.get((name, task))]},
+            "interval": {task: one and [one.low, one.high] for task in tasks for one in [scores.get((name, task))]},
         }
         for name, one in found.items()
     ]  # fmt: skip
@@ -217,7 +218,7 @@ def _results(stages: Stages, found: dict[str, Result], report: Report, measured:
 
 
 def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5) -> str:
-    """Return `count` held-out questions, of each task in turn, with the base's and the merged model's answers."""
+    """Return `count` held-out questions, from each task in turn, with the base's and the merged model's answers."""
     parts, told = ["# Before and after"], []
     for name in names:
         files = (tasks / f"{name}-held_out.jsonl", *(folder / model / f"{name}.jsonl" for model in ("base", "merged")))
@@ -233,31 +234,37 @@ def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5
 
 
 def _picture(results: dict):
-    """Draw the held-out losses and each model's exact match by task."""
-    figure = require("matplotlib.figure", "plot").Figure(figsize=(12, 4.2), layout="constrained")
-    (losses, bars), rows = figure.subplots(1, 2), results["rows"]
-    for name, colour in zip(("SFT", "SFT_time", "MoE"), plots.COLOURS[1:], strict=False):
-        points = [(0, rows[0]["loss"]), *results["curves"][name]]
-        losses.plot(*zip(*points, strict=True), marker="o", label=name, color=colour)
-    for row, style in zip(rows[-2:], (":", "--"), strict=True):
-        losses.axhline(row["loss"], linestyle=style, color="black", label=row["model"])
-    low = min(row["loss"] for row in rows)
-    losses.set(
-        xlabel="step", ylabel="held-out loss of the answers", ylim=(low * 0.9, low + 3 * (rows[1]["loss"] - low) + 0.3 * low)
-    )
-    losses.legend()
-    asked = [row for row in rows if row["model"] != "INIT"]
-    for place, row in enumerate(asked):
-        x = [i + (place - (len(asked) - 1) / 2) * 0.8 / len(asked) for i in range(len(row["exact_match"]))]
-        bars.bar(x, row["exact_match"].values(), 0.7 / len(asked), label=row["model"], color=plots.COLOURS[place])
-    bars.set_xticks(range(len(rows[0]["exact_match"])), list(rows[0]["exact_match"]))
-    bars.set(ylabel="exact match on held-out examples", ylim=(0, 1))
-    bars.legend(fontsize=8)
+    """Draw the held-out losses, those on the way, and each model's exact match by task."""
+    rows, seed = results["rows"], results["seed"]
+    title = f"{rows[0]['parameters'] / 1e6:.0f} M parameters, tuned by SFT and by XFT, seed {seed}"
+    figure, axes = plots.new_figure(title, (10.5, 7.8), mosaic="AB;CC")
+    colours = dict(zip(NOTES, plots.COLOURS))
+    plots.losses(axes["A"], [(row["model"], row["loss"], colours[row["model"]]) for row in rows], "merged")
+    axes["A"].set_yticks(range(len(rows)), [f"{row['model']}\n{row['note'].partition(':')[0]}" for row in rows], fontsize=8)
+    axes["A"].set(xlabel="loss per token of the answers (lower is better)", title="held-out examples")
+    for (name, way), marker in zip(results["curves"].items(), plots.MARKERS):
+        if way:
+            start, loss = (results["curves"]["MoE"][-1][0], rows[-2]["loss"]) if name == "merged" else (0, rows[0]["loss"])
+            steps, values = zip((start, loss), *((start + step, value) for step, value in way), strict=True)
+            axes["B"].plot(steps, values, marker=marker, color=colours[name], label=name)
+    axes["B"].set(xlabel="step", ylabel="loss per token, logarithmic", yscale="log", title="held-out examples while tuning")
+    low, high = axes["B"].get_ylim()
+    ticks = [tick / 10 for tick in range(1, 100) if low <= tick / 10 <= high]
+    axes["B"].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes["B"].minorticks_off()
+    axes["B"].legend(fontsize=9)
+    axes["B"].grid()
+    asked = [row for row in rows if None not in row["exact_match"].values()]
+    spans = {row["model"]: [*row["interval"].values()] for row in asked} if "interval" in rows[0] else None
+    shares = {row["model"]: [*row["exact_match"].values()] for row in asked}
+    plots.grouped(axes["C"], [*rows[0]["exact_match"]], shares, spans, form="{:.2f}", colours=colours)
+    axes["C"].set(ylabel="exact match", ylim=(0, 1.12), title="answers to held-out examples")
+    plots.legend_below(figure, axes["C"], "lines: 95% interval over the problems" if spans else "", len(asked))
     return figure
 
 
 def _show(results: dict, out: Path) -> None:
-    """Print the table, and what it says of XFT against SFT."""
+    """Print the table and the comparison of XFT with SFT."""
     rows, tasks = results["rows"], list(results["rows"][0]["exact_match"])
     columns = [("model", "left"), ("loss", "right"), *((task, "right") for task in tasks)]
     columns += [("tokens/s", "right"), ("steps", "right"), ("train s", "right"), ("", "left")]
@@ -276,7 +283,7 @@ def _show(results: dict, out: Path) -> None:
     for one in results["comparisons"]:
         if one["model"] == "merged":
             print(
-                f"{one['task']}: merged solves {one['gained']} that SFT does not, and not {one['lost']} that SFT does "
+                f"{one['task']}: merged solves {one['gained']} that SFT does not, SFT {one['lost']} that merged does not "
                 f"(p {one['p_corrected']:.2g}, {one['test']}, corrected by Holm)"
             )
     print(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from moe_runtime.config import check_choice, check_positive, one_line
 from moe_runtime.experiments.compare import LEVEL, VERDICTS, holm
-from moe_runtime.experiments.plots import COLOURS, save
+from moe_runtime.experiments.plots import grouped, legend_below, new_figure, save
 from moe_runtime.hf.training.ranks import free_memory
 from moe_runtime.io import files
 from moe_runtime.io.console import bar, jsonable, print_table
@@ -230,18 +230,13 @@ def _notes(models: Sequence[Model], tokenizers: Sequence, scores: Sequence[Score
 
 def picture(report: Report, path: Path) -> None:
     """Plot the scores with their intervals, one group of bars for each task."""
-    tasks = list(dict.fromkeys(score.task for score in report.scores))
-    models = list(dict.fromkeys(score.model for score in report.scores))
-    figure = require("matplotlib.figure", "plot").Figure(figsize=(2.5 + 1.6 * len(tasks), 4.2), layout="constrained")
-    axes, width = figure.subplots(), 0.8 / len(models)
-    for score in report.scores:
-        place, colour = models.index(score.model), COLOURS[models.index(score.model) % len(COLOURS)]
-        x = tasks.index(score.task) + (place - (len(models) - 1) / 2) * width
-        error = None if math.isnan(score.low) else [[max(score.score - score.low, 0)], [max(score.high - score.score, 0)]]
-        label = score.model if score.task == tasks[0] else None
-        axes.bar(x, score.score, width * 0.9, yerr=error, capsize=3, color=colour, label=label)
-    axes.set_xticks(range(len(tasks)), [f"{task}\n{next(s.metric for s in report.scores if s.task == task)}" for task in tasks])
-    axes.set_ylabel(f"score; lines: {1 - LEVEL:.0%} interval over the problems")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
+    found = {(score.task, score.model): score for score in report.scores}
+    tasks, models = (list(dict.fromkeys(names)) for names in zip(*found))
+    figure, axes = new_figure("", (max(6.0, 2.0 + (0.5 + 0.36 * len(models)) * len(tasks)), 4.8))
+    scores = {model: [found[task, model] for task in tasks] for model in models}
+    spans = {model: [None if math.isnan(s.low) else (s.low, s.high) for s in of] for model, of in scores.items()}
+    metrics = [f"{task}\n{score.metric}" for task, score in zip(tasks, scores[models[0]])]
+    grouped(axes, metrics, {model: [score.score for score in of] for model, of in scores.items()}, spans, form="{:.2f}")
+    axes.set_ylabel("score")
+    legend_below(figure, axes, f"lines: {1 - LEVEL:.0%} interval over the problems", 4)
     save(figure, path)

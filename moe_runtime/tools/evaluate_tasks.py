@@ -5,9 +5,9 @@ gsm8k       question, answer                           the number after its firs
 humaneval   prompt, test, entry_point                  prompt and answer pass the test
 mbpp        text or prompt, test_list                  it passes every test
 arithmetic  prompt, completion                         its last number is the gold answer's
-intent      a pair; or prompt, raw_answers             it is the gold answer, as JSON where both are, else but for whitespace
-json        a pair; or prompt, raw_answers             as of intent
-function    a pair; or prompt, raw_answers             as of intent
+intent      a pair; or prompt, raw_answers             it equals the gold answer, as JSON if both are, else up to whitespace
+json        a pair; or prompt, raw_answers             as for intent
+function    a pair; or prompt, raw_answers             as for intent
 
 `Task.problems` of a built-in task builds the questions and `Task.judge` scores the answers; lm-eval runs the requests.
 """
@@ -156,7 +156,7 @@ def _mbpp(row: dict, chat: bool) -> dict | None:
 
 
 def hub_rows(path: str, name: str, split: str = "test") -> Callable[[], Iterable[dict]]:
-    """Return what downloads the rows of a data set of the Hub; it raises ValueError where it cannot."""
+    """Return a function that downloads the rows of a Hub dataset, or raises ValueError if it cannot."""
 
     def read() -> Iterable[dict]:
         try:

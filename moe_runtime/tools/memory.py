@@ -136,7 +136,7 @@ class _Ledger(TorchDispatchMode):
 
 
 def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
-    """Return the scratch memory of one of our ops on `backend`: while it runs, and by name, what later calls reuse."""
+    """Return the scratch bytes of one of our ops on `backend`: used while it runs, and by name, reused by later calls."""
     name = getattr(func, "_opname", "") if getattr(func, "namespace", "") == "moe_runtime" else ""
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) if name else {}
     if not {"x", "up", "gated"} <= given.keys():
@@ -220,7 +220,7 @@ def step_of(
 ) -> Step:  # fmt: skip
     """Count one training step of a model on the meta device, which is unusable afterwards; `inputs()` returns the batch.
 
-    `prepare(model)` may split and freeze the weights, which then have shapes. `accumulate` is for micro-batches after the first
+    `prepare(model)` may shard and freeze the weights, which then have shapes. `accumulate` is for micro-batches after the first
     of an optimizer step, when gradients already exist.
     """
     check_choice("backend", backend, ("triton", "torch", "cpp"))
@@ -253,7 +253,7 @@ def step_of(
 
 
 def checkpoint(model: nn.Module) -> None:
-    """Let a model keep the inputs of its layers alone, by the name that this transformers has for it."""
+    """Turn on gradient checkpointing, under the name that the installed transformers has for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 

@@ -5,7 +5,7 @@
     ZeRO-3   sharded in the same way; up to a billion gathered weights stay (stage3_max_live_parameters)
     EP       the stacks of experts are sharded, everything else as in DDP; tokens are sent to their experts and back
 
-Bytes that a GPU sends per optimizer step, P weights as they are gathered, G gradients, f = (n - 1) / n:
+Bytes that a GPU sends per optimizer step, with gathered weights P, gradients G and f = (n - 1) / n:
 
     DDP   2 f G        FSDP2, ZeRO-3   f (2 P m + G m)        EP   f (2 G_rest + 2 (2 + recomputed) m R H s L)
 
@@ -44,9 +44,9 @@ class Shapes(NamedTuple):
     """Sizes of a model that determine how it is sharded, in bytes of its weights; T tokens per micro-batch."""
 
     weights: int
-    block: int  # the largest of its layers
-    blocks: int  # how many
-    outside: int  # of all layers
+    block: int  # of the largest layer
+    blocks: int  # number of layers
+    outside: int  # outside the layers
     expert_share: float  # of weights
     moe_layers: int
     row_bytes: int  # of a micro-batch's rows of one layer, T K H s

@@ -173,7 +173,7 @@ class Planned(NamedTuple):
     seconds: dict[str, float]
 
     def to_dict(self) -> dict:
-        """Return all of it, ready for JSON."""
+        """Return all fields, JSON-ready."""
         parts = self.setting._asdict() | {f"{name}_bytes": size for name, size in self.share._asdict().items()}
         return {
             "stage": self.stage,
@@ -235,7 +235,7 @@ class Planner:
     ) -> tuple[Estimate, Shapes]:
         stage = self.stages[name]
         model = stage.make()
-        if dtype == torch.float32 and stage.prepare is None:  # of what trains, as accelerate's FSDP2 does it
+        if dtype == torch.float32 and stage.prepare is None:  # accelerate's FSDP2 casts trainable weights to float32
             for p in model.parameters():
                 p.data = p.data.float() if p.requires_grad else p.data
         model = model.to(dtype) if dtype == torch.bfloat16 else model

@@ -26,7 +26,7 @@ def router_report(
     """Route at most `tokens` tokens of `data` through the model in folder `source`, and write FILES to `out`.
 
     `data` is anything that `read_rows` reads; examples are truncated to max_length tokens. Runs on the GPU if there is one.
-    Raises ValueError, and writes nothing, for a folder or data that cannot be read, data without tokens or with unknown ones,
+    Raises ValueError, with nothing written, for a folder or data that cannot be read, data without tokens or with unknown ones,
     a model without routers, and existing FILES unless `overwrite`.
     """
     for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):

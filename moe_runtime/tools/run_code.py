@@ -1,4 +1,4 @@
-"""Run programs written by a model, each in a confined child process, and report which of them finish as they should.
+"""Run programs written by a model, each in a confined child process, and report which of them run to their end.
 
 A child has an empty temporary folder, no environment, a separate session, and limits on CPU time, memory, open files and
 written bytes. A seccomp filter denies processes, programs, signals, sockets and every change of the file system, so that only
@@ -75,7 +75,7 @@ def _filter(machine: str) -> list[tuple[int, int, int, int]]:
     return [*lines, (_RETURN, 0, 0, _ALLOW)]
 
 
-# what the child runs; a program that leaves early never gets to write its token
+# the child's code; a program that exits early never writes its token
 _CHILD = """
 import ctypes, json, os, resource, struct, sys
 given = json.loads(sys.stdin.buffer.read())
@@ -193,11 +193,11 @@ def _run(program: str, limits: dict, children: _Children) -> Verdict:
             except subprocess.TimeoutExpired:
                 return Verdict(False, f"stopped after {WALL * limits['seconds']} s")
         result.seek(0)
-        said = result.read(2000).decode("utf-8", "replace")
-    if said == token and code == 0:
+        report = result.read(2000).decode("utf-8", "replace")
+    if report == token and code == 0:
         return Verdict(True, "passed")
-    if said.startswith("unconfined "):
-        raise OSError(f"Generated code cannot be confined here: seccomp says {said[11:]}. Run on a kernel that allows it")
+    if report.startswith("unconfined "):
+        raise OSError(f"Generated code cannot be confined here: seccomp says {report[11:]}. Run on a kernel that allows it")
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         return Verdict(False, f"stopped after {limits['seconds']} s of CPU time")
-    return Verdict(False, one_line(said, 300) or (f"ended by signal {-code}" if code < 0 else "ended before its last line"))
+    return Verdict(False, one_line(report, 300) or (f"ended by signal {-code}" if code < 0 else "ended before its last line"))

@@ -37,7 +37,7 @@ PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel wi
 # largest error of a row against the built-in config relative to the rows' mean norm: both round to the dtype once
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 4e-3}
 GAIN = 0.01  # smallest relative gain for which a candidate replaces the built-in config
-ROUNDS, SECONDS = 15, 1.5  # of timing per problem, at most
+ROUNDS, SECONDS = 15, 1.5  # limits on the timing of one problem
 LOSER = 1.25  # configs slower than the best by this factor after three rounds are not timed further
 
 
@@ -54,7 +54,7 @@ class ContextLost(RuntimeError):
 
 
 class Results:
-    """The file of measured configs for one GPU: what is done, and what must not be tried again.
+    """The file of measured configs for one GPU: finished problems, and configs that must not be tried again.
 
     A process records what it tries in a new marker file, which it keeps locked; an unlocked marker belongs to a dead process.
     """

@@ -1,12 +1,14 @@
 """The benchmarks' pictures: what is drawn is what the file says, nothing of it left away and nothing added."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from moe_runtime.bench import pictures, pictures_bars
 from moe_runtime.bench.pictures_bars import read
+from moe_runtime.experiments import plots
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +144,7 @@ def test_the_roof_is_the_ceilings_of_the_file(found):
         assert len(x) == 3 and x[1] == pytest.approx(ceilings["TFLOP/s"] * 1e3 / ceilings["GB/s"])
         want = [min(ceilings["TFLOP/s"], at * ceilings["GB/s"] / 1e3) for at in x]
         assert y == pytest.approx(want) and y[1] == y[2] > y[0]
-        assert f"{ceilings['TFLOP/s']:.3g} TFLOP/s" in axes.get_title(loc="left")
+        assert f"ceiling {ceilings['TFLOP/s']:.3g} TFLOP/s" in axes.get_title(loc="left")
         assert axes.get_xscale() == axes.get_yscale() == "log"
 
 
@@ -187,17 +189,46 @@ def test_breakdown_stacks_what_was_measured(found):
         assert {"sum 97, whole 100 ms", "132 ms"} <= set(texts(axes)) and len(stacks) == 3 * 6
 
 
-def test_layer_bars_are_ratios_and_a_long_one_is_cut(found):
+def test_layer_bars_are_multiples_of_ours_and_a_long_one_is_cut(found):
     figure = pictures.layer(found)
     for bench in of(found, "bench_forward"):
         (axes,) = [a for a in figure.axes if a.get_title(loc="left").startswith(f"{bench.shape}, ") and
                    a.get_title(loc="left").endswith(f"{bench.dtype}\nforward")]  # fmt: skip
-        bars, ours = bars_of(axes), bench.rows["moe_runtime"]["ratio"]
-        end = 3 * ours
-        assert bars.pop("transformers batched_mm") == pytest.approx(end) and end < 9 / 1.05
-        assert f"{9 / 1.05:.2f} \u2192" in texts(axes)
-        assert bars == {name: bench.rows[name]["ratio"] for name in bars} and bars["moe_runtime"] == ours
-        assert [list(line.get_xdata()) for line in axes.lines] == [[1, 1]]
+        bars, ours = bars_of(axes), bench.rows["moe_runtime"]["ms"]
+        assert bars.keys() == bench.rows.keys() and bars["moe_runtime"] == 1 and list(bars)[-1] == "dense matmul (floor)"
+        assert bars.pop("transformers batched_mm") == pictures.FAR < 9 / 1.2 and "7.50 \u2192" in texts(axes)
+        assert bars == {name: bench.rows[name]["ms"] / ours for name in bars} and axes.get_xlim()[0] == 0
+
+
+def test_a_ceiling_that_is_exceeded_is_none(found):
+    for bench in of(found, "bench_forward")[:1]:
+        bench.rows["moe_runtime"]["TFLOP/s"] = 2 * bench.info["ceilings"]["TFLOP/s"]
+    figure = pictures.roofline(found)
+    assert not any("roof" in lines_of(axes) for axes in figure.axes)
+    assert all("no ceiling was measured" in axes.get_title(loc="left") for axes in figure.axes[:2])
+
+
+def test_pictures_of_a_tiny_run_say_so(tmp_path):
+    tiny = write(tmp_path / "r.json", steps("fine", "fp32", CPU | {"tiny": True})[1:2])
+    assert "not a result" in pictures.write_pictures(tiny)[1].read_text()
+
+
+def test_the_readmes_table_has_the_bars_of_its_picture():
+    text = (ROOT / "README.md").read_text()
+    path = ROOT / re.search(r"\((bench/results/\S+)-layer\.svg\)", text)[1]
+    benches = read(path.with_name(f"{path.name}.json"))
+    table = text[text.index("| shape | dtype | pass") :].partition("\n\n")[0]
+    head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    figure = pictures.layer(benches)
+    assert len(lines) == len(figure.axes) == 8
+    for shape, dtype, which, ours, *cells in lines:
+        (axes,) = [a for a in figure.axes if a.get_title(loc="left").startswith(f"{shape}, ") and
+                   a.get_title(loc="left").endswith(f"{dtype}\n{which}")]  # fmt: skip
+        found = {name.removesuffix(" (floor)"): text for name, text in zip(bars_of(axes), texts(axes), strict=True)}
+        assert ours.endswith(" ms") and found.pop("moe_runtime") == "1.00"
+        assert {name: cell for name, cell in zip(head[4:], cells, strict=True) if cell != "-"} == {
+            name: number.removesuffix(" \u2192") for name, number in found.items()
+        }
 
 
 def drawn(found) -> dict:
@@ -230,7 +261,7 @@ def test_labels_do_not_overlap(found):
     """Of each panel the titles, ticks' names and numbers, and of the figure the legend and the line below."""
     import matplotlib
 
-    with matplotlib.rc_context(pictures.SETTINGS):
+    with matplotlib.rc_context(plots.SETTINGS):
         for name, figure in drawn(found).items():
             figure.draw_without_rendering()
             boxes = [(axes.get_title(loc="left"), axes._left_title.get_window_extent()) for axes in figure.axes]
@@ -259,7 +290,7 @@ def test_files_are_the_same_each_time_and_text_is_text(tmp_path):
     assert [p.name for p in one] == names == sorted((p.name for p in (tmp_path / "a").iterdir()), key=names.index)
     assert [p.read_bytes() for p in one] == [p.read_bytes() for p in other]
     svg = one[1].read_text()
-    assert "moe_runtime</text>" in svg and "<dc:date>" not in svg and "Matplotlib v" not in svg
+    assert "moe_runtime</text>" in svg and "<dc:date>" not in svg and "Matplotlib v" not in svg and "not a result" not in svg
 
 
 @pytest.mark.parametrize(

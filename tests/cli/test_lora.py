@@ -31,11 +31,11 @@ def home(tmp_path_factory):
 def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
     folder, want = home
     out = invoke("lora", "convert", folder / "base", folder / "old", tmp_path / "new")
-    assert out.exit_code == 0 and "peft_version 0.18.0, A and B of 4 stacks" in out.output, out.output
+    assert out.exit_code == 0 and "peft_version 0.18.0, with old axes in A and B of 4 stacks" in out.output, out.output
     out = invoke("lora", "export", folder / "base", tmp_path / "new", tmp_path / "merged", "--to", "merged", "--json")
     assert json.loads(out.stdout)["experts"] == 16, out.output
     out = invoke("lora", "export", folder / "base", folder / "old", tmp_path / "vllm", "--to", "vllm")
-    assert out.exit_code == 0 and "--max-lora-rank 3" in out.output and "of rank 3 by the names of vllm" in out.output
+    assert out.exit_code == 0 and "--max-lora-rank 3" in out.output and "of rank 3, named as in vllm" in out.output
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     for model in (merged, load_lora(base, tmp_path / "vllm").eval()):

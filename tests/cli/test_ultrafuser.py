@@ -92,7 +92,7 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     pytest.param(("generate", "{here}"), "but got prompt None, data None", id="nothing"),
     pytest.param(("generate", "{here}", "--data", "a.jsonl"), "or both --data and --out", id="nowhere"),
     pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
-    pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "cannot be loaded by transformers", id="missing"),
+    pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "/b' is neither a folder nor a Hub id", id="missing"),
     pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/"), "gate must be one of", id="gate"),
     pytest.param(("fuse", "{a}", "{bare}", "--out", "{here}/f"), "bare' has no tokenizer. Save", id="no tokenizer"),
     pytest.param(("fuse", "{a}", "{other}", "--out", "{here}/f"), "encode the same text differently", id="vocabulary"),

@@ -112,10 +112,25 @@ def test_the_methods_tables_are_those_that_were_printed(method):
 def test_nothing_is_left_to_fill_in_and_pictures_are_there():
     assert "<!--" not in README and "held-out functions, texts and sums" in section("Two commands")
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
-    assert "docs/way.svg" in pictures and "docs/demo.png" in pictures
+    assert "docs/way.svg" in pictures and "docs/demo.svg" in pictures
     for path in pictures:
         head = (ROOT / path).read_bytes()[:8]
         assert head.startswith((b"<svg", b"<?xml") if path.endswith(".svg") else b"\x89PNG"), path
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "](" in page.read_text()], ids=lambda page: page.stem)
+def test_pictures_say_what_they_show_and_follow_the_page(page):
+    """Alternative texts are sentences of their own; an SVG has a dark ground where the page has, PNGs by the site."""
+    shown = re.findall(r"!\[([^]]*)\]\(([^)]+)\)", page.read_text())
+    assert len({text for text, _ in shown}) == len(shown)
+    for text, path in shown:
+        file = page.parent / path
+        assert len(text.split()) >= 5 and text[0].isupper() and file.is_file(), path
+        assert file.suffix == ".png" or "prefers-color-scheme: dark" in file.read_text(), path
+    assert 'img[src$=".png"] { filter: ' in (ROOT / "docs" / "site.css").read_text()
 
 
 def anchors(text: str) -> set[str]:

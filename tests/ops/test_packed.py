@@ -156,8 +156,8 @@ def test_the_library_makes_the_same_bits(name, variant, monkeypatch):
 @pytest.mark.parametrize(
     "name, shape, dtype, says",
     [
-        ("nf4", (2, 4, 96), torch.float32, "multiple of 64 numbers, these have 96"),
-        ("mxfp4", (2, 4, 48), torch.float32, "multiple of 32 numbers, these have 48"),
+        ("nf4", (2, 4, 96), torch.float32, "multiple of 64 elements, but they have 96"),
+        ("mxfp4", (2, 4, 48), torch.float32, "multiple of 32 elements, but they have 48"),
         ("nf4", (4, 64), torch.float32, "three dimensions"),
         ("int8", (2, 4, 64), torch.float64, "it must be float16, bfloat16 or float32, but is torch.float64"),
         ("int4", (2, 4, 64), torch.float32, "format must be"),

@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "performance.md"
 CAPTIONS = {
-    "layer": "time of a layer's experts, times of the dense-matmul floor",
-    "roofline": "each kernel against the machine's ceilings",
-    "throughput": "tokens per second against the number of tokens",
-    "memory": "bytes kept for the backward pass, per token",
-    "breakdown": "where the time of a training step goes",
-    "xft": "XFT's tuning step: tokens per second, and peak memory with weights and optimizer state where a file has it",
+    "layer": "Bars: times of a layer's experts as multiples of moe_runtime's, for two shapes, two dtypes and both passes",
+    "roofline": "Points below a roof: TFLOP/s of the layers and adapters over FLOPs per byte, under the machine's two ceilings",
+    "throughput": "Lines: tokens per second of each implementation over the number of tokens, from 1 to 4096",
+    "memory": "Bars: KiB per token that each implementation keeps for the backward pass; moe_runtime keeps the least",
+    "breakdown": "Stacked bars: milliseconds of a training step in experts, attention, loss and optimizer",
+    "xft": "Bars: tokens per second and total memory of XFT's tuning step by implementation",
 }
 SHOWN_FIRST = "layer"  # the one of the README
 
@@ -34,12 +34,12 @@ def tables(path: Path) -> dict[Path, list[str]]:
     return {README: [report.cpu_table(rows)], PAGE: [report.steps_table(rows), goals.goals(rows, goals.CPU_GOALS)]}
 
 
-def pictures(path: Path, folder: str) -> dict[str, str]:
-    """Return the line that shows each picture of a results file, of those that are there."""
+def pictures(folder: str) -> dict[str, str]:
+    """Return the line that shows the newest picture of each kind, of those that are there."""
     found = {}
     for name, caption in CAPTIONS.items():
-        if (picture := RESULTS / f"{path.stem}-{name}.svg").is_file():
-            found[name] = f"![{caption}]({folder}{picture.name})"
+        if paths := sorted(RESULTS.glob(f"*-{name}.svg")):
+            found[name] = f"![{caption}]({folder}{paths[-1].name})"
     return found
 
 
@@ -66,7 +66,7 @@ def put_pictures(text: str, heading: str, lines: list[str]) -> str:
 
 def main() -> None:
     path = newest()
-    shown, more = pictures(path, "bench/results/"), pictures(path, "results/")
+    shown, more = pictures("bench/results/"), pictures("results/")
     for page, found in tables(path).items():
         text = page.read_text()
         for table in found:

@@ -8,12 +8,15 @@ from pathlib import Path
 from tests.support.layout import ROOT, arrows, folder_of
 
 PATH = ROOT / "docs" / "architecture.svg"
-WIDTH, ROW, BOX, TOP = 920, 78, 34, 16
-ROWS = [  # from the top, a folder below those that import it
+WIDTH, ROW, BOX, TOP = 760, 66, 34, 16
+ROWS = [  # from the top, a folder below those that import it; "" is room for arrows
     ["cli"],
-    ["methods.lora", "methods.xft", "methods.upit", "methods.esft", "methods.ultrafuser", "tools"],
-    ["experiments"],
-    ["hf.models", "hf.dropin", "hf.training"],
+    ["tools"],
+    ["methods.upit", "", ""],
+    ["methods.xft", "methods.esft", "methods.ultrafuser"],
+    ["methods.lora", "experiments"],
+    ["hf.training"],
+    ["hf.models", "hf.dropin"],
     ["modules"],
     ["ops"],
     ["backends", "kernels"],
@@ -42,7 +45,7 @@ def folder_of_init(folder: str) -> str:
 
 
 def reduced(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Leave out each arrow that follows from a longer path to the same folder."""
+    """Leave out each arrow that follows from a longer path; two folders that import each other make none."""
     targets: dict[str, set[str]] = {}
     for a, b in pairs:
         targets.setdefault(a, set()).add(b)
@@ -53,19 +56,23 @@ def reduced(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
             reach(target, seen)
         return seen
 
-    return {(a, b) for a, b in pairs if not any(b in reach(c, set()) for c in targets[a] if c != b)}
+    def is_between(c: str, a: str, b: str) -> bool:
+        return c != b and (c, a) not in pairs and not {(b, c), (c, b)} <= pairs and b in reach(c, set())
+
+    return {(a, b) for a, b in pairs if not any(is_between(c, a, b) for c in targets[a])}
 
 
 def places() -> dict[str, tuple[float, float, float]]:
     """Return x of the middle, y of the top and width of each folder's box."""
     found = {}
     for number, row in enumerate(ROWS):
-        widths = [8 * len(LABELS.get(folder, folder)) + 22 for folder in row]
+        widths = [8 * len(LABELS.get(folder, folder or "methods.upit")) + 22 for folder in row]
         gap = min(70, (WIDTH - 20 - sum(widths)) / max(len(row) - 1, 1))
         x = (WIDTH - sum(widths) - gap * (len(widths) - 1)) / 2
         for folder, width in zip(row, widths, strict=True):
             found[folder] = (x + width / 2, TOP + ROW * number, width)
             x += width + gap
+    found.pop("")
     return found
 
 
@@ -88,6 +95,7 @@ def draw(root: Path) -> str:
     height = TOP + ROW * (len(ROWS) - 1) + BOX + TOP
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" font-family="sans-serif" font-size="14">',
+        "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.9) hue-rotate(180deg) } }</style>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 L8 4 L0 8 z" fill="#555"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{height:.0f}" fill="white"/>',

@@ -105,7 +105,7 @@ def test_the_whole_way(home, tmp_path, monkeypatch, capsys):
     assert held_out["prompt"] not in (tasks / "train.jsonl").read_text()
     text = (out / "transcript.md").read_text()
     assert text.count("* before: ") == text.count("* after: ") == 5 and held_out["prompt"] in text
-    assert (out / "real.png").read_bytes().startswith(b"\x89PNG") and "minutes in all" in printed
+    assert (out / "real.png").read_bytes().startswith(b"\x89PNG") and "minutes in total" in printed
     table = printed[printed.index("Held-out loss of the answers") :]
     assert all(f" {name} " in table for name in MODELS) and "SFT_time against merged: " in table
     AutoModelForCausalLM.from_pretrained(out / "merged")

@@ -34,7 +34,7 @@ IGNORED = {
 
 
 class _LayerLoader(SourceFileLoader):
-    """Loads a file of PEFT's folder of LoRA as Python does, then calls `install` behind its module of wrappers."""
+    """Loads files of PEFT's LoRA package as Python does, and calls `install` after its module of wrappers."""
 
     def exec_module(self, module) -> None:
         super().exec_module(module)
@@ -43,9 +43,9 @@ class _LayerLoader(SourceFileLoader):
 
 
 def install() -> bool:
-    """Let PEFT's wrappers of our experts' parameters hand over their factors, now or once PEFT is imported.
+    """Make PEFT's wrappers of our experts' parameters store their factors on the module, now or once PEFT is imported.
 
-    Returns whether it is loaded.
+    Returns whether PEFT's module of wrappers has been imported.
     """
     layer = sys.modules.get(LAYER)
     if layer is None and (spec := importlib.util.find_spec("peft")):
@@ -120,7 +120,7 @@ def _activating(stock):
 
 
 def _is_ours(wrapper, base: nn.Module) -> bool:
-    """Return whether the wrapped parameter is a frozen expert stack that runs on moe_runtime, with our ops in the graph."""
+    """Return whether the wrapped parameter is a frozen expert stack that runs through our ops."""
     if isinstance(base, Experts):
         names = base.stacks()[:2]
     elif is_experts(base) and base.config._experts_implementation == NAME:

@@ -217,7 +217,7 @@ def _declared_routers(model: PreTrainedModel) -> list[tuple[nn.Module, Place]]:
         specs = (specs or {}).get("router_logits", [])
         for spec in specs if isinstance(specs, list) else [specs]:
             for name, module in part.named_modules():
-                # not one that names the whole block, whose output is not a router's
+                # not a recorder of the whole block, whose output is not that of a router
                 if _matches(spec, name, module) and not any(map(is_experts, module.modules())):
                     found[module] = functools.partial(_at, getattr(spec, "index", 1))
     return list(found.items())

@@ -59,7 +59,7 @@ def register() -> None:
 
 @functools.cache
 def make_exports_portable() -> None:
-    """Make transformers' exporters to formats without our ops announce this while they trace."""
+    """Make transformers' exporters to formats without our ops set `backends.foreign_experts` while they trace."""
     with contextlib.suppress(ImportError):  # a transformers without exporters
         from transformers.exporters.utils import register_patch
 

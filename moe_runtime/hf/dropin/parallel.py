@@ -1,12 +1,12 @@
-"""Experts spread over ranks, in the process groups and DTensors that the engines have; `ops.all_to_all` moves the tokens.
+"""Expert parallelism: experts sharded over ranks as DTensors; `ops.all_to_all` sends the tokens to their experts.
 
     mesh = init_device_mesh("cuda", (dp, ep), mesh_dim_names=("dp", "ep"))
     shard_experts(model, mesh["ep"])        # with FSDP2: fully_shard the experts over mesh["dp"], all else over the mesh
-    shard_experts(model, mesh)              # with DDP: the copies of an expert are averaged here, all else by DDP
-    save_pretrained(model, folder)          # one checkpoint, as of a model that was never spread
+    shard_experts(model, mesh)              # with DDP: copies of an expert are averaged here, all else by DDP
+    save_pretrained(model, folder)          # one checkpoint, like that of an unsharded model
 
-Expert parallelism lies inside data parallelism: every rank has tokens of its own. Auxiliary and balance losses are those of
-a rank's own tokens, as under data parallelism. Nothing here starts processes.
+Expert parallelism runs within data parallelism: every rank processes its own tokens. Auxiliary and balance losses are
+computed over a rank's own tokens, as under data parallelism. Nothing here starts processes.
 """
 
 import os
@@ -34,19 +34,20 @@ from moe_runtime.ops.packed import part_of
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
     """Keep E / n experts of every MoE layer on each of the n ranks of `mesh`'s last dimension; return the number of layers.
 
-    Stacks and biases become DTensors under their names, Shard(0) over the last dimension and replicated over a first one, if
-    there is one; what is left of them moves to the mesh's device. Every rank must hold the same weights, as from_pretrained
-    gives them; nothing is sent. Their gradients are averaged over the mesh's ranks as DDP and FSDP do with all others, or
-    summed with gradients="sum", for engines that sum. Call it before DDP, FSDP or the optimizer see the model; DDP then
-    leaves the experts alone. PEFT's adapters come before it as well. Those of the experts' stacks stay whole on every rank,
-    which uses the share of its experts: they are those of rank 0 from here on, and DDP or FSDP average their gradients with
-    all others. Packed stacks (`quantize_experts`) are spread too; their adapters may come later, and a second call then sends
-    rank 0's. With the same mesh it changes nothing else. MoETrainer's checkpoints hold every rank's experts; transformers'
-    Trainer would write them on one rank alone, and raises at the first.
+    Stacks and biases become DTensors under the same names, Shard(0) over the last mesh dimension and replicated over a first
+    one, if any; each rank's part moves to the mesh's device. Every rank must hold the same weights, as after from_pretrained;
+    they are not communicated. Gradients are averaged over the mesh's ranks, as DDP and FSDP do for all other parameters, or
+    summed with gradients="sum", for engines that sum.
+
+    Call this before the model reaches DDP, which then ignores the experts, FSDP or an optimizer, and after adding PEFT's
+    adapters. Adapters of expert stacks stay whole on every rank, which uses its experts' part; rank 0's values are broadcast,
+    and DDP or FSDP average their gradients like all others. Packed stacks (`quantize_experts`) are sharded too; their adapters
+    may be added later, and a second call with the same mesh only broadcasts them. MoETrainer's checkpoints hold every rank's
+    experts; transformers' Trainer would save one rank's, so its first checkpoint raises.
 
     Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
-    LoRA experts, experts that the ranks do not divide or that PEFT trains a copy of, or parameters that are distributed in
-    another way.
+    LoRA experts, a number of experts that the ranks do not divide, experts that PEFT trains a copy of, and parameters that
+    are already distributed in another way.
     """
     check_choice("gradients", gradients, GRADIENTS)
     modules = dict(model.named_modules())
@@ -70,7 +71,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         setattr(module, GRADIENTS_OF, gradients)
         for parameter_name, parameter in list(
             module.named_parameters(recurse=False)
-        ):  # a norm that experts share is a module of its own
+        ):  # not a norm that experts share, which is a submodule
             if parameter_name in packed.layouts(module):
                 _shard_packed(module, parameter_name, mesh, placements)
             elif not isinstance(parameter, DTensor):
@@ -78,18 +79,18 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
             ignored.add(f"{name}.{parameter_name}")
         ignored |= {f"{name}.{buffer}" for buffer in module._buffers if packed.layouts(module)}  # scales of the rank's experts
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)
-    for parameter in expert_adapters(model):  # drawn on every rank by its own generator
+    for parameter in expert_adapters(model):  # each rank has initialized them from its own generator
         dist.broadcast(parameter.data, 0)
     checked = model.register_forward_pre_hook(lambda model, _: (checked.remove(), _check_adapters(model, mesh))[0])
     for module in model.modules():
-        # a PeftModel is none: adapters are whole on every rank, and PEFT may save them
+        # not a PeftModel: adapters are whole on every rank, so PEFT can save them
         if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
             module.save_pretrained = types.MethodType(_save_whole_only, module)
     return len(layers)
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:
-    """Call transformers' save_pretrained with gathered weights; called on one rank only, it would wait forever."""
+    """Call transformers' save_pretrained with gathered weights; without them raise, as one rank alone would wait forever."""
     if state_dict is None:
         raise ValueError(
             f"The experts of {type(self).__name__} are distributed over several ranks. Call "
@@ -104,7 +105,7 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
         problem = "already trains some experts separately. Call shard_experts before train_rows"
     elif ADAPTED.intersection(name.split(".")) and not name.endswith(".base_layer"):
         problem = "is a copy that PEFT trains. Use LoRA on the experts' stacks (target_parameters), or on other modules"
-    elif parametrize.is_parametrized(module):  # as bitsandbytes' replace_parameter_4bit makes them
+    elif parametrize.is_parametrized(module):  # for example by bitsandbytes' replace_parameter_4bit
         problem = f"has parametrized {list(module.parametrizations)}. Use plain stacks, or moe_runtime.quantize_experts"
     elif getattr(module, "_is_expert_parallel", False):
         problem = "already holds only a part of its experts. Use either shard_experts or transformers' expert-parallel plan"
@@ -116,15 +117,15 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
             problem = f"has {stack.shape[0]} experts, which must be divisible by the {n} ranks of the mesh"
         elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
             got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
-            problem = f"has {part} as {got}, but needs it whole. Shard the experts before fully_shard"
+            problem = f"has {part} as {got}, but must be unsharded. Call shard_experts before fully_shard"
     if problem is not None:
         raise ValueError(f"{name} {problem}")
 
 
 def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ValueError for adapters that FSDP2 reduces over other ranks than those with the experts.
+    """Raise ValueError for adapters whose gradients FSDP2 reduces over other ranks than those that hold the experts.
 
-    Called before the first forward pass, when FSDP2 has its parameters and gathers none of them yet.
+    Called before the first forward pass, when FSDP2 has sharded the parameters but gathered none.
     """
     owners = set(mesh.mesh.flatten().tolist())
     for parameter in expert_adapters(model):
@@ -156,10 +157,10 @@ def _shard_packed(module: nn.Module, name: str, mesh: DeviceMesh, placements: li
 
 @torch.no_grad()
 def split_spread_rows(model: nn.Module, path: str, names: tuple[str, ...], ids: tuple[int, ...], dtype) -> None:
-    """As modules.trainable.split_rows, of experts that `shard_experts` has spread: each rank holds the rows of its own.
+    """Do modules.trainable.split_rows for experts sharded by `shard_experts`: each rank holds the rows of its own experts.
 
-    The parameters are spread as the stacks are, so every rank has as many rows as the one with the most experts that train;
-    those that no expert has stay zero. DDP leaves all of it alone.
+    The parameters are sharded like the stacks, so every rank has as many rows as the one with the most trained experts;
+    unused rows stay zero. DDP ignores these parameters.
     """
     module = model.get_submodule(path)
     stacks = {name: getattr(module, name) for name in names}
@@ -175,7 +176,7 @@ def split_spread_rows(model: nn.Module, path: str, names: tuple[str, ...], ids: 
         rows[name] = part.new_zeros(most, *part.shape[1:], dtype=dtype or part.dtype)
         rows[name][: index.numel()] = part.index_select(0, index)
     spread = {name: DTensor.from_local(part, mesh, placements, run_check=False) for name, part in rows.items()}
-    trainable.register_maps(module, size, index)  # the last that may find no memory
+    trainable.register_maps(module, size, index)  # the last step that can run out of memory
     for name, part in spread.items():
         module.register_parameter(trainable.PREFIX + name, nn.Parameter(part))
     places = tuple(e // size * most + owned[e // size].index(e) for e in ids)
@@ -184,7 +185,7 @@ def split_spread_rows(model: nn.Module, path: str, names: tuple[str, ...], ids: 
 
 
 def forget_rows(model: nn.Module, path: str) -> None:
-    """Remove the separate rows of the experts at `path` from DDP, before they are deleted."""
+    """Remove the separate rows of the experts at `path` from DDP's ignored parameters, before they are deleted."""
     gone = _rows_in(model.get_submodule(path), path)
     model._ddp_params_and_buffers_to_ignore = sorted(_ignored(model) - gone)
 
@@ -203,7 +204,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Clip gradients in place to a norm of `max_norm` over all ranks' experts; return the norm before clipping, [].
 
     torch's function raises if only some gradients are DTensors, as under DDP, or if they are on several meshes.
-    Trainer and accelerate's clip_grad_norm_ need nothing.
+    Trainer and accelerate's clip_grad_norm_ handle this themselves.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -230,16 +231,16 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's state_dict with gathered tensors on rank 0's CPU, and {} on other ranks. Every rank must call.
+    """Return a model's state_dict with gathered tensors on rank 0's CPU, and {} on other ranks. Every rank must call this.
 
-    Raises ValueError for experts that are quantized, and for rows that train outside of their stacks.
+    Raises ValueError for quantized experts, and for experts that are trained separately from their stacks.
     """
     if any(trainable.split_of(module) is not None for module in model.modules()):
         raise ValueError("The model trains some experts separately. Call fold_rows(model) first, or save an adapter")
     if any(packed.layouts(module) for module in model.modules()):
         raise ValueError("The experts are quantized. Call moe_runtime.save_quantized(model, folder) on every rank instead")
     writes, found = dist.get_rank() == 0, {}
-    # the parameters themselves: of tied ones one copy, which transformers then recognises
+    # the parameters themselves, so that tied ones are one tensor, which transformers recognises
     tensors = model.state_dict(keep_vars=True)
     for tensor in tensors.values():
         if id(tensor) not in found:
@@ -250,10 +251,10 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> None:
-    """Write `model` as one checkpoint for plain from_pretrained; every rank must call, and rank 0 writes.
+    """Write `model` as one checkpoint for plain from_pretrained; every rank must call this, and rank 0 writes.
 
-    Tensors that are spread, by `shard_experts` or FSDP2, are gathered one at a time and lie whole in rank 0's CPU memory
-    alone. `options` go to transformers' save_pretrained.
+    Tensors sharded by `shard_experts` or FSDP2 are gathered one at a time, and only rank 0 holds all of them, in CPU memory.
+    `options` go to transformers' save_pretrained.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     whole = gathered(model)

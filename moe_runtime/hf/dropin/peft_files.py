@@ -1,16 +1,16 @@
 """Axes of PEFT's LoRA on a stack of experts, by the PEFT version that wrote the file.
 
-    today       lora_A.weight [E r, in], row e r + j;  lora_B.weight [out, r E], column j E + e;  delta_e = s B_e A_e
+    current     lora_A.weight [E r, in], row e r + j;  lora_B.weight [out, r E], column j E + e;  delta_e = s B_e A_e
     reversed    lora_A.weight [E r, out],              lora_B.weight [in, r E];                   delta_e = s A_e^T B_e^T
 
 | written by | stacks [E, out, in] | stacks [E, in, out] |
 |---|---|---|
-| PEFT before 0.19 | reversed | today |
+| PEFT before 0.19 | reversed | current |
 | 0.19 | reversed | reversed |
-| 0.20 and later | today | today |
+| 0.20 and later | current | current |
 
-`peft_version` in adapter_config.json names the version from 0.18 on. PEFT 0.20 and later does not look at it: it refuses a
-reversed pair of other sizes, and takes that of a square stack for today's, which is the transposed change.
+`peft_version` in adapter_config.json names the version from 0.18 on. PEFT 0.20 and later ignores it: it rejects a reversed
+pair if the shapes differ, and misreads that of a square stack, which adds the transposed change.
 """
 
 import torch
@@ -30,7 +30,7 @@ def is_reversed(version: str | None, transposed: bool) -> bool | None:
 
 
 def unpack(a: torch.Tensor, b: torch.Tensor, num_experts: int, reverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a file's pair by expert: A [E, r, in] and B [E, out, r], views; `reverse` for a reversed pair."""
+    """Return views of a file's pair by expert, A [E, r, in] and B [E, out, r]; `reverse` for a reversed pair."""
     a = a.view(num_experts, -1, a.shape[1])
     b = b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
     return (b.transpose(1, 2), a.transpose(1, 2)) if reverse else (a, b)

@@ -3,8 +3,8 @@
     quantize_experts(model, "nf4")      the stacks of a model in memory, one at a time
     load_quantized(folder, "nf4")       a folder or a Hub id's local copy: every expert is packed as it is read
 
-`hf.dropin.quantized_files` writes such models. A packed stack cannot train; adapters on it can (PEFT's `target_parameters`).
-Attention, router and embeddings stay as they are.
+`hf.dropin.quantized_files` writes such models. Packed stacks cannot be trained, but adapters on them can
+(PEFT's `target_parameters`). Attention, routers and embeddings are not quantized.
 """
 
 from pathlib import Path
@@ -40,10 +40,10 @@ class Quantized(NamedTuple):
 def quantize_experts(model: nn.Module, format: str) -> Quantized:
     """Pack the expert stacks of `model`, stock or ours, in place: format "nf4", "mxfp4", "fp8_block" or "int8".
 
-    One stack at a time is held twice. The model then runs on moe_runtime alone (`patch`), its stacks stay frozen, and
-    `save_pretrained` refuses it (`save_quantized`). Of experts that `shard_experts` has spread every rank packs its own, and
-    all must call. Raises ValueError, before anything changes, for stacks that are packed already, that a format cannot hold,
-    that FSDP2 has split or that are trained separately, and for a model without experts.
+    Memory holds one stack at a time twice. The model then runs only on moe_runtime (`patch`), its stacks stay frozen, and
+    `save_pretrained` raises (use `save_quantized`). With `shard_experts` every rank must call this and packs its own experts.
+    Raises ValueError, before anything changes, for stacks that are already packed, unsupported by the format, sharded by
+    FSDP2 or trained separately, and for a model without experts.
     """
     packed.of_name(format)
     found = experts_of(model)
@@ -68,7 +68,7 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the experts modules of a model, stock or ours, by path; ValueError if there is none."""
+    """Return the experts modules of a model, stock or ours, by path; raises ValueError if it has none."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Experts) or is_experts(module)}
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that moe_runtime supports (see docs/families.md)")
@@ -80,14 +80,14 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether an experts module stores its stacks as [E, in, out]."""
+    """Return whether an experts module stores its stacks as [E, in, out]."""
     return bool(getattr(module, "is_transposed", False))
 
 
 def stored_as(module: nn.Module, stack: torch.Tensor, format: str) -> tuple[torch.Tensor, str]:
-    """Return a stack in packing order, and the name of its format in the ops.
+    """Return a stack in packing order, and its format's name in the ops.
 
-    bitsandbytes packs a parameter as it lies; the other formats go along `in`.
+    bitsandbytes packs a parameter in memory order; the other formats pack along `in`.
     """
     if not is_transposed(module):
         return stack, format
@@ -115,13 +115,13 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
         if modules.is_packed(module, name):
             reason = "it is already quantized. Load the model in 16 bits"
         elif all_to_all.is_distributed(stack) and _spread_of(module, stack) is None:
-            reason = "it is split by FSDP or tensor parallelism; quantize before that"
+            reason = "it is already split by FSDP or tensor parallelism. Quantize it first"
         elif stack.shape[0] % ranks:
-            reason = f"its experts would lie on {ranks} ranks, which do not divide them"
+            reason = f"its number of experts is not divisible by {ranks} ranks"
         elif trainable.split_of(module) is not None or parametrize.is_parametrized(module, name):
-            reason = "some of its experts train, or it has a parametrization. Undo that first"
+            reason = "some of its experts are trained separately, or it has a parametrization. Remove that first"
         elif activation is None:
-            reason = f"{type(module).__name__} computes what no kernel does between its products"
+            reason = f"no kernel supports the code that {type(module).__name__} runs between its products"
         elif stack.dtype not in packed.FLOATS or is_quantized(stack):
             reason = f"it must be float16, bfloat16 or float32, but is {named(stack)}. Load it without that quantization"
         else:
@@ -167,13 +167,13 @@ class _File:
         return len(self.shape)
 
     def __getitem__(self, e: int) -> torch.Tensor:
-        """Return expert e's weight [P, Q]: of one tensor, or of gate and up."""
+        """Return expert e's weight [P, Q], from one tensor or from gate and up."""
         pieces = [self.read(self.checkpoint, key, row).to(self.dtype) for key, row in self.parts[e]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
-    """Read a matrix, or one of a stack; out of FP8 in blocks if its scales are beside it."""
+    """Read a matrix, or a row of a stack; with block scales next to it, dequantize it from FP8."""
     weight = checkpoint.get(key) if row is None else checkpoint.get_rows(key, row)
     scale = f"{key}_scale_inv"
     if weight.dtype != torch.float8_e4m3fn or scale not in checkpoint:
@@ -185,12 +185,12 @@ def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
 def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, **settings: Any) -> nn.Module:
     """Load the model of a folder with its experts packed; at most one expert at a time is held in 16 bits.
 
-    With a `mesh` of ranks, of which every one must call, each reads and packs its own experts (`shard_experts`).
+    With a `mesh`, every rank must call this, and reads and packs its own experts (`shard_experts`).
 
-    `format` as of `quantize_experts`; by default what the folder's experts are in: MXFP4 (GPT-OSS), FP8 in blocks
-    (DeepSeek-V3), or what `save_quantized` wrote. Packed bytes of the same format are kept as they are.
+    `format` is as in `quantize_experts`, by default that of the folder's experts: MXFP4 (GPT-OSS), FP8 in blocks
+    (DeepSeek-V3), or the format of `save_quantized`. Packed bytes in the same format are copied unchanged.
     `settings` go to from_pretrained.
-    Raises ValueError, before the weights are read, where `quantize_experts` would.
+    Raises ValueError, before the weights are read, as `quantize_experts` does.
     """
     from torch.distributed.tensor import Replicate, Shard
     from transformers import AutoConfig
@@ -210,7 +210,7 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
         )
     packed.of_name(format)
     checkpoint = Checkpoint(source)
-    if method in ("mxfp4", METHOD):  # of the experts alone, which are read here
+    if method in ("mxfp4", METHOD):  # only experts are quantized, and those are read here
         del config.quantization_config
     model, shapes = _without_stacks(config, source, format, settings, 1 if mesh is None else mesh.size(-1))
     spread = None if mesh is None else (mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)))
@@ -272,7 +272,7 @@ def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held, fo
         own = modules.from_saved(name, found, before.shape, tensors, count)
         if ranks > 1 and held == "nf4":
             own.scales.append(torch.tensor([experts[0]]))
-        if held == format:  # as it is
+        if held == format:  # copy the packed bytes
             return own
         return modules.pack(_Unpacked(own, stored, dtype, kind), format, spread)._replace(format=kind)
     parts = _parts(checkpoint, path, name, shape)

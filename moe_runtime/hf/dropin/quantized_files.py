@@ -1,6 +1,6 @@
-"""Write a model whose experts are quantized: MXFP4 as GPT-OSS and FP8 as DeepSeek-V3 for transformers, all else as it is.
+"""Write a model with quantized experts: MXFP4 as in GPT-OSS and FP8 as in DeepSeek-V3, other tensors unchanged.
 
-save_quantized(model, folder)       from the ranks that hold it to one folder, which hf.dropin.quantize.load_quantized reads
+save_quantized(model, folder)       from one or several ranks to one folder, which hf.dropin.quantize.load_quantized reads
 """
 
 import json
@@ -22,11 +22,11 @@ from moe_runtime.ops.all_to_all import is_distributed
 
 
 def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a model with packed experts: config.json and safetensors, by the names that read them.
+    """Write a model with packed experts: config.json and safetensors.
 
-    MXFP4 and FP8 become what transformers loads (GPT-OSS's names; a matrix for each expert and its weight_scale_inv); NF4 and
-    int8 what `load_quantized` does. Where experts are on several ranks every one must call, and rank 0 writes. Raises
-    ValueError for a model without packed experts or with PEFT's wrappers.
+    MXFP4 and FP8 are written in the form that transformers loads (GPT-OSS's names; a matrix per expert with its
+    weight_scale_inv), NF4 and int8 in the form that `load_quantized` reads. If experts are on several ranks, every rank must
+    call this, and rank 0 writes. Raises ValueError for a model without packed experts or with PEFT's wrappers.
     """
     found = {path: module for path, module in experts_of(model).items() if modules.layouts(module)}
     if not found or not hasattr(model, "config") or any("base_layer" in path for path in found):
@@ -43,7 +43,7 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
         "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": linear},
         "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": linear},
     }
-    # transformers takes GPT-OSS's MXFP4 for transposed, and splits experts of FP8 into matrices without biases
+    # transformers assumes transposed stacks for GPT-OSS's MXFP4, and for FP8 a matrix per expert without biases
     known = {"mxfp4": is_transposed(first), "fp8_block": not (is_transposed(first) or getattr(first, "has_bias", False))}
     known = known.get(form, False) and not isinstance(first, Experts)
     config["quantization_config"] = readable[form] if known else {"quant_method": METHOD, "format": form}
@@ -63,7 +63,7 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
                 for name, part in _per_expert(path, key.removeprefix(path), tensor):
                     writer.add(name, part)
             elif path and not known and key.removeprefix(path).removesuffix("_blocks") in modules.layouts(found[path[:-1]]):
-                writer.add(key.removesuffix("_blocks"), tensor.reshape(-1, 1))  # no other reader takes this for a stack
+                writer.add(key.removesuffix("_blocks"), tensor.reshape(-1, 1))  # no other reader mistakes this for a stack
             else:
                 writer.add(key, tensor)
         writer.write_text("config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -75,7 +75,7 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
 
 
 def _gathered(model: nn.Module, found: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model by the names in which they are saved; what is on several ranks is whole on each."""
+    """Yield the tensors of a model by their saved names; tensors on several ranks are gathered on each."""
     stacks = {f"{path}.{name}": (module, name) for path, module in found.items() for name in modules.layouts(module)}
     for key, tensor in model.state_dict().items():
         if key in stacks and is_distributed(tensor):
@@ -87,7 +87,7 @@ def _gathered(model: nn.Module, found: dict[str, nn.Module]) -> Iterator[tuple[s
 
 
 def _per_expert(path: str, name: str, stack: torch.Tensor):
-    """Yield the matrices of an FP8 stack, or of its scales, as DeepSeek-V3's files name them."""
+    """Yield the matrices of an FP8 stack, or of its scales, by their names in DeepSeek-V3's files."""
     base = name.removesuffix("_scale_inv")
     names = ("gate_proj", "up_proj") if base == "gate_up_proj" else (base,)
     suffix = "weight_scale_inv" if name != base else "weight"

@@ -5,13 +5,13 @@
     with replay_routing(model, record):
         model(**batch).loss.backward()
 
-The choice alone is replayed. The weights are what the model's own router gives the forced experts, so gradients reach it. A
-replay of what was recorded from the same weights and batch is bit-equal, forward and backward; other weights, or noise on the
-router, change the weights and not the experts. Ids are [T, K] in the layer's own order, one tensor per call of the layer.
+Only the choice of experts is replayed. The model's own router computes their weights, so gradients reach it. With the same
+model weights and batch a replay is bit-identical, forward and backward; other model weights, or router noise, change the
+routing weights but not the experts. Ids are [T, K] in the layer's own order, one tensor per call of the layer.
 
-Stock routers of transformers choose by torch.topk, which is what a replay answers for them: over the experts with the ids
-of the record, over groups of experts with the groups that these ids need. One that chooses in another way (PhiMoE's
-sparsemixer, ZAYA's skip expert) cannot be steered, and is refused as soon as its experts are not the record's.
+Stock routers of transformers choose with torch.topk, whose result a replay overrides: over experts by the recorded ids, over
+groups of experts by the groups that contain these ids. Routers that choose in another way (PhiMoE's sparsemixer, ZAYA's skip
+expert) cannot be overridden, and raise ValueError as soon as their experts differ from the record's.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class RoutingRecord:
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """Record the experts of each call of `model`, which may be wrapped; yields a RoutingRecord.
 
-    Recomputation under gradient checkpointing is not recorded. No sync: the ids stay on their device.
+    Recomputation under gradient checkpointing is not recorded. The ids stay on their device, without a sync.
     """
     layers = routed_layers(model)
     forget_compiled()
@@ -109,10 +109,10 @@ def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: torch.Tens
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     """Route the tokens of the n-th call of `model` to the experts of the record's n-th call.
 
-    Recomputation under gradient checkpointing gets the ids of the call that it repeats; the backward pass must run inside,
-    too. Layers that the record does not have route by themselves. Raises ValueError where the record does not fit the model
-    or the batch, at the end if it has more calls than there were, and for routers that it cannot steer: a layer's first
-    call is compared with the record at once, the others, without a sync, at the end.
+    Recomputation under gradient checkpointing gets the ids of the call that it repeats, so the backward pass must run inside
+    the block too. Layers that are not in the record use their own routing. Raises ValueError if the record does not fit the
+    model or the batch, if it has more calls than were made, and for routers that cannot be overridden: a layer's first call is
+    compared with the record immediately, the others at the end, without a sync.
     """
     layers = routed_layers(model)
     _check_fits(model, layers, record)
@@ -155,7 +155,7 @@ class _Replay:
 
     def __init__(self, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall):
         self.layer, self.ids, self.calls = layer, ids, calls
-        self.inputs: list[torch.Tensor] = []  # of the calls so far, by which a repetition is recognised
+        self.inputs: list[torch.Tensor] = []  # of the calls so far, to recognise repetitions
         self.repetitions = 0
         self.handles = [layer.module.register_forward_pre_hook(self._give, with_kwargs=True)]
 
@@ -248,12 +248,12 @@ class _StockReplay(_Replay):
         super().finish()
 
     def close(self) -> None:
-        """Remove the hooks, including any that Ctrl-C in a block left."""
+        """Remove the hooks, and the override if Ctrl-C interrupted a block."""
         super().close()
         self._stop()
 
     def _refuse(self, is_wrong: torch.Tensor) -> None:
-        # a router that goes by the token's id, or has not changed, needs no steering
+        # checked by the result: a router that uses token ids, or is unchanged, may select the same experts unaided
         if is_wrong:
             E, K = self.layer.num_experts, self.ids[0].shape[1]
             why = "its router, or a hook on it, changes the ids after torch.topk, which is not supported"
@@ -289,6 +289,6 @@ class _TopK(TorchFunctionMode):
             return self.ids.long().view(*input.shape[:-1], K)
         if not (1 < wide < self.E and self.E % wide == 0):
             return None
-        # the best groups by score, those that have forced experts first
+        # the best groups by score, but first those with forced experts
         groups = self.ids.long().div(self.E // wide, rounding_mode="floor").view(*input.shape[:-1], K)
         return func(input.detach().scatter(-1, groups, torch.inf), k, dim=-1, sorted=sorted).indices

@@ -4,9 +4,9 @@ load           count_e / sum_e count_e                      share of the slots
 max violation  max_e count_e / mean_e count_e               1 when balanced
 entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 when one expert takes all
 
-Max violation and entropy are over the routed experts: a shared one (gates xft, nonorm) sees every token. Our own layers count,
-and transformers' stock ones behind its experts interface. Where experts_implementation is "moe_runtime" and the call has no
-attention mask, the dispatch counts anyway; otherwise counting costs one small scatter per layer. Nothing is read back early.
+Max violation and entropy are over the routed experts: a shared one (gates xft, nonorm) sees every token. Supported are our own
+layers and stock ones behind transformers' experts interface. If experts_implementation is "moe_runtime" and the call has no
+attention mask, the dispatch's own counts are used; otherwise counting costs one small scatter per layer, without a sync.
 """
 
 import csv
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ from moe_runtime.io.rows import require
 
 FIELDS = ("layer", "expert", "shared", "slots", "load")
 LOW_ENTROPY = 0.5
+WIDEST = 16  # experts of a map with numbers
 ENOUGH = 10  # minimum slots per expert, if balanced, to judge a layer
 
 
@@ -59,9 +61,9 @@ class RouterStats:
     """Slots per layer and expert, with derived statistics; layers may have different numbers of experts."""
 
     counts: torch.Tensor  # [L, E] int64, on the CPU; E is the largest layer's, zeros beyond a smaller one's
-    layers: tuple[str, ...]  # a layer's number, or its path where that is not unique
-    num_shared: int | tuple[int, ...] = 0  # leading experts that see every token; a tuple where layers differ
-    num_experts: tuple[int, ...] | None = None  # per layer; None where all have E
+    layers: tuple[str, ...]  # a layer's number, or its path if that is not unique
+    num_shared: int | tuple[int, ...] = 0  # leading experts that see every token; a tuple if layers differ
+    num_experts: tuple[int, ...] | None = None  # per layer; None if all have E
 
     def _experts(self, layer: int, routed: bool = True) -> range:
         """Return the ids of a layer's experts, without shared ones if `routed`."""
@@ -160,7 +162,7 @@ class RouterStats:
         first, stop, L = min(r.start for r in ids), self.counts.shape[1], len(ids)
         is_path = isinstance(ax_or_path, (str, Path))
         if is_path or ax_or_path is None:
-            # a Figure of its own, not pyplot's: no display and no global state
+            # created without pyplot, hence without a display or global state
             size = (1.8 + 0.45 * (stop - first), 1.2 + 0.3 * L)
             ax = require("matplotlib.figure", "plot").Figure(figsize=size, layout="constrained").add_subplot()
         else:
@@ -168,9 +170,15 @@ class RouterStats:
         relative = torch.full((L, stop), math.nan, dtype=torch.float64)
         for i, row in enumerate(self.routed):
             relative[i, ids[i].start : ids[i].stop] = expert_load(row) * len(row)
-        image = ax.imshow(relative[:, first:].numpy(), aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
+        relative = relative[:, first:].numpy()
+        image = ax.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")  # blue and red: seen without green, too
+        if relative.shape[1] <= WIDEST:
+            for (y, x), value in np.ndenumerate(relative):
+                look = {"color": "white" if abs(value - 1) > 0.7 else "#222222", "fontsize": 8}
+                ax.text(x, y, "" if math.isnan(value) else f"{value:.2f}", ha="center", va="center", **look)
         ax.figure.colorbar(image, ax=ax, label="load / mean load", extend="max")
-        ax.set_xticks(range(stop - first), range(first, stop))
+        step = 1 + (stop - first - 1) // 32
+        ax.set_xticks(range(0, stop - first, step), range(first, stop, step))
         ax.set_yticks(range(L), self.layers)
         ax.set(xlabel="expert", ylabel="layer", title="router load")
         if is_path:
@@ -184,15 +192,15 @@ class RouterCounter:
 
     Only calls of `model` itself count, so recomputation under gradient checkpointing, which happens in backward, does
     not; with `only_training`, none in eval mode. Padding, by the call's attention_mask, is left out, and so are ids
-    outside 0..E-1, the sentinels of expert parallelism. `close` removes the hooks. Code that torch.compile has made is made
-    anew, with the counting in it (all of the process: torch.compiler.reset). Raises ValueError for a model without routers.
+    outside 0..E-1, the sentinels of expert parallelism. `close` removes the hooks. Compiled code is recompiled with counting
+    (torch.compiler.reset, for the whole process). Raises ValueError for a model without routers.
     """
 
     def __init__(self, model: nn.Module, only_training: bool = False):
         self.layers, self.only_training = routed_layers(model), only_training
         forget_compiled()
         self._counts = {name: _zeros(layer) for name, layer in self.layers.items()}
-        self._direct: dict[str, nn.Module] = {}  # whose dispatch counts in this call
+        self._direct: dict[str, nn.Module] = {}  # layers whose dispatch counts in this call
         self._call = OpenCall(model, self._enter, self._leave)
         self._handles = [layer.watch(functools.partial(self._see, name)) for name, layer in self.layers.items()]
 
@@ -244,7 +252,7 @@ class RouterCounter:
         if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts)
         counts, layers = counts.cpu(), list(self.layers.values())
-        # an adapter keeps the original of a module that it trains a copy of, and never calls it
+        # skip uncalled layers: an adapter that trains a copy of a module keeps the original
         called = [i for i in range(len(layers)) if counts[i].any()] or list(range(len(layers)))
         layers = [layers[i] for i in called]
         shared, sizes = tuple(layer.num_shared for layer in layers), tuple(layer.num_experts for layer in layers)
@@ -268,11 +276,11 @@ def _zeros(layer: RoutedLayer) -> torch.Tensor:
 
 
 def _counts_itself(layer: RoutedLayer) -> bool:
-    """Whether the layer's own dispatch can add to our counts, which must lie where it computes."""
+    """Return whether the layer's own dispatch can add to our counts, which must be on its device."""
     if not layer.is_stock or getattr(layer.module.config, "_experts_implementation", None) != NAME:
         return False
     device = next(layer.module.parameters()).device.type
-    # weights on the CPU beside a GPU may be offloaded; and there is one place only for a counter
+    # with a GPU, weights on the CPU may be offloaded; and a module has room for only one counter
     is_home = device != "meta" and (device != "cpu" or not torch.cuda.is_available())
     return is_home and not hasattr(layer.module, "moe_runtime_counts")
 

@@ -4,7 +4,7 @@ load                          a config, tokenizer or model of a folder or a Hub 
 read_config, check_tensors    check that a folder holds a model that transformers knows, with all of its tensors
 upcycled_config, ...          the config of the model that a conversion makes; write_config
 skeleton, to_saved            the names and layouts in which transformers saves experts, mostly a matrix for each projection
-Conversion, FolderReceipt     what all conversions count and return
+Conversion, FolderReceipt     counts and result of a conversion
 """
 
 import copy
@@ -87,6 +87,9 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
         raise
     except Exception as error:  # config classes raise various errors, and the Rust code of tokenizers raises Exception itself
         reason = f"cannot be loaded by transformers: {reason_of(error)}. Pass a folder or a Hub id"
+        if not os.path.exists(source):
+            known = "Repo id must" in str(error)  # huggingface_hub's words for a path that no id can look like
+            reason = "is neither a folder nor a Hub id" if known else f"is not a folder, and from the Hub it {reason}"
         if "trust_remote_code" in str(error):
             reason = "requires custom code (auto_map), which is never run. Use a model whose classes are in transformers"
         raise ValueError(f"{name} {str(source)!r} {reason}") from error
@@ -284,7 +287,7 @@ class FolderReceipt(NamedTuple):
     config: MoEConfig
     tensors: int
     bytes: int
-    side_files: list[str]  # tokenizer and the like, copied
+    side_files: list[str]  # copied: tokenizer and so on
     layers: list[int]
     mlp_error: float | None = None  # upcycling: first, middle and last MLP against the formula, relative
     alpha: list[list[float]] | None = None  # merging: [L, E]

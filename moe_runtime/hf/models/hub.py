@@ -1,4 +1,4 @@
-"""The Hub: a model's id where a folder is expected, and finished folders pushed there with a model card.
+"""The Hub: use a model's id in place of a folder, and push finished folders with a model card.
 
 local_folder       the folder of a source: itself, or the downloaded files of an id
 check_repository   raise before any work if nothing could be pushed
@@ -16,7 +16,7 @@ from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import jsonable
 from moe_runtime.io.files import atomic_file, read_json
 
-# no pickles and no code: what nothing here would load
+# without pickles and code, which are never loaded
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 PAPERS = {
     "xft": ("XFT: Unlocking the Power of Code Instruction Tuning by Simply Merging Upcycled Mixture-of-Experts", "2404.15247"),
@@ -68,17 +68,17 @@ _MADE = """## How it was made
 ```
 
 """
-_TEMPLATE = "# Model Card for Model ID"  # of transformers and PEFT: a form that nobody has filled in
+_TEMPLATE = "# Model Card for Model ID"  # heading of the empty template of transformers and PEFT
 
 
 def is_id(source: str | Path) -> bool:
-    """Whether `source` looks like a Hub id (allenai/OLMoE-1B-7B-0924): no such path exists, nor a folder that would hold it."""
+    """Return whether `source` looks like a Hub id (allenai/OLMoE-1B-7B-0924) and neither it nor its parent is a local path."""
     looks = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source))
     return bool(looks) and not Path(source).exists() and not Path(source).parent.is_dir()
 
 
 def local_folder(source: str | Path, patterns: tuple[str, ...] = FILES, name: str = "model") -> Path:
-    """Return `source` if it is a folder, else the folder of the Hub's files of that id; ValueError if there is neither."""
+    """Return `source` if it is a folder, else the folder of that Hub id's downloaded files; raises ValueError for neither."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -111,8 +111,8 @@ def check_repository(repo: str) -> None:
 def push(folder: str | Path, repo: str, **facts) -> str:
     """Upload `folder` to the model repository `repo`, made if missing, and return its address.
 
-    A folder without a README.md, or with the empty form that PEFT writes, gets `model_card(folder, repo, **facts)` first.
-    Raises ValueError, with the command that uploads later, if the Hub refuses; the folder stays as it is.
+    A folder without a README.md, or with PEFT's empty template, gets `model_card(folder, repo, **facts)` first.
+    Raises ValueError, with the command to upload later, if the upload fails; the folder stays unchanged.
     """
     from huggingface_hub import HfApi
 
@@ -136,7 +136,7 @@ def _write_card(folder: str | Path, repo: str, **facts) -> None:
 
 
 class PushesCard:
-    """Mixin of our model classes: `push_to_hub` writes `model_card` in place of transformers' empty form."""
+    """Mixin of our model classes: `push_to_hub` writes `model_card` instead of transformers' empty template."""
 
     def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs):
         config = self.config.moe_runtime
@@ -150,8 +150,8 @@ def model_card(
 ) -> str:  # fmt: skip
     """Return the text of a model card, with the metadata that the Hub checks.
 
-    `base` is the model that this one was made of, a Hub id or a folder, whose own card then names the base and its license;
-    `facts` is the conversion's receipt, of which the card lists numbers and words.
+    `base` is the model that this one was made from: a Hub id, or a folder whose own card names the base and its license;
+    `facts` is the conversion's receipt, whose numbers and words the card lists.
     """
     from huggingface_hub import ModelCardData
 
@@ -180,7 +180,7 @@ def model_card(
 
 
 def _kind(folder: Path) -> tuple[str, str | None]:
-    """Return what a folder holds, a key of _LOAD, and by which method it was made where the folder says so."""
+    """Return the kind of a folder, a key of _LOAD, and the method that made it, if recorded."""
     names = {path.name for path in folder.iterdir()}
     if "adapter_config.json" in names:
         return "peft", "esft" if "expert_cfg.json" in names else None

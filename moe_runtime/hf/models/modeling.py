@@ -2,11 +2,11 @@
 
 `MoeRuntimeLlamaForCausalLM` is `LlamaForCausalLM` whose MLPs, in the layers that `config.moe_runtime` lists, are
 `modules.moe.MoE` (stage "moe"), `modules.merged.MergedMLP` ("mergeable"), `modules.ewa.EWAMLP` ("ewa") or what
-`modules.lora_linear.add_experts` makes of them ("lora"); so for every family of the table. Checkpoints hold the stacks as
-they are: `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
+the result of `modules.lora_linear.add_experts` ("lora"); the same holds for every family. Checkpoints hold the stacks
+unchanged: `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
 
 The classes are generated and registered with transformers' auto classes on first use. `import moe_runtime` adds the names of
-the configs to transformers' table, by which a saved folder leads here; `register_auto_classes` makes all of them.
+the configs to transformers' table, so that saved folders are recognized; `register_auto_classes` creates all classes.
 
     loss     = lm_loss + aux_loss
     aux_loss = sum over layers of RouterOutput.balance_loss + router_aux_loss_coef * pooled
@@ -144,18 +144,18 @@ class _Model(PushesCard):
             super()._init_weights(module)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Refuse transformers' own implementations, which these experts would ignore without a word."""
+        """Reject transformers' own implementations, which these experts would silently ignore."""
         if requested_experts not in (None, "eager", "moe_runtime"):
             raise ValueError(
                 f"experts_implementation must be 'moe_runtime' or None, but got {requested_experts!r}. This model always runs "
                 "moe_runtime.ops.moe_mlp; MOE_RUNTIME_BACKEND selects its kernel"
             )
-        return "eager"  # transformers' word for a module's own forward
+        return "eager"  # transformers' name for a module's own forward
 
     def _routed(self, forward, output_router_logits, *args, **kwargs):
-        """Run `forward`; return its output, the RouterOutputs, and whether their logits are wanted in the output.
+        """Run `forward`; return its output, the RouterOutputs, and whether the output should include their logits.
 
-        The records are None where none are wanted or an outer model collects them; else the output is no tuple.
+        The records are None if none are needed or an outer model collects them; otherwise the output is not a tuple.
         """
         want = self.config.output_router_logits if output_router_logits is None else output_router_logits
         balanced = self.config.moe_runtime["config"]["balance_loss"] != "none"
@@ -176,9 +176,9 @@ class _Model(PushesCard):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """Load as transformers does, but refuse a checkpoint with missing or unknown keys: ValueError with the list."""
+        """Load as transformers does, but raise ValueError for a checkpoint with missing or unknown keys, and list them."""
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        # a model without its head leaves a checkpoint's out
+        # a model without a head ignores the checkpoint's head
         left = ("lm_head.", "embed_out.") if issubclass(cls, _Inner) else ()
         found = {kind: info.get(f"{kind}_keys") or () for kind in ("missing", "unexpected")}
         bad = {kind: new for kind, keys in found.items() if (new := sorted(k for k in keys if not k.startswith(left)))}
@@ -190,11 +190,11 @@ class _Model(PushesCard):
             )
         stage = model.config.moe_runtime["stage"]
         if stage in FREEZE:
-            FREEZE[stage](model)  # loading has put trainable parameters in place of the frozen ones
+            FREEZE[stage](model)  # loading replaces frozen parameters by trainable ones
         return (model, info) if output_loading_info else model
 
     def _as_asked(self, out, return_dict: bool | None):
-        """Return `out` as a tuple if the caller or the config wants one."""
+        """Return `out`, as a tuple if the caller or the config requests one."""
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return out if return_dict else out.to_tuple()
 
@@ -211,7 +211,7 @@ class _Inner(_Model):
         self.post_init()
 
     def forward(self, *args, output_router_logits=None, **kwargs):
-        """Run the base's forward; add `router_logits` where wanted and `balance_loss` where the layers have one."""
+        """Run the base's forward; add `router_logits` if requested, and `balance_loss` if the layers have one."""
         out, records, want = self._routed(super().forward, output_router_logits, *args, **kwargs)
         if records is None:
             return out
@@ -231,7 +231,7 @@ class _CausalLM(_Model):
         self.post_init()
 
     def forward(self, *args, output_router_logits=None, **kwargs):
-        """Run the base's forward; add the auxiliary losses to its loss, and `router_logits` where wanted."""
+        """Run the base's forward; add the auxiliary losses to its loss, and `router_logits` if requested."""
         out, records, want = self._routed(super().forward, output_router_logits, *args, **kwargs)
         if records is None:
             return out
@@ -254,7 +254,7 @@ def install_layers(model: PreTrainedModel) -> None:
         path = _layer_path(model, layer)
         if block["stage"] == "lora":
             settings = {name: block["lora"][name] for name in ("form", "rank", "alpha", "targets")}
-            # transformers loads a parameter in the dtype that it was made in
+            # transformers loads a parameter in the dtype in which it was created
             dtype = block["lora"].get("dtype")
             settings["dtype"] = None if dtype is None else getattr(torch, dtype)
             module = add_experts(model.get_submodule(path), config, **settings)
@@ -296,11 +296,11 @@ def adopt(model: PreTrainedModel, causal_lm: type, inner: type) -> None:
     model.__class__, model.base_model.__class__ = causal_lm, inner
     for module in (model, model.base_model):
         if vars(module).pop("forward", None) is not None:
-            # accelerate's autocast and TRL's head are such: bound to the old class, whose super() fails from here on
+            # for example by accelerate's autocast or TRL: bound to the old class, whose super() would fail
             warnings.warn(f"forward was replaced on this object; that of {type(module).__name__} is restored", stacklevel=3)
     for cls in {causal_lm, inner} - _INTRODUCED:
-        # transformers notes what a class can record (hidden states) when an object of it is made, and `__class__ =`
-        # makes none; so make one, without parts
+        # transformers records what a class can output (hidden states) when an object is created, which `__class__ =`
+        # does not do, so create one without submodules
         PreTrainedModel.__init__(cls.__new__(cls), copy.deepcopy(model.config))
         _INTRODUCED.add(cls)
 
@@ -328,7 +328,7 @@ def _config_class(model_type: str) -> type:
         "__doc__": f"{base.__name__} of a model whose MLPs are mixtures of experts.",
         "model_type": PREFIX + model_type,
         "base_type": model_type,
-        # the model classes are created with the first config, not before, as they import their file
+        # the model classes are created with the first config, as they import the base's modeling file
         "make_models": staticmethod(functools.partial(model_classes, model_type)),
         # outputs that an evaluation loop should not gather
         "keys_to_ignore_at_inference": [*base.keys_to_ignore_at_inference, "aux_loss", "lm_loss", "router_logits"],
@@ -353,7 +353,7 @@ def model_classes(model_type: str) -> ModelClasses:
     causal_lm = _derive(f"{stem}ForCausalLM", _CausalLM, base_causal_lm, config)
     AutoModel.register(config, inner, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
-    # a base's own renamings between file and model (GPT-NeoX's embed_out is lm_head), which go by the class's name
+    # a base's renamings between file and model (GPT-NeoX's embed_out is lm_head) are looked up by class name
     renamings = get_checkpoint_conversion_mapping(base_causal_lm.__name__)
     if renamings:
         register_checkpoint_conversion_mapping(causal_lm.__name__, renamings, overwrite=True)

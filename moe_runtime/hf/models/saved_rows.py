@@ -22,8 +22,8 @@ class SavedRows(NamedTuple):
 
     name: str  # of the stack
     ids: tuple[int, ...]
-    saved: str | None  # the tensor's name where there is one row; None where it is as the model has it
-    stacked: bool  # within a stack of all experts, or one expert's tensor
+    saved: str | None  # the tensor's name if it holds one row; None if it has the model's own layout
+    stacked: bool  # whether the tensor is a stack of all experts instead of one expert's
 
     def row(self, model: nn.Module, row: torch.Tensor) -> torch.Tensor:
         """Return a row of the stack in the layout of the folder."""
@@ -63,7 +63,7 @@ def saved_tensors(model: nn.Module, own: Mapping[str, torch.Tensor], checkpoint:
 
 
 def _choose(saved: dict[str, tuple], whole: dict[str, tuple], checkpoint: Checkpoint) -> dict[str, tuple]:
-    """Return which of two sets of names and shapes the folder has: as transformers saves, or as the model is."""
+    """Return the set of names and shapes that the folder has: `saved`, as transformers writes, or `whole`, the model's own."""
     specs = checkpoint.specs()
     for shapes in (saved, whole):
         if all(key in specs and specs[key].shape == shape for key, shape in shapes.items()):

@@ -1,16 +1,16 @@
-"""Write an upcycled model as a stock MoE model of transformers, which runs without this package; docs/serving.md has the table.
+"""Export an upcycled model as a stock MoE model of transformers, which runs without this package; see docs/serving.md.
 
 A family fits if it has the base's attention and its router computes the gate, with s = softmax(router logits):
 
     topk_softmax, softmax_topk_renorm   the top k of s divided by their sum, which is softmax over the chosen logits
     softmax_topk                        the top k of s: `norm_topk_prob` false
-    sigmoid_topk                        the router of DeepSeek-V3 without correction, groups and scale, as GLM4-MoE has it
+    sigmoid_topk                        the router of DeepSeek-V3 without correction, groups and scale, as in GLM4-MoE
     xft, nonorm, top_k 2                (1 - s_max) shared(x) + s_max expert(x) = shared(x) + s_max (expert - shared)(x), where
                                         expert - shared is one MLP of twice the width; Qwen2-MoE has both terms
 
-With more experts per token xft and nonorm need to know which chosen expert has s_max, as no stock router does. Their nearest
-neighbour is a shared expert of the constant weight 1 - m, m the layer's mean s_max on a probe batch. nonorm's routed weights
-are then exact. xft's are a softmax over probabilities: to first order around equal ones, a softmax over the chosen logits / R.
+With larger top_k, xft and nonorm depend on s_max in a way that no stock router supports. Their closest approximation is a
+shared expert with the constant weight 1 - m, m being the layer's mean s_max on a probe batch. nonorm's routed weights are then
+exact; xft's are a softmax over probabilities: to first order around equal ones, a softmax over the chosen logits / R.
 """
 
 import re
@@ -42,17 +42,17 @@ _ZERO = ("bias", ".shared_expert")  # parts of the names of tensors that are zer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stock:
-    """A stock MoE family: the dense bases whose attention it has, the gates it computes, and how it calls things.
+    """A stock MoE family: the dense bases whose attention it has, the gates it computes, and its names.
 
-    `also` lists what only some families have: "shared" (an expert times the sigmoid of a linear gate), "window" (sliding
+    `also` lists optional features: "shared" (an expert times the sigmoid of a linear gate), "window" (sliding
     attention), "partial" (dense layers), "stacked" (experts saved as stacks), "pairs" (rotary embeddings of neighbours).
     """
 
     bases: tuple[str, ...]
     gates: Mapping[str, Mapping[str, Any]]  # the fields of the config that make the router compute the gate
-    sizes: Mapping[str, str]  # other fields, as fields of MoEConfig
-    more: Callable[[Any, str], dict] = lambda config, base: {}  # and from the upcycled model's config
-    names: Mapping[str, str] = field(default_factory=dict)  # ours -> the family's, parts of names
+    sizes: Mapping[str, str]  # other fields, and the fields of MoEConfig that they equal
+    more: Callable[[Any, str], dict] = lambda config, base: {}  # and fields computed from the upcycled model's config
+    names: Mapping[str, str] = field(default_factory=dict)  # parts of our names -> the family's
     also: tuple[str, ...] = ()
 
 
@@ -62,7 +62,7 @@ STOCK = {
     ),
     "qwen2_moe": Stock(
         bases=(*_LLAMAS, "qwen2"), gates=_SOFTMAX, sizes=_QWEN, also=("shared", "partial"),
-        # without its biases vLLM's class would compute with memory that nobody wrote
+        # without these biases vLLM's class would read uninitialized memory
         more=lambda config, base: {"qkv_bias": True, "shared_expert_intermediate_size": _UNUSED},
     ),
     "qwen3_moe": Stock(bases=("qwen3",), gates=_SOFTMAX, sizes=_QWEN, also=("partial",)),
@@ -110,7 +110,7 @@ def is_exact(to: str, moe: MoEConfig) -> bool:
 
 
 def exact_settings(to: str, gate: str | None = None, top_k: int | None = None) -> tuple[str, int | None]:
-    """Return the gate and top_k (None: any) of an upcycled model that the family `to` computes exactly; those given stay."""
+    """Return a gate and top_k (None: any) that the family `to` computes exactly; given values are kept."""
     stock = _stock(to)
     gate = gate or ("xft" if "shared" in stock.also and top_k in (None, 2) else next(iter(stock.gates)))
     return gate, 2 if gate in SHARED_GATES and top_k is None else top_k
@@ -172,13 +172,13 @@ def _inexact(to: str, moe: MoEConfig, base: str, never: bool) -> str:
     known = [*map(repr, STOCK[to].gates), *(["'xft' and 'nonorm' with top_k 2"] if has_shared else [])]
     others = [f"--to {name}" for name, stock in STOCK.items() if base in stock.bases and is_exact(name, moe)]
     others += [] if never else ["--approximate for the nearest neighbour, which needs training"]
-    ways = ", ".join(["xft merge for a dense model", "xft export --to official", *others])
+    remedies = ", ".join(["xft merge for a dense model", "xft export --to official", *others])
     got = f"gate is {moe.gate!r}" + f" with top_k {moe.top_k}" * (moe.has_shared_expert and has_shared)
-    return f"{got}, but {to} supports only {' or '.join(known)}. Use {ways}, or start with xft upcycle --for {to}"
+    return f"{got}, but {to} supports only {' or '.join(known)}. Use {remedies}, or start with xft upcycle --for {to}"
 
 
 class _Target:
-    """The stock model on the meta device: names and layouts on disk, and the tensors that are not written yet."""
+    """The stock model on the meta device: names and layouts on disk, and the tensors still to be written."""
 
     def __init__(self, config):
         self.model = folders.skeleton(config)
@@ -199,7 +199,7 @@ def export_stock(
 ) -> FolderReceipt:  # fmt: skip
     """Write the upcycled model `folder` as a stock model of family `to`, a key of STOCK, to the folder `out`.
 
-    It streams: memory holds a tensor of the backbone, one expert's matrices and a shard of the target. With `check`, or with
+    Tensors are streamed: memory holds one tensor of the backbone, one expert's matrices and one shard. With `check`, or with
     `approximate` and a gate that the family does not compute, both models are loaded and the receipt has the relative error of
     the logits. Raises ValueError, with nothing written, if the family has no such model.
     """
@@ -212,7 +212,7 @@ def export_stock(
     target = _Target(new)
     with Checkpoint(folder) as source:
         folders.check_tensors(config, source)
-        # old checkpoints hold buffers that every model computes itself
+        # old checkpoints contain buffers that models compute themselves
         specs = {key: spec for key, spec in source.specs().items() if not key.endswith("rotary_emb.inv_freq")}
         with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=target.nbytes) as writer:
             folders.write_config(writer, new)
@@ -232,7 +232,7 @@ def export_stock(
 
 
 def _converted(source: Checkpoint, key: str, to: str, target: _Target, config, shares: Mapping[int, float]) -> Iterator[dict]:
-    """Yield the saved form of what a tensor of ours becomes."""
+    """Convert one of our tensors, and yield the results in their saved form."""
     moe, also, name = moe_config(config), STOCK[to].also, key
     for ours, theirs in STOCK[to].names.items():
         name = name.replace(ours, theirs)
@@ -251,9 +251,9 @@ def _converted(source: Checkpoint, key: str, to: str, target: _Target, config, s
 
 
 def _with_shared(source: Checkpoint, key: str, target: _Target, moe: MoEConfig, share: float | None) -> Iterator[dict]:
-    """Yield a stack whose expert 0 is shared: it moves to Qwen2-MoE's place for it, whose gate of zeros has the weight 1/2.
+    """Convert a stack whose expert 0 is shared: it becomes Qwen2-MoE's shared expert, whose zero gate gives it weight 1/2.
 
-    `share` is its weight if that is not exact.
+    `share` is its approximate weight, or None if the conversion is exact.
     """
     head, _, stack = key.rpartition(".experts.")
     shared, is_down = source.get_rows(key, slice(0, 1)), stack == "down_proj"

@@ -142,7 +142,7 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
 def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, torch.Tensor]]) -> nn.Module:
     """Convert an upcycled model at any stage back to its base's stock class, in place, and return it.
 
-    `weights_of_layer` maps a MoE, MergedMLP or EWAMLP to one dense weight per name of `read_mlp`; all layers are computed
+    `weights_of_layer` maps an MoE, MergedMLP or EWAMLP to one dense weight per name of `read_mlp`; all layers are computed
     before the first is replaced. The config has no fields of ours left. Weights are trainable if the experts were; after
     the mergeable stage, which freezes everything, all weights are trainable again, as in any loaded model.
     """
@@ -249,7 +249,7 @@ def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None
 def _refuse_broken(mlp: nn.Module, path: str) -> None:
     """Raise ValueError for NaN and infinities in the weights of an MLP, which all copies would contain."""
     for name, weight in mlp.named_parameters():
-        # torch has no aminmax of eight bits
+        # torch has no aminmax for 8-bit floats
         if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.detach().aminmax()).isfinite().all():
             raise ValueError(f"{path}.{name} contains NaN or infinity, but weights must be finite")
 
@@ -267,7 +267,7 @@ def mlp_error(mlp: nn.Module, family: Family) -> float:
     want = nn.functional.linear(h, ours["down_proj"], ours.get("down_proj_bias"))
     try:
         got = copy.deepcopy(mlp).double().eval()(x)
-    except (RuntimeError, TypeError):  # a patched forward: one of other arguments, or tied to the original's weights
+    except (RuntimeError, TypeError):  # a patched forward with other arguments, or bound to the original's weights
         return float("inf")
     if not isinstance(got, torch.Tensor) or got.shape != want.shape:
         return float("inf")
@@ -275,5 +275,5 @@ def mlp_error(mlp: nn.Module, family: Family) -> float:
 
 
 def _patched(mlp: nn.Module) -> bool:
-    """Return whether any module in it does not run its class's forward."""
+    """Return whether any of its modules does not run its class's forward."""
     return any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in mlp.modules())

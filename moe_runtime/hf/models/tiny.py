@@ -40,10 +40,10 @@ def small_deepseek(
     tokenizer, *, hidden_size: int, intermediate_size: int, num_layers: int, num_experts: int, top_k: int, expert_size: int,
     shared_experts: int, dense_layers: int, max_length: int, seed: int,
 ):  # fmt: skip
-    """Return a DeepseekV2ForCausalLM, a mixture of experts, for the tokenizer.
+    """Return a DeepseekV2ForCausalLM, an MoE model, for the tokenizer.
 
     Its layers are DeepSeek-V2-Lite's: `dense_layers` dense ones first, then `num_experts` routed experts, `top_k` per token
-    with weights that are not normalised, beside `shared_experts`.
+    with unnormalized weights, and `shared_experts`.
     """
     torch.manual_seed(seed)
     config = DeepseekV2Config(
@@ -74,8 +74,8 @@ def _fields(tokenizer, hidden_size: int, intermediate_size: int, num_layers: int
 def train_tokenizer(texts: Iterable[str], vocab_size: int, split_digits: bool = False) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer of at most `vocab_size` ids: any text round-trips.
 
-    It puts BOS before a text, pads right, and has a chat template that marks what the assistant says. Few texts give
-    fewer ids: len(tokenizer) counts them. With `split_digits` every digit is a token of its own. Raises ValueError for a
+    It puts BOS before a text, pads right, and has a chat template that marks the assistant's turns. Few texts give
+    fewer ids: len(tokenizer) counts them. With `split_digits` every digit is a separate token. Raises ValueError for a
     vocab_size without room for bytes and special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

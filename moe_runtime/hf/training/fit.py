@@ -36,7 +36,7 @@ class Trained(NamedTuple):
     steps: int
     losses: list[float]  # of each held-out example, at the end
     tokens: list[int]
-    exact: list[int] | None  # whether greedy decoding gives its label tokens, as `sums_of`
+    exact: list[int] | None  # per held-out example: 1 if greedy decoding gives its label tokens, else 0
     state_dict: Callable[[], dict | None]  # rank 0 gets all weights, the others may get None; every process must call
     trained_parameters: int
     optimizer_bytes: int  # of the optimizer's state, over all processes
@@ -52,12 +52,12 @@ def _arguments(folder: str | Path, save_steps: int | None, seed: int, **settings
         save_total_limit=2,
         logging_steps=max(settings["max_steps"] // 40, 1),
         seed=seed,
-        data_seed=1_000_003 * seed,  # accelerate adds the epoch: neighbours would share all orders but one
+        data_seed=1_000_003 * seed,  # accelerate adds the epoch, so consecutive seeds would share almost all orders
         use_cpu=not cuda,
         dataloader_pin_memory=cuda,
         report_to=[],
         disable_tqdm=True,
-        ddp_find_unused_parameters=False,  # each that trains is used in every step: expert stacks are whole tensors
+        ddp_find_unused_parameters=False,  # every trained parameter is used in every step: expert stacks are single tensors
         **settings,
     )
 
@@ -257,7 +257,7 @@ def means_of(found: Sequence[tuple]) -> tuple[list[float], list[int], list[int] 
 
 
 def mean_loss(losses: Sequence[float], tokens: Sequence[int], exact: Sequence[int] | None = None) -> float:
-    """Return the mean over all label tokens of `row_losses`' numbers; `exact` plays no part in it."""
+    """Return the mean over all label tokens from the results of `row_losses`; `exact` is ignored."""
     return sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
 
 
@@ -286,7 +286,7 @@ def fill_state(optimizer: Adafactor, args=None, kwargs=None) -> None:
             if group["beta1"] is not None:
                 state["exp_avg"] = zeros.clone()
             for name, dim in (("exp_avg_sq_row", -1), ("exp_avg_sq_col", -2)):
-                mean = zeros.mean(dim)  # a DTensor, whose partial sums become whole on every rank
+                mean = zeros.mean(dim)  # a DTensor, possibly with partial sums
                 state[name] = mean.redistribute(placements=[Replicate() if p.is_partial() else p for p in mean.placements])
             optimizer.state[p].update(state)
 

@@ -1,4 +1,4 @@
-"""The processes of one run, as started by `accelerate launch`, and model folders that all read and one writes."""
+"""The processes of one run, started by `accelerate launch`, and model folders that all of them read and one writes."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ def state():
     """Return accelerate's PartialState of this process: its rank, the number of processes, its device."""
     from accelerate import PartialState
 
-    # rank 0 converts alone, or waits for another run, while the others wait for it
+    # the other ranks wait while rank 0 converts a model or waits for another run
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=2))
 
 
@@ -45,9 +45,9 @@ def leading() -> Iterator[bool]:
     except Exception as raised:
         error = raised
     kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
-    said = agree(None if error is None else (kind, str(error) or type(error).__name__))
-    if error is not None or said is not None:
-        raise error or said[0](said[1])
+    outcome = agree(None if error is None else (kind, str(error) or type(error).__name__))
+    if error is not None or outcome is not None:
+        raise error or outcome[0](outcome[1])
 
 
 def gather(values: list) -> list:
@@ -58,7 +58,7 @@ def gather(values: list) -> list:
 
 
 def largest(value: int) -> int:
-    """Return the largest value of all processes. Every process must call."""
+    """Return the largest value of all processes. Every process must call this."""
     if state().num_processes == 1:
         return value
     found = torch.tensor(value, device=state().device)
@@ -143,7 +143,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 def save_whole(model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict: dict | None = None) -> None:
     """Write a model in `dtype`, with its tokenizer and both formats of the rotary keys, to an existing folder.
 
-    `state_dict` stands for the weights of a model that is split; FSDP2 holds them in float32 under mixed precision.
+    `state_dict` replaces the weights of a sharded model; FSDP2 holds them in float32 under mixed precision.
     """
     narrow = getattr(torch, dtype)
     if state_dict is not None:

@@ -1,4 +1,4 @@
-"""Records of a training: losses, seconds, router statistics, checkpoints to resume from, weights of the best evaluation."""
+"""Record a training run: losses, seconds, router statistics, checkpoints to resume from, weights of the best evaluation."""
 
 import csv
 import json
@@ -59,7 +59,7 @@ class Best:
             self.loss, self.rows = kept["loss"], (kept["losses"], kept["tokens"], kept.get("exact"))
 
     def see(self, loss: float, rows: tuple[list, list, list | None]) -> None:
-        """Keep the weights if `loss`, that of `rows`, is the lowest so far."""
+        """Keep the weights if `loss`, the mean over `rows`, is the lowest so far."""
         if not loss < self.loss:
             return
         self.loss, self.rows = loss, rows
@@ -70,7 +70,7 @@ class Best:
 
     @torch.no_grad()
     def put_back(self) -> tuple[list, list, list | None] | None:
-        """Give the model the weights that were kept, and return their `row_losses`; None if no loss was a number."""
+        """Restore the kept weights, and return their `row_losses`; None if every loss was NaN."""
         if self.rows is None:
             return None
         kept = self._kept()["weights"]
@@ -82,7 +82,7 @@ class Best:
         """Return the contents of the file; raises ValueError unless `see` wrote it for this model's parameters."""
         try:
             kept, reason = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True), None
-        except Exception as error:  # torch.load raises anything for a file that is none of its own
+        except Exception as error:  # torch.load may raise anything for a file of another kind
             kept, reason = {}, one_line(str(error).strip().partition("\n")[0], 200) or type(error).__name__
         for name, weight in self._weights().items() if reason is None else ():
             found = kept["weights"].get(name) if isinstance(kept, dict) and isinstance(kept.get("weights"), dict) else None
@@ -104,9 +104,9 @@ class Best:
 class Recorder(TrainerCallback):
     """Fills a History, reports each step, and continues the history of a checkpoint.
 
-    `take` returns the held-out loss, and the `row_losses` that it is the mean of. It is called after
-    `every` so many steps, or after those of a list, and at the end; its seconds do not count. With `best` the training ends
-    with the weights of its lowest held-out loss, and `last` is of those.
+    `take` returns the held-out loss and the `row_losses` behind it. It is called every `every` steps, or after the steps of a
+    list, and at the end; its time is not counted. With `best`, training ends with the weights of the lowest held-out loss,
+    and `last` belongs to these.
     """
 
     NAME = "history.json"
@@ -142,7 +142,7 @@ class Recorder(TrainerCallback):
             self.history.rows.append((step, list(self.last[0])))
             self.paused += time.perf_counter() - start
         if is_done:
-            control.should_save = False  # a run resumed from there would train a step too many
+            control.should_save = False  # a run resumed from there would train one step too many
 
     def on_train_end(self, args, state, control, **kwargs):
         self.history.seconds = self._seconds()
@@ -150,7 +150,7 @@ class Recorder(TrainerCallback):
             self.last = self.best.put_back() or self.last
 
     def on_save(self, args, state, control, **kwargs):
-        # the last file of a checkpoint: one without it was cut off, and is not gone on from
+        # written last: a checkpoint without this file is incomplete and is not resumed from
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         if state.is_world_process_zero:
@@ -201,7 +201,7 @@ class RouterStatsCallback(TrainerCallback):
     """Adds router statistics to the training logs and appends each expert's load, per layer, to a CSV file.
 
     The logs get `RouterStats.summary`, with `per_layer` also each layer's numbers; the file is `path` or
-    router_stats.csv in the output folder. Between two logs it only counts, on the device. A collapse is warned of once.
+    router_stats.csv in the output folder. Between two logs it only counts, on the device. It warns once of a collapse.
     MoETrainer and MoESFTTrainer put it first; in a plain Trainer, reporting callbacks before it do not see its numbers.
     """
 
@@ -258,14 +258,14 @@ class MixingCallback(TrainerCallback):
     """Adds the mixing coefficients of a mergeable model to the training logs; MoETrainer and MoESFTTrainer put it first.
 
     `mixing/alpha/E` is the coefficient of expert E, averaged over the layers, `mixing/max_change` the largest change of a
-    coefficient since the training began; `per_layer` adds each layer's, as `mixing/LAYER/alpha/E`.
+    coefficient since training began; `per_layer` adds each layer's, as `mixing/LAYER/alpha/E`.
     """
 
     def __init__(self, per_layer: bool = False):
         self.per_layer = per_layer
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Find the layers and keep the coefficients that they begin with."""
+        """Find the layers and store their initial coefficients."""
         layers = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, MergedMLP)}
         if not layers:
             raise ValueError(f"{type(model).__name__} has no mergeable layers. Call xft.to_mergeable first")

@@ -1,6 +1,6 @@
 """Atomic saving of models and checkpoints in a Trainer, and an orderly stop on signals.
 
-`WholeSaves` never resumes from an incomplete checkpoint. On Ctrl-C or SIGTERM the current step is finished, a checkpoint is
+`WholeSaves` never resumes from an incomplete checkpoint. On Ctrl-C or SIGTERM the current step finishes, a checkpoint is
 written, and the same command can resume. The processes of a run agree after each step, so that a signal to one of them, or to
 all in different steps, stops all in the same step.
 
@@ -47,15 +47,15 @@ def _remove_halves(folder: str | Path, last: Path) -> None:
 
 
 def _clear(checkpoint: Path) -> None:
-    """Take the mark, and what a killed writer of safetensors left, from a checkpoint that is written again."""
+    """Remove the completion mark and a killed writer's temporary files from a checkpoint that is written again."""
     (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
     for path in checkpoint.iterdir() if checkpoint.is_dir() else ():
-        if re.fullmatch(r"\.tmp\w{6}", path.name):  # its name until it is whole; another rank has none such
+        if re.fullmatch(r"\.tmp\w{6}", path.name):  # temporary name of a safetensors file; other ranks use no such names
             path.unlink(missing_ok=True)
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """The trainer's state is the last file that transformers writes."""
+    """Return whether a checkpoint has the trainer's state, the last file that transformers writes."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -81,7 +81,7 @@ class WholeSaves:
     """Mixin of trainers, placed before transformers' class."""
 
     def _trains_spread(self) -> bool:
-        """Whether trainable experts are sharded over ranks; FSDP writes its own files."""
+        """Return whether trainable experts are sharded over ranks; FSDP writes its own files."""
         return not self.is_fsdp_enabled and any(is_distributed(p) for p in self.model.parameters() if p.requires_grad)
 
     def _write_spread(self, kind: str, folder: str | Path) -> None:
@@ -164,7 +164,7 @@ class WholeSaves:
             super()._save(str(tmp), state_dict)
 
     def _save_checkpoint(self, model, trial):
-        """Save as transformers does; what fails half-way is removed, and an older checkpoint of the step is none first."""
+        """Save as transformers does; first clear an older checkpoint of this step, and remove an incomplete one on failure."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
             _clear(folder)
@@ -185,9 +185,9 @@ class StopCallback(TrainerCallback):
         self.saved: int | None = None  # the step of the newest checkpoint
 
     def agree(self) -> None:
-        """Take what a process was asked for all of them; every process must call."""
+        """Agree on a stop that was requested of any process; every process must call this."""
         asked = self.stopping.asked
-        # one number more per step, where the loss is read on the host anyway
+        # costs one more number per step, when the loss is read on the host anyway
         code = ranks.largest(signals.code_of(asked) if asked is not None else 0)
         if code and self.agreed is None:
             self.agreed = signals.of(code)
@@ -196,13 +196,13 @@ class StopCallback(TrainerCallback):
         self.agree()
         if self._stops(state):
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # who stops a run waits for nothing, and with "best" it says what is saved
+            control.should_evaluate = False  # a stop should not wait for it, and with "best" it would affect saving
 
     def on_save(self, args, state, control, **kwargs):
         self.saved = state.global_step
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        """Take back what transformers asks for at an epoch's end, which a stop in its middle is for it."""
+        """Undo requests for the end of an epoch, which transformers also makes when stopped within one."""
         if self._stops(state):
             control.should_evaluate, control.should_save = False, self.saved != state.global_step
 
@@ -212,14 +212,14 @@ class StopCallback(TrainerCallback):
 
 @contextmanager
 def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
-    """Let `trainer` train in the block; raise an interruption after it, or of a finished training where the next one begins."""
+    """Run training in the block; raise an interruption at its end, or once the next run begins if training had finished."""
     with signals.after_the_step() as stopping:
         callback = StopCallback(stopping)
         trainer.add_callback(callback)
         yield
         trainer.remove_callback(callback)
-        callback.agree()  # what came behind the last step
-    # asked since then is this process alone, which ends at once, as between trainings
+        callback.agree()  # on a stop requested after the last step
+    # a later request concerns only this process, which stops immediately, as between training runs
     ended, asked = trainer.state.global_step >= trainer.state.max_steps, callback.agreed or stopping.asked
     if callback.agreed is not None and ended:
         signals.raise_later(callback.agreed)
@@ -229,7 +229,7 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
 
 def hold_workers(loader):
     """Make a data loader's workers ignore signals to the whole group, so that the step can finish; return the loader."""
-    inner = getattr(loader, "base_dataloader", loader)  # of accelerate's
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper has one
     begin = getattr(inner, "worker_init_fn", None)
     if getattr(inner, "num_workers", 0) and getattr(begin, "func", None) is not _begin_worker:
         inner.worker_init_fn = functools.partial(_begin_worker, begin)
@@ -237,7 +237,7 @@ def hold_workers(loader):
 
 
 def _begin_worker(begin: Callable[[int], None] | None, number: int) -> None:
-    # both are sent to whole groups of processes; this one ends with its parent
+    # both signals go to whole process groups; a worker ends with its parent
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     if begin is not None:
         begin(number)

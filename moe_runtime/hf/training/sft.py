@@ -65,14 +65,14 @@ class TrainArguments:
 
 
 class _TakenBefore(argparse.Action):
-    """A flag that stands in the help, and that somebody takes out of the words before this parser reads them."""
+    """A flag that is listed in the help, but removed from the arguments before this parser reads them."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.error(f"{option_string} is not allowed here. Pass {self.option_strings[0]} once, on the command line")
 
 
 def parse(trl, argv: Sequence[str] | None) -> tuple:
-    """Parse flags and config file with TRL's parser; bf16 stays TRL's default only where the device has it.
+    """Parse flags and config file with TRL's parser; bf16 stays TRL's default only if the device supports it.
 
     Raises ValueError for unknown flags and an invalid config file.
     """
@@ -84,15 +84,15 @@ def parse(trl, argv: Sequence[str] | None) -> tuple:
     others.add_argument("--json", nargs=0, help="print the result as one JSON object; everything else goes to stderr", **hidden)
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)
-    parser.set_defaults(lora_dropout=0.0)  # PEFT refuses any other on the experts of stock models
+    parser.set_defaults(lora_dropout=0.0)  # PEFT rejects any other value on the experts of stock models
     parser.set_defaults(output_dir="")  # transformers would write to ./trainer_output
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True)
     if not sys.stderr.isatty():
-        parser.set_defaults(disable_tqdm=True)  # few lines in its place
+        parser.set_defaults(disable_tqdm=True)  # `_pace` reports a few lines instead
     argv = _with_config(list(sys.argv[1:] if argv is None else argv))
     with warnings.catch_warnings():
-        # TRL's own default, by the name that transformers has given up
+        # TRL's own default, under a name that transformers has removed
         warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)
         return parser.parse_args_and_config(argv)
 
@@ -127,7 +127,7 @@ class _MoESFTTrainer(_MoETrainer):
         check_choice("train_on", train_on, TRAIN_ON)
         self._train_on = "all" if getattr(args, "completion_only_loss", None) is False else train_on
         if args is not None and _layout(kwargs.get("train_dataset")):
-            args.assistant_only_loss = False  # the masks are ours
+            args.assistant_only_loss = False  # we provide the masks
         super().__init__(model, args, *more, **kwargs)
         self._caught: list[torch.Tensor] | None = None
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -135,7 +135,7 @@ class _MoESFTTrainer(_MoETrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, *more):
         layout = _layout(dataset)
-        ours = formatting_func is None and args.dataset_text_field == "text"  # else somebody asks for TRL's own reading
+        ours = formatting_func is None and args.dataset_text_field == "text"  # otherwise TRL's own encoding is requested
         if layout and ours and isinstance(processing_class, PreTrainedTokenizerBase):
             how = {"tokenizer": processing_class, "layout": layout, "train_on": self._train_on}
             workers = {} if isinstance(dataset, IterableDataset) else {"num_proc": args.dataset_num_proc}
@@ -159,7 +159,7 @@ class _MoESFTTrainer(_MoETrainer):
         lm_loss = result[0] if return_outputs else result
         balance_loss = torch.zeros_like(lm_loss.detach())
         if caught:
-            # clamped, as TRL does, for a step without a token to learn
+            # clamped, as in TRL, for a step without label tokens
             items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).clamp(min=1)
             share = modeling.share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
             balance_loss = self._ranks(num_items_in_batch) * share * caught[0].to(lm_loss.device)
@@ -170,7 +170,7 @@ class _MoESFTTrainer(_MoETrainer):
         return (loss, result[1]) if return_outputs else loss
 
     def _pooled(self, num_items_in_batch) -> float:
-        """What TRL has just added for the pooled loss, which it logs as `aux_loss` without its coefficient."""
+        """Return the pooled loss that TRL has just added, which it logs as `aux_loss` without its coefficient."""
         if not self.aux_loss_enabled:
             return 0.0
         steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
@@ -211,10 +211,10 @@ def train_command(argv: list[str] | None = None) -> Path:
     overwritten.
     """
     trl = require("trl")
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # TRL loads --chat_template_path so that transformers asks: nobody is asked
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never prompt whether to run a folder's code for --chat_template_path
     ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
-    if args.completion_only_loss is False:  # TRL's word for it
+    if args.completion_only_loss is False:  # TRL's name of --train_on all
         ours.train_on = "all"
     # True, the last checkpoint, can only be spelled on a command line
     resume = args.resume_from_checkpoint or ours.resume
@@ -258,7 +258,7 @@ def _pace(trainer) -> Iterator[None]:
         def on_step_end(self, args, state, control, **kwargs):
             update(state.global_step, state.max_steps)
 
-        on_train_begin = on_step_end  # what a checkpoint holds was not done now
+        on_train_begin = on_step_end  # steps from a checkpoint do not count for the pace
 
     with console.bar("training", shown=not sys.stderr.isatty()) as update:
         trainer.add_callback(Pace())
@@ -266,7 +266,7 @@ def _pace(trainer) -> Iterator[None]:
 
 
 def _kept(folder: str) -> str:
-    """Describe what an interrupted training has written, and how to resume it."""
+    """Describe the checkpoints of an interrupted run, and how to resume it."""
     last = last_whole_checkpoint(folder)
     if last is None:
         return f"no checkpoint was written to {folder} yet"
@@ -327,16 +327,16 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
     elif reason is None and ours.data is not None and ours.eval_data is None and args.eval_strategy != "no":
         reason = "No evaluation data is given. Pass --eval_data, or --eval_strategy no"
     known = get_available_reporting_integrations()
-    missing = [one for one in args.report_to or () if one not in (*known, "azure_ml", "flyte")]  # which it does not list
+    missing = [one for one in args.report_to or () if one not in (*known, "azure_ml", "flyte")]  # valid, but not listed
     if reason is None and missing:
         reason = f"{missing[0]!r} of report_to is not installed. Install it, or pass {' or '.join([*known, 'none'])}"
     if reason is not None:
         raise ValueError(reason)
     if path.exists() and not args.trust_remote_code:
         config = read_config(name)
-        if not is_deepspeed_zero3_enabled():  # which would split the skeleton
+        if not is_deepspeed_zero3_enabled():  # ZeRO-3 would shard the skeleton
             skeleton(config)
-        Checkpoint(name)  # which refuses pickles, and what leads out of the folder
+        Checkpoint(name)  # rejects pickles and paths outside the folder
     check_ep_size(ours.ep_size, name)
 
 

@@ -1,16 +1,16 @@
 """Train only some experts of a model's MoE layers (ESFT, arXiv 2407.01906, Sec. 3.3 and Table 3).
 
-    freeze_for_esft(model, {1: [0, 7], 2: [3]})     # or train_rows(model, ...), which leaves all else as it is
-    ...                                             # any training loop: what requires a gradient is what trains
-    fold_rows(model)                                # the trained experts are in the stacks; drop_rows: the base again
+    freeze_for_esft(model, {1: [0, 7], 2: [3]})     # or train_rows(model, ...), which leaves other parameters unchanged
+    ...                                             # any training loop over the parameters that require a gradient
+    fold_rows(model)                                # write the experts to the stacks; drop_rows restores the base instead
 
-The experts that train are stored outside of their stacks (modules.trainable), in parameters `trained_<stack>` [n, ...] that
-the layers read in place of the stacks' rows. Layers are numbered as `hf.dropin.layers.numbered_layers` does, experts as in
-their stacks: the shared expert of our own layers is expert 0. Experts are spread over ranks (`shard_experts`) before, DDP and
-fully_shard come after. Below the lowest layer that trains nothing is differentiated, but where transformers asks for the
-gradient of the embeddings' output: with gradient checkpointing, until model.disable_input_require_grads() (not for the
-reentrant kind). MoETrainer refuses to write checkpoints of such a model before the first step; transformers' Trainer raises
-at the first one. Experts that cannot be trained are refused by name.
+Trained experts are stored outside of their stacks (modules.trainable), in parameters `trained_<stack>` [n, ...] that the
+layers read instead of the stacks' rows. Layers are numbered as in `hf.dropin.layers.numbered_layers`, experts as in their
+stacks: the shared expert of our own layers is expert 0. Call `shard_experts` before, DDP and fully_shard after. No gradient is
+computed below the lowest trained layer, unless transformers requires that of the embeddings' output: with gradient
+checkpointing, until model.disable_input_require_grads() (not for the reentrant kind). Such a model cannot be saved in
+checkpoints: MoETrainer raises before the first step, transformers' Trainer at the first checkpoint. Experts that cannot be
+trained raise an error with their path.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import FLOATS, is_quantized
 from moe_runtime.ops.all_to_all import GRADIENTS_OF, is_distributed
 
-STATE = "moe_runtime_trainable"  # attribute of a model whose rows train: what it was before
+STATE = "moe_runtime_trainable"  # attribute of a model with trained rows: its previous state
 
 
 class ExpertsLayer(NamedTuple):
@@ -106,7 +106,7 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
         if stack is None or not stack.is_floating_point() or is_quantized(stack):
             got = "no parameter" if stack is None else f"{stack.dtype} ({type(stack).__name__})"
             return f"{path} must be a floating-point tensor that is not quantized or held by an engine, but is {got}"
-        if stack.is_meta and not is_fsdp_enabled():  # whose other ranks load nothing and wait for the first one's weights
+        if stack.is_meta and not is_fsdp_enabled():  # under FSDP the other ranks load nothing and get rank 0's weights
             return f"{path} is on the meta device. Load the model without offloading"
         if is_distributed(stack) and GRADIENTS_OF not in layer.module.__dict__:
             return f"{path} is sharded. Call train_rows before FSDP2, and after shard_experts"
@@ -117,7 +117,7 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
 
 def check_unwrapped(model: nn.Module) -> None:
     """Raise ValueError for a model whose parameters are held by DDP, FSDP2 or transformers' tensor parallelism."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import; nobody holds anything without it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing takes a second; if not imported, nothing is sharded
     held = isinstance(model, nn.parallel.DistributedDataParallel) or any(
         (fsdp is not None and isinstance(m, fsdp.FSDPModule)) or (m.__dict__.get("_tp_size") or 1) > 1 for m in model.modules()
     )
@@ -125,27 +125,27 @@ def check_unwrapped(model: nn.Module) -> None:
         raise ValueError(f"The parameters of {type(model).__name__} are held by an engine. Pass the model before it is wrapped")
 
 
-# MLPs that every token goes through, beside the experts; the gate in front of one is a gate
+# MLPs next to the experts that process every token; their gates are not part of them
 SHARED = re.compile(r"(^|\.)shared_(experts?|mlp)$")
-# what routers choose experts and sparse attention keys by: no gradient reaches it
+# parameters by which routers choose experts and sparse attention chooses keys, which get no gradient
 CHOICE = re.compile(r"\.(e_score_correction_bias|expert_bias)$|(^|\.)indexer\.")
 
 
 class _Before(NamedTuple):
     """The previous state of a model."""
 
-    patched: bool  # its experts ran through moe_runtime
-    requires_grad: dict[str, bool]  # of the parameters where freeze_for_esft set it, by plain name
+    patched: bool  # whether its experts ran on moe_runtime
+    requires_grad: dict[str, bool]  # of the parameters changed by freeze_for_esft, by plain name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainableReceipt:
     """The selected trainable parameters."""
 
-    experts: dict[int, tuple[int, ...]]  # layer -> ids, in the order that was asked for; without layers of none
-    shared_experts: tuple[str, ...]  # paths of the shared MLPs that train
-    row_parameters: int  # numbers in the experts that train, on all ranks together
-    trainable_parameters: int  # these and all else that requires a gradient
+    experts: dict[int, tuple[int, ...]]  # layer -> ids, in the given order; without empty layers
+    shared_experts: tuple[str, ...]  # paths of the trained shared MLPs
+    row_parameters: int  # elements of the trained experts, over all ranks
+    trainable_parameters: int  # these and all others that require a gradient
     total_parameters: int  # the model's own
 
     @property
@@ -157,16 +157,16 @@ class TrainableReceipt:
 def train_rows(model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None) -> TrainableReceipt:
     """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the other experts of these layers.
 
-    Their weights become parameters `trained_<stack>` [n, ...] in `dtype` or their stack's; no stack is copied. With float32
-    beside a bfloat16 model they are cast where they are used, and their gradients are float32. (A float32 model under
-    autocast keeps a cast copy of every stack until the backward pass: load it in bfloat16 and give dtype=torch.float32.) The
-    model runs through moe_runtime from now on (`hf.dropin.experts.patch`) and refuses other implementations, and
-    save_pretrained, which would write what from_pretrained reads as the base.
+    Their weights become parameters `trained_<stack>` [n, ...] in `dtype`, by default their stack's; no stack is copied. In
+    float32 next to a bfloat16 model, they are cast where used, and their gradients are float32. (A float32 model under
+    autocast keeps a cast copy of every stack until the backward pass: load it in bfloat16 and pass dtype=torch.float32.) The
+    model then runs on moe_runtime (`hf.dropin.experts.patch`), and raises for other implementations and in save_pretrained,
+    which would write the untrained base.
 
-    Call it before DDP, FSDP2, torch.compile or the optimizer see the model, and after `shard_experts` and PEFT's adapters, that
-    freeze what is there; where experts that are spread are all that trains, DDP has nothing to do and says so: call the model
-    itself. What trains in one FSDP2 group has one dtype: if more than rows in another dtype trains, make each experts module
-    a group of its own, or name its class to accelerate beside the layers'.
+    Call this before the model reaches DDP, FSDP2, torch.compile or an optimizer, and after `shard_experts` and PEFT's adapters,
+    which freeze existing parameters. If only sharded experts train, DDP raises, as it has no parameters: call the model
+    directly. Parameters of one FSDP2 group must have one dtype: if other parameters train in another dtype than the rows, make
+    each experts module a separate group, or name its class to accelerate in addition to the layers'.
 
     Raises ValueError, before anything is changed, for unknown layers or ids, for experts that are sharded, adapted, quantized,
     not loaded, offloaded or tied to those of another layer, and for a model with experts that are already trained.
@@ -183,8 +183,8 @@ def freeze_for_esft(
 ) -> TrainableReceipt:  # fmt: skip
     """Call `train_rows` and set whether other parameters are trained (ESFT, Table 3); by default none are.
 
-    `shared_experts`: the MLPs beside the experts that every token goes through, and expert 0 of our own layers that have a
-    shared one, which `experts` must not name. `non_expert_modules`: all that is neither a routed expert nor a shared MLP:
+    `shared_experts`: the MLPs next to the experts that process every token, and expert 0 of our own layers that have a
+    shared one, which `experts` must not contain. `non_expert_modules`: everything but routed experts and shared MLPs:
     routers and the gates of shared MLPs, attention, norms, embeddings, head, dense layers. Raises ValueError as train_rows.
     """
     layers = layers_of(model)
@@ -205,7 +205,7 @@ def freeze_for_esft(
 
 
 def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> tuple[str, ...]:
-    """Return the paths of the MLPs beside the experts: by name or, as in Gemma 4, as the `mlp` of the experts' own block."""
+    """Return the paths of the shared MLPs, found by name or, as in Gemma 4, as the `mlp` of the experts' block."""
     beside = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
     return tuple(name for name, _ in model.named_modules() if name in beside or SHARED.search(plain_name(name)))
 
@@ -227,7 +227,7 @@ def fold_rows(model: nn.Module) -> None:
 
 
 def drop_rows(model: nn.Module) -> None:
-    """Undo `train_rows` and discard the trained experts: the base, bit by bit. Raises the ValueErrors of fold_rows."""
+    """Undo `train_rows` and discard the trained experts; the base is restored bit by bit. Raises ValueError as fold_rows."""
     _undo(model, trainable.drop_rows)
 
 
@@ -283,7 +283,7 @@ def unguard(module: nn.Module) -> None:
 
 
 def _refuse_others(module: nn.Module, args) -> None:
-    """A hook of a stock experts module with rows apart, which transformers' implementations would not see."""
+    """Hook of a stock experts module: raise for transformers' implementations, which would ignore separate rows."""
     implementation = module.config._experts_implementation
     if implementation != stock.NAME:
         raise ValueError(
@@ -297,7 +297,7 @@ def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
         if STATE in module.__dict__:
             return module, module.__dict__[STATE]
     if any(trainable.split_of(module) is not None for module in model.modules()):
-        return model, _Before(True, {})  # PEFT has unloaded the wrapper that knew
+        return model, _Before(True, {})  # PEFT has unloaded the wrapper that stored the state
     raise ValueError(f"{type(model).__name__} has no separately trained experts. Pass a model prepared by train_rows")
 
 
@@ -322,12 +322,12 @@ def _undo(model: nn.Module, rejoin) -> None:
 
 
 def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
-    rows, experts, apart = 0, {}, set()
+    rows, experts, row_ids = 0, {}, set()
     for number, (module, split) in _split_modules(model).items():
         experts[number] = split.ids
-        apart |= {id(p) for p in trainable.trained_parameters(module).values()}
+        row_ids |= {id(p) for p in trainable.trained_parameters(module).values()}
         rows += sum(len(split.ids) * getattr(module, name).shape[1:].numel() for name in split.requires_grad)
-    others = [p for p in model.parameters() if id(p) not in apart]
+    others = [p for p in model.parameters() if id(p) not in row_ids]
     return TrainableReceipt(
         experts=experts, shared_experts=shared, row_parameters=rows,
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),

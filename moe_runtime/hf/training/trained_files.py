@@ -1,6 +1,6 @@
 """Adapters in ESFT's format: save the trained parameters of a model, and load them to resume.
 
-A folder holds model.safetensors, with expert_cfg.json beside it. Row e of a layer's stacks is
+A folder holds model.safetensors and expert_cfg.json. Row e of a layer's stacks is stored as
 
     <path of the experts>.{e}.gate_proj.weight [I, H],  .up_proj.weight [I, H],  .down_proj.weight [H, I]
 
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
     gated: bool
     transposed: bool = False  # [E, in, out]
-    interleaved: bool = False  # gate and up by turns, not gate first
+    interleaved: bool = False  # rows of gate and up alternate
     bias: bool = False
 
 
@@ -80,7 +80,7 @@ def stack_parts(layout: Layout) -> dict[str, tuple[str, ...]]:
 def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.Tensor]:
     """Split a row of the stack of this name into views of an expert's tensors, by part: [out, in], or [out] for biases."""
     names = stack_parts(layout)[stack]
-    row = row.t() if layout.transposed else row  # of a bias, the bias
+    row = row.t() if layout.transposed else row  # no effect on a bias
     if len(names) == 1:
         return {names[0]: row}
     halves = (row[0::2], row[1::2]) if layout.interleaved else row.chunk(2)
@@ -108,10 +108,10 @@ class Training:
     """The trained parameters of a model, stored on it by `mark`."""
 
     config: dict[str, Any]  # expert_cfg.json
-    others: tuple[str, ...]  # parameters that train and are no experts, plain names
-    dtypes: dict[str, torch.dtype]  # what those of `others` were that are trained in another dtype
+    others: tuple[str, ...]  # plain names of the trained parameters that are not experts
+    dtypes: dict[str, torch.dtype]  # previous dtypes of those in `others` that are trained in another one
     hooks: tuple = ()
-    save: Any = None  # the model's own save_pretrained, where it was not that of its class
+    save: Any = None  # the instance's previous save_pretrained, if it was not that of its class
     check: Check | None = None
 
 
@@ -119,10 +119,10 @@ def mark(
     model: nn.Module, config: dict[str, Any], others: tuple[str, ...], dtype: torch.dtype | None = None,
     check: Check | None = None,
 ) -> None:  # fmt: skip
-    """Record what `model` trains, and make it save only that; `others` are converted to `dtype` if given.
+    """Record the trained parameters of `model`, and make it save only these; `others` are converted to `dtype` if given.
 
-    `save_pretrained` then writes `config` and `trained_tensors`, as PEFT's models do, where transformers' own would
-    save the stacks without what was learned; `load_state_dict` takes the names of these files beside the model's own.
+    `save_pretrained` then writes `config` and `trained_tensors`, like PEFT's models, whereas transformers' own would
+    save the untrained stacks; `load_state_dict` accepts the names in these files as well as the model's own.
     `check(config, folder)` raises ValueError for a folder whose weights are for another model.
     """
     hooks = tuple(
@@ -131,8 +131,8 @@ def mark(
     )
     wanted = dict.fromkeys(others, dtype) if dtype is not None else {}
     dtypes = _cast(model, wanted)
-    unguard(model)  # what train_rows forbids is now done right
-    # shard_experts has put one there that waits for no other rank
+    unguard(model)  # train_rows disables saving, which is now correct
+    # shard_experts may have installed one that does not wait for other ranks
     save = model.__dict__.get("save_pretrained")
     setattr(model, TRAINING, Training(config, others, dtypes, hooks, save, check))
     model.save_pretrained = functools.partial(save_trained, model)
@@ -164,13 +164,13 @@ def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, torc
 
 
 def needs_autocast(model: nn.Module) -> bool:
-    """Whether what trains beside the experts is of another dtype than the rest, so that only autocast runs `model`."""
+    """Return whether other parameters than experts train in another dtype than the rest, so `model` requires autocast."""
     training = training_of(model)
     return training is not None and bool(training.dtypes)
 
 
 def check_trains(model: nn.Module) -> None:
-    """Raise ValueError if a parameter that `mark` noted does not require a gradient any more, as after PEFT."""
+    """Raise ValueError if a parameter recorded by `mark` no longer requires a gradient, as after PEFT."""
     model = holder(model)
     if model is None:
         return
@@ -183,12 +183,12 @@ def check_trains(model: nn.Module) -> None:
 
 
 def holder(model: nn.Module, attribute: str = TRAINING) -> nn.Module | None:
-    """Return the module that has the note, `model` or one that it wraps; None if there is none."""
+    """Return the module with the attribute, `model` or one that it wraps, or None."""
     return next((module for module in model.modules() if attribute in module.__dict__), None)
 
 
 def training_of(model: nn.Module) -> Training | None:
-    """Return what `mark` stored on `model`, or None if it trains no experts."""
+    """Return the record that `mark` stored on `model`, or None if it trains no experts."""
     marked = holder(model)
     return None if marked is None else getattr(marked, TRAINING)
 
@@ -200,13 +200,13 @@ def split_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _trained_names(model: nn.Module) -> list[str]:
-    """Return the plain names of the parameters that `mark` noted: the experts' rows, and the others."""
+    """Return the plain names of the parameters recorded by `mark`: the experts' rows, and the others."""
     rows = [f"{path}.{PREFIX}{stack}" for path, m in split_modules(model).items() for stack in trained_parameters(m)]
     return [*rows, *training_of(model).others]
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return whether the trained parameters are distributed over processes, which must then gather them together."""
+    """Return whether the trained parameters are distributed, so that all processes must take part in gathering them."""
     names = set(_trained_names(model))
     return any(
         is_distributed(parameter) and parameter.device_mesh.size() > 1
@@ -224,7 +224,7 @@ def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
     parameters, found = {plain_name(name): parameter for name, parameter in model.named_parameters()}, {}
     for name in _trained_names(model):
         tensor = whole(parameters[name]) if name in parameters else None
-        if keep and tensor is not None:  # what an engine has renamed is missed by whoever writes the file
+        if keep and tensor is not None:  # names changed by an engine raise an error when the file is written
             found[name] = tensor
     return found
 
@@ -233,7 +233,7 @@ def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
 def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return the trained tensors of `model` on the CPU, by their names in the file; `state_dict` replaces its weights if given.
 
-    Of a model that is split over processes, all of it: then every process must call, unless `state_dict` is whole.
+    Sharded tensors are gathered, so every process must call this, unless `state_dict` is complete.
     """
     source = gathered(model) if state_dict is None else state_dict
     source, tensors = {plain_name(name): value for name, value in source.items()}, {}
@@ -261,9 +261,9 @@ def save_trained(
 ) -> None:  # fmt: skip
     """Write the trained tensors of `model` into a folder, each file atomically: the `save_pretrained` of a marked model.
 
-    Takes the arguments of transformers' method; of those that are not named here none changes what is written.
+    Accepts the arguments of transformers' method; those not named here have no effect.
     """
-    # one rank alone would wait for the others forever
+    # a single rank would wait forever for the others
     if push_to_hub or (state_dict is None and is_split(model)):
         raise ValueError(
             f"{type(model).__name__} trains only some experts, so push_to_hub ({push_to_hub}) and sharded states are not "
@@ -278,7 +278,7 @@ def save_trained(
 def check_place(folder: str | Path) -> None:
     """Raise ValueError for the folder of a whole model, as an adapter's file has the same name as its weights."""
     found = weights_of(folder)
-    # a config.json beside an adapter's own two files is that of its base, as hub folders have it
+    # a config.json next to an adapter's two files is that of its base, as in Hub repositories
     if found and not (found == [SINGLE] and (Path(folder) / CONFIG).is_file()):
         raise ValueError(
             f"Folder {folder} holds a whole model ({found[0]}), but only trained experts are being saved. Choose another folder"
@@ -286,7 +286,7 @@ def check_place(folder: str | Path) -> None:
 
 
 def write_files(folder: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Write the two files of an adapter into a folder, which is made if it is not there; ValueError as `check_place`."""
+    """Write the two files of an adapter into a folder, created if missing; raises ValueError as `check_place`."""
     check_place(folder)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -296,10 +296,10 @@ def write_files(folder: str | Path, tensors: Mapping[str, torch.Tensor], config:
 
 
 def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Read the safetensors files of an adapter, mapped from the disk.
+    """Read the safetensors files of an adapter, memory-mapped.
 
-    The names in old files, which begin with "layers.", get "model." before it. Raises ValueError where there is no
-    file, for one that is cut off, and for a name that is there twice.
+    Names in old files, which start with "layers.", are prefixed with "model.". Raises ValueError if there is no file, for a
+    truncated file, and for a duplicate name.
     """
     files, reason = sorted(Path(folder).glob("*.safetensors")), None
     tensors: dict[str, torch.Tensor] = {}
@@ -322,10 +322,10 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_trained(model: nn.Module, folder: str | Path) -> None:
-    """Load what `save_trained` wrote to resume training; `model` must train the same experts and parameters.
+    """Load a folder of `save_trained` to resume training; `model` must train the same experts and parameters.
 
-    Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that are not those which it
-    trains, by name and shape, and for what the `check` of `mark` refuses.
+    Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that differ in name or shape from
+    those that it trains, and if the `check` of `mark` does.
     """
     training, tensors, reason = training_of(model), read_tensors(folder), None
     if training is None:
@@ -355,7 +355,7 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
 
 
 def _targets(model: nn.Module, training: Training) -> dict[str, torch.Tensor]:
-    """Return where each tensor of the file goes: views of what trains."""
+    """Return the views of trained parameters that each tensor of the file is copied to."""
     tensors = {}
     for path, module in split_modules(model).items():
         split, layout = split_of(module), layout_of(module)
@@ -368,7 +368,7 @@ def _targets(model: nn.Module, training: Training) -> dict[str, torch.Tensor]:
 
 
 def _take_names(layout: Layout, module: nn.Module, state_dict, prefix: str, _metadata, _strict, _missing, _unexpected, errors):
-    """Hook of load_state_dict: make an experts module's rows from the tensors of an adapter's file, if they are there."""
+    """Hook of load_state_dict: assemble an experts module's rows from an adapter file's tensors, if present."""
     split = split_of(module)
     parts = {name: state_dict[name] for name in state_dict if name.startswith(prefix) and parse_name(name)}
     if split is None or not parts:

@@ -4,9 +4,9 @@
     balance_loss = sum of the layers' balance losses + router_aux_loss_coef * transformers' pooled loss
                    or, with a trainer's option balance_loss, coef * the loss of moe_runtime.hf.dropin.balance for a stock model
 
-A layer's loss has its coefficient in it. Over the micro-batches of a step it is a mean weighted by label tokens
+A layer's loss includes its coefficient. Over the micro-batches of a step it is a mean weighted by label tokens
 (outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the optimizer, checkpoints and
-resumption are transformers' own. `check_rows` names a token id that the model has no row for before anything runs.
+resumption are transformers' own. `check_rows` raises for token ids outside the vocabulary before anything runs.
 MoESFTTrainer is in `moe_runtime.hf.training.sft`.
 """
 
@@ -34,7 +34,7 @@ from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Router
 from moe_runtime.ops.all_to_all import is_distributed
 
-ROW_ID = "row_id"  # a column with the number of a row, by which a bad batch is named
+ROW_ID = "row_id"  # a column with row numbers, for errors about a batch
 
 
 class _MoETrainer(WholeSaves):
@@ -54,13 +54,13 @@ class _MoETrainer(WholeSaves):
             model = args[0] if args else kwargs.get("model")
             if not isinstance(model, torch.nn.Module):
                 raise ValueError(f"balance_loss {balance_loss!r} requires a loaded model, but got {model!r}")
-            # before transformers' class, since TRL reads the config when it is made
+            # before the constructor of transformers' class, as TRL reads the config there
             self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
         use_cache = _UseCache()
         super().__init__(*args, **kwargs | {"callbacks": [*(kwargs.get("callbacks") or ()), use_cache]})
         self.remove_callback(use_cache)
         if self._trains_spread() and all(is_distributed(p) for p in self.model.parameters() if p.requires_grad):
-            # sharded experts average their gradients themselves, and DDP refuses a model without other trainable parameters
+            # sharded experts average their own gradients, and DDP raises for a model without other trainable parameters
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._passes_use_cache = use_cache.put_back()
         routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
@@ -81,7 +81,7 @@ class _MoETrainer(WholeSaves):
         callbacks[:] = mine + [callback for callback in callbacks if callback not in mine]
 
     def _check(self, routers: list[torch.nn.Module]) -> None:
-        """Raise ValueError for a model and arguments that cannot train together, or could not be saved."""
+        """Raise ValueError if the model cannot be trained or saved with these arguments."""
         args, model = self.args, self.model
         trained_files.check_trains(model)
         balanced = self.balance_loss is not None or any(
@@ -124,7 +124,7 @@ class _MoETrainer(WholeSaves):
         return self.accelerator.num_processes // self.get_tp_size() if whole else 1
 
     def _note(self, lm_loss: torch.Tensor, balance_loss: torch.Tensor, inputs, num_items_in_batch) -> None:
-        """Add both parts to what the next log says, on the device, weighted as Trainer weights the loss they are of."""
+        """Add both parts to the sums for the next log, on the device, weighted as Trainer weights their loss."""
         mode = "train" if self.model.training else "eval"
         weight = float(inputs["labels"].shape[0])
         if mode == "train":
@@ -148,7 +148,7 @@ class _MoETrainer(WholeSaves):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """Evaluate as transformers does; what predict() left behind does not count."""
+        """Evaluate as transformers does, without losses recorded by an earlier predict()."""
         self._sums.pop("eval", None)
         return super().evaluate(*args, **kwargs)
 
@@ -164,27 +164,27 @@ class _MoETrainer(WholeSaves):
         """Save as transformers does, but never weights that are not finite, which would replace good checkpoints."""
         if self.stop_on_nan:
             named = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            own = ((name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named)  # of what FSDP2 has split
+            own = ((name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named)  # local part under FSDP2
             bad = next((name for name, p in own if not torch.isfinite(p).all()), None)
             if bad is not None:
                 raise ValueError(self._not_finite(f"{bad} has NaN or infinite values"))
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save as transformers does; of a model that trains some experts, only those, never into a whole model's folder."""
+        """Save as transformers does; a model that trains some experts saves only those, never into a whole model's folder."""
         self._check_place(self.args.output_dir if output_dir is None else output_dir)
         if trained_files.training_of(self.model) is None or not (self.is_fsdp_enabled or trained_files.is_split(self.model)):
             super().save_model(output_dir, _internal_call)
             return
         if _internal_call and self._trains_spread():
             self._write_spread("model", output_dir)
-        # Trainer's own would write the parts, or gather the whole model, or wait on one rank for the others
+        # Trainer's own method would write parts, gather the whole model, or wait on one rank for the others
         self._save(output_dir, state_dict=trained_files.gathered(self.model, keep=self.args.should_save))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Load as transformers does; of a model that trains experts apart, what such a model saves: those alone."""
+        """Load as transformers does; a model that trains some experts separately loads only those."""
         if not self._load_adapter(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -194,16 +194,16 @@ class _MoETrainer(WholeSaves):
             super()._load_best_model()
 
     def _load_adapter(self, folder: str | Path) -> bool:
-        """Load a checkpoint of experts that train apart, ValueError for others; False, with nothing done, for another model."""
+        """Load a checkpoint of separately trained experts, or raise ValueError; False, without effect, for other models."""
         training, reason = trained_files.training_of(self.model), None
         trains_apart, is_sharded = training is not None, self.is_fsdp_enabled or self._trains_spread()
         if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
-            kinds = ("experts apart, as esft.train_only makes it", "all of its parameters")
+            kinds = ("experts separately, as prepared by esft.train_only", "all of its parameters")
             reason = (
                 f"Checkpoint {folder} is of a model that trains {kinds[trains_apart]}, but this model trains "
                 f"{kinds[not trains_apart]}"
             )
-        elif trains_apart and is_sharded:  # the files of parts hold rows without saying whose they are
+        elif trains_apart and is_sharded:  # sharded files hold rows without their expert ids
             reason = _other_experts(training.config, folder)
         if reason is not None:
             raise ValueError(reason)
@@ -226,7 +226,7 @@ class _MoETrainer(WholeSaves):
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, ROW_ID]))
 
     def get_train_dataloader(self):
-        """Make transformers' data loader, whose batches keep the column row_id if there is one."""
+        """Return transformers' data loader, whose batches keep the column row_id if there is one."""
         collator = self.data_collator
         if ROW_ID in (getattr(self.train_dataset, "column_names", None) or ()):
             self.data_collator = functools.partial(_collate_with_row_ids, collator)
@@ -236,7 +236,7 @@ class _MoETrainer(WholeSaves):
             self.data_collator = collator
 
     def get_eval_dataloader(self, *args, **kwargs):
-        """Make transformers' data loader, whose workers outlive a signal to the whole group."""
+        """Return transformers' data loader, whose workers ignore signals to the process group."""
         return hold_workers(super().get_eval_dataloader(*args, **kwargs))
 
     def _prepare_inputs(self, inputs):
@@ -246,10 +246,7 @@ class _MoETrainer(WholeSaves):
 
 
 class _UseCache(TrainerCallback):
-    """Remembers the config's use_cache, which Trainer replaces by its own and every folder saved later would have.
-
-    The batches have Trainer's instead.
-    """
+    """Restores the config's use_cache, which Trainer would overwrite for every folder saved later; batches get Trainer's."""
 
     model = None
 
@@ -258,7 +255,7 @@ class _UseCache(TrainerCallback):
         self.value = getattr(getattr(self.model, "config", None), "use_cache", None)
 
     def put_back(self) -> bool:
-        """Put it back where there is one, and return whether it was, and the model takes it as an argument."""
+        """Restore it if the model accepts use_cache as an argument, and return whether it does."""
         takes = self.value is not None and "use_cache" in inspect.signature(self.model.forward).parameters
         if takes:
             self.model.config.use_cache = self.value
@@ -273,7 +270,7 @@ def _collate_with_row_ids(collator, rows: list[dict]):
 
 
 def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
-    """Say how a checkpoint's experts differ from `config`'s, in ids or order; None if they are the same."""
+    """Describe how a checkpoint's experts differ from `config`'s, in ids or order; None if they are the same."""
     saved, own = read_json(Path(folder) / trained_files.CONFIG), json.loads(json.dumps(config))
     for name in ("experts", "shared_experts", "non_expert_modules"):
         if saved.get(name) != own.get(name):
@@ -341,19 +338,19 @@ def _size(model) -> int | None:
 
 
 def _largest(rows) -> int | None:
-    """Return the largest id of rows that are there; None where there is none to be seen."""
+    """Return the largest id of rows in memory or on disk; None for streamed rows and rows without ids."""
     if isinstance(rows, list | tuple):
         found = (_most(row["input_ids"]) for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None)
     elif isinstance(rows, IterableDataset) or not hasattr(rows, "with_format") or "input_ids" not in (rows.column_names or ()):
         found = ()
-    else:  # a batch at a time, from the disk: rows may be more than memory holds
+    else:  # in batches from disk, as the rows may not fit into memory
         batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)
         found = (_column_most(table["input_ids"]) for table in batches)
     return max((one for one in found if one is not None), default=None)
 
 
 def _column_most(column) -> int | None:
-    """Return the largest id of an Arrow column, one a row or lists however nested; None where it has no ids."""
+    """Return the largest id of an Arrow column of ids or nested lists; None if it has no ids."""
     values = column.combine_chunks()
     while "list" in str(values.type).partition("<")[0]:
         values = values.flatten()
@@ -364,8 +361,8 @@ def _column_most(column) -> int | None:
 
 
 def _most(ids) -> int | None:
-    """Return the largest of a row's ids, a list or a tensor, however nested; None where there is none."""
-    if hasattr(ids, "max"):  # one by one, a tensor's elements take milliseconds
+    """Return the largest of a row's ids, a tensor or a nested list; None if it has none."""
+    if hasattr(ids, "max"):  # iterating over a tensor takes milliseconds
         ids = torch.as_tensor(ids)
         return int(ids.max()) if ids.numel() else None
     if len(ids) and isinstance(ids[0], Integral):

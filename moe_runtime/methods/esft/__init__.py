@@ -2,8 +2,8 @@
 
     score_experts   how much a task uses each expert, from the router's weights              Sec. 3.2, Eq. (6) and (7)
     select_experts  the smallest set of each layer whose scores reach p                      Sec. 3.2, Eq. (8)
-    train_only      the selected experts become separate parameters, all else is frozen      Sec. 3.3, Table 3
-    train_lora      or PEFT's LoRA of only the selected experts, on frozen stacks; save_lora writes it
+    train_only      make the selected experts separate parameters and freeze the rest        Sec. 3.3, Table 3
+    train_lora      or train PEFT's LoRA on only the selected experts of frozen stacks; save_lora writes it
     (tune)          with any trainer
     save_adapter    the selected experts in a folder, at any time while they train
     apply, remove   apply an adapter to a base and remove it; `merge` writes base and adapter as one folder
@@ -58,11 +58,11 @@ def train_only(
 ) -> TrainableReceipt:  # fmt: skip
     """Make only the experts of `selection` trainable, in place; they are stored separately and all else is frozen.
 
-    The two flags default to the selection's: the MLPs that all tokens pass through, and everything that is not an expert (the
-    paper's Table 3). `dtype` is that of all that trains, by default its own: float32, say, beside a bfloat16 model. If more
-    than experts trains, such a model runs under autocast only (bf16=True in a trainer). Call it after `shard_experts`, and
-    before DDP, FSDP2 or the optimizer see the model. Until `fold` or `drop`, save_pretrained writes the adapter, in a Trainer's
-    checkpoints too.
+    `shared_experts` also trains the MLPs that every token passes through, `non_expert_modules` everything that is not an
+    expert (the paper's Table 3); both default to the selection's. `dtype`, such as float32 in a bfloat16 model, converts the
+    trained parameters; if they are not only experts, the model then runs only under autocast (bf16=True in a trainer). Call
+    this after `shard_experts` and before the model reaches DDP, FSDP2 or an optimizer. Until `fold` or `drop`,
+    save_pretrained writes the adapter, also in a Trainer's checkpoints.
     """
     check_unwrapped(model)
     check_is_base(model)
@@ -106,7 +106,7 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
 def adapter_of(model: nn.Module) -> Adapter:
     """Return a copy of the weights trained since `train_only`.
 
-    If the model is split over processes, every process must call. Raises ValueError for a model without `train_only`.
+    If the model is split over processes, every process must call this. Raises ValueError for a model without `train_only`.
     """
     _check_training(model)
     return _adapter(model, {name: tensor.clone() for name, tensor in trained_files.trained_tensors(model).items()})
@@ -115,8 +115,8 @@ def adapter_of(model: nn.Module) -> Adapter:
 def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
     """Write the trained weights of `model` to a folder, atomically; training may continue.
 
-    The folder holds the selected experts and whatever trains beside them. In a run of several processes rank 0 writes, and if
-    the model is split every process must call.
+    The folder holds the selected experts and all other trained parameters. With several processes rank 0 writes, and if
+    the model is split every process must call this.
     """
     _check_training(model)
     trained_files.check_trains(model)
@@ -149,7 +149,7 @@ def fold(model: nn.Module) -> None:
 def drop(model: nn.Module) -> None:
     """End training and discard it; the experts are bit-identical to the base's.
 
-    What trained beside the experts, by the two flags, stays as it is. Raises ValueError as `fold` does.
+    Other parameters, trained through the two flags, keep their trained values. Raises ValueError as `fold` does.
     """
     _end(model, trainable.drop_rows)
 

@@ -1,15 +1,15 @@
 """ESFT adapters: folders with only the trained experts of a task, which can be applied to a base and removed.
 
     adapter = load_adapter("law")      # official folders too
-    apply(model, adapter)              # the model is the task's; save_pretrained writes it whole
+    apply(model, adapter)              # the tuned model; save_pretrained writes it whole
     remove(model)                      # the base again, bit for bit
 
 A folder holds model.safetensors, with the names of `moe_runtime.hf.training.trained_files`, and expert_cfg.json: the
 official configuration and, in folders written here, the base that it belongs to, under `moe_runtime`.
 `moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory.
 
-An adapter replaces whole experts and would do harm on another base of the same shapes. So the base is described by fields of
-its config, its experts' shapes and a few of its weights, in plain values rather than a hash alone: errors say what differs.
+An adapter replaces whole experts and would break another base of the same shapes. So the base is described by fields of
+its config, its experts' shapes and a few of its weights: plain values, not only a hash, so that errors say what differs.
 """
 
 import functools
@@ -39,7 +39,7 @@ FIELDS = (
     "scoring_func", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "tie_word_embeddings",
 )  # fmt: skip
 SAMPLED = 2  # weights of each matrix
-DIFFERENT = 0.2  # share of the sampled weights; another dtype of one base seldom rounds to another bfloat16
+DIFFERENT = 0.2  # largest share of differing samples: one base saved in two dtypes rarely differs once rounded to bfloat16
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def sampled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def sampled_experts(model: nn.Module, trained: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Return an expert of each layer, the first routed one that is not in `trained`; none where all are."""
+    """Return the first routed expert of each layer that is not in `trained`; layers with all experts in it are left out."""
     found = {}
     for number, layer in numbered_layers(model).items():
         left = (e for e in range(layer.num_shared, layer.num_experts) if e not in trained.get(number, ()))
@@ -93,7 +93,7 @@ def sampled_experts(model: nn.Module, trained: Mapping[int, Sequence[int]]) -> d
 
 
 def expert_matrices(model: nn.Module, experts: Mapping[int, int]) -> dict[str, torch.Tensor]:
-    """Return the matrices of one expert of each layer, by an adapter's names; views."""
+    """Return views of the matrices of one expert of each layer, by the names that adapters use."""
     layers, found = numbered_layers(model), {}
     for number, e in experts.items():
         module, path = experts_module(model, layers[number]), experts_path(layers[number])
@@ -115,7 +115,7 @@ def base_of(model: nn.Module, trained: Mapping[int, Sequence[int]] | None = None
 def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
     """Raise ValueError unless a model, described by `describe` or `base_of`, is the adapter's base.
 
-    Only what both know is compared. `source` names the adapter.
+    Fields that only one of them has are ignored. `source` names the adapter in errors.
     """
     difference = _difference(base, model)
     if difference is not None:
@@ -126,10 +126,10 @@ def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     for part in ("config", "experts") if base.get("hash") != model["hash"] else ():
         theirs = model[part]
         for name, value in base.get(part, {}).items():
-            # versions of transformers know other names of a config, but a layer has experts or not
+            # config names differ between versions of transformers; which layers have experts does not
             if value != theirs.get(name) and (name in theirs or part == "experts"):
                 what = f"the experts of layer {name}" if part == "experts" else name
-                return f"whose {what} is {_say(value)}, the model's is {_say(theirs.get(name))}"
+                return f"whose {what} is {_described(value)}, but the model's is {_described(theirs.get(name))}"
     ours, theirs = base.get("weights", {}), model.get("weights", {})
     # separately, since a base may differ in its experts alone
     for kind, is_expert in (("weights", False), ("experts", True)):
@@ -144,12 +144,12 @@ def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     return None
 
 
-def _say(value: Any) -> str:
+def _described(value: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else repr(value)
 
 
 OURS = "moe_runtime"  # key of expert_cfg.json for what the official file lacks
-APPLIED = "moe_runtime_applied"  # attribute of a model with an adapter in it: the weights before
+APPLIED = "moe_runtime_applied"  # attribute of a model with an applied adapter: the weights it replaced
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -232,7 +232,7 @@ def load_selection(path: str | Path) -> ExpertSelection:
 
 
 def load_adapter(folder: str | Path) -> Adapter:
-    """Load an adapter's folder, also an official one; the tensors are memory-mapped."""
+    """Load an adapter folder, ours or an official one; the tensors are memory-mapped."""
     path = Path(folder) / trained_files.CONFIG
     selection, base = from_config(read_json(path), str(path))
     return Adapter(selection=selection, tensors=trained_files.read_tensors(folder), base=base, source=str(folder))
@@ -253,7 +253,7 @@ class Change(NamedTuple):
     layout: Layout | None = None
 
     def values(self, adapter: "Adapter", *ids: int) -> torch.Tensor:
-        """Return what `adapter` replaces it by; of a stack the rows `ids` [n, ...], by default all that it changes."""
+        """Return the values from `adapter`; of a stack the rows `ids` [n, ...], by default all that it changes."""
         if self.ids is None:
             return adapter.others[self.name]
         stack, experts = self.name.rpartition(".")[2], adapter.experts[self.layer]
@@ -329,7 +329,7 @@ def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: boo
     for name, parameter, ids, *_ in changes:
         rows = parameter.detach() if ids is None else parameter.detach()[list(ids)]
         kept[name] = (ids, rows.to("cpu", copy=True))
-    # before the first weight changes, so that `remove` undoes whatever happens
+    # before the first weight changes, so that `remove` can undo a failure halfway
     setattr(model, APPLIED, Applied(adapter.source, kept))
     for change in changes:
         _put(change.parameter, change.ids, change.values(adapter))

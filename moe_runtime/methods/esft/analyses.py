@@ -1,4 +1,4 @@
-"""What ESFT's figures show: how a task's tokens gather on few experts, which ones, and how much text finds them.
+"""The analyses behind ESFT's figures: which experts a task uses, how few they are, and how much text it takes to find them.
 
 ESFT (arXiv 2407.01906), with top(s) the experts of a layer with the largest scores of sample s:
 
@@ -7,8 +7,8 @@ ESFT (arXiv 2407.01906), with top(s) the experts of a layer with the largest sco
     counts         experts that a selection trains, by layer                               Fig. 4
     token shares   a token's slots on trained experts / its slots, over all layers         Fig. 9
 
-Results hold plain numbers: `to_dict` is JSON-ready, and `Kind(**values)` reads it back. Figure 9 becomes a page, whose tokens
-have a deeper colour the more of their experts are trained.
+Results hold plain numbers: `to_dict` is JSON-ready, and `Kind(**values)` reads it back. Figure 9 becomes an HTML page, where a
+token's colour is deeper the more of its experts are trained.
 """
 
 import os
@@ -39,7 +39,7 @@ class _Plain:
 
 @dataclass(frozen=True, kw_only=True)
 class GateMass(_Plain):
-    """How much of a layer's gate values its r best experts have: mean and standard deviation over the layers, r = 1, 2, ..."""
+    """The share of a layer's gate values on its r best experts, r = 1, 2, ...: mean and standard deviation over the layers."""
 
     tasks: Sequence[str]
     share: Sequence[Sequence[float]]  # [tasks][R], of the expert of each rank alone
@@ -48,13 +48,13 @@ class GateMass(_Plain):
     cumulative_sd: Sequence[Sequence[float]]
 
     def experts_for(self, mass: float) -> list[int]:
-        """How many experts have at least `mass` of the gate values, on average over the layers, per task."""
+        """Return how many experts per task hold at least `mass` of the gate values, on average over the layers."""
         reach = [[r for r, value in enumerate(row, 1) if value >= mass - 1e-9] for row in self.cumulative]
         return [min(found, default=len(row)) for found, row in zip(reach, self.cumulative, strict=True)]
 
 
 def gate_mass(scores: Mapping[str, ExpertScores], score: str = "gate") -> GateMass:
-    """Sort each layer's shares of the scores from high to low, Fig. 2; `scores` by task, of one model."""
+    """Sort each layer's shares of the scores in descending order (Fig. 2); `scores` of one model, by task."""
     _check(scores.values(), "scores")
     found = {"share": [], "cumulative": [], "share_sd": [], "cumulative_sd": []}
     for one in scores.values():
@@ -77,7 +77,7 @@ def shared_top(a: ExpertScores, b: ExpertScores, top: int = TOP, score: str = "g
 
 
 def _top(scores: ExpertScores, top: int, score: str) -> torch.Tensor:
-    """Which experts are among the best, [L, E] bool; of equal ones the lower ids."""
+    """Return which experts are among the `top` best, [L, E] bool; ties go to lower ids."""
     table = scores.scores(score)
     table[:, : scores.num_shared] = -1
     best = table.sort(dim=1, descending=True, stable=True).indices[:, :top]
@@ -91,23 +91,23 @@ class Overlap(_Plain):
     tasks: Sequence[str]
     shared: Sequence[Sequence[float | None]]  # [tasks][tasks]
     top: int
-    chance: float  # of sets that are drawn: top^2 / routed experts
+    chance: float  # expected overlap of random sets: top^2 / routed experts
 
     @property
     def within(self) -> float | None:
-        """The diagonal's mean: the same task."""
+        """Mean of the diagonal: samples of the same task."""
         found = [row[i] for i, row in enumerate(self.shared) if row[i] is not None]
         return statistics.fmean(found) if found else None
 
     @property
     def between(self) -> float | None:
-        """The mean of the others: different tasks."""
+        """Mean off the diagonal: samples of different tasks."""
         found = [value for i, row in enumerate(self.shared) for j, value in enumerate(row) if i != j]
         return statistics.fmean(found) if found else None
 
 
 def overlap(samples: Mapping[str, Sequence[ExpertScores]], top: int = TOP, score: str = "gate") -> Overlap:
-    """Compare the top experts of every two independent samples, Fig. 3; `samples` by task, a diagonal wants two of each."""
+    """Compare the top experts of all pairs of independent samples, by task (Fig. 3); the diagonal requires two per task."""
     _check([one for of_task in samples.values() for one in of_task], "samples")
     shared = []
     for a, ours in samples.items():
@@ -122,7 +122,7 @@ def overlap(samples: Mapping[str, Sequence[ExpertScores]], top: int = TOP, score
 
 
 def two_samples(rows: Sequence, seed: int = SEED) -> tuple[list, list]:
-    """Draw two halves of `rows` that have none in common."""
+    """Split `rows` at random into two disjoint halves."""
     rows = list(rows)
     if len(rows) < 2:
         raise ValueError(f"Two samples require at least 2 examples, but got {len(rows)}")
@@ -132,7 +132,7 @@ def two_samples(rows: Sequence, seed: int = SEED) -> tuple[list, list]:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSizes(_Plain):
-    """Mean shared top experts of two independent samples of a task, by their size."""
+    """Mean number of top experts shared by two independent samples of a task, by sample size."""
 
     tasks: Sequence[str]
     sizes: Sequence[int]  # tokens of a sample
@@ -145,9 +145,9 @@ def sample_sizes(
     model: nn.Module, rows: Mapping[str, Sequence], sizes: Sequence[int], *, top: int = TOP, score: str = "gate",
     seed: int = SEED, **options,
 ) -> SampleSizes:  # fmt: skip
-    """Score two samples without common rows of every task, for each number of tokens, and compare their top experts, Fig. 8.
+    """Compare the top experts of two disjoint samples of each task, for each sample size in tokens (Fig. 8).
 
-    `rows` are tokenized, by task; `options` are those of `sample_batches`.
+    `rows` are tokenized examples by task; `options` are those of `sample_batches`.
     """
     sizes = sorted(sizes)
     halves = {task: two_samples(of_task, seed) for task, of_task in rows.items()}
@@ -174,7 +174,7 @@ class ExpertCounts(_Plain):
     tasks: Sequence[str]
     layers: Sequence[int]
     counts: Sequence[Sequence[int]]  # [tasks][layers]
-    num_experts: int  # a layer's routed ones
+    num_experts: int  # routed experts per layer
 
     @property
     def shares(self) -> list[float]:
@@ -185,7 +185,7 @@ class ExpertCounts(_Plain):
 def expert_counts(
     selections: Mapping[str, ExpertSelection], num_experts: int, layers: Sequence[int] | None = None
 ) -> ExpertCounts:
-    """Count the selected experts per layer, Fig. 4; `num_experts` are a layer's routed ones, `layers` all by default."""
+    """Count the selected experts per layer (Fig. 4); `num_experts` are the routed ones of a layer, `layers` all by default."""
     check_positive("num_experts", num_experts)
     layers = sorted({n for one in selections.values() for n in one.experts} if layers is None else set(layers))
     counts = [[len(one.experts.get(layer, ())) for layer in layers] for one in selections.values()]
@@ -196,9 +196,9 @@ def expert_counts(
 class TokenShares(_Plain):
     """A text in pieces, one per token, and the share of each token's slots that are on trained experts."""
 
-    pieces: Sequence[str]  # together the text as far as it was read; "" for a special token
+    pieces: Sequence[str]  # joined: the text up to max_length tokens; "" for a special token
     shares: Sequence[float]
-    slots: int  # a token's, over all layers
+    slots: int  # per token, over all layers
 
     @property
     def mean(self) -> float:
@@ -210,7 +210,7 @@ class TokenShares(_Plain):
 def token_shares(
     model: nn.Module, tokenizer, texts: Iterable[str], selection: ExpertSelection, *, max_length: int = 1024
 ) -> list[TokenShares]:
-    """Run each text, cut at `max_length` tokens, through `model` in eval mode and see where its tokens go, Fig. 9."""
+    """Return each token's share of slots on trained experts (Fig. 9); runs `model` in eval mode, texts cut at `max_length`."""
     check_selection(model, selection)
     check_positive("max_length", max_length)
     found, modes = [], [(module, module.training) for module in model.modules()]
@@ -263,15 +263,15 @@ def _check(scores: Iterable[ExpertScores], name: str) -> None:
     scores = list(scores)
     shapes = {(one.layers, one.num_experts, one.num_shared) for one in scores}
     if len(shapes) != 1:
-        said = "empty" if not shapes else f"of {len(shapes)} kinds of models"
-        raise ValueError(f"{name} must be scores of one model's layers, but is {said}")
+        problem = "empty" if not shapes else f"of {len(shapes)} kinds of models"
+        raise ValueError(f"{name} must be scores of one model's layers, but is {problem}")
 
 
 _NOTE = "Each token's experts over all layers: the deeper the colour, the more of them are trained."
 
 
 def page(texts: Mapping[str, Sequence[TokenShares]], title: str = "Where trained experts work", note: str = "") -> str:
-    """Return the page of some texts by task, in HTML."""
+    """Return an HTML page of texts by task."""
     scale = " ".join(_token(f" {step / 4:.0%} ", step / 4, "") for step in range(5))
     sections = "\n".join(_section(task, shares) for task, shares in texts.items())
     return plots.page(
@@ -283,7 +283,7 @@ def page(texts: Mapping[str, Sequence[TokenShares]], title: str = "Where trained
 
 
 def write_page(path: str | os.PathLike, texts: Mapping[str, Sequence[TokenShares]], **options) -> None:
-    """Write `page`, whole or not at all."""
+    """Write `page`, atomically."""
     atomic_write_text(path, page(texts, **options))
 
 
@@ -296,5 +296,5 @@ def _section(task: str, texts: Sequence[TokenShares]) -> str:
     return plots.section(task, blocks)
 
 
-def _token(piece: str, share: float, said: str) -> str:
-    return plots.token(piece, f"--s:{share:.3f}", said)
+def _token(piece: str, share: float, tooltip: str) -> str:
+    return plots.token(piece, f"--s:{share:.3f}", tooltip)

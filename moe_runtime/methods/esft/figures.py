@@ -1,9 +1,9 @@
-"""The figures of the ESFT paper that need no tuning, one command each: they look at the base's routers alone.
+"""The figures of the ESFT paper that need no tuning, one command each: they use only the base's routers.
 
-counts        experts that each task's selection trains, by layer; how gate values gather on few experts; a page with
+counts        experts that each task trains, by layer; how gate values concentrate on few experts; a page with
               held-out text, each token coloured by the share of its experts that train      Figures 4, 2 and 9
-overlap       top experts that two samples share, of one task and of two                     Figure 3
-sample-size   the same by the samples' size                                                  Figure 8
+overlap       top experts shared by two samples, of the same task and of different tasks     Figure 3
+sample-size   the same, by the size of the samples                                           Figure 8
 
 The analyses are in `analyses`; each has its picture here.
 """
@@ -15,54 +15,50 @@ from dataclasses import dataclass, field
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments import plots
-from moe_runtime.experiments.plots import COLOURS, GREY, MARKERS
+from moe_runtime.experiments.plots import GREY, cycle
 from moe_runtime.experiments.tables import Command, Finding, Run, different, finite
-from moe_runtime.io.rows import require
 from moe_runtime.methods.esft import analyses
 from moe_runtime.methods.esft.analyses import ExpertCounts, GateMass, Overlap, SampleSizes
 from moe_runtime.methods.esft.recipe import EsftRecipe
 from moe_runtime.methods.esft.selection import SCORES
 from moe_runtime.methods.esft.study import Stages
 
-DARK = 0.55  # of a map's range: beyond it numbers are white
-
 
 def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a layer"):
     """Draw the cumulative share over the experts by rank, mean and standard deviation over the layers (Fig. 2)."""
-    figure, axes = _figure((7.2, 4.4), title)
+    figure, axes = _figure((7.2, 4.9), title)
     ranks = range(1, len(mass.cumulative[0]) + 1)
-    for task, means, sds, colour, marker in zip(
-        mass.tasks, mass.cumulative, mass.cumulative_sd, *_styles(len(mass.tasks)), strict=True
-    ):
+    looks = cycle(len(mass.tasks))
+    for task, means, sds, (colour, marker) in zip(mass.tasks, mass.cumulative, mass.cumulative_sd, looks, strict=True):
         low, high = ([mean + sign * sd for mean, sd in zip(means, sds, strict=True)] for sign in (-1, 1))
         axes.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(ranks, means, color=colour, marker=marker, markersize=4, label=task)
     axes.plot(ranks, [rank / len(ranks) for rank in ranks], color=GREY, linestyle="--", label="balanced")
     axes.set(xlabel="experts, best first", ylabel="share of a layer's gate values", ylim=(0, 1.02))
-    axes.grid(alpha=0.25)
-    axes.legend(title="mean and sd over the layers", fontsize=9, title_fontsize=9)
+    axes.grid()
+    plots.legend_below(figure, axes, "mean and sd over the layers", 3)
     return figure
 
 
 def overlap(found: Overlap, title: str | None = None):
     """Draw the mean shared top experts of two samples, task by task (Fig. 3)."""
     values = [[math.nan if value is None else value for value in row] for row in found.shared]
-    said = title or f"Shared top-{found.top} experts of two samples, mean over the layers"
+    heading = title or f"Shared top-{found.top} experts of two samples, mean over the layers"
     label = f"experts of {found.top} (by chance {found.chance:.2f})"
-    return _heat_map(values, found.tasks, found.tasks, said, label, top=found.top, form="{:.2f}")
+    return _heat_map(values, found.tasks, found.tasks, heading, label, top=found.top, form="{:.2f}")
 
 
 def sample_sizes(found: SampleSizes, title: str | None = None):
-    """Draw the mean shared top experts over the size of the two samples, a line per task (Fig. 8)."""
-    figure, axes = _figure((7.2, 4.4), title or f"Shared top-{found.top} experts of two samples, by {found.score} score")
-    for task, shared, colour, marker in zip(found.tasks, found.shared, *_styles(len(found.tasks)), strict=True):
+    """Draw the mean shared top experts against the size of the two samples, a line per task (Fig. 8)."""
+    figure, axes = _figure((7.2, 4.9), title or f"Shared top-{found.top} experts of two samples, by {found.score} score")
+    for task, shared, (colour, marker) in zip(found.tasks, found.shared, cycle(len(found.tasks)), strict=True):
         axes.plot(found.sizes, shared, color=colour, marker=marker, label=task)
     axes.set_xscale("log", base=2)
     axes.set_xticks(found.sizes, [f"{size:,}" for size in found.sizes], rotation=30, ha="right")
     axes.minorticks_off()
     axes.set(xlabel="tokens of a sample", ylabel=f"experts of {found.top}, mean over the layers", ylim=(0, found.top * 1.03))
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=9)
+    axes.grid()
+    plots.legend_below(figure, axes, columns=3)
     return figure
 
 
@@ -78,41 +74,25 @@ def expert_counts(found: ExpertCounts, title: str = "Experts that are trained"):
 
 def _heat_map(values, rows, columns, title: str, label: str, *, top: float, form: str):
     figure, axes = _figure((max(6.4, 2.6 + 0.42 * len(columns)), 1.8 + 0.5 * len(rows)), title)
-    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=top)
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            colour = "white" if value > DARK * top else "black"
-            axes.text(x, y, "" if math.isnan(value) else form.format(value), ha="center", va="center", color=colour, fontsize=8)
-    turned = {"rotation": 30, "ha": "right"} if any(isinstance(name, str) for name in columns) else {}
-    axes.set_xticks(range(len(columns)), columns, **turned)
-    axes.set_yticks(range(len(rows)), rows)
-    figure.colorbar(image, ax=axes, label=label)
+    plots.heat_map(axes, values, rows, columns, label, top=top, form=form)
     return figure
 
 
 def _figure(size: tuple[float, float], title: str):
-    """Return a Figure of its own, not pyplot's: no display and no global state."""
-    figure = require("matplotlib.figure", "plot").Figure(figsize=size, layout="constrained")
-    figure.suptitle(f"{title} (ESFT)", fontsize=11)
-    return figure, figure.subplots()
+    return plots.new_figure(f"{title} (ESFT)", size)
 
 
-def _styles(count: int) -> tuple[list[str], list[str]]:
-    """Colours and markers of `count` lines, from the start again when they are used up."""
-    return [COLOURS[i % len(COLOURS)] for i in range(count)], [MARKERS[i % len(MARKERS)] for i in range(count)]
-
-
-TEXTS = 4  # of a task on the page
+TEXTS = 4  # per task on the page
 
 
 @dataclass(kw_only=True)
 class Study(Finding):
-    """What was found, for every seed's samples, as a table."""
+    """The results for every seed's samples, as a table."""
 
-    found: list  # of each seed, an analysis of `analyses`
-    table: list[tuple]  # its first row are the columns' names
+    found: list  # one result of `analyses` per seed
+    table: list[tuple]  # the first row holds the column names
     note: str
-    files: dict = field(default_factory=dict)  # what was written beside the picture
+    files: dict = field(default_factory=dict)  # written next to the picture
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
@@ -172,7 +152,7 @@ def _counts(process: Run) -> dict:
 
 
 def _page(process: Run, path) -> None:
-    """Write the page: held-out rows of every task, by the selection of token scores, as in the paper."""
+    """Write the page: held-out examples of every task, under the selection by token scores, as in the paper."""
     stages: Stages = process.all[0]
     model, tokenizer, recipe = stages.base_model(), stages.tokenizer, process.recipe
     texts = {}
@@ -186,7 +166,7 @@ def _page(process: Run, path) -> None:
 
 
 def _means(found: Sequence) -> list[tuple]:
-    """Return a row per task of the shared top experts, means over the seeds."""
+    """Return a row per task with the shared top experts, means over the seeds."""
     rows = [[f"{statistics.fmean(cell):.2f}" for cell in zip(*row)] for row in zip(*(one.shared for one in found))]
     return [(name, *row) for name, row in zip(found[0].tasks, rows, strict=True)]
 
@@ -203,9 +183,9 @@ def _overlap(process: Run, top: int, score: str) -> dict:
 
     def summary(report: Study) -> list[str]:
         within, between = ([getattr(one, of) for one in found if getattr(one, of) is not None] for of in ("within", "between"))
-        apart = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
+        across = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
         return [
-            f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{apart}; by chance {found[0].chance:.2f}."
+            f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{across}; by chance {found[0].chance:.2f}."
         ]
 
     return {"found": found, "table": table, "note": note, "summary": summary}
@@ -215,7 +195,7 @@ def _sample_size(process: Run, top: int, score: str, sizes: Sequence[int] | None
     found = [stages.sample_sizes(sizes, top, score) for stages in process.all]
     taken = found[0].sizes
     table = [("task", *(f"{size:,}" for size in taken)), *_means(found)]
-    note = f"Of the top {top} experts by {score} score, those that two samples of so many tokens share, mean over the layers."
+    note = f"Of the top {top} experts by {score} score, those that two samples of this size share, mean over the layers."
 
     def summary(report: Study) -> list[str]:
         last = statistics.fmean(row[-1] for one in found for row in one.shared)

@@ -1,6 +1,6 @@
 """ESFT on model folders: merge an adapter into its base's folder, tensor by tensor, in the base's format.
 
-The result is what `esft.apply` and save_pretrained would write, for models that do not fit into memory, which holds one
+The result equals that of `esft.apply` and save_pretrained, also for models that do not fit into memory: it holds only one
 tensor of the base, one shard of the target, and the adapter. The target is written atomically.
 """
 
@@ -98,7 +98,7 @@ def _sample_experts(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[s
         layout = layout_of(module)
         for name in stack_parts(layout):
             stack = getattr(module, name)
-            # a row of numbers shows where the folder has its weights
+            # a row of indices shows where the folder stores the row's weights
             row = torch.arange(stack[0].numel(), dtype=torch.int32).view(stack.shape[1:])
             found = saved_rows(model, f"{path}.{name}", stack, (e,), checkpoint)
             saved = {key: (rows.stacked, rows.row(model, row)) for key, rows in found.items()}
@@ -111,7 +111,7 @@ def _sample_experts(model: nn.Module, adapter, checkpoint: Checkpoint) -> dict[s
 
 
 def _weight(checkpoint: Checkpoint, saved: dict[str, tuple[bool, torch.Tensor]], expert: int, place: int) -> float:
-    """Read weight number `place` of an expert's row, of which `saved` has the numbers by the folder's names."""
+    """Read weight number `place` of an expert's row; `saved` has the row's indices by the folder's names."""
     key, stacked, at = next(
         (key, stacked, at.tolist()) for key, (stacked, numbers) in saved.items() for at in (numbers == place).nonzero()
     )

@@ -1,12 +1,12 @@
-"""ESFT's frontier: how much a method forgets of general text by the time it has learned as much of a task as another.
+"""ESFT's frontier: how much of general text each method forgets by the time all have learned a task equally well.
 
-Each method is tuned on the task's rows alone, with several learning rates, and judged on the way. At point i its task loss is
-t_i and the loss of general row r is g_i[r]. Where the task loss first reaches t, `depth` below the base's, row r has the loss
+Each method is tuned on the task's rows alone, at several learning rates, and evaluated along the way. At point i its task loss
+is t_i and the loss of general row r is g_i[r]. Where the task loss first reaches t, `depth` below the base's, row r has loss
 
     g[r] = (1 - w) g_{i-1}[r] + w g_i[r]      w = (t_{i-1} - t) / (t_{i-1} - t_i),  t_{i-1} > t >= t_i
 
-All trainings take the same number of steps. For each depth, validation rows choose among a method's rates that reach it with
-every seed; the table, its tests and the picture are of held-out rows.
+All runs take the same number of steps. For each depth, validation rows choose among a method's rates that reach it with
+every seed; the table, its significance tests and the picture use held-out rows.
 """
 
 import functools
@@ -34,12 +34,12 @@ KINDS = ("validation", "held_out")
 
 
 class Course(NamedTuple):
-    """A training on one task, judged on the way; the tuned model is not saved."""
+    """A training run on one task, evaluated along the way; the tuned model is not saved."""
 
     name: str
     folder: Path
     rate: float
-    loss: float  # of the task's held-out rows, at the end, as `exact`
+    loss: float  # on the task's held-out rows at the end, like `exact`
     exact: list[int]
     total_seconds: float
     trained_parameters: int
@@ -62,7 +62,7 @@ class Course(NamedTuple):
 
 
 class Courses(Stages):
-    """The stages of a study at `factor` times its learning rates, on a task's rows alone; what it tunes is a Course."""
+    """The stages of a study at `factor` times its learning rates, tuned on a task's rows alone, each returning a Course."""
 
     def __init__(self, stages: Stages, factor: float):
         vars(self).update(vars(stages))
@@ -97,25 +97,25 @@ class Courses(Stages):
 
 
 def general_at(entry: Entry, depth: float, kind: str = "held_out") -> float:
-    """Return a training's general loss per label token at `depth`, mean over the seeds; infinite unless all reach it."""
+    """Return a run's general loss per label token at `depth`, mean over the seeds; infinite unless all reach it."""
     rows, tokens = [course.at(depth, kind) for course in entry.results], entry.results[0].tokens[f"{GENERAL}-{kind}"]
     return math.inf if None in rows else statistics.fmean(trainers.mean_loss(losses, tokens) for losses in rows)
 
 
 def curve(entry: Entry) -> list[tuple[float, ...]]:
-    """Return a training's points (step, task loss, general loss), means over the seeds."""
+    """Return a run's points (step, task loss, general loss), means over the seeds."""
     parts = f"task-{KINDS[1]}", f"{GENERAL}-{KINDS[1]}"
-    ways = [zip((step for step, _ in one.history), *map(one.means, parts)) for one in entry.results]
-    return [tuple(map(statistics.fmean, zip(*at))) for at in zip(*ways)]
+    histories = [zip((step for step, _ in one.history), *map(one.means, parts)) for one in entry.results]
+    return [tuple(map(statistics.fmean, zip(*at))) for at in zip(*histories)]
 
 
 @dataclass(kw_only=True)
 class Frontier(Finding):
-    """General losses where methods have learned as much of the task: a row for each method and learning rate."""
+    """General losses at equal task losses: a row for each method and learning rate."""
 
     task: str
     depths: tuple[float, ...]
-    ladders: dict[str, list[Entry]]  # method -> its trainings, one for each rate
+    ladders: dict[str, list[Entry]]  # method -> its runs, one for each rate
 
     def __post_init__(self):
         self.chosen, self.comparisons = {}, {}
@@ -131,7 +131,7 @@ class Frontier(Finding):
             self.comparisons[depth] = compare(losses, TOKEN, tokens) if TOKEN in losses else []
 
     def shown(self, name: str) -> Entry:
-        """Return a method's training for the deepest level that it and ESFT-Token reached, else that of its first rate."""
+        """Return a method's run for the deepest level that both it and ESFT-Token reached, else the run of its first rate."""
         deep = [one for one in self.chosen.values() if {TOKEN, name} <= one.keys()]
         return deep[-1][name] if deep else self.ladders[name][0]
 
@@ -181,12 +181,12 @@ class Frontier(Finding):
 
 
 def summary(report: Frontier) -> list[str]:
-    """Say for every depth how the methods compare with ESFT-Token, each at the rate chosen for that depth."""
-    said = []
+    """Return a line per depth that compares the methods with ESFT-Token, each at the rate chosen for that depth."""
+    lines = []
     for depth, found in report.comparisons.items():
         each = "; ".join(f"{one.name} {compared(one)[0]}, {one.verdict}" for one in found) or "no comparison"
-        said.append(f"At {depth:g} below the base's task loss, general loss against {TOKEN}: {each}.")
-    return said
+        lines.append(f"At {depth:g} below the base's task loss, general loss against {TOKEN}: {each}.")
+    return lines
 
 
 def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -> dict:
@@ -211,10 +211,10 @@ def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -
 
 
 def picture(report: Frontier):
-    """Plot general loss over task loss along the trainings, means over the seeds: each method's chosen rate, others faint."""
-    figure, axes = plots.figure_of(report, (7.6, 5.2))
+    """Plot general loss against task loss along the runs, means over the seeds: each method's chosen rate, others faint."""
+    figure, axes = plots.figure_of(report, (7.6, 6.0))
     rises = []
-    for (name, ladder), colour, marker in zip(report.ladders.items(), plots.COLOURS, plots.MARKERS):
+    for (name, ladder), (colour, marker) in zip(report.ladders.items(), plots.cycle(len(report.ladders))):
         for entry in ladder:
             _, task, general = zip(*curve(entry), strict=True)
             how = {"alpha": 0.35, "linewidth": 0.9}
@@ -228,8 +228,9 @@ def picture(report: Frontier):
     axes.set_ylim(general[0] - 0.1 * top, general[0] + top)
     axes.invert_xaxis()
     axes.set(xlabel=f"task loss, {report.task} (lower is better; tuning moves right)", ylabel="general loss (lower is better)")
-    axes.grid(alpha=0.25)
-    axes.legend(title="held-out rows; faint: other rates; dotted: levels", fontsize=9, title_fontsize=9)
+    axes.grid()
+    over = f"held-out examples, mean of {len(report.seeds)} seed{'s' * (len(report.seeds) > 1)}"
+    plots.legend_below(figure, axes, f"{over}; faint: other rates; dotted: levels; lines may leave at the top")
     return figure
 
 

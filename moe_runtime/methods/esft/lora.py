@@ -3,11 +3,11 @@
     train_lora   LoRA on the stacks of the selection's layers; only the selected experts' matrices train
     save_lora    PEFT's adapter_model.safetensors and adapter_config.json, and expert_cfg.json: the selection and the base
     save_peft    ESFT's own adapter, whole experts, as PEFT's
-    read_lora    that selection and base; `apply` puts such an adapter, or ESFT's own, into a model
+    read_lora    reads that selection and base; `apply` applies such an adapter, or ESFT's own, to a model
 
-PEFT's files have A [r, in] and B [out, r] for every expert of a stack, and so do ours, with zeros for the other experts. What
-trains are the selected experts' alone (`SelectedHalf`): the others cost no parameters, gradients or optimizer's state. PEFT
-reads whole matrices wherever it asks for a weight, so its own forward pass, merging and files stay what they are.
+PEFT's files have A [r, in] and B [out, r] for every expert of a stack, and so do ours, with zeros for the other experts. Only
+the selected experts' matrices are parameters (`SelectedHalf`): the others cost no gradients or optimizer state. PEFT gets
+whole matrices wherever it reads a weight, so its own forward pass, merging and files work unchanged.
 """
 
 from collections.abc import Mapping
@@ -42,9 +42,9 @@ def train_lora(
     model: nn.Module, selection: ExpertSelection, rank: int = RANK, alpha: float = ALPHA, dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> tuple[nn.Module, TrainableReceipt]:  # fmt: skip
-    """Return `model` in PEFT's wrapper, where only LoRA of the experts of `selection` trains, and a receipt.
+    """Wrap `model` in PEFT's LoRA, of which only the matrices of the experts in `selection` train; return it and a receipt.
 
-    The rank is each expert's; `dtype` is that of the matrices, by default the model's but float32 for half precision. Raises
+    `rank` is per expert; `dtype` is that of the matrices, by default the model's, or float32 for half precision. Raises
     ValueError for experts that the model lacks, and for a selection that trains more than routed experts.
     """
     check_unwrapped(model)
@@ -74,7 +74,7 @@ def train_lora(
 class SelectedHalf(nn.Module):
     """A [E r, in] or B [out, r E] of PEFT's LoRA of a stack; only the matrices of selected experts are parameters.
 
-    `weight` has zeros for the others, and so has the state_dict; of a model that FSDP2 has split it has what FSDP2 keeps.
+    `weight` and the state_dict have zeros for the others; under FSDP2 the state_dict holds `selected`, sharded.
     """
 
     def __init__(self, weight: torch.Tensor, ids: tuple[int, ...], num_experts: int, is_a: bool):
@@ -111,7 +111,7 @@ class SelectedHalf(nn.Module):
 
 
 def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
-    """Raise ValueError for a rank and alpha that LoRA cannot have, and a selection of more, or less, than routed experts."""
+    """Raise ValueError for an invalid rank or alpha, and for a selection without experts or with more than routed experts."""
     check_positive("rank", rank)
     check_number("alpha", alpha, positive=True)
     flag = next((name for name in FLAGS if getattr(selection, name)), None)
@@ -125,7 +125,7 @@ def _numbers(model: nn.Module) -> int:
 
 
 def _layer_of(name: str) -> int:
-    """Return the number of the layer that a matrix belongs to, the first in its path, as of routed layers; -1 without one."""
+    """Return a matrix's layer, the first number in its path, as routed layers are numbered; -1 without one."""
     return next((int(part) for part in plain_name(name).split(".") if part.isdecimal()), -1)
 
 
@@ -175,7 +175,7 @@ def save_peft(model: nn.Module, adapter: Adapter | str | Path, folder: str | Pat
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoraAdapter:
-    """What a folder of `save_lora` says of itself, and the size of the selected experts' matrices."""
+    """The selection and base of a `save_lora` folder, and the size of the selected experts' matrices."""
 
     selection: ExpertSelection
     base: Mapping[str, Any] | None
@@ -222,7 +222,7 @@ def check_mask(model: nn.Module, adapter: PeftAdapter, selection: ExpertSelectio
 
 @torch.no_grad()
 def whole_experts(model: nn.Module, folder: str | Path) -> Adapter:
-    """Return the selected experts with their LoRA in them, W_e + s B_e A_e, as ESFT's own adapter of `model`."""
+    """Return the selected experts with their LoRA merged, W_e + s B_e A_e, as ESFT's own adapter of `model`."""
     found, adapter, tensors, layers = read_lora(folder), read_peft(folder, model), {}, numbered_layers(model)
     check_mask(model, adapter, found.selection)
     for number, ids in found.selection.experts.items():
@@ -241,9 +241,9 @@ def whole_experts(model: nn.Module, folder: str | Path) -> Adapter:
 
 
 def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True) -> Adapter:
-    """Put an adapter into `model`, in place, rounded to its dtype; the rows it replaces are kept on the CPU for `remove`.
+    """Apply an adapter to `model` in place, rounded to its dtype; the replaced rows are kept on the CPU for `remove`.
 
-    `adapter` may be a folder of `save_lora` too, whose matrices are added to the experts. Any experts implementation runs the
+    `adapter` may be a folder of `save_lora`: its matrices are merged into the experts. Any experts implementation runs the
     result, and save_pretrained writes it as a whole model. `check_weights=False` accepts a base with other weights than the
     adapter's.
     """

@@ -49,7 +49,7 @@ def read_logs(
     """Read the logs in `folder` and its folders rank_*; a line is a sample.
 
     `top_k` defaults to the largest number with which no token of the first layer has an expert twice, `num_experts` to the
-    largest id plus one, at most MAX_EXPERTS, `layers` to those that there are, evenly spaced.
+    largest id plus one, at most MAX_EXPERTS, `layers` to those found, which must be evenly spaced.
     """
     for name, value in (("top_k", top_k), ("num_experts", num_experts)):
         if value is not None:
@@ -100,7 +100,7 @@ def _log_files(folder: Path, layers: Sequence[int] | None) -> dict[int, list[Pat
 
 
 def _evenly_spaced(numbers: list[int]) -> Sequence[int]:
-    """Return the numbers from the first to the last by the smallest step between two of them."""
+    """Return the numbers from the first to the last in the smallest step between neighbours."""
     steps = [b - a for a, b in itertools.pairwise(numbers)]
     return range(numbers[0], numbers[-1] + 1, min(steps)) if steps else numbers
 

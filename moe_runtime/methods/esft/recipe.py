@@ -7,10 +7,10 @@
 
 The defaults are the paper's (arXiv 2407.01906, Sec. 4.3) and, where it is silent, the released code's.
 
-Built-in tasks are made from its documented functions: `code` asks for one by its docstring, `docstring` for the
-docstring of one, `names` for its name, and `case` for the docstring's first sentence, given in upper case. Held-out rows are
-of files that nothing was trained on, for every task the same files. `code`, `prose` and `arithmetic` without
-`standard-library/` before them are the domains of the other methods' studies.
+Built-in tasks are made from the standard library's documented functions: `code` asks for a function by its docstring,
+`docstring` for its docstring, `names` for its name, and `case` for the docstring's first sentence, given in upper case.
+Held-out rows come from files that are never trained on, the same files for every task. `code`, `prose` and `arithmetic`
+without the prefix `standard-library/` are the domains of the other methods' studies.
 """
 
 import functools
@@ -50,11 +50,11 @@ from moe_runtime.methods.esft.scores import SEED
 from moe_runtime.methods.esft.selection import SCORES, VARIANTS
 
 GENERAL = data.BUILT_IN  # the source text itself: what the small base was trained on
-HIDDEN = "f"  # the name of a function whose name is asked for
+HIDDEN = "f"  # replaces the name of a function in the task that asks for it
 
 
 def task_rows(tokenizer, task, recipe) -> dict:
-    """Return the rows of a task or of the general text, tokenized: train, validation and held_out, the first joined.
+    """Return the tokenized rows of a task or of the general text: train, packed if the recipe says so, validation, held_out.
 
     No row is in two of them. `task` is a Task of `recipe`.
     """
@@ -79,8 +79,8 @@ def task_rows(tokenizer, task, recipe) -> dict:
 def join(rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float = 0.0, seed: int = 0):
     """Join samples, in an order drawn by `seed`, to a datasets.Dataset of rows of `length` ids, as ESFT's code does.
 
-    Of the sample that a row ends with, what does not fit is cut off at its start, so its answer stays. A sample within a row
-    begins without BOS with the probability `drop_bos`. Samples of one row see each other. The last row may be shorter.
+    The last sample of a row is cut at its start if it does not fit, so its answer stays. A sample within a row starts without
+    BOS with probability `drop_bos`. Samples of one row attend to each other. The last row may be shorter.
     """
     order, generator = [dict(row) for row in rows], random.Random(seed)
     generator.shuffle(order)
@@ -100,7 +100,7 @@ def join(rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float 
 
 
 def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
-    """`task_rows` as ESFT's released code packs and parts them: one line in fifty validates, whatever `validation_rows` is."""
+    """`task_rows`, packed and split as in ESFT's released code: one line in fifty validates, whatever `validation_rows` is."""
     taken = map(data.one_form, itertools.islice(train, task.limit))
     rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in taken]
     lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
@@ -113,10 +113,10 @@ Line = tuple[list[int], list[int]]  # ids and labels
 
 
 def packed_in_order(rows: Iterable[Line], length: int, drop: float, pad: int, seed: int = SEED) -> list[Line]:
-    """Pack rows, in their order, into lines of `length` ids, as ESFT's released code does.
+    """Pack rows, in order, into lines of `length` ids, as ESFT's released code does.
 
-    A row that does not fit loses its beginning; behind another row, its first id is dropped with the probability `drop`. The
-    last line is filled with `pad`, unlabelled, and is there even where nothing is left for it.
+    A row that does not fit loses its beginning; after another row its first id is dropped with probability `drop`. The
+    last line is padded with `pad`, unlabelled, and exists even if no tokens are left for it.
     """
     lines, generator = [], random.Random(seed)
     ids, labels = [], []
@@ -132,7 +132,7 @@ def packed_in_order(rows: Iterable[Line], length: int, drop: float, pad: int, se
 
 
 def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) -> tuple:
-    """Return Datasets of lines to train on and to validate by, chosen as torch.random_split does; lines without labels drop."""
+    """Return Datasets of training and validation lines, split as torch.random_split does; lines without labels are dropped."""
     order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
     count = int(share * len(lines))
     parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
@@ -152,7 +152,7 @@ def dataset_of(lines: Iterable[Line]):
 
 
 def mixed(rows, general, ratio: float):
-    """Return `rows` and `ratio` times as many of `general`, which are repeated where there are too few."""
+    """Return `rows` and `ratio` times as many of `general`, repeated if there are too few."""
     count = round(ratio * len(rows))
     if not count:
         return rows
@@ -160,7 +160,7 @@ def mixed(rows, general, ratio: float):
 
 
 def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[[], tuple]:
-    """Return what makes rows of (heading, docstring, source) of each documented function; without rows of None."""
+    """Return a function that makes rows from (heading, docstring, source) of each documented function; None is skipped."""
 
     def rows() -> tuple:
         train, held_out = (_made(part, make) for part in standard_library_pairs())
@@ -170,7 +170,7 @@ def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[
 
 
 def _made(rows: Sequence[Mapping[str, str]], make) -> dict[tuple[str, str], None]:
-    """The pairs made from functions, in their order, none of them twice."""
+    """Return the distinct pairs made from functions, in order."""
     split = ((*row["prompt"].partition("\n")[::2], row["completion"]) for row in rows)
     made = (make(heading, doc.strip(), source) for heading, doc, source in split)
     return dict.fromkeys(pair for pair in made if pair is not None)
@@ -204,7 +204,7 @@ def _case(heading: str, doc: str, source: str) -> tuple[str, str] | None:
 
 
 def _text() -> tuple:
-    """The source text, in an order that mixes the files; no piece is in both parts."""
+    """Return the source text, the files shuffled; no piece is in both parts."""
     train = list(dict.fromkeys(standard_library_text()))
     known = set(train)
     held_out = [text for text in dict.fromkeys(standard_library_text(held_out=True)) if text not in known]
@@ -224,9 +224,9 @@ BUILT_IN = {
 
 
 class Task(Rows):
-    """The rows of a task: to train on, to choose the best step by, and to judge by."""
+    """The rows of a task: for training, for choosing the best step, and for evaluation."""
 
-    validation_rows: Count = 64  # of the train rows; nothing is trained on them, nor judged by them
+    validation_rows: Count = 64  # taken from the train rows; neither trained on nor evaluated
     prompt: Prompt = "deepseek"
     train_on: TrainOn = "assistant"
 
@@ -239,7 +239,7 @@ class Task(Rows):
 
 
 class General(Task):
-    """Text of no task: what a model should not forget; mixed in while it trains, and judged by."""
+    """General text, which a model should not forget: mixed into its training data, and evaluated."""
 
     train: Sources = GENERAL
 
@@ -247,7 +247,7 @@ class General(Task):
 class PretrainMoE(Pretrain):
     """A small DeepSeek-V2 to start from: fine-grained experts beside shared ones, pre-trained on the standard library.
 
-    `intermediate_size` is the dense layers'.
+    `intermediate_size` is that of the dense layers.
     """
 
     num_experts: Count = 32
@@ -256,7 +256,7 @@ class PretrainMoE(Pretrain):
     shared_experts: Count = 2
     dense_layers: Steps = 1  # the first ones, without experts
     balance_loss_coef: Number = 0.001
-    # documents of code, prose and arithmetic, in the place of the standard library's source
+    # documents of code, prose and arithmetic, in place of the standard library's source
     domains: dict[Literal[DOMAINS], Count] | None = Field(None, exclude_if=lambda counts: counts is None)
 
     @model_validator(mode="after")
@@ -277,7 +277,7 @@ def documents(pretrain: PretrainMoE) -> list[str]:
 
 
 class Tuning(Training):
-    """A training of the study: AdamW at a constant rate, ended with the weights of its lowest validation loss."""
+    """A training run of the study: AdamW at a constant rate, keeping the weights of the lowest validation loss."""
 
     warmup_steps: Steps | None = 0
     batch_size: Count = 32
@@ -291,7 +291,7 @@ class Tuning(Training):
 
 
 class Lora(Node):
-    """The baseline of low-rank matrices on all linear layers and experts, embeddings and head excepted."""
+    """The LoRA baseline: low-rank matrices on all linear layers and experts, but not on embeddings and head."""
 
     rank: Count = 8
     scaling: Positive = 2.0  # alpha / rank
@@ -309,7 +309,7 @@ Threshold = Annotated[Positive, Field(le=1)]
 
 
 class Thresholds(Node):
-    """p of the two scores."""
+    """The threshold p of each score."""
 
     gate: Threshold = 0.1
     token: Threshold = 0.2
@@ -326,17 +326,17 @@ class EsftRecipe(Node):
     trained_dtype: Dtype | None = None  # of the experts that train; None: `dtype`
     max_length: Count = 4096
     pack: bool = True  # samples joined to rows of max_length
-    drop_bos: Fraction = 0.2  # of the samples within a row, so many begin without BOS
+    drop_bos: Fraction = 0.2  # share of the samples within a row that start without BOS
     tasks: dict[str, Task]
     general: General = General()
     mix: Number = 1.0
     scores: Scoring = Scoring()
     p: Thresholds = Thresholds()
-    score: Literal[SCORES] = "gate"  # that a whole run selects by; tables take both
+    score: Literal[SCORES] = "gate"  # for `run`; tables use both
     fft: Tuning
     lora: Lora
     esft: Tuning
-    evaluations: Count = 5  # times that a training takes the validation loss
+    evaluations: Count = 5  # how often a training run computes the validation loss
     seed: int = 0
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Record slots and gate values per layer and expert while a model runs, the input of ESFT's scores.
+"""Record slots and gate values per layer and expert while a model runs: the input of ESFT's scores.
 
 ESFT (arXiv 2407.01906), Eq. (1), summed over all tokens t that are not padding and over samples s, the rows of batches:
 
@@ -8,9 +8,9 @@ ESFT (arXiv 2407.01906), Eq. (1), summed over all tokens t that are not padding 
 g_{e,t} is the weight that the router hands to the experts, however it is normalized, and 0 where e is not among the top K.
 Sums are float64 on the layer's device, in an order that repeats; nothing is read back before `read`.
 
-    GateRecorder    the sums of a model that runs
+    GateRecorder    the sums, recorded while a model runs
     model_inputs    batches up to a number of tokens, in step with other processes, as the model's keyword arguments
-    group_routing   coarser experts, simulated: the router chooses groups of experts (App. B, Fig. 7)
+    group_routing   simulate coarser experts: the router chooses groups of experts (App. B, Fig. 7)
 """
 
 import functools
@@ -57,7 +57,7 @@ class GateRecorder:
     """Sums slots and gate values during forward passes of `model`, on its devices, without a sync; `read` returns GateSums.
 
     Only calls of `model` itself count, not recomputation in backward. Padding, by the call's attention_mask, is left out;
-    `only` [B, S] bool, if set, names the tokens that count instead. `pairs` also counts how often two experts serve one token.
+    `only` [B, S] bool, if set, marks the tokens that count instead. `pairs` also counts how often two experts serve one token.
     `see` is called with each GateCall. A context manager; `close` removes the hooks.
     """
 
@@ -138,7 +138,7 @@ class GateRecorder:
         return self._state[number]
 
     def read(self, *, reset: bool = False, reduce: bool = False) -> GateSums:
-        """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes, `reset` starts anew.
+        """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes, `reset` clears them.
 
         Layers that were never called are left out if others were: an adapter keeps the original of a module that it trains a
         copy of.
@@ -237,7 +237,7 @@ def model_inputs(model: nn.Module, dataloader: Iterable[Mapping | torch.Tensor],
         moved = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
-            # without labels, since no loss is needed, and without columns that the model does not know
+            # without labels, since no loss is needed, and without columns that the model does not accept
             if name != "labels" and (takes_all or name in known)
         }
         yield moved | extra, only
@@ -297,8 +297,8 @@ def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]
 
     For groups G of g experts, K experts per token and gates s = softmax(logits), the K / g groups with the highest s_G =
     mean_{e in G} s_e are chosen, each of their experts with the weight s_G: a token passes through as many experts as before.
-    For routers like DeepSeek-V2's, which return logits [T, E], weights and ids [T, K], the weights the softmax's own times a
-    constant.
+    Supports routers like DeepSeek-V2's, which return logits [T, E], weights and ids [T, K], the weights being softmax(logits)
+    times a constant.
     """
     handles = []
     for number, layer in numbered_layers(model).items():

@@ -1,4 +1,4 @@
-"""What the stages of an ESFT study return: a tuned model, the experts' scores, several models joined to one row of a table."""
+"""Results of an ESFT study's stages: a tuned model, the experts' scores, several models joined to one row of a table."""
 
 import statistics
 from collections import namedtuple
@@ -14,7 +14,7 @@ BASE, FFT, LORA, TOKEN, GATE = "base", "FFT", "LoRA", "ESFT-Token", "ESFT-Gate" 
 
 
 class Tuned(NamedTuple):
-    """A model that was tuned on a task, or the base; or several, joined over tasks by `join`."""
+    """A model tuned on a task, or the base; or several, joined over tasks by `join`."""
 
     name: str
     folder: Path
@@ -34,8 +34,8 @@ class Tuned(NamedTuple):
     trained_parameters: int
     optimizer_bytes: int
     experts: dict | None = None  # layer -> ids that were trained
-    tasks: dict | None = None  # of several: name -> Tuned
-    exact: list | None = None  # of each held-out row 1 if greedy decoding gives its label, else 0
+    tasks: dict | None = None  # joined results: name -> Tuned
+    exact: list | None = None  # per held-out row: 1 if greedy decoding gives its label, else 0
     general_exact: list | None = None
 
 
@@ -53,7 +53,7 @@ class Scored(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """A tuned model on the rows of other tasks than its own."""
+    """A tuned model evaluated on other tasks than its own."""
 
     name: str
     folder: Path
@@ -62,22 +62,22 @@ class Elsewhere(NamedTuple):
 
 
 def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
-    """Return one result of a method for all its tasks: all held-out rows, means of the rest, general rows' losses included."""
+    """Join a method's results over its tasks: held-out rows are concatenated, all else, general losses included, averaged."""
     first, count = next(iter(parts.values())), len(parts)
     losses, tokens = ([value for one in parts.values() for value in getattr(one, of)] for of in ("losses", "tokens"))
     exact = None if None in (one.exact for one in parts.values()) else [flag for one in parts.values() for flag in one.exact]
     general = [sum(row) / count for row in zip(*(one.general_losses for one in parts.values()), strict=True)]
-    ways = zip(*(one.history for one in parts.values()), strict=False)
+    histories = zip(*(one.history for one in parts.values()), strict=False)
     costs = ("seconds", "total_seconds", "steps_per_second", "trained_parameters", "optimizer_bytes")
     means = {of: statistics.fmean(getattr(one, of) for one in parts.values()) for of in costs}
     means |= {of: round(means[of]) for of in costs[3:]}
-    history = [(way[0][0], statistics.fmean(loss for _, loss in way)) for way in ways]
+    history = [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in histories]
     return first._replace(
         name=name, general_loss=trainers.mean_loss(general, first.general_tokens), general_losses=general, history=history,
         experts=None, tasks=dict(parts), exact=exact, **loss_of(losses, tokens), **means,
     )  # fmt: skip
 
 
-# a base as it is kept: what it costs, and `found`, by task its loss, losses and tokens
+# a base as it is saved: its costs, and `found`, its loss, losses and tokens by task
 COSTS = Tuned._fields[:2] + Tuned._fields[Tuned._fields.index("steps") : Tuned._fields.index("experts")]
 Base = namedtuple("Base", (*COSTS, "found"))

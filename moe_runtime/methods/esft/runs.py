@@ -1,7 +1,7 @@
-"""ESFT from a model's folder and a file of rows: what the command line's verbs do, each with one call.
+"""ESFT from a model folder and a data file: one function per command.
 
 score_folder   a model's folder and rows -> summary.json, and the official logs
-train_folder   a folder, a selection and rows -> an adapter; a run that was killed goes on
+train_folder   a folder, a selection and rows -> an adapter; resumes a run that was killed
 check_folder   a base's folder and an adapter -> whether they belong together; with rows, the loss without and with it
 """
 
@@ -34,11 +34,11 @@ from moe_runtime.methods.esft.recipe import Tuning, dataset_of, join, packed_in_
 from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, padded_batches, released_sample, sample_batches
 from moe_runtime.methods.lora.stacks import is_peft
 
-VALIDATION = 0.02  # of the rows, where there are no others (the released code's)
+VALIDATION = 0.02  # share of the rows, if no held-out rows are given (from the released code)
 DROP_BOS = 0.2
 HALF = ("float16", "bfloat16")
-SETTINGS = "settings.json"  # of a training's call, beside its checkpoints
-NOT_COMPARED = ("per_device_batch_size",)  # settings of a training that a run may go on with another of
+SETTINGS = "settings.json"  # the arguments of a training run, next to its checkpoints
+NOT_COMPARED = ("per_device_batch_size",)  # settings that may change when a run is resumed
 
 
 def score_folder(
@@ -46,10 +46,10 @@ def score_folder(
     variant: str = "v1", max_length: int = LENGTH, packed: bool = True, batch_size: int = 1, prompt: str = "plain",
     pairs: bool = False, seed: int = SEED, overwrite: bool = False, progress: Callable[[int, int], None] | None = None,
 ) -> esft.ExpertScores:  # fmt: skip
-    """Score the experts of the model in folder `source` on `rows`, what `data.read_rows` takes, and write the summary to `out`.
+    """Score the experts of the model in folder `source` on `rows`, read by `data.read_rows`; write the summary to `out`.
 
-    `packed` joins the rows to samples of `max_length` tokens, as the paper does; else each row is one. `prompt` is one of
-    prompts.PROMPTS; "esft" without `packed` scores the rows that the released script scores, none of them cut.
+    `packed` joins the rows to samples of `max_length` tokens, as in the paper; else each row is a sample. `prompt` is one of
+    prompts.PROMPTS; "esft" without `packed` scores the same rows as the released script, uncut.
     """
     for name, value in (("n_tokens", n_tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
@@ -82,7 +82,7 @@ def score_folder(
 
 
 def _reported(batches, n_tokens: int, processes: int, progress: Callable[[int, int], None]):
-    """Pass batches on, and report their tokens, of all processes, when the next one is asked for."""
+    """Yield batches, and report a batch's tokens over all processes when the next one is requested."""
     done = 0
     for batch in batches:
         yield batch
@@ -95,7 +95,7 @@ class TrainingReceipt(NamedTuple):
 
     path: Path
     steps: int
-    loss_before: float  # of the validation rows
+    loss_before: float  # on the validation rows
     loss: float
     trained_parameters: int
     total_parameters: int
@@ -109,12 +109,12 @@ def train_folder(
     train_on: str = "assistant", dtype: str | None = None, lora: tuple[int, float] | None = None, seed: int = 0,
     overwrite: bool = False, on_step=None,
 ) -> TrainingReceipt:  # fmt: skip
-    """Train the experts of `selection`, or of its file, of the model in folder `source` on `rows`; write an adapter to `out`.
+    """Train the experts of `selection` (or its file) of the model in folder `source` on `rows`; write an adapter to `out`.
 
-    `dtype` is that of all that trains: by default the model's, but float32 for bfloat16 or float16, which would round small
-    steps away. `lora`, a rank and alpha, trains LoRA of those experts instead. The loss is taken on `held_out` rows, else on
-    one in fifty of `rows`. With training.save_steps checkpoints go to `out`-checkpoints, from which the same call goes on, and
-    which go away at the end. Every process of a run calls.
+    `dtype` is that of the trained parameters: by default the model's, but float32 for bfloat16 or float16, which would round
+    small steps away. `lora`, a rank and alpha, trains LoRA of those experts instead. The validation loss is computed on
+    `held_out` rows, else on one in fifty of `rows`. With training.save_steps, checkpoints go to `out`-checkpoints; the same
+    call resumes from them, and they are removed at the end. Every process of a run must call this.
     """
     out = Path(out)
     check_out_dir(out, overwrite, [source, selection, rows, held_out])
@@ -178,8 +178,8 @@ class CheckReceipt(NamedTuple):
     """What `check_folder` found."""
 
     adapter: Adapter | LoraAdapter
-    tensors: int  # of the folder that the adapter changes
-    base_loss: float | None = None  # of the rows
+    tensors: int  # in the folder that the adapter changes
+    base_loss: float | None = None  # on the rows
     loss: float | None = None
     rows: int = 0
 
@@ -188,10 +188,10 @@ def check_folder(
     source: str | Path, adapter: str | Path, rows: str | Path | None = None, *, limit: int = 256, max_length: int = LENGTH,
     batch_size: int = 1, prompt: str = "plain", check_weights: bool = True,
 ) -> CheckReceipt:  # fmt: skip
-    """Say whether an adapter belongs to the model in folder `source`, from its headers and a few rows of its weights.
+    """Check that an adapter belongs to the model in folder `source`, reading only headers and a few rows of weights.
 
-    With `rows`, what `data.read_rows` takes, also the mean loss per label token of the first `limit`, without and with
-    the adapter. Raises ValueError where the two do not belong together.
+    With `rows`, as `data.read_rows` accepts them, also return the mean loss per label token of the first `limit`, without and
+    with the adapter. Raises ValueError if the adapter is for another model.
     """
     changed = check_fit(source, adapter, check_weights=check_weights)
     folder, adapter = adapter, read_lora(adapter) if is_peft(adapter) else as_adapter(adapter)
@@ -216,7 +216,7 @@ def _load(source: str | Path):
 
 
 def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[list[int]]:
-    """Tokenize the first rows, as many as `n_tokens` take, each cut at `longest`; all tokens count, prompts' too."""
+    """Tokenize rows until they have `n_tokens`, each row cut at `longest`; the prompts' tokens count too."""
     ids: list[list[int]] = []
     left = n_tokens
     for row in data.token_ids(tokenizer, rows, longest, prompt):
@@ -234,7 +234,7 @@ def _released(tokenizer, rows, n_tokens: int, part: tuple[int, int]) -> list[lis
 
 
 def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt: str, train_on: str) -> tuple:
-    """Return the rows to train on and to validate by, tokenized; no row is in both."""
+    """Return the tokenized training and validation rows; no row is in both."""
     train = data.read_rows(rows, answers=train_on == "assistant")
     if prompt == "esft" and packed:
         lines = packed_in_order(
@@ -258,8 +258,8 @@ def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt
 
 
 def _check_checkpoints(folder: Path, settings: Mapping) -> None:
-    """Raise ValueError if a folder has checkpoints of a call with other settings, or what is not from such a call."""
-    # of who was killed before it had settings, there is only the hidden place where it wrote them
+    """Raise ValueError if a folder has checkpoints of a call with other settings, or files not written by such a call."""
+    # a run killed before its settings were written leaves only their hidden temporary file
     if folder.is_dir() and any(not path.name.startswith(f".{SETTINGS}.") for path in folder.iterdir()):
         is_ours = (folder / SETTINGS).is_file()
         if is_ours and last_checkpoint(folder) is None:
@@ -274,9 +274,9 @@ def _check_checkpoints(folder: Path, settings: Mapping) -> None:
 
 
 def _remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a training that ended; whenever that is cut off, the same call is taken for one of ours.
+    """Remove the checkpoints of a finished run; if interrupted, the same call still recognizes the folder as its own.
 
-    What says that a checkpoint is whole goes first, the settings last.
+    So the files that mark checkpoints as complete go first, the settings last.
     """
     if not ranks.state().is_main_process:
         return
@@ -292,5 +292,5 @@ def _remove_checkpoints(folder: Path) -> None:
 
 
 def _as_json(value):
-    """Return a value as it comes back from JSON, tuples as lists."""
+    """Return a value as JSON would return it, tuples as lists."""
     return json.loads(json.dumps(value))

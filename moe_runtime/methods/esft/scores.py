@@ -45,7 +45,7 @@ SEED = 5934875  # the official script's
 class ExpertScores:
     """Scores per layer and expert. `gate` and `token` are of `variant`; `scores` converts to other variants if possible.
 
-    Of a summary without sums (an official one) there is its own variant, and what follows from that.
+    A summary without sums (an official one) has only its own variant and those that follow from it.
     """
 
     layers: tuple[int, ...]
@@ -84,7 +84,7 @@ class ExpertScores:
         return None if self.sums is None else self.sums.top_k
 
     def scores(self, score: str = "gate", variant: str | None = None, round: int | None = None) -> torch.Tensor:
-        """Return the scores of one kind, [L, E] float64, to `round` digits (the official code selects by 4)."""
+        """Return the scores of one kind, [L, E] float64, rounded to `round` digits if given (4 in the official code)."""
         check_choice("score", score, SCORES)
         variant = self.variant if variant is None else variant
         check_choice("variant", variant, VARIANTS)
@@ -115,8 +115,8 @@ class ExpertScores:
     def from_dict(cls, values: Mapping[str, Any], variant: str | None = None, source: str = "summary") -> "ExpertScores":
         """Create scores from `to_dict`'s or an official summary; errors name `source` and the key.
 
-        An official one does not say its variant: it is head where columns sum to 1 and rows do not, else v1, unless
-        `variant` says better.
+        An official summary does not name its variant: "head" if columns sum to 1 and rows do not, else "v1", unless
+        `variant` is given.
         """
         layers, num_shared, tables = read_tables(values, source)
         own = values.get("variant") or variant or _guess_variant(tables["token"])
@@ -133,7 +133,7 @@ class ExpertScores:
 
     def save(self, path: str | os.PathLike, *, round: int | None = None) -> None:
         """Write the summary, atomically; `round=4` makes it the official one."""
-        # a line per table row would be a hundred thousand of them with the pairs
+        # with the pairs, a line per table row would make 100,000 lines
         atomic_write_text(path, json.dumps(self.to_dict(round), allow_nan=False) + "\n")
 
     @classmethod
@@ -199,8 +199,8 @@ def score_experts(
 
     A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but padding count. `log_dir` also
     writes the official logs; `pairs` counts what `group_size` needs. With torch.distributed every process brings its own data
-    and scores its share of the tokens, with `per_process` up to `n_tokens` each; all return the same scores. Works on stock
-    models and our own, whose shared expert has none.
+    and scores its share of the tokens, or `n_tokens` each with `per_process`; all return the same scores. Works on stock
+    models and our own, whose shared expert has scores of 0.
     """
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)

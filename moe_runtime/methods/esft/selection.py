@@ -4,7 +4,7 @@ ESFT (arXiv 2407.01906), Eq. (8): the smallest set E_s of a layer's experts, tak
 
     sum_{i in E_s} R_i >= p
 
-R is the gate score (Eq. 6) or the token score (Eq. 7) of `moe_runtime.methods.esft.scores`. Equal scores: the lower id first.
+R is the gate score (Eq. 6) or the token score (Eq. 7) of `moe_runtime.methods.esft.scores`. Ties go to the lower id.
 """
 
 import math
@@ -176,7 +176,7 @@ def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) 
     score = sum(alike[groups[:, i] * E + groups[:, j]] for j in range(group_size) for i in range(j))
     taken, is_free = [], torch.ones(E, dtype=torch.bool)
     while len(groups):
-        # the first of equal ones
+        # ties: the first one
         best = groups[score.argmax()]
         taken.append(tuple(e + num_shared for e in best.tolist()))
         is_free[best] = False
@@ -188,7 +188,7 @@ def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) 
 def check_selection(model: nn.Module | Mapping[int, RoutedLayer], selection: ExpertSelection) -> None:
     """Raise ValueError unless `model` has all layers and ids of `selection`.
 
-    An expert that our own layers share is not chosen by the router: `shared_experts` trains it.
+    The shared expert of our own layers is not routed to: `shared_experts` trains it.
     """
     layers = numbered_layers(model) if isinstance(model, nn.Module) else model
     for layer, ids in selection.experts.items():

@@ -5,9 +5,8 @@
          --fft-->                           a whole model
          --halves--> --sizes-->             scores of two samples of a task, and what samples of several sizes share
 
-All are tuned on the same rows, a task's and as many of general text as the recipe's `mix` says, and judged as they were
-saved, on the task's held-out rows and on general ones. How stages are stored, and what a hash is over:
-`moe_runtime.experiments.stages`.
+All are tuned on the same rows, a task's and `mix` times as many of general text, and evaluated as saved, on held-out rows
+of the task and of general text. `moe_runtime.experiments.stages` says how stages are stored and what their hash covers.
 """
 
 import functools
@@ -43,7 +42,7 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_experts", "top_k", "expert_size", "shared_experts", "dense_layers",
 )  # fmt: skip
 GENERAL = "general"  # the name of the general rows among the tasks'
-SAMPLES = tuple(2**n for n in range(9, 18))  # tokens of a sample whose size is studied
+SAMPLES = tuple(2**n for n in range(9, 18))  # default sizes of `sample_sizes`, in tokens
 
 
 class Stages(KeptStages):
@@ -104,7 +103,7 @@ class Stages(KeptStages):
         return tuple(esft.ExpertScores.load(kept.folder / f"{number}.json") for number in range(2))
 
     def sample_sizes(self, sizes: Sequence[int] | None, top: int, score: str) -> SampleSizes:
-        """Return the top experts that two samples of each task share, by their size; by default of all sizes there are."""
+        """Return the top experts that two samples of each task share, by sample size; by default all SAMPLES that fit."""
         rows = {task: self.part(f"{task}-train") for task in self.recipe.tasks}
         if sizes is None:
             halves = [half for one in rows.values() for half in two_samples(one, SEED + self.seed)]
@@ -119,7 +118,7 @@ class Stages(KeptStages):
         return SampleSizes(**read_json(kept.folder / "found.json"))
 
     def _looked(self, kind: str, settings: dict, make: Callable, group_size: int = 1) -> Scored:
-        """Return a stage that only looks at the base: `make(model)` returns what it saw, by the names of files."""
+        """Return a stage that only runs the base: `make(model)` returns its results by file name."""
         base = self.base()
 
         def whole(tmp: Path, checkpoints: Path) -> dict:
@@ -141,13 +140,13 @@ class Stages(KeptStages):
         return self._load(self.base().folder)
 
     def selection(self, task: str, score: str, p: float | None = None, group_size: int = 1, **flags) -> esft.ExpertSelection:
-        """Return the experts of a task that reach `p`, the recipe's unless given; `flags` are the selection's own."""
+        """Return the experts of a task that reach `p`, by default the recipe's; `flags` are ExpertSelection's."""
         p = getattr(self.recipe.p, score) if p is None else p
         scores = self.scores(task, group_size).scores
         found = esft.select_experts(scores, p, score, self.recipe.scores.variant, **flags)
         if group_size == 1:
             return found
-        # the experts of a group have equal scores: the last group is made whole
+        # the experts of a group have equal scores, so the last group may be selected in part: complete it
         groups = self.groups(group_size)
         whole = {
             layer: tuple(dict.fromkeys(e for one in ids for group in groups[layer] if one in group for e in group))
@@ -156,13 +155,13 @@ class Stages(KeptStages):
         return replace(found, experts=whole)
 
     def drawn(self, task: str, score: str) -> esft.ExpertSelection:
-        """Return as many experts of each layer as `selection` does, at random."""
+        """Return as many experts per layer as `selection`, drawn at random."""
         selection, scores = self.selection(task, score), self.scores(task).scores
         seed = 1000 * self.seed + list(self.recipe.tasks).index(task)
         return esft.random_experts(selection, scores.num_experts, seed, num_shared=scores.num_shared)
 
     def groups(self, group_size: int) -> dict[int, list[tuple[int, ...]]]:
-        """Return the groups of each layer's experts, alike on general text (App. B)."""
+        """Return groups of each layer's experts that are used alike on general text (App. B)."""
         scores = self.scores(GENERAL).scores
         pairs = zip(scores.layers, scores.sums.pairs, strict=True)
         return {layer: group_experts(counts, group_size, num_shared=scores.num_shared) for layer, counts in pairs}
@@ -186,7 +185,7 @@ class Stages(KeptStages):
         return model, trained
 
     def _load(self, folder: Path, group_size: int = 1, dtype: str | None = None):
-        """Load a model to this process's device; its experts run through moe_runtime, so all methods take the same way."""
+        """Load a model to this process's device; its experts run through moe_runtime, the same for all methods."""
         model = ranks.load_model(folder, dtype or self.recipe.dtype, ranks.state().device)
         experts.patch(model)
         if group_size > 1:
@@ -202,7 +201,7 @@ class Stages(KeptStages):
 
     @property
     def _batch(self) -> int:
-        """Rows that a process takes at once where it does not train."""
+        """Rows per batch outside of training."""
         return trainers.split_batch(self.recipe.esft.batch_size, self.recipe.esft.per_device_batch_size)[0]
 
     def _losses(self, model, part: str) -> tuple[list, list, list]:
@@ -210,11 +209,11 @@ class Stages(KeptStages):
         return trainers.row_losses(model, self.part(part), self.tokenizer, batch_size=self._batch, bf16=bf16)
 
     def _groups_in(self, group_size: int) -> dict:
-        """What groups add to a stage's hash."""
+        """Return what groups add to a stage's hash."""
         return {"groups": self.groups(group_size)} if group_size > 1 else {}
 
     def data_key(self) -> str:
-        """Return a hash of the base, all rows and the Python that built-in text is of."""
+        """Return a hash of the base, all rows and the version of Python that built-in text comes from."""
         r, python = self.recipe, platform.python_version()
         made_of = {source: domains_key() if source in DOMAINS else python for source in BUILT_IN}
         text = domains_key() if r.pretrain and r.pretrain.domains else python
@@ -226,7 +225,7 @@ class Stages(KeptStages):
         return hash_of({"format": self.FORMAT, "method": "esft", "data": parts, "how": how, "base": base, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
-        """Write the tokenizer and, for every task and the general text, the rows to train on, to validate and to judge by."""
+        """Write the tokenizer and, for every task and the general text, the training, validation and held-out rows."""
         r = self.recipe
         tokenizer = self._base_tokenizer(lambda: documents(r.pretrain))
         parts = {**r.tasks, GENERAL: r.general}
@@ -244,7 +243,7 @@ class Stages(KeptStages):
         return counts
 
     def fft(self, task: str, mix: float | None = None, group_size: int = 1) -> Tuned:
-        """Return the base, all of it tuned on a task."""
+        """Return the base with all parameters tuned on a task."""
 
         def make(model) -> tuple:
             return model.requires_grad_(True), {}
@@ -253,7 +252,7 @@ class Stages(KeptStages):
         return self._tuned("fft", task, r.fft, make, self._save, mix, group_size, dtype=r.trained_dtype)
 
     def lora(self, task: str, rank: int | None = None, mix: float | None = None) -> Tuned:
-        """Return low-rank matrices for the base, tuned on a task; `rank` in the place of the recipe's."""
+        """Return low-rank matrices for the base, tuned on a task; `rank` replaces the recipe's."""
         settings = self.recipe.lora
         rank, scaling = settings.rank if rank is None else rank, settings.scaling
 
@@ -272,9 +271,9 @@ class Stages(KeptStages):
     def esft(
         self, task: str, selection: esft.ExpertSelection, mix: float | None = None, group_size: int = 1, scored: bool = True
     ) -> Tuned:
-        """Return an adapter with the experts of `selection`, tuned on a task; `scored` counts the seconds of their scores.
+        """Return an adapter with the experts of `selection`, tuned on a task; `scored` adds the seconds that scoring took.
 
-        Where all that is no expert trains too, it is tuned as FFT is: experts alone bear larger steps.
+        With non-expert modules it is tuned with FFT's settings; experts alone tolerate larger steps.
         """
         training = self.recipe.fft if selection.non_expert_modules else self.recipe.esft
         dtype = None if self.recipe.trained_dtype is None else getattr(torch, self.recipe.trained_dtype)
@@ -297,7 +296,7 @@ class Stages(KeptStages):
         return self._tuned("esft", task, training, make, save, mix, group_size, parents=parents, more=more)
 
     def elsewhere(self, tuned: Tuned, task: str) -> Tuned:
-        """Return a model that was tuned on `task`, or the base, as the held-out rows of the other tasks judge it."""
+        """Evaluate a model tuned on `task`, or the base, on the held-out rows of the other tasks."""
         others = [f"{other}-held_out" for other in self.recipe.tasks if other != task]
 
         def make(tmp: Path, checkpoints: Path) -> dict:
@@ -335,7 +334,7 @@ class Stages(KeptStages):
             notes |= {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
             del model, trained
             ranks.free_memory()
-            sizes = {of: getattr(base, of) for of in ("parameters", "active_parameters")}  # without what peft puts in
+            sizes = {of: getattr(base, of) for of in ("parameters", "active_parameters")}  # without the matrices that peft adds
             model = self._load_tuned(tmp / "model", group_size)
             own, general = (loss_of(*self._losses(model, f"{part}-held_out")) for part in (task, GENERAL))
             return notes | sizes | own | {f"{GENERAL}_{of}": value for of, value in general.items()}
@@ -345,7 +344,7 @@ class Stages(KeptStages):
 
 
 def run(recipe: EsftRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Tuned]:
-    """Run the method for every task and say what came out; return the base and each task's model.
+    """Run the method for every task and report the results; return the base and each task's model.
 
     `seed` is the recipe's unless given. A result's folder is the task's adapter.
     """

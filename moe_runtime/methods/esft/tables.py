@@ -3,15 +3,15 @@
     main            base, FFT, LoRA, ESFT-Token, ESFT-Gate           Tables 1 and 2, Figure 5
     sweep-p         ESFT by p, LoRA by rank                          Figure 6
     shared-grid     which modules train: all, relevant, shared, ...  Table 3
-    random-experts  as many experts, drawn                           Table 4
+    random-experts  as many experts, drawn at random                 Table 4
     group-size      coarser experts                                  Figure 7
     mix-data        with and without general data                    Tables 9 and 10
     other-tasks     tuned on one task, judged on the others          Table 8
-    frontier         general losses where task losses are equal      of no table (frontier)
+    frontier        general losses at equal task losses              not in the paper (frontier)
     counts, overlap, sample-size                                     Figures 2, 3, 4, 8, 9 (figures)
 
-The measure is the held-out loss per label token, on the tasks and on general text, in the place of the paper's
-benchmarks. A table also shows the losses on general text, what was trained, and what it cost.
+The measure is the held-out loss per label token, on the tasks and on general text, in place of the paper's
+benchmarks. A table also shows what was trained and at what cost.
 """
 
 import functools
@@ -32,12 +32,12 @@ from moe_runtime.methods.esft.results import BASE, FFT, GATE, LORA, TOKEN, Tuned
 from moe_runtime.methods.esft.selection import SCORES, check_p
 from moe_runtime.methods.esft.study import Stages
 
-MANY = 3  # tasks beyond that have no columns of their own
+MANY = 3  # with more tasks than this, tasks have no columns of their own
 
 
 @dataclass(kw_only=True)
 class GeneralReport(Report):
-    """The same methods, judged on general text."""
+    """The same methods, evaluated on general text."""
 
     label = "general loss per label token (lower is better)"
 
@@ -65,12 +65,12 @@ class EsftReport(Report):
 
     @property
     def solved(self) -> tuple[str, ...]:
-        """The tasks of which some model answers an example exactly; the others have no column of exact matches."""
+        """The tasks with at least one exact match by any model; only these have a column of exact matches."""
         return tuple(task for task, table in self.of_tasks.items() if table.is_solved)
 
     @property
     def both(self) -> tuple:
-        """The two tables, with where each judges."""
+        """The two tables, by what they are evaluated on."""
         return ("On the tasks", self), ("On general text", self.general)
 
     @property
@@ -130,7 +130,7 @@ class EsftReport(Report):
 
 
 def _general(result):
-    """A result as if the general rows were those it is judged by."""
+    """Return a result with the general rows in place of the task's."""
     values = {of: getattr(result, f"general_{of}") for of in ("loss", "losses", "tokens", "exact")}
     return result._replace(**values)
 
@@ -149,7 +149,7 @@ PS = (0.05, 0.1, 0.2, 0.4)
 GROUP_SIZES = (1, 2, 4)
 RATIOS = (0.0, 1.0)
 OF_SCORE = {"token": TOKEN, "gate": GATE}
-# Table 3, in its order: what of the routed experts trains, the shared ones, all that is no expert
+# Table 3, in its order: which routed experts train, whether shared ones do, whether everything else does
 GRID = {
     "all experts, shared, others": ("all", True, True),
     "relevant, shared": ("relevant", True, False),
@@ -183,14 +183,14 @@ def _main(process: Run) -> dict:
         yield _esft(stages, "gate")
 
     def summary(report: EsftReport) -> list[str]:
-        said = [f"{where}, {of.comparison(name)}." for where, of in report.both for name in (LORA, TOKEN, GATE)]
-        return [*said, *(_cost(report, name) for name in (LORA, TOKEN, GATE))]
+        lines = [f"{where}, {of.comparison(name)}." for where, of in report.both for name in (LORA, TOKEN, GATE)]
+        return [*lines, *(_cost(report, name) for name in (LORA, TOKEN, GATE))]
 
     return {"entries": process.collect(plan), "reference": FFT, "summary": summary}
 
 
 def _cost(report: EsftReport, name: str) -> str:
-    """Say what a method trains and takes, against FFT."""
+    """Return a sentence on what a method trains and costs, relative to FFT."""
     (fft, one) = (report.entry(of).results for of in (FFT, name))
     share = {
         of: sum(getattr(r, of) for r in one) / sum(getattr(r, of) for r in fft)
@@ -254,11 +254,11 @@ def _random_experts(process: Run) -> dict:
             yield _over(stages, name, lambda task, score=score: stages.esft(task, stages.drawn(task, score), scored=False))
 
     def summary(report: EsftReport) -> list[str]:
-        tokens, said = report.entries[0].results[0].tokens, []
+        tokens, lines = report.entries[0].results[0].tokens, []
         for score, name in drawn.items():
             pair = {of: [r.losses for r in report.entry(of).results] for of in (OF_SCORE[score], name)}
-            said += [f"{one}." for one in compare(pair, OF_SCORE[score], tokens)]
-        return said
+            lines += [f"{one}." for one in compare(pair, OF_SCORE[score], tokens)]
+        return lines
 
     return {"entries": process.collect(plan), "reference": GATE, "summary": summary}
 
@@ -294,15 +294,15 @@ def _mix_data(process: Run, ratios: Sequence[float]) -> dict:
                 yield _esft(stages, method.rpartition("-")[2].lower(), name, mix=mix)
 
     def summary(report: EsftReport) -> list[str]:
-        said = []
+        lines = []
         for method in (FFT, LORA, TOKEN, GATE):
             first, last = (names[method, mix] for mix in (min(ratios), max(ratios)))
             change = [table.entry(last).loss - table.entry(first).loss for table in (report, report.general)]
-            said.append(
+            lines.append(
                 f"{method}, from mix {min(ratios):g} to {max(ratios):g}: {change[0]:+.4f} on the tasks, {change[1]:+.4f} on "
                 "general text."
             )
-        return said
+        return lines
 
     extra = {"x": {name: mix for (_, mix), name in names.items()}, "x_label": "rows of general text per row of the task"}
     return {"entries": process.collect(plan), "reference": names[FFT, ratios[0]], "summary": summary, "extra": extra}
@@ -323,14 +323,14 @@ def _other_tasks(process: Run, mix: float) -> dict:
 
 def _check_other_tasks(recipe: EsftRecipe, mix: float = 0.0) -> dict:
     if len(recipe.tasks) < 2:
-        raise ValueError(f"tasks are {', '.join(recipe.tasks)}; want two, of which one is not tuned on")
+        raise ValueError(f"other-tasks requires at least two tasks, but the recipe has only {', '.join(recipe.tasks)}")
     check_number("mix", mix)
     return {"mix": float(mix)}
 
 
 @dataclass(kw_only=True)
 class OtherTasksReport(EsftReport):
-    """A table of models that are judged on the tasks that they were not tuned on."""
+    """A table of models evaluated on the tasks that they were not tuned on."""
 
     label = "loss per label token of the other tasks (lower is better)"
 
@@ -354,7 +354,7 @@ def _check_grid(recipe: EsftRecipe, score: str = "token") -> dict:
 
 
 def _check_groups(recipe: EsftRecipe, sizes: Sequence[int] | None = None) -> dict:
-    """Check the sizes given; without any take those of GROUP_SIZES that go into the base's numbers of experts."""
+    """Check the given sizes; by default return those of GROUP_SIZES that divide the base's numbers of experts."""
     small = recipe.pretrain
     E, K = (small.num_experts, small.top_k) if small else routing_of(recipe.base_model)
 

@@ -1,4 +1,4 @@
-"""LoRA experts from a dense model and back to one: UpIT's (arXiv 2410.01610) and LoRAMoE's (arXiv 2312.09979).
+"""Turn a dense model into LoRA experts and back: UpIT's (arXiv 2410.01610) and LoRAMoE's (arXiv 2312.09979).
 
     to_lora_moe     low-rank experts over the frozen MLPs, fresh or from PEFT adapters, behind routers    UpIT, Sec. 3.1
     (tune)          pairs and routers, with any trainer
@@ -8,12 +8,12 @@
 
 form "block": FFN_e = base + s B_e A_e in each projection, one router per MLP (UpIT, Sec. 2.3; `moe_runtime.ops.lora` has
 the equations). form "linear": one router per linear layer (LoRAMoE; `moe_runtime.modules.lora_linear` has the equation).
-The base is frozen in both. `forced_experts` sends each row of a batch to one expert, which is how expert-specific data is
-chosen. Everything works in place, as in `moe_runtime.hf.models.swap`: checks come first, a refused model is unchanged.
+The base is frozen in both. `forced_experts` sends each row of a batch to one expert, as in choosing expert-specific data.
+Everything works in place, as in `moe_runtime.hf.models.swap`; checks come first, so a rejected model is unchanged.
 save_pretrained writes stage "lora" of `moe_runtime.hf.models.modeling`, the base's MLP at mlp.experts.base (form "block").
 
     adapters   folders that PEFT reads, and how several become experts
-    baseline   LoRA by peft alone, which the methods are compared with
+    baseline   plain PEFT LoRA, the methods' baseline
 """
 
 import contextlib
@@ -70,13 +70,13 @@ def to_lora_moe(
 ) -> nn.Module:  # fmt: skip
     """Give the MLPs of a stock model LoRA experts, in place, and return it; pairs and routers train, the rest is frozen.
 
-    `config`, or `settings` of `lora_config`; rank 8, alpha 16 and all linear layers of the MLP by default. At first every
+    Pass `config` or `settings` of `lora_config`; rank 8, alpha 16 and all linear layers of the MLP by default. Initially every
     expert equals the base. `experts` are PEFT adapter folders of the base, one for each expert, which determine rank, alpha,
     targets and layers; of pairs outside of the MLPs, `backbone` "mean" adds the mean change to the base's weights, "base"
     ignores them. `vectors` [L, E, H] are the routers' rows, drawn by `seed` otherwise. `train_backbone` trains all but the MLPs
     (form "block") or all but the linear layers that have pairs ("linear"). `dtype` is the pairs' own, by default the base's.
     """
-    # from any iterable; None and a lone name, which the checks refuse, stay
+    # accept any iterable; None and a single name are left to the checks
     experts, layers, targets = (
         value if value is None or isinstance(value, str | Path) else list(value) for value in (experts, layers, targets)
     )
@@ -270,9 +270,9 @@ def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
 
 @contextlib.contextmanager
 def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Iterator[None]:
-    """Send every token of row b of a batch to expert `ids`[b] with weight 1, within the block, without the routers.
+    """Within the block, send every token of row b of a batch to expert `ids`[b] with weight 1, bypassing the routers.
 
-    The base runs once for the batch, whatever the experts: n experts on one row are that row n times. `model` may be wrapped.
+    The base runs once for the batch; to run n experts on one row, repeat the row n times. `model` may be wrapped.
     With gradient checkpointing the block must contain the backward pass too.
     """
     ids = torch.as_tensor(ids)
@@ -309,7 +309,7 @@ def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
 def _whole_layers(model: nn.Module, only_block: str = "") -> dict[int, nn.Module]:
     """Return `lora_layers`; raises ValueError if their weights are absent or do not determine their outputs alone.
 
-    `only_block` says why form "linear" is refused, unless empty.
+    `only_block`, unless empty, is the reason for rejecting form "linear".
     """
     layers = lora_layers(model)
     swap.refuse_offloaded(model, type(model).__name__, recurse=False)

@@ -9,10 +9,10 @@ stacked  one adapter for a model whose layers have all experts whole side by sid
 Linear layers with routers of their own (LoRALinear) have no stacked form.
 
 The other direction: `read_adapter` reads one folder as its pairs, W + scaling B A by the path of the linear layer, and
-`read_experts` several as the experts of one model. Adapters that say more than that (DoRA, biases, whole modules, a rank or
-alpha per layer) are refused by name. Pairs outside of the MLPs change the backbone: W + mean_i s_i B_i A_i over the
-experts i, or not at all. UpIT (arXiv 2410.01610, Sec. 2.3) tunes none there with LoRA and leaves the backbone as it was; the
-mean is what it does where it tunes all parameters.
+`read_experts` several as the experts of one model. Adapters with more than pairs (DoRA, biases, whole modules, a rank or
+alpha per layer) are rejected. Pairs outside of the MLPs change the backbone: W + mean_i s_i B_i A_i over the
+experts i, or not at all. UpIT (arXiv 2410.01610, Sec. 2.3) puts no LoRA there and leaves the backbone unchanged; the
+mean is what it uses when it tunes all parameters.
 """
 
 import os
@@ -42,7 +42,7 @@ PLAIN = (
     "target_parameters", "trainable_token_indices", "fan_in_fan_out", "megatron_config", "layer_replication",
     "alora_invocation_tokens", "arrow_config", "kasa_config",
 )  # fmt: skip
-# with other initializations the pairs are of a base whose weights they have changed, too
+# other initializations also change the base's weights
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -50,7 +50,7 @@ def save_single(
     layers: Mapping[str, LoRAExperts | LoRAMoE | LinearExperts], folder: str | os.PathLike, expert: int, *, base_model: str,
     overwrite: bool = False,
 ) -> None:  # fmt: skip
-    """Write one expert of all `layers`, by the path of the dense MLP that each replaced, as an adapter of the base.
+    """Write one expert of all `layers`, keyed by the path of the dense MLP they replaced, as an adapter of the base.
 
     The layers have the same settings. Raises ValueError for an expert that does not exist.
     """
@@ -69,9 +69,9 @@ def save_single(
 def save_stacked(
     layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.PathLike, *, base_model: str, overwrite: bool = False
 ) -> None:
-    """Write one adapter of all `layers`, by the path of the MoE block that each is (model.layers.0.mlp).
+    """Write one adapter of all `layers`, keyed by the path of their MoE block (model.layers.0.mlp).
 
-    `base_model` is what the config names: the model whose experts all equal the base. The layers have the same settings.
+    `base_model`, named in the config, is the model whose experts all equal the base. The layers have the same settings.
     """
     first = _experts(next(iter(layers.values())))
     parameters = [f"experts.{parameter}" for parameter in _stacked(first)]
@@ -139,7 +139,7 @@ def _experts(layer: nn.Module) -> LoRAExperts | LinearExperts:
 
 
 def _stacked(layer: LoRAExperts) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return (a [E, r, in], b [E, r, out]) by the stack's name; of gate and up together, twice the rank."""
+    """Return (a [E, r, in], b [E, r, out]) by the stack's name; gate and up together have twice the rank."""
     found = {}
     if {"gate_proj", "up_proj"} & set(layer.targets):
         gate, up = (_halves(layer, target) for target in ("gate_proj", "up_proj"))
@@ -160,7 +160,7 @@ def _halves(layer: LoRAExperts, target: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return gate's and up's own halves of the pair that they share; ValueError where a rank serves both."""
+    """Return gate's and up's halves of their shared pair; raises ValueError if a rank belongs to both."""
     r, I = layer.rank, b.shape[2] // 2
     found = {"gate_proj": (a[:, :r], b[:, :r, :I]), "up_proj": (a[:, r:], b[:, r:, I:])}
     beside = [b[:, :r, I:], b[:, r:, :I], *(found.pop(target)[1] for target in set(found) - set(layer.targets))]
@@ -189,14 +189,14 @@ def _check_config(layer: LoRAExperts, path: str) -> None:
 
 def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bool) -> None:
     with atomic_folder(folder, overwrite) as tmp:
-        # a copy each: safetensors refuses tensors that share memory, which a stack's experts do
+        # copies, since safetensors rejects tensors that share memory, as a stack's experts do
         plain = {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
         write_tensors(tmp / WEIGHTS, plain)
         atomic_write_json(tmp / CONFIG, config)
 
 
 def read_tensors(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """Return all tensors of an adapter's folder; raises ValueError where they cannot be read."""
+    """Return all tensors of an adapter folder; raises ValueError if they cannot be read."""
     with Checkpoint(folder, WEIGHTS) as file:
         return {key: file.get(key) for key in file.keys()}
 
@@ -207,23 +207,23 @@ class Adapter:
 
     folder: str
     rank: int
-    alpha: float  # so that the scaling is alpha / r; rank-stabilized LoRA's is lora_alpha / sqrt(r)
+    alpha: float  # scaling = alpha / r, also for rank-stabilized LoRA, whose file has scaling = lora_alpha / sqrt(r)
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def scaling(self) -> float:
-        """Return what B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / self.rank
 
     def delta(self, path: str) -> torch.Tensor:
-        """Return scaling B A [out, in] of one linear layer, in float32 at least."""
+        """Return scaling * B A [out, in] of one linear layer, in float32 or wider."""
         a, b = self.pairs[path]
         wide = torch.promote_types(a.dtype, torch.float32)
         return (b.to(wide) @ a.to(wide)).mul_(self.scaling)
 
 
 def read_adapter(folder: str | os.PathLike) -> Adapter:
-    """Read the adapter folder that PEFT or `save_single` wrote; raises ValueError for what is more than LoRA."""
+    """Read an adapter folder written by PEFT or `save_single`; raises ValueError for anything beyond plain LoRA."""
     path = os.path.join(folder, CONFIG)
     config = read_json(path)
     rank, alpha, initial = config.get("r"), config.get("lora_alpha"), config.get("init_lora_weights")
@@ -258,7 +258,7 @@ def _pairs(folder: str | os.PathLike, rank: int) -> dict[str, tuple[torch.Tensor
 
 @dataclass(frozen=True)
 class AdapterExperts:
-    """Adapters that agree: expert e's pairs are adapters[e]'s; `targets` are linear layers of the MLPs of `layers`."""
+    """Adapters of equal form, one per expert; `targets` are the linear layers that they change in the MLPs of `layers`."""
 
     adapters: tuple[Adapter, ...]
     path: str  # of a layer's MLP, with {}
@@ -268,12 +268,12 @@ class AdapterExperts:
 
     @property
     def rank(self) -> int:
-        """Return the rank of all pairs."""
+        """The rank of all pairs."""
         return self.adapters[0].rank
 
     @property
     def alpha(self) -> float:
-        """Return what, divided by the rank, is the scaling of all pairs."""
+        """The alpha of all pairs; alpha / rank is the scaling."""
         return self.adapters[0].alpha
 
     @torch.no_grad()
@@ -292,7 +292,7 @@ def read_experts(
     rank: int | None = None, alpha: float | None = None, targets: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
 ) -> AdapterExperts:  # fmt: skip
-    """Read adapter folders of `model`, a stock one; raises ValueError where they do not fit it, each other or the settings."""
+    """Read adapter folders of a stock `model`; raises ValueError if they do not fit it, each other or the settings."""
     if isinstance(folders, str | Path) or len(folders) != num_experts:
         shown = repr(folders) if isinstance(folders, str | Path) else f"{len(folders)} folders"
         raise ValueError(f"experts must have a folder for each of the {num_experts} experts, but got {shown}")

@@ -1,4 +1,4 @@
-"""LoRA by peft: on a MoE model, experts included, the baseline of ESFT; on a dense model's MLPs, where UpIT's experts begin."""
+"""PEFT's LoRA: on an MoE model with its experts, the baseline of ESFT; on a dense model's MLPs, the start of UpIT's experts."""
 
 import contextlib
 import warnings
@@ -12,14 +12,14 @@ from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.models.families import family_of
 from moe_runtime.io.rows import require
 
-# peft takes linear layers of these names for the experts of old checkpoints, and leaves those of dense and shared MLPs out
+# peft mistakes linear layers with these names for experts of old checkpoints, and skips those of dense and shared MLPs
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.Module:
-    """Return `model` with low-rank matrices that alone train, on all linear layers and expert stacks of it.
+    """Return `model` with LoRA, its only trainable parameters, on all linear layers and expert stacks.
 
-    Embeddings and head have none (ESFT, Sec. 4.3), nor do routers, which are not linear layers. Every expert has its own
+    Embeddings, head (ESFT, Sec. 4.3) and routers, which are not linear layers, have none. Every expert has its own
     matrices, one pair for each stack. `scaling` is alpha / rank. Raises ValueError if peft leaves a layer out.
     """
     peft = require("peft")
@@ -41,7 +41,7 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
 
 
 def add_parameter_lora(model: nn.Module, parameters: Sequence[str], rank: int, alpha: float, seed: int = 0) -> nn.Module:
-    """Return `model` with low-rank matrices that alone train, for each expert of the stacks of these whole names."""
+    """Return `model` with LoRA, its only trainable parameters, for each expert of the stacks with these full names."""
     config = require("peft").LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=[], target_parameters=list(parameters), task_type="CAUSAL_LM"
     )
@@ -51,9 +51,9 @@ def add_parameter_lora(model: nn.Module, parameters: Sequence[str], rank: int, a
 def add_mlp_lora(
     model: nn.Module, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] | None = None, seed: int = 0
 ) -> nn.Module:
-    """Return a dense `model` with low-rank matrices that alone train, on the linear layers of its MLPs, all unless named.
+    """Return a dense `model` with LoRA, its only trainable parameters, on its MLPs' linear layers `targets` (default: all).
 
-    What peft saves of it is an expert to `methods.lora.to_lora_moe`. peft raises ValueError for names that the MLPs lack.
+    The adapter that peft saves is an expert for `methods.lora.to_lora_moe`. Raises ValueError for names that the MLPs lack.
     """
     family = family_of(model)
     names = (*family.up, family.down)
@@ -71,18 +71,18 @@ def _adapted(model: nn.Module, config, seed: int) -> nn.Module:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Keep quiet that peft reads an old name of transformers'."""
+    """Silence the warning that peft reads a deprecated name of transformers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         yield
 
 
 def save_lora(model: nn.Module, folder: str | Path, state_dict: dict | None = None) -> None:
-    """Write the matrices alone; `state_dict` stands for the weights of a model that is split."""
+    """Write only the matrices; `state_dict` replaces the weights of a sharded model."""
     model.save_pretrained(str(folder), state_dict=state_dict)
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Return `model` with the matrices of a folder."""
+    """Return `model` with the matrices from a folder."""
     with quiet_peft():
         return require("peft").PeftModel.from_pretrained(model, str(folder))

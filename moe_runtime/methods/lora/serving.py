@@ -1,9 +1,9 @@
-"""A PEFT adapter of a MoE model as the files that an inference engine reads: a pair for each expert and projection.
+"""Export a PEFT adapter of an MoE model for an inference engine: a pair for each expert and projection.
 
-ENGINES holds the names, with the version whose source they are from. What is written is exact: gate and up have A twice and
-each its rows of B; all pairs get one rank, by zeros, and one scaling, by B, since engines read one of each from the config; a
-projection that the adapter leaves alone gets zeros where its expert has others. What an engine drops or takes for something
-else is refused: `stacks.merge_folder` writes a model that every engine reads.
+ENGINES holds the names and the version whose source they come from. The export is exact: gate and up each get A and their
+rows of B; since engines read one rank and one scaling from the config, pairs are padded with zeros to one rank and scaled
+through B; a projection that the adapter does not change gets zeros if its expert has other pairs. Anything that an engine
+would drop or misread is an error: `stacks.merge_folder` writes a model that every engine reads.
 """
 
 import re
@@ -23,15 +23,15 @@ from moe_runtime.methods.lora.stacks import WRITES, Pair, PeftAdapter, base_skel
 
 
 class Keys(NamedTuple):
-    """How an engine names the pairs of experts, and what else it asks of an adapter."""
+    """How an engine names the pairs of experts, and its other requirements of an adapter."""
 
     version: str
     read: str  # when its source was read; no engine has been run here
     expert: str  # a pair [r, in], [out, r] of one expert
-    stacks: Mapping[str, str]  # or pairs of stacks, flat as PEFT's, where the engine holds experts of the family so
+    stacks: Mapping[str, str]  # or pairs of stacks, flat like PEFT's, for families whose experts the engine stacks
     stacked_families: tuple[str, ...]
-    own_names: bool = False  # projections are called gate_proj, up_proj, down_proj whatever the base's folder calls them
-    together: tuple[str, ...] = ()  # linear layers of which it reads none or all
+    own_names: bool = False  # always gate_proj, up_proj, down_proj, whatever the base's folder calls them
+    together: tuple[str, ...] = ()  # linear layers that must all be adapted, or none
 
 
 ENGINES = {
@@ -59,19 +59,19 @@ class ExportReceipt(NamedTuple):
     engine: str
     version: str  # of the engine whose names these are
     read: str  # the date when they were read
-    layers: int  # with pairs of experts
+    layers: int  # that have pairs of experts
     tensors: int
     bytes: int
     rank: int
-    filled: list[str]  # stacks without a pair in the adapter, which have zeros
+    filled: list[str]  # stacks without a pair in the adapter, filled with zeros
 
 
 def export_adapter(
     adapter: str | Path, base: str | Path, out: str | Path, engine: str, *, overwrite: bool = False
 ) -> ExportReceipt:
-    """Write an adapter of the model in folder `base` to the folder `out` as `engine`, one of ENGINES, reads it.
+    """Write an adapter of the model in folder `base` to the folder `out` in the form that `engine`, one of ENGINES, reads.
 
-    Raises ValueError for what the engine would drop or misread. Only config.json of the base is read.
+    Raises ValueError for pairs that the engine would drop or misread. Only config.json of the base is read.
     """
     check_choice("engine", engine, tuple(ENGINES))
     check_out_dir(out, overwrite, [adapter, base])
@@ -107,7 +107,7 @@ def export_adapter(
 
 
 def _check(model: nn.Module, adapter: PeftAdapter, engine: str) -> None:
-    """Raise ValueError for pairs that the engine has no place for."""
+    """Raise ValueError for pairs that the engine does not support."""
     keys, odd = ENGINES[engine], None
     leaves: dict[str, set[str]] = {}
     for name, pair in adapter.pairs.items():
@@ -142,7 +142,7 @@ def _zeros(model: nn.Module, path: str, name: str, rank: int, like: Pair) -> Pai
 
 
 def _experts(model: nn.Module, path: str, layer: Mapping[str, Pair], engine: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a layer's experts by the engine's names."""
+    """Yield the tensors of a layer's experts under the engine's names."""
     keys, layout = ENGINES[engine], layout_of(model.get_submodule(path))
     for name, pair in layer.items():
         saved = to_saved(model, {f"{path}.{name}": pair.b})

@@ -1,12 +1,12 @@
-"""PEFT's adapters of MoE models, from disk to disk: read for their base, converted to today's files, merged tensor by tensor.
+"""PEFT adapters of MoE models, from disk to disk: read for their base, converted to PEFT's current layout, or merged into it.
 
-    read_peft       a folder -> A, B and scaling by the name of the parameter that they change, whichever PEFT wrote it
+    read_peft       a folder, written by any version of PEFT -> A, B and scaling by the name of the parameter that they change
     convert_folder  files of PEFT 0.18 and 0.19 -> those that PEFT 0.20 and later read (`moe_runtime.hf.dropin.peft_files`)
     merge_folder    base and adapter -> a model folder, W_e + s B_e A_e, in the base's names, layouts and dtypes
 
-A key does not name its parameter: PEFT wraps an experts module once for each parameter of it that `target_parameters` names, in
-the module's order, the first innermost, and a wrapper's pair is at `.base_layer` once for each wrapper around it. So a pair of
-`...experts.lora_A.weight` is down_proj's, or gate_up_proj's where that is the only one.
+A key does not name its parameter: PEFT wraps an experts module once for each of its parameters in `target_parameters`, in
+the module's order, the first innermost, and adds `.base_layer` to a pair's key for each wrapper around it. So the pair
+`...experts.lora_A.weight` belongs to down_proj, or to gate_up_proj if that is the only one.
 """
 
 import math
@@ -29,7 +29,7 @@ from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
 from moe_runtime.methods.lora.adapters import CONFIG, HALVES, INITIAL, PLAIN, PREFIX, WEIGHTS, read_tensors
 from moe_runtime.modules.moe import FLOATS
 
-WRITES = "0.21.0"  # the peft_version of the files that are written here
+WRITES = "0.21.0"  # the peft_version of the files written here
 # settings of PLAIN that are read here
 READ = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
 
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
         return self.a.shape[-2]
 
     def delta(self, expert: int | None = None) -> torch.Tensor:
-        """Return what is added to the parameter, or to the row `expert` of a stack; in float32 at least."""
+        """Return the change of the parameter, or of row `expert` of a stack, in float32 or wider."""
         wide = torch.promote_types(self.a.dtype, torch.float32)
         a, b = (half.to(wide) if expert is None else half[expert].to(wide) for half in (self.a, self.b))
         change = (b @ a).mul_(self.scaling)
@@ -62,14 +62,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PeftAdapter:
-    """An adapter's folder: `pairs` and, of modules_to_save, `whole` tensors, by the names of the base's parameters."""
+    """An adapter folder: `pairs`, and `whole` tensors of modules_to_save, by the names of the base's parameters."""
 
     folder: Path
     config: Mapping[str, Any]
     pairs: Mapping[str, Pair]
     whole: Mapping[str, torch.Tensor]
-    keys: Mapping[str, str]  # what precedes lora_A.weight in the file, by parameter
-    is_reversed: bool  # the file's pairs of stacks; here all are today's
+    keys: Mapping[str, str]  # the prefix of lora_A.weight in the file, by parameter
+    is_reversed: bool  # whether the file's pairs of stacks have an old PEFT's axes; `pairs` never do
 
 
 def is_peft(folder: object) -> bool:
@@ -83,9 +83,9 @@ def base_skeleton(base: str | Path) -> nn.Module:
 
 
 def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
-    """Read an adapter of `model`, a whole one or a skeleton; ValueError for what is more than LoRA, or not of this model.
+    """Read an adapter of `model`, which may be a skeleton; raises ValueError if it is not plain LoRA or for another model.
 
-    Pairs of stacks may have the axes of any PEFT: sizes tell, where a stack is not square, and `peft_version` otherwise.
+    Pairs of stacks may have the axes of any PEFT version: their sizes tell which, or `peft_version` if all stacks are square.
     """
     path = Path(folder) / CONFIG
     config, tensors = read_json(path), read_tensors(folder)
@@ -101,7 +101,7 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
         if name is None or name in halves or not fits or not key.startswith(PREFIX):
             odd = odd or key
         halves[name], keys[name] = (a, b), place
-    # of a head that has a pair PEFT saves the frozen weight too
+    # PEFT also saves the frozen weight of a head that has a pair
     frozen = {f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight" for name in halves if name is not None}
     whole = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if key not in frozen}
     odd = odd or next((key for key, t in whole.items() if key not in parameters or parameters[key].shape != t.shape), None)
@@ -156,7 +156,7 @@ def _are_patterns(values: Any) -> bool:
 
 
 def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> str | None:
-    """Return the name of the parameter that a pair at `place` changes; None where there is none."""
+    """Return the name of the parameter that a pair at `place` changes, or None."""
     path = place
     while path.endswith(".base_layer"):
         path = path.removesuffix(".base_layer")
@@ -185,7 +185,7 @@ def _rank(config: Mapping[str, Any], name: str) -> tuple[int, float]:
 
 
 def _reversed(folder: str | Path, config: Mapping[str, Any], stacks: Mapping[str, tuple]) -> bool:
-    """Return whether the file's pairs of stacks are reversed: by their sizes and, where all are square, by the version."""
+    """Return whether the file's pairs of stacks are reversed, by their sizes or, if all are square, by the version."""
     fits, version, why = set(), config.get("peft_version"), None
     for stack, transposed, a, b in stacks.values():
         E, *sizes = stack.shape
@@ -210,14 +210,14 @@ class ConvertReceipt(NamedTuple):
     """What `convert_folder` wrote."""
 
     path: Path
-    stacks: int  # whose pairs have new axes
+    stacks: int  # with converted pairs
     peft_version: str | None  # of the source
 
 
 def convert_folder(folder: str | Path, base: str | Path, out: str | Path, *, overwrite: bool = False) -> ConvertReceipt:
-    """Write an adapter of the model in folder `base` whose stacks have an old PEFT's axes as PEFT 0.20 and later do, to `out`.
+    """Convert an adapter of the model in folder `base` from an old PEFT's axes of stacks to those of PEFT 0.20 and later.
 
-    The change of every weight stays the same to the bit. Raises ValueError for an adapter that has today's axes.
+    The change of every weight stays bit-identical. Raises ValueError for an adapter that already has the new axes.
     """
     check_out_dir(out, overwrite, [folder, base])
     adapter = read_peft(folder, base_skeleton(base))
@@ -235,7 +235,7 @@ def convert_folder(folder: str | Path, base: str | Path, out: str | Path, *, ove
 def write_adapter(
     out: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, copied_from: Path, overwrite: bool
 ) -> None:
-    """Write an adapter's folder atomically, with the tokenizer and the like of another."""
+    """Write an adapter folder atomically, with the side files (tokenizer and so on) of `copied_from`."""
     with atomic_folder(out, overwrite) as tmp:
         write_tensors(tmp / WEIGHTS, {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         atomic_write_json(tmp / CONFIG, dict(config))
@@ -249,7 +249,7 @@ class MergeReceipt(NamedTuple):
     path: Path
     tensors: int
     bytes: int
-    side_files: list[str]  # config, tokenizer and the like, copied
+    side_files: list[str]  # copied: config, tokenizer and so on
     experts: int  # changed, over all layers
     changed: int  # tensors of the folder that the adapter changed
 
@@ -274,7 +274,7 @@ def merge_folder(
 
 
 class Plan:
-    """Which tensors of a folder a PEFT adapter changes, and to what."""
+    """The tensors of a folder that a PEFT adapter changes, and their new values."""
 
     def __init__(self, model: nn.Module, adapter: str | Path, checkpoint: Checkpoint):
         self.model, self.checkpoint = model, checkpoint
@@ -305,7 +305,7 @@ class Plan:
         return len(self.rows) + len(self.matrices) + len(self.whole)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return what the tensor `key` of the folder becomes."""
+        """Return the new value of the folder's tensor `key`."""
         tensor = self.checkpoint.get(key)
         if key in self.whole:
             return self.whole[key].to(tensor.dtype)

@@ -6,7 +6,7 @@ UltraFuser (arXiv 2403.08281), Sec. 3:
     fuser.freeze_specialists(), train      stage 1: the gate alone                                       Algorithm 1
     fuser.train_all(), train               stage 2: all, with batches balanced over the domains          Algorithm 1
     fuser.generate(**fuser.encode([...]))  one token at a time from the mixed logits                     App. B
-    save, load                             a folder that names the specialists or holds them
+    save, load                             a folder that references the specialists or contains them
 
 The steps: `specialists` -> `inputs` -> `heads` -> `model` -> `training` and `generation`. From disk to disk, as the command
 line does it: `folders`.

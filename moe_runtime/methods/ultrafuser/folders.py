@@ -4,14 +4,14 @@ fuser_config.json       {"format": 1, "gate": {"kind", "joint", "hidden_sizes"},
                         each {"name", "path", "template", "dtype", "weights"}; weights is a fingerprint
 gate.safetensors        the gate's parameters, float32
 generation_config.json  generate's defaults
-specialists/<name>      a copied specialist: a folder of transformers with its tokenizer; its path is this
+specialists/<name>      a copied specialist: a transformers folder with its tokenizer
 tokenizers/<name>       the tokenizer of a specialist that is not copied
 
     save, load     a fused model to a folder and back
     restore        a Trainer's checkpoint into a fused model
     load_head      gate and heads alone, for engines that run the specialists elsewhere (App. B): per token the engines' last
                    hidden states are mixed to logits, one token is drawn, and all engines continue from it
-    fuse_folders   specialists' folders -> a fused model's folder, its gate not trained yet
+    fuse_folders   specialists' folders -> a fused model's folder, with an untrained gate
     answer         a fused model's folder and prompts -> answers
 """
 
@@ -61,7 +61,7 @@ def save(
     """
     check_choice("specialists", specialists, MODES)
     paths = [one["path"] for one in fuser.config.specialists]
-    # a specialist among the folder's own copies is written there again
+    # a specialist that is one of this folder's own copies is written again
     others = [path for path in paths if Path(folder, COPIES).resolve() not in Path(path or "").resolve().parents]
     folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
@@ -213,10 +213,7 @@ def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
 
 @torch.no_grad()
 def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
-    """Load a training checkpoint of `save_pretrained` into a fuser of the same specialists, in place.
-
-    Tensor by tensor.
-    """
+    """Load a training checkpoint of `save_pretrained` into a fuser of the same specialists, in place, tensor by tensor."""
     own = fuser.state_dict()
     with Checkpoint(checkpoint) as saved:
         specs, tied = saved.specs(), set(fuser.all_tied_weights_keys)
@@ -246,7 +243,7 @@ def load_head(
 ) -> FusedHead:  # fmt: skip
     """Load gate and heads from a folder that `ultrafuser.save` wrote; nothing else of the specialists is read.
 
-    `specialists` is `load`'s. Raises ValueError for what `load` refuses, except for changed specialists.
+    `specialists` is as in `load`. Raises ValueError as `load` does, except for changed specialists.
     """
     values = read(folder)
     parts = locate(folder, values, specialists or {})
@@ -295,7 +292,7 @@ def fuse_folders(
 ) -> FuseReceipt:  # fmt: skip
     """Fuse `specialists` (folders or Hub ids) and save the model, with a gate initialized from `seed`.
 
-    `templates` and `names` are UltraFuser's, a single template for all. `copy` puts the specialists into the folder.
+    `templates` and `names` are as in UltraFuser. `copy` copies the specialists into the folder.
     """
     check_choice("gate", gate, GATES)
     check_out_dir(out, overwrite, specialists if copy else ())
@@ -311,7 +308,7 @@ def fuse_folders(
 
 
 def link(path: str | Path, target: str | Path) -> None:
-    """Point the link `path` to a folder `target` below its own, atomically."""
+    """Point the symbolic link `path` at `target`, a folder below its own, atomically."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)

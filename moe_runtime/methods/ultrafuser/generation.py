@@ -1,8 +1,8 @@
-"""generate() for several language models: each has a cache and a prompt, and all share the next token.
+"""generate() for several language models: each has its own cache and prompt, and all share the next token.
 
 UltraFuser (arXiv 2403.08281), App. B: per token S forward passes; the logits are mixed, one token is drawn and given to all.
-transformers' loop sees the answer alone: its logits processors and stopping criteria get the ids after the prompts, and
-so does the caller. The loop grows, prunes and copies the caches together, row by row (beams, several sequences).
+transformers' loop sees only the answer: logits processors, stopping criteria and the caller get the ids after the prompts.
+The loop grows, prunes and copies the caches together, row by row (beams, several sequences).
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class FuserGeneration(GenerationMixin):
         ids, mask = zip(*((i.to(d), m.to(d)) for (i, m), d in zip(prompts, places, strict=True)), strict=True)
         return super().generate(
             start.to(device),
-            # of no width: lets transformers' loop start without ids, and without guessing their padding
+            # zero width lets transformers' loop start without ids and without guessing their padding
             inputs_embeds=torch.empty(*start.shape, 0, device=device),
             attention_mask=torch.ones_like(start, device=device),
             prompt_ids=list(ids),

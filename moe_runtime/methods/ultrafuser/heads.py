@@ -2,11 +2,11 @@
 
     o_s = cap(scale_s (W_s h_s + b_s)),  cap(x) = c tanh(x / c) where the model has a soft cap c
 
-h_s are the states of the specialist's own prompt, padded on the left, and the answer that all share. Padding must not be
-seen: `padding_error` detects a model that looks at masked tokens all the same (RWKV, RecurrentGemma). Cohere and Granite
+h_s are the states of the specialist's own prompt, padded on the left, and the shared answer. Padding must not be
+seen: `padding_error` detects models that ignore the mask (RWKV, RecurrentGemma). Cohere and Granite
 scale, Gemma caps, Phi has a bias. If no specialist caps or has a bias and all are on one device in one dtype, the loss is
-`ops.fusion`'s, which never stores the logits. Otherwise it goes in chunks of tokens through the specialists' own heads, each
-recomputed in the backward pass. `FusedHead` is gate and heads alone, for engines that run the specialists elsewhere.
+`ops.fusion`'s, which never stores the logits. Otherwise it runs the specialists' own heads on chunks of tokens, each
+recomputed in the backward pass. `FusedHead` is only gate and heads, for engines that run the specialists elsewhere.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from moe_runtime.methods.ultrafuser.inputs import Encoder
 from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss
 from moe_runtime.ops.fusion import fuse_logits, mix
 
-PROBE = 1e-2  # relative difference between a head's logits and its model's, beyond what bfloat16 rounds
-PADDING = 0.03  # relative difference between states with and without padding, beyond what many layers of bfloat16 round
+PROBE = 1e-2  # largest relative difference between a head's logits and its model's; above bfloat16's rounding
+PADDING = 0.03  # largest relative difference of states with and without padding; above many bfloat16 layers' rounding
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """Return the inner model of a causal LM, which ends in the last hidden states, so that its head need not always run."""
+    """Return the inner model of a causal LM, which returns the last hidden states, so that the head need not run."""
     return getattr(model, model.base_model_prefix or "model", model)
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Return a layer's execution device: its weight's, or that of accelerate's hook for an offloaded one ("meta")."""
+    """Return a layer's execution device: that of its weight, or of accelerate's hook if the weight is offloaded ("meta")."""
     device, hook = layer.weight.device, getattr(layer, "_hf_hook", None)
     if device.type == "meta":
         for one in getattr(hook, "hooks", [hook]):
@@ -44,11 +44,11 @@ def device_of(layer: nn.Module) -> torch.device:
 def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, answer: torch.Tensor, cache: Cache | None = None):
     """Return the last hidden states of prompts `ids` [B, P], `mask`, padded on the left, followed by `answer` [B, R].
 
-    [B, P + R, H]; with a cache that holds something, the answer's last token alone: [B, 1, H].
+    Shape [B, P + R, H]; with a non-empty cache only the answer's last token, [B, 1, H].
     """
     inner, device = inner_model(model), device_of(model.get_input_embeddings())
     ids, mask, answer = ids.to(device), mask.to(device), answer.to(device)
-    # the answer's padding comes after all that counts
+    # the answer's padding comes last, so no token that counts sees it
     mask = torch.cat([mask, mask.new_ones(answer.shape)], 1)
     positions = (mask.long().cumsum(1) - 1).clamp_min(0)
     ids = torch.cat([ids, answer], 1)
@@ -80,7 +80,7 @@ class Head(NamedTuple):
 
     @property
     def linear(self) -> nn.Module:
-        """The output layer as it is now: an adapter or a resized vocabulary may have replaced it."""
+        """The current output layer, which an adapter or a resized vocabulary may have replaced."""
         return self.model.get_output_embeddings()
 
     @property
@@ -100,7 +100,7 @@ class Head(NamedTuple):
 
 
 def head_of(model, name: str) -> Head:
-    """Return the head of a causal LM, tried on a few tokens if it has weights."""
+    """Return the head of a causal LM, checked on a few tokens if it has weights; raises ValueError for unsupported models."""
     linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
@@ -121,7 +121,7 @@ def head_of(model, name: str) -> Head:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode for a block, and restore each module's mode after it."""
+    """Put a model in eval mode for a block, and restore each module's mode afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -133,7 +133,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _probe(model, head: Head) -> float:
-    """Return the relative difference between a few tokens' logits by the head and by the model."""
+    """Return the relative difference between the head's and the model's logits on a few tokens."""
     ids = torch.arange(4, device=device_of(model.get_input_embeddings()))[None]
     want = model(input_ids=ids, use_cache=False).logits.float()
     got = head(inner_model(model)(input_ids=ids, use_cache=False)[0]).float()
@@ -149,7 +149,7 @@ def _fits_fused_loss(heads: Sequence[Head], hidden: Sequence[torch.Tensor]) -> b
 
 
 def gate_weight(gate: FuserGate, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the gate's weights [..., S] of states that may be on several devices, on the gate's."""
+    """Return the gate's weights [..., S] on its device, for states that may be on several."""
     return gate([h.to(gate.score.weight.device) for h in hidden])
 
 
@@ -185,7 +185,7 @@ class Mixed(NamedTuple):
 
 
 class FusedHead(nn.Module):
-    """Last hidden states to mixed logits; `encoder`, if the folder has tokenizers, makes each engine's prompt."""
+    """Turns last hidden states into mixed logits; `encoder`, if the folder has tokenizers, makes each engine's prompt."""
 
     def __init__(self, gate: FuserGate, heads: Sequence[Head], encoder: Encoder | None):
         super().__init__()
@@ -194,7 +194,7 @@ class FusedHead(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Sequence[torch.Tensor]) -> Mixed:
-        """Mix the logits of states S of [..., H_s], each after its model's final norm; on the gate's device."""
+        """Mix the logits of S states [..., H_s], each after its model's final norm; the output is on the gate's device."""
         dtypes = [linear.weight.dtype for linear in self.linears]
         hidden = [h.to(dtype) for h, dtype in zip(hidden, dtypes, strict=True)]
         weight = gate_weight(self.gate, hidden)

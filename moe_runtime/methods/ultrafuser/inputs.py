@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-# Table 7; a text template follows the BOS that the tokenizer puts before texts, which is the <s> of CodeLlama's
+# Table 7; the tokenizer puts a BOS before a text template, which is the <s> of CodeLlama's
 TEMPLATES = {
     "ultralm": "User: {prompt}\nAssistant:",
     "codellama": "[INST] {prompt} [/INST]",
@@ -49,7 +49,7 @@ def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int
                 f"{what} of {name!r} is {theirs!r}, but {ours!r} for {names[0]!r}. Specialists must have the same vocabulary "
                 "and tokenizer.eos_token"
             )
-        # one vocabulary may be a prefix of another one that encodes the same text differently
+        # a vocabulary that is a prefix of another may still encode text differently
         if tokenizer.encode(TEXT, add_special_tokens=False) != tokenizers[0].encode(TEXT, add_special_tokens=False):
             raise ValueError(
                 f"The tokenizers of {name!r} and {names[0]!r} encode the same text differently, with {len(tokenizer)} and "
@@ -62,7 +62,7 @@ class Encoder:
 
     def __init__(self, tokenizers: Sequence, templates: Sequence[str], vocab_size: int):
         self.tokenizers, self.templates, self.vocab_size = tuple(tokenizers), tuple(templates), vocab_size
-        # not all specialists know an added token of a larger vocabulary
+        # some specialists may lack the added tokens of a larger vocabulary
         self.tokenizer = min(self.tokenizers, key=len)
 
     @property
@@ -85,7 +85,7 @@ class Encoder:
         return ids
 
     def answer(self, text: str, end: bool = True) -> list[int]:
-        """Return the ids of an answer, followed by EOS if `end`; raises ValueError for ids that not all have."""
+        """Return the ids of an answer, followed by EOS if `end`; raises ValueError for ids that some specialist lacks."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         eos = self.tokenizer.eos_token_id
         ids = ids + [eos] if end and eos is not None else ids
@@ -159,11 +159,11 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
             f"Template {template!r} does not support the turns {roles}. Use the template 'chat', or one turn of the user "
             "with a system text only if the template has {system}"
         )
-    # in one pass, since a prompt may contain these braces itself
+    # in one pass, since a prompt may contain such braces
     text = re.sub(r"\{(prompt|system)\}", lambda match: values[match[1]], template)
     ids = tokenizer.encode(text, add_special_tokens=False)
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    # some have a BOS that they never put before a text: GPT-2's is its EOS
+    # some tokenizers have a BOS that they never prepend: GPT-2's is its EOS
     puts_bos = tokenizer.encode(text, add_special_tokens=True)[:1] == bos
     return ids if not puts_bos or ids[:1] == bos else [*bos, *ids]
 

@@ -72,14 +72,14 @@ class UltraFuserOutput(ModelOutput):
 class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
     """`specialists`, S >= 2 causal LMs or their folders, and the gate over them; a model for Trainer and generate().
 
-    `templates` are one for each or one for all: a text with {prompt} and optionally {system}, a name in `ultrafuser.TEMPLATES`,
+    `templates` is one per specialist or one for all: a text with {prompt} and optionally {system}, a name in `TEMPLATES`,
     or "chat", the specialist's own; by default "chat" if it has one, else the plain prompt. `tokenizer` is one for all or one
-    for each, by default the folders'. Vocabularies are cut to the ids that all have; `joint` is the gate for several hidden
-    sizes. `loss_reduction` is "mean" over tokens, or "sample", the paper's sum over tokens and mean over samples.
+    per specialist, by default the folders'. Vocabularies are cut to their common ids; `joint` is the gate for several hidden
+    sizes. `loss_reduction` is "mean" over tokens, or "sample", the paper's: a sum over tokens, then a mean over samples.
     """
 
     config_class = UltraFuserConfig
-    _load: ClassVar[Callable]  # `folders.load`, handed in by that file, which imports this one
+    _load: ClassVar[Callable]  # `folders.load`, set by that module, which imports this one
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -113,7 +113,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         self.gate = FuserGate(hidden_sizes, kind=gate, joint=joint, device=device_of(heads[0].linear))
         self.names, self.templates, self.encoder, self._heads = names, templates, encoder, heads
         self.fingerprints = [fingerprint(model) for model in models]
-        # read from their folders here, so that their weights need no comparison
+        # loaded from their folders just now, so their weights need no comparison
         self.opened = {s for s, one in enumerate(specialists) if not isinstance(one, nn.Module)}
         self.touched: set[int] = set()  # specialists that have been run for a gradient
         self._keys_to_ignore_on_save = {key for key in self.state_dict() if key.startswith("specialists.")}
@@ -133,7 +133,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
     @property
     def hf_device_map(self) -> dict[str, str]:
-        """Where the parts are, as accelerate says it; absent, as on any model, where all are on one device.
+        """The parts' devices, in accelerate's format; as on any model, absent if all are on one device.
 
         Trainer then leaves them in place, and accelerate refuses to copy the model to several processes.
         """
@@ -178,8 +178,8 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
         Padding is 0 in the masks and -100 in labels; prompts may be padded left or right, answers right. `reduction` is
         the config's loss_reduction, or "sum", or "none" for a loss [B, R]; `num_items_in_batch` divides the sum. With
-        `input_ids` [B, n], the answers so far, instead of response_ids: the logits [B, 1, V] of the next token, for
-        generate(); its attention_mask is ignored. Specialists may be on different devices; the output is on the first's.
+        `input_ids` [B, n], the answers so far, instead of response_ids, it returns the next token's logits [B, 1, V], for
+        generate(); attention_mask is ignored. Specialists may be on different devices; the output is on the first's.
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(
@@ -227,7 +227,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
     def _next_token(self, prompt_ids, prompt_mask, input_ids, caches) -> UltraFuserOutput:
         kept = caches.caches if caches is not None and caches.caches else [None] * len(self.specialists)
-        # where the caches hold something, generate() has been here with these prompts
+        # with non-empty caches, generate() has already passed these prompts
         known = kept[0] is not None and kept[0].get_seq_length()
         prompts = zip(prompt_ids, prompt_mask, strict=True) if known else self._prompts(prompt_ids, prompt_mask)
         hidden = []
@@ -259,7 +259,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         `restore` reads it; `ultrafuser.save` writes the folder that `load` reads.
         """
         self._keys_to_ignore_on_save = unchanged_keys(self)
-        # a state dict that is given is Trainer's, and stays whole
+        # a given state dict is Trainer's, and stays complete
         state_dict = None if state_dict is None else dict(state_dict)
         kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)

@@ -1,13 +1,12 @@
 """A whole UltraFuser study as one YAML file: the domains, a specialist of each, and how they are fused.
 
-    domains: {code: {train: code, limit: 900}, ...}         rows of each domain, to train on and held out
-    specialists: {code: {model: ..., template: codellama}}  a folder or the Hub's id; without one, made of the base
-    base_model | pretrain, specialist: {...}                what such specialists are made of, and how they are tuned
+    domains: {code: {train: code, limit: 900}, ...}         training and held-out rows of each domain
+    specialists: {code: {model: ..., template: codellama}}  a folder or a Hub id; without one, tuned from the base
+    base_model | pretrain, specialist: {...}                the base of such specialists, and how they are tuned
     stage1, stage2: {steps, learning_rate, batch_size}      the gate alone, then all parameters
 
-The defaults are the paper's (arXiv 2403.08281, App. A): AdamW and a cosine schedule in both stages, batches with as many
-rows of every domain, the loss on responses. What a study needs of its models is checked before anything is made, from
-configs, not weights.
+The defaults are the paper's (arXiv 2403.08281, App. A): AdamW and a cosine schedule in both stages, batches with equal
+shares of all domains, the loss on responses. The models are checked, by their configs, before anything is trained.
 """
 
 import functools
@@ -29,16 +28,16 @@ from moe_runtime.modules.fuser import GATES
 
 
 class Specialist(Node):
-    """One of the models that are fused, and the template that its prompts are put in."""
+    """One of the fused models, and the template of its prompts."""
 
     template: str  # ultralm, codellama, wizardmath, chat, or a text with {prompt}
-    model: str | None = None  # a folder or the Hub's id; None: the base, tuned on `domain`
-    domain: str | None = None  # its own; None: the one of the specialist's name, if there is such
+    model: str | None = None  # a folder or a Hub id; None: the base, tuned on `domain`
+    domain: str | None = None  # None: the domain with the specialist's name, if there is one
     steps: Count | None = Field(None, exclude_if=lambda steps: steps is None)  # of its tuning; None: those of `specialist`
 
 
 class Stage(Training):
-    """A training of so many steps: AdamW, a cosine schedule without warmup."""
+    """A training stage of a given number of steps: AdamW, a cosine schedule without warmup."""
 
     warmup_steps: Steps | None = 0
     optimizer: str = "adamw_torch"
@@ -61,20 +60,20 @@ class FuserRecipe(Node):
     pretrain: Pretrain | None = None
     dtype: Dtype = "float32"
     max_length: Count = 1024  # of the longest prompt and the response
-    tokenizer: str | None = Field(None, exclude_if=lambda source: source is None)  # for all specialists; None: each one's own
+    tokenizer: str | None = Field(None, exclude_if=lambda source: source is None)  # of all specialists; None: each one's own
     domains: dict[str, Domain]
     specialists: dict[str, Specialist]
     gate: Literal[GATES] = "mlp"
-    joint: bool = False  # the gate sees all specialists' states at once: for those of several hidden sizes
-    specialist: Training | None = None  # of the specialists that are made here
+    joint: bool = False  # the gate sees all specialists' states at once, as different hidden sizes require
+    specialist: Training | None = None  # of the specialists that are tuned here
     stage1: Stage
     stage2: Stage
-    further: Stage | None = None  # of specialists tuned on all domains; None: stage2's, for the steps of both stages
-    two_stage: bool = True  # False: stage 2 alone, on a gate that is drawn at random
+    further: Stage | None = None  # of specialists tuned on all domains; None: stage2 with the steps of both stages
+    two_stage: bool = True  # False: stage 2 alone, from a random gate
     balanced: bool = True
-    replacement: bool = False  # of the rows that the balanced sampler draws
-    reduction: Literal[REDUCTIONS] = "mean"  # of the loss, over tokens; "sample": summed over tokens, the mean over samples
-    evaluations: Count = 4  # times that a training takes the held-out loss
+    replacement: bool = False  # whether the balanced sampler draws rows with replacement
+    reduction: Literal[REDUCTIONS] = "mean"  # of the loss, over tokens; "sample": sum over tokens, mean over samples
+    evaluations: Count = 4  # how often a training run computes the held-out loss
     seed: int = 0
 
     @model_validator(mode="after")
@@ -110,12 +109,12 @@ class FuserRecipe(Node):
                 check_choice(f"specialists.{name}.domain", one.domain or name, tuple(self.domains))
 
     def domain_of(self, specialist: str) -> str | None:
-        """Return the domain that a specialist is one of; None where the recipe does not say."""
+        """Return a specialist's domain, or None if the recipe names none."""
         named = self.specialists[specialist].domain or specialist
         return named if named in self.domains else None
 
     def training_of(self, specialist: str) -> Training:
-        """Return the tuning of a specialist that is made here."""
+        """Return the training settings of a specialist that is tuned here."""
         steps = self.specialists[specialist].steps
         return self.specialist if steps is None else self.specialist.change(epochs=None, steps=steps)
 
@@ -126,7 +125,7 @@ class FuserRecipe(Node):
 
     @property
     def further_stage(self) -> Stage:
-        """The training of a specialist that is tuned further, on all domains."""
+        """The training stage of specialists that are tuned further, on all domains."""
         steps = self.stage1.steps + self.stage2.steps
         return self.further or self.stage2.change(steps=steps)
 
@@ -135,7 +134,7 @@ load_recipe = functools.partial(recipes.load_recipe, FuserRecipe)
 
 
 def check_engine() -> None:
-    """Raise ValueError where accelerate would split a model in a way that does not work: FSDP 1, DeepSpeed."""
+    """Raise ValueError if accelerate would use an unsupported kind of sharding: FSDP 1 or DeepSpeed."""
     engine = ranks.engine()
     if engine not in ("NO", "FSDP") and not engine.startswith("MULTI_"):
         raise ValueError(
@@ -144,9 +143,9 @@ def check_engine() -> None:
 
 
 def check_models(recipe: FuserRecipe) -> None:
-    """Raise ValueError, with the key, for models that are not there or do not fit together.
+    """Raise ValueError, with the key, for models that do not exist or do not fit together.
 
-    A tokenizer that is trained here is checked when it is there, before any model is trained.
+    A tokenizer that is trained here is checked once it exists, before any model is trained.
     """
     given = {f"specialists.{name}.model": one.model for name, one in recipe.specialists.items() if one.model is not None}
     named = given | ({} if recipe.base_model is None else {"base_model": recipe.base_model})
@@ -158,14 +157,14 @@ def check_models(recipe: FuserRecipe) -> None:
     if recipe.pretrain is not None:
         sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
     if not recipe.joint and len(set(sizes.values())) > 1:
-        said = ", ".join(f"{size} of {name}" for name, size in sizes.items())
-        raise ValueError(f"The hidden sizes differ ({said}), but joint is False. Set joint: true, or use models of one size")
+        listed = ", ".join(f"{size} of {name}" for name, size in sizes.items())
+        raise ValueError(f"The hidden sizes differ ({listed}), but joint is False. Set joint: true, or use models of one size")
     if recipe.pretrain is None:
         encoder_of(recipe, None if recipe.base_model is None else ranks.load_tokenizer(recipe.base_model))
 
 
 def check_source(name: str, source: str) -> None:
-    """Raise ValueError for a folder that is no model's, or is not there: the Hub would be asked for it, again and again."""
+    """Raise ValueError for a path without a model; otherwise the Hub would be queried for it repeatedly."""
     path = Path(source)
     is_id = len(path.parts) <= 2 and source[0] not in f".~{os.sep}" and not source.endswith(os.sep)
     is_id = is_id and not path.exists() and not (len(path.parts) == 2 and path.parent.is_dir())
@@ -175,7 +174,7 @@ def check_source(name: str, source: str) -> None:
 
 
 def encoder_of(recipe: FuserRecipe, own) -> Encoder:
-    """Return what encodes for a recipe's specialists, with the base's tokenizer `own` and those of given models."""
+    """Return the Encoder of a recipe's specialists, with the base's tokenizer `own` and those of given models."""
     names, specialists = list(recipe.specialists), recipe.specialists.values()
     if recipe.tokenizer is not None:
         own = ranks.load_tokenizer(recipe.tokenizer, "tokenizer")

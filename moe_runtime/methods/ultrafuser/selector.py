@@ -1,9 +1,9 @@
-"""One specialist per prompt in place of a mixture per token: what UltraFuser (arXiv 2403.08281, Sec. 3.1) decides against.
+"""Select one specialist per prompt instead of mixing per token: the design UltraFuser (arXiv 2403.08281, Sec. 3.1) rejects.
 
     w = softmax_s(g(h_s)),  L = mean over rows of sum_s w_s l_s,  the answer is that of argmax_s w_s
 
 h_s is specialist s's last state of the prompt, l_s its loss per token of the response, g the gate of the fused model. The
-specialists stay as they are and run once over the rows; the selector learns from what they said, for stage 1's steps.
+specialists are frozen and run once over the rows; the selector learns from their outputs, for as many steps as stage 1.
 """
 
 import time
@@ -35,7 +35,7 @@ def train_selector(
     gate: FuserGate, states: Sequence[torch.Tensor], losses: torch.Tensor, *, steps: int, batch_size: int, learning_rate: float,
     seed: int = 0,
 ) -> FuserGate:  # fmt: skip
-    """Train a gate in place on `states`, S of [N, H_s], and the specialists' losses [N, S], AdamW on rows drawn by `seed`."""
+    """Train a gate in place by AdamW on `states`, S of [N, H_s], and the specialists' losses [N, S]; `seed` draws the rows."""
     optimizer = torch.optim.AdamW(gate.parameters(), lr=learning_rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -51,7 +51,7 @@ class Stages(study.Stages):
     """The stages of a study, with the selector's."""
 
     def selected(self) -> Judged:
-        """Return the specialists behind a selector, each held-out row answered by the one that it selects."""
+        """Return the specialists behind a selector, which selects one of them for each held-out row."""
         specialists = [self.specialist(name) for name in self.names]
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -81,7 +81,7 @@ class Stages(study.Stages):
     def _seen(self, source: str, number: int) -> dict[str, tuple]:
         """Return, for the rows of each part, a specialist's states before the responses, and its `row_losses`.
 
-        Of the rows to train on there are as many as the selector's steps take.
+        Only as many training rows are included as the selector's steps use.
         """
         model = ranks.load_model(source, self.recipe.dtype, ranks.state().device)
         found = {}

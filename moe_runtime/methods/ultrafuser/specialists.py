@@ -1,4 +1,4 @@
-"""The specialists of an UltraFuser: opened, named, checked against each other before they are fused, and recognized later."""
+"""Load, name and compare the specialists of an UltraFuser, and detect later changes of their weights."""
 
 import hashlib
 import os
@@ -14,11 +14,11 @@ from moe_runtime.hf.models.folders import load
 from moe_runtime.io.files import is_plain_name
 from moe_runtime.methods.ultrafuser.inputs import CHAT, Encoder, check_template, check_tokenizers
 
-CHUNK = 1 << 23  # bytes that are read together, about a cache
+CHUNK = 1 << 23  # bytes read at a time, about the size of a cache
 
 
 def check_specialists(specialists: Sequence) -> None:
-    """Raise ValueError for anything but a list of two or more folders or models, no model twice."""
+    """Raise ValueError unless `specialists` is a list of at least two folders or models, without duplicate models."""
     is_list = not isinstance(specialists, (str, os.PathLike, nn.Module))
     models = [one for one in specialists if isinstance(one, nn.Module)] if is_list else []
     is_plain = all(isinstance(model, PreTrainedModel) for model in models) and len(set(map(id, models))) == len(models)
@@ -31,7 +31,7 @@ def check_specialists(specialists: Sequence) -> None:
 
 
 def paths_of(specialists: Sequence) -> list[str | None]:
-    """Return where each specialist was loaded from, if from anywhere."""
+    """Return the path that each specialist was loaded from, or None."""
     paths = [getattr(one, "name_or_path", None) if isinstance(one, nn.Module) else os.fspath(one) for one in specialists]
     return [os.path.abspath(path) if path and os.path.isdir(path) else path or None for path in paths]
 
@@ -48,7 +48,7 @@ def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
     found = []
     for one, path, tokenizer in zip(specialists, paths_of(specialists), tokenizers, strict=True):
         is_folder = path is not None and Path(path, "tokenizer_config.json").is_file()
-        # an id of the Hub is asked for if it was given, not for a model that may have come from anywhere
+        # query the Hub only for an id that was passed, not for the recorded name of a loaded model
         is_id = not isinstance(one, nn.Module) and not os.path.isabs(path)
         if tokenizer is None and (is_folder or is_id):
             tokenizer = load(AutoTokenizer, path, "specialist")
@@ -60,7 +60,7 @@ def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
 def fingerprint(model: nn.Module) -> str | None:
     """Return a hash of a model's weights, in one pass over them on their device; None without weights.
 
-    Of each tensor's bytes, eight as one integer: the sum and the sum weighted by place, modulo 2^64.
+    It is made of each tensor's bytes, read as 64-bit integers: their sum, and their sum weighted by position, modulo 2^64.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
@@ -82,8 +82,8 @@ def fingerprint(model: nn.Module) -> str | None:
 def has_changed(fuser, s: int) -> bool:
     """Whether specialist `s` has other weights than when the fuser was made.
 
-    If it is split over processes or offloaded, whether it has run for a gradient since: comparing would need all
-    processes, or all its weights.
+    For a sharded or offloaded specialist, whether it has since run with gradients: comparing weights would need all
+    processes, or all the weights.
     """
     model = fuser.specialists[s]
     is_split = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -92,9 +92,9 @@ def has_changed(fuser, s: int) -> bool:
 
 
 def unchanged_keys(fuser) -> set[str]:
-    """Return the keys of specialists that have not changed and do not train: a checkpoint need not hold them.
+    """Return the keys of specialists that have not changed and do not train, which a checkpoint can omit.
 
-    One that trains is held even before its first step, so that resuming from this checkpoint restores it.
+    A specialist that trains is saved even before its first step, so that resuming from this checkpoint restores it.
     """
     at_rest = [s for s, model in enumerate(fuser.specialists) if not trains(model) and s not in fuser.touched]
     same = [s for s in at_rest if not has_changed(fuser, s)]
@@ -102,7 +102,7 @@ def unchanged_keys(fuser) -> set[str]:
 
 
 def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
-    """Return why specialist `s` could not be read again from its own path once `folder` has been written, or None."""
+    """Return why specialist `s` could not be reloaded from its own path once `folder` has been written, or None."""
     path, model = fuser.config.specialists[s]["path"], fuser.specialists[s]
     if path is None:
         return "was loaded from no folder"
@@ -117,18 +117,18 @@ def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
 
 
 def device_map(fuser) -> dict[str, str]:
-    """Return the devices of a fuser's gate and specialists, or of a specialist's parts if accelerate has spread it."""
+    """Return the devices of a fuser's gate and specialists, or of a specialist's parts if accelerate has split it."""
     places = {"gate": fuser.gate.score.weight.device}
     for s, model in enumerate(fuser.specialists):
         own = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
         places |= {f"specialists.{s}.{part}".rstrip("."): device for part, device in own.items()}
-    # accelerate writes a number for one of the accelerator's devices
+    # accelerate uses a number for the accelerator's devices
     kind = (torch.accelerator.current_accelerator() or torch.device("cuda")).type
     return {part: f"{kind}:{d}" if isinstance(d, int) else str(d) for part, d in places.items()}
 
 
 def one_each(name: str, value, count: int) -> list:
-    """Return a list of `count`; raises ValueError for a list of another length."""
+    """Return `value` as a list of `count` items; raises ValueError for a list of another length."""
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
         raise ValueError(
@@ -138,7 +138,7 @@ def one_each(name: str, value, count: int) -> list:
 
 
 def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the specialists' names: those given, else their folders' last parts where these differ."""
+    """Return the specialists' names: the given ones, else the last parts of their folders if these differ."""
     if names is None:
         found = [Path(path).name if path else "" for path in paths_of(specialists)]
         unique = len(set(found)) == len(found) and all(map(is_plain_name, found))
@@ -150,7 +150,7 @@ def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def encoder_of(tokenizers, templates, names, vocab_size) -> Encoder | None:
-    """Return the encoder, its templates checked; None where a tokenizer is missing."""
+    """Return the encoder, with checked templates; None if a tokenizer is missing."""
     if any(tokenizer is None for tokenizer in tokenizers):
         return None
     check_tokenizers(tokenizers, names, vocab_size)

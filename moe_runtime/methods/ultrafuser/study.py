@@ -1,12 +1,12 @@
-"""The stages of an UltraFuser study: specialists of the domains, then models fused of them.
+"""The stages of an UltraFuser study: specialists of the domains, then fused models of them.
 
-    base --specialist-->                  the base, tuned on one domain; or a given model, as it is
-         specialist --further-->          tuned on all domains, as the fused models are: the baseline
-         specialists --gate-->            fused, the gate alone trained (stage 1)
-                     --fused-->           fused, all trained (stage 2), after stage 1 or directly
+    base --specialist-->                  the base tuned on one domain, or a given model
+         specialist --further-->          tuned on all domains like the fused models: the baseline
+         specialists --gate-->            fused, with only the gate trained (stage 1)
+                     --fused-->           fused, with everything trained (stage 2), after stage 1 or directly
 
-Every model is judged on the same held-out rows of every domain, each specialist in its own template. How stages are stored,
-and what a hash is over: `moe_runtime.experiments.stages`.
+Every model is evaluated on the same held-out rows of every domain, each specialist in its own template.
+`moe_runtime.experiments.stages` says how stages are stored and what their hash covers.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ from moe_runtime.methods.ultrafuser.training import encode_rows
 
 
 def study_rows(encoder: Encoder, recipe: FuserRecipe) -> dict:
-    """Return the rows to train on and those held out, encoded, domain after domain, with the column `domain`.
+    """Return the encoded training and held-out rows, domain after domain, with the column `domain`.
 
-    No row is trained on whose prompt is held out in any domain: what is cut, of a chat or of a long answer, makes rows
-    alike that were not. Raises ValueError, with the domain, for data that cannot be read or have too few rows.
+    Training rows whose prompt is held out in any domain are dropped, since cutting chats and long answers can make different
+    rows equal. Raises ValueError, with the domain, for data that cannot be read or have too few rows.
     """
     pairs: dict[str, tuple] = {}
     parts: dict[str, list] = {"train": [], "held_out": []}
@@ -67,7 +67,7 @@ def _encoded(encoder: Encoder, recipe: FuserRecipe, name: str, rows, limit: int 
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Have an error say which domain it is about."""
+    """Prefix errors with the domain."""
     try:
         yield
     except ValueError as error:
@@ -75,7 +75,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _where(domain: Domain, place: int, row: Mapping) -> str:
-    """Say where a row stands: they have been shuffled, so it is looked for."""
+    """Return a row's position in its file; rows have been shuffled, so it is searched for."""
     for of in (*domain.listed(), *domain.listed("held_out")):
         for number, one in enumerate(() if of.source in SOURCES else data.read_rows(of.source, of.split)):
             if dict(one) == data.one_form(row):
@@ -84,7 +84,7 @@ def _where(domain: Domain, place: int, row: Mapping) -> str:
 
 
 def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
-    """Return how many rows each domain has, in the order in which they come."""
+    """Return the number of rows per domain, in order of appearance."""
     counts: dict[str, int] = {}
     for domain in domains:
         counts[domain] = counts.get(domain, 0) + 1
@@ -92,11 +92,11 @@ def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
 
 
 def sources(recipe: FuserRecipe) -> list[str]:
-    """Return the files and ids that rows are read from, built-in domains left out."""
+    """Return the files and ids that rows are read from, without built-in domains."""
     return [source for domain in recipe.domains.values() for source in domain.sources if source not in SOURCES]
 
 
-MODEL = "model"  # in OUT: a link to the model that `run` made last
+MODEL = "model"  # in OUT: a link to the model of the last `run`
 
 
 class Stages(KeptStages):
@@ -118,26 +118,26 @@ class Stages(KeptStages):
         return r.stage1, r.stage2, r.further_stage, *([r.specialist] if r.specialist else [])
 
     def base(self) -> Judged:
-        """Return the model that specialists are made of: pre-trained here, or the recipe's; judged as the first of them."""
+        """Return the specialists' base, pre-trained here or the recipe's, evaluated in the first specialist's template."""
         pretrain, r = self.recipe.pretrain, self.recipe
 
         def make(tmp: Path, folder: Path) -> dict:
-            way = {}
+            course = {}
             if pretrain is not None:
                 blocks = data.pack(self.tokenizer, self._base_text, r.max_length)
                 held_out = self._single("held_out", 0)
                 model, trained = self._pretrain(blocks, held_out, folder, r.max_length, schedule="cosine")
-                way = course_of(trained)
+                course = course_of(trained)
                 self._save(model, trained, tmp / "model")
             else:
                 self._copy_base(tmp / "model")
-            return way | self._judged_single(tmp / "model", 0)
+            return course | self._judged_single(tmp / "model", 0)
 
         settings = {"pretrain": pretrain.to_dict()} if pretrain else {}
         return self._made("base", "base", settings | {"dtype": r.dtype}, [], make, seed=0)
 
     def specialist(self, name: str) -> Judged:
-        """Return the specialist of that name: the base, tuned on its domain, or the model that the recipe gives."""
+        """Return the specialist `name`: the base tuned on its domain, or the model given in the recipe."""
         number, one, r = self.names.index(name), self.recipe.specialists[name], self.recipe
         if one.model is not None:
             return self._made(
@@ -154,7 +154,7 @@ class Stages(KeptStages):
         return self._made("specialist", name, settings, [base], make)
 
     def further(self, name: str) -> Judged:
-        """Return a specialist tuned on all domains, on as many rows of each as the recipe's batches have."""
+        """Return a specialist tuned on all domains, which have the same shares as in the recipe's batches."""
         number, parent, r = self.names.index(name), self.specialist(name), self.recipe
         return self._on_all("further", f"{name}, further", parent, number, r.further_stage, r.balanced)
 
@@ -170,7 +170,7 @@ class Stages(KeptStages):
         return self._made(kind, name, settings, [parent], make)
 
     def gate(self, balanced: bool | None = None) -> Judged:
-        """Return the specialists fused, the gate trained alone: stage 1."""
+        """Return the fused specialists with only the gate trained: stage 1."""
         balanced = self.recipe.balanced if balanced is None else balanced
         specialists = [self.specialist(name) for name in self.names]
 
@@ -182,17 +182,17 @@ class Stages(KeptStages):
         return self._made("gate", "stage 1", self._of_fused(self.recipe.stage1, balanced), specialists, make)
 
     def fused(self, two_stage: bool | None = None, balanced: bool | None = None, checkpoints: Sequence[int] = ()) -> Judged:
-        """Return the fused model, all of it trained: stage 2, after stage 1 or, without `two_stage`, directly.
+        """Return the fused model with everything trained: stage 2, after stage 1 or, without `two_stage`, directly.
 
-        It trains in float32, in which small steps count, and is saved in the recipe's dtype. With `checkpoints` it is
-        judged after those steps, as it is then, in the place of the recipe's `evaluations`.
+        It trains in float32, so that small steps are not rounded away, and is saved in the recipe's dtype. `checkpoints`
+        are the steps after which it is evaluated, by default from the recipe's `evaluations`.
         """
         two_stage = self.recipe.two_stage if two_stage is None else two_stage
         balanced = self.recipe.balanced if balanced is None else balanced
         parents = [self.gate(balanced)] if two_stage else [self.specialist(name) for name in self.names]
 
         def make(tmp: Path, folder: Path) -> dict:
-            # accelerate makes float32 of what FSDP2 splits under mixed precision: then no process holds all of it
+            # under mixed precision accelerate converts what FSDP2 shards to float32, so that no process holds all of it
             dtype = self.recipe.dtype if ranks.engine() == "FSDP" and self.recipe.stage2.bf16 else "float32"
             sources = [self.specialist(name).source for name in self.names]
             model = self._fuser(sources, dtype, parents[0].folder if two_stage else None).train_all()
@@ -209,13 +209,13 @@ class Stages(KeptStages):
 
     @cached_property
     def encoder(self) -> Encoder:
-        """What puts prompts in the specialists' templates."""
+        """The Encoder with the specialists' templates."""
         return fuser_checks.encoder_of(self.recipe, self.tokenizer)
 
     def _fuser(self, sources: list[str], dtype: str, trained: Path | None = None) -> ultrafuser.UltraFuser:
-        """Return the specialists fused, with a fresh gate that the seed draws, or that of the folder `trained`.
+        """Return the fused specialists, with a gate initialized from the seed, or that of the folder `trained`.
 
-        FSDP2 takes them from the CPU: they need not fit on one device.
+        FSDP2 shards them from the CPU, so they need not fit on one device.
         """
         torch.manual_seed(self.seed)
         device = None if ranks.engine() == "FSDP" else ranks.state().device
@@ -232,7 +232,7 @@ class Stages(KeptStages):
         self, name: str, model, sources: list[str], tmp: Path, folder: Path, training: Stage, balanced: bool, copy: str,
         checkpoints: Sequence[int] = (),
     ) -> dict:  # fmt: skip
-        """Train a fused model as it is set, save it in the recipe's dtype and judge it as it was saved."""
+        """Train a fused model's trainable parameters, save it in the recipe's dtype and evaluate it as saved."""
         rows = self.part("held_out")
         how = fuser_training.training_of(self.encoder, self._sampler(training, balanced))
         more = {"evaluations": tuple(checkpoints)} if checkpoints else {}
@@ -248,14 +248,14 @@ class Stages(KeptStages):
             if main:
                 whole = model if weights is None else self._whole(sources, weights)
                 ultrafuser.save(whole, tmp / "model", specialists=copy)
-        counts, way, found = self.counts, trained.history.rows, (trained.losses, trained.tokens, trained.exact)
+        counts, points, found = self.counts, trained.history.rows, (trained.losses, trained.tokens, trained.exact)
         if not is_as_trained:
             found = fuser_training.fuser_losses(model, rows, collator=self.encoder.collate, **self._judging)
-        course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in way] if checkpoints else None
+        course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in points] if checkpoints else None
         return course_of(trained) | self._costs(trained) | self._loss(*found) | sizes_of(model) | {"course": course}
 
     def _whole(self, sources: list[str], weights: Mapping[str, torch.Tensor]) -> ultrafuser.UltraFuser:
-        """Return a fused model on the CPU with the `weights` of one that is split."""
+        """Return a fused model on the CPU with the gathered `weights` of a sharded one."""
         fuser = self._fuser(sources, self.recipe.dtype)
         own = fuser.state_dict()
         with torch.no_grad():
@@ -266,7 +266,7 @@ class Stages(KeptStages):
     def _tuned(
         self, name: str, source: str, number: int, tmp: Path, folder: Path, training: Training, rows, held_out, **more
     ) -> dict:
-        """Train one model as a specialist reads its rows, in float32; save it and judge it on all domains."""
+        """Train one model in float32 on rows in specialist `number`'s template; save it and evaluate it on all domains."""
         model = ranks.load_model(source, "float32")
         trained = self._train(name, model, rows, held_out, training, folder, **more)
         self._save(model, trained, tmp / "model")
@@ -276,7 +276,7 @@ class Stages(KeptStages):
         return way | self._judged_single(tmp / "model", number)
 
     def _judged_single(self, source: str | Path, number: int) -> dict:
-        """Judge one model in the template of a specialist."""
+        """Evaluate one model in the template of specialist `number`."""
         model = ranks.load_model(source, self.recipe.dtype, ranks.state().device)
         rows = self._single("held_out", number)
         return self._loss(*trainers.row_losses(model, rows, self.tokenizer, **self._judging)) | sizes_of(model)
@@ -294,18 +294,18 @@ class Stages(KeptStages):
 
     @property
     def _judging(self) -> dict:
-        """How a model is judged: with as many rows at once as stage 2 takes."""
+        """Options of evaluation: the batch size is stage 2's."""
         stage = self.recipe.stage2
         batch_size, _ = trainers.split_batch(stage.batch_size, stage.per_device_batch_size)
         return {"batch_size": batch_size, "bf16": stage.bf16}
 
     @property
     def counts(self) -> dict[str, int]:
-        """The held-out rows of each domain."""
+        """The number of held-out rows of each domain."""
         return rows_by_domain(self.part("held_out")["domain"])
 
     def _single(self, part: str, number: int, domain: str | None = None):
-        """Return the rows of a part as one specialist alone reads them, of one domain or of all."""
+        """Return the rows of a part in the template of specialist `number`, of one domain or of all."""
         rows = self.part(part)
         if domain is not None:
             rows = rows.select([place for place, own in enumerate(rows["domain"]) if own == domain])
@@ -318,7 +318,7 @@ class Stages(KeptStages):
         )  # fmt: skip
 
     def _drawn(self, balanced: bool) -> dict:
-        """What the drawing of rows adds to a stage's hash."""
+        """Return what the sampling of rows adds to a stage's hash."""
         return {"balanced": balanced, "replacement": self.recipe.replacement and balanced}
 
     def _of_fused(self, training: Stage, balanced: bool) -> dict:
@@ -327,12 +327,12 @@ class Stages(KeptStages):
         return self._settings(training) | self._drawn(balanced) | more
 
     def _made(self, kind: str, name: str, *arguments, **settings) -> Judged:
-        """Return a stage, its source said where it is not its own folder."""
+        """Return a stage, with its source if that is not its own folder."""
         result = self._stage(kind, name, *arguments, **settings)
         return result if result.source else result._replace(source=str(result.folder))
 
     def data_key(self) -> str:
-        """Return a hash of the tokenizer, the templates, all rows and the Python that built-in text is of."""
+        """Return a hash of the tokenizer, the templates, all rows and the version of Python that built-in text comes from."""
         r, python = self.recipe, platform.python_version()
         base = [python, r.pretrain.to_dict()] if r.pretrain else r.base_model and files_print(r.base_model)
         given = [one.model and files_print(one.model) for one in r.specialists.values()]
@@ -343,7 +343,7 @@ class Stages(KeptStages):
         return hash_of({"format": self.FORMAT, "method": "ultrafuser", "base": base, "given": given, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
-        """Write the tokenizer and the rows of all domains, to train on and held out, encoded for every specialist."""
+        """Write the tokenizer and the training and held-out rows of all domains, encoded for every specialist."""
         r = self.recipe
         if r.pretrain is not None:
             tokenizer = train_tokenizer(self._base_text, r.pretrain.vocab_size, r.pretrain.split_digits)
@@ -357,15 +357,15 @@ class Stages(KeptStages):
         for part, rows in study_rows(encoder, r).items():
             data.save_rows(rows, folder / part)
             counts[part] = rows_by_domain(rows["domain"])
-            said = ", ".join(f"{count:,} of {domain}" for domain, count in counts[part].items())
-            self.say(f"rows {'to train on' if part == 'train' else 'held out'}: {said}")
+            listed = ", ".join(f"{count:,} of {domain}" for domain, count in counts[part].items())
+            self.say(f"rows {'to train on' if part == 'train' else 'held out'}: {listed}")
         return counts
 
 
 def run(recipe: FuserRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Judged]:
-    """Run the whole method and say what came out; return the specialists, the model after stage 1 and the fused one.
+    """Run the whole method and report the results; return the specialists, the model after stage 1 and the fused one.
 
-    `seed` is the recipe's unless given. The last result's folder is the fused model; OUT/model leads there.
+    `seed` is the recipe's unless given. The last result's folder is the fused model; OUT/model links to it.
     """
     model = Path(out) / MODEL
     if model.exists() and not model.is_symlink():

@@ -1,13 +1,13 @@
-"""Whether a fused model still solves what its specialist solves, beside single models of equal steps and plainer fusions.
+"""Whether a fused model still solves what its specialist solves, compared with single models and simpler fusions.
 
     average of the weights        theta = 1/S sum_s theta_s: one model of a specialist's size
     average of the logits         o = 1/S sum_s o_s: a gate whose scores are 0, nothing trained
-    best specialist per example   the one with the lowest loss on the answer, which no selector can know
+    best specialist per example   the one with the lowest loss on the answer: an oracle that no selector can reach
     one model                     the base tuned on all domains: for the steps of the longest specialist, on balanced batches;
                                   for the steps of all trainings, on the union of the examples, which all specialists saw
 
-A sum is solved if greedy decoding gives its answer, every step of it. McNemar's exact test is on the problems that only one of
-two models solves, with more seeds than the other where there are several; Holm's correction covers the table.
+A sum is solved if greedy decoding gives its answer with every step. McNemar's exact test uses the problems that only one of
+two models solves (with several seeds: on more seeds than the other); Holm's correction covers the table.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from moe_runtime.experiments.compare import LEVEL, mcnemar
 from moe_runtime.experiments.domains import DomainReport, Judged, places_of
-from moe_runtime.experiments.plots import COLOURS, MARKERS, figure_of
+from moe_runtime.experiments.plots import cycle, figure_of
 from moe_runtime.experiments.stages import loss_of, sizes_of
 from moe_runtime.experiments.sums import KINDS
 from moe_runtime.experiments.tables import Entry, Run
@@ -35,7 +35,7 @@ FULL, GATE = "two-stage, balanced", "stage 1 alone, balanced"
 
 
 class Stages(selector.Stages):
-    """The stages of a study, with single models and plainer fusions of the same specialists."""
+    """The stages of a study, with single models and simpler fusions of the same specialists."""
 
     def single(self, steps: int, balanced: bool) -> Judged:
         """Return the base tuned on all domains in the first specialist's template, otherwise as specialists are."""
@@ -59,7 +59,7 @@ class Stages(selector.Stages):
         return self._made("averaged", "average of the weights", {"dtype": self.recipe.dtype}, specialists, make)
 
     def equal(self) -> Judged:
-        """Return the specialists fused with equal weights on every token; nothing is trained."""
+        """Return the specialists fused with equal weights on every token, without training."""
         specialists = [self.specialist(name) for name in self.names]
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -76,7 +76,7 @@ class Stages(selector.Stages):
         return self._made("equal", "average of the logits", settings, specialists, make)
 
     def generated(self, fused: Judged, domain: str) -> list[int]:
-        """Return for each held-out example of a domain whether a fused model's greedy generation is its answer."""
+        """Return for each held-out example of a domain whether a fused model's greedy generation equals its answer."""
         rows, model = self.part("held_out"), ultrafuser.load(fused.folder).to(ranks.state().device)
         place = places_of(self.counts)[domain]
 
@@ -112,7 +112,7 @@ def best_of(results: Sequence[Judged]) -> Judged:
 
 
 def by_steps(result: Judged, domain: str, lengths: Sequence[int]) -> Judged:
-    """Return a result whose domain of sums is divided by the numbers of their steps, `lengths`."""
+    """Return a result with the domain of sums split by the sums' numbers of steps, `lengths`."""
     rows, order = {}, []
     for name, place in places_of(result.rows).items():
         steps = lengths if name == domain else [0] * (place.stop - place.start)
@@ -125,7 +125,7 @@ def by_steps(result: Judged, domain: str, lengths: Sequence[int]) -> Judged:
 
 
 def measure(process: Run, domain: str) -> dict:
-    """Train and judge all models for each seed."""
+    """Train and evaluate all models for each seed."""
     r, first = process.recipe, process.all[0]
     made = [r.training_of(name).steps for name in r.specialists]
     longest, total = max(made), sum(made) + r.stage1.steps + r.stage2.steps
@@ -166,16 +166,19 @@ def measure(process: Run, domain: str) -> dict:
 
 
 def picture(report: DomainReport):
-    """Plot the share of sums that are solved against the loss on the other domains."""
+    """Plot the share of solved sums against the loss on the other domains."""
     figure, axes = figure_of(report, (8.6, 4.6))
     others = [domain for domain in report.domains if domain in report.settings["recipe"]["domains"]]
-    for number, entry in enumerate(report.entries):
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number // 2 % len(MARKERS)]}
+    for entry, (colour, marker) in zip(report.entries, cycle(len(report.entries))):
+        style = {"color": colour, "marker": marker}
         losses = [statistics.fmean(result.domains[domain] for domain in others) for result in entry.results]
         shares = [statistics.fmean(flags) for flags in report.extra["solved"][entry.name]]
         axes.scatter(losses, shares, s=18, alpha=0.4, **style)
-        axes.scatter(statistics.fmean(losses), statistics.fmean(shares), s=60, label=entry.name, **style)
+        # hollow, so that none hides another
+        axes.scatter(
+            statistics.fmean(losses), statistics.fmean(shares), s=70, label=entry.name, **style | {"facecolor": "none"}
+        )
     axes.set(xlabel=f"held-out loss per label token, mean of {' and '.join(others)}", ylabel="share of held-out sums solved")
-    axes.grid(alpha=0.25)
+    axes.grid()
     figure.legend(loc="outside right center", fontsize=8, title="large: mean, small: seeds", title_fontsize=8)
     return figure

@@ -4,9 +4,9 @@
     weights    the gate's weights by domain, and token by token                         Table 6, Figures 6 to 8
     sample-level  a specialist selected for each prompt, beside the fused model         Sec. 3.1
     stability  the losses on the way, with the balanced sampler and without             Table 5
-    sums       sums solved: by specialists, single models, plainer fusions              what Table 2 asks of benchmarks
+    sums       sums solved: by specialists, single models, simpler fusions              as in Table 2's benchmarks
 
-The measure is the held-out loss per response token of every domain, in the place of the paper's benchmarks. Table 5 shows
+The measure is the held-out loss per response token of every domain, in place of the paper's benchmarks. Table 5 shows
 its mean and standard deviation over checkpoints spread evenly over the last seven ninths of stage 2, as the paper's are from
 step 2000 to 9000.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from moe_runtime.config import check_positive
 from moe_runtime.experiments import tables
-from moe_runtime.experiments.domains import DomainReport, said
+from moe_runtime.experiments.domains import DomainReport, with_difference
 from moe_runtime.experiments.tables import Command, Finding, Run, each, finite
 from moe_runtime.hf.training.fit import mean_loss
 from moe_runtime.methods.ultrafuser import sums_study, weights_study
@@ -31,7 +31,7 @@ ALL = "all"
 
 @dataclass(kw_only=True)
 class Stability(Finding):
-    """Losses during stage 2, of every variant, seed and checkpoint."""
+    """Losses during stage 2 for every variant, seed and checkpoint."""
 
     course: dict[str, list]  # variant -> [seeds][(step, {domain or "all": loss})]
     folders: dict[str, list[str]]
@@ -42,7 +42,7 @@ class Stability(Finding):
         return tuple(next(iter(self.course.values()))[0][0][1])
 
     def spread(self, variant: str, name: str) -> tuple[list[float], list[float]]:
-        """Return the means and the standard deviations over the checkpoints, a number per seed."""
+        """Return the means and the standard deviations over the checkpoints, one of each per seed."""
         losses = [[at[name] for _, at in way] for way in self.course[variant]]
         return [*map(statistics.fmean, losses)], [*map(statistics.stdev, losses)]
 
@@ -74,7 +74,7 @@ class Stability(Finding):
 
 
 def check(recipe: FuserRecipe, checkpoints: int = CHECKPOINTS) -> dict:
-    """Return the options of `measure`; raises ValueError for too few checkpoints, and for more than there are steps."""
+    """Return the options of `measure`; raises ValueError for too few checkpoints, or for more than the steps allow."""
     check_positive("checkpoints", checkpoints)
     steps = recipe.stage2.steps
     if not 2 <= checkpoints <= 7 * steps // 9:
@@ -85,13 +85,13 @@ def check(recipe: FuserRecipe, checkpoints: int = CHECKPOINTS) -> dict:
 
 
 def steps_of(total: int, checkpoints: int) -> list[int]:
-    """Return the steps to look at: the last `checkpoints` ends of `total` steps cut into equal parts, 9 for 7 of them."""
+    """Return `checkpoints` evenly spaced steps up to `total`, none in its first two ninths (the last 7 of 9 by default)."""
     parts = (9 * checkpoints + 3) // 7
     return [(2 * total * end + parts) // (2 * parts) for end in range(parts - checkpoints + 1, parts + 1)]
 
 
 def measure(process, checkpoints: int) -> dict:
-    """Train the fused model with and without balance, as the recipe does else, and keep its losses on the way."""
+    """Train the fused model with and without balanced batches, otherwise by the recipe, and record its losses along the way."""
     steps = steps_of(process.recipe.stage2.steps, checkpoints)
     course: dict[str, list] = {}
     folders: dict[str, list[str]] = {}
@@ -110,8 +110,8 @@ def _summary(report: Stability) -> list[str]:
     first, second = report.course
     lines = []
     for name in report.names:
-        (means, sds), (others, apart) = report.spread(second, name), report.spread(first, name)
-        lower = [sum(a < b for a, b in zip(*pair, strict=True)) for pair in ((means, others), (sds, apart))]
+        (means, sds), (others, other_sds) = report.spread(second, name), report.spread(first, name)
+        lower = [sum(a < b for a, b in zip(*pair, strict=True)) for pair in ((means, others), (sds, other_sds))]
         lines.append(
             f"{name}: {second} has the lower mean with {lower[0]} of {len(report.seeds)} seeds, the lower deviation with "
             f"{lower[1]}."
@@ -142,7 +142,7 @@ def _ablate(process: Run) -> dict:
             one = table.comparison(alone)
             lines.append(
                 f"{domain}: the best specialist is {alone.partition(' ')[2]}, {table.entry(alone).loss:.4f}; fused "
-                f"{table.entry(FULL).loss:.4f}; against the fused model {said(one)}."
+                f"{table.entry(FULL).loss:.4f}; against the fused model {with_difference(one)}."
             )
         return [*lines, *each(report)]
 

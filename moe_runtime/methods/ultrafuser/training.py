@@ -4,9 +4,9 @@ UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps
 
     batch = union over the domains t of S(D_t, n)
 
-S(D, n) are n rows drawn uniformly from a domain. Here each row of a domain comes once before any comes twice, in an order
-drawn anew for every pass (`replacement=True` draws each independently, as in the paper). Rows come in rounds, one of every
-domain, so an optimizer step is balanced however it is cut into processes and micro-batches.
+S(D, n) are n rows drawn uniformly from a domain. Here each row of a domain comes once before any repeats, in an order
+redrawn for every pass (`replacement=True` draws each independently, as in the paper). Rows come in rounds, one of every
+domain, so an optimizer step is balanced however it is split over processes and micro-batches.
 
 A row has `prompt_ids`, a list of ids per specialist, `response_ids` and `domain`; Encoder.collate makes batches of them. The
 loss of a step is, over all its processes and micro-batches,
@@ -37,8 +37,8 @@ EPOCHS = ("largest", "smallest")
 class BalancedSampler(Sampler[int]):
     """Yields indices in rounds, one example of every domain; deterministic for a seed and epoch, in every process.
 
-    `domains` names the domain of each row; `rounds` is how many an epoch has, by default as many as the largest domain has rows
-    (`epoch` "largest"), or the smallest. With rounds for all of its steps a training resumes exactly where it stopped.
+    `domains` is the domain of each row; an epoch has `rounds` rounds, by default as many as the largest domain has rows
+    (`epoch` "largest"), or the smallest. With enough rounds for all its steps, training resumes exactly where it stopped.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BalancedSampler(Sampler[int]):
         return self.rounds * len(self.places)
 
     def __iter__(self) -> Iterator[int]:
-        # one stream for each, so that what a domain draws does not depend on how many rows another has
+        # one stream per domain, so that its draws do not depend on the sizes of the others
         streams = [self._stream(number, places) for number, places in enumerate(self.places)]
         for _ in range(self.rounds):
             yield from map(next, streams)
@@ -82,7 +82,7 @@ class BalancedSampler(Sampler[int]):
 def union_sampler(rows: int, *, seed: int = 0, draws: int | None = None) -> Sampler[int]:
     """Return a sampler of all examples regardless of domain, for training without balance.
 
-    Each row comes once before any comes twice, as in BalancedSampler; `draws` is how many an epoch has.
+    Each row comes once before any repeats, as in BalancedSampler; `draws` is the length of an epoch.
     """
     return BalancedSampler([0] * rows, rounds=draws, seed=seed)
 
@@ -91,11 +91,11 @@ def encode_rows(
     encoder: Encoder, rows: Iterable[Mapping], max_length: int, limit: int | None = None, *,
     without: Iterable[Sequence[Sequence[int]]] = (), where: Callable[[int, Mapping], str] = lambda place, row: f"row {place}",
 ):  # fmt: skip
-    """Return the first `limit` rows of prompt and completion, or messages, encoded for every specialist: a datasets.Dataset.
+    """Encode the first `limit` rows of prompt and completion, or messages, for every specialist; return a datasets.Dataset.
 
-    The first answer of a chat is the response, all before it the prompt. A response is cut where it and the longest prompt
-    reach `max_length`; a row is dropped if its prompt alone is that long, or is among `without`, the prompt_ids of held-out
-    rows. `where(place, row)` names a row in an error.
+    The first answer of a chat is the response, all before it the prompt. A response is cut so that it and the longest prompt
+    fit into `max_length`; a row is dropped if its prompt leaves no room, or is among `without`, the prompt_ids of held-out
+    rows. `where(place, row)` names a row in errors.
     """
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
     known = set(map(_key, without))
@@ -141,9 +141,9 @@ def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
 
 @torch.no_grad()
 def cast(model: torch.nn.Module, dtype: str) -> None:
-    """Round a model's parameters to `dtype`, in place; buffers stay, as from_pretrained leaves them.
+    """Round a model's parameters to `dtype`, in place; buffers keep their dtype, as in from_pretrained.
 
-    What FSDP2 has split keeps its own dtype, with the rounded values.
+    Parameters sharded by FSDP2 keep their own dtype, with rounded values.
     """
     for parameter in model.parameters():
         if hasattr(parameter, "full_tensor"):
@@ -171,7 +171,7 @@ def single_rows(rows, specialist: int):
 def sampler_for(
     domains: Sequence[str], *, steps: int, batch_size: int, balanced: bool = True, replacement: bool = False, seed: int = 0
 ) -> Sampler[int]:
-    """Return the sampler of a training: balanced over domains in every step, or over all examples."""
+    """Return a training sampler: balanced over domains in every step, or over all examples."""
     if not balanced:
         return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
     count = len(set(domains))
@@ -205,7 +205,7 @@ class FuserTrainer(SampledTrainer):
 
 
 def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[str, Callable]:
-    """Return the settings with which `fit.train` trains an UltraFuser, on the rows described above."""
+    """Return the arguments with which `fit.train` trains an UltraFuser on rows of `encode_rows`."""
     return {
         "trainer": functools.partial(FuserTrainer, sampler=sampler),
         "collator": encoder.collate,
@@ -214,7 +214,7 @@ def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[s
 
 
 def fuser_losses(model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> tuple:
-    """Return what `fit.row_losses` does, of the response tokens of each row."""
+    """Like `fit.row_losses`, for the response tokens of each row."""
 
     def take(model, batch: dict) -> list[tuple]:
         out = model(**batch, reduction="none", want_logits=True)
@@ -224,7 +224,7 @@ def fuser_losses(model, rows, *, collator: Callable, batch_size: int = 32, bf16:
 
 
 def gate_weights(model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> list[list[list[float]]]:
-    """Return the gate's weights [R, S] for the response tokens of each row; every process must call."""
+    """Return the gate's weights [R, S] for the response tokens of each row; every process must call this."""
 
     def take(model, batch: dict) -> list[list[list[float]]]:
         counts = (batch.pop("labels") != -100).sum(1).tolist()

@@ -1,9 +1,9 @@
-"""Which specialist the gate weighs on which domain: UltraFuser's Table 6, its pictures, and a page (Figures 6 to 8).
+"""The gate's weights by domain and specialist: UltraFuser's Table 6, its pictures, and a page (Figures 6 to 8).
 
     mean(t, s) = mean over the response tokens of domain t's held-out rows of w_s
 
-Where every specialist still does what it was trained for, the largest weight on a domain is its own specialist's. On the page
-a token has the colour of the specialist that the gate weighs most: the farther above equal weights, 1/S, the deeper.
+If every specialist has kept its skill, the largest weight on a domain is that of its own specialist. On the page
+a token has the colour of the specialist with the largest weight: the farther above equal weights, 1/S, the deeper.
 """
 
 import os
@@ -15,13 +15,11 @@ from pathlib import Path
 from moe_runtime.config import check_positive
 from moe_runtime.experiments import plots
 from moe_runtime.experiments.domains import places_of
-from moe_runtime.experiments.plots import BLUE, COLOURS, GREY, OF_VERDICT, figure_of
+from moe_runtime.experiments.plots import cycle, figure_of, legend_below
 from moe_runtime.experiments.tables import Finding, over_seeds, spread
 from moe_runtime.io.files import atomic_write_text
 from moe_runtime.methods.ultrafuser.recipe import FuserRecipe
 from moe_runtime.methods.ultrafuser.study import Stages
-
-DARK = 0.55  # of a map's range: beyond it numbers are white
 
 
 def losses(report):
@@ -29,53 +27,34 @@ def losses(report):
     tables = {**report.of_domains, "all domains": report}
     size = 3.4 + 2.6 * len(tables), 1.7 + 0.42 * len(report.entries)
     figure, all_axes = figure_of(report, size, columns=len(tables))
-    for number, (axes, (name, table)) in enumerate(zip(all_axes, tables.items())):
-        axes.axvline(table.entry(report.reference).loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
-        for y, entry in enumerate(table.entries[::-1]):
-            one = table.comparison(entry.name)
-            colour = BLUE if one is None else OF_VERDICT.get(one.verdict, GREY)
-            axes.plot(entry.losses, [y] * len(entry.losses), "o", markerfacecolor="none", color=colour, alpha=0.7)
-            axes.plot(entry.loss, y, "D", color=colour, markersize=6)
-            axes.annotate(
-                f"{entry.loss:.3f}", (entry.loss, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=7
-            )
-        axes.set_yticks(range(len(table.entries)), [e.name for e in table.entries[::-1]] if not number else [])
-        axes.set_ylim(-0.6, len(table.entries) - 0.3)
-        axes.margins(x=0.12)
+    for axes, (name, table) in zip(all_axes, tables.items()):
+        plots.dots_in(axes, table, lambda entry: f"{entry.loss:.3f}")
         axes.set_title(name, fontsize=10)
-        axes.grid(axis="x", alpha=0.25)
-    figure.supxlabel(
-        "held-out loss per label token; diamonds: mean, rings: seeds; green: lower than the reference, orange: higher",
-        fontsize=9,
-    )
+        axes.tick_params(labelleft=axes is all_axes[0])
+    meant = f"diamonds: mean; rings: seeds; dashed: {report.reference}; green: lower; orange: higher"
+    figure.supxlabel(f"held-out loss per label token; {meant}", fontsize=9)
     return figure
 
 
 def weights(report):
     """Draw the mean weight by domain and specialist, and the rows' own mean weights beside it (Figure 6)."""
     figure, (left, right) = figure_of(report, (10.4, 2.2 + 0.6 * len(report.domains)), columns=2)
-    _map(figure, left, report)
+    _map(left, report)
     _of_rows(right, report)
     return figure
 
 
-def _map(figure, axes, report) -> None:
-    values = report.over_seeds()
-    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=1)
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center", color="white" if value > DARK else "black")
-    axes.set_yticks(range(len(values)), list(report.domains))
-    axes.set_xticks(range(len(report.specialists)), report.specialists)
-    axes.set_xlabel("specialist")
-    figure.colorbar(image, ax=axes, label="mean weight")
+def _map(axes, report) -> None:
+    label = f"mean weight{f' over {len(report.seeds)} seeds' * (len(report.seeds) > 1)}"
+    plots.heat_map(axes, report.over_seeds(), list(report.domains), report.specialists, label, top=1, form="{:.2f}")
+    axes.set(xlabel="specialist", ylabel="domain")
 
 
 def _of_rows(axes, report) -> None:
-    """A box for the rows of each domain and specialist, first seed."""
+    """Draw a box for the rows of each domain and specialist, first seed."""
     S, domains = len(report.specialists), list(report.domains)
     width = 0.8 / S
-    for s, (name, colour) in enumerate(zip(report.specialists, _cycle(S))):
+    for s, (name, (colour, _)) in enumerate(zip(report.specialists, cycle(S))):
         places = [d + (s - (S - 1) / 2) * width for d in range(len(domains))]
         drawn = axes.boxplot(
             [[row[s] for row in rows] for rows in report.by_row[0]], positions=places, widths=0.85 * width,
@@ -87,35 +66,31 @@ def _of_rows(axes, report) -> None:
     axes.axhline(1 / S, color="black", linestyle="--", linewidth=1)
     axes.set_xticks(range(len(domains)), domains)
     axes.set_xlim(-0.6, len(domains) - 0.4)
-    axes.set(ylabel="mean weight of a row", ylim=(-0.02, 1.02))
-    axes.grid(axis="y", alpha=0.25)
-    axes.legend(title=f"specialist, seed {report.seeds[0]}", fontsize=8, title_fontsize=8, loc="center right")
+    axes.set(xlabel="domain", ylabel="mean weight of an example", ylim=(-0.02, 1.02))
+    axes.grid(axis="y")
+    legend_below(axes.figure, axes, f"right: specialist, seed {report.seeds[0]}; dashed: equal weights", S)
 
 
 def stability(report):
     """Draw the losses over the steps of stage 2, a panel for each domain and one for all, a line per seed."""
     figure, all_axes = figure_of(report, (3.0 * len(report.names) + 0.6, 3.6), columns=len(report.names))
     for axes, name in zip(all_axes, report.names):
-        for (variant, ways), colour in zip(report.course.items(), COLOURS):
+        for (variant, ways), (colour, marker) in zip(report.course.items(), cycle(len(report.course))):
             lines = [[at[name] for _, at in way] for way in ways]
             steps = [step for step, _ in ways[0]]
             for line in lines:
                 axes.plot(steps, line, color=colour, alpha=0.35, linewidth=0.8)
             mean = [statistics.fmean(at) for at in zip(*lines, strict=True)]
-            axes.plot(steps, mean, color=colour, marker="o", markersize=3, label=variant)
+            axes.plot(steps, mean, color=colour, marker=marker, markersize=3, label=variant)
         axes.set_title(name, fontsize=10)
         axes.set_xlabel("step of stage 2")
-        axes.grid(alpha=0.25)
+        axes.grid()
     all_axes[0].set_ylabel("held-out loss per label token")
-    all_axes[0].legend(fontsize=8)
+    legend_below(figure, all_axes[0], "thick: mean, thin: seeds", 3)
     return figure
 
 
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
-
-
-# Okabe and Ito, 2008, as plots.COLOURS; lighter on a dark page
+# Okabe and Ito, 2008, like plots.COLOURS; lighter on a dark page
 ON_LIGHT = ("0, 114, 178", "213, 94, 0", "0, 158, 115", "230, 159, 0", "204, 121, 167", "86, 180, 233")
 ON_DARK = ("58, 150, 210", "240, 120, 40", "30, 185, 140", "235, 170, 30", "220, 140, 185", "110, 195, 240")
 _NOTE = "Each token has the colour of the specialist with the largest weight: the deeper, the farther above equal weights."
@@ -136,7 +111,7 @@ class TokenWeights:
 
 
 def pieces_of(tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text that each id adds; of a character of several ids, the last one has it."""
+    """Return the text that each id adds; a character of several ids goes to the last one."""
     pieces, before = [], ""
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:count])
@@ -150,7 +125,7 @@ def page(
     specialists: Sequence[str], texts: Mapping[str, Sequence[TokenWeights]], title: str = "Which specialist writes",
     note: str = "",
 ) -> str:  # fmt: skip
-    """Return the page of some responses by domain, in HTML."""
+    """Return an HTML page of responses by domain."""
     S = len(specialists)
     whole = [[float(s == own) for s in range(S)] for own in range(S)]
     scale = " ".join(_token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True))
@@ -162,7 +137,7 @@ def page(
 
 
 def write_page(path: str | os.PathLike, specialists: Sequence[str], texts: Mapping, **options) -> None:
-    """Write `page`, whole or not at all."""
+    """Write `page`, atomically."""
     atomic_write_text(path, page(specialists, texts, **options))
 
 
@@ -171,22 +146,22 @@ def _variables(colours: Sequence[str], count: int) -> str:
 
 
 def _block(specialists: Sequence[str], text: TokenWeights) -> str:
-    def said(weights: Sequence[float]) -> str:
+    def described(weights: Sequence[float]) -> str:
         return ", ".join(f"{name} {weight:.2f}" for name, weight in zip(specialists, weights, strict=True))
 
     pairs = zip(text.pieces, text.weights, strict=True)
-    tokens = "".join(_token(piece, weights, said(weights)) for piece, weights in pairs if piece)
-    return plots.block(tokens, f"Prompt: {text.prompt} | mean weights: {said(text.mean)}")
+    tokens = "".join(_token(piece, weights, described(weights)) for piece, weights in pairs if piece)
+    return plots.block(tokens, f"Prompt: {text.prompt} | mean weights: {described(text.mean)}")
 
 
-def _token(piece: str, weights: Sequence[float], said: str) -> str:
+def _token(piece: str, weights: Sequence[float], tooltip: str) -> str:
     top, even = max(range(len(weights)), key=weights.__getitem__), 1 / len(weights)
     depth = max((weights[top] - even) / (1 - even), 0.0)
-    return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", said)
+    return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", tooltip)
 
 
-TEXTS = 3  # of each domain on the page
-PROMPT = 160  # characters of a prompt that are shown
+TEXTS = 3  # per domain on the page
+PROMPT = 160  # shown characters of a prompt
 
 
 @dataclass(kw_only=True)
@@ -196,7 +171,7 @@ class GateWeights(Finding):
     domains: dict[str, str | None]  # domain -> its specialist
     specialists: tuple[str, ...]
     tokens: dict[str, int]  # domain -> response tokens
-    folders: list[str]  # of the fused models, one per seed
+    folders: list[str]  # the fused models', one per seed
     mean: list  # [seeds][domains][S], over tokens
     by_row: list  # [seeds][domains][rows][S], means over a row's tokens
     page: Path
@@ -231,7 +206,7 @@ def check(recipe: FuserRecipe, rows: int | None = None) -> dict:
 
 
 def measure(process, rows: int | None) -> dict:
-    """Take the weights of the fused model of each seed, on `rows` held-out rows of each domain, or all."""
+    """Compute the gate's weights of each seed's fused model on `rows` held-out rows per domain, by default all."""
     recipe, folders, mean, by_row = process.recipe, [], [], []
     first: Stages = process.all[0]
     places = {domain: list(range(place.start, place.stop))[:rows] for domain, place in places_of(first.counts).items()}
@@ -277,13 +252,13 @@ def _summary(report: GateWeights) -> list[str]:
     lines = []
     for number, ((domain, own), weights) in enumerate(zip(report.domains.items(), report.over_seeds(), strict=True)):
         top = report.specialists[max(range(len(weights)), key=weights.__getitem__)]
-        said = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"
+        sentence = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"
         if own is not None and own != top:
-            said += f"; its own specialist {own} has {weights[report.specialists.index(own)]:.3f}"
+            sentence += f"; its own specialist {own} has {weights[report.specialists.index(own)]:.3f}"
         if own is not None:
             of = report.specialists.index(own)
             rows = [row for seed in report.by_row for row in seed[number]]
             most = sum(max(range(len(row)), key=row.__getitem__) == of for row in rows)
-            said += f"; {own} leads on {most} of {len(rows)} rows"
-        lines.append(f"{said}.")
+            sentence += f"; {own} leads on {most} of {len(rows)} rows"
+        lines.append(f"{sentence}.")
     return [*lines, f"coloured tokens: {report.page}"]

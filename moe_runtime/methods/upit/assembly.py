@@ -1,4 +1,4 @@
-"""Assemble experts and their routing vectors to one Mixture-of-Experts model, tensor by tensor.
+"""Assemble experts and their routing vectors into one Mixture-of-Experts model, tensor by tensor.
 
 UpIT (arXiv 2410.01610), Algorithm 1, lines 12 and 13, and Sec. 3.1:
 
@@ -6,9 +6,9 @@ UpIT (arXiv 2410.01610), Algorithm 1, lines 12 and 13, and Sec. 3.1:
     router    R^l = [r_1^l; ...; r_n^l], the routing vectors in the same order
     backbone  mean over the experts of all but the MLPs ("mean"), or the base's ("base")
 
-The paper writes R [d_h, n], we [n, H]. It leaves open how the router's outputs become weights; the default is the top 2 of
-a softmax, renormalized, as in Mixtral, whose form `upit.export_mixtral` writes. Without vectors the router is drawn at
-random (the paper's "w/o Init"). For the baselines that upcycle copies of one model: `xft.folders.upcycle_folder`.
+The paper's R is [d_h, n], ours [n, H]. It leaves open how the router's outputs become weights; the default is the top 2 of
+a softmax, renormalized, as in Mixtral, to which `upit.export_mixtral` converts. Without vectors the router is initialized at
+random (the paper's "w/o Init"). `xft.folders.upcycle_folder` makes the baselines that upcycle copies of one model.
 
 Adapters become LoRA experts over their base (`moe_runtime.methods.lora`), which replaces the mean of the backbones.
 """
@@ -32,7 +32,7 @@ from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import Expert, open_expert
 
 BACKBONES = ("mean", "base")
-# what configs of one model may differ in, with the same logits
+# fields in which configs may differ without changing the logits
 _ASIDE = {
     "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "pad_token_id", "bos_token_id",
     "eos_token_id",
@@ -48,9 +48,9 @@ def assemble(
     """Write the MoE model of the expert folders, all of one kind or whole models and deltas, to the folder `out`.
 
     `vectors` are [L, H] for each expert; None draws the routers by `seed`. Whole experts are streamed: memory holds one stack
-    of experts and one shard. For adapters the base is loaded, and saved with them; if they change more than MLPs, backbone
-    "mean" adds the mean of that to it. `base` replaces what deltas and adapters name, and is needed for whole experts with
-    backbone "base".
+    of experts and one shard. For adapters the base is loaded and saved with them; if they change more than MLPs, backbone
+    "mean" adds the mean of these changes to it. `base` overrides the base recorded in deltas and adapters; whole experts with
+    backbone "base" require it.
     """
     check_choice("backbone", backbone, BACKBONES)
     if gate in SHARED_GATES:
@@ -102,7 +102,7 @@ def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
     vectors = [vector.detach().float().cpu() for vector in vectors]
     shapes, bad = ([tuple(vector.shape) for vector in vectors], [i for i, v in enumerate(vectors) if not v.isfinite().all()])
     if shapes != [(L, H)] * n or bad:
-        found = f"those of the experts {bad} have NaN or infinite values" if bad else f"are {shapes}"
+        found = f"those of experts {bad} have NaN or infinite values" if bad else f"are {shapes}"
         raise ValueError(f"vectors must be finite and [{L}, {H}] for each of the {n} experts, but {found}")
     return torch.stack(vectors)
 
@@ -139,7 +139,7 @@ def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
 
 
 class _Made:
-    """The target's tensors for each of the experts' keys."""
+    """Makes the target's tensors from the experts' keys."""
 
     def __init__(
         self, opened: Sequence[Expert], vectors: torch.Tensor | None, moe: MoEConfig, source: Checkpoint | None, seed: int
@@ -153,7 +153,7 @@ class _Made:
         return sum(spec.nbytes * (n if self.opened[0].is_ffn(key) else 1) for key, spec in self.specs.items())
 
     def of(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the target's tensors for a key of the experts; none for all but the first part of a stack."""
+        """Return the target's tensors for a key of the experts; a stack comes with its first part, the others give none."""
         place = families.locate_key(self.family, key)
         if place is None:
             return {key: self._mean(key) if self.source is None else self.source.get(key)}
@@ -181,7 +181,7 @@ class _Made:
         return self.vectors[:, layer].contiguous()
 
     def _mean(self, key: str) -> torch.Tensor:
-        """Return the mean of a tensor over the experts, rounded once; bit for bit the tensor if all are equal."""
+        """Return the mean of a tensor over the experts, rounded once; exact if all are equal."""
         dtype = self.specs[key].dtype
         tensors = (_finite(expert.get(key), key, expert) for expert in self.opened)
         if not dtype.is_floating_point:

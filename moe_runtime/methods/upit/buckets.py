@@ -3,7 +3,7 @@
 UpIT (arXiv 2410.01610), Algorithm 3:
     D_s     = 1 % of the data, at random
     p_i^j   = perplexity of expert j on row i = exp(mean over the row's tokens of -log p)
-    row i goes to the expert of the lowest p_i^j whose bucket holds fewer than C rows, in the order of the rows
+    row i, in order, goes to the expert with the lowest p_i^j among those whose bucket holds fewer than C rows
 
 E_j are the expert folders, C is `capacity`. The paper leaves open which tokens count (`tokens`: those of the response, or
 all), C (ceil(|D_s| / n)) and ties (the expert that comes first).
@@ -26,13 +26,13 @@ TOKENS = ("response", "all")
 
 
 class Buckets(NamedTuple):
-    """The seed data, distributed to the experts."""
+    """The seed data, distributed over the experts."""
 
     name: str
     folder: Path
     rows: int  # of the seed data
-    buckets: list[list[int]]  # rows of the seed data that each expert got
-    perplexity: list[list[float]]  # of each expert on each row
+    buckets: list[list[int]]  # per expert: its rows of the seed data
+    perplexity: list[list[float]]  # [expert][row]
     total_seconds: float
 
 
@@ -49,12 +49,12 @@ def perplexities(
     experts: Sequence[str | Path], rows, tokenizer, *, base: str | Path | None = None, tokens: str = "response",
     batch_size: int = 8, dtype: str | None = None, device: torch.device | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must call.
+    """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must call this.
 
-    `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts those with a label, "all" all but a row's
-    first. `base` is the dense model of deltas and adapters, by default the one that they name; `dtype` defaults to the
-    folder's. One model is in memory at a time. Adapters share it: the base runs once on `batch_size` rows, those of all
-    adapters side by side. Raises ValueError for rows without a token that counts and adapters that name different bases.
+    `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts tokens with a label, "all" every token but a row's
+    first. `base` is the dense model of deltas and adapters, by default the one they record; `dtype` defaults to the
+    folder's. One model is in memory at a time; adapters share it, and the base runs once on `batch_size` rows, those of all
+    adapters together. Raises ValueError for rows without a counted token and for adapters of different bases.
     """
     check_choice("tokens", tokens, TOKENS)
     check_positive("batch_size", batch_size)
@@ -70,15 +70,15 @@ def perplexities(
             if expert.kind == "lora":
                 losses.append(next(found))
                 continue
-            ranks.free_memory()  # of the model before
+            ranks.free_memory()  # of the previous model
             losses.append(models.losses(models.load(expert, **where), *data))
     return torch.tensor(losses, dtype=torch.float64).exp()
 
 
 def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
-    """Distribute rows to experts by `perplexity` [n, N] (Algorithm 3); return each expert's rows, n lists of row numbers.
+    """Assign rows to experts by `perplexity` [n, N] (Algorithm 3); return n lists of row numbers.
 
-    A bucket holds at most `capacity` rows, ceil(N / n) unless given; a row for which all buckets are full is dropped.
+    A bucket holds at most `capacity` rows, by default ceil(N / n); a row is dropped once all buckets are full.
     """
     perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
     rows = perplexity.isnan().all(0).nonzero().flatten().tolist()
@@ -99,7 +99,7 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
 
 
 def random_buckets(sizes: Sequence[int], N: int, seed: int = 0) -> list[list[int]]:
-    """Distribute `N` rows at random to buckets of the given `sizes`, the paper's ablation; return row numbers, sorted."""
+    """Assign `N` rows at random to buckets of the given `sizes` (the paper's ablation); return sorted row numbers."""
     sizes = list(sizes)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
     return [sorted(part.tolist()) for part in order[: sum(sizes)].split(sizes)]

@@ -1,25 +1,23 @@
-"""UpIT on a budget of optimizer steps: SFT with one learning rate schedule, and UpIT, whose second stage starts another.
+"""UpIT at an equal number of optimizer steps: SFT has one learning rate schedule, UpIT one per stage.
 
-    SFT                        sft.epochs + post.epochs of dense tuning, one schedule, that of post; SWA of its checkpoints
-    Upcycle_PT                 the same epochs and schedule, all of them as a mixture
+    SFT                        sft.epochs + post.epochs of dense tuning with post's schedule; also SWA of its checkpoints
+    Upcycle_PT                 the same epochs and schedule, all of them as an MoE model
     UpIT, Upcycle_SFT          as in the recipe, with its schedule of stage 1
     stage 1 annealed           with post's schedule in stage 1 too
     two equal schedules        half of the epochs in each stage, both with post's schedule
-    an expert per domain       stage 1 is one tuning per domain, each on its own rows; its last checkpoint is the expert
+    an expert per domain       stage 1 is one tuning run per domain, whose last checkpoint is the expert
 
-Steps of stage 2 are counted on from stage 1, so that losses are of equal steps. Initializing the routers takes some more rows.
-The experts per domain are left out where the recipe has another number of experts than of domains.
+Steps of stage 2 continue the count of stage 1, so that losses are compared at equal steps; initializing the routers takes some
+extra rows. Experts per domain require as many domains as experts and are skipped otherwise.
 """
 
 import copy
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from torch.optim.swa_utils import AveragedModel
 
-from moe_runtime.experiments import plots
 from moe_runtime.experiments.domains import Judged
 from moe_runtime.experiments.tables import Entry, Report, Run, against
 from moe_runtime.hf.training import ranks
@@ -29,13 +27,12 @@ from moe_runtime.methods.upit.study import Pool
 
 SFT, SWA, PT, COPIES, UPIT = "SFT", "SFT, SWA", "Upcycle_PT", "Upcycle_SFT", "UpIT"
 ANNEALED, EQUAL, BRANCHES = f"{UPIT}, stage 1 annealed", f"{UPIT}, two equal schedules", f"{UPIT}, an expert per domain"
-DRAWN = (SFT, PT, COPIES, UPIT, EQUAL)
 
 
 class Stages(pesc.Stages):
-    """The stages of a study, with SWA's and with experts that are tuned on one domain each."""
+    """The stages of a study, with SWA and experts tuned on one domain each."""
 
-    only: str | None = None  # the domain that is tuned on
+    only: str | None = None  # the domain to tune on; None: all
 
     @property
     def train_rows(self):
@@ -46,7 +43,7 @@ class Stages(pesc.Stages):
         return super()._settings(training) | ({"only": self.only} if self.only else {})
 
     def branches(self) -> Pool:
-        """Return an expert per domain: the last checkpoint of the first tuning, on the domain's examples alone."""
+        """Return an expert per domain: the last checkpoint of stage 1 on that domain's examples only."""
         tuned = []
         for domain in self.recipe.domains:
             other = copy.copy(self)
@@ -59,7 +56,7 @@ class Stages(pesc.Stages):
         return pool._replace(experts=[str(path) for path in last])
 
     def averaged(self, tuned: Judged) -> Judged:
-        """Return SWA (arXiv 1803.05407): the mean of the checkpoints in the second half of the steps of `prepared`."""
+        """Return SWA (arXiv 1803.05407): the mean of the checkpoints from the second half of the steps of `prepared`."""
         saved = {int(path.name.rpartition("-")[2]): path for path in saved_experts(tuned.folder)}
         late = [path for step, path in saved.items() if 2 * step > max(saved)]
 
@@ -108,27 +105,22 @@ def _after(first: Judged, second: Judged) -> Judged:
 
 
 def _summary(report: Report) -> list[str]:
-    """Say how UpIT compares with every other, and the held-out loss on the way: where the second schedule begins it rises."""
+    """Compare UpIT with every other method, and list held-out losses by step: they rise where the second schedule starts."""
     names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base")]
     upit = against(report.entries, UPIT, names)
     watched = [entry for entry in report.entries if entry.results[0].history]
-    ways = {entry.name: _means(entry) for entry in watched}
-    steps = sorted({step for way in ways.values() for step in way})
-    width = max(map(len, ways))
+    histories = {entry.name: _means(entry) for entry in watched}
+    steps = sorted({step for history in histories.values() for step in history})
+    width = max(map(len, histories))
     lines = [f"{'held-out loss at step':{width}s}" + "".join(f"{step:8d}" for step in steps)]
-    for name, way in ways.items():
-        lines.append(f"{name:{width}s}" + "".join(f"{way[step]:8.4f}" if step in way else " " * 8 for step in steps).rstrip())
+    for name, history in histories.items():
+        lines.append(
+            f"{name:{width}s}" + "".join(f"{history[step]:8.4f}" if step in history else " " * 8 for step in steps).rstrip()
+        )
     return [*upit, *lines]
 
 
 def _means(entry: Entry) -> dict[int, float]:
     """Return the held-out loss by step, the mean over the seeds."""
-    ways = [dict(result.history) for result in entry.results]
-    return {step: statistics.fmean(way[step] for way in ways) for step in ways[0]}
-
-
-def draw(report: Report):
-    """Plot the losses on the way of the methods that tell the most."""
-    figure = plots.curves(replace(report, entries=[entry for entry in report.entries if entry.name in DRAWN]))
-    figure.axes[0].margins(y=0.25)  # room for the legend
-    return figure
+    histories = [dict(result.history) for result in entry.results]
+    return {step: statistics.fmean(history[step] for history in histories) for step in histories[0]}

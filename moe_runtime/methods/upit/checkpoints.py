@@ -1,10 +1,10 @@
-"""Expert preparation: a Trainer callback that saves the model at fixed intervals while it is tuned.
+"""Expert preparation: a Trainer callback that saves the model at fixed intervals during tuning.
 
 UpIT (arXiv 2410.01610), Algorithm 1, lines 2 and 3: the checkpoints C become the experts E_1, ..., E_m. Each is a folder
 FOLDER/step-<n>/ of one of three kinds; its expert.json records the kind, the step and the base:
 
     ffn    the whole model, as its `save_pretrained` would write it
-    delta  only those of its tensors that differ from a base's folder, bit for bit
+    delta  only the tensors that differ from a base's folder in any bit
     lora   a PEFT model's adapter
 
 `moe_runtime.methods.upit.experts` reads all three alike.
@@ -39,10 +39,10 @@ STEP = "step-"
 class ExpertCheckpoints(TrainerCallback):
     """Saves the model to FOLDER/step-<n>/ every `every_epochs` epochs, or every `every_steps` steps, and after the last step.
 
-    For any Trainer, also under DDP and FSDP2, where all processes need it. A training that resumes keeps the experts that it
-    finds. `base` is the model's folder before the training, which is recorded; with `only_changed`, tensors equal to the base's
-    are left out. `dtype` is that of the written weights; with `only_changed` pass the base's if another one trains. Memory
-    holds a shard of `max_shard_size` beside the model.
+    Works with any Trainer, also under DDP and FSDP2, where every process needs the callback. A resumed run keeps the experts
+    saved so far. `base`, the model's folder before training, is recorded; with `only_changed`, tensors equal to the base's are
+    left out. `dtype` is that of the written weights; with `only_changed` pass the base's if training uses another one. Memory
+    holds one shard of `max_shard_size` in addition to the model.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ExpertCheckpoints(TrainerCallback):
         self._epoch, self._base_hash = 0.0, None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Check model, base and folder; record where a resumed training stands."""
+        """Check model, base and folder, and record the step that training resumes from."""
         _check_model(model)
         self._epoch = state.epoch or 0.0
         if self.base is not None and not _is_peft(model):
@@ -91,7 +91,7 @@ class ExpertCheckpoints(TrainerCallback):
         if self.every_steps is not None:
             due = state.global_step % self.every_steps == 0
         else:
-            # whole intervals until now; epochs are sums of fractions
+            # completed intervals; the epoch is a sum of fractions, hence inexact
             passed = [math.floor(epoch / self.every_epochs + 1e-6) for epoch in (before, self._epoch)]
             due = passed[0] != passed[1]
         due = due or state.global_step >= state.max_steps
@@ -106,7 +106,7 @@ class ExpertCheckpoints(TrainerCallback):
     on_evaluate = on_epoch_end
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Save the last step of a training that was stopped in another way."""
+        """Save the last step of a run that was stopped in another way."""
         if state.global_step and not args.load_best_model_at_end:
             self._save(state, model, processing_class)
 
@@ -116,7 +116,7 @@ class ExpertCheckpoints(TrainerCallback):
             return
         record = {"step": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch, "due": due}
         record |= {"base": None if self.base is None else str(self.base), "base_hash": self._base_hash}
-        with ranks.leading():  # nobody reads before rank 0 has moved the folder in
+        with ranks.leading():  # no process reads before rank 0 has moved the folder into place
             save_expert(
                 model, target, tokenizer=tokenizer, base=self.base if self.only_changed else None, dtype=self.dtype,
                 max_shard_size=self.max_shard_size, is_main=state.is_world_process_zero, record=record,
@@ -124,7 +124,7 @@ class ExpertCheckpoints(TrainerCallback):
 
 
 def _is_due(folder: Path) -> bool:
-    """Whether the intervals ask for an expert, as opposed to one of a training that was stopped early."""
+    """Return whether an expert was saved at an interval, rather than because training stopped early."""
     return not (folder / RECORD).is_file() or read_json(folder / RECORD).get("due", True)
 
 
@@ -133,9 +133,9 @@ def save_expert(
     model: nn.Module, target: Path, *, tokenizer=None, base: str | Path | None = None, dtype: torch.dtype | None = None,
     max_shard_size: int = 10**9, is_main: bool = True, record: dict | None = None,
 ) -> None:  # fmt: skip
-    """Write a model to the folder `target`, tensor by tensor: its difference from `base` if given, a PEFT model's adapter.
+    """Write a model to the folder `target`, tensor by tensor: only changed tensors if `base` is given; a PEFT model's adapter.
 
-    Every process that holds a part must call; the one with `is_main` writes. `record` goes to expert.json with the kind.
+    Every process that holds a part must call this; the one with `is_main` writes. `record` goes to expert.json with the kind.
     """
     model = _unwrap(model)
     if _is_peft(model):
@@ -169,11 +169,11 @@ def save_expert(
 
 
 class Changed:
-    """Writes only those tensors that differ from a base's folder, bit for bit; a context manager."""
+    """Context manager that writes only the tensors that differ from a base's folder in any bit."""
 
     def __init__(self, writer: CheckpointWriter, base: Checkpoint):
         self.writer, self.base = writer, base
-        self.absent = base.keys()  # of the base, not of what is written
+        self.absent = base.keys()  # keys of the base that the model lacks so far
         self._specs, self._left_out, self._is_empty = base.specs(), None, True
 
     def __enter__(self) -> "Changed":
@@ -202,14 +202,14 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def saved_steps(folder: str | Path, prefixes: tuple[str, ...] = (STEP,)) -> list[Path]:
-    """Return the folders <prefix><n> in a folder, by n; {} if it does not exist."""
+    """Return the folders <prefix><n> in a folder, by n; an empty list if it does not exist."""
     found = [path for path in Path(folder).glob("*-*") if path.is_dir() and path.name.startswith(prefixes)]
     numbered = {path: path.name.rpartition("-")[2] for path in found}
     return sorted((path for path, number in numbered.items() if number.isdigit()), key=lambda p: int(numbered[p]))
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return 16 hex digits of each tensor's name, shape, dtype and middle row, which distinguish models cheaply."""
+    """Return a 16-digit hash of every tensor's name, shape, dtype and middle row: a cheap way to tell models apart."""
     found = hashlib.sha256()
     for key, spec in sorted(checkpoint.specs().items()):
         found.update(f"{key} {list(spec.shape)} {spec.dtype}\n".encode())
@@ -226,12 +226,12 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 
 def _is_peft(model: nn.Module) -> bool:
-    # FSDP2 makes a subclass of its own
+    # FSDP2 replaces the class by a subclass
     return any(cls.__module__.startswith("peft.") for cls in type(_unwrap(model)).__mro__)
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise ValueError for a model whose tensors cannot be read one by one, as transformers saves them."""
+    """Raise ValueError for a model whose tensors cannot be read one by one in the form that transformers saves."""
     inner, reason = _unwrap(model), None
     if any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
         reason = "is sharded by DeepSpeed. Use DDP or FSDP2"
@@ -262,11 +262,11 @@ def _check_base(model: nn.Module, base: Checkpoint) -> None:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what `save_pretrained` would save, under the model's own names; of tied weights the first."""
+    """Yield the tensors that `save_pretrained` would save, under the model's own names; of tied weights the first."""
     seen, ignored = set(), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     named = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    # a name that loading ties again comes after the one that it is tied to
+    # of tied names, the one that loading restores by tying comes last
     for name in sorted(named, key=lambda name: name in tied):
         tensor = named[name]
         if name in ignored or not isinstance(tensor, torch.Tensor) or id(tensor) in seen:
@@ -276,7 +276,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a folder, whole and on the CPU, one at a time; of split ones every process must walk them."""
+    """Yield the gathered tensors on the CPU, one at a time; if they are sharded, every process must iterate."""
     for name, tensor in _parameters(model):
         tensor = ranks.whole(tensor)
         if dtype is not None and tensor.is_floating_point():
@@ -287,7 +287,7 @@ def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str,
 def _save_adapter(model, target: Path, tokenizer, dtype, is_main: bool, record: dict) -> None:
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        # what PEFT looks for among the weights: its own matrices and whole modules beside them
+        # the weights that PEFT saves: its own matrices and modules_to_save
         if "lora_" in name or "modules_to_save" in name or getattr(tensor, "requires_grad", False):
             tensor = ranks.whole(tensor)
             found[name] = tensor if dtype is None else tensor.to(dtype)

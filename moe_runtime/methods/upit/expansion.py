@@ -42,7 +42,7 @@ class Child(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """The experts given and their children."""
+    """The given experts and their children."""
 
     experts: list[Path]  # the given ones first
     children: tuple[Child, ...]
@@ -57,10 +57,10 @@ def expand_experts(
 ) -> Expansion:  # fmt: skip
     """Grow the folders `experts` to `count` experts; children are written to OUT/expert-<i> in their parents' form.
 
-    `base` is the dense model that all were trained from. `of` says what is compared: what training added ("delta"), or the
-    weights, which are equally far apart in `metric` "l2" but closer in "cosine". `weights` are a and b of every child (None: a
-    uniform at random). Rows are computed on `device`. Children in `out` that this call would make again are kept, also after a
-    kill; any others are refused, and with `overwrite` all are replaced or removed.
+    `base` is the dense model that all were trained from. `of` selects what is compared: the changes made by training
+    ("delta"), or the weights themselves, whose "l2" distances are the same but whose "cosine" distances are smaller.
+    `weights` are a and b of every child (None: a uniform at random). Rows are computed on `device`. Children in `out` made by
+    the same call, even if it was killed, are reused; others raise an error, and `overwrite` replaces or removes all of them.
     """
     _check_choices(metric, of, parents, drop, weights, seed)
     paths, out = [Path(expert) for expert in experts], Path(out)
@@ -106,7 +106,7 @@ def _check_choices(metric, of, parents, drop, weights, seed) -> None:
 
 
 def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) -> None:
-    """Raise ValueError if `out` has other files than this expansion's, or an expert in the place of a child."""
+    """Raise ValueError if `out` has files of another origin, or a given expert where a child would go."""
     ours = {f"{CHILD}{number}" for number in range(len(experts), count)}
     found = None if out.is_dir() or not out.exists() else "is a file"
     for path in experts:
@@ -119,7 +119,7 @@ def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) 
             found = found or f"contains {path.name}, which this call would not create (overwrite=True removes it)"
     for path in out.iterdir() if out.is_dir() else ():
         begins = CHILD if path.is_dir() else Path(SUMMARY).stem
-        # a killed writer leaves hidden ones, of a file in a folder
+        # ignore hidden temporary files that a killed writer leaves
         if not path.name.startswith((begins, f".{CHILD}", f".{Path(SUMMARY).stem}")):
             found = found or f"contains {path.name}"
     if found is not None:
@@ -135,26 +135,26 @@ def _other(child: Path) -> ValueError:
 
 
 def _children_in(out: Path, experts: Sequence[Path]) -> list[Path]:
-    """Return the folders of `out` that are named as children, without the experts given."""
+    """Return the folders of `out` with names of children, without the given experts."""
     given = {path.resolve() for path in experts}
     found = (path for path in out.glob(f"{CHILD}*") if path.is_dir() and path.resolve() not in given)
     return [path for path in found if path.name.removeprefix(CHILD).isdecimal()]
 
 
 def _draw(seed: int, number: int, pool: int) -> tuple[tuple[int, int], tuple[float, float]]:
-    """Return parents and weights at random for expert `number`: a function of `seed` and `number` alone."""
+    """Draw parents and weights for expert `number`, as a function of `seed` and `number` only."""
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, number], np.uint64)))
     pair, a = sorted(draw.choice(pool, 2, replace=False).tolist()), draw.random()
     return tuple(pair), (a, 1 - a)
 
 
 def _seed(seed: int, number: int) -> int:
-    """Return DARE's seed for expert `number`: fresh masks for each."""
+    """Return DARE's seed for expert `number`, so that each gets its own masks."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Return G [n + 1, n + 1] of G [n, n] and the inner products of one more, itself last."""
+    """Extend G [n, n] to [n + 1, n + 1] by the inner products of one more expert, its own norm last."""
     n = len(products)
     grown = torch.empty(n + 1, n + 1, dtype=torch.float64)
     grown[:n, :n], grown[n], grown[:, n] = products, row, row
@@ -162,7 +162,7 @@ def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(path: Path) -> dict:
-    """Return what an earlier run recorded of its inner products in `path`."""
+    """Return the inner products that an earlier run recorded in `path`."""
     kept = read_json(path).get("products")
     return kept if isinstance(kept, dict) else {}
 
@@ -174,7 +174,7 @@ def _values(kept: dict, path: Path, *shape: int) -> torch.Tensor:
 
 
 def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
-    """Return G of the given experts: from the summary of an earlier run with the same, or by reading each once."""
+    """Return G of the given experts, from the summary of an earlier run with the same ones or by reading each once."""
     key = {"format": FORMAT, "experts": pool.prints, "base": pool.base_print, **pool.comparison}
     path = out / SUMMARY
     if path.is_file() and not overwrite:
@@ -232,7 +232,7 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> torc
 
 
 def _write_model(writer: CheckpointWriter, tensors: Iterator, like: Expert | None) -> dict[str, Any]:
-    """Write a child's tensors, as a delta of the base of `like` if given; return what expert.json records of that."""
+    """Write a child's tensors, as a delta of the base of `like` if given; return the fields for expert.json."""
     if like is None:
         for key, tensor in tensors:
             writer.add(key, tensor)
@@ -244,7 +244,7 @@ def _write_model(writer: CheckpointWriter, tensors: Iterator, like: Expert | Non
 
 
 def _write_adapter(folder: Path, like: Expert, tensors: Iterator) -> None:
-    """Write a child's adapter, which is held in memory, with the settings and side files of `like`."""
+    """Write a child's adapter from memory, with the settings and side files of `like`."""
     write_tensors(folder / ADAPTER, dict(tensors))
     for name in ("adapter_config.json", *folders.side_files(like.path)):
         shutil.copyfile(like.path / name, folder / name)

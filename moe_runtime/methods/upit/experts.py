@@ -1,7 +1,7 @@
 """A common interface to experts on disk: whole dense models, deltas of a base, and LoRA adapters.
 
-UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning are the experts. The kinds and how they are
-written: `moe_runtime.methods.upit.checkpoints`. Memory holds one tensor at a time, or rows of one.
+UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning run are the experts. `checkpoints` describes
+the kinds and writes them. Memory holds one tensor at a time, or rows of one.
 """
 
 import re
@@ -19,14 +19,14 @@ from moe_runtime.io.files import check_out_dir, read_json
 from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, saved_steps
 
 CONFIG, ADAPTER, ADAPTER_CONFIG = "config.json", "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."  # of PEFT's names
+PREFIX = "base_model.model."  # of names in PEFT's files
 WHICH = ("back", "front", "uniform")
 
 
 class Expert:
-    """An expert's folder open for reading; `open_expert` makes one. A context manager.
+    """An expert's folder opened for reading by `open_expert`; a context manager.
 
-    `kind` is "ffn", "delta" or "lora"; `record` the content of expert.json; `base` the folder of its base, or its id, if
+    `kind` is "ffn", "delta" or "lora"; `record` the content of expert.json; `base` the folder or Hub id of its base, if
     known; `config` the dense model's; `adapter` PEFT's settings of a lora.
     """
 
@@ -38,7 +38,7 @@ class Expert:
         self._config = None
         own, specs = self._own.specs(), {} if self._base is None else self._base.specs()
         absent = set(record.get("absent", ()))
-        # in the base's order, if there is one: that of its bytes
+        # in the order of the base's bytes, for sequential reads
         self._specs = {key: own.get(key, spec) for key, spec in specs.items() if key not in absent} | own
 
     def __enter__(self) -> "Expert":
@@ -59,11 +59,11 @@ class Expert:
 
     @property
     def family(self) -> families.Family:
-        """The model's Family; raises ValueError for a model that has none."""
+        """The model's Family; raises ValueError for unsupported models."""
         return families.family_of(self.config)
 
     def keys(self) -> list[str]:
-        """Names of all tensors, those that a delta leaves to its base included, in the order to read them."""
+        """Names of all tensors in reading order, including those that a delta takes from its base."""
         return list(self._specs)
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -75,31 +75,31 @@ class Expert:
         return self._specs[key]
 
     def get(self, key: str) -> torch.Tensor:
-        """Read one tensor; one that a delta lacks comes from the base."""
+        """Read one tensor; a delta's missing tensors come from its base."""
         return self._source(key).get(key)
 
     def get_rows(self, key: str, index: int | slice) -> torch.Tensor:
-        """Read `tensor[index]` and no other bytes, as Checkpoint.get_rows."""
+        """Read only the bytes of `tensor[index]`, as Checkpoint.get_rows does."""
         return self._source(key).get_rows(key, index)
 
     def differs(self, key: str) -> bool:
-        """Whether the expert's own files hold the tensor; those of a delta hold what differs from its base."""
+        """Return whether the expert's own files hold the tensor; a delta's hold those that differ from its base."""
         return key in self._own
 
     def is_ffn(self, key: str) -> bool:
-        """Whether a tensor belongs to an MLP: one of its linear layers', or of their LoRA halves."""
+        """Return whether a tensor belongs to an MLP: to one of its linear layers or their LoRA matrices."""
         return self.locate(key) is not None
 
     def locate(self, key: str) -> families.MLPKey | None:
-        """Return the layer and part of the MLP that a tensor, or a LoRA half's weight, belongs to; None for the rest."""
+        """Return the layer and part of the MLP that a tensor or LoRA matrix belongs to; None for other tensors."""
         if self.kind == "lora":
             key = re.sub(r"\.lora_[AB](\.\w+)?\.weight$", ".weight", key.removeprefix(PREFIX))
         return families.locate_key(self.family, key)
 
     def fingerprint(self) -> str:
-        """Return hex digits that distinguish this expert from others, and from itself once changed, cheaply.
+        """Return a cheap hash that changes with the expert.
 
-        They cover the tensors' names, shapes, dtypes and a row of each, and the files' sizes, times and settings.
+        It covers the tensors' names, shapes, dtypes and a row of each, and the files' sizes, times and settings.
         """
         base = None if self._base is None else print_of(self._base)
         return hash_of([print_of(self._own), base])
@@ -109,7 +109,7 @@ class Expert:
 
 
 def print_of(checkpoint: Checkpoint) -> str:
-    """Return hex digits that distinguish a folder's model or adapter from others, and from itself once a file changed."""
+    """Return a cheap hash of a folder's model or adapter that changes if any file does."""
     folder = checkpoint.path
     settings = [path.read_text() for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.is_file()]
     files = [files_print(path) for path in sorted(folder.glob("*.safetensors"))]
@@ -117,7 +117,7 @@ def print_of(checkpoint: Checkpoint) -> str:
 
 
 def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
-    """Open an expert's folder of any kind; `base` replaces the recorded base, if that was moved."""
+    """Open an expert's folder of any kind; `base` replaces a recorded base that has moved."""
     path = Path(path)
     record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
     if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
@@ -135,7 +135,7 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
 
 
 def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
-    """Return the folder of a delta's base: the one given or the one it names, whichever is the same model."""
+    """Return the folder of a delta's base: the given or the recorded one, whichever has the recorded weights."""
     names = [name for name in (given, record.get("base")) if name is not None]
     reason = "it names no base"
     for name in names:
@@ -158,7 +158,7 @@ def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, w
     """Choose `count` of the checkpoints `folders`, or of those in one folder, in the order of their steps.
 
     "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced up to the last. A step
-    is the number at the end of a folder's name; if one has none, all stay in the order given.
+    is the number at the end of a folder's name; if any name has none, the given order is kept.
     """
     check_choice("which", which, WHICH)
     found = saved_experts(folders) if isinstance(folders, str | Path) else [Path(folder) for folder in folders]

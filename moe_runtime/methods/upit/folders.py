@@ -1,8 +1,8 @@
 """UpIT on folders and data files: the functions behind the commands.
 
-route_folders     experts and rows -> each expert and its routing vectors, tuned on the rows that it is best at
-assemble_folders  experts, or what route_folders wrote -> an MoE model
-export_mixtral    an MoE model -> a stock Mixtral folder with the same logits in plain transformers; `hf.models.stock` has more
+route_folders     experts and rows -> each expert and its routing vectors, tuned on the rows it is best at
+assemble_folders  experts, or the output of route_folders -> an MoE model
+export_mixtral    an MoE model -> a stock Mixtral folder with the same logits in plain transformers; see also `hf.models.stock`
 """
 
 import json
@@ -34,7 +34,7 @@ class RoutersReceipt(NamedTuple):
 
     path: Path
     rows: int  # of the seed data
-    buckets: list[int]  # rows that each expert got
+    buckets: list[int]  # rows per expert
     before: list[float]  # mean sigmoid of each expert's vectors on its bucket
     after: list[float]
     seconds: float
@@ -49,10 +49,9 @@ def route_folders(
 ) -> RoutersReceipt:  # fmt: skip
     """Assign examples to experts by perplexity, tune each expert and its vectors on them, and write OUT/expert-<i>.
 
-    `rows` is what `io.rows.read_rows` reads; `share` of them, and no fewer than `at_least`, are the seed data. `buckets`
-    "random" distributes as many rows at random. `learning_rate` defaults to the paper's, `training` are Tuning's other
-    settings. Experts that the same call has tuned before are not tuned again; those of another call are refused, and with
-    `overwrite` all are removed first.
+    `rows` is read by `io.rows.read_rows`; `share` of them, but at least `at_least`, are the seed data. `buckets` "random"
+    assigns as many rows at random. `learning_rate` defaults to the paper's; `training` are Tuning's other settings. Experts
+    already tuned by the same call are reused; those of another call raise an error, and `overwrite` removes all first.
     """
     check_choice("buckets", buckets, BUCKETS)
     check_positive("max_length", max_length)
@@ -95,9 +94,9 @@ def route_folders(
 def assemble_folders(
     experts: Sequence[str | Path], out: str | Path, *, routers: str | Path | None = None, **settings
 ) -> assembly.FolderReceipt:
-    """Assemble expert folders, or the experts and vectors of `route_folders` in `routers`, to an MoE model in `out`.
+    """Assemble expert folders, or the experts and vectors of `route_folders` in `routers`, into an MoE model in `out`.
 
-    Without `routers` the router is drawn at random. `settings` are `assemble`'s. Raises ValueError for both or neither.
+    Without `routers` the router is random. `settings` are `assemble`'s. Raises ValueError for both or neither.
     """
     if bool(experts) == (routers is not None):
         given = "both are given" if experts else "neither is given"

@@ -1,6 +1,6 @@
-"""UpIT's experts in memory: whole models, deltas and PEFT adapters of a base; and their losses, row by row.
+"""UpIT's experts in memory: whole models, deltas and PEFT adapters of a base, and their losses per row.
 
-An expert here is what `methods.upit.experts.open_expert` returns: kind "ffn", "delta" or "lora", a path, a base.
+An expert here is an `Expert` of `methods.upit.experts.open_expert`: kind "ffn", "delta" or "lora", a path, a base.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ def load(expert, *, dtype: str | None = None, device: torch.device | str | None 
 def load_adapters(
     experts: Sequence, *, dtype: str | None = None, device: torch.device | str | None = None, trainable: bool = False
 ):
-    """Return peft's model of the experts' base with the adapters of all, by `names`; the first is active.
+    """Return a PEFT model of the experts' base with all their adapters, named by `names`; the first is active.
 
-    By default in the base's own dtype, with adapters in float32 where theirs is narrower, as peft does.
+    By default in the base's dtype; adapters in narrower dtypes become float32, as PEFT does.
     """
     peft = require("peft")
     model = load_base(experts, dtype, device)
@@ -46,18 +46,18 @@ def load_adapters(
         adapted = peft.PeftModel.from_pretrained(model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable)
         for expert, name in zip(experts[1:], names(len(experts))[1:], strict=True):
             adapted.load_adapter(str(expert.path), adapter_name=name, is_trainable=trainable)
-    # which may have moved since
+    # the recorded base may have moved
     adapted.peft_config[DEFAULT].base_model_name_or_path = str(experts[0].base)
     return adapted
 
 
 def names(count: int) -> list[str]:
-    """Return the names of `count` adapters in one model of peft's."""
+    """Return the names of `count` adapters in one PEFT model."""
     return [DEFAULT, *(f"expert-{i}" for i in range(1, count))]
 
 
 def load_base(experts: Sequence, dtype: str | None = None, device: torch.device | str | None = None) -> nn.Module:
-    """Load the dense model of adapters, by default in its own dtype; raises ValueError if they have several."""
+    """Load the adapters' dense model, by default in its own dtype; raises ValueError for several bases."""
     base = base_of(experts)
     if dtype is None:
         dtype = str(ranks.load_config(base).dtype or torch.float32).removeprefix("torch.")
@@ -65,7 +65,7 @@ def load_base(experts: Sequence, dtype: str | None = None, device: torch.device 
 
 
 def base_of(experts: Sequence) -> str | Path:
-    """Return the base that all experts name: one folder or id, or copies; raises ValueError for none and for several."""
+    """Return the experts' common base, a folder or Hub id (copies count as one); raises ValueError for none or several."""
     first = experts[0]
     for expert in experts:
         if expert.base is None or not _is_same(first.base, expert.base):
@@ -77,7 +77,7 @@ def base_of(experts: Sequence) -> str | Path:
 
 
 def _is_same(base: str | Path, other: str | Path) -> bool:
-    """Whether two names stand for one model: the same name, the same folder, or folders with the same weights."""
+    """Return whether two names are of one model: the same name, the same folder, or folders with the same weights."""
     if str(base) == str(other) or Path(base).resolve() == Path(other).resolve():
         return True
     if not (Path(base).is_dir() and Path(other).is_dir()):
@@ -87,7 +87,7 @@ def _is_same(base: str | Path, other: str | Path) -> bool:
 
 
 def check_labels(rows, every_token: bool = False) -> None:
-    """Raise ValueError for no rows, and for tokenized rows without a loss: of one token, or, unless `every_token`, no label."""
+    """Raise ValueError without rows, or for rows without a loss: of one token, or, unless `every_token`, without labels."""
     column = rows["input_ids" if every_token else "labels"]
     bad = [place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])]
     if bad or not len(column):
@@ -106,7 +106,7 @@ def _place(device: torch.device | str | None) -> torch.device:
 
 
 def losses(model: nn.Module, rows, tokenizer, batch_size: int, every_token: bool = False) -> list[float]:
-    """Return the mean loss per label token of each tokenized row, or per token; every process must call, each takes a part."""
+    """Return each tokenized row's mean loss per label token (or per token); every process must call this, each runs a part."""
 
     def take(model, batch: dict) -> list[float]:
         labels = _labels(batch, every_token)
@@ -119,10 +119,10 @@ def adapter_losses(
     experts: Sequence, rows, tokenizer, batch_size: int, every_token: bool = False, *, dtype: str | None = None,
     device: torch.device | str | None = None,
 ) -> list[list[float]]:  # fmt: skip
-    """Return `losses` [n][N] of n adapters of one base, which runs once for a batch of all adapters.
+    """Return `losses` [n][N] of n adapters of one base, which runs once per batch for all adapters.
 
-    A batch has `batch_size` rows: batch_size / n rows of the data, at least one, n times. Adapters that are alike and
-    change only MLPs run as LoRA experts, each row forced to its own; others as a mixed batch of peft's.
+    A batch repeats batch_size / n rows of the data, at least one, n times. Adapters of equal form that
+    change only MLPs run as LoRA experts, each row sent to its own; others as a mixed batch of PEFT.
     """
     n, own = len(experts), names(len(experts))
     if is_alike := _are_alike(experts):
@@ -147,7 +147,7 @@ def adapter_losses(
 
 
 def _are_alike(experts: Sequence) -> bool:
-    """Whether adapters have the same tensors, in MLPs alone, scaled alike: what one LoRAExperts can hold."""
+    """Return whether one LoRAExperts can hold the adapters: the same tensors, only in MLPs, with equal scaling."""
     first = experts[0]
     places = {first.locate(key) for key in first.keys()} - {None}
     layers, weights = {place.layer for place in places}, {place[1:] for place in places}
@@ -164,7 +164,7 @@ def _are_alike(experts: Sequence) -> bool:
 
 
 def _labels(batch: dict, every_token: bool) -> torch.Tensor:
-    """Take the labels out of a batch; all tokens but padding if `every_token`."""
+    """Remove the labels from a batch and return them; all tokens but padding if `every_token`."""
     labels = batch.pop("labels")
     return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100) if every_token else labels
 
@@ -175,7 +175,7 @@ def row_means(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
 
 
 def each_row(model: nn.Module, rows, tokenizer, batch_size: int, take: Callable, bf16: bool = False) -> list:
-    """Return what `take(model, batch)` returns for each tokenized row, as fit.each_row does, on the model's device.
+    """Run `fit.each_row` on the model's device: return the results of `take(model, batch)`, one for each tokenized row.
 
     Rows of similar length share a batch.
     """
@@ -187,15 +187,15 @@ def each_row(model: nn.Module, rows, tokenizer, batch_size: int, take: Callable,
 
 
 def loader(rows, tokenizer, batch_size: int) -> DataLoader:
-    """Return batches of tokenized rows in their order; columns beside the tokens are left out."""
+    """Return batches of tokenized rows in order, without other columns."""
     rows = rows.select_columns(["input_ids", "labels"])
     return DataLoader(rows, batch_size=batch_size, collate_fn=pair_collator(tokenizer))
 
 
 def save_tuned(model: nn.Module, adapted, tokenizer, weights: dict | None, dtype: str | None, folder: Path) -> None:
-    """Write a tuned expert to an existing folder: `adapted`'s adapter, or if that is None the whole `model` in `dtype`.
+    """Write a tuned expert to an existing folder: the adapter of `adapted`, or if that is None the whole `model` in `dtype`.
 
-    `weights` is the state dict of `model`, which may be split. Keys that `model` lacks are left out.
+    `weights` is the state dict of `model`, which may be sharded. Keys that `model` lacks are ignored.
     """
     if weights is not None:
         own = set(model.state_dict())

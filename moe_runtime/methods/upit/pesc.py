@@ -1,9 +1,9 @@
 """PESC, a baseline of UpIT (arXiv 2410.01610, App. A.1): experts that are adapters behind a dense MLP.
 
-    h = mlp(x),  y = h + sum_k w_k U_k act(D_k h)          w of a router over h, as UpIT's experts have it
+    h = mlp(x),  y = h + sum_k w_k U_k act(D_k h)          w from a router over h, gated as UpIT's experts are
 
-The base is frozen; U begins at 0, so the model begins as the base. An adapter is as wide as it takes to have a LoRA expert's
-number of weights: the paper names no width.
+The base is frozen; U starts at 0, so the model initially equals the base. The paper gives no width; an adapter here has as
+many weights as a LoRA expert.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ NAME, FILE = "PESC", "adapters.safetensors"
 
 
 class AdapterMoE(nn.Module):
-    """A dense MLP and the adapters behind it."""
+    """A dense MLP followed by adapters."""
 
     def __init__(self, mlp: nn.Module, config: MoEConfig, device):
         super().__init__()
@@ -39,7 +39,7 @@ class AdapterMoE(nn.Module):
 
 
 def add_adapters(model: nn.Module, rank: int, seed: int = 0, **experts) -> nn.Module:
-    """Put adapters, which alone train, behind the MLPs of a dense model in place; `experts` are MoEConfig's settings."""
+    """Add adapters, the only trainable weights, after a dense model's MLPs in place; `experts` are MoEConfig's settings."""
     family = family_of(model)
     shape = moe_shape(family, model.config)
     H, I = shape["hidden_size"], shape["intermediate_size"]
@@ -58,7 +58,7 @@ class AdapterTrainer(MoETrainer):
     """A MoETrainer that adds the balance losses of a model whose own class has none."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the model's loss and its layers' balance losses, weighted as the loss is."""
+        """Return the model's loss plus its layers' balance losses, weighted like the loss."""
         layers = [module.moe for module in self.model.modules() if isinstance(module, AdapterMoE)]
         for moe in layers:
             moe.records = []
@@ -78,10 +78,10 @@ class Stages(study.Stages):
     """The stages of a study, with PESC's."""
 
     def pesc(self) -> Judged:
-        """Return the base with adapters as experts, tuned for the epochs of both of UpIT's trainings."""
+        """Return the base with adapters as experts, tuned for the epochs of both of UpIT's stages."""
         base, training, experts = self.base(), self._form("lora").copied, self.recipe.experts.to_dict()
         if experts["top_k"] == experts["num_experts"] and experts["balance_loss"] == "switch":
-            experts["balance_loss"] = "none"  # a constant where every expert sees every token
+            experts["balance_loss"] = "none"  # constant if every expert sees every token
 
         def build() -> nn.Module:
             return add_adapters(self._load(base.folder, device=False), self.recipe.lora.rank, seed=42 + self.seed, **experts)

@@ -1,4 +1,4 @@
-"""Pool of experts: rows of the same tensor of all experts are read together, for inner products and children.
+"""Pool of experts, read together by rows of the same tensor, for inner products and children.
 
     G_ij = <W_i - W_base, W_j - W_base> over the MLP tensors of all layers       UpIT's distances, before the metric
     child = W_base + a D(W_j - W_base) + b D(W_k - W_base)                       for the MLPs; the parents' mean for the rest
@@ -24,7 +24,7 @@ from moe_runtime.methods.upit.experts import Expert, open_expert, print_of
 from moe_runtime.modules.moe import FLOATS
 from moe_runtime.ops.expansion import dare_merge, gram, gram_row
 
-CHUNK = 1 << 22  # elements of all experts that are read at once
+CHUNK = 1 << 22  # elements read at once, over all experts
 # PEFT's settings that define what A and B mean
 _ADAPTER_FIELDS = (
     "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "layer_replication",
@@ -51,10 +51,10 @@ class _Rows(NamedTuple):
 
 
 class Pool:
-    """Experts open for reading; a context manager. `base` is what their MLPs are compared with, of adapters the model.
+    """Experts open for reading; a context manager. Their MLPs are compared with those of `base`, an adapter's dense model.
 
-    `weights_alone` compares the weights themselves, not what training added to the base's. `wide` computes products in
-    float64, by torch, for distances that are small beside the factors. Products of adapters, which have no base, always are.
+    `weights_alone` compares the weights themselves, not their differences from the base. `wide` computes products in
+    float64 with torch, for distances much smaller than the factors; products of adapters, which have no base, always do.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Pool:
         self.specs: dict[str, TensorSpec] = {}  # of the first expert
         self.ffn: set[str] = set()
         self.base: Checkpoint | None = None
-        self.base_hash: str | None = None  # as experts note it
+        self.base_hash: str | None = None  # as recorded by experts
         self.base_print: str | None = None
         self.progress, self.done, self.total = None, 0, 0
         self._stack = contextlib.ExitStack()
@@ -79,7 +79,7 @@ class Pool:
         self._stack.close()
 
     def add(self, path: str | Path) -> None:
-        """Open one more expert; raises ValueError unless its tensors are those of the first, and the base has their MLPs."""
+        """Open one more expert; raises ValueError unless its tensors match the first expert's and its MLPs the base's."""
         expert = self._stack.enter_context(open_expert(path, self.base_folder))
         if self.experts:
             _check_alike(self.experts[0], expert)
@@ -115,14 +115,14 @@ class Pool:
         check_keys(_with_dtypes(got, want), want, source=self.base.path)
 
     def expect(self, count: int, progress: Progress | None) -> None:
-        """Report to `progress` the bytes of experts that growing to `count` reads: all MLPs once for each child."""
+        """Tell `progress` how many bytes growing to `count` experts will read: all MLPs once per child."""
         ffn, given = sum(self.specs[key].nbytes for key in self.ffn), len(self.experts)
         rest = sum(spec.nbytes for spec in self.specs.values()) - ffn
         self.total = given * ffn + sum(m * ffn + 2 * rest for m in range(given, count))
         self.progress = progress
 
     def skip(self, pool: int, child: bool) -> None:
-        """Count as read what need not be: a pass over the MLPs of `pool` experts, and a child's backbone."""
+        """Count bytes that need not be read as done: a pass over the MLPs of `pool` experts, and a child's backbone."""
         ffn = sum(self.specs[key].nbytes for key in self.ffn)
         rest = sum(spec.nbytes for spec in self.specs.values()) - ffn
         self._saw(pool * ffn + 2 * rest * child)
@@ -140,7 +140,7 @@ class Pool:
 
     @property
     def comparison(self) -> dict[str, bool]:
-        """What is compared, and how the products are computed."""
+        """The settings of the comparison, for records."""
         return {"weights_alone": self.weights_alone, "wide": self.wide}
 
     def _compared(self, experts: list[torch.Tensor], base: torch.Tensor | None) -> tuple:
@@ -162,7 +162,7 @@ class Pool:
             yield key, out
 
     def _grown(self, key: str, spec: TensorSpec, mix: Mix, products: torch.Tensor):
-        """Rows of a child's MLP."""
+        """Yield rows of a child's MLP."""
         j, k = mix.parents
         for rows in self._walk(key, range(len(self.experts)), with_base=True):
             part = dare_merge(
@@ -170,13 +170,13 @@ class Pool:
                 seed=mix.seed, tensor=key, start=rows.start, backend=self.backend,
             ).to(spec.dtype)  # fmt: skip
             base = None if self.weights_alone else rows.base
-            # of the child as it will be read
+            # of the child as saved, so after rounding
             (*pool, child), base = self._compared([*rows.experts, part.to(rows.experts[0].dtype)], base)
             products += gram_row(pool, child, base).cpu()
             yield rows.index, part.cpu()
 
     def _mean(self, key: str, mix: Mix):
-        """Rows of the parents' mean, in float32 (float64 for float64), rounded once; what is no float is the first one's."""
+        """Yield rows of the parents' mean, rounded once from float32 or float64; integers are the first parent's."""
         for rows in self._walk(key, mix.parents, with_base=False):
             first, second = rows.experts
             if first.is_floating_point():
@@ -194,7 +194,7 @@ class Pool:
             sources, dtype = [*sources, self.base], torch.promote_types(dtype, self.base_specs[key].dtype)
         shape, n = self.specs[key].shape, len(places)
         width = math.prod(shape[1:])
-        # DARE's numbers come in fours
+        # DARE's random numbers come in fours
         step = max(CHUNK // (max(width, 1) * len(sources)) // 4 * 4, 4)
         for start in range(0, shape[0] if shape else 1, step):
             index = slice(start, min(start + step, shape[0])) if shape else None

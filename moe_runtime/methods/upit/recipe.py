@@ -1,12 +1,12 @@
 """A UpIT study as one YAML file: the base, the domains, and the settings of all steps.
 
     base_model: princeton-nlp/Sheared-LLaMA-2.7B    or null, with `pretrain`
-    domains: {code: {train: code, ...}, ...}        rows of each; all are tuned on together and judged apart
-    checkpoints: {count: 4, which: back}            m of those that the first tuning saves; grown to experts.num_experts
+    domains: {code: {train: code, ...}, ...}        rows of each domain; tuned on together, evaluated separately
+    checkpoints: {count: 4, which: back}            m checkpoints of the first tuning, grown to experts.num_experts
     expansion, seed_data, router: {...}             steps 2, 3 and 4 of the method
-    ffn, lora: {sft, init, post: {epochs, learning_rate, ...}}     the trainings of each kind of expert; one may be null
+    ffn, lora: {sft, init, post: {epochs, learning_rate, ...}}     the training stages of each kind of expert; one may be null
 
-The defaults are the paper's (arXiv 2410.01610, Sec. 4.1); where it is silent, those of `moe_runtime.methods.upit`.
+The defaults are the paper's (arXiv 2410.01610, Sec. 4.1), otherwise those of `moe_runtime.methods.upit`.
 """
 
 import functools
@@ -44,7 +44,7 @@ class PromptedDomain(Domain):
 
     prompt: Prompt = "plain"
     train_on: TrainOn = "assistant"
-    # held-out examples that settings are chosen by: set aside, before those that judge
+    # held-out examples for choosing settings, set aside before those for evaluation
     validation_rows: Steps = Field(0, exclude_if=lambda count: count == 0)
 
 
@@ -69,9 +69,9 @@ class SeedData(Node):
     """The data to compare experts on (step 3)."""
 
     share: Annotated[Positive, Field(le=1)] = 0.01
-    at_least: Count = 500  # rows, where the share is less
-    tokens: Literal["response", "all"] = "response"  # that perplexity counts
-    capacity: Count | None = None  # rows of a bucket; None: as many as make all buckets equal
+    at_least: Count = 500  # rows, if the share is smaller
+    tokens: Literal["response", "all"] = "response"  # counted by the perplexity
+    capacity: Count | None = None  # rows per bucket; None: equal buckets
 
 
 class RouterInit(Node):
@@ -80,12 +80,12 @@ class RouterInit(Node):
     alpha: Fraction = 0.5
     detach_h: bool = False
     train_ffn: bool = True
-    vector_std: Number | None = None  # of the vectors before training; None: they begin at 0
-    vector_learning_rate: Number | None = None  # None: the training's
+    vector_std: Number | None = None  # of the initial vectors; None: they start at 0
+    vector_learning_rate: Number | None = None  # None: that of the experts
 
 
 class Tuning(Training):
-    """A training of the study: AdamW at a constant rate, without warmup."""
+    """A training run of the study: AdamW at a constant rate, without warmup."""
 
     warmup_steps: Steps | None = 0
     batch_size: Count = 128
@@ -95,7 +95,7 @@ class Tuning(Training):
 
 
 class Form(Node):
-    """The trainings of one kind of expert: of the dense model, of experts with their vectors, of the mixture."""
+    """The training stages of one kind of expert: of the dense model, of experts with their vectors, of the MoE model."""
 
     sft: Tuning
     init: Tuning
@@ -112,18 +112,18 @@ class Form(Node):
 
     @property
     def whole(self) -> Tuning:
-        """The training of a baseline that has no second stage: sft, for the epochs of sft and post."""
+        """The training of a baseline without a second stage: sft, for the epochs of sft and post."""
         return self.sft.change(epochs=self.sft.epochs + self.post.epochs)
 
     @property
     def copied(self) -> Tuning:
-        """The same for a mixture, which takes as many rows at once as `post` does."""
+        """The same for an MoE model, with the batch size per device of `post`."""
         at_once = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
         return self.whole.change(**{name: getattr(self.post, name) for name in at_once})
 
 
 class LoraForm(Form):
-    """The same with LoRA experts; the paper names neither rank nor alpha."""
+    """The same with LoRA experts; the paper gives neither rank nor alpha."""
 
     rank: Count = 8
     alpha: Positive = 16.0
@@ -132,7 +132,7 @@ class LoraForm(Form):
 
 
 class Experts(Node):
-    """The MoE model: its size, its gate, its balance loss (step 5)."""
+    """The MoE model's size, gate and balance loss (step 5)."""
 
     num_experts: int = 8
     top_k: int = 2
@@ -164,7 +164,7 @@ class UpitRecipe(Node):
     router: RouterInit = RouterInit()
     ffn: Form | None = None
     lora: LoraForm | None = None
-    evaluations: Count = 4  # times that a training takes the held-out loss
+    evaluations: Count = 4  # how often a training run computes the held-out loss
     seed: int = 0
 
     @model_validator(mode="after")
@@ -181,17 +181,17 @@ class UpitRecipe(Node):
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The kinds of experts that the recipe has trainings for."""
+        """The kinds of experts that the recipe trains."""
         return tuple(form for form in FORMS if getattr(self, form) is not None)
 
 
 def count_saved(recipe: UpitRecipe, form: str) -> int:
-    """Return how many checkpoints the first tuning saves at its intervals."""
+    """Return the number of checkpoints that the first tuning saves at its intervals."""
     return int(getattr(recipe, form).sft.epochs / recipe.checkpoints.every_epochs + 1e-9)
 
 
 def check_saved(recipe: UpitRecipe, form: str, count: int, name: str) -> None:
-    """Raise ValueError if the first tuning saves fewer checkpoints than `count`, which `name` stands for."""
+    """Raise ValueError if the first tuning saves fewer than `count` checkpoints; `name` is the setting in the error."""
     epochs, every = getattr(recipe, form).sft.epochs, recipe.checkpoints.every_epochs
     saved = count_saved(recipe, form)
     if count > saved:

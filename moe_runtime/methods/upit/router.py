@@ -2,12 +2,12 @@
 
 UpIT (arXiv 2410.01610), Algorithm 1, lines 6 to 11, and Eq. (1), (2): `moe_runtime.methods.upit.vectors` has the equations.
 Expert i's MLPs (the matrices of its adapters) and its routing vectors train on its bucket; its backbone is frozen.
-`init_routers` does all experts. The vectors start at 0, which the paper leaves open: at its rates they move by about 0.01,
-so that vectors drawn from N(0, 0.02) would still route by what was drawn. Beside "skilled" there are vectors that are not
-trained: "random", from N(0, 0.02), and "hidden_mean", the mean of h over the bucket, of length 1.
+`init_routers` does this for all experts. The paper leaves the initial vectors open; here they start at 0, since at its
+learning rates they move by only about 0.01, so that vectors from N(0, 0.02) would still route at random. Instead of
+"skilled", untrained vectors can be used: "random", from N(0, 0.02), and "hidden_mean", the mean of h over the bucket, of
+length 1.
 
-A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), router.json and, if it was tuned, the expert: a
-model folder, or an adapter's.
+A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), router.json and, if tuned, the expert.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from moe_runtime.methods.upit.vectors import Measured, RoutingVectors, VectorTra
 FORMAT = 1
 INITS = ("skilled", "random", "hidden_mean")
 VECTORS, RECORD = "routing_vectors.safetensors", "router.json"
-STD = {"skilled": 0.0, "random": 0.02, "hidden_mean": 0.0}  # of the first vectors, unless given
+STD = {"skilled": 0.0, "random": 0.02, "hidden_mean": 0.0}  # default standard deviation of the initial vectors
 RATES = {"ffn": 2e-5, "delta": 2e-5, "lora": 2e-4}  # UpIT, Sec. 4.1
-# what `init_router` passes on
+# settings that `init_router` accepts for fit.train
 _SETTINGS = inspect.signature(fit.train).parameters.keys() - {
     "model", "rows", "tokenizer", "folder", "held_out", "evaluations", "trainer", "collator", "losses", "keep_best",
 }  # fmt: skip
@@ -50,9 +50,9 @@ class RoutedExpert:
     folder: Path  # of the tuned expert, or of the original if it was not tuned
     router_init: str
     before: Measured  # loss, and mean sigmoid(h . r) of each layer, on the bucket
-    after: Measured  # of the weights as trained, in float32; equal to `before` for vectors that are not trained
+    after: Measured  # the same after training, in float32; equal to `before` for untrained vectors
     steps: int = 0
-    seconds: float = 0.0  # of the training alone
+    seconds: float = 0.0  # of training only
 
 
 def init_router(
@@ -67,9 +67,9 @@ def init_router(
 
     `rows` are tokenized (io.rows.tokenize_pairs). Trains 4 `epochs`, or `steps`, with AdamW at a constant rate, by default
     RATES; `training` are fit.train's other settings. A whole expert trains in float32 and is written in `dtype`; for an
-    adapter, `dtype` is that of its base during training. A folder that was made of exactly the same is read, not made again.
-    `base` is the dense model of a delta or adapter, `index` the expert's number, which seeds drawn vectors. `train_ffn=False`
-    trains the vectors alone. Every process must call.
+    adapter, `dtype` is that of its base during training. A folder that the same call has already written is reused.
+    `base` is the dense model of a delta or adapter, `index` the expert's number, which seeds random vectors. `train_ffn=False`
+    trains only the vectors. Every process must call this.
     """
     _check(rows, alpha, epochs, steps, router_init, train_ffn, dtype)
     _check_vectors(vector_std, vector_learning_rate)
@@ -113,8 +113,8 @@ def init_router(
 
 
 def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training) -> fit.Trained:
-    """Train what requires a gradient with the vectors in the loss, these at a rate of their own if given."""
-    # held_out needs one row only, since all are measured separately, with the vectors
+    """Train all trainable parameters, the vectors at their own learning rate if given."""
+    # one held-out row is enough, since all rows are measured separately, with the vectors
     first = rows.select([0]).select_columns(["input_ids", "labels"])
     trainer = functools.partial(VectorTrainer, vector_rate=vector_rate)
     return fit.train(model, rows, tokenizer, held_out=first, evaluations=1, trainer=trainer, **training)
@@ -126,7 +126,7 @@ def _check_expert(opened: Expert) -> None:
 
 
 def _load(opened: Expert, dtype: str | None):
-    """Return the expert's dense model, an adapter's pairs in it, and peft's model around it, None for another expert."""
+    """Return the expert's dense model and, for an adapter, the PEFT model around it, else None."""
     if opened.kind != "lora":
         # AdamW's steps are smaller than a bfloat16 weight can resolve
         return models.load(opened, dtype="float32"), None
@@ -138,7 +138,7 @@ def _load(opened: Expert, dtype: str | None):
 
 
 def _settings(rate: float, learning_rate, epochs, steps, batch_size: int, seed: int, training: dict) -> dict:
-    """Return hf.training.fit.train's settings; raises ValueError for what it does not take."""
+    """Return the settings of hf.training.fit.train; raises ValueError for unknown ones."""
     unknown = training.keys() - _SETTINGS
     if unknown:
         raise ValueError(f"Unknown settings {', '.join(sorted(unknown))}. Pass some of {', '.join(sorted(_SETTINGS))}")
@@ -161,7 +161,7 @@ def _checkpoints(folder: Path, made_of: dict) -> Path:
 
 
 def _remove_checkpoints(folder: Path) -> None:
-    """Remove the Trainer's checkpoints beside a finished folder, also those of a killed training."""
+    """Remove the Trainer's checkpoints next to a finished folder, also those of a killed run."""
     for path in folder.parent.iterdir():
         if path.name.startswith(f"{folder.name}.checkpoints-"):
             remove(path)
@@ -172,11 +172,11 @@ def _is_made(folder: Path, made_of: dict) -> bool:
 
 
 class Routers(NamedTuple):
-    """Routing vectors, and the experts as they are after step 4."""
+    """Routing vectors and experts after step 4."""
 
     name: str
     folder: Path  # of expert-<i>/
-    buckets: list[list[int]]  # rows of the seed data that each expert got
+    buckets: list[list[int]]  # per expert: its rows of the seed data
     before: list[float]  # mean sigmoid of each expert's vectors on its bucket
     after: list[float]
     total_seconds: float
@@ -185,9 +185,9 @@ class Routers(NamedTuple):
 def init_routers(
     experts: Sequence[str | Path], rows, buckets: Sequence[Sequence[int]], tokenizer, *, folder: str | Path, **settings
 ) -> list[RoutedExpert]:
-    """Call `init_router` for each expert on its bucket, row numbers of `rows`, into FOLDER/expert-<i>; `settings` are its.
+    """Call `init_router` with `settings` for each expert on its bucket, row numbers of `rows`, and write FOLDER/expert-<i>.
 
-    An existing folder that was made of exactly the same is read, not made again.
+    A folder that the same call has already written is reused.
     """
     if len(experts) != len(buckets) or not all(buckets):
         sizes = [len(bucket) for bucket in buckets]
@@ -244,7 +244,7 @@ def _check_vectors(std: float | None, learning_rate: float | None) -> None:
 
 
 def _save(routed: RoutedExpert, folder: Path, made_of: dict, overwrite: bool, write: Callable[[Path], None] | None) -> None:
-    """Write the vectors, what was measured and, by `write`, the tuned expert, on rank 0; the others wait for it."""
+    """Write the vectors, the measurements and, through `write`, the tuned expert on rank 0; other ranks wait."""
     with ranks.leading() as main, contextlib.ExitStack() as stack:
         if main:
             tmp = stack.enter_context(atomic_folder(folder, overwrite))

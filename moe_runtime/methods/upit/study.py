@@ -1,15 +1,15 @@
 """The stages of a UpIT study.
 
-    base --prepared-->  the dense model tuned, or its LoRA, and every checkpoint during the tuning
+    base --prepared-->  the tuned dense model, or its LoRA, and every checkpoint during tuning
          --dense-->     the baseline: the same for as many epochs as all of UpIT
-    prepared --pool-->  n experts: m checkpoints chosen, the others grown from them
+    prepared --pool-->  n experts: m chosen checkpoints, and others grown from them
     pool --buckets--> --routers--> --upit-->    experts and vectors tuned on their rows, assembled, tuned as one
-         --self_moe-->                          assembled with random routers, which alone are tuned
+         --self_moe-->                          assembled with random routers; only these are tuned
     base | prepared --upcycled-->               copies of one dense MLP, tuned
                     --loramoe-->                fresh LoRA branches, or copies of one, tuned
     upit --routed-->                            which experts each domain's tokens go to
 
-How they are stored, and what a hash is over: `moe_runtime.experiments.stages`.
+`moe_runtime.experiments.stages` says how stages are stored and what their hash covers.
 """
 
 import math
@@ -42,18 +42,18 @@ from moe_runtime.modules.moe import Router
 
 
 class Pool(NamedTuple):
-    """Experts: checkpoints of a tuning, and those grown from them."""
+    """Experts: checkpoints of one tuning run, and experts grown from them."""
 
     name: str
     folder: Path
-    experts: list[str]  # their folders, below that of all stages
-    parents: list  # of each grown one: two places in `experts`
+    experts: list[str]  # folders, relative to that of all stages
+    parents: list  # of each grown expert: two indices into `experts`
     total_seconds: float
 
 
 NONE = "none"  # no expansion: as many checkpoints as experts
-STARTS = ("pt", "sft")  # what the copies of a baseline are of: the base, or the tuned dense model
-INITS = ("skilled", "random", "none")  # of routers: expert-specific rows, rows at random, no step 4
+STARTS = ("pt", "sft")  # a baseline's copies are of the base, or of the tuned dense model
+INITS = ("skilled", "random", "none")  # of routers: on expert-specific rows, on random rows, without step 4
 NAMES = {"ffn": "FFN", "lora": "LoRA"}
 
 
@@ -83,11 +83,11 @@ class Stages(DomainStages):
             return self._numbers(model, trained, lambda: self._load(tmp / "model"))
 
         settings = {"pretrain": pretrain.to_dict(), "length": r.max_length} if pretrain else {}
-        settings |= {"dtype": r.dtype, "bf16": self.judging.bf16}  # which it is judged in
+        settings |= {"dtype": r.dtype, "bf16": self.judging.bf16}  # used in evaluation
         return self._stage("base", "base", settings, [], make, seed=0)
 
     def dense(self, form: str) -> Judged:
-        """Return the baseline without experts: the base tuned, or its LoRA, for the epochs of both of UpIT's trainings."""
+        """Return the baseline without experts: the base, or its LoRA, tuned for the epochs of both of UpIT's stages."""
 
         def make(tmp: Path, folder: Path) -> dict:
             model, trained = self._tuned_dense(form, self._form(form).whole, folder)
@@ -105,12 +105,12 @@ class Stages(DomainStages):
         return self._stage("dense", "SFT" if form == "ffn" else "LoRA", settings, [self.base()], make)
 
     def chosen(self, parents: str | None = None) -> int:
-        """Return how many checkpoints become experts; `parents` as `pool` takes it."""
+        """Return how many checkpoints become experts; `parents` is as in `pool`."""
         n = self.recipe.experts.num_experts
         return n if parents == NONE else min(self.recipe.checkpoints.count, n)
 
     def check_steps(self, form: str, parents: str | None = None) -> None:
-        """Raise ValueError if the first tuning has fewer steps than there are checkpoints to be chosen."""
+        """Raise ValueError if the first tuning has fewer steps than checkpoints to choose."""
         training, count = self._form(form).sft, self.chosen(parents)
         name = "num_experts" if parents == NONE else "checkpoints.count"
         batch = trainers.split_batch(training.batch_size, training.per_device_batch_size)
@@ -122,18 +122,18 @@ class Stages(DomainStages):
             )
 
     def prepared(self, form: str) -> Judged:
-        """Return step 1's tuning; its folder has every checkpoint, the last one of them the tuned model or its LoRA."""
+        """Return step 1: its folder holds every checkpoint, of which the last is the tuned model or its LoRA."""
         self.check_steps(form)
         every, base = self.recipe.checkpoints.every_epochs, self.base()
 
         def make(tmp: Path, folder: Path) -> dict:
-            experts = folder / "experts"  # where a killed training finds those that it has saved
-            known = base.folder.resolve()  # whatever folder the experts are read from
+            experts = folder / "experts"  # where a resumed run finds the experts saved so far
+            known = base.folder.resolve()  # absolute, since experts may be read from any working directory
             saver = ExpertCheckpoints(experts, every, base=known, dtype=self.recipe.dtype, overwrite=True)
             model, trained = self._tuned_dense(form, self._form(form).sft, folder, [saver])
             with ranks.leading() as main:
                 if main:
-                    # not moved: a run that is killed from here on begins at the Trainer's last checkpoint, and needs them
+                    # not moved: a run killed from here on resumes from the Trainer's last checkpoint and needs them
                     shutil.copytree(experts, tmp / "experts", copy_function=_link)
                     for expert in upit_experts.saved_experts(tmp / "experts"):
                         self.tokenizer.save_pretrained(expert)
@@ -144,7 +144,7 @@ class Stages(DomainStages):
         return self._stage("prepared", f"experts of {form}", settings, [base], make, holds="experts")
 
     def pool(self, form: str, parents: str | None = None) -> Pool:
-        """Return the recipe's number of experts (steps 1 and 2), grown by `parents`; NONE takes as many checkpoints instead."""
+        """Return the recipe's number of experts (steps 1 and 2), grown by `parents`; with NONE all are checkpoints."""
         r, parents = self.recipe, parents or self.recipe.expansion.parents
         self.check_steps(form, parents)
         base, prepared, n = self.base(), self.prepared(form), r.experts.num_experts
@@ -157,7 +157,7 @@ class Stages(DomainStages):
             if grows is None:
                 return made
             start = time.perf_counter()
-            grown, children = checkpoints / "experts", None  # where a killed run finds those that it has grown
+            grown, children = checkpoints / "experts", None  # where a resumed run finds the children made so far
             with ranks.leading() as main:
                 if main:
                     known = base.folder.resolve()
@@ -178,15 +178,15 @@ class Stages(DomainStages):
 
     @property
     def judging(self) -> Training:
-        """The training whose batches and precision models are judged with."""
+        """The training whose batch size and precision are used in evaluation."""
         return self._form(self.recipe.forms[0]).sft
 
     def _rank(self, form: str) -> dict:
-        """What of a form says how its model is made."""
+        """The settings of a form that determine how its model is built."""
         return {name: getattr(self.recipe.lora, name) for name in ("rank", "alpha")} if form == "lora" else {}
 
     def _tuned_dense(self, form: str, training: Training, folder: Path, callbacks=()) -> tuple:
-        """Tune the base, or a LoRA of it."""
+        """Tune the base or a LoRA of it."""
         model = self._load(self.base().folder.resolve(), device=False)  # an adapter names it
         if form == "lora":
             model = lora_baseline.add_mlp_lora(model, **self._rank(form), seed=self.seed)
@@ -200,9 +200,9 @@ class Stages(DomainStages):
         return ranks.load_model(folder, self.recipe.dtype, ranks.state().device if device else None)
 
     def _train(self, name: str, model, *arguments, **more) -> trainers.Trained:
-        """Train in float32 what trains: AdamW's steps are smaller than what a bfloat16 weight can take on.
+        """Train with trainable parameters in float32, since AdamW's steps are smaller than a bfloat16 weight can resolve.
 
-        What is frozen keeps its dtype, and autocast brings the two together; but float16, whose gradients would vanish.
+        Frozen parameters keep their dtype under autocast, except float16, whose gradients would vanish.
         """
         for parameter in model.parameters():
             if parameter.requires_grad or parameter.dtype == torch.float16:
@@ -212,7 +212,7 @@ class Stages(DomainStages):
         return super()._train(name, model, *arguments, **more)
 
     def buckets(self, form: str, pool: Pool) -> upit_buckets.Buckets:
-        """Return the seed data, dealt out by the experts' perplexity (step 3)."""
+        """Return the seed data, assigned by the experts' perplexity (step 3)."""
         seed_data = self.recipe.seed_data
 
         def make(tmp: Path, checkpoints: Path) -> dict:
@@ -230,18 +230,18 @@ class Stages(DomainStages):
         return self._stage("buckets", f"seed data of {form}", settings, [pool], make, result=upit_buckets.Buckets)
 
     def seed_rows(self):
-        """Return the rows that experts are compared on, drawn anew by every seed."""
+        """Return the rows on which experts are compared, drawn by the seed."""
         rows, count = self.train_rows, self._seed_count()
         return upit_buckets.seed_set(rows, self.recipe.seed_data.share, at_least=count, seed=self.seed)
 
     def _seed_count(self) -> int:
-        """Return how many rows are seed data; of a share of the rows as small a share of `at_least`, a row per expert."""
+        """Return the number of seed rows; for a share of the data `at_least` shrinks with it, down to a row per expert."""
         seed_data, rows = self.recipe.seed_data, len(self.train_rows)
         least = max(round(self.share * seed_data.at_least), self.recipe.experts.num_experts)
         return min(max(round(seed_data.share * rows), least), rows)
 
     def check(self, form: str, parents: str | None = None, init: str = "skilled") -> None:
-        """Raise ValueError for rows that are too few for the checkpoints, or for a bucket of every expert."""
+        """Raise ValueError if there are too few rows for the checkpoints, or to fill every expert's bucket."""
         self.check_steps(form, parents)
         count, n, capacity = self._seed_count(), self.recipe.experts.num_experts, self.recipe.seed_data.capacity
         size = capacity or math.ceil(count / n)
@@ -252,7 +252,7 @@ class Stages(DomainStages):
             )
 
     def routers(self, form: str, pool: Pool, init: str = "skilled") -> router.Routers:
-        """Return experts and routing vectors, tuned on the experts' rows, or on as many drawn at random (step 4)."""
+        """Return experts and routing vectors, tuned on the experts' rows, or on as many random ones (step 4)."""
         check_choice("init", init, INITS[:2])
         dealt, r, training = self.buckets(form, pool), self.recipe, self._form(form).init
         rows, buckets = self.seed_rows(), dealt.buckets
@@ -276,7 +276,7 @@ class Stages(DomainStages):
         return self._stage("routers", name, settings, [dealt], make, holds="routers", result=router.Routers)
 
     def upit(self, form: str, pool: Pool | None = None, init: str = "skilled") -> Judged:
-        """Return the mixture of experts and vectors, tuned (step 5); UpIT's result. `init` "none" draws the routers."""
+        """Return UpIT's result: experts and vectors, assembled and tuned (step 5); `init` "none" uses random routers."""
         check_choice("init", init, INITS)
         self.check(form, NONE if pool is not None and not pool.parents else None, init)
         pool = pool or self.pool(form)
@@ -293,7 +293,7 @@ class Stages(DomainStages):
         return self._mixed("upit", name, form, self._form(form).post, make, parents, {"init": init})
 
     def self_moe(self, form: str) -> Judged:
-        """Return the baseline of UpIT's experts behind random routers, of which only the routers are tuned."""
+        """Return the baseline of UpIT's experts behind random routers; only the routers are tuned."""
         pool = self.pool(form)
 
         def make(folder: Path):
@@ -322,7 +322,7 @@ class Stages(DomainStages):
         experts, lora = self.recipe.experts.to_dict(), self.recipe.lora
         if lora.loramoe == "dense":
             experts |= {"top_k": None, "gate": "softmax_topk"}
-        # a constant where every expert sees every token
+        # constant if every expert sees every token
         if experts["top_k"] in (None, experts["num_experts"]) and experts["balance_loss"] == "switch":
             experts["balance_loss"] = "none"
 
@@ -336,7 +336,7 @@ class Stages(DomainStages):
         return self._mixed("loramoe", f"LoRAMoE_{start.upper()}", "lora", training, make, [parent], settings)
 
     def _start(self, form: str, start: str) -> tuple[Judged, Tuning, Path]:
-        """Return the stage that copies are made of, what they are tuned with, and the model's folder, or the LoRA's."""
+        """Return the stage to copy, the training of the copies, and the folder of the model or LoRA."""
         check_choice("start", start, STARTS)
         if start == "pt":
             return self.base(), self._form(form).copied, self.base().folder
@@ -344,7 +344,7 @@ class Stages(DomainStages):
         return prepared, self._form(form).post, upit_experts.saved_experts(prepared.folder)[-1]
 
     def _assembled(self, experts: Sequence, vectors: Sequence[torch.Tensor] | None, folder: Path):
-        """Assemble a mixture on one process, and load it in all."""
+        """Assemble an MoE model on one process and load it on all."""
         settings = {name: value for name, value in self.recipe.experts.to_dict().items() if name != "num_experts"}
         how = settings | {"base": self.base().folder, "seed": 42 + self.seed, "overwrite": True}
         with ranks.leading() as main:
@@ -355,7 +355,7 @@ class Stages(DomainStages):
     def _mixed(
         self, kind: str, name: str, form: str, training: Tuning, make: Callable, parents: list, settings: dict
     ) -> Judged:
-        """Return a stage of a mixture that `make` prepares, in a folder that it may use, and that is then tuned."""
+        """Return a stage that tunes the MoE model built by `make`, which gets a folder to work in."""
         settings = settings | self._settings(training) | {"form": form, "experts": self.recipe.experts.to_dict()}
 
         def whole(tmp: Path, checkpoints: Path) -> dict:
@@ -370,7 +370,7 @@ class Stages(DomainStages):
 
 
 def _link(source: str, target: str) -> None:
-    """Give a file a second name, or copy it where the filesystem cannot."""
+    """Hard-link a file, or copy it if the filesystem has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -378,7 +378,7 @@ def _link(source: str, target: str) -> None:
 
 
 def run(recipe: UpitRecipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Judged]:
-    """Run the method for every kind of expert and say what came out; return base and mixtures, whose folders are models."""
+    """Run the method for every kind of expert and report the results; return the base and the MoE models."""
     stages = Stages(recipe, out, seed=seed, say=say)
     recipe = stages.recipe
     for form in recipe.forms:

@@ -1,18 +1,18 @@
 """The tables and figures of the UpIT paper (arXiv 2410.01610), one command each, on the stages of `study`.
 
-    main       UpIT of whole experts and of LoRA experts, and what they are compared with     Table 1, Figure 5
+    main       UpIT with whole experts and with LoRA experts, and their baselines             Table 1, Figure 5
     ckpt       which checkpoints become experts: front, uniform, back                         Tables 2 and 8
-    pesc       adapters behind the MLPs as experts, beside LoRA's                             Table 1
+    pesc       adapters behind the MLPs as experts, compared with LoRA experts                Table 1
     saved      every checkpoint of the first tuning, on each domain                           Figure 2
-    expand     no expansion, random parents, the genetic way                                  Tables 2 and 9
-    router     no initialization, rows at random, skilled                                     Tables 2 and 10, Figure 5
+    expand     no expansion, random parents, farthest parents                                 Tables 2 and 9
+    router     no initialization, random rows, skilled                                        Tables 2 and 10, Figure 5
     experts    E experts, A per token                                                         Figure 4, Table 5
     data       a share of the rows                                                            Figure 3
-    epochs     of the two trainings                                                           Figure 6
-    budget     equal optimizer steps: SFT of one schedule, UpIT of one or two                 Sec. 4.1's trainings
+    epochs     epochs of the two stages                                                       Figure 6
+    budget     equal optimizer steps: SFT with one schedule, UpIT with one or two             Sec. 4.1
 
-The measure is the held-out loss per label token of every domain, in the place of the paper's benchmarks. Options are checked
-against the recipe before anything is made.
+The measure is the held-out loss per label token of every domain, in place of the paper's benchmarks. Options are checked
+against the recipe before anything runs.
 """
 
 import functools
@@ -40,14 +40,14 @@ EXPANSIONS = {"none": NONE, "random": "random", "genetic": "farthest"}
 
 
 def _form(recipe: UpitRecipe, form: str | None) -> str:
-    """Return the kind of expert that a table is of, the recipe's first unless given."""
+    """Return a table's kind of expert, by default the recipe's first."""
     if form is not None:
         check_choice("form", form, recipe.forms)
     return form or recipe.forms[0]
 
 
 def check_named(known: Sequence[str]) -> Callable:
-    """Return what checks a command whose options are a form and some of `known`, all unless given."""
+    """Return the check of a command whose options are a form and some of `known`, by default all."""
 
     def check(recipe: UpitRecipe, form: str | None = None, strategies: Sequence[str] = tuple(known)) -> dict:
         form = _form(recipe, form)
@@ -67,7 +67,7 @@ def check_named(known: Sequence[str]) -> Callable:
 def check_experts(
     recipe: UpitRecipe, form: str | None = None, sizes: Sequence[int] | None = None, active: Sequence[int] = ACTIVE
 ) -> dict:
-    """Return the options of the table of experts and experts per token; unless given, `sizes` are the recipe's."""
+    """Return the options of the table of experts and experts per token; `sizes` defaults to the recipe's."""
     n, m = recipe.experts.num_experts, recipe.checkpoints.count
     sizes = sorted({max(m, 2), n}) if sizes is None else sizes
     sizes = different("experts", sizes, lambda size: check_positive("experts", size))
@@ -84,7 +84,7 @@ def check_data(recipe: UpitRecipe, form: str | None = None, shares: Sequence[flo
 
 
 def check_epochs(recipe: UpitRecipe, form: str | None = None, pairs: Sequence[Sequence[float]] = EPOCHS) -> dict:
-    """Return the options of the table of epochs, those of an expert's tuning and of the mixture's."""
+    """Return the options of the table of epochs, of an expert's tuning and of the MoE model's."""
     form = _form(recipe, form)
 
     def check(pair: tuple) -> None:
@@ -99,7 +99,7 @@ def check_epochs(recipe: UpitRecipe, form: str | None = None, pairs: Sequence[Se
 
 @dataclass(kw_only=True)
 class UpitReport(DomainReport):
-    """A table of models that are judged on several domains, with the parameters that a token passes through."""
+    """A table of models evaluated on several domains, with their active parameters."""
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
@@ -113,7 +113,7 @@ class UpitReport(DomainReport):
 
 
 class Routing(NamedTuple):
-    """Where the domains' tokens go, by method: a stage's result for every seed."""
+    """The experts that the domains' tokens go to, by method: a stage's result for every seed."""
 
     title: str
     source: str
@@ -124,18 +124,18 @@ class Routing(NamedTuple):
         plots.save(domains.picture(self, self.routed), path)
 
     def to_dict(self) -> dict:
-        """Return, JSON-ready, each method's layers, and every seed's slots and distance between domains."""
+        """Return each method's layers, and every seed's slots and distance between domains, JSON-ready."""
         return {
             name: {
                 "layers": results[0].layers,
                 "slots": [result.counts for result in results],
-                "distance_between_domains": [domains.apart(result.counts) for result in results],
+                "distance_between_domains": [domains.mean_distance(result.counts) for result in results],
             }
             for name, results in self.routed.items()
         }
 
-    def said(self) -> list[str]:
-        """Say how far apart each method routes the domains; nothing of one domain alone."""
+    def sentences(self) -> list[str]:
+        """Return sentences on how differently each method routes the domains; none for a single domain."""
         lines = []
         if len(next(iter(self.routed.values()))[0].counts) < 2:
             return lines
@@ -163,12 +163,12 @@ def _copies_name(form: str, start: str) -> str:
 
 
 def _others(form: str) -> list[str]:
-    """Return the names of what UpIT is compared with, in the order of `_compared`."""
+    """Return the names of UpIT's baselines, in the order of `_compared`."""
     return [DENSE[form], *(_copies_name(form, start) for start in STARTS)]
 
 
 def _compared(stages: Stages, form: str) -> Iterator[Judged]:
-    """Make the form's tuned model, its copies, and UpIT's."""
+    """Train the form's dense baseline, its copies, and UpIT."""
     yield stages.dense(form)
     for start in STARTS:
         yield _copies(stages, form, start)
@@ -176,17 +176,17 @@ def _compared(stages: Stages, form: str) -> Iterator[Judged]:
 
 
 def _check(process: Run, form: str, parents: str | None = None, init: str = "skilled", **changes) -> None:
-    """Raise ValueError before the first training if there are too few rows for the stages with these changes."""
+    """Raise ValueError before any training if there are too few rows for the stages with these changes."""
     process.all[0].change(**changes).check(form, parents, init)
 
 
 def _routing(process: Run, command: str, entries: Sequence[Entry]) -> tuple[dict, list[str]]:
-    """Save the picture of where the domains' tokens go; return the report's extra fields, and what is said."""
+    """Save the picture of where the domains' tokens go; return the report's extra fields and its sentences."""
     routed = {entry.name: [s.routed(r) for s, r in zip(process.all, entry.results, strict=True)] for entry in entries}
     found, path = Routing("Experts that the domains' tokens go to", "UpIT, Figure 5", routed), f"{command}-routing.png"
     if process.is_main:
         found.save(process.out / path)
-    return {"routing": found.to_dict(), "files": [path]}, [*found.said(), f"routing: {process.out / path}"]
+    return {"routing": found.to_dict(), "files": [path]}, [*found.sentences(), f"routing: {process.out / path}"]
 
 
 def _main(process: Run) -> dict:
@@ -205,19 +205,19 @@ def _main(process: Run) -> dict:
 
     entries = process.collect(plan)
     mixtures = {name for form in forms for name in (*_others(form)[1:], _upit(form))}
-    extra, said = _routing(process, "main", [entry for entry in entries if entry.name in mixtures])
+    extra, sentences = _routing(process, "main", [entry for entry in entries if entry.name in mixtures])
 
     def summary(report: UpitReport) -> list[str]:
         lines = []
         for form in forms:
             lines += against(report.entries, _upit(form), [*_others(form), f"Self-MoE ({NAMES[form]})"])
-        return [*lines, *said]
+        return [*lines, *sentences]
 
     return {"entries": entries, "reference": DENSE[forms[0]], "summary": summary, "extra": extra}
 
 
 def _variants(process: Run, form: str, strategies: Sequence[str], make: Callable[[Stages, str], Judged]) -> dict:
-    """Return the table of the tuned model and of UpIT by strategy; the last one is what the others are compared with."""
+    """Return the table of the tuned model and of UpIT by strategy; the last one is the reference."""
     names = {one: f"{_upit(form)}, {one}" for one in strategies}
 
     def plan(stages: Stages):
@@ -250,7 +250,7 @@ def _pesc(process: Run) -> dict:
 
 
 def check_of(form: str) -> Callable:
-    """Return what checks a command without options that is about one form."""
+    """Return the check of a command without options for one form."""
 
     def check(recipe: UpitRecipe) -> dict:
         _form(recipe, form)
@@ -286,8 +286,8 @@ def _router(process: Run, form: str, strategies: Sequence[str]) -> dict:
     for init in strategies:
         _check(process, form, init=init)
     made = _variants(process, form, strategies, lambda stages, init: stages.upit(form, init=init))
-    extra, said = _routing(process, "router", made["entries"][1:])
-    return made | {"summary": lambda report: [*each(report), *said], "extra": extra}
+    extra, sentences = _routing(process, "router", made["entries"][1:])
+    return made | {"summary": lambda report: [*each(report), *sentences], "extra": extra}
 
 
 def _experts(process: Run, form: str, sizes: Sequence[int], active: Sequence[int]) -> dict:
@@ -376,6 +376,6 @@ COMMANDS = {
     "experts": _losses("Experts, and experts per token", "Figure 4", _experts, check_experts, plots.sweep),
     "data": _losses("Rows to tune on", "Figure 3", _data, check_data, plots.sweep),
     "epochs": _losses("Epochs before and after", "Figure 6", _epochs, check_epochs),
-    "budget": _losses("Equal optimizer steps", "Sec. 4.1", budget.make, check_of("ffn"), budget.draw),
+    "budget": _losses("Equal optimizer steps", "Sec. 4.1", budget.make, check_of("ffn"), plots.curves),
 }
 run = functools.partial(tables.run, COMMANDS, Stages)

@@ -1,4 +1,4 @@
-"""Routing vectors beside the MLPs of a dense model: each learns to recognize what its expert is good at.
+"""Routing vectors next to the MLPs of a dense model: each learns to recognize the tokens its expert is good at.
 
 UpIT (arXiv 2410.01610), Eq. (1) and (2), for expert i on its own rows:
 
@@ -6,8 +6,8 @@ UpIT (arXiv 2410.01610), Eq. (1) and (2), for expert i on its own rows:
     L_aux = CrossEntropy(sigmoid(h r), 1) = mean over tokens and layers of -log sigmoid(h . r)
 
 h [T, H] is the input of a layer's MLP, r [H] float32 the layer's routing vector, alpha 0.5. Padding does not count. r is not
-part of the forward pass: L_lm does not depend on it, and L_aux reaches the MLPs of the layers below through h, unless
-`detach_h`. The paper leaves open where h is taken, and what the mean is over.
+part of the forward pass: L_lm does not depend on it, and L_aux trains the MLPs of the layers below through h, unless
+`detach_h`. The paper leaves open which h is used, and what the mean is over.
 """
 
 import functools
@@ -28,9 +28,9 @@ NAME = "routing_vector"  # of the parameter that an MLP gets
 
 
 class RoutingVectors:
-    """Vectors in a model, whose returned loss is L until `close`.
+    """Adds routing vectors to a model, which then returns the loss L until `close`.
 
-    `vectors` [L, H] are the first values. The model's output has the two parts of L as `lm_loss` and `aux_loss`, which
+    `vectors` [L, H] are the initial values. The model's output has the two parts of L as `lm_loss` and `aux_loss`, which
     MoETrainer logs. Works with gradient checkpointing, autocast, DDP and gradient accumulation.
     """
 
@@ -56,7 +56,7 @@ class RoutingVectors:
             self._handles.append(mlp.register_forward_pre_hook(self._catch))
 
     def close(self) -> None:
-        """Restore the model, without vectors."""
+        """Remove the vectors and restore the model."""
         self._call.close()
         for handle in self._handles:
             handle.remove()
@@ -64,7 +64,7 @@ class RoutingVectors:
             delattr(mlp, NAME)
 
     def train_only(self, train_ffn: bool = True) -> None:
-        """Freeze all but the vectors and, unless `train_ffn` is False, the MLPs: their adapters where they have any."""
+        """Freeze all but the vectors and, unless `train_ffn` is False, the MLPs or their adapters."""
         self.model.requires_grad_(False)
         adapters = any("lora_" in name for name, _ in self.model.named_parameters())
         for mlp in self.mlps:
@@ -72,11 +72,11 @@ class RoutingVectors:
                 parameter.requires_grad_(name == NAME or (train_ffn and (not adapters or "lora_" in name)))
 
     def values(self) -> torch.Tensor:
-        """Return the vectors [L, H] float32 on the CPU; of a model that FSDP2 has split, every process must call."""
+        """Return the vectors [L, H] float32 on the CPU; under FSDP2 every process must call this."""
         return torch.stack([ranks.whole(getattr(mlp, NAME)) for mlp in self.mlps]).clone()
 
     def measure(self, rows, tokenizer, batch_size: int, bf16: bool = False) -> "Measured":
-        """Return L_lm on tokenized `rows` and how much the vectors fire there; every process must call."""
+        """Return L_lm and the mean sigmoid(h . r) on tokenized `rows`; every process must call this."""
 
         def take(model, batch: dict) -> list[tuple]:
             labels = batch.pop("labels")
@@ -98,7 +98,7 @@ class RoutingVectors:
 
     def _catch(self, mlp: nn.Module, args: tuple) -> None:
         h = args[0].detach() if self.detach_h else args[0]
-        # in the backward pass of checkpointing too, which builds the same graph again
+        # also in the recomputation of checkpointing, which must build the same graph
         with torch.autocast(h.device.type, enabled=False):
             logits = h.float() @ getattr(mlp, NAME).float()
         if self._call.is_open:
@@ -127,7 +127,7 @@ class VectorTrainer(MoETrainer):
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, model=None):
-        """Make the optimizer as transformers does, with the vectors in a group of their own beside each of its groups."""
+        """Create transformers' optimizer, with the vectors of each parameter group in a group of their own."""
         is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
         if not is_new or self.vector_rate is None:
             return optimizer
@@ -177,7 +177,7 @@ def drawn(num_layers: int, hidden_size: int, std: float, seed: int) -> torch.Ten
 def hidden_means(model: nn.Module, rows, tokenizer, batch_size: int) -> torch.Tensor:
     """Return the mean of h over the tokens of tokenized `rows`, of length 1 in each layer, [L, H] float32.
 
-    Every process must call, with a model that is whole in each.
+    Every process must call this, with an unsharded model.
     """
     mlps, state = mlps_of(model), ranks.state()
     sums = torch.zeros(len(mlps), model.config.hidden_size, dtype=torch.float64)

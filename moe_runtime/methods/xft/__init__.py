@@ -1,9 +1,9 @@
 """XFT: upcycle a dense model, tune it, learn how to mix its experts, merge it back to a dense model.
 
     upcycle       every MLP becomes E copies of itself behind a router                        Sec. 3.1, Eq. (1) and (2)
-    (tune)        instruction tuning of all parameters, by any trainer
+    (tune)        instruction tuning of all parameters, with any trainer
     to_mergeable  MLP weights become sum_e alpha_e W_e with learnable alpha, all else frozen   Sec. 3.2, Eq. (4) to (6)
-    (tune)        the mixing logits alone, on the same data, by any trainer
+    (tune)        the mixing logits alone, on the same data, with any trainer
     merge         the dense model of Eq. (3), in the base's own architecture
 
 `moe_runtime.methods.xft.folders` does the same from disk to disk, for models that do not fit into memory.
@@ -34,37 +34,37 @@ EXACT_GATES = ("xft", "topk_softmax", "softmax_topk_renorm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcycleReceipt:
-    """What `upcycle` changed, and the distance between the old and new model's logits."""
+    """The changes that `upcycle` made, and the distance between the old and the new model's logits."""
 
     config: MoEConfig
     layers: tuple[int, ...]
     dense_parameters: int
     moe_parameters: int
-    active_parameters: int  # that a token passes through
+    active_parameters: int  # used per token
     copied: tuple[str, ...]  # expert stacks, E copies of the dense MLP each
-    drawn: tuple[str, ...]  # router tensors, drawn at random
+    drawn: tuple[str, ...]  # randomly initialized router tensors
     error: float  # ||upcycled - dense|| / ||dense|| of the logits of the probe batch
-    preserves: bool  # whether the gate's weights sum to 1, so that the error must be rounding only
+    preserves: bool  # whether the gate's weights sum to 1, so that the error can only be rounding
     stage: str = "moe"  # "ewa": no router, and the error is the mean expert's
 
     def __str__(self) -> str:
-        """Return the receipt as text of a few lines."""
+        """Return the receipt as a few lines of text."""
         c = self.config
         exact = "rounding only" if self.error < 1e-5 else "the rounding of a narrow dtype, or more"
-        what = exact if self.preserves else f"gate {c.gate} does not keep the dense model's scale"
+        what = exact if self.preserves else f"gate {c.gate} does not preserve the dense model's scale"
         if not math.isfinite(self.error):
             what = "the dense model's own logits, or the new one's, are not finite: look for broken weights outside of the MLPs"
-        gate = "no router, tokens dealt out at random" if self.stage == "ewa" else f"gate {c.gate}"
+        gate = "no router, tokens assigned at random" if self.stage == "ewa" else f"gate {c.gate}"
         return (
             f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, {gate}\n"
             f"parameters: {self.dense_parameters:,} dense -> {self.moe_parameters:,}, {self.active_parameters:,} active\n"
-            f"copied {len(self.copied)} expert stacks, drew {len(self.drawn)} router tensors\n"
+            f"copied {len(self.copied)} expert stacks, initialized {len(self.drawn)} router tensors\n"
             f"upcycled against dense logits: relative error {self.error:.1e} ({what})"
         )
 
 
 def config_for(model: nn.Module, **settings) -> MoEConfig:
-    """Return the MoEConfig that fits a dense transformers model; `settings` are MoEConfig's other fields."""
+    """Return the MoEConfig for a dense transformers model; `settings` are MoEConfig's other fields."""
     return MoEConfig(**families.moe_shape(families.family_of(model), model.config), **settings)
 
 
@@ -73,9 +73,9 @@ def upcycle(
 ) -> UpcycleReceipt:
     """Replace the MLPs of a dense transformers model by MoE layers, in place, and measure what changed.
 
-    `config` comes from `config_for` or from keyword `settings` (num_experts=8, top_k=6, gate="xft", ...); `layers` are all
-    by default; `seed` draws the routers. Raises ValueError, with the model untouched, for an architecture that is not in
-    the table, an MLP that does not compute what the table says, or a config that does not fit.
+    `config` comes from `config_for` or from keyword `settings` (num_experts=8, top_k=6, gate="xft", ...); `layers` defaults
+    to all; `seed` initializes the routers. Raises ValueError, with the model untouched, for an unsupported architecture, an
+    MLP that does not compute what its family's entry says, or a config that does not fit.
     """
     if config is not None and settings:
         raise ValueError(f"Pass either config or separate settings, but got config and {', '.join(settings)}")
@@ -124,10 +124,10 @@ def merge(
 ) -> nn.Module:
     """Merge the experts of every layer, Eq. (3), and return the dense model in the base's stock architecture, in place.
 
-    A mergeable model uses what it learned, one of EWA its experts' mean. An upcycled one is merged without training
+    A mergeable model uses its learned coefficients, an EWA model its experts' mean. An upcycled one is merged without training
     (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or
-    "uniform" replaces any of them; it must sum to 1. Raises ValueError, with the model untouched, for a shared_rate that would
-    be without effect and for learned coefficients that are not finite.
+    "uniform" overrides these; it must sum to 1. Raises ValueError, with the model untouched, for a shared_rate that would
+    have no effect and for learned coefficients that are not finite.
     """
     block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
     shared_rate = check_rate(shared_rate, alpha, block["stage"])
@@ -150,7 +150,7 @@ def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
     elif shared_rate is not None and (stage != "moe" or alpha is not None):
         fixed = {
             "mergeable": "the model is mergeable, and to_mergeable has fixed its lambda",
-            "ewa": "the model is an EWA one, whose experts have equal weights",
+            "ewa": "the model is an EWA model, whose experts have equal weights",
         }
         why = "alpha is given" if alpha is not None else fixed[stage]
         reason = f"shared_rate must be None, but got {shared_rate}, as {why}"
@@ -160,9 +160,9 @@ def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
 
 
 def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: bool = False) -> None:
-    """Save a dense model and optionally its tokenizer, atomically, with the rotary keys of transformers 4 and 5.
+    """Save a dense model and optionally its tokenizer, atomically, with the RoPE config keys of transformers 4 and 5.
 
-    transformers 5 alone would write `rope_parameters` only, and older readers would run with their default base.
+    transformers 5 writes only `rope_parameters`, which older readers ignore, falling back to their default base.
     """
     with atomic_folder(folder, overwrite) as new:
         model.save_pretrained(new)
@@ -175,7 +175,7 @@ def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: 
 def merged_weights(layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None) -> dict:
     """Return one dense weight per expert stack of the layer, [E, ...] -> [...], under the stack's name and in its dtype.
 
-    `alpha` [E] stands for the layer's own coefficients, or for the INIT mixture of `shared_rate`. XFT, Eq. (3); no gradient.
+    `alpha` [E] overrides the layer's own coefficients, or INIT's by `shared_rate`. XFT, Eq. (3); no gradient.
     """
     if alpha is None:
         if isinstance(layer, MergedMLP | EWAMLP):

@@ -1,18 +1,18 @@
-"""What XFT and UpIT are compared with: each baseline's source, and the call that makes it.
+"""The baselines of XFT and UpIT: each one's source, and the call that makes it.
 
-Most are settings of `moe_runtime.methods.xft`. EWA (arXiv 2308.06093) is here: the MLP becomes E experts without a router, each
-sees a random part of every batch, after each of the optimizer's steps they are drawn to their mean, and the mean is the
-dense model in the end.
+Most are settings of `moe_runtime.methods.xft`. EWA (arXiv 2308.06093) is defined here: the MLP becomes E experts without a
+router, each of which sees a random part of every batch; after each optimizer step they move towards their mean, and the final
+mean is the dense model.
 
     to_ewa               every MLP becomes E copies of itself
-    (tune)               by any trainer with AveragingCallback, or by a loop that calls average_after_steps
-    xft.merge            the dense model: the experts' mean (of partition "router" with alpha="uniform")
+    (tune)               with any trainer and AveragingCallback, or in a loop that calls average_after_steps
+    xft.merge            the dense model: the experts' mean (for partition "router" pass alpha="uniform")
 
     share of step t = 1 .. T    "constant": share    "linear": share t / T    (XFT, Figure 3)
 
-WeightAverages is about the dense model alone: EMA and SWA (arXiv 1803.05407) of the weights of one tuning, without experts.
+WeightAverages needs no experts: EMA and SWA (arXiv 1803.05407) of a dense model's weights over one tuning run.
 
-UpIT's (arXiv 2410.01610, Tables 1 and 2): LoRA on the MLPs, and LoRAMoE over it, from fresh pairs or from copies of one.
+UpIT's baselines (arXiv 2410.01610, Tables 1 and 2): LoRA on the MLPs, and LoRAMoE from fresh pairs or copies of one LoRA.
 
     to_lora              peft's pairs on the MLPs' linear layers
     (tune, save)         an adapter folder
@@ -49,7 +49,7 @@ class Baseline(NamedTuple):
     label: str
     what: str
     source: str
-    call: str  # on `model`: the dense base, or for a merge the tuned upcycled model; `adapter`: a tuned LoRA's folder
+    call: str  # `model` is the dense base, or for a merge the tuned upcycled model; `adapter` a tuned LoRA's folder
 
 
 BASELINES = {
@@ -67,20 +67,20 @@ BASELINES = {
         "XFT, Table 4; MoCLE, arXiv 2312.12379", "xft.upcycle(model, gate='nonorm')",
     ),
     "ewa": Baseline(
-        "EWA", "tokens dealt out to the experts at random, experts averaged after each step",
+        "EWA", "tokens assigned to the experts at random, experts averaged after each step",
         "arXiv 2308.06093; XFT, Tables 1 to 3", "baselines.to_ewa(model)",
     ),
     "ewa_router": Baseline(
-        "EWA, router", "the same with a router that sends each token to one expert", "XFT's text leaves it open",
+        "EWA, router", "the same with a router that sends each token to one expert", "a variant that XFT's text allows",
         "baselines.to_ewa(model, partition='router')",
     ),
-    "init": Baseline("INIT", "merged as learning begins, nothing learned", "XFT, Table 5", "xft.merge(model)"),
+    "init": Baseline("INIT", "merged with the initial coefficients, untrained", "XFT, Table 5", "xft.merge(model)"),
     "soup": Baseline(
         "learned soup", "the shared expert's coefficient is learned too", "XFT, Table 5; model soups, arXiv 2203.05482",
         "xft.to_mergeable(model, soup=True)",
     ),
     "uniform": Baseline(
-        "uniform mean", "all experts count alike, nothing learned", "model soups, arXiv 2203.05482",
+        "uniform mean", "merged with equal coefficients, untrained", "model soups, arXiv 2203.05482",
         "xft.merge(model, alpha='uniform')",
     ),
     "lambda_0": Baseline(
@@ -93,12 +93,12 @@ BASELINES = {
         "UpIT, arXiv 2410.01610, Table 1; LoRAMoE, arXiv 2312.09979", "baselines.to_lora_moe(model, num_experts=8, top_k=2)",
     ),
     "loramoe_sft": Baseline(
-        "LoRAMoE, SFT", "the same, of equal copies of one tuned LoRA",
+        "LoRAMoE, SFT", "the same, starting from copies of one tuned LoRA",
         "UpIT, arXiv 2410.01610, Table 1; LoRAMoE, arXiv 2312.09979",
         "baselines.to_lora_moe(model, experts=[adapter] * 8, top_k=2)",
     ),
     "loramoe_dense": Baseline(
-        "LoRAMoE", "a router per linear layer, all experts by their softmax", "LoRAMoE, arXiv 2312.09979",
+        "LoRAMoE", "a router per linear layer, all experts weighted by softmax", "LoRAMoE, arXiv 2312.09979",
         "baselines.to_lora_moe(model, num_experts=8, top_k=None, form='linear', rank=4, alpha=32)",
     ),
 }  # fmt: skip
@@ -109,10 +109,10 @@ def to_ewa(
 ) -> xft.UpcycleReceipt:
     """Replace the MLPs of a dense transformers model by EWA's experts, in place, and measure what changed.
 
-    partition "random" deals the tokens of each batch out to the experts, each to one, and runs the mean expert in eval mode;
-    "router" makes an ordinary upcycled model of gate topk_softmax with one expert per token, whose router, the weight
-    of one expert always being 1, has no gradient; `seed` draws it. Neither averages yet: `average_after_steps` does.
-    Raises ValueError, with the model untouched, for what `xft.upcycle` refuses.
+    partition "random" assigns each token of a batch to a random expert, and runs the mean expert in eval mode; "router" makes
+    an ordinary upcycled model with gate topk_softmax and one expert per token; since its weight is always 1, the router,
+    initialized by `seed`, gets no gradient. Averaging itself is done by `average_after_steps`. Raises ValueError, with the
+    model untouched, as `xft.upcycle` does.
     """
     check_choice("partition", partition, PARTITIONS)
     family = family_of(model)
@@ -122,7 +122,7 @@ def to_ewa(
 
 
 class Averaging:
-    """What `average_after_steps` returns; `step` counts the steps that were averaged, `remove` ends it."""
+    """Handle returned by `average_after_steps`; `step` counts the averaged steps, `remove` stops averaging."""
 
     def __init__(self, stacks: list[nn.Parameter], share: float, schedule: str, total_steps: int | None, step: int):
         self.stacks, self.share, self.schedule = stacks, share, schedule
@@ -141,11 +141,11 @@ class Averaging:
             self._hook = None
 
     def share_at(self, step: int) -> float:
-        """Return the share of step 1, 2, ...; a linear one stays where it is after the last step."""
+        """Return the share of step 1, 2, ...; a linear share stays constant after the last step."""
         return self.share if self.schedule == "constant" else self.share * min(step / self.total_steps, 1.0)
 
     def _after_step(self, optimizer, args, kwargs) -> None:
-        # GradScaler does not call most optimizers for gradients that overflowed; a fused one learns of it by this tensor
+        # on overflow GradScaler skips most optimizers' step; fused ones are called and get this tensor
         overflowed = getattr(optimizer, "found_inf", None)
         if overflowed is not None and overflowed.item():
             return
@@ -158,29 +158,29 @@ def average_after_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, share: float = 0.3, schedule: str = "constant",
     total_steps: int | None = None, step: int = 0,
 ) -> Averaging:  # fmt: skip
-    """Average the experts that train after each of the optimizer's steps; its state is left alone.
+    """Average the trained experts after each optimizer step; the optimizer's state is not averaged.
 
-    `total_steps` is T of a linear schedule, `step` how many are done. Call it when model and optimizer are what they will
-    train as: FSDP2 and accelerate put others in their place. Raises ValueError for a model without experts that train,
-    and an optimizer that does not hold them.
+    `total_steps` is T of a linear schedule, `step` the number of completed steps. Call it after FSDP2 or accelerate have
+    prepared model and optimizer, since they replace parameters. Raises ValueError for a model without trainable experts and
+    for an optimizer without their parameters.
     """
     check_schedule(share, schedule)
     if schedule == "linear":
         check_positive("total_steps", total_steps)
     while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer  # accelerate's wrapper calls this one
+        optimizer = optimizer.optimizer  # the one that accelerate's wrapper calls
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
     stacks = {f"{path}.{n}": p for path, module in modules for n, p in module.named_parameters() if p.requires_grad}
-    # FSDP1 and ZeRO-3 leave a flat piece, or nothing, under the stack's name
-    apart = [name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)]
+    # FSDP1 and ZeRO-3 leave a flat shard, or nothing, under the stack's name
+    partial = [name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)]
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} if is_torch else set()
     other, reason = [name for name, stack in stacks.items() if id(stack) not in held], None
     if not stacks:
         reason = f"{type(model).__name__} has no trainable experts. Pass a model from baselines.to_ewa"
-    elif apart:
+    elif partial:
         reason = (
-            f"{apart[0]} must be a whole stack [E, ...], but is {tuple(stacks[apart[0]].shape)}. Train with FSDP2 "
+            f"{partial[0]} must be a whole stack [E, ...], but is {tuple(stacks[partial[0]].shape)}. Train with FSDP2 "
             "(fsdp_version: 2) or DDP instead of FSDP1 and ZeRO-3"
         )
     elif other:
@@ -200,7 +200,7 @@ def check_schedule(share: float, schedule: str) -> None:
 
 
 class AveragingCallback(TrainerCallback):
-    """`average_after_steps` for transformers' Trainer and TRL's; a resumed run goes on with the share of its step."""
+    """`average_after_steps` for transformers' and TRL's Trainer; a resumed run continues with the share of its step."""
 
     def __init__(self, share: float = 0.3, schedule: str = "constant"):
         check_schedule(share, schedule)
@@ -216,7 +216,7 @@ class AveragingCallback(TrainerCallback):
         )  # fmt: skip
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Count as the trainer does, for which a step that overflowed is one too."""
+        """Use the trainer's step count, which includes steps skipped by an overflow."""
         if self.averaging is not None:
             self.averaging.step = state.global_step
 
@@ -235,7 +235,7 @@ class WeightAverages(TrainerCallback):
     """
 
     def __init__(self, decay: float = 0.99, start: float = 0.5):
-        # how much of the mean of n weights stays when the next one comes
+        # factor of the mean of n weights when the next one is added
         self.keeps = {"ema": lambda n: ((1 + n) / (10 + n)).clamp(max=decay), "swa": lambda n: n / (n + 1)}
         self.start, self.models = start, {}
 

@@ -1,13 +1,14 @@
-"""XFT end to end on real text, in minutes on two cores: what `moe-runtime demo` and `make demo` run.
+"""XFT end to end on real text, in minutes on two cores: the code of `moe-runtime demo` and `make demo`.
 
     standard library's source, documentation, sums -> tokenizer, base model
     few examples of each                           -> SFT, and XFT: upcycle -> tune -> learn mixing -> merge -> dense
 
-The stages are those of `study`, the settings recipes/demo.yaml. SFT is tuned at three learning rates, each for as many steps
-as tuning the MoE model and learning to mix take together, and kept at its best step by validation rows; XFT has one rate and
-keeps its last step. Losses are means over the label tokens of examples that chose nothing and that nothing was trained on.
+The stages are those of `study`, the settings recipes/demo.yaml. SFT runs at three learning rates, each for as many steps as
+tuning the MoE model and learning to mix take together, and keeps its best step by validation rows; XFT has one rate and keeps
+its last step. Losses are means over the label tokens of examples used neither for training nor for selection.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -34,9 +35,9 @@ from moe_runtime.methods.xft.study import Stages
 
 PRESETS = {"small": "demo", "tiny": "demo-tiny"}  # -> the recipe
 RATES = (0.5, 1.0, 2.0)  # learning rates of the SFT baselines, as multiples of XFT's
-ROUTED = 64  # held-out rows that the picture of the routers is made of
+ROUTED = 64  # held-out rows in the picture of the routers
 SUMS, SHOWN = 120, 3  # held-out sums to solve, and to print with answers
-# seconds of an example: in pre-training, all of whose rows are full, of SFT, of the MoE model and of mixing, as its multiples
+# time per example relative to pre-training, whose rows are always full: SFT, tuning the MoE model, learning to mix
 WORK = {"base": 1.0, "sft": 0.6, "moe": 1.2, "mix": 1.0}
 
 
@@ -55,7 +56,7 @@ class Clock:
             print(f"[{time.perf_counter() - self.start:4.0f} s] {text}", flush=True)
 
     def begin(self, what: str, kind: str, left: list[str]) -> None:
-        """Announce a stage of this kind; `left` has the kinds of the stages after it."""
+        """Announce a stage of the given kind; `left` lists the kinds of the stages after it."""
         about = ""
         if self.pace:
             about = f" (about {max(self.pace * sum(self.work[one] for one in (kind, *left)), 1):.0f} s left in all)"
@@ -67,9 +68,9 @@ class Clock:
 
 
 def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) -> list[dict]:
-    """Run the demo; write its models, results.json and xft.png to the folder `out`, and return the table's rows.
+    """Run the demo; write its models, results.json and xft.png to the folder `out`; return the table's rows.
 
-    Finished stages are also kept in `<out>.stages`; another run reads them or resumes from there.
+    Finished stages are also kept in `<out>.stages`, from which another run resumes.
     """
     check_choice("preset", preset, tuple(PRESETS))
     out = check_out_dir(out, overwrite)
@@ -87,7 +88,7 @@ def run(preset: str, out: str | Path, seed: int = 0, overwrite: bool = False) ->
         stats = _routed(stages, made["MoE"][0])
         results["expert_slots"] = stats.counts.tolist()
         (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        plots.save(_picture(results, stats), folder / "xft.png")
+        plots.save(plots.watermark(_picture(results, stats), preset == "tiny"), folder / "xft.png")
         best = made[results["best_sft"]][0]
         models = {"base": made["base"][0], "sft": best, "moe": made["MoE"][0], "merged": made["merged"][0]}
         for name, result in models.items():
@@ -175,33 +176,35 @@ def _routed(stages: Stages, moe: Result) -> RouterStats:
 
 
 def _picture(results: dict, stats: RouterStats):
-    """Plot the table's losses, validation losses during training, and router load."""
-    figure = require("matplotlib.figure", "plot").Figure(figsize=(15, 4.4), layout="constrained")
-    table, curves, load = figure.subplots(1, 3)
-    rows = results["rows"][:0:-1]  # without the base, whose loss is far higher
-    losses = [row["loss"] for row in rows]
-    margin = (max(losses) - min(losses)) or 0.01
-    for place, row in enumerate(rows):
-        table.plot(row["loss"], place, "D", color=plots.GREY if row["model"].startswith("SFT") else plots.GREEN)
-        table.text(row["loss"] + 0.05 * margin, place, f"{row['loss']:.4f}", va="center")
-    table.axvline(losses[0], color=plots.GREEN, linestyle="--", linewidth=1)
-    table.set_yticks(range(len(rows)), [row["model"] for row in rows])
-    table.set_xlim(min(losses) - 0.1 * margin, max(losses) + 0.4 * margin)
-    table.grid(axis="x", alpha=0.25)
-    table.set(xlabel="loss per label token (lower is better)", title="held-out examples: SFT and XFT")
-    for name, colour in zip([name for name in results["validation_curves"] if name.startswith(("SFT", "MoE"))], plots.COLOURS):
-        steps, values = zip(*results["validation_curves"][name], strict=True)
-        curves.plot(steps, values, marker="o", color=colour, label=name)
-    curves.set(xlabel="step", ylabel="loss per label token", title="validation examples while tuning")
-    curves.legend()
-    curves.grid(alpha=0.25)
-    stats.heatmap(load)
-    load.set_title("how evenly tokens spread over the routed experts")
+    """Draw the table's losses and solved sums, validation losses during tuning, and the routers' load."""
+    title = f"XFT and SFT from one base of {results['rows'][0]['parameters']:,} parameters, seed {results['seed']}"
+    figure, axes = plots.new_figure(title, (10.5, 7.4), mosaic="AB;CD")
+    colours = dict(zip([row["model"] for row in results["rows"]], itertools.cycle(plots.COLOURS)))
+    plots.losses(axes["A"], [(row["model"], row["loss"], colours[row["model"]]) for row in results["rows"]], "merged")
+    axes["A"].set(xlabel="loss per label token (lower is better)", title="held-out examples")
+    for y, row in enumerate(results["rows"]):
+        axes["B"].barh(y, row["solved"], color=colours[row["model"]], height=0.6)
+        axes["B"].text(row["solved"] + 0.01, y, f"{row['solved']:.0%}", va="center", fontsize=9)
+    axes["B"].set_yticks(range(len(colours)), colours)
+    axes["B"].set(xlim=(0, 1.1), ylim=(len(colours) - 0.5, -0.5), xlabel="share solved, greedily", title="held-out sums")
+    axes["B"].xaxis.set_major_formatter("{x:.0%}")
+    ways, start = dict(results["validation_curves"]), 0
+    ways.pop("base")
+    for name, marker in zip(ways, plots.MARKERS):
+        steps, values = zip(*ways[name], strict=True)
+        start = ways["MoE"][-1][0] if name == "merged" else 0  # mixing is learned after tuning
+        label = f"{name}, its mixing" if start else name
+        axes["C"].plot([step + start for step in steps], values, marker=marker, color=colours[name], label=label)
+    axes["C"].set(xlabel="step", ylabel="loss per label token", title="validation examples while tuning")
+    axes["C"].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, frameon=False)
+    axes["C"].grid()
+    stats.heatmap(axes["D"])
+    axes["D"].set_title("tokens of each routed expert over the mean")
     return figure
 
 
 def _show(results: dict, out: Path, clock: Clock, texts: list[dict], answers: list[list[str]]) -> None:
-    """Print the table, its conclusions, answers, and the next steps."""
+    """Print the table, its conclusions, sample answers, and next steps."""
     columns = ("model", "left"), ("loss", "right"), ("sums solved", "right"), ("parameters", "right")
     columns += ("per token", "right"), ("train s", "right"), ("", "left")
     rows = [
@@ -229,7 +232,7 @@ def _show(results: dict, out: Path, clock: Clock, texts: list[dict], answers: li
 
 
 def verdict(results: dict) -> str:
-    """Return sentences on what XFT gained or lost against every SFT of the table."""
+    """Return sentences that compare XFT with every SFT of the table."""
     losses = {row["model"]: row["loss"] for row in results["rows"]}
     merged, best = losses["merged"], results["best_sft"]
     rates = [name for name in losses if name.startswith("SFT")]

@@ -24,9 +24,9 @@ def upcycle_folder(
     max_shard_size: int | str = SHARD, overwrite: bool = False, progress: Progress | None = None, export_to: str | None = None,
     **settings,
 ) -> FolderReceipt:  # fmt: skip
-    """Upcycle the dense model folder `source` to the folder `target`; `settings` are MoEConfig's (num_experts=8, top_k=6, ...).
+    """Upcycle the dense model in folder `source` to the folder `target`; `settings` are MoEConfig's (num_experts=8, ...).
 
-    Raises ValueError, with nothing written, for an unknown architecture, missing or misshapen MLP tensors, some that are not
+    Raises ValueError, with nothing written, for an unknown architecture, MLP tensors that are missing, misshapen or not
     finite, an existing target or too little disk space, and for settings that the stock family `export_to` cannot compute.
     """
     check_out_dir(target, overwrite, [source])
@@ -75,7 +75,7 @@ def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequ
         return None
     parts = families.mlp_keys(family, place.layer, moe.bias)[place.name]
     weight = torch.cat([job.source.get(part) for part in parts])
-    # torch has no aminmax of eight bits
+    # torch has no aminmax for 8-bit floats
     if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.aminmax()).isfinite().all():
         raise ValueError(f"{key} of {job.source.path} contains NaN or infinity, but weights must be finite")
     # expanded, not repeated: the writer copies it once
@@ -92,7 +92,7 @@ def _check_mlps(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence
     specs = {key: spec for key, spec in checkpoint.specs().items() if families.locate_key(family, key) is not None}
     dtype = next((spec.dtype for spec in specs.values()), torch.float32)
     want = {key: TensorSpec(shape, dtype) for layer in layers for key, shape in _mlp_specs(family, moe, layer)}
-    other = set(range(num_layers)) - set(layers)  # dense layers stay as they are
+    other = set(range(num_layers)) - set(layers)  # these stay dense
     specs = {key: spec for key, spec in specs.items() if families.locate_key(family, key).layer not in other}
     check_keys(specs, want, source=checkpoint.path)
 
@@ -119,7 +119,7 @@ def mergeable_folder(
 ) -> FolderReceipt:  # fmt: skip
     """Convert an upcycled folder to a mergeable one, with mixing logits at INIT instead of routers.
 
-    Raises ValueError, with nothing written, for a folder at another stage, other tensors than the config's, a shared_rate
+    Raises ValueError, with nothing written, for a folder at another stage, tensors that do not match the config, a shared_rate
     outside 0..1, a gate without shared expert unless `soup`, an existing target or too little disk space.
     """
     check_out_dir(target, overwrite, [source])
@@ -149,9 +149,9 @@ def merge_folder(
 ) -> FolderReceipt:  # fmt: skip
     """Merge an upcycled (INIT), mergeable or EWA folder to a dense model of the stock architecture, XFT Eq. (3).
 
-    `alpha` [E], [L, E] or "uniform" replaces the learned or INIT coefficients; it must sum to 1. Raises ValueError, with
-    nothing written, for a folder that is not upcycled, learned coefficients that are not finite, other tensors than the
-    config's, or an existing target.
+    `alpha` [E], [L, E] or "uniform" overrides the learned or INIT coefficients; it must sum to 1. Raises ValueError, with
+    nothing written, for a folder that is not upcycled, learned coefficients that are not finite, tensors that do not match the
+    config, or an existing target.
     """
     check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source)

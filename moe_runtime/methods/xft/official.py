@@ -1,15 +1,15 @@
-"""Model folders of the released XFT code (ise-uiuc/xft) to ours and back, tensor by tensor; docs/xft-official.md.
+"""Convert model folders of the released XFT code (ise-uiuc/xft) to ours and back, tensor by tensor; docs/xft-official.md.
 
     model.layers.{l}.mlp.                                              ours, in the same place
     calculator.experts.weight_{gate,up}.{e}.weight       [I, H]        experts.gate_up_proj [E, 2I, H], gate first
     calculator.experts.weight_down.{e}.weight            [H, I]        experts.down_proj [E, H, I]
     gate.gate_network.0.weight, .2.weight                              gate.weight [R, H], gate.weight_out [R, R]
-    gate.gate_network.weight, of a linear one            [R, H]        gate.weight
+    gate.gate_network.weight (linear router)             [R, H]        gate.weight
     gate.weight_noise.weight                             [R, H]        gate.noise_weight
     average_weights                                      [R]           mixing_logits, float32
 
-The weighted model keeps the first three in files of their own, `ffn_layer_{l}.pt`: {"weight_gate": {e: tensor}, ...}.
-Nothing is computed: what is imported and exported again, or the other way round, has the same bits.
+The weighted model stores the experts in separate files, `ffn_layer_{l}.pt`: {"weight_gate": {e: tensor}, ...}.
+Nothing is computed: a round trip in either direction is bit-identical.
 
 These and `pytorch_model*.bin` are pickles. They are loaded with `weights_only=True`, which builds tensors and containers and
 runs nothing, and mapped rather than read where torch can (its zip format).
@@ -40,13 +40,13 @@ BIN_INDEX = "pytorch_model.bin.index.json"
 KINDS = ("weight_gate", "weight_up", "weight_down")
 EXPERTS = "model.layers.{}.mlp.calculator.experts.{}.{}.weight"  # layer, kind, expert
 MLP = "model.layers.{}.mlp"
-MAX_NAMES = 10**6  # of missing tensors, which a damaged config could name until memory is full
-# the weighted model's own, never used MLP
+MAX_NAMES = 10**6  # limit on expected tensors, since a damaged config could ask for arbitrarily many
+# the weighted model's own MLP, which is never used
 _PLACEHOLDERS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
 def load_tensors(file: Path) -> Mapping:
-    """Load a file of torch.save that holds tensors and containers alone; raises ValueError for any other."""
+    """Load a file of torch.save that contains only tensors and containers; raises ValueError for any other."""
     cause = None
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -62,9 +62,9 @@ def load_tensors(file: Path) -> Mapping:
 
 
 class TorchFiles:
-    """Files of torch.save, with the reading half of Checkpoint; one is open at a time, `flatten` makes it {key: tensor}.
+    """Files of torch.save with Checkpoint's reading methods; one is open at a time, `flatten` turns it into {key: tensor}.
 
-    Raises ValueError for files that hold anything but dense tensors, and for a key in two files.
+    Raises ValueError for files with anything but dense tensors, and for a key in two files.
     """
 
     def __init__(self, path: Path, names: Iterable[str], flatten: Callable[[Mapping, str], Mapping]):
@@ -82,7 +82,7 @@ class TorchFiles:
         self._name, self._open = "", {}
 
     def keys(self) -> list[str]:
-        """Return the keys file by file: the order to walk them in."""
+        """Return the keys file by file, in reading order."""
         return list(self._place)
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -90,20 +90,20 @@ class TorchFiles:
         return {key: spec for key, (spec, _) in self._place.items()}
 
     def get(self, key: str) -> torch.Tensor:
-        """Return one tensor, which may be mapped from the file."""
+        """Return one tensor, which may be memory-mapped."""
         return self._load(self._place[key][1])[key].detach()
 
     def _load(self, name: str) -> Mapping:
         if name == self._name:
             return self._open
-        self._name, self._open = "", {}  # before the next takes as much memory
+        self._name, self._open = "", {}  # free the previous file before loading the next
         self._open = self._flatten(load_tensors(self.path / name), name)
         self._name = name
         return self._open
 
 
 def open_model(path: str | Path) -> Checkpoint | TorchFiles:
-    """Open the tensors of a model folder: safetensors where there are some, else `pytorch_model*.bin`."""
+    """Open the tensors of a model folder: its safetensors if any, else `pytorch_model*.bin`."""
     path = Path(path)
     found = {file.name for file in path.iterdir()} if path.is_dir() else set()
     if not found & {BIN, BIN_INDEX} or found & {SINGLE, SAFE_INDEX}:
@@ -118,14 +118,14 @@ def open_model(path: str | Path) -> Checkpoint | TorchFiles:
 
 
 def _flatten_experts(loaded: Mapping, name: str) -> dict:
-    """Name the tensors of `ffn_layer_{l}.pt`, {weight_gate | weight_up | weight_down: {expert: tensor}}, as an MoE's."""
+    """Give the tensors of `ffn_layer_{l}.pt`, {weight_gate | weight_up | weight_down: {expert: tensor}}, the MoE's names."""
     layer = int(re.search(r"\d+", name)[0])
     kinds = {kind: experts if isinstance(experts, Mapping) else {None: experts} for kind, experts in loaded.items()}
     return {EXPERTS.format(layer, kind, e): tensor for kind, experts in kinds.items() for e, tensor in experts.items()}
 
 
 class _Source(NamedTuple):
-    """A folder of the released code, its experts' files beside it; with the reading half of Checkpoint."""
+    """A folder of the released code, and its experts' files if separate; with Checkpoint's reading methods."""
 
     path: Path
     parts: tuple[Checkpoint | TorchFiles, ...]
@@ -145,12 +145,12 @@ def import_official(
     source: str | Path, target: str | Path, *, ffn_folder: str | Path | None = None, rope_theta: float | None = None,
     max_shard_size: int | str = SHARD, overwrite: bool = False, progress: Progress | None = None,
 ) -> FolderReceipt:  # fmt: skip
-    """Write a folder of the released XFT code as one of ours: an MoE's at stage "moe", a weighted model's at "mergeable".
+    """Convert a folder of the released XFT code to one of ours: an MoE to stage "moe", a weighted model to "mergeable".
 
-    `ffn_folder` holds a weighted model's `ffn_layer_{l}.pt`; by default it is `source`, config.json's ffn_folder_path or its
-    namesake beside `source`. `rope_theta` replaces the base that the released code computes with: 10000 for an MoE, whatever
-    its config.json says (with a warning where it says another). Raises ValueError, with nothing written, for an option
-    that we do not compute, other tensors than the config's, pickles of more than tensors, or an existing target.
+    `ffn_folder` holds a weighted model's `ffn_layer_{l}.pt`; by default it is `source`, config.json's ffn_folder_path or a
+    folder of that name next to `source`. `rope_theta` replaces the RoPE base that the released code uses: 10000 for an MoE,
+    even if its config.json has another (then with a warning). Raises ValueError, with nothing written, for an unsupported
+    option, tensors that do not match the config, pickles with more than tensors, or an existing target.
     """
     check_out_dir(target, overwrite, [source, ffn_folder])
     source, values = Path(source), official_config.read_values(source)
@@ -193,12 +193,12 @@ def _import(opened: _Source, values: dict, target, rope_theta, max_shard_size, o
 
 
 def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
-    """Open a folder's tensors and tell its stage by what it holds; ValueError for one without experts (`import_official`)."""
+    """Open a folder's tensors and infer its stage from them; raises ValueError for a folder without experts."""
     model, reason = open_model(source), None
     names = {key.partition(".mlp.")[2] for key in model.keys()}
     is_moe = any(name.startswith("calculator.experts.") for name in names)
-    said = str(values.get("ffn_folder_path") or source)
-    places = [Path(ffn_folder)] if ffn_folder is not None else [source, Path(said), source.parent / Path(said).name]
+    configured = str(values.get("ffn_folder_path") or source)
+    places = [Path(ffn_folder)] if ffn_folder is not None else [source, Path(configured), source.parent / Path(configured).name]
     folder = next((place for place in places if (place / "ffn_layer_0.pt").is_file()), None)
     if is_moe and (values["model_type"] != official_config.MODEL_TYPE or ffn_folder is not None):
         reason = (
@@ -217,15 +217,15 @@ def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
         raise ValueError(reason)
     if is_moe:
         return _Source(source, (model,), "moe")
-    num_layers = values.get("num_hidden_layers", 32)  # Llama's config says so where it says nothing
+    num_layers = values.get("num_hidden_layers", 32)  # the default of Llama's config
     check_positive("num_hidden_layers", num_layers)
-    # not a list: the number is a config's, and the first file that is missing ends it
+    # a generator, since a damaged config may have a huge number; the first missing file stops it
     files = (f"ffn_layer_{layer}.pt" for layer in range(num_layers))
     return _Source(source, (model, TorchFiles(folder, files, _flatten_experts)), "mergeable")
 
 
 def _router_names(moe: MoEConfig) -> dict[str, tuple[str, tuple[int, int]]]:
-    """Our name of each router tensor: theirs, and the shape."""
+    """Map our name of each router tensor to theirs and the shape."""
     R, H = moe.num_routed_experts, moe.hidden_size
     names = {"weight": ("gate_network.weight", (R, H))}
     if moe.router == "mlp":
@@ -234,7 +234,7 @@ def _router_names(moe: MoEConfig) -> dict[str, tuple[str, tuple[int, int]]]:
 
 
 def _wanted(moe: MoEConfig, layer: int, stage: str) -> dict[str, tuple[int, ...]]:
-    """Their keys of one layer's experts and router, or mixing logits, with the shapes."""
+    """Return their keys of one layer's experts and router, or mixing logits, with the shapes."""
     H, I = moe.hidden_size, moe.intermediate_size
     shapes = {"weight_gate": (I, H), "weight_up": (I, H), "weight_down": (H, I)}
     keys = {EXPERTS.format(layer, kind, e): shapes[kind] for kind in KINDS for e in range(moe.num_experts)}
@@ -244,11 +244,11 @@ def _wanted(moe: MoEConfig, layer: int, stage: str) -> dict[str, tuple[int, ...]
 
 
 def _check(opened: _Source, config, wanted: list[dict]) -> dict[str, TensorSpec]:
-    """Return the tensors to write; ValueError, with their names of them, unless those that are there are the config's."""
+    """Return the tensors to write; raises ValueError, in terms of their names, if the tensors do not match the config."""
     found, moe, stage = opened.specs(), moe_config(config), opened.stage
     unused = {f"{MLP.format(layer)}.{name}" for layer in range(len(wanted)) for name in _PLACEHOLDERS}
     mlp = {key: spec for key, spec in found.items() if ".mlp." in key and not (stage == "mergeable" and key in unused)}
-    # one dtype for all experts, any for the rest
+    # experts must share one dtype
     dtype = next((spec.dtype for key, spec in mlp.items() if ".experts." in key), torch.float32)
     want = {key: shape for names in wanted for key, shape in names.items()}
     check_keys(
@@ -256,7 +256,7 @@ def _check(opened: _Source, config, wanted: list[dict]) -> dict[str, TensorSpec]
         {k: TensorSpec(v, dtype if ".experts." in k or k not in mlp else mlp[k].dtype) for k, v in want.items()},
         source=opened.path,
     )
-    # what the released code rebuilds itself, or ties
+    # tensors that the released code recomputes or ties
     passed_over = {key for key in found if key.endswith(".rotary_emb.inv_freq")}
     passed_over |= {"lm_head.weight"} if config.tie_word_embeddings else set()
     specs = {key: spec for key, spec in found.items() if ".mlp." not in key and key not in passed_over}
@@ -279,7 +279,7 @@ def _import_layer(job: Conversion, layer: int, moe: MoEConfig, stage: str) -> No
     path, get = MLP.format(layer), job.source.get
     E, H, I = moe.num_experts, moe.hidden_size, moe.intermediate_size
     dtype = job.specs[EXPERTS.format(layer, "weight_down", 0)].dtype
-    # in the order of the files, expert by expert: a layer may lie across two of them
+    # in file order, expert by expert, since a layer may span two files
     stack = torch.empty(E, 2 * I, H, dtype=dtype)
     for kind, rows in (("weight_gate", slice(0, I)), ("weight_up", slice(I, 2 * I))):
         for e in range(E):
@@ -301,11 +301,11 @@ def export_official(
     source: str | Path, target: str | Path, *, keep_rope: bool = False, max_shard_size: int | str = SHARD,
     overwrite: bool = False, progress: Progress | None = None,
 ) -> FolderReceipt:  # fmt: skip
-    """Write an upcycled Llama folder for the released XFT code: stage "moe" as its MoE, "mergeable" as its weighted model.
+    """Convert an upcycled Llama folder for the released XFT code: stage "moe" to its MoE, "mergeable" to its weighted model.
 
-    The weighted model's `ffn_layer_{l}.pt` lie in `target` itself, and config.json names it by its whole path. `keep_rope`
-    writes an MoE with another rope_theta than 10000 all the same, the only one that the released MoE code computes with.
-    Raises ValueError, with nothing written, for what that code has no option for, or an existing target.
+    The weighted model's `ffn_layer_{l}.pt` are in `target` itself, whose absolute path is in config.json. `keep_rope` allows
+    an MoE with another rope_theta than 10000, which the released MoE code would ignore. Raises ValueError, with nothing
+    written, for settings that the released code does not support, or an existing target.
     """
     out = check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source)
@@ -340,7 +340,7 @@ def _experts(checkpoint: Checkpoint, path: str, kind: str) -> Iterator[torch.Ten
     down = kind == "weight_down"
     key = f"{path}.experts.{'down_proj' if down else 'gate_up_proj'}"
     for rows in expert_rows(checkpoint, key):
-        # copies: two views of one storage are no two tensors to safetensors
+        # copies, since safetensors rejects views that share storage
         yield rows if down else rows.chunk(2)[kind == "weight_up"].clone()
 
 
@@ -359,7 +359,7 @@ def _export_weighted(job: Conversion, path: str, layer: int, alpha: torch.Tensor
     torch.save(experts, job.writer.place(f"ffn_layer_{layer}.pt"))
     del experts
     job.add(f"{path}.average_weights", job.source.get(f"{path}.mixing_logits"))
-    # the released code writes an MLP that it never uses, drawn at random; the merged one is there for whoever reads it
+    # the released code writes a random MLP that it never uses; ours is the merged one, which other readers can use
     merged = merge_rows(expert_rows(job.source, f"{path}.experts.gate_up_proj"), alpha)
     for part, name in zip(merged.chunk(2), _PLACEHOLDERS):
         job.add(f"{path}.{name}", part.clone())

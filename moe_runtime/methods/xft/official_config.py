@@ -1,12 +1,12 @@
-"""config.json of the released XFT code (ise-uiuc/xft) to ours and back.
+"""Convert config.json of the released XFT code (ise-uiuc/xft) to ours and back.
 
     num_experts E, num_selects K    num_experts, top_k: both count the shared expert, as we do
     gate_type                       gate, by GATES below; gate_network mlp | linear is router, gate_add_noise noisy_gate
-    gate_use_balance                balance_loss "cv2" of weight gate_balance_loss_weight, with load_quirk; else "none"
-    shared_expert_weight            shared_rate, lambda, which only the weighted model reads
+    gate_use_balance                balance_loss "cv2" weighted by gate_balance_loss_weight, with load_quirk; else "none"
+    shared_expert_weight            shared_rate (lambda), which only the weighted model reads
 
-The released MoE attention reads `rope_scaling` and not `rope_theta`: its base is 10000 whatever the config says. The
-weighted and the merged model are Llama's and read both.
+The released MoE attention reads `rope_scaling` but not `rope_theta`: its base is always 10000. The
+weighted and the merged model are Llama models and read both.
 """
 
 import json
@@ -31,7 +31,7 @@ GATES = {
     "TopKUniversalBalancedNoNormalizationNoisyGate": "nonorm",
     "TopKBalancedNoisyGate": "topk_softmax",
 }
-# what the released config class says where config.json says nothing: of the experts
+# defaults of the released config class: of the experts
 _MOE_KEYS = {
     "num_experts": 8, "num_selects": 2, "size_experts": None, "gate_type": "TopKBalancedNoisyGate", "gate_network": "mlp",
     "gate_use_softmax": True, "gate_use_balance": True, "gate_balance_loss_weight": 0.01, "gate_add_noise": True,
@@ -40,23 +40,23 @@ _MOE_KEYS = {
     "capacity_factor": 1.25, "shared_expert_weight": 0.75,
     "ffn_folder_path": "ds-8x6.7b-top-6-universal-evol-instruct-5e-5_bs_64_epoch_4_ffn",
 }  # fmt: skip
-# and of the rest, where that is not what Llama's config says
+# and of the rest, where they differ from Llama's
 _STOCK_KEYS = {
     "vocab_size": 32256, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16,
     "num_key_value_heads": 16, "max_position_embeddings": 16384, "pad_token_id": 32014, "bos_token_id": 32013,
     "eos_token_id": 32014, "rope_scaling": {"factor": 4.0, "type": "linear"},
 }  # fmt: skip
-# the one value of each that we compute
+# options with one supported value
 _FIXED = {
     "gate_use_softmax": True, "calculator_type": "UniversalCalculator", "multiply_gate_scores": True, "add_weight_norm": False,
 }  # fmt: skip
-# what our config says beyond theirs travels under this key, and comes back
+# our settings that their config lacks are kept under this key, for the way back
 EXTRA = "moe_runtime_extra"
 _EXTRA_FIELDS = ("load_quirk", "initializer_range", "shared", "recompute")
 
 
 def read_values(source: str | Path) -> dict:
-    """Return the config.json of a folder of the released code, without the defaults; raises ValueError for others."""
+    """Return config.json of a folder of the released code, without defaults; raises ValueError for other folders."""
     path, values = Path(source) / "config.json", {}
     if path.is_file():
         values = read_json(path)
@@ -71,9 +71,9 @@ def read_values(source: str | Path) -> dict:
 
 
 def import_config(values: dict, stage: str, rope_theta: float | None = None):
-    """Return the config of our upcycled ("moe") or mergeable model that computes what the released code would.
+    """Return the config of our upcycled ("moe") or mergeable model that computes the same as the released code.
 
-    `rope_theta` replaces the base that it would use. Raises ValueError for an option that we do not compute.
+    `rope_theta` replaces the RoPE base that it would use. Raises ValueError for an unsupported option.
     """
     check_counts(values, "config.json")
     is_moe = values["model_type"] == MODEL_TYPE
@@ -99,12 +99,12 @@ def import_config(values: dict, stage: str, rope_theta: float | None = None):
 
 
 def _first_other(rows: Iterable[tuple[str, object, bool, str]]) -> str | None:
-    """Describe the first of (name, value, whether it is fine, what is wanted) that is not fine; None if all are."""
+    """Describe the first of (name, value, is it valid, expected) that is not valid; None if all are."""
     return next((f"{name} must be {want}, but is {shown(value)}" for name, value, fine, want in rows if not fine), None)
 
 
 def _moe_settings(values: dict) -> dict:
-    """Return MoEConfig's settings; ValueError for an option whose value we have no equation for."""
+    """Return MoEConfig's settings; raises ValueError for an unsupported value of an option."""
     factors, gate = values["score_scale_factor"], values["gate_type"]
     ones = all(factor == 1 for factor in (factors if isinstance(factors, list) else [factors]))
     other = _first_other(
@@ -139,7 +139,7 @@ def _llama_config(values: dict, stage: str, rope_theta: float | None):
     stock = {key: value for key, value in values.items() if key not in left_out}
     for key in ("rope_theta", "rope_scaling", "rope_parameters"):
         stock.pop(key, None)
-    stock["mlp_bias"] = False  # never read there
+    stock["mlp_bias"] = False  # the released code ignores it
     if stage == "moe":
         stock["attention_bias"] = False
     stock["head_dim"] = stock["hidden_size"] // stock["num_attention_heads"]
@@ -147,15 +147,15 @@ def _llama_config(values: dict, stage: str, rope_theta: float | None):
 
 
 def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
-    """Return `rope_parameters`; the folder's own, if it has them and they say the same."""
-    said = values.get("rope_theta", ROPE_BASE)
-    base = said if stage == "mergeable" else ROPE_BASE
+    """Return `rope_parameters`: the folder's own if they agree with the rest of the config."""
+    configured = values.get("rope_theta", ROPE_BASE)
+    base = configured if stage == "mergeable" else ROPE_BASE
     if rope_theta is not None:
         base = rope_theta
-    elif base != said:
+    elif base != configured:
         warnings.warn(
-            f"config.json has rope_theta {said}, which the released MoE code ignores: this folder's attention is "
-            f"imported with the base {base}. Pass rope_theta={said} to use that one",
+            f"config.json has rope_theta {configured}, which the released MoE code ignores: this folder's attention is "
+            f"imported with the base {base}. Pass rope_theta={configured} to use that one",
             stacklevel=5,
         )
     check_number("rope_theta", base, positive=True)
@@ -179,9 +179,9 @@ def _is_number(value) -> bool:
 
 
 def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool = False) -> dict:
-    """Return the config.json with which the released code computes what our model of `config` does.
+    """Return the config.json with which the released code computes the same as our model of `config`.
 
-    `ffn_folder` is where a mergeable model's experts will lie. Raises ValueError for what that code has no option for.
+    `ffn_folder` is the folder of a mergeable model's experts. Raises ValueError for settings that the code does not support.
     """
     stage, moe = config.moe_runtime["stage"], moe_config(config)
     stock = json.loads(folders.dense_config(config).to_json_string(use_diff=True))
@@ -207,7 +207,7 @@ def export_values(config, ffn_folder: str | Path | None = None, keep_rope: bool 
 
 
 def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> None:
-    """Raise ValueError for what the released code has no option for."""
+    """Raise ValueError for settings that the released code does not support."""
     block, rope = config.moe_runtime, stock["rope_parameters"]
     layers, base = list(range(config.num_hidden_layers)), rope["rope_theta"]
     head_dim, is_moe = config.hidden_size // config.num_attention_heads, block["stage"] == "moe"
@@ -226,7 +226,7 @@ def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> N
             ("attention_bias", True, not (is_moe and stock.get("attention_bias")), "False in an MoE's attention"),
             (
                 "rope_theta", base, not is_moe or keep_rope or base == ROPE_BASE,
-                f"{ROPE_BASE}, or keep_rope=True, which writes an MoE's folder for readers that heed it",
+                f"{ROPE_BASE}, unless keep_rope=True writes the MoE for readers that use rope_theta",
             ),
         ]
     )  # fmt: skip
@@ -235,7 +235,7 @@ def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> N
 
 
 def _extra(config, moe: MoEConfig, values: dict) -> dict:
-    """Return what an import of `values` would not know."""
+    """Return the settings that an import of `values` would lose."""
     sizes = {name: getattr(moe, name) for name in ("hidden_size", "intermediate_size", "hidden_act")}
     known = MoEConfig(**sizes, **_moe_settings(values))
     fields = {name: getattr(moe, name) for name in _EXTRA_FIELDS if getattr(moe, name) != getattr(known, name)}

@@ -1,6 +1,6 @@
-"""A whole XFT run as one YAML file: what is trained, on which rows, for how long.
+"""A whole XFT run as one YAML file: model, data and training.
 
-base_model: deepseek-ai/deepseek-coder-1.3b-base      a folder or the Hub's id; or null, with `pretrain`
+base_model: deepseek-ai/deepseek-coder-1.3b-base      a folder or a Hub id; or null, with `pretrain`
 data: {train, held_out, prompt, max_length, ...}      experts: {num_experts, top_k, gate, ... | preset}
 shared_rate: 0.75                                     sft, tune, mix: {epochs | steps, learning_rate, ...}
 """
@@ -29,7 +29,7 @@ from moe_runtime.experiments.recipe import (
 )
 from moe_runtime.io.rows import BUILT_IN
 
-OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # fields of MoEConfig no recipe sets
+OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # MoEConfig's fields set by the base
 SETTINGS = {name: kind for name, kind in typing.get_type_hints(MoEConfig).items() if name not in OF_THE_BASE}
 Experts = create_model(
     "Experts", __base__=Node, preset=(str | None, None),
@@ -38,7 +38,7 @@ Experts = create_model(
 
 
 class Data(Rows):
-    """The rows of an XFT run, and how they are put."""
+    """The data of an XFT run, and their prompt format."""
 
     train: Sources = BUILT_IN
     prompt: Prompt = "magicoder"
@@ -49,7 +49,7 @@ class Data(Rows):
 
 
 class Ewa(Node):
-    """The baseline of expert weight averaging; its training is that of `sft` unless given."""
+    """The baseline of expert weight averaging; `training` defaults to `sft`."""
 
     share: Fraction = 0.3
     schedule: Literal["constant", "linear"] = "constant"
@@ -57,7 +57,7 @@ class Ewa(Node):
 
 
 class Recipe(Node):
-    """A whole run. `experts` holds MoEConfig's fields, without those that the base decides; a preset in it is resolved."""
+    """A whole run. `experts` holds MoEConfig's fields without those set by the base; a preset in it is resolved."""
 
     method: Literal["xft"] = "xft"
     name: str = "recipe"
@@ -74,7 +74,7 @@ class Recipe(Node):
     # examples reserved for `mix` and not used by `tune`; None: both use all examples, as in the paper
     mix_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
     ewa: Ewa = Ewa()
-    evaluations: Count = 4  # times that a training takes the held-out loss
+    evaluations: Count = 4  # how often a training run computes the held-out loss
     seed: int = 0
 
     @field_validator("experts")
@@ -100,7 +100,7 @@ class Recipe(Node):
 
 
 def resolve_experts(values: dict) -> dict:
-    """Return MoEConfig's settings of `values`, whose preset, if any, gives what they leave out; raises ValueError."""
+    """Return MoEConfig's settings of `values`, completed by their preset if any; raises ValueError for invalid ones."""
     values = Experts.from_dict(values).model_dump(exclude_unset=True)
     preset = values.pop("preset", None)
     if preset is not None:

@@ -1,9 +1,9 @@
-"""Which experts the tokens of different texts go to, XFT's Figure 4, on real text that comes with Python.
+"""Which experts the tokens of different texts go to (XFT, Figure 4), on text that comes with Python.
 
-    share_e(text)  = slots of expert e / slots of all routed experts       per layer; 1 / R where nothing is preferred
+    share_e(text)  = slots of expert e / slots of all routed experts       per layer; 1 / R without a preference
     distance(a, b) = 1/2 sum_e |share_e(a) - share_e(b)|                   total variation, mean over the layers, 0 to 1
 
-The distance between two halves of one text is what chance makes; a text is routed in its own way where its distance to the
+The distance between two halves of one text shows the effect of chance; a text has its own routing if its distance to the
 others is larger. A shared expert sees every token and is left out.
 """
 
@@ -32,25 +32,25 @@ BATCH = 8
 
 @dataclass(kw_only=True)
 class Routing(Finding):
-    """Shares of tokens per expert: for every seed, text and half [L][R] slots."""
+    """Slots per expert, [L][R], for every seed, text and half."""
 
-    tokens: dict[str, int]  # text -> tokens that were routed
-    folders: list[str]  # of the mixtures, one per seed
+    tokens: dict[str, int]  # text -> routed tokens
+    folders: list[str]  # of the MoE models, one per seed
     counts: list  # [seeds][texts][2][L][R]
     layers: list[str]
 
     def share(self, seed: int = 0) -> torch.Tensor:
-        """Return [texts, L, R] float64 of one seed, by its place."""
+        """Return the shares [texts, L, R] float64 of one seed, by index."""
         return _share(torch.tensor(self.counts[seed]).sum(1))
 
     def distances(self) -> list[tuple[list[float], list[float]]]:
-        """Return, for every text, its mean distance to the others and that between its halves, a number per seed."""
+        """Return, for every text, its mean distance to the others and that between its halves, one per seed."""
         found = [([], []) for _ in self.tokens]
         for seed in range(len(self.seeds)):
             whole, halves = self.share(seed), _share(torch.tensor(self.counts[seed]))
             for i, (others, own) in enumerate(found):
-                apart = [_distance(whole[i], whole[j]) for j in range(len(whole)) if j != i]
-                others.append(statistics.fmean(apart))
+                to_others = [_distance(whole[i], whole[j]) for j in range(len(whole)) if j != i]
+                others.append(statistics.fmean(to_others))
                 own.append(_distance(halves[i, 0], halves[i, 1]))
         return found
 
@@ -80,12 +80,12 @@ class Routing(Finding):
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
         distances = zip(self.tokens, self.distances(), strict=True)
-        apart = {name: {"to_other_texts": others, "between_halves": own} for name, (others, own) in distances}
-        return super().to_dict() | {"distances": finite(apart)}
+        distances = {name: {"to_other_texts": others, "between_halves": own} for name, (others, own) in distances}
+        return super().to_dict() | {"distances": finite(distances)}
 
 
 def check(recipe: Recipe, texts: Sequence[str] = (), tokens: int = TOKENS) -> dict:
-    """Return the options of `measure`, JSON-ready; raises ValueError for a file that is not there or no tokens."""
+    """Return the options of `measure`, JSON-ready; raises ValueError for a missing file or an invalid number of tokens."""
     check_positive("tokens", tokens)
     for path in map(Path, texts):
         if not path.is_file():
@@ -97,7 +97,7 @@ def check(recipe: Recipe, texts: Sequence[str] = (), tokens: int = TOKENS) -> di
 
 
 def measure(process, texts: Sequence[str], tokens: int) -> dict:
-    """Route at most `tokens` tokens of each text through each seed's MoE; return Routing's fields, known ones not anew."""
+    """Route up to `tokens` tokens of each text through each seed's MoE, unless already done; return Routing's fields."""
     moes = [stages.moe() for stages in process.all]
     folders = ["/".join(Path(moe.folder).parts[-2:]) for moe in moes]
     made = {"folders": folders, "summary": _summary}
@@ -126,7 +126,7 @@ def read_texts() -> dict[str, list[str]]:
     kinds["character tables"] = [path.read_text(encoding="utf-8", errors="ignore") for path in tables]
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
+    except ImportError:  # some distributions omit it
         return kinds
     return kinds | {"documentation": [topics[name] for name in sorted(topics)]}
 
@@ -139,38 +139,38 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
     documents = read_texts()
     own = {Path(path).stem: map(_text, data.read_rows(path, answers=False)) for path in texts}
     if taken := sorted({*own} & {*documents, *found}):
-        raise ValueError(f"Data file name {taken[0]!r} is that of a built-in text. Rename the file")
+        raise ValueError(f"Data file {taken[0]!r} has the name of a built-in text. Rename the file")
     documents |= own
     for name, kind in documents.items():
         pieces = [text[i : i + PIECE] for text in kind for i in range(0, len(text), PIECE)]
-        # neighbours are alike: the halves of a text are drawn from all of it
+        # shuffled, since neighbouring pieces are alike and the halves must not differ
         random.Random(0).shuffle(pieces)
         ids = (tokenizer.encode(piece, add_special_tokens=False) for piece in pieces if piece.strip())
         found[name] = list(_first(((bos + row)[:length] for row in ids), tokens))
     for name, pieces in found.items():
-        if len(pieces) < 2:  # the distance between two halves is what a text is judged by
+        if len(pieces) < 2:  # one for each half
             raise ValueError(
-                f"{name!r} has {len(pieces)} piece within {tokens} tokens, but needs two. Raise tokens or add text"
+                f"{name!r} has {len(pieces)} piece within {tokens} tokens, but two are required. Raise tokens or add text"
             )
     return found
 
 
 def _text(row: dict) -> str:
-    """All text of a row, in the order of its columns."""
+    """Return all text of a row, in the order of its columns."""
     if "messages" in row:
-        return "\n".join(_said(message["content"]) for message in row["messages"])
+        return "\n".join(_content_text(message["content"]) for message in row["messages"])
     return "".join(row[name] for name in ("prompt", "completion", "text") if name in row)
 
 
-def _said(content: str | list | None) -> str:
-    """The text of a chat's turn: whole, in parts, or none, beside a call of tools."""
+def _content_text(content: str | list | None) -> str:
+    """Return the text of a chat's turn, whose content is text, a list of parts, or None with a tool call."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
 
 
 def _first(rows, tokens: int):
-    """Yield rows until their tokens are `tokens`; the last one is cut."""
+    """Yield rows up to `tokens` tokens in total; the last row is cut."""
     for ids in rows:
         if tokens <= 0:
             return
@@ -199,7 +199,7 @@ def _batches(tokenizer, pieces: list[list[int]], device):
 
 
 def _known(path: Path, folders: list[str], settings: dict) -> dict | None:
-    """Return what a report of the same mixtures and settings measured; None if there is none."""
+    """Return the counts of a report on the same models and settings, or None."""
     report = read_json(path) if path.is_file() else {}
     if report.get("folders") != folders or report.get("settings") != settings:
         return None
@@ -211,7 +211,7 @@ def _share(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Total variation between shares [L, R], mean over the layers."""
+    """Return the total variation between shares [L, R], mean over the layers."""
     return (a - b).abs().sum(-1).mean().item() / 2
 
 

@@ -1,11 +1,11 @@
 """The stages of an XFT study.
 
-    base --sft-->                     a dense model, tuned; --average--> the mean of its weights over the steps
-         --ewa-->                     a dense model: the mean of experts that were averaged while they were tuned
+    base --sft-->                     a tuned dense model; --average--> the mean of its weights over the steps
+         --ewa-->                     a dense model: the mean of experts averaged during tuning
          --moe--> --merge-->          upcycled and tuned; merged without training (INIT, uniform, given coefficients)
                   --mix-->            merged with learned coefficients: XFT's result
 
-How they are stored, and what a hash is over: `moe_runtime.experiments.stages`.
+`moe_runtime.experiments.stages` says how stages are stored and what their hash covers.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import Router
 from moe_runtime.ops.merging import mixing
 
-JOINED = ("code+prose+sums", "code+prose+arithmetic")  # built-in sources of three domains, which the base is also trained on
+JOINED = ("code+prose+sums", "code+prose+arithmetic")  # built-in sources of three domains, also used to train the base
 SOURCES = {data.BUILT_IN: standard_library_pairs} | {of: functools.partial(joined_rows, of.split("+")) for of in JOINED}
 
 
@@ -52,12 +52,12 @@ class Stages(KeptStages):
 
     @property
     def train_rows(self):
-        """The rows to tune on, tokenized."""
+        """The tokenized training rows."""
         return self.part("train")
 
     @property
     def held_out(self):
-        """The rows to judge by, tokenized; the same for every stage and seed."""
+        """The tokenized rows for evaluation; the same for every stage and seed."""
         return self.part("held_out")
 
     @property
@@ -67,17 +67,17 @@ class Stages(KeptStages):
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The domains of the examples; one of all unless the source is a joined one."""
+        """The domains of the examples; a single one unless the source joins several."""
         train = self.recipe.data.train
         return tuple(train.split("+")) if train in JOINED else ("examples",)
 
     def domains_of(self, part: str) -> list[int]:
-        """Return for each row of a part the place of its domain in `domains`."""
+        """Return for each row of a part the index of its domain in `domains`."""
         count, kept = len(self.part(part)), read_json(self.out / f"data-{self._key}" / "rows.json")
         return kept["domains"].get(part, [0] * count)
 
     def by_domain(self, result: Result) -> Result:
-        """Return a result whose held-out rows are ordered by domain, as tables with a column per domain take it."""
+        """Return a result with held-out rows ordered by domain, as tables with a column per domain require."""
         places = self.domains_of("held_out")
         order = sorted(range(len(places)), key=places.__getitem__)
         rows = {domain: places.count(i) for i, domain in enumerate(self.domains)}
@@ -85,12 +85,12 @@ class Stages(KeptStages):
         return result._replace(rows=rows, **parts)
 
     def _mixture_rows(self) -> tuple:
-        """The examples to tune the MoE model on, and those to train its mixing on."""
+        """The examples for tuning the MoE model, and those for learning to mix."""
         count = self.recipe.mix_rows
         return data.hold_out(self.train_rows, count, name="mix_rows") if count else (self.train_rows, self.train_rows)
 
     def _documents(self) -> list[str]:
-        """The texts to train the base and its tokenizer on."""
+        """The texts for training the base and its tokenizer."""
         pretrain = self.recipe.pretrain
         if pretrain.domains or len(self.domains) > 1:
             return stage_rows.domain_documents(pretrain, self.domains)
@@ -100,7 +100,7 @@ class Stages(KeptStages):
         """Return the dense model that all others start from: pre-trained here, or the recipe's, as safetensors."""
         pretrain, r = self.recipe.pretrain, self.recipe
         if r.mix_rows:
-            self._mixture_rows()  # raises now, not after minutes of training
+            self._mixture_rows()  # raises before minutes of training
         source = {"pretrain": pretrain.to_dict(), "length": r.data.max_length} if pretrain else {}
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -117,7 +117,7 @@ class Stages(KeptStages):
     def sft(self, steps: int | None = None, averages: bool = False, **changes) -> Result:
         """Return the baseline: the dense base tuned by the recipe's `sft`, optionally with other `steps` or `changes`.
 
-        `averages` of its weights over the steps are for `average`; they are not part of checkpoints, so it has none.
+        `averages` records the averages for `average`; they cannot be saved in checkpoints, so such a run saves none.
         """
         base, training = self.base(), _for_steps(self.recipe.sft, steps).change(**changes)
         training = training.change(save_steps=None) if averages else training
@@ -135,7 +135,7 @@ class Stages(KeptStages):
         return self._stage("sft", "sft", settings, [base], make)
 
     def average(self, sft: Result, kind: str) -> Result:
-        """Return an average, "ema" or "swa", of the weights over the steps of an SFT that was made with `averages`."""
+        """Return an average, "ema" or "swa", of the weights over the steps of an SFT run with `averages`."""
 
         def make(tmp: Path, folder: Path) -> dict:
             with ranks.leading() as main:
@@ -146,7 +146,7 @@ class Stages(KeptStages):
         return self._stage("average", kind, {"of": kind}, [sft], make)
 
     def moe(self, by_domain: bool = False, **moe_settings) -> Result:
-        """Return the base, upcycled with the recipe's experts and `moe_settings`, and tuned: by_domain, `routed_by_domain`."""
+        """Return the base, upcycled with the recipe's experts and `moe_settings`, and tuned, optionally `routed_by_domain`."""
         base, experts = self.base(), resolve_experts(self.recipe.experts | moe_settings)
 
         def make(tmp: Path, folder: Path) -> dict:
@@ -165,7 +165,7 @@ class Stages(KeptStages):
     def mix(self, moe: Result, shared_rate: float | None = None, soup: bool = False, steps: int | None = None) -> Result:
         """Return the merged dense model with trained mixing coefficients; `soup` also trains the shared expert's.
 
-        They are learned on the rows that the mixture was tuned on, or on the recipe's `mix_rows`.
+        They are learned on the rows that the MoE model was tuned on, or on the recipe's `mix_rows`.
         """
         training = _for_steps(self.recipe.mix, steps)
         rate = self.recipe.shared_rate if shared_rate is None else shared_rate
@@ -179,7 +179,7 @@ class Stages(KeptStages):
             logits = [ranks.whole(layer.mixing_logits) for layer in layers]
             alpha = [mixing(row, None if soup else rate).tolist() for row in logits]
             course = course_of(trained)
-            del model, layers, trained  # before the dense model takes its memory
+            del model, layers, trained  # frees memory for the dense model
             self._merge(moe, tmp / "model", alpha=alpha)
             return course | self._judge(tmp / "model") | {"alpha": alpha}
 
@@ -187,7 +187,7 @@ class Stages(KeptStages):
         return self._stage("mix", "soup" if soup else "xft", settings, [moe], make)
 
     def merge(self, moe: Result, shared_rate: float | None = None, alpha=None) -> Result:
-        """Return the dense model of a tuned mixture without training: INIT, or `alpha` as `xft.merge` takes it."""
+        """Merge a tuned MoE model without training: with INIT's coefficients, or `alpha` as in `xft.merge`."""
         if alpha is None:
             shared_rate = self.recipe.shared_rate if shared_rate is None else shared_rate
             check_shared_rate(shared_rate)
@@ -203,7 +203,7 @@ class Stages(KeptStages):
         return self._stage("merge", name, {"shared_rate": shared_rate, "alpha": listed}, [moe], make)
 
     def ewa(self, share: float | None = None, schedule: str | None = None, partition: str = "random") -> Result:
-        """Return the dense mean of experts that were averaged after every step; see methods.xft.baselines.to_ewa."""
+        """Return the dense mean of experts averaged after every step; see methods.xft.baselines.to_ewa."""
         base, training, ewa = self.base(), self.recipe.ewa_training, self.recipe.ewa
         ewa = ewa.change(share=ewa.share if share is None else share, schedule=schedule or ewa.schedule)
         count = resolve_experts(self.recipe.experts).get("num_experts", 8)
@@ -231,20 +231,20 @@ class Stages(KeptStages):
         return self._stage("ewa", "ewa", settings, [base], make)
 
     def _known_domains(self) -> dict[tuple[int, ...], int]:
-        """Return the place of the domain of all rows that a training sees, by their ids."""
+        """Return the domain index of every training and validation row, by its ids."""
         parts = ("train", "validation" if self.recipe.data.validation_rows else "held_out")
         found = (zip(self.part(part)["input_ids"], self.domains_of(part), strict=True) for part in parts)
         return {tuple(ids): place for pairs in found for ids, place in pairs}
 
     def _finish(self, model, trained: trainers.Trained, folder: Path, anew: bool = False) -> dict:
-        """Save, and return the numbers of what was saved: it is judged anew where it trained in another dtype."""
+        """Save the model and return its results; it is evaluated again if it was trained in another dtype."""
         self._save(model, trained, folder)
         if self._is_saved_as_trained(model) and self.watched is self.held_out and not anew:
             return _numbers(model, trained)
         return course_of(trained) | self._judge(folder)
 
     def _merge(self, moe: Result, target: Path, shared_rate: float | None = None, alpha=None) -> list:
-        """Merge a tuned mixture to the dense model `target`, on rank 0; return the coefficients [L][E]."""
+        """Merge a tuned MoE model to the dense model `target`, on rank 0; return the coefficients [L][E]."""
         used = None
         with ranks.leading() as main:
             if main:
@@ -252,7 +252,7 @@ class Stages(KeptStages):
         return ranks.agree(used)
 
     def _judge(self, folder: Path) -> dict:
-        """Load the model of a folder and take the held-out rows' losses; all processes share the rows."""
+        """Load the model of a folder and compute the held-out rows' losses; all processes share the rows."""
         ranks.free_memory()
         model = ranks.load_model(folder, self.recipe.dtype, ranks.state().device)
         tune = self.recipe.tune
@@ -262,7 +262,7 @@ class Stages(KeptStages):
         return loss_of(*judge(self.held_out)) | validation | sizes_of(model)
 
     def data_key(self) -> str:
-        """Return a hash of the base, the recipe's rows and the Python that built-in text is of."""
+        """Return a hash of the base, the recipe's rows and the version of Python that built-in text comes from."""
         r, pretrain = self.recipe, self.recipe.pretrain
         python = platform.python_version()
         made = dict.fromkeys(JOINED, domains_key()) | {data.BUILT_IN: python}
@@ -271,10 +271,10 @@ class Stages(KeptStages):
         return hash_of({"format": self.FORMAT, "data": r.data.to_dict(), "base": base, "rows": rows})
 
     def make_data(self, folder: Path) -> dict:
-        """Write the tokenizer and the rows to tune on and to judge by."""
+        """Write the tokenizer and the training and held-out rows."""
         r = self.recipe
         tokenizer = self._base_tokenizer(self._documents)
-        # the base's own, if any, is not what the model learns
+        # a chat template of the base is not the one trained on
         tokenizer.chat_template = TEMPLATES.get(r.data.prompt, tokenizer.chat_template)
         tokenizer.save_pretrained(folder / "tokenizer")
         self.say(f"reading and tokenizing {r.data}")
@@ -303,7 +303,7 @@ class Stages(KeptStages):
 
 
 def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, say=print) -> list[Result]:
-    """Run the whole method and say what came out; return the base, the mixture, its INIT merge and the learned one.
+    """Run the whole method and report the results; return the base, the MoE model, its INIT merge and the learned merge.
 
     `seed` is the recipe's unless given. The last result's folder is the dense model.
     """
@@ -321,9 +321,9 @@ def run(recipe: Recipe | str | Path, out: str | Path, seed: int | None = None, s
 
 @contextlib.contextmanager
 def routed_by_domain(model, domains: Mapping[tuple[int, ...], int]) -> Iterator[None]:
-    """Route all tokens of an example to the shared expert and to the routed one of its domain, with the router's weights.
+    """Route all tokens of an example to the shared expert and its domain's routed expert, with the router's weights.
 
-    `domains` has the place of each example's domain, by its ids without padding. For experiments with experts that differ.
+    `domains` maps each example's ids, without padding, to its domain index. For experiments with experts that must differ.
     """
     chosen = []
 
@@ -350,5 +350,5 @@ def _for_steps(training: Training, steps: int | None) -> Training:
 
 
 def _numbers(model, trained: trainers.Trained) -> dict:
-    """A training's part of a result, of the model that was trained."""
+    """Return the fields of a result that training determines."""
     return loss_of(trained.losses, trained.tokens, trained.exact) | sizes_of(model) | course_of(trained)

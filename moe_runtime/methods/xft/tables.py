@@ -8,10 +8,10 @@
     budget         SFT for as many steps, and for as long          Table 8 of the long version
     ewa-schedule   constant and linear share rate                  Figure 3
     routing-stats  share of tokens per expert and text             Figure 4 (routing_study)
-    overfit        SFT, EMA, SWA and XFT at three learning rates   of ours: few examples, several epochs
-    mix-rows       mixing learned on the examples of tuning, or not   of ours
+    overfit        SFT, EMA, SWA and XFT at three learning rates   not in the paper: few examples, several epochs
+    mix-rows       mixing learned on the tuning examples, or others   not in the paper
 
-The measure is the held-out loss per label token, on rows that nothing was trained on, in place of the paper's benchmarks.
+The measure is the held-out loss per label token, on rows never trained on, in place of the paper's benchmarks.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from moe_runtime.config import GATES, check_choice, check_fraction
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.domains import DomainReport
-from moe_runtime.experiments.plots import COLOURS, figure_of
+from moe_runtime.experiments.plots import INK, figure_of, grouped, legend_below
 from moe_runtime.experiments.tables import Command, Report, Run, against, best, different, each, verdict
 from moe_runtime.methods.xft import routing_study
 from moe_runtime.methods.xft.recipe import Recipe, check_shared, resolve_experts
@@ -32,32 +32,24 @@ from moe_runtime.methods.xft.study import Result, Stages
 
 def shares(report):
     """Draw each text's share of tokens per routed expert, for the first, the middle and the last layer, of one seed."""
-    share = report.share(0)  # seeds name their experts differently: their bars cannot be averaged
+    share = report.share(0)  # expert ids are arbitrary per seed, so bars cannot be averaged over seeds
     L, R = share.shape[1:]
     layers = sorted({0, (L - 1) // 2, L - 1})
-    width = 0.82 / len(report.tokens)
-    figure, all_axes = figure_of(report, (max(7.0, 1.1 * R + 1.5), 1.3 + 2.1 * len(layers)), rows=len(layers))
+    size = max(7.0, 1.1 * R + 1.5), 1.3 + 2.1 * len(layers)
+    figure, all_axes = figure_of(report, size, rows=len(layers), sharey=True)
     for axes, layer in zip(all_axes, layers):
-        for i, (name, colour) in enumerate(zip(report.tokens, _cycle(len(report.tokens)))):
-            places = [expert + (i - (len(report.tokens) - 1) / 2) * width for expert in range(R)]
-            axes.bar(places, share[i, layer].tolist(), width, color=colour, label=name, edgecolor="white", linewidth=0.4)
-        axes.axhline(1 / R, color="black", linestyle="--", linewidth=1)
-        axes.set_xticks(range(R), range(1, R + 1))
+        grouped(axes, range(1, R + 1), {name: share[i, layer].tolist() for i, name in enumerate(report.tokens)})
+        axes.axhline(1 / R, color=INK, linestyle="--", linewidth=1)
         axes.set(ylabel=f"layer {report.layers[layer]}\nshare of tokens")
-        axes.grid(axis="y", alpha=0.25)
     all_axes[-1].set_xlabel(f"routed expert (dashed: 1/{R}; seed {report.seeds[0]})")
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    legend_below(figure, all_axes[0], columns=3)
     return figure
-
-
-def _cycle(count: int):
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TOP_KS = (2, 4, 6)
 TIMES = (0.5, 1.0, 2.0)  # learning rates of `overfit`, as multiples of the recipe's tune
-HELD_BACK = 10  # `mix-rows` holds back one example in so many
+HELD_BACK = 10  # `mix-rows` holds back one example in ten
 SFT, EWA, MOE, XFT = "SFT", "EWA", "MoE", "XFT"
 
 
@@ -157,7 +149,7 @@ def _budget(process: Run) -> dict:
         yield "SFT, same steps", same if same.steps == steps else stages.sft(steps=steps)
 
     moe, merged, same = process.collect(plan)
-    # one number of steps for all seeds, from the mean times of both
+    # the same number of steps for all seeds, from the mean times of both
     per_step = same.seconds / same.results[0].steps
     steps = max(round(merged.seconds / per_step), 1)
     process.say(f"XFT took {merged.seconds:.1f} s, an SFT step {per_step:.4f} s: {steps} steps of SFT for the same time")
@@ -200,7 +192,7 @@ def _ewa_schedule(process: Run) -> dict:
 
 
 def _routing_stats(process: Run, texts: Sequence[str], tokens: int, files: list) -> dict:
-    return routing_study.measure(process, texts, tokens)  # `files` is there for the report to tell a changed file
+    return routing_study.measure(process, texts, tokens)  # `files` is recorded so that the report detects changed files
 
 
 def _overfit(process: Run) -> dict:
@@ -236,7 +228,7 @@ def _overfit(process: Run) -> dict:
 
 
 def _over_rates(report: DomainReport):
-    """Plot the losses over the learning rate; without the merges at one rate only."""
+    """Plot the losses against the learning rate, without the merges made at one rate only."""
     x = report.extra["x"]
     figure = plots.sweep(dataclasses.replace(report, entries=[entry for entry in report.entries if entry.name in x]))
     figure.axes[0].minorticks_off()
@@ -280,7 +272,7 @@ def _distance(a, b) -> float:
 
 
 def _rise(result: Result) -> float:
-    """How far a history goes above the lowest loss before it: 0 for one that only falls, infinite for one that diverged."""
+    """Return the largest rise of a history above its previous minimum: 0 if it only falls, infinite if it diverged."""
     lowest, rise = math.inf, 0.0
     for _, loss in result.history:
         if not math.isfinite(loss):
@@ -295,7 +287,7 @@ def _check_shared(recipe: Recipe) -> dict:
 
 
 def _check_gates(recipe: Recipe) -> dict:
-    check_choice("gate", recipe.experts.get("gate", "xft"), ("xft",))  # of which the others are ablations
+    check_choice("gate", recipe.experts.get("gate", "xft"), ("xft",))  # the others are its ablations
     for gate in GATES[:4]:
         resolve_experts(recipe.experts | {"gate": gate})
     return {}
@@ -307,7 +299,7 @@ def _check_lambdas(recipe: Recipe, shared_rates: Sequence[float] = LAMBDAS) -> d
 
 
 def _check_top_ks(recipe: Recipe, top_ks: Sequence[int] | None = None) -> dict:
-    """Check the numbers given; by default take those of TOP_KS that the recipe's experts allow."""
+    """Check the given numbers; by default return those of TOP_KS that the recipe's experts allow."""
     check_shared(recipe)
     if top_ks is None:
         top_ks = [k for k in TOP_KS if k <= recipe.experts.get("num_experts", 8)]

@@ -205,5 +205,5 @@ def test_a_second_call_changes_nothing(three, tmp_path):
         model.save_pretrained(tmp_path)  # as Trainer would, on one rank alone
     with pytest.raises(ValueError, match="The experts of Qwen3MoeModel are distributed"):
         model.model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="as a DTensor .* but needs it whole"):
+    with pytest.raises(ValueError, match="as a DTensor .* but must be unsharded"):
         shard_experts(model, three((1, 3)))

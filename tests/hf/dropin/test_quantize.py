@@ -271,7 +271,7 @@ def test_refused_before_anything_changes():
     before = copy.deepcopy(model.state_dict())
     for changed, form, says in (
         (model, "nf5", "format must be"), (twice, "int8", "it is already quantized"),
-        (spread, "fp8_block", "gate and up, which have 96 each"), (spread, "nf4", "a multiple of 64 numbers, these have 96"),
+        (spread, "fp8_block", "gate and up, which have 96 each"), (spread, "nf4", "of 64 elements, but they have 96"),
         (torch.nn.Linear(2, 2), "nf4", "no experts"), (qwen().double(), "nf4", "must be float16, .*torch.float64"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):

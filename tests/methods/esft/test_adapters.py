@@ -180,10 +180,10 @@ def test_official_folders_are_read(tmp_path, legacy):
 
 
 CHANGED = {
-    "experts": (dict(num_experts=4), r"whose num_\w*experts is 8, the model's is 4"),
-    "routing": (dict(num_experts_per_tok=3), "whose num_experts_per_tok is 2, the model's is 3"),
-    "width": (dict(moe_intermediate_size=16), "whose moe_intermediate_size is 24, the model's is 16"),
-    "depth": (dict(num_hidden_layers=1), "whose num_hidden_layers is 2, the model's is 1"),
+    "experts": (dict(num_experts=4), r"whose num_\w*experts is 8, but the model's is 4"),
+    "routing": (dict(num_experts_per_tok=3), "whose num_experts_per_tok is 2, but the model's is 3"),
+    "width": (dict(moe_intermediate_size=16), "whose moe_intermediate_size is 24, but the model's is 16"),
+    "depth": (dict(num_hidden_layers=1), "whose num_hidden_layers is 2, but the model's is 1"),
 }
 
 

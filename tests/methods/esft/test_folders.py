@@ -117,7 +117,7 @@ def _unknown_expert(_, adapter):
 
 
 @pytest.mark.parametrize("damage, match", [
-    pytest.param(_other_config, "whose num_experts_per_tok is 2, the model's is 3", id="another config"),
+    pytest.param(_other_config, "whose num_experts_per_tok is 2, but the model's is 3", id="another config"),
     pytest.param(_other_weights, "for a base with other weights", id="other weights"),
     pytest.param(_quantized, "up_proj.weight in .* is torch.float8_e4m3fn", id="quantized"),
     pytest.param(

@@ -86,7 +86,7 @@ def test_models_are_judged_on_the_tasks_that_they_were_not_tuned_on(recipe, out)
             found, *_ = stages._losses(stages._load_tuned(tuned.folder), f"{other[task]}-held_out")
             assert report.entry(name).results[0].tasks[task].losses == found != tuned.losses
     assert "on the others' rows" in report.legend() and len(report.summary) == 4
-    with pytest.raises(ValueError, match="tasks are sums; want two"):
+    with pytest.raises(ValueError, match="at least two tasks, but the recipe has only sums"):
         make("other-tasks", recipe.from_dict(recipe.to_dict() | {"tasks": {"sums": recipe.tasks["sums"].to_dict()}}), out)
 
 

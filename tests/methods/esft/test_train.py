@@ -197,7 +197,7 @@ def test_load_trained_wants_the_same_training(tmp_path):
     esft.train_only(narrow, ExpertSelection(experts={0: (1, 3)}))
     with pytest.raises(ValueError, match=r"has shape \[24, 32\], but the model's is \[16, 32\]"):
         trained_files.load_trained(narrow, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="for a base whose moe_intermediate_size is 24, the model's is 16"):
+    with pytest.raises(ValueError, match="for a base whose moe_intermediate_size is 24, but the model's is 16"):
         esft.load_trained(narrow, tmp_path / "adapter")
 
 
@@ -383,8 +383,8 @@ def test_a_split_model_s_adapter_is_gathered_and_written_once(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("first, then, match", [
-    pytest.param(SELECTION, None, "of a model that trains experts apart.*this model trains all", id="not made ready"),
-    pytest.param(None, SELECTION, "of a model that trains all.*this model trains experts apart", id="of a whole model"),
+    pytest.param(SELECTION, None, "of a model that trains experts separately.*this model trains all", id="not made ready"),
+    pytest.param(None, SELECTION, "of a model that trains all.*this model trains experts separately", id="of a whole model"),
     pytest.param(SELECTION, replace(SELECTION, experts={1: (7,)}), "has model.layers.1", id="other experts"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, first, then, match):

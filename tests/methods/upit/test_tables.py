@@ -139,7 +139,7 @@ def test_where_the_domains_tokens_go(command, reports, out):
     )
     for found in routing.values():
         (slots,), (distance,) = found["slots"], found["distance_between_domains"]
-        assert list(slots) == ["sums", "words"] and distance == pytest.approx(upit_routing_study.apart(slots))
+        assert list(slots) == ["sums", "words"] and distance == pytest.approx(upit_routing_study.mean_distance(slots))
         assert found["layers"] == ["0", "1"]
 
 
@@ -154,8 +154,8 @@ def test_the_ways_to_begin_share_their_experts(reports, recipe, out):
 
 def test_distances_between_domains():
     alike = {"a": [[1, 3], [2, 2]], "b": [[2, 6], [5, 5]]}
-    assert upit_routing_study.apart(alike) == 0 and upit_routing_study.apart({"a": [[1, 3]]}) == 0
-    assert upit_routing_study.apart({"a": [[4, 0], [2, 2]], "b": [[0, 4], [1, 3]]}) == pytest.approx((1 + 0.25) / 2)
+    assert upit_routing_study.mean_distance(alike) == 0 and upit_routing_study.mean_distance({"a": [[1, 3]]}) == 0
+    assert upit_routing_study.mean_distance({"a": [[4, 0], [2, 2]], "b": [[0, 4], [1, 3]]}) == pytest.approx((1 + 0.25) / 2)
     assert upit_routing_study.shares({"a": [[1, 3], [0, 0]]})["a"].tolist() == [[0.25, 0.75], [0, 0]]
 
 
@@ -216,6 +216,6 @@ def test_what_cannot_work_is_refused_before_the_first_training(command, changes,
 
 def test_one_domain_has_no_distance():
     one = upit_reports.Routing("t", "s", {"UpIT": [Routed("r", None, {"a": [[1, 3]]}, ["0"], 0.0)]})
-    assert one.said() == []
+    assert one.sentences() == []
     two = upit_reports.Routing("t", "s", {"UpIT": [Routed("r", None, {"a": [[4, 0]], "b": [[0, 4]]}, ["0"], 0.0)]})
-    assert "differ by 1.000" in two.said()[0]
+    assert "differ by 1.000" in two.sentences()[0]

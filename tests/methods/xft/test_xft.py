@@ -52,7 +52,7 @@ def test_receipt_measures_equality_for_every_family(family):
 
 def test_gate_that_does_not_sum_to_one_is_reported_as_such():
     receipt = xft.upcycle(dense("llama"), num_experts=4, top_k=3, gate="nonorm")
-    assert not receipt.preserves and receipt.error > 1e-3 and "does not keep" in str(receipt)
+    assert not receipt.preserves and receipt.error > 1e-3 and "does not preserve" in str(receipt)
 
 
 @pytest.mark.parametrize("changes, match", [({"top_k": 9}, "top_k must be"), ({"gate": "best"}, "gate must be")])

@@ -107,16 +107,17 @@ def grouped(
     With `form` a number stands at each bar, so that one of zero is seen. `colours` may name the series' own.
     """
     width = 0.82 / len(series)
+    halo = require("matplotlib.patheffects", "plot").withStroke(linewidth=2.6, foreground="white")  # lines on dark bars
     for i, ((name, values), (colour, _)) in enumerate(zip(series.items(), cycle(len(series)))):
         at = [place + (i - (len(series) - 1) / 2) * width for place in range(len(groups))]
         axes.bar(at, [value or 0 for value in values], 0.94 * width, color=colours.get(name, colour), label=name)
         for x, value, span in zip(at, values, spans[name] if spans else [None] * len(at), strict=True):
             if span is not None:
-                axes.plot([x, x], span, color=INK, linewidth=1.1, marker="_", markersize=4)
+                axes.plot([x, x], span, color=INK, linewidth=1.1, marker="_", markersize=4, path_effects=[halo])
             if form and value is not None:
                 axes.annotate(
                     form.format(value), (x, max((value, *(span or ())))), xytext=(0, 3), textcoords="offset points",
-                    ha="center", fontsize=7,
+                    ha="center", fontsize=8,
                 )  # fmt: skip
     axes.set_xticks(range(len(groups)), groups)
     axes.grid(axis="y")

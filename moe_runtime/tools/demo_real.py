@@ -240,7 +240,7 @@ def _picture(results: dict):
     figure, axes = plots.new_figure(title, (10.5, 7.8), mosaic="AB;CC")
     colours = dict(zip(NOTES, plots.COLOURS))
     plots.losses(axes["A"], [(row["model"], row["loss"], colours[row["model"]]) for row in rows], "merged")
-    axes["A"].set_yticks(range(len(rows)), [f"{row['model']}\n{row['note'].partition(':')[0]}" for row in rows], fontsize=8)
+    axes["A"].set_yticks(range(len(rows)), [f"{row['model']}\n{row['note'].partition(':')[0]}" for row in rows], fontsize=9)
     axes["A"].set(xlabel="loss per token of the answers (lower is better)", title="held-out examples")
     for (name, way), marker in zip(results["curves"].items(), plots.MARKERS):
         if way:

@@ -196,7 +196,7 @@ def _picture(results: dict, stats: RouterStats):
         label = f"{name}, its mixing" if start else name
         axes["C"].plot([step + start for step in steps], values, marker=marker, color=colours[name], label=label)
     axes["C"].set(xlabel="step", ylabel="loss per label token", title="validation examples while tuning")
-    axes["C"].legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, frameon=False)
+    axes["C"].legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, frameon=False)
     axes["C"].grid()
     stats.heatmap(axes["D"])
     axes["D"].set_title("tokens of each routed expert over the mean")

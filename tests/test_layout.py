@@ -25,7 +25,7 @@ GLOBAL = re.compile(r"(sys\.meta_path|DEFAULT_CALLBACKS)\.(append|insert|extend)
 # totals grow with features only: whoever raises one says in CHANGELOG.md what for
 MAX_FILE, MAX_FUNCTION, ONE_CHAIR = 400, 80, 60
 MAX_MODULES, MAX_LINES, RAISES_PER_THOUSAND = 186, 39_600, 15
-MAX_INTERLEAVED, MAX_BENCH, MAX_TESTS = 12, 4_700, 55_600
+MAX_INTERLEAVED, MAX_BENCH, MAX_TESTS = 12, 4_700, 55_800
 
 
 def lines_of(paths) -> int:

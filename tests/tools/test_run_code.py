@@ -80,7 +80,9 @@ def test_harmful_programs_fail(verdicts, name):
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
 def test_an_interruption_leaves_no_program_behind(stop):
     script = """\
+        import signal
         from moe_runtime.tools.run_code import run_programs
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with SIGINT ignored
         print("started", flush=True)
         run_programs(["import time\\ntime.sleep(60)"] * 3, seconds=60)
     """

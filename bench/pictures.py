@@ -157,7 +157,7 @@ def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str], has_roof
     frame.logarithmic(axes, "x")
     frame.logarithmic(axes, "y")
     measured = f"ceiling {matmul:.3g} TFLOP/s, {copy:.3g} GB/s in copy"
-    plain(axes, f"{dtype}: {measured if has_roof else 'no ceiling was measured'}")
+    plain(axes, f"{dtype}: {measured if has_roof else f'no roof, as a kernel exceeds {matmul:.3g} TFLOP/s'}")
     axes.set_xlabel("FLOPs per byte", fontsize=SMALL)
     axes.set_ylabel("TFLOP/s", fontsize=SMALL)
 

@@ -205,7 +205,7 @@ def test_a_ceiling_that_is_exceeded_is_none(found):
         bench.rows["moe_runtime"]["TFLOP/s"] = 2 * bench.info["ceilings"]["TFLOP/s"]
     figure = pictures.roofline(found)
     assert not any("roof" in lines_of(axes) for axes in figure.axes)
-    assert all("no ceiling was measured" in axes.get_title(loc="left") for axes in figure.axes[:2])
+    assert all("no roof, as a kernel exceeds" in axes.get_title(loc="left") for axes in figure.axes[:2])
 
 
 def test_pictures_of_a_tiny_run_say_so(tmp_path):

@@ -177,36 +177,35 @@ constexpr int64_t PEAK_FLOPS = 2 * LANES * Step<T>::DEPTH;
 }  // namespace
 
 namespace moert {
-#if defined(__AMX_BF16__)
-// but for the products of bfloat16, that without matrix tiles
-extern const Kernels MOERT_SET = [] {
-    Kernels kernels = avx512_bf16;
-    kernels.experts_up[1] = experts_up<bf16>;
-    kernels.experts_down[1] = experts_down<bf16>;
-    kernels.experts_dh[1] = experts_dh_tiled;
-    kernels.experts_dx[1] = experts_dx_tiled;
-    kernels.experts_dw[1] = experts_dw_tiled;
-    kernels.peak[1] = peak_tiled;
-    kernels.peak_flops[1] = 2 * TILE * TILE * ELEMENTS;
-    kernels.tiled[1] = true;
-    return kernels;
-}();
-#else
-extern const Kernels MOERT_SET = {
+
+// constexpr: an initializer that ran when the library is loaded would execute this set's instructions on every processor
+extern constexpr Kernels MOERT_SET = {
     {activate<float>, activate<bf16>},
     {activate_backward<float>, activate_backward<bf16>},
     {combine<float>, combine<bf16>},
     {experts_up<float>, experts_up<bf16>},
     {experts_down<float>, experts_down<bf16>},
+#if defined(__AMX_BF16__)
+    {experts_dh<float>, experts_dh_tiled},
+    {experts_dx<float>, experts_dx_tiled},
+    {experts_dw<float>, experts_dw_tiled},
+#else
     {experts_dh<float>, experts_dh<bf16>},
     {experts_dx<float>, experts_dx<bf16>},
     {experts_dw<float>, experts_dw<bf16>},
+#endif
     {merge<float>, merge<bf16>},
     {merge_gradient<float>, merge_gradient<bf16>},
     {unpack<float>, unpack<bf16>},
+#if defined(__AMX_BF16__)
+    {peak<float>, peak_tiled},
+    {PEAK_FLOPS<float>, 2 * TILE * TILE * ELEMENTS},
+    {false, true},
+#else
     {peak<float>, peak<bf16>},
     {PEAK_FLOPS<float>, PEAK_FLOPS<bf16>},
     {false, false},
-};
 #endif
-}
+};
+
+}  // namespace moert

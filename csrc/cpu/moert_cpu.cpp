@@ -3,6 +3,7 @@
 #include "moert_cpu.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels.h"
@@ -70,9 +71,17 @@ const Variant VARIANTS[] = {
     {"generic", &moert::generic, runs_always},
 };
 
+// ATEN_CPU_CAPABILITY limits torch's own kernels; what it limits them to holds here too
+bool allowed(const char* name) {
+    const char* const limit = getenv("ATEN_CPU_CAPABILITY");
+    if (limit && !strcmp(limit, "default")) return !strcmp(name, "generic");
+    if (limit && !strcmp(limit, "avx2")) return !strcmp(name, "avx2") || !strcmp(name, "generic");
+    return true;
+}
+
 const Variant* choose() {
     const Variant* v = VARIANTS;
-    while (!v->runs()) v++;
+    while (!allowed(v->name) || !v->runs()) v++;
     return v;
 }
 
@@ -274,6 +283,14 @@ BackwardParts parts_of_backward(
 int moert_cpu_abi_version() { return MOERT_CPU_ABI_VERSION; }
 const char* moert_cpu_build_info() { return MOERT_BUILD_INFO; }
 const char* moert_cpu_variant() { return variant->name; }
+
+const char* moert_cpu_variants() {
+    static char names[64];
+    char* end = names;
+    for (const Variant& v : VARIANTS)
+        if (v.runs()) end = stpcpy(stpcpy(end, v.name), " ");
+    return names;
+}
 
 int moert_cpu_limit(const char* name) {
     for (const Variant& v : VARIANTS)

@@ -3,15 +3,22 @@
 #pragma once
 #include <stdint.h>
 
-#define MOERT_CPU_ABI_VERSION 5
+#define MOERT_CPU_ABI_VERSION 6
 #define MOERT_API extern "C" __attribute__((visibility("default")))
 
 MOERT_API int moert_cpu_abi_version();
 MOERT_API const char* moert_cpu_build_info();  // JSON
 MOERT_API const char* moert_cpu_variant();     // what runs here: amx, avx512_bf16, avx512, avx2 or generic
 
+// The names of the variants that this machine can run, the best first, each followed by a space.
+MOERT_API const char* moert_cpu_variants();
+
 // Limits what runs to the variant of this name; 0 if this machine cannot run it. For tests.
 MOERT_API int moert_cpu_limit(const char* name);
+
+// Runs the experts forward and backward and merges them by this variant, serially, and compares the results with sums in double.
+// Returns 1 if they agree; else 0 and in `wrong`, of `size` bytes, what does not. A process runs one at a time.
+MOERT_API int moert_cpu_self_test(const char* variant, char* wrong, int64_t size);
 
 // The OpenMP runtime of the process: GOMP_parallel, omp_get_thread_num, omp_get_num_threads. Without, all work is serial.
 MOERT_API void moert_cpu_use_openmp(const void* parallel, const void* thread_num, const void* num_threads);

@@ -22,11 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.io.files import cache_home, distrust, own_folder
+from moe_runtime.native import selftest
 
 NAMES = {"cpu": "libmoert_cpu.so", "cuda": "libmoert_cuda.so"}
 SUFFIXES = {"cpu": (".cpp", ".h"), "cuda": (".cu", ".cuh", ".h")}
@@ -41,6 +42,13 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mpre
 _BF16 = (*_AVX512, "-mavx512bf16")
 # the variants for which kernels.cpp is compiled, with their flags; the library selects one when it is loaded
 X86_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _BF16, "amx": (*_BF16, "-mamx-tile", "-mamx-bf16")}
+# one instruction of each set: a compiler may know its name, and its assembler not
+INSTRUCTIONS = {
+    "avx2": "__m256i f(__m256i a) { return _mm256_add_epi32(a, a); }",
+    "avx512": "__m512 f(__m512 a) { return _mm512_add_ps(a, a); }",
+    "avx512_bf16": "__m512 f(__m512 a, __m512bh b) { return _mm512_dpbf16_ps(a, b, b); }",
+    "amx": "void f() { _tile_dpbf16ps(0, 1, 2); }",
+}
 # compiler features that the CPU sources need beyond C++17: vector conversion and elementwise selection
 PROBE = """
 typedef float f4 __attribute__((vector_size(16)));
@@ -137,46 +145,106 @@ def check_cpu(csrc: Path) -> tuple[list[str], str]:
     """Return the compiler that a build would use and its version. Raises BuildError if there is none or it is too old."""
     find_sources("cpu", csrc)
     compiler, version = find_compiler()
-    if not _accepts(compiler, ()):
+    if not _accepts(compiler):
         raise BuildError(f"The compiler {version} is too old, as g++ 9 or a recent clang++ is required. {GET_COMPILER}")
     return compiler, version
 
 
-def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
-    """Return whether the compiler supports what the CPU sources need, and these flags."""
-    command = [*compiler, *CPU_FLAGS, *flags, "-x", "c++", "-fsyntax-only", "-"]
-    return subprocess.run(command, input=PROBE, text=True, capture_output=True).returncode == 0
+def _accepts(compiler: list[str], variant: str | None = None) -> bool:
+    """Return whether the compiler and its assembler make what the CPU sources need, for one variant or for any processor."""
+    flags, source = (), PROBE
+    if variant is not None:
+        flags, source = X86_SETS[variant], f"#include <immintrin.h>\n{PROBE}{INSTRUCTIONS[variant]}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*compiler, *CPU_FLAGS, *flags, "-x", "c++", "-c", "-o", f"{folder}/probe.o", "-"]
+        return subprocess.run(command, input=source, text=True, capture_output=True).returncode == 0
 
 
-def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> bool:
-    """Compile `csrc` into the library `out`, written atomically; return whether it had to be compiled.
+class CpuBuild(NamedTuple):
+    """What a build of the CPU library did."""
 
-    An existing library of the same sources and compiler is kept. Raises BuildError if something is missing or fails.
+    compiled: bool  # False: the library was up to date
+    left_out: dict[str, str]  # variants that the compiler could not make, with its first line
+
+
+def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> CpuBuild:
+    """Compile `csrc` into the library `out`, test it on this processor in a child process, and put it in place atomically.
+
+    An existing library of the same sources and compiler is kept. Raises BuildError if something is missing or fails; a library
+    that fails its self-test is not installed.
     """
     csrc = csrc or csrc_dir("cpu")
     compiler, version = check_cpu(csrc)
     x86 = X86_SETS if platform.machine() == "x86_64" else {}
-    sets = {"generic": ()} | {name: flags for name, flags in x86.items() if _accepts(compiler, flags)}
-    info = json.dumps({"sources": source_hash("cpu", csrc), "compiler": version, "sets": list(sets)})
+    sets = {"generic": ()} | {name: flags for name, flags in x86.items() if _accepts(compiler, name)}
+    sources = source_hash("cpu", csrc)
+    identity = hashlib.sha256(json.dumps([sources, version, list(sets)]).encode()).hexdigest()[:16]
     # read from the library itself, so that no second file can disagree
-    if not force and out.is_file() and not distrust(out, out.stat()) and info.encode() in out.read_bytes():
-        return False
-    with _link(out, compiler, "cpu") as (tmp, objects):
-        jobs = [(csrc / "kernels.cpp", f"{name}.o", (*flags, f"-DMOERT_SET={name}")) for name, flags in sets.items()]
-        stamp = tmp / "stamp.h"
-        stamp.write_text(f"#define MOERT_BUILD_INFO {json.dumps(info)}\n")
-        stamp_flags = ("-include", stamp, *(f"-DMOERT_WITH_{name}" for name in sets))
-        jobs.append((csrc / "moert_cpu.cpp", "moert_cpu.o", stamp_flags))
-        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(lambda job: _run([*compiler, *CPU_FLAGS, *job[2], "-c", job[0], "-o", tmp / job[1]]), jobs))
-        # linked with libc only: OpenMP's functions come from the runtime that torch has loaded
-        objects += [tmp / job[1] for job in jobs]
-    return True
+    if not force and out.is_file() and not distrust(out, out.stat()) and identity.encode() in out.read_bytes():
+        if wrong := selftest.ensure(out):
+            raise BuildError(f"{out} is not used, because {wrong}. Experts run in PyTorch on the CPU")
+        return CpuBuild(False, {})
+
+    def check(made: Path) -> None:
+        if wrong := selftest.ensure(made):
+            raise BuildError(f"{out} is not installed, because {wrong}. Experts run in PyTorch on the CPU")
+
+    left_out: dict[str, str] = {}
+    info = {"sources": sources, "compiler": version, "identity": identity}
+    with _link(out, compiler, "cpu", check) as (tmp, objects):
+        objects += compile_cpu(tmp, csrc, compiler, sets, left_out, info)
+    return CpuBuild(True, left_out)
+
+
+def compile_cpu(
+    folder: Path, csrc: Path, compiler: list[str], sets: dict[str, tuple[str, ...]], left_out: dict[str, str], info: dict
+) -> list[Path]:
+    """Compile the sources for each of `sets` into objects in `folder`; return those to link.
+
+    A set other than generic that does not compile is left out and added to `left_out` with the compiler's first line.
+    """
+    sources = find_sources("cpu", csrc)
+
+    def compile_one(source: Path, name: str, flags: tuple) -> Path | BuildError:
+        made = folder / f"{name}.o"
+        try:
+            _run([*compiler, *CPU_FLAGS, *flags, "-c", source, "-o", made])
+        except BuildError as error:
+            return error
+        return made
+
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        jobs = {
+            name: pool.submit(compile_one, csrc / "kernels.cpp", name, (*flags, f"-DMOERT_SET={name}"))
+            for name, flags in sets.items()
+        }
+        made = {name: job.result() for name, job in jobs.items()}
+    for name, result in made.items():
+        if isinstance(result, BuildError):
+            if name == "generic":
+                raise result
+            left_out[name] = str(result).partition("\n")[2].partition("\n")[0]
+    objects = {name: result for name, result in made.items() if name not in left_out}
+    stamp = folder / "stamp.h"
+    stamp.write_text(f"#define MOERT_BUILD_INFO {json.dumps(json.dumps(info | {'sets': list(objects)}))}\n")
+    flags = ("-include", stamp, *(f"-DMOERT_WITH_{name}" for name in objects))
+    for source in sources:
+        if source.name != "kernels.cpp":
+            result = compile_one(source, source.stem, flags)
+            if isinstance(result, BuildError):
+                raise result
+            objects[source.stem] = result
+    return list(objects.values())
 
 
 @contextlib.contextmanager
-def _link(out: Path, compiler: list[str], kind: str) -> Iterator[tuple[Path, list]]:
-    """Yield a temporary folder and a list to fill with objects and options; link them into `out`."""
+def _link(
+    out: Path, compiler: list[str], kind: str, check: Callable[[Path], None] | None = None
+) -> Iterator[tuple[Path, list]]:
+    """Yield a temporary folder and a list to fill with objects and options; link them into `out`.
+
+    The library goes into place only after `check`, which raises an error for one that must not be used.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as name:
         tmp, objects = Path(name), []
@@ -188,6 +256,8 @@ def _link(out: Path, compiler: list[str], kind: str) -> Iterator[tuple[Path, lis
             "-Wl,--as-needed", f"-Wl,-soname,{NAMES[kind]}",
         ])  # fmt: skip
         made.chmod(0o755)  # not writable by others, whatever the umask
+        if check is not None:
+            check(made)
         os.replace(made, out)
 
 
@@ -304,8 +374,14 @@ def _compile(toolkit: Toolkit, flags: list, source: Path, identity: dict, cache:
 
 
 def prune(folder: Path) -> None:
-    """Delete objects, and libraries of other sources, that no build has used for MAX_AGE_DAYS; a build touches what it uses."""
+    """Delete objects, libraries of other sources, and marks of tested libraries, older than MAX_AGE_DAYS.
+
+    A build touches what it uses; a library whose mark is gone is tested again.
+    """
     oldest = time.time() - MAX_AGE_DAYS * 86400
+    for mark in folder.glob("tested/*"):
+        if mark.stat().st_mtime < oldest:
+            mark.unlink()
     for path in folder.iterdir():
         is_library = re.fullmatch(r"[0-9a-f]{16}-\w+", path.name) and (path / NAMES["cpu"]).is_file()
         if (is_library or path.suffix in (".o", ".ptxas", ".so")) and path.stat().st_mtime < oldest:
@@ -372,11 +448,13 @@ def main(arguments: list[str] | None = None) -> int:
         find_sources(asked.kind, asked.csrc or csrc_dir(asked.kind))
         out = out or own_folder(library_path(asked.kind, asked.csrc).parent) / NAMES[asked.kind]
         if asked.kind == "cpu":
-            fresh = build_cpu(out, csrc=asked.csrc, force=asked.force)
+            made = build_cpu(out, csrc=asked.csrc, force=asked.force)
             if asked.out is None:
                 os.utime(out.parent)  # used now
                 prune(out.parent.parent)
-            print(f"{out}: {'built' if fresh else 'up to date, built'} by {find_compiler()[1]}")
+            for name, why in made.left_out.items():
+                print(f"warning: the compiler cannot build the variant {name}, which is left out: {why}", file=sys.stderr)
+            print(f"{out}: {'built' if made.compiled else 'up to date, built'} by {find_compiler()[1]}")
             return 0
         usages = build_cuda(out, csrc=asked.csrc, archs=asked.archs)
     except (BuildError, OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.io.files import distrust, distrusted
-from moe_runtime.native import build
+from moe_runtime.native import build, selftest
 
 _TYPES = {
     "void": None, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
@@ -124,6 +124,9 @@ class Library:
             self._found = self._search()
         return self._found
 
+    def check(self, path: Path, opened: int | None) -> None:
+        """Raise OSError if the library at `path`, or the file `opened` there, must not be loaded into this process."""
+
     def _search(self) -> Loaded | str:
         reasons, header = [], build.csrc_dir(self.kind) / f"{self.prefix}.h"
         try:
@@ -134,7 +137,9 @@ class Library:
         for path in self.places():
             try:
                 if path.is_file():  # raises if a parent folder is not readable
-                    return self.bind(path, opened=None if path == WHEEL / path.name else _open(path))
+                    opened = None if path == WHEEL / path.name else _open(path)
+                    self.check(path, opened)
+                    return self.bind(path, opened=opened)
             except (OSError, RuntimeError, ValueError) as error:
                 reasons.append(str(error))
         return "; ".join(reasons) or f"the {self.title} library is not built. To build it, run {self.command}"
@@ -174,6 +179,13 @@ class CppLibrary(Library):
                 library.handle.moert_cpu_use_openmp(*addresses)
                 return library._replace(openmp=_file_at(addresses[0].value))
         return library
+
+    def check(self, path: Path, opened: int | None) -> None:
+        """Raise OSError if the library fails its self-test on this processor, which it runs once, in a child process."""
+        if wrong := selftest.ensure(path, opened=opened):
+            if opened is not None:
+                os.close(opened)
+            raise OSError(f"{path} is not used, because {wrong}. To rebuild it, run {self.command}")
 
     def why_not(self, device: torch.device) -> str | None:
         """Return why the library's kernels cannot run on `device`; None if they can."""

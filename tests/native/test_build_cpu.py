@@ -27,7 +27,10 @@ def small(tmp_path, library):
     csrc.mkdir()
     (csrc / "kernels.cpp").write_text("int table_of_MOERT_SET = 0;\n".replace("table_of_MOERT_SET", "MOERT_SET"))
     (csrc / "moert_cpu.cpp").write_text(
-        'extern "C" __attribute__((visibility("default"))) const char* moert_cpu_build_info() { return MOERT_BUILD_INFO; }\n'
+        '#define API extern "C" __attribute__((visibility("default")))\n'
+        "API const char* moert_cpu_build_info() { return MOERT_BUILD_INFO; }\n"
+        'API const char* moert_cpu_variants() { return ""; }\n'
+        "API int moert_cpu_self_test() { return 1; }\n"
     )
     return csrc
 
@@ -69,10 +72,13 @@ def test_old_libraries_of_other_sources_go(tmp_path, small):
         when = time.time() - days * 24 * 3600
         os.utime(cache / name, (when, when))
     assert run("--csrc", small, "--out", tmp_path / "lib.so", XDG_CACHE_HOME=str(tmp_path)).returncode == 0
-    assert len(list(cache.iterdir())) == 3
+    assert {path.name for path in cache.iterdir()} == {*ages, "tested"}
+    (old_mark := cache / "tested" / "old").write_text("")
+    os.utime(old_mark, (0, 0))
     assert run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
     here = f"{build.source_hash('cpu', small)}-{os.uname().machine}"
-    assert {path.name for path in cache.iterdir()} == {here, "fedcba9876543210-x86_64", "mine"}
+    assert {path.name for path in cache.iterdir()} == {here, "fedcba9876543210-x86_64", "mine", "tested"}
+    assert len(list((cache / "tested").iterdir())) == 1  # this library, on this processor
     os.utime(cache / here, (0, 0))
     assert "up to date" in run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).stdout
     assert time.time() - (cache / here).stat().st_mtime < 3600  # asked for

@@ -1,0 +1,290 @@
+"""The CPU library on every kind of processor: no variant runs code at load, and what fails its self-test is not used."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.native import build, selftest
+from moe_runtime.native.library import CppLibrary, cpp
+from moe_runtime.tools import doctor
+from tests.support import cpu_build
+
+DRIVER = Path(__file__).with_name("self_test_driver.c")
+AARCH64 = "/usr/aarch64-linux-gnu"  # Debian's cross compiler's libc
+is_x86 = os.uname().machine == "x86_64"
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="binutils are not installed")
+needs_qemu = pytest.mark.skipif(shutil.which("qemu-x86_64") is None or not is_x86, reason="qemu-x86_64 is not installed")
+
+
+def code_at_load(path: Path) -> list[str]:
+    """Return the sections of an object whose code runs when a library that contains it is loaded."""
+    sections = subprocess.run(["readelf", "-SW", path], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"\.(?:pre)?init_array\S*|\.ctors\S*|\.init\b|\.text\.startup", sections)
+
+
+def shared_symbols(path: Path) -> list[str]:
+    """Return the symbols of an object that the linker may take for those of another one."""
+    symbols = subprocess.run(["nm", "--defined-only", "--extern-only", path], capture_output=True, text=True, check=True).stdout
+    return [line.split()[-1] for line in symbols.splitlines()]
+
+
+def compile_sets(folder: Path, *, flags: tuple, sets=None, csrc=None) -> dict[str, Path]:
+    """Compile each variant and return the objects by name."""
+    before = build.CPU_FLAGS
+    build.CPU_FLAGS = (*flags, *before[1:])
+    sets = {"generic": ()} | (build.X86_SETS if is_x86 else {}) if sets is None else sets
+    left_out = {}
+    try:
+        made = build.compile_cpu(folder, csrc or build.csrc_dir("cpu"), build.find_compiler()[0], sets, left_out, {})
+    finally:
+        build.CPU_FLAGS = before
+    assert not left_out
+    return {path.stem: path for path in made}
+
+
+@needs_gxx
+@needs_readelf
+def test_no_variant_runs_code_when_the_library_is_loaded(tmp_path):
+    made = compile_sets(tmp_path, flags=("-O0",))
+    assert {name: code_at_load(path) for name, path in made.items() if name != "moert_cpu"} == {
+        name: [] for name in made if name != "moert_cpu"
+    }
+
+
+@needs_gxx
+@needs_readelf
+@pytest.mark.slow
+def test_variants_as_they_are_built_share_no_code(tmp_path):
+    for name, path in compile_sets(tmp_path, flags=("-O3",)).items():
+        if name in ("moert_cpu", "self_test"):
+            continue
+        assert code_at_load(path) == []
+        # a function of one variant that the linker took for all would run on processors that lack its instructions
+        assert shared_symbols(path) == [f"_ZN5moert{len(name)}{name}E"]
+
+
+@needs_gxx
+@needs_readelf
+def test_a_table_that_is_filled_at_load_is_seen(tmp_path):
+    csrc = copy_of_sources(tmp_path, "kernels.cpp", TABLE, "extern const Kernels MOERT_SET")
+    text = (csrc / "kernels.cpp").read_text()
+    (csrc / "kernels.cpp").write_text("#include <stdlib.h>\n" + text.replace("{PEAK_FLOPS<float>,", "{rand(),"))
+    made = compile_sets(tmp_path, flags=("-O0",), sets={"generic": ()}, csrc=csrc)
+    assert code_at_load(made["generic"]) != []
+
+
+@pytest.fixture
+def library():
+    return cpu_build.library()
+
+
+@needs_qemu
+@pytest.mark.parametrize(
+    "processor, variants", [("Haswell", ["avx2", "generic"]), ("EPYC-Milan", ["avx2", "generic"]), ("Nehalem", ["generic"])]
+)
+def test_other_x86_processors(processor, variants, library, tmp_path):
+    qemu = ["qemu-x86_64", "-cpu", processor]
+    # in Python: what a build and the first use do
+    child = subprocess.run([*qemu, sys.executable, "-I", "-S", selftest.__file__, library.path], capture_output=True, text=True)
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert child.stdout.splitlines() == [f"testing {name}" for name in variants]
+    assert selftest.run(library.path, command=tuple(qemu)) is None
+    # in C
+    subprocess.run(["gcc", "-o", tmp_path / "driver", DRIVER, "-ldl"], check=True)
+    driven = subprocess.run([*qemu, tmp_path / "driver", library.path], capture_output=True, text=True)
+    assert driven.returncode == 0 and driven.stdout.splitlines() == [f"testing {name}" for name in variants], driven.stderr
+
+
+@pytest.mark.skipif(
+    shutil.which("aarch64-linux-gnu-g++") is None or shutil.which("qemu-aarch64") is None,
+    reason="aarch64-linux-gnu-g++ or qemu-aarch64 is not installed",
+)
+def test_aarch64_runs_the_generic_variant(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "aarch64-linux-gnu-g++")
+    objects = compile_sets(tmp_path, flags=("-O2",), sets={"generic": ()})
+    made = tmp_path / "library.so"
+    subprocess.run(["aarch64-linux-gnu-g++", "-shared", "-o", made, *objects.values()], check=True)
+    subprocess.run(["aarch64-linux-gnu-gcc", "-o", tmp_path / "driver", DRIVER, "-ldl"], check=True)
+    driven = subprocess.run(["qemu-aarch64", "-L", AARCH64, tmp_path / "driver", made], capture_output=True, text=True)
+    assert driven.returncode == 0 and driven.stdout == "testing generic\n", driven.stdout + driven.stderr
+    if os.uname().machine != "aarch64":
+        # the library of another kind of machine: one line
+        wrong = selftest.run(made)
+        assert wrong.startswith("it failed its self-test: it cannot be loaded (") and "\n" not in wrong
+
+
+def copy_of_sources(tmp_path: Path, file: str, old: str, new: str) -> Path:
+    """Return a copy of csrc/cpu in which `old` of one file is `new`."""
+    csrc = tmp_path / "csrc"
+    shutil.copytree(build.csrc_dir("cpu"), csrc)
+    text = (csrc / file).read_text()
+    assert old in text
+    (csrc / file).write_text(text.replace(old, new))
+    return csrc
+
+
+TABLE = "extern constexpr Kernels MOERT_SET"
+TRAP = "__builtin_trap();"
+PLANTED = {
+    "forward": ("experts.h", "total[n] += w * y[n]", "total[n] += y[n]", "the forward pass in float32 is wrong"),
+    "dx": ("gradients.h", "store_up_to(dx(r) + n, load", "store_up_to(dx(r) + n, 0.5f * load", "the gradient of x in float32"),
+    "dweight": ("gradients.h", "* b.rows + row] = sum(dots)", "* b.rows + row] = 0", "the gradient of the routing weights in"),
+    "merging": ("merging.h", "total[v] += rounded(m.alpha[e]", "total[v] += rounded(m.alpha[0]", "merging in float32 is wrong"),
+    "bfloat16": ("vector.h", "(u + 0x7fff +", "(u + 0x7ffff +", "in bfloat16 is wrong"),
+    "illegal instruction": ("experts.h", "memset(sums, 0,", f"{TRAP} memset(sums, 0,", "died in the variant generic: SIGILL ("),
+    "at load": (
+        "kernels.cpp", TABLE, f"__attribute__((constructor)) static void at_load() {{ {TRAP} }}\n{TABLE}",
+        "died while it was loaded: SIGILL (",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def quickly(monkeypatch, tmp_path):
+    """Build for any processor and without optimization, in a second, with an empty cache."""
+    monkeypatch.setattr(build, "CPU_FLAGS", ("-O0", *build.CPU_FLAGS[1:]))
+    monkeypatch.setattr(build, "X86_SETS", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@needs_gxx
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_library_that_fails_its_self_test_is_not_installed(bug, tmp_path, quickly):
+    file, old, new, why = PLANTED[bug]
+    out = tmp_path / "library.so"
+    out.write_text("the one before")
+    with pytest.raises(build.BuildError) as error:
+        build.build_cpu(out, csrc=copy_of_sources(tmp_path, file, old, new))
+    message = str(error.value)
+    assert message.startswith(f"{out} is not installed, because on this processor ({selftest.processor()[0]}) it")
+    assert why in message and message.endswith("Experts run in PyTorch on the CPU") and "\n" not in message
+    assert out.read_text() == "the one before" and not list(tmp_path.glob("cache/moe_runtime/cpu/tested/*"))
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch, library):
+    """Return the path of a good library in a cache of its own, where no library has been tested."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = build.library_path("cpu")
+    build.own_folder(path.parent)
+    shutil.copyfile(library.path, path)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Count the self-tests that run."""
+    ran = []
+    run = selftest.run
+
+    def counted(file, **options):
+        ran.append(file)
+        return run(file, **options)
+
+    monkeypatch.setattr(selftest, "run", counted)
+    return ran
+
+
+def test_a_processor_is_remembered_and_another_one_tests_again(cached, children, tmp_path, monkeypatch):
+    assert not isinstance(CppLibrary().find(), str) and len(children) == 1
+    assert not isinstance(CppLibrary().find(), str) and len(children) == 1
+    other = tmp_path / "cpuinfo"
+    other.write_text("vendor_id : GenuineIntel\nmodel name : Another\nflags : sse2\n\nvendor_id : GenuineIntel\n")
+    monkeypatch.setattr(selftest, "CPUINFO", other)
+    assert not isinstance(CppLibrary().find(), str) and len(children) == 2
+    assert not isinstance(CppLibrary().find(), str) and len(children) == 2
+    monkeypatch.undo()
+
+
+def test_other_instruction_sets_are_another_processor(tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(selftest, "CPUINFO", path)
+    texts = ["model name : A\nflags : avx2", "model name : A\nflags : avx2 avx512f", "model name : B\nflags : avx2", ""]
+    found = []
+    for text in texts:
+        path.write_text(text)
+        found.append(selftest.processor()[1])
+    assert len(set(found)) == len(texts)
+    path.write_text("model name : A\nflags : avx2\ncpu MHz : 3000.1\nbogomips : 1")
+    assert selftest.processor() == ("A", found[0])
+
+
+def test_without_a_writable_cache_it_is_tested_each_time(cached, children, monkeypatch, library):
+    shutil.copytree(library.path.parent, cached.parents[3] / "wheel")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    monkeypatch.setattr("moe_runtime.native.library.WHEEL", cached.parents[3] / "wheel")
+    assert not isinstance(CppLibrary().find(), str) and not isinstance(CppLibrary().find(), str)
+    assert len(children) == 2
+
+
+def test_a_mark_that_another_user_could_have_written_does_not_count(cached, children):
+    assert not isinstance(CppLibrary().find(), str)
+    (mark,) = cached.parents[1].glob("tested/*")
+    mark.chmod(0o666)
+    assert not isinstance(CppLibrary().find(), str) and len(children) == 2
+
+
+BAD = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:200_000]),
+    "text": lambda path: path.write_text("not a library"),
+    "empty": lambda path: path.write_bytes(b""),
+    "another library": lambda path: shutil.copyfile(sys.modules["_ctypes"].__file__, path),
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_bad_library_is_one_line_and_experts_run_in_pytorch(how, cached, monkeypatch):
+    BAD[how](cached)
+    found = CppLibrary().find()
+    assert found.startswith(f"{cached} is not used, because on this processor (") and "\n" not in found
+    assert found.endswith("To rebuild it, run python -m moe_runtime.native.build cpu")
+    monkeypatch.setattr(cpp, "_found", None)
+    monkeypatch.delenv("MOE_RUNTIME_BACKEND", raising=False)
+    report = doctor.report()
+    assert report["backends"]["moe_mlp"].startswith("torch") and report["problems"]["cpu library"] == found
+
+
+def test_a_processor_on_which_a_variant_dies(cached, monkeypatch):
+    # what a library with an instruction that the processor lacks looks like from outside
+    monkeypatch.setattr(
+        selftest.subprocess, "run",
+        lambda *_, **__: subprocess.CompletedProcess([], -signal.SIGILL, f"{selftest.TESTING}avx512\n", ""),
+    )  # fmt: skip
+    found = CppLibrary().find()
+    assert "its self-test died in the variant avx512: SIGILL (Illegal instruction)" in found
+    assert not list(cached.parents[1].glob("tested/*"))
+
+
+@needs_gxx
+def test_a_variant_that_does_not_compile_is_left_out(tmp_path, monkeypatch, quickly):
+    monkeypatch.setattr(build, "X86_SETS", {"avx2": ("-mavx2", "-mfma")})
+    csrc = copy_of_sources(
+        tmp_path, "kernels.cpp", TABLE, f"#if defined(__AVX2__)\n#error no such instruction\n#endif\n{TABLE}"
+    )
+    made = build.build_cpu(tmp_path / "library.so", csrc=csrc)
+    assert made.compiled and list(made.left_out) == ["avx2"] and "no such instruction" in made.left_out["avx2"]
+    assert selftest.run(tmp_path / "library.so") is None
+    # which does not make it compile again at each build
+    assert not build.build_cpu(tmp_path / "library.so", csrc=csrc).compiled
+
+
+CAPABILITY = """
+from moe_runtime.native.library import cpp
+print(cpp.library().variant)
+"""
+
+
+@pytest.mark.parametrize("capability, variants", [("default", {"generic"}), ("avx2", {"avx2", "generic"})])
+def test_torchs_limit_of_instruction_sets_holds_for_the_library_too(capability, variants, library):
+    child = subprocess.run(
+        [sys.executable, "-c", CAPABILITY], capture_output=True, text=True, env=os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    )
+    assert child.stdout.strip() in variants, child.stderr

@@ -2,7 +2,7 @@
 
     out[t] = sum_k weight[t, k] (W_down[e] h[slot_row[t, k]] + b[e]),   e = topk_idx[t, k]
 
-The time of a layer with few slots is that of its launches. The results equal, bit for bit, those of `kernels.routing`,
+The time of a layer with few slots is that of its launches. The results agree with those of `kernels.routing`,
 `kernels.dispatch`, `kernels.grouped_gemm` and `kernels.combine`, whose steps these kernels call.
 """
 

@@ -198,9 +198,9 @@ NOWHERE = Gradients(*[None] * len(Gradients._fields))
 def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = True) -> None:
     """Make the backward pass add to the `.grad` (or `main_grad`) of the stacks [E, ., .] among `parameters` in place.
 
-    From the second micro-batch on, no separate gradient of a stack's size is allocated; with float32 gradients the result is
-    bit-identical. Autograd then sees no gradient and runs no hooks, so this is not for DDP or FSDP, which reduce in hooks, nor
-    for torch.autograd.grad. Code compiled by torch.compile, or with create_graph=True, gets its gradient as usual.
+    From the second micro-batch on, no separate gradient of a stack's size is allocated. The result equals autograd's sum up to
+    one rounding of each element. Autograd then sees no gradient and runs no hooks, so this is not for DDP or FSDP, which reduce
+    in hooks, nor for torch.autograd.grad. Code compiled by torch.compile, or with create_graph=True, gets its gradient as usual.
     """
     for parameter in parameters:
         if parameter.dim() == 3:

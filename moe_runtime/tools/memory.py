@@ -146,22 +146,38 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
     R, is_backward = T * K, name.endswith("backward")
     if backend == "triton":
         return R * x.element_size() * (Z + I + H if is_backward else I + H), {}
-    if backend == "cpp" and name in ("moe_mlp", "moe_layer") and E * moe_mlp_cpp.few_rows(x.dtype) >= R:
-        return 0, {"one call": moe_mlp_cpp.one_call_bytes(x.dtype, T, H, I, E, K)}
-    one_stack = all(given.get(part) is None for part in ("up_trained", "up_bias", "down_bias"))
-    in_one_call = backend == "cpp" and one_stack and moe_mlp_cpp.few_rows(x.dtype) >= -(-R // E)
-    if in_one_call and name in ("moe_mlp_backward", "moe_layer_backward"):
-        offsets = (ctypes.c_int32 * (E + 1))(*[R * e // E for e in range(E + 1)])  # not a tensor, as all tensors are fake here
-        how = (int(given["gated"]), ctypes.addressof(offsets), T, H, I, E, K, given["z"].shape[0] == 0)
-        return 0, {"one call": moe_mlp_cpp.one_call_back_bytes(x.dtype, *how)}
     alone = T if given.get("gate") in SHARED_GATES else 0  # rows of the shared expert, which are not gathered
+    one_call = {}
+    if backend == "cpp" and given.get("up_trained") is None:
+        # the largest expert, which decides, has at least `alone` or the average, and at most T rows
+        few = moe_mlp_cpp.few_rows(x.dtype)
+        if few >= max(alone, -(-R // E)):
+            one_call = _one_call_scratch(given, name, (T, H, I, E, K))
+        if one_call and few >= T:
+            return 0, one_call
     group = min(R - alone, max(math.ceil(R / E), GROUP_ELEMENTS // max(Z, H)))
     widest, s = max(group, alone), x.element_size()
     # the torch backend holds three to four float32 tensors per block of rows
     block = 14 * min(widest * I, BLOCK_ELEMENTS) * (is_backward and backend == "torch")
-    return block, {"y": s * R * H, "x": s * group * H, "h": s * widest * I} | (
-        {"dy": s * group * H, "dh": s * widest * I, "dz": s * widest * Z} if is_backward else {}
-    )
+    matmuls = {"y": s * R * H, "x": s * group * H, "h": s * widest * I}
+    if is_backward:
+        matmuls |= {"dy": s * group * H, "dh": s * widest * I, "dz": s * widest * Z}
+    return block, one_call | matmuls
+
+
+def _one_call_scratch(given: Mapping[str, Any], name: str, sizes: tuple[int, int, int, int, int]) -> dict[str, int]:
+    """Return the scratch bytes of an op that the CPU library computes in one call; empty if it does not."""
+    T, H, I, E, K = sizes
+    dtype = given["x"].dtype
+    if name in ("moe_mlp", "moe_layer"):
+        return {"one call": moe_mlp_cpp.one_call_bytes(dtype, T, H, I, E, K)}
+    has_bias = given.get("up_bias") is not None or given.get("down_bias") is not None
+    if name not in ("moe_mlp_backward", "moe_layer_backward") or has_bias:
+        return {}
+    rows = (ctypes.c_int32 * (E + 1))(*[T * K * e // E for e in range(E + 1)])  # not a tensor, as all tensors are fake here
+    recompute = given["z"].shape[0] == 0
+    form = int(given["gated"])
+    return {"one call": moe_mlp_cpp.one_call_back_bytes(dtype, form, ctypes.addressof(rows), T, H, I, E, K, recompute)}
 
 
 def model_of(source: str, dtype: str | None = None) -> nn.Module:

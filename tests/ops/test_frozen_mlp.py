@@ -146,13 +146,13 @@ def test_gpt_oss_gate_biases_and_layout(in_out, backend, tolerance):
     check(halves_of(case, (3, 5), torch.float32), backend, tolerance, in_out=in_out)
 
 
-def test_experts_that_go_together_and_each_alone_give_the_same_bits(monkeypatch):
+def test_experts_that_go_together_and_each_alone_agree(monkeypatch, tolerance):
     case = halves_of(make_case(40, 33, 17, 6, 2, torch.float32, "dropped", bias=True), (3, 5), torch.float32)
     want = run(case, with_backend("torch"))
     for rows in (1, 9, 25):
         monkeypatch.setattr(expert_rows, "GROUP_ELEMENTS", rows * 34)
-        got = run(case, with_backend("torch"))
-        assert all(torch.equal(got[name], value) for name, value in want.items()), rows
+        # not bit by bit: a BLAS may sum in another order for another number of rows
+        assert_parity(run(case, with_backend("torch")), want, tolerance[torch.float32])
 
 
 @pytest.mark.parametrize("in_out", [False, True])

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 from moe_runtime.ops.expert_rows import Experts, accumulate_into_grad
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
-from tests.support.oracle import choose_experts
+from tests.support.oracle import choose_experts, relative_error
 
 
 class _Large(TorchDispatchMode):
@@ -43,7 +43,10 @@ def copies_of_transposed_gradients(layer, backend: str | None, device: str = "cp
 
 
 def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> None:
-    """Three micro-batches with `accumulate_into_grad` give the bits of separate adds, in the same memory and no other."""
+    """Three micro-batches with `accumulate_into_grad` give the sums of separate adds, in the same memory and no other.
+
+    Our kernels add the rounded product, as autograd does, so they give its bits; a BLAS may round once.
+    """
     E, H, I, T = 3, 16, 8, 20
     torch.manual_seed(0)
     swapped = form == "transposed stacks"
@@ -71,8 +74,10 @@ def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> N
         places.append([(w.main_grad if form == "main_grad" else w.grad).data_ptr() for w in added])
     assert large.found == [], "the last backward pass made tensors of a stack's size"
     assert places[1] == places[2] and (form != "main_grad" or added[0].grad is None)
+    is_exact = backend in ("cpp", "triton") and not (backend == "cpp" and swapped)
     for a, b in zip(plain, added, strict=True):
-        assert a.grad.equal(b.main_grad if form == "main_grad" else b.grad)
+        got = b.main_grad if form == "main_grad" else b.grad
+        assert a.grad.equal(got) if is_exact else relative_error(got, a.grad) < 1e-6
 
 
 def stride_zero(case):

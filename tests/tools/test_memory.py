@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 from moe_runtime.cli.app import app
 from moe_runtime.hf.dropin import experts as dropin
 from moe_runtime.methods import xft
-from moe_runtime.ops import workspace
+from moe_runtime.ops import moe_mlp_cpp, workspace
+from moe_runtime.ops.moe_mlp_cpp import ANY
 from moe_runtime.tools import memory
 
 SIZES = {"vocab_size": 384, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 3}
@@ -53,16 +55,21 @@ def tensors_in(optimizer) -> int:
     return sum(memory.nbytes(t) for held in optimizer.state.values() for t in held.values() if torch.is_tensor(t))
 
 
-CASES = [("cpp", kind, lora, again) for kind in ("dense", "stock", "ours") for lora in (None, 4) for again in (False, True)]
-CASES += [("torch", "stock", None, False), ("torch", "ours", None, True)]
-QUICK = ("cpp", "stock", None, False), ("cpp", "ours", None, True)
+# backend, the CPU library's rows up to which it runs in one call on this instruction set, model, LoRA, checkpointing
+CASES = [
+    ("cpp", ANY, kind, lora, again) for kind in ("dense", "stock", "ours") for lora in (None, 4) for again in (False, True)
+]
+CASES += [("cpp", 0, kind, None, again) for kind in ("stock", "ours") for again in (False, True)]
+CASES += [("torch", ANY, "stock", None, False), ("torch", ANY, "ours", None, True)]
+QUICK = ("cpp", ANY, "stock", None, False), ("cpp", ANY, "ours", None, True), ("cpp", 0, "stock", None, False)
 
 
 @pytest.mark.parametrize(
-    ("backend", "kind", "lora", "checkpointing"),
+    ("backend", "few", "kind", "lora", "checkpointing"),
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_estimate(kind, backend, lora, checkpointing, monkeypatch):
+def test_estimate(kind, backend, few, lora, checkpointing, monkeypatch):
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)  # which depends on the processor
     monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 60)  # or large ones come from the system, which nobody counts
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
     model = real_model(kind, "softmax_topk_renorm" if lora else "xft")
@@ -90,6 +97,22 @@ def test_estimate(kind, backend, lora, checkpointing, monkeypatch):
     peak = measured(step)
     whole = found.peak - found.experts - found.rest - found.adapters - found.optimizer
     assert whole == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("few, alone", [(100, True), (100, False), (300, True), (63, False)])
+def test_scratch_of_both_ways_where_the_largest_expert_decides(few, alone, monkeypatch):
+    """256 tokens on 8 experts, 2 each: 64 rows on average, 256 on a shared expert."""
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)
+    x, up = torch.empty(256, 32), torch.empty(8, 48, 32)
+    given = {"x": x, "up": up, "gated": True, "top_k": 2, "gate": "xft" if alone else "softmax_topk"}
+    func = SimpleNamespace(
+        _opname="moe_layer",
+        namespace="moe_runtime",
+        _schema=SimpleNamespace(arguments=[SimpleNamespace(name=n) for n in given]),
+    )
+    found = memory.scratch_bytes(func, list(given.values()), "cpp")[1]
+    expected = {(100, True): {"y"}, (100, False): {"one call", "y"}, (300, True): {"one call"}, (63, False): {"y"}}[few, alone]
+    assert found.keys() & {"one call", "y"} == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

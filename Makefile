@@ -1,4 +1,4 @@
-# Needs Python >= 3.10, pip and make; every target makes .venv first, once.
+# Needs Python >= 3.11, pip and make; every target makes .venv first, once.
 #   make test ARGS="tests/ops -k merging" PYTHON=python3.12 PIP_ARGS="--no-cache-dir"
 
 VENV ?= .venv
@@ -6,8 +6,8 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 CPU_LIBRARY := $(VENV)/.cpu-library
 # the first Python that is new enough; PYTHON= names another
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # each test worker holds torch and transformers, about 1 GB, so more than 8 pay on few machines
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n > 8 ? 8 : n)))
 TRITONS ?= 3.6.0 3.9.0
@@ -25,8 +25,8 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
-	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
-		echo "PYTHON is '$(PYTHON)', but Python >= 3.10 is required. Install one, or pass it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "PYTHON is '$(PYTHON)', but Python >= 3.11 is required. Install one, or pass it: make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "installing into $(VENV) with $(PYTHON), once: 1 to 3 minutes with torch's CPU build, more with CUDA's"
 	@# Debian without python3-venv has no ensurepip; the pip that is there can fill the venv
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) 2>/dev/null || { \

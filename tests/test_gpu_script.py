@@ -21,6 +21,7 @@ from moe_runtime.bench import device_check, goals, machine, report, shapes
 from moe_runtime.bench.records import LOST, Records
 from moe_runtime.config import LAYERS, Layer
 from tests.support import dry_run, outcomes
+from tests.support.patience import PATIENCE
 
 pytest.importorskip("triton")
 from moe_runtime.bench import profile_products
@@ -88,7 +89,7 @@ def calls(folder: Path) -> list[str]:
 
 def test_all_steps_run_in_order_into_few_files(start, tmp_path):
     process = start("first", "second", "third")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     wanted = [
         "device_check", "tools.check", "test_frozen_mlp.py -k user_gets", "test_repeats", "bench_layer.py --shapes",
@@ -113,7 +114,7 @@ def test_all_steps_run_in_order_into_few_files(start, tmp_path):
 def test_parts_end_in_time_whatever_hangs(start, tmp_path, part):
     """Every program but the first hangs, and ignores Ctrl-C."""
     process = start(part, HANG="pytest tools.check tune report native.build ncu sanitizer nvidia-smi")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert int((tmp_path / "clock").read_text()) <= 570_000, said
     assert process.returncode in (124, 137), said
     steps = re.findall(r"^(\w+): exit status (\d+)", said, re.MULTILINE)
@@ -123,7 +124,7 @@ def test_parts_end_in_time_whatever_hangs(start, tmp_path, part):
 
 def test_time_that_is_left_over_goes_to_the_next_step(start, tmp_path):
     process = start("first")
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     budgets = [float(found[1]) for line in calls(tmp_path) if (found := re.search(r"--budget ([\d.]+)", line))]
     seconds = [float(found[1]) for line in calls(tmp_path) if (found := re.search(r"--seconds ([\d.]+) ", line))]
     # of layers (it and what comes before have 365 s together), of kernels with what that left over; the tuner's
@@ -133,7 +134,7 @@ def test_time_that_is_left_over_goes_to_the_next_step(start, tmp_path):
 
 def test_processes_that_die_are_restarted(start, tmp_path):
     process = start("first", DIE="bench_layer:99 test_moe_mlp:139 tune:3 bench_kernels:101")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     for word in ("bench_layer", "test_moe_mlp", "bench_kernels"):
         first, second = (line for line in calls(tmp_path) if word in line)
@@ -156,7 +157,7 @@ def test_processes_that_die_are_restarted(start, tmp_path):
 )
 def test_how_parts_end(start, tmp_path, part, die, status, says):
     process = start(part, DIE=die)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == status and says in said
     assert "77" not in die or len(calls(tmp_path)) == 1
 
@@ -165,7 +166,7 @@ def test_results_that_cannot_be_written_are_told_at_once(start, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "gpu.jsonl").mkdir()
     process = start("first")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2 and "gpu.jsonl cannot be written" in said and len(said.splitlines()) == 1
     assert not (tmp_path / "calls").exists()
 
@@ -174,7 +175,7 @@ def test_results_of_an_earlier_run_are_taken_along(start, tmp_path):
     earlier = tmp_path / "earlier"
     earlier.mkdir()
     (earlier / "gpu.jsonl").write_text('{"name": "bench_x", "failed": "no"}\n')
-    start("goals", RESUME=str(earlier)).communicate(timeout=60)
+    start("goals", RESUME=str(earlier)).communicate(timeout=PATIENCE)
     assert (tmp_path / "out" / "gpu.jsonl").read_text() == (earlier / "gpu.jsonl").read_text()
 
 
@@ -201,7 +202,7 @@ def test_a_copy_without_git_is_of_an_unknown_commit(start, tmp_path):
     copy = tmp_path / "copy" / "bench" / "gpu.sh"
     copy.parent.mkdir(parents=True)
     copy.write_text(SCRIPT.read_text())
-    said, _ = start("goals", script=copy, COMMIT="").communicate(timeout=60)
+    said, _ = start("goals", script=copy, COMMIT="").communicate(timeout=PATIENCE)
     assert "goals of commit unknown" in said
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -124,9 +125,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def test_package_list_is_the_tree():
-    # 3.10 has no tomllib; the list is plain enough to be read without one
-    text = (ROOT / "pyproject.toml").read_text()
-    listed = re.findall(r'"(.+)"', re.search(r"^packages = \[(.*?)^\]", text, re.S | re.M)[1])
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {path.parent.relative_to(ROOT) for path in (ROOT / "moe_runtime").rglob("__init__.py")}
     assert listed == sorted(
         {".".join(path.parts) for path in found} | {"moe_runtime._csrc", *(f"moe_runtime.{name}" for name in LINKED)}
@@ -329,18 +328,16 @@ def test_pip_package_kernels_is_not_hidden(tree, tmp_path):
 
 
 IMPORT = """
-import sys, time
-start = time.process_time()
+import sys
 import moe_runtime
-seconds = time.process_time() - start
 heavy = sorted({"torch", "transformers", "triton", "numpy"} & set(sys.modules))
-print(seconds < 1, heavy, sorted(set(moe_runtime.__all__) - set(dir(moe_runtime))))
+print(heavy, sorted(set(moe_runtime.__all__) - set(dir(moe_runtime))))
 """
 
 
 def test_import_is_light():
     """No torch, so no CUDA context either."""
-    assert run("-c", IMPORT, cwd=ROOT, path=SITE).stdout.strip() == "True [] []"
+    assert run("-c", IMPORT, cwd=ROOT, path=SITE).stdout.strip() == "[] []"
 
 
 @pytest.mark.parametrize("name", moe_runtime.__all__)

@@ -10,7 +10,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,7 +247,7 @@ def environment() -> dict:
     """Return the date, machine and versions of a run."""
     found = moe_runtime.doctor()
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "moe_runtime": moe_runtime.__version__,
         **{name: found[name] for name in ("system", "packages", "devices", "settings", "backends")},
         "load": os.getloadavg()[0],

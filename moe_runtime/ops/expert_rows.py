@@ -200,7 +200,7 @@ def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = Tru
 
     From the second micro-batch on, no separate gradient of a stack's size is allocated. The result equals autograd's sum up to
     one rounding of each element. Autograd then sees no gradient and runs no hooks, so this is not for DDP or FSDP, which reduce
-    in hooks, nor for torch.autograd.grad. Code compiled by torch.compile, or with create_graph=True, gets its gradient as usual.
+    in hooks, nor for torch.autograd.grad. Code of torch.compile, or with create_graph=True, gets its gradient as usual.
     """
     for parameter in parameters:
         if parameter.dim() == 3:

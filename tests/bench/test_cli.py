@@ -16,6 +16,7 @@ from moe_runtime.bench import compare, described, machine, report, running
 from moe_runtime.bench.records import Records, benchmarks
 from moe_runtime.cli import tools as cli_tools
 from moe_runtime.cli.app import app as main_app
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -317,7 +318,7 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, whom):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
     (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 130 and "Traceback" not in said
     assert f"3 benchmarks are in {lines}; rerun to resume" in said
     assert len(Records(lines).done()) == 3 and not (tmp_path / "r.json").exists()

@@ -10,6 +10,7 @@ import pytest
 
 from moe_runtime.hf.models import hub
 from tests.support import hub as stand_in
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 START = """
@@ -116,7 +117,7 @@ def test_what_is_pushed_is_what_others_load(script, tmp_path):
     server = stand_in.start()
     env = os.environ | stand_in.environment(server, tmp_path / "home") | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", START + script], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=300
+        [sys.executable, "-c", START + script], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=PATIENCE
     )
     server.shutdown()
     assert done.returncode == 0, done.stderr[-3000:]

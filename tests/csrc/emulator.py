@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.native.build import cache_dir, prune
+from tests.support.patience import PATIENCE
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 CHECK = Path(__file__).with_name("check.py")
@@ -75,4 +76,4 @@ def check(library: Path, *names: str, seeds: tuple[int, ...] = (0,), preload: st
     """Run the checks `names` of check.py (all by default) on `library`, in a process that a bug may kill."""
     environment = os.environ | OPTIONS | {"LD_PRELOAD": preload}
     command = [sys.executable, str(CHECK), str(library), ",".join(map(str, seeds)), *names]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from tests.hf.dropin.test_layers import TOKENIZER, stock
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 DROP_IN = ROOT / "docs" / "drop-in.md"
@@ -57,7 +58,7 @@ def script(text: str, folder: Path, *launcher: str) -> str:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *launcher, str(path)]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -12,6 +12,7 @@ import yaml
 
 import moe_runtime
 from tests.support.fences import ROOT
+from tests.support.patience import PATIENCE
 
 pytest.importorskip("material", reason="wants the extra docs")
 sys.path.insert(0, str(ROOT / "docs"))
@@ -26,7 +27,7 @@ def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "WARNING" not in done.stderr
     return out

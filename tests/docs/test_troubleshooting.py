@@ -15,6 +15,7 @@ from moe_runtime.native.library import cuda
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense
 from tests.support.fences import ROOT, Fence, fences, run_cli
+from tests.support.patience import PATIENCE
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 CONSOLE = [fence for fence in fences(PAGE) if fence.language == "console"]
@@ -72,7 +73,7 @@ def make(words: list[str], folder) -> str:
     """Run the Makefile on a .venv that is not there, and return the one line that it ends with before it installs."""
     command = [*words, f"VENV={folder}/venv", "--no-print-directory", "-C", str(ROOT)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0 and not (folder / "venv").exists()
     return done.stderr.splitlines()[0]
 

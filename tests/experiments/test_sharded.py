@@ -49,7 +49,7 @@ def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
     recipe.write_text(yaml.safe_dump(values))
     alone = dist_sharded.run(tmp_path / "alone", method, str(recipe), say=lambda text: None)["results"]
     shutil.copytree(tmp_path / "alone", tmp_path / "out", ignore=lambda folder, names: _trained(names))
-    launch(dist_sharded.__file__, 2, tmp_path, str(tmp_path), method, str(recipe), *stopped, seconds=400)
+    launch(dist_sharded.__file__, 2, tmp_path, str(tmp_path), method, str(recipe), *stopped)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
     assert first["results"] == second["results"]
     for stage in stopped:

@@ -18,7 +18,7 @@ from tests.support.dist_launch import launch
 
 @pytest.mark.slow
 def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
-    launch(dist_leading.__file__, 2, tmp_path, str(tmp_path), seconds=120)
+    launch(dist_leading.__file__, 2, tmp_path, str(tmp_path))
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["merge"].startswith("ValueError: Folder ") and "has no config.json" in first["merge"]
     assert first["full disk"] == "OSError: [Errno 28] No space left on device: 'model.safetensors'"

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = Path(__file__).with_name("shim.c")
 COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
@@ -81,7 +83,7 @@ class Machine:
         before: str = "",
         main: str = "moe_runtime.cli:main",
         env: dict[str, str] | None = None,
-        limit: float = 100,
+        limit: float = PATIENCE,
     ) -> Done:
         """Run a command in `root`, whose files are what the fault is about, with `signals` after so many seconds."""
         log = self.folder / f"log-{os.getpid()}-{time.monotonic_ns()}"
@@ -127,7 +129,7 @@ class Machine:
                     [sys.executable, "-m", "tests.faults.server", self.socket, str(self.owner)],
                     cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 )  # fmt: skip
-            end = time.monotonic() + 300
+            end = time.monotonic() + PATIENCE
             while not self.socket.exists():
                 if server.poll() is not None or time.monotonic() > end:
                     raise AssertionError((self.folder / "server.log").read_text()[-4000:])

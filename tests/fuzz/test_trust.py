@@ -18,6 +18,7 @@ from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.methods.xft.official import load_tensors
 from tests.fuzz.attempts import attempt
 from tests.hf import tiny
+from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.stress
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,7 +175,7 @@ def run_verbs(commands: list[list[str]], folder: Path) -> list[dict]:
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", RUN, report, json.dumps(commands)], capture_output=True, text=True, env=env, cwd=folder,
-        stdin=terminal, timeout=280,
+        stdin=terminal, timeout=PATIENCE,
     )  # fmt: skip
     os.close(keyboard)
     os.close(terminal)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.hf.tiny import dense
 from tests.methods.xft.test_study import make_recipe
 from tests.support.dist_launch import forked, launch
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +104,7 @@ cli.main()
 @pytest.mark.parametrize("place", ["typer", "moe_runtime.cli.verbs", "parsing", "moe_runtime.tools.doctor"])
 def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
     command = [sys.executable, "-c", EARLY, place, str(int(number))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 128 + number and done.stdout == ""
     # within the verb it is known that it writes nothing
     assert done.stderr == (f"{word}; nothing was written\n" if place == "moe_runtime.tools.doctor" else f"{word}\n")
@@ -183,7 +184,7 @@ cli.main()
     arguments = ["train", "--model", folder / "base", "--data", folder / "rows.jsonl", "--output_dir", out, "--max_steps", "4"]
     arguments = [*map(str, arguments), "--json"]
     # a whole start of Python: what other packages would print is settled before they are imported
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 143, done.stderr
     line = f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue from it"
     assert last_line(done) == line and "Warning" not in done.stderr and "it/s]" not in done.stderr

@@ -50,7 +50,7 @@ def test_recipe_end_to_end(path, tmp_path, monkeypatch):
         assert done.exit_code == 0, (done.output, done.exception)
     else:
         (tmp_path / "out").mkdir()
-        launch(dist_rehearsal.__file__, 2, tmp_path, "out", engine, recipe.method, "mine.yaml", seconds=200)
+        launch(dist_rehearsal.__file__, 2, tmp_path, "out", engine, recipe.method, "mine.yaml")
     # what is there is found again by one process, whatever engine made it
     study = importlib.import_module(f"moe_runtime.methods.{recipe.method}.study")
     before = {one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")}

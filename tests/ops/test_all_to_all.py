@@ -140,14 +140,14 @@ def test_a_rank_that_fails_is_reported(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import os, time\nif os.environ['RANK'] == '1': raise SystemExit('no more')\ntime.sleep(100)\n")
     with pytest.raises(AssertionError, match=r"rank 1 of 2 ended with 1:\nno more"):
-        launch(script, 2, tmp_path, seconds=60)
+        launch(script, 2, tmp_path)
 
 
 def test_a_deadlock_ends(tmp_path):
     script = tmp_path / "hangs.py"
     script.write_text("import time\ntime.sleep(100)\n")
     with pytest.raises(AssertionError, match="rank 0 of 2 ended with -9"):
-        launch(script, 2, tmp_path, seconds=1)
+        launch(script, 2, tmp_path)
 
 
 def test_a_launch_that_failed_is_not_repeated(tmp_path, tmp_path_factory):

@@ -16,6 +16,7 @@ import torch
 from moe_runtime.ops import workspace
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.support.oracle import assert_parity, make_case, moe_eager, run
+from tests.support.patience import PATIENCE
 
 NAMES = ("x", "up", "down", "topk_weight")
 
@@ -174,7 +175,7 @@ def test_a_collection_in_the_middle_of_a_lease_does_not_deadlock():
         done.set()
 
     threading.Thread(target=work, daemon=True).start()
-    finished = done.wait(5)
+    finished = done.wait(PATIENCE)
     assert finished
 
 
@@ -266,7 +267,7 @@ def test_backward_from_another_thread():
     want = finish(case, *start(case))
     out, leaves = start(case)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        got = pool.submit(finish, case, out, leaves).result(timeout=30)
+        got = pool.submit(finish, case, out, leaves).result(timeout=PATIENCE)
     assert same(got, want)
     del out
     assert same(finish(case, *start(case)), want)
@@ -280,7 +281,7 @@ def test_threads_at_once():
         return all(same(finish(cases[i], *start(cases[i])), want[i]) for _ in range(5))
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4), timeout=60))
+        assert all(pool.map(work, range(4), timeout=PATIENCE))
 
 
 @pytest.mark.parametrize("first", ["inference", "training"])

@@ -20,6 +20,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from tests.support.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 # what nearly every rank imports, and no more: a rank starts from these without having computed anything
 IMPORTED = [
@@ -27,11 +29,10 @@ IMPORTED = [
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3_moe.modeling_qwen3_moe", "accelerate",
     "moe_runtime.hf.training.trainer", "trl.trainer.sft_trainer", "moe_runtime.cli.app", "tests.support.frozen",
 ]  # fmt: skip
-COLLECTIVE_SECONDS = 150  # what a collective waits for the other ranks
 
 
-def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: float = 400) -> None:
-    """Run main(*args) of `script` in `ranks` processes that have met; fails with the first one's output, or after `seconds`."""
+def launch(script: str | Path, ranks: int, folder: Path, *args: str) -> None:
+    """Run main(*args) of `script` in `ranks` processes that have met; fails with the first one's output."""
     env = _environment() | {"GLOO_SOCKET_IFNAME": "lo"}
     env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     context, rendezvous, processes = _forks(), folder / "rendezvous", []
@@ -43,7 +44,7 @@ def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: fl
             run = (str(script), list(args), given, os.getcwd(), log, log, str(rendezvous))
             processes.append(context.Process(target=_run, args=run))
             processes[-1].start()
-        failed = _wait(processes, time.monotonic() + seconds)
+        failed = _wait(processes, time.monotonic() + PATIENCE)
     finally:
         for process in processes:
             if process.pid is not None:
@@ -54,7 +55,7 @@ def launch(script: str | Path, ranks: int, folder: Path, *args: str, seconds: fl
         raise AssertionError(f"rank {failed} of {ranks} ended with {processes[failed].exitcode}:\n{log[-6000:]}")
 
 
-def forked(code: str, *args, seconds: float = 400) -> subprocess.CompletedProcess:
+def forked(code: str, *args) -> subprocess.CompletedProcess:
     """Run `python -c CODE ARGS` in a fork of the server, and return how it ended and what it printed."""
     with tempfile.TemporaryDirectory() as folder:
         script, out, errors = (Path(folder, name) for name in ("script.py", "out", "errors"))
@@ -62,18 +63,18 @@ def forked(code: str, *args, seconds: float = 400) -> subprocess.CompletedProces
         run = (str(script), list(map(str, args)), _environment(), str(ROOT), out, errors)
         process = _forks().Process(target=_run, args=run)
         process.start()
-        process.join(seconds)
+        process.join(PATIENCE)
         is_late = process.is_alive()
         process.kill()
         process.join()
         found = subprocess.CompletedProcess(
             run[1], process.exitcode, *(file.read_text() if file.exists() else "" for file in (out, errors))
         )
-    assert not is_late, f"{found.args} did not end in {seconds} seconds:\n{found.stderr[-6000:]}"
+    assert not is_late, f"{found.args} did not end in {PATIENCE} seconds:\n{found.stderr[-6000:]}"
     return found
 
 
-def killed(code: str, *args, when: Callable[[], object], seconds: float = 240) -> None:
+def killed(code: str, *args, when: Callable[[], object]) -> None:
     """Run what `forked` runs, and kill it as soon as `when` finds something; fails where it ends before."""
     with tempfile.TemporaryDirectory() as folder:
         script, log = Path(folder, "script.py"), Path(folder, "log")
@@ -81,7 +82,7 @@ def killed(code: str, *args, when: Callable[[], object], seconds: float = 240) -
         process = _forks().Process(target=_run, args=(str(script), list(map(str, args)), _environment(), str(ROOT), log, log))
         process.start()
         try:
-            deadline = time.monotonic() + seconds
+            deadline = time.monotonic() + PATIENCE
             while not when():
                 assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-6000:]
                 time.sleep(0.01)
@@ -141,12 +142,12 @@ class Launches:
     def __init__(self, script: str, tmp_path_factory):
         self.script, self.folder_of, self.done = script, tmp_path_factory.mktemp, {}
 
-    def __call__(self, ranks: int, *args: str, seconds: float = 400) -> Path:
+    def __call__(self, ranks: int, *args: str) -> Path:
         """Return the folder, which is the script's first argument after the rendezvous."""
         if ranks not in self.done:
             self.done[ranks] = folder = self.folder_of(f"ranks{ranks}")
             try:
-                launch(self.script, ranks, folder, str(folder), *args, seconds=seconds)
+                launch(self.script, ranks, folder, str(folder), *args)
             except AssertionError as error:
                 self.done[ranks] = error
         if isinstance(self.done[ranks], AssertionError):
@@ -154,13 +155,13 @@ class Launches:
         return self.done[ranks]
 
 
-def torchrun(*args: str, seconds: float, **options) -> None:
-    """Run `args` in two processes of torch's launcher; fails with what they printed, or after `seconds`."""
+def torchrun(*args: str, **options) -> None:
+    """Run `args` in two processes of torch's launcher; fails with what they printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *args]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, **options) as process:
         try:
-            out, errors = process.communicate(timeout=seconds)
+            out, errors = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             process.terminate()  # not kill: the launcher's processes, in sessions of their own, would live on
             raise
@@ -169,7 +170,7 @@ def torchrun(*args: str, seconds: float, **options) -> None:
 
 def start(rendezvous: str) -> None:
     """Meet the other ranks of `launch`."""
-    rank, ranks, seconds = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=COLLECTIVE_SECONDS)
+    rank, ranks, seconds = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", f"file://{rendezvous}", timeout=seconds, world_size=ranks, rank=rank)
 
 

@@ -1,7 +1,7 @@
 """`make test-matrix`: a telling part of the suite with the oldest, the pinned and the newest versions, on each Python.
 
 python -m tests.support.matrix                        # what has no result yet, one cell at a time, then the page's table
-python -m tests.support.matrix floors-3.10 --again    # that cell once more, in a new environment
+python -m tests.support.matrix floors-3.11 --again    # that cell once more, in a new environment
 python -m tests.support.matrix --list                 # the cells, and what is known of each
 
 Each cell has an environment of its own in .venv-matrix, which goes when its tests have passed; results stay there as json, so
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from moe_runtime.io.files import atomic_write_json, atomic_write_text
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv-matrix"
 PAGE = ROOT / "docs" / "dependencies.md"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 SHOWN = ("torch", "triton", "transformers", "numpy")
 HEAD = ("cell", "Python", *SHOWN, "passed", "skipped", "failed", "run on")
 # of the dev extra, what the tests below do without
@@ -64,12 +65,13 @@ class Cell:
 
 
 CELLS = [
-    Cell("floors-3.10", "3.10", "floors"),
+    Cell("floors-3.11", "3.11", "floors"),
     Cell("newest-3.13", "3.13", "newest"),
     *(Cell(f"pinned-{python}", python, "pinned") for python in PYTHONS),
     Cell("floors-3.12", "3.12", "floors"),
     Cell("floors-3.13", "3.13", "floors"),
     Cell("newest-3.11", "3.11", "newest"),
+    Cell("newest-3.14", "3.14", "newest"),
     Cell("torch-2.12", "3.11", "newest", ("torch==2.12.1", "triton==3.7.1")),
     Cell("torch-2.14", "3.12", "newest", ("torch==2.14.1", "triton==3.8.0")),
 ]
@@ -93,10 +95,6 @@ def floors(python: str) -> list[str]:
 
 
 def _project() -> dict:
-    if sys.version_info < (3, 11):
-        import tomli as tomllib  # pytest brings it
-    else:
-        import tomllib
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

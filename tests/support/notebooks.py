@@ -4,6 +4,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.support.patience import PATIENCE
+
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
 
 
@@ -13,7 +15,7 @@ def execute(path: Path, folder: Path):
     from nbclient import NotebookClient
 
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(book, timeout=PATIENCE, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
     book.metadata = {"language_info": {"name": "python"}}
     for cell in book.cells:
         cell.metadata = {}

@@ -11,6 +11,7 @@ import pytest
 
 from moe_runtime.tools import run_code
 from moe_runtime.tools.run_code import run_programs
+from tests.support.patience import PATIENCE
 
 HARMLESS = {
     "assert": "assert sum(range(5)) == 10",
@@ -98,12 +99,12 @@ def test_an_interruption_leaves_no_program_behind(stop):
             own.extend(pid for pid, parent in pairs if parent == str(run.pid) and pid not in own)
             return sum(pid in own[1:] for pid, _ in pairs)
 
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not mine() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert mine()
         run.send_signal(stop)
-        assert run.wait(30) != 0
+        assert run.wait(PATIENCE) != 0
         while mine() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not mine()

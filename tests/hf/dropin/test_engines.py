@@ -33,7 +33,7 @@ def launch(*args: str) -> None:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * (args[0] == "deepspeed")
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
-    torchrun(str(Path(engine_worker.__file__)), *args, env=env, seconds=400)
+    torchrun(str(Path(engine_worker.__file__)), *args, env=env)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from moe_runtime.modules.moe import MoE
 from moe_runtime.ops import packed
 from tests.hf.dropin.test_layers import TOKENIZER
 from tests.support.fences import ROOT, fences
+from tests.support.patience import PATIENCE
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 2, "num_hidden_layers": 1,
@@ -299,7 +300,7 @@ def test_the_16_bit_stacks_are_never_in_memory(tmp_path):
             tmp_path / name
         )
     command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]
     stacks, grew = 96 * 3 * 512 * 512 * 2, int(done.stdout.split()[-1])
     assert grew < 0.5 * stacks, (grew, stacks)  # 0.26 are the packed ones

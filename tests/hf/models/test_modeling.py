@@ -17,6 +17,7 @@ from moe_runtime.hf.models import modeling, swap
 from moe_runtime.hf.models.families import FAMILIES
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
+from tests.support.patience import PATIENCE
 
 
 def reload(model, folder, **kwargs):
@@ -199,7 +200,7 @@ def test_in_a_fresh_process(imports, flags, said, tmp_path):
     torch.save(tiny.batch(), tmp_path / "ids.pt")
     torch.save(tiny.logits(model), tmp_path / "logits.pt")
     code = [sys.executable, "-c", RUN.format(imports=imports), str(tmp_path), json.dumps(flags)]
-    ran = subprocess.run(code, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(code, capture_output=True, text=True, timeout=PATIENCE)
     assert re.match(said, ran.stdout), ran.stdout + ran.stderr
     if "refused" not in said:
         # breakage 5: no source file is copied beside the weights, and auto_map still names the shim

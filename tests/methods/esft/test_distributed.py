@@ -41,7 +41,7 @@ def alone(tmp_path_factory):
 def test_two_processes_equal_one(engine, names, alone, tmp_path):
     folder, base, gate, want = alone
     shutil.copytree(folder / "start", tmp_path / "out")
-    launch(dist_esft_stages.__file__, 2, tmp_path, str(tmp_path), engine, str(folder / "recipe.yaml"), *names, seconds=300)
+    launch(dist_esft_stages.__file__, 2, tmp_path, str(tmp_path), engine, str(folder / "recipe.yaml"), *names)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
     assert first["results"] == second["results"] and first["said"] and not second["said"]
     torch.testing.assert_close(first["gate"], gate, rtol=1e-4, atol=1e-6)

@@ -24,7 +24,7 @@ def alone(tmp_path_factory) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("engine", ["ddp and expert parallelism", "fsdp2"])
 def test_two_processes_save_what_one_does(tmp_path, alone, engine):
     engine = engine.split()[0]
-    launch(dist_esft.__file__, 2, tmp_path, str(tmp_path), engine, seconds=200)
+    launch(dist_esft.__file__, 2, tmp_path, str(tmp_path), engine)
     adapter = esft.load_adapter(tmp_path / "adapter")
     assert adapter.tensors.keys() == alone.keys() and adapter.selection == SELECTION
     assert all(distance(adapter.tensors[name], tensor) < 1e-5 for name, tensor in alone.items())

@@ -183,7 +183,7 @@ def test_a_killed_training_of_lora_resumes(home, tmp_path, monkeypatch):
 def test_two_processes_train_the_lora_of_one(home, tmp_path):
     for name in ("base", "rows.jsonl"):
         (tmp_path / name).symlink_to(home / name)
-    launch(dist_esft.__file__, 2, tmp_path, str(tmp_path), "lora", seconds=300)
+    launch(dist_esft.__file__, 2, tmp_path, str(tmp_path), "lora")
     selection, settings = esft.ExpertSelection(experts={1: (5, 2)}), {"per_device_batch_size": 4, "optimizer": "sgd"}
     train_alone(home, tmp_path / "alone", selection=selection, lora=(2, 4.0), **settings)
     alone = load_file(tmp_path / "alone" / "adapter_model.safetensors")

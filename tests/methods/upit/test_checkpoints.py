@@ -221,7 +221,7 @@ def two_ranks(base, tmp_path_factory):
     """What two processes have saved."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).parents[2] / "support" / "dist_expert_checkpoints.py"
-    launch(script, 2, folder, str(folder), str(base), seconds=200)
+    launch(script, 2, folder, str(folder), str(base))
     return folder
 
 

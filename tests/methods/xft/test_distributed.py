@@ -47,7 +47,7 @@ def alone(tmp_path_factory):
 def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
     folder, want = alone
     shutil.copytree(folder / "start", tmp_path / "out")
-    launch(dist_stages.__file__, 2, tmp_path, str(tmp_path), engine, str(folder / "recipe.yaml"), *names, seconds=400)
+    launch(dist_stages.__file__, 2, tmp_path, str(tmp_path), engine, str(folder / "recipe.yaml"), *names)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
     assert first["results"] == second["results"] and first["said"] and not second["said"]
     for name in names:
@@ -81,7 +81,7 @@ def test_experts_divided_among_processes_equal_one(settings, near, alone, tmp_pa
         shutil.copytree(folder / "start", tmp_path / "one")
         want = want | {"moe": Stages(recipe, tmp_path / "one", say=lambda text: None).moe()}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.change(tune__ep_size=2).to_dict()))
-    launch(dist_stages.__file__, 2, tmp_path, str(tmp_path), "ddp", str(tmp_path / "recipe.yaml"), "moe", seconds=400)
+    launch(dist_stages.__file__, 2, tmp_path, str(tmp_path), "ddp", str(tmp_path / "recipe.yaml"), "moe")
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
     got, moe = first["results"]["moe"], want["moe"]
     assert first["results"] == second["results"] and got.steps == moe.steps and len(got.losses) == 7

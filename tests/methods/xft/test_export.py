@@ -18,6 +18,7 @@ from moe_runtime.methods import xft
 from moe_runtime.methods.xft import folders as xft_folders
 from tests.hf import tiny
 from tests.support.checkpoints import tensors
+from tests.support.patience import PATIENCE
 
 # family: changes to tests.hf.tiny's config, which has grouped attention and a rope base of 1e5
 MODELS = {
@@ -155,7 +156,7 @@ def test_stock_transformers_loads_it_where_moe_runtime_cannot_be_imported(export
     torch.save(tiny.batch(), tmp_path / "ids.pt")
     folders = [str(made.merged[way]) for made in exported.values() for way in WAYS]
     command = [sys.executable, "-c", READER, json.dumps(folders), str(tmp_path / "ids.pt"), str(tmp_path / "out.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     got = torch.load(tmp_path / "out.pt")
     for made in exported.values():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -77,13 +76,12 @@ def test_a_table(command, recipe, out):
     assert report.summary and any(f"seed {n} of {n}" in line for line in said)
 
 
-def test_again_is_instant_and_equal(recipe, out):
+def test_again_computes_nothing_and_is_equal(recipe, out):
     # after test_a_table: the stages are there
     first, _ = make("table1", recipe, out)
     written = times(out)
-    start = time.perf_counter()
     second, said = make("table1", recipe, out)
-    assert time.perf_counter() - start < 10 and times(out) == written
+    assert times(out) == written
     assert second.rows() == first.rows() and second.summary == first.summary
     assert not any("steps in" in line for line in said)
 
@@ -166,7 +164,7 @@ xft_tables.run("sweep-lambda", sys.argv[1], sys.argv[2], seeds=1, shared_rates=(
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_as_one_that_was_not(recipe, out, tmp_path):
-    killed(KILLED, recipe, tmp_path, when=lambda: list(tmp_path.glob("sft-*/result.json")), seconds=400)
+    killed(KILLED, recipe, tmp_path, when=lambda: list(tmp_path.glob("sft-*/result.json")))
     assert not (tmp_path / "sweep-lambda.json").exists()
     finished = times(tmp_path)
     assert len(finished) < 5

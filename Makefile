@@ -19,10 +19,10 @@ SERVING := $(VENV)-serving
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-slow test-all stress test-triton test-transformers test-serving test-matrix lint bench docs wheel wheel-cuda clean
+.PHONY: help demo demo-real test test-slow test-all test-avx2 stress test-triton test-transformers test-serving test-matrix lint bench docs wheel wheel-cuda clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/make \1\t\2/' | expand -t 18
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -59,6 +59,12 @@ test-slow: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## the slow tests alon
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m slow $(ARGS)
 
 test-all: test test-slow  ## every test
+
+# torch, its libraries, NumPy and ours behave as on a processor without AVX-512; elsewhere the variables change nothing
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell
+test-avx2: $(INSTALLED) $(CPU_LIBRARY)  ## the tests that compare bits or bytes, with AVX2 alone
+	$(AVX2) OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m "not slow" \
+		tests/ops tests/modules tests/native tests/hf/dropin tests/tools $(ARGS)
 
 # the tests marked stress run in `make test-all` too, with a share of their cases
 stress: $(INSTALLED) $(CPU_LIBRARY) $(VENV)/deepspeed  ## faults, bad input, numbers and resources at length; hours

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "triton", "transformers")
 @functools.cache
 def describe() -> dict[str, str]:
     """Return machine, driver, versions, commit and date."""
-    name = torch.cuda.get_device_name() if CUDA else f"{_processor()}, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if CUDA else f"{_processor()} ({_instruction_set()}), {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none"
     return {"machine": name, "driver": driver, **versions, "commit": commit(), "date": today()}
@@ -69,6 +69,12 @@ def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _instruction_set() -> str:
+    """Return the variant that the CPU library runs, or where there is none what torch's own kernels use."""
+    found = cpp.find()
+    return torch.backends.cpu.get_cpu_capability() if isinstance(found, str) else found.variant
 
 
 def version(package: str) -> str:

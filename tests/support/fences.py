@@ -128,7 +128,7 @@ def parse_verb(arguments: list[str], page: str = "") -> None:
 
 def parse_make(arguments: list[str], page: str) -> None:
     text = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", text, re.MULTILINE))
     for argument in arguments:
         variable = argument.partition("=")[0]
         known = re.search(rf"\$\({variable}\)|\$\(or \$\({variable}\)", text) if "=" in argument else variable in targets

@@ -102,6 +102,36 @@ def test_other_x86_processors(processor, variants, library, tmp_path):
     assert driven.returncode == 0 and driven.stdout.splitlines() == [f"testing {name}" for name in variants], driven.stderr
 
 
+THROUGH_TORCH = """
+import torch
+from moe_runtime.native.library import cpp
+from moe_runtime.ops.moe_mlp import moe_mlp
+
+print(torch.backends.cpu.get_cpu_capability(), cpp.library().variant)
+torch.manual_seed(0)
+x, up, down = (torch.randn(size) / 4 for size in ((20, 40), (4, 60, 40), (4, 40, 30)))
+weight, idx = torch.rand(20, 2), torch.randint(0, 4, (20, 2))
+for dtype, bound in ((torch.float32, 5e-6), (torch.bfloat16, 1.5e-2)):
+    results = []
+    for backend, computed in (("cpp", dtype), ("torch", torch.float64)):
+        leaves = [tensor.to(dtype).to(computed).requires_grad_() for tensor in (x, up, down)]
+        out = moe_mlp(*leaves, weight.to(torch.promote_types(computed, torch.float32)), idx, backend=backend)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for result, expected in zip(*results):
+        error = (result.double() - expected).norm() / expected.norm()
+        assert error < bound, (dtype, error)
+"""
+
+
+@needs_qemu
+@pytest.mark.slow
+def test_experts_in_pytorch_on_another_x86_processor(library, tmp_path):
+    # torch itself needs more than Nehalem has
+    command = ["qemu-x86_64", "-cpu", "Haswell", sys.executable, "-c", THROUGH_TORCH]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and done.stdout.split() == ["AVX2", "avx2"], done.stdout + done.stderr
+
+
 @pytest.mark.skipif(
     shutil.which("aarch64-linux-gnu-g++") is None or shutil.which("qemu-aarch64") is None,
     reason="aarch64-linux-gnu-g++ or qemu-aarch64 is not installed",

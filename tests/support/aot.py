@@ -300,7 +300,10 @@ SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*
 
 def loops(sass: str) -> tuple[list, list[list]]:
     """Return a program as (address, instruction, operands), and its loops with products of the tensor cores in them."""
-    program = [(int(at, 16), op, [part.strip() for part in rest.split(",")]) for at, op, rest in SASS.findall(sass)]
+    program = []
+    for at, op, rest in SASS.findall(sass):
+        operands = re.split(r"\s{2,}", rest)[0]  # behind a gap come the scheduler's notes, of newer architectures
+        program.append((int(at, 16), op, [part.strip() for part in operands.split(",")]))
     places, found = {at: i for i, (at, _, _) in enumerate(program)}, []
     for i, (_, op, rest) in enumerate(program):
         start = places.get(int(rest[-1], 16), i + 1) if op.startswith("BRA") and rest[-1].startswith("0x") else i + 1

@@ -7,6 +7,7 @@ import torch
 
 from moe_runtime.ops.moe_mlp import moe_mlp_reference
 from tests.support import dist_all_to_all as worker
+from tests.support import dist_launch
 from tests.support.dist_launch import Launches, launch
 
 
@@ -143,9 +144,10 @@ def test_a_rank_that_fails_is_reported(tmp_path):
         launch(script, 2, tmp_path)
 
 
-def test_a_deadlock_ends(tmp_path):
+def test_a_deadlock_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist_launch, "PATIENCE", 1)
     script = tmp_path / "hangs.py"
-    script.write_text("import time\ntime.sleep(100)\n")
+    script.write_text("import time\ntime.sleep(3000)\n")
     with pytest.raises(AssertionError, match="rank 0 of 2 ended with -9"):
         launch(script, 2, tmp_path)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.training.ranks import expert_mesh
@@ -60,6 +61,19 @@ def resumed(engine: str, case: str, out: Path) -> dict:
     }  # fmt: skip
 
 
+def loaded_into_shards(base: Path) -> list[str]:
+    """Load a folder's tensors into sharded experts of other values; return the parameters that differ from the folder's."""
+    from tests.hf.training.test_resume import load
+
+    model = load(base)
+    want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shard_experts(model, expert_mesh(2))
+    for parameter in model.parameters():
+        (parameter.data.to_local() if hasattr(parameter, "to_local") else parameter.data).add_(1)
+    model.load_state_dict(load_file(base / "model.safetensors"))
+    return [name for name, tensor in model.state_dict().items() if not torch.equal(whole(tensor), want[name])]
+
+
 def main(out: str) -> None:
     from tests.support.dist_stages import use_fsdp2
 
@@ -69,4 +83,6 @@ def main(out: str) -> None:
             if engine == "fsdp2":
                 use_fsdp2()  # for each family, as accelerate's plugin remembers the layers' class
             results[engine, case] = resumed(engine, case, Path(out))
+        if engine == "ep2":
+            results["loaded"] = loaded_into_shards(Path(out, "mixtral-base"))
     torch.save(results, Path(out) / f"rank{dist.get_rank()}.pt")

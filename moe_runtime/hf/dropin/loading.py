@@ -194,13 +194,13 @@ def loading_whole(model: nn.Module) -> Iterator[Loaded]:
     finally:
         del model.__dict__[LOADED]
     _refuse(model.__dict__.get(PARTIAL, {}))
-    targets = _tensors_of(model)
+    targets, ignored = _tensors_of(model), model._keys_to_ignore_on_save or ()
     arrived = {id(targets[name]) for name in loaded.names if name in targets}  # tied stacks have several names
     for path, module in model.named_modules():
         if not isinstance(module, Experts) and not is_experts(module):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in arrived:
+            if id(parameter) not in arrived and f"{path}.{name}" not in ignored:
                 raise ValueError(
                     f"The checkpoint has no weights for {path}.{name}, which would stay as before. Resume from a checkpoint of "
                     f"this {type(model).__name__}"

@@ -8,6 +8,7 @@ import datasets
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -138,23 +139,25 @@ def test_the_command_resumes(family, base, tmp_path):
     assert_same_weights(load(tmp_path / "run"), load(tmp_path / "whole").state_dict())
 
 
-@pytest.mark.parametrize("names, says", [
+@pytest.mark.parametrize("kind, names, says", [
     pytest.param(
-        ".mlp.experts.", "no weights for model.layers.0.mlp.experts.gate_up_proj, which would stay", id="no-experts"
+        "ours", ".mlp.experts.", "no weights for model.layers.0.mlp.experts.gate_up_proj, which would stay", id="no-experts"
     ),
-    pytest.param(
-        "layers.1.mlp.experts.7.up_proj", "Only 15 of the tensors of model.layers.1.mlp.experts.gate_up_proj", id="no-matrix"
+    *(
+        pytest.param(
+            kind, "layers.1.mlp.experts.7.up_proj", "Only 15 of the tensors of model.layers.1.mlp.experts.gate_up_proj were",
+            id=f"no-matrix-{kind}",
+        )
+        for kind in ("ours", "stock", "trl")
     ),
 ])  # fmt: skip
-def test_a_checkpoint_without_experts_is_refused(names, says, base, tmp_path):
-    from safetensors.torch import load_file, save_file
-
+def test_a_checkpoint_without_experts_is_refused(kind, names, says, base, tmp_path):
     folder = base("olmoe")
-    trainer_of("ours", load(folder), tmp_path, [Stop()]).train()
+    trainer_of(kind, load(folder), tmp_path, [Stop()]).train()
     weights = tmp_path / f"checkpoint-{STOP}" / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(weights).items() if names not in name}, weights)
     with pytest.raises(ValueError, match=says):
-        trainer_of("ours", load(folder), tmp_path).train(resume_from_checkpoint=True)
+        trainer_of(kind, load(folder), tmp_path).train(resume_from_checkpoint=True)
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +175,8 @@ def test_processes_resume(engine, case, ranks):
         assert result["losses"] == result["wanted_losses"] and len(result["losses"]) == STEPS
         assert result["different"] == [] and result["moved"]
         assert result["is_distributed"] == (engine != "ddp")
+
+
+@pytest.mark.slow
+def test_sharded_experts_load_a_folder(ranks):
+    assert [found["loaded"] for found in ranks()] == [[], []]

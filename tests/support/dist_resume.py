@@ -1,4 +1,4 @@
-"""One of two ranks of tests/hf/training/test_resume.py: `dist_resume.py OUT`; stock models that train, stop and resume."""
+"""One of two ranks of tests/hf/training/test_resume.py, `dist_resume.py OUT`: stock models train, stop and resume."""
 
 from pathlib import Path
 
@@ -27,13 +27,12 @@ def run(engine: str, base: Path, folder: Path, settings: dict, callbacks=(), res
     """Train, and return the losses, the weights, and whether parameters were distributed."""
     from tests.hf.training.test_resume import load, trainer_of
 
-    kind, lora = settings.get("kind", "ours"), settings.get("lora", False)
     torch.manual_seed(0)
-    model = load(base, lora=lora)
+    model = load(base, lora=settings.get("lora", False))
     if engine == "ep2":
         shard_experts(model, expert_mesh(2))
     options = {"per_device_train_batch_size": 1, "ddp_find_unused_parameters": False}
-    trainer = trainer_of(kind, model, folder, callbacks, **options)
+    trainer = trainer_of(settings.get("kind", "ours"), model, folder, callbacks, **options)
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     is_distributed = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -44,7 +43,8 @@ def resumed(engine: str, case: str, out: Path) -> dict:
     from tests.hf.training.test_resume import STOP, Stop, load, write_base
 
     family, settings = CASES[case]
-    base, folder = out / f"{family}-base", out / f"{engine}-{case}"
+    base = out / f"{family}-base"
+    folder = out / f"{engine}-{case}"
     if dist.get_rank() == 0 and not base.exists():
         write_base(family, base)
     dist.barrier()
@@ -52,7 +52,8 @@ def resumed(engine: str, case: str, out: Path) -> dict:
     run(engine, base, folder / "run", settings, [Stop()])
     losses, weights, _ = run(engine, base, folder / "run", settings, resume=str(folder / "run" / f"checkpoint-{STOP}"))
     torch.manual_seed(0)
-    start, trained = load(base, lora=settings.get("lora", False)).state_dict(), "lora" if "lora" in settings else "experts"
+    start = load(base, lora=settings.get("lora", False)).state_dict()
+    trained = "lora" if "lora" in settings else "experts"
     moved = [name for name, tensor in want.items() if trained in name and not torch.equal(tensor, start[name])]
     different = [name for name, tensor in want.items() if not torch.equal(tensor, weights[name])]
     return {
@@ -62,7 +63,7 @@ def resumed(engine: str, case: str, out: Path) -> dict:
 
 
 def loaded_into_shards(base: Path) -> list[str]:
-    """Load a folder's tensors into sharded experts of other values; return the parameters that differ from the folder's."""
+    """Load a folder's tensors into sharded experts of other values; return the parameters that then differ."""
     from tests.hf.training.test_resume import load
 
     model = load(base)

@@ -1,12 +1,13 @@
 """Load saved tensors into an existing model: `load_state_dict` accepts the names and layouts of a model's folder.
 
 transformers saves most families with a matrix per expert (`experts.0.gate_proj.weight`) and holds stacks [E, 2I, H]
-(`experts.gate_up_proj`). Only from_pretrained converts between them. Trainer resumes with load_state_dict(strict=False), which
-recognizes none of the saved names and leaves the experts unchanged (transformers#48805).
+(`experts.gate_up_proj`). Only from_pretrained converts between them. Trainer resumes with load_state_dict(strict=False),
+which recognizes none of these names and leaves the experts unchanged (transformers#48805).
 
-After `install`, load_state_dict of every transformers model converts with from_pretrained's rules. A stack is written into the
-model as soon as all of its tensors have arrived: it may be spread over the files of a sharded checkpoint, and memory never
-holds a second copy of all experts. A stack of which only some tensors have arrived raises ValueError when it is used or saved.
+After `install`, load_state_dict of every transformers model converts with from_pretrained's rules. A stack is written
+into the model as soon as all of its tensors have arrived: it may be spread over the files of a sharded checkpoint, and
+memory never holds a second copy of all experts. A stack of which only some tensors have arrived raises ValueError when
+it is used or saved.
 """
 
 import copy
@@ -70,10 +71,12 @@ def install() -> None:
 def convert_saved(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str = "") -> None:
     """Replace saved names and layouts in `state_dict`, whose keys start with `prefix`, by those of `model`.
 
-    Converted stacks are copied into the model's parameters at once, and `state_dict` gets the parameters themselves. Tensors
-    of incomplete stacks are removed from it and stored until the next call. A state_dict in the model's layout is not changed.
+    Converted stacks are copied into the model's parameters at once, and `state_dict` gets the parameters themselves.
+    Tensors of incomplete stacks are removed from it and stored until the next call. A state_dict in the model's layout
+    is not changed.
     """
-    targets, partial = _tensors_of(model), model.__dict__.get(PARTIAL, {})
+    targets = _tensors_of(model)
+    partial = model.__dict__.get(PARTIAL, {})
     is_saved = any(key.removeprefix(prefix) not in targets for key in state_dict if key.startswith(prefix))
     if not is_saved and not partial:
         return
@@ -96,7 +99,9 @@ def _rename(
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    conversions = [] if is_deepspeed_zero3_enabled() else get_model_conversion_mapping(model, add_legacy=False)
+    # ZeRO-3 has partitioned the parameters; a quantizer has conversions of its own, and only adapters are trained
+    is_excluded = is_deepspeed_zero3_enabled() or getattr(model, "hf_quantizer", None) is not None
+    conversions = [] if is_excluded else get_model_conversion_mapping(model, add_legacy=False)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
@@ -104,7 +109,9 @@ def _rename(
     if not any(name in targets and key not in targets for key, (name, _) in renamed.items()):
         return
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    skipped, loaded, moved = _modules_with_hooks(model), model.__dict__.get(LOADED, Loaded()), {}
+    skipped = _modules_with_hooks(model)
+    loaded = model.__dict__.get(LOADED, Loaded())
+    moved = {}
     for key, (name, pattern) in renamed.items():
         if name not in targets or name.rpartition(".")[0] in skipped:
             continue
@@ -123,7 +130,7 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _modules_with_hooks(model: nn.Module) -> set[str]:
-    """Return the paths of experts whose hooks read saved names themselves: packed stacks and separately trained rows."""
+    """Return the paths of experts whose hooks read saved names: packed stacks and separately trained rows."""
     found = model.named_modules()
     return {path for path, module in found if packed.layouts(module) or trainable.split_of(module) is not None}
 
@@ -131,7 +138,7 @@ def _modules_with_hooks(model: nn.Module) -> set[str]:
 def _is_complete(stack: _Partial, name: str, targets: Mapping[str, torch.Tensor]) -> bool:
     """Return whether all tensors of a stack have arrived, by the number of values, which no conversion changes."""
     first, *others = stack.converter.target_patterns
-    names = [name, *(name.replace(first, other) for other in others)]
+    names = {name, *(name.replace(first, other) for other in others)}
     arrived = sum(tensor.numel() for _, tensor in stack.tensors.values())
     return arrived >= sum(targets[one].numel() for one in names if one in targets)
 
@@ -151,7 +158,7 @@ def _natural(key: str) -> list[str | int]:
 
 
 def _write(value: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Copy a tensor into a parameter and return the parameter; return a tensor that does not fit, for torch to report."""
+    """Copy a tensor into a parameter and return that; return a tensor that does not fit, for torch to report."""
     if target is None or target.is_meta or target.shape != value.shape:
         return value
     if isinstance(target, DTensor):
@@ -168,7 +175,8 @@ def _set_partial(model: nn.Module, partial: dict[str, _Partial]) -> None:
     model.__dict__.pop(PARTIAL, None)
     if not partial:
         return
-    refuse, hooks = functools.partial(_refuse, partial), []
+    refuse = functools.partial(_refuse, partial)
+    hooks = []
     for path in {name.rpartition(".")[0] for name in partial}:
         module = model.get_submodule(path)
         hooks += [module.register_forward_pre_hook(refuse), module.register_state_dict_pre_hook(refuse)]
@@ -186,7 +194,7 @@ def _refuse(partial: Mapping[str, _Partial], *_) -> None:
 
 @contextmanager
 def loading_whole(model: nn.Module) -> Iterator[Loaded]:
-    """Load a whole checkpoint in the block, in one or several files; raise ValueError if an expert stack got no weights."""
+    """Load a whole checkpoint in the block, in one or more files; raise ValueError if a stack got no weights."""
     install()
     model.__dict__[LOADED] = loaded = Loaded()
     try:
@@ -194,7 +202,8 @@ def loading_whole(model: nn.Module) -> Iterator[Loaded]:
     finally:
         del model.__dict__[LOADED]
     _refuse(model.__dict__.get(PARTIAL, {}))
-    targets, ignored = _tensors_of(model), model._keys_to_ignore_on_save or ()
+    targets = _tensors_of(model)
+    ignored = model._keys_to_ignore_on_save or ()
     arrived = {id(targets[name]) for name in loaded.names if name in targets}  # tied stacks have several names
     for path, module in model.named_modules():
         if not isinstance(module, Experts) and not is_experts(module):
@@ -202,6 +211,6 @@ def loading_whole(model: nn.Module) -> Iterator[Loaded]:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in arrived and f"{path}.{name}" not in ignored:
                 raise ValueError(
-                    f"The checkpoint has no weights for {path}.{name}, which would stay as before. Resume from a checkpoint of "
-                    f"this {type(model).__name__}"
+                    f"The checkpoint has no weights for {path}.{name}, which would stay as before. Resume from a "
+                    f"checkpoint of this {type(model).__name__}"
                 )

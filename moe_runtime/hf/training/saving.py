@@ -129,7 +129,7 @@ class WholeSaves:
                 super()._load_best_model()
 
     def _loading(self) -> AbstractContextManager:
-        """Return a context in which a whole model is loaded with saved names; FSDP, DeepSpeed and PEFT have their own files."""
+        """Return a context for loading a whole model's checkpoint; FSDP, DeepSpeed and PEFT have their own files."""
         is_whole = isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         return loading_whole(self.model) if is_whole else nullcontext()
 

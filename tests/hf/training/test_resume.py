@@ -1,4 +1,4 @@
-"""Stock MoE models resume from checkpoints that hold a matrix per expert: bit by bit like a training that never stopped."""
+"""Stock MoE models resume from checkpoints with a matrix per expert, bit by bit as if they had never stopped."""
 
 import functools
 import json

@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import nn
 
 from moe_runtime import backends
-from moe_runtime.hf.dropin import adapters
+from moe_runtime.hf.dropin import adapters, loading
 from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, note_gate, stack_names
 from moe_runtime.modules import packed, trainable
 from moe_runtime.modules.moe import MoE, check_floats, forward_experts
@@ -36,6 +36,7 @@ BEFORE = "moe_runtime_replaced"
 def register() -> None:
     """Register `experts_implementation="moe_runtime"` with transformers; calling it again has no effect.
 
+    load_state_dict of transformers' models then accepts saved names, so that Trainer resumes experts (`hf.dropin.loading`).
     Then use `from_pretrained(..., experts_implementation="moe_runtime")` or `model.set_experts_implementation("moe_runtime")`.
     Raises ImportError if transformers is older than 5.16.
     """
@@ -55,6 +56,7 @@ def register() -> None:
         ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     make_exports_portable()
     adapters.install()
+    loading.install()
 
 
 @functools.cache

@@ -14,14 +14,15 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from moe_runtime.hf.dropin.loading import LOADED, Loaded, loading_whole
 from moe_runtime.hf.dropin.parallel import gathered
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import signals
@@ -117,13 +118,27 @@ class WholeSaves:
         if self._trains_spread():
             self._read_spread("model", resume_from_checkpoint)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with self._loading():
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
         if self._trains_spread():
             self._read_spread("model", self.state.best_model_checkpoint)
         else:
-            super()._load_best_model()
+            with self._loading():
+                super()._load_best_model()
+
+    def _loading(self) -> AbstractContextManager:
+        """Return a context for loading a whole model's checkpoint; FSDP, DeepSpeed and PEFT have their own files."""
+        is_whole = isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        return loading_whole(self.model) if is_whole else nullcontext()
+
+    def _issue_warnings_after_load(self, load_result):
+        """Warn as transformers does, but not of saved names, with which it compares a sharded checkpoint."""
+        loaded = self.model.__dict__.get(LOADED, Loaded())
+        missing = [name for name in load_result.missing_keys if name not in loaded.names]
+        unexpected = [name for name in load_result.unexpected_keys if name not in loaded.saved]
+        super()._issue_warnings_after_load(type(load_result)(missing, unexpected))
 
     def _save_optimizer_and_scheduler(self, output_dir):
         if not self._trains_spread():

@@ -1,0 +1,118 @@
+"""load_state_dict with the names and layouts of folders: a matrix per expert, in one file or spread over many."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer_utils import load_sharded_checkpoint
+
+from moe_runtime.hf.dropin import loading
+from tests.hf import stock
+
+FAST = ("mixtral", "deepseek_v3", "gpt_oss", "nemotron_h")
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    loading.install()
+
+
+def moved(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy with other weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    return other
+
+
+def saved(model: PreTrainedModel, folder) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def different(model: nn.Module, other: nn.Module) -> list[str]:
+    tensors = other.state_dict()
+    return [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, tensors[name])]
+
+
+@pytest.mark.parametrize("family", [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in stock.FAMILIES
+])  # fmt: skip
+def test_every_family_loads_what_it_has_saved(family, tmp_path):
+    """In one file, and in files of which few hold a whole stack."""
+    model = stock.build(family)
+    tensors, one, many = saved(model, tmp_path / "one"), moved(model), moved(model)
+    result = one.load_state_dict(tensors, strict=False)
+    assert different(one, model) == [] and result.unexpected_keys == []
+    assert not any("experts" in name for name in result.missing_keys) or model.all_tied_weights_keys
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len([*(tmp_path / "many").glob("*.safetensors")]) > 3
+    with loading.loading_whole(many):
+        load_sharded_checkpoint(many, tmp_path / "many", strict=False)
+    assert different(many, model) == []
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("form", ["strict", "wrapped", "inner", "own-names", "meta"])
+def test_forms(form, assign, tmp_path):
+    model = stock.build("mixtral")
+    tensors, other = saved(model, tmp_path), moved(model)
+    target = other
+    if form == "wrapped":
+        target = nn.ModuleDict({"module": other})
+        tensors = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    elif form == "inner":
+        target, rest = other.model, tensors.pop("lm_head.weight")
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        other.lm_head.load_state_dict({"weight": rest})
+    elif form == "own-names":
+        tensors = model.state_dict()
+    elif form == "meta":
+        assign = True
+        target = other = moved(model).to("meta")
+    given = dict(tensors)
+    target.load_state_dict(tensors, assign=assign)
+    assert different(other, model) == [] and not any(parameter.is_meta for parameter in other.parameters())
+    assert tensors.keys() == given.keys()
+
+
+def test_a_stack_of_which_a_part_has_arrived_cannot_be_used_or_saved(tmp_path):
+    model = stock.build("mixtral")
+    tensors, other = saved(model, tmp_path), moved(model)
+    late = {name: tensors.pop(name) for name in list(tensors) if ".1.block_sparse_moe.experts.5.w2" in name}
+    assert len(late) == 1
+    other.load_state_dict(tensors, strict=False)
+    says = "^Only 7 of the tensors of model.layers.1.mlp.experts.down_proj were loaded. Load a complete checkpoint"
+    for use in (lambda: other(**stock.batch()), other.state_dict):
+        with pytest.raises(ValueError, match=says):
+            use()
+    other.load_state_dict(late, strict=False)
+    assert different(other, model) == [] and torch.equal(other(**stock.batch()).logits, model(**stock.batch()).logits)
+
+
+def test_another_number_of_experts_is_a_size_mismatch(tmp_path):
+    model = stock.build("mixtral")
+    tensors = saved(model, tmp_path)
+    for e in range(8):
+        for name in ("w1", "w2", "w3"):
+            key = f"model.layers.0.block_sparse_moe.experts.{e}.{name}.weight"
+            tensors[key.replace(f".{e}.{name}", f".{e + 8}.{name}")] = tensors[key]
+    with pytest.raises(RuntimeError, match=r"size mismatch for model.layers.0.mlp.experts.gate_up_proj.*\[16, "):
+        moved(model).load_state_dict(tensors, strict=False)
+
+
+def test_weights_that_a_model_does_not_save_are_not_expected():
+    model = stock.build("mixtral")
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if ".experts." not in name}
+    with (
+        pytest.raises(ValueError, match="no weights for model.layers.0.mlp.experts.gate_up_proj"),
+        loading.loading_whole(model),
+    ):
+        model.load_state_dict(tensors, strict=False)
+    model._keys_to_ignore_on_save = set(model.state_dict()) - set(tensors)
+    with loading.loading_whole(model):
+        model.load_state_dict(tensors, strict=False)

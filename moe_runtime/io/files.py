@@ -59,6 +59,20 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"Cannot read the JSON file {path} ({error.strerror})") from error
 
 
+def check_regular(path: str | os.PathLike) -> None:
+    """Raise ValueError unless a path is a regular file: opening a pipe would wait for its writer."""
+    path = Path(path)
+    reason = None
+    if not path.exists():
+        reason = "does not exist. Check the path"
+    elif path.is_dir():
+        reason = "is a folder. Pass a file"
+    elif not path.is_file():
+        reason = "is not a regular file, but a pipe, socket or device. Pass a file"
+    if reason is not None:
+        raise ValueError(f"{path} {reason}")
+
+
 def distrust(path: Path, found: os.stat_result, shared: bool = False) -> str | None:
     """Return why a file or folder may have been written by another user; None if only root could have.
 

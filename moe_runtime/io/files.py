@@ -22,6 +22,7 @@ from typing import Any
 
 from moe_runtime.config import shown
 
+_TRAINING = "training"  # in the name of a training's lock
 MAX_NAME = 1000  # characters of a key in a file, ten times the longest tensor names of models
 
 
@@ -240,6 +241,40 @@ def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
             stack.enter_context(locked(tmp))
         with naming(path, tmp):
             yield tmp
+
+
+@contextlib.contextmanager
+def sole_training(folder: str | os.PathLike) -> Iterator[None]:
+    """Create a folder if needed and hold it for one training until the block ends; raises ValueError if another holds it.
+
+    The lock is a hidden folder inside, so that other writers of files in the folder need not wait. It ends with the process.
+    """
+    folder = Path(os.path.realpath(folder))
+    is_new = not folder.exists()
+    with naming(folder, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = _beside(folder / _TRAINING, "tmp")
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, folder if is_new else None)
+        stack.callback(_remove, lock)
+        with _locked_for_writers(folder), naming(folder, folder):
+            if _sweep(folder / _TRAINING):
+                raise ValueError(f"Another training is writing to {folder}. Wait until it ends, or choose another folder")
+            lock.mkdir()
+            stack.enter_context(locked(lock))
+        yield
+
+
+def _remove_empty(folder: Path | None) -> None:
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def contents_of(folder: Path) -> list[str]:
+    """Return the names in a folder, without the hidden lock of a training that runs or was killed."""
+    hidden = re.compile(rf"\.{_TRAINING}\.tmp-\d+-\d+")
+    return sorted(path.name for path in folder.iterdir() if not hidden.fullmatch(path.name))
 
 
 def _keep_mode(new: Path, old: Path) -> None:

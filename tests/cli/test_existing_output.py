@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from moe_runtime.bench import records
 from moe_runtime.cli.app import app
 from moe_runtime.experiments import corpora
+from moe_runtime.io.files import sole_training
 from moe_runtime.methods import esft
 from tests.cli.test_verbs import VERBS as TREE
 from tests.faults import inputs
@@ -224,3 +225,14 @@ def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
     else:
         assert word == "adds" and after.keys() > before.keys() and results(before).items() <= results(after).items()
         assert note.exists() == (state == "other content")
+
+
+@pytest.mark.parametrize("name, held", [("train", "out"), ("esft train", "out-checkpoints"), ("upit init-routers", "out")])
+def test_a_second_training_into_the_same_folder_is_refused(invoke, tmp_path, name, held):
+    with sole_training(held):
+        before = snapshot(tmp_path)
+        done = invoke(name)
+        said = str(done.exception)
+        assert done.exit_code == 1 and f"Another training is writing to {tmp_path / held}. Wait" in said and "\n" not in said
+        assert snapshot(tmp_path) == before
+    assert not any(tmp_path.iterdir())

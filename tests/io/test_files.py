@@ -5,6 +5,7 @@ import os
 import re
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -14,7 +15,15 @@ import torch
 
 from moe_runtime.io import checkpoint, files
 from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointWriter
-from moe_runtime.io.files import atomic_folder, atomic_write_json, atomic_write_text, check_out_dir, read_json
+from moe_runtime.io.files import (
+    atomic_folder,
+    atomic_write_json,
+    atomic_write_text,
+    check_out_dir,
+    contents_of,
+    read_json,
+    sole_training,
+)
 from tests.support.checkpoints import assert_same, siblings, snapshot, ten_tensors, write
 
 # a shard left open is an error
@@ -370,3 +379,34 @@ def test_a_new_file_gets_the_mode_of_any_and_an_empty_folder_keeps_its_own(tmp_p
     (tmp_path / "empty").mkdir(mode=0o700)
     write(tmp_path / "empty", ten_tensors())
     assert mode(tmp_path / "empty") == 0o700
+
+
+TRAINS = """
+import sys, time
+from moe_runtime.io.files import sole_training
+with sole_training(sys.argv[1]):
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+def test_one_training_at_a_time(tmp_path, ends):
+    folder = tmp_path / "a" / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINS, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert process.stdout.readline() == "holds\n"
+    with pytest.raises(ValueError, match=f"Another training is writing to {re.escape(str(folder))}. Wait"), sole_training(folder):
+        pass
+    atomic_write_text(folder / "log", "other writers need not wait")
+    (folder / "log").unlink()
+    assert contents_of(folder) == []
+    if ends == "killed":
+        process.kill()
+    process.communicate()
+    assert contents_of(folder) == [] if ends == "killed" else not folder.exists()
+    with sole_training(folder):
+        assert contents_of(folder) == [] and len(list(folder.iterdir())) == 1
+        (folder / "model").touch()
+    assert [path.name for path in folder.iterdir()] == ["model"]

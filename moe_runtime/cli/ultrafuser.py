@@ -84,7 +84,7 @@ def generate(
         found = f"prompt {prompt or None}, data {data} and out {out}"
         raise ValueError(f"Pass either --prompt, or both --data and --out, but got {found}")
     if out is not None:
-        files.check_out_file(out, overwrite)
+        files.check_out_file(out, overwrite, [folder, data])
     one_gpu()
     from moe_runtime.methods.ultrafuser import folders
 

@@ -287,9 +287,9 @@ def _keep_mode(new: Path, old: Path) -> None:
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a path of the same name in a hidden folder and move the file to `path` when the block ends; OSErrors name `path`.
 
-    The new file has the mode of the one that it replaces.
+    The new file has the mode of the one that it replaces. Raises ValueError for a device or another special file.
     """
-    path = Path(os.path.realpath(path))
+    path = check_out_file(os.path.realpath(path), overwrite=True)
     with _hidden(path) as tmp:
         yield tmp / path.name
         _keep_mode(tmp / path.name, path)
@@ -327,16 +327,37 @@ def check_out_dir(path: str | os.PathLike, overwrite: bool = False, reads: Itera
     return path
 
 
-def check_out_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
-    """Return the path of a file to write; raises ValueError if it cannot be written, or exists without `overwrite`."""
+def check_out_file(path: str | os.PathLike, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:
+    """Return the path of a file to write; raises ValueError if it cannot be written, or exists without `overwrite`.
+
+    Nothing but a regular file is replaced, and none of `reads`: files that are read, or folders with files that are.
+    """
     path = Path(path)
     above = next((one for one in path.parents if one.exists() and not one.is_dir()), None)
-    problem = "already exists. Choose another or pass overwrite=True" if path.exists() and not overwrite else None
-    problem = "is a folder. Choose a file name" if path.is_dir() else problem
-    problem = f"cannot be written, as {above} is a file. Choose another" if above else problem
-    if problem:
+    problem = None
+    if above is not None:
+        problem = f"cannot be written, as {above} is a file. Choose another"
+    elif path.is_dir():
+        problem = "is a folder. Choose a file name"
+    elif path.exists() and not path.is_file():
+        problem = "is a device, a pipe or a socket, which is never replaced. Choose a file name"
+    elif path.exists() and not overwrite:
+        problem = "already exists. Choose another or pass overwrite=True"
+    elif path.exists():
+        source = next((one for one in reads if _holds(one, path)), None)
+        if source is not None:
+            problem = f"is read, or is a file in {os.fspath(source)}, which is read. Choose another"
+    if problem is not None:
         raise ValueError(f"Output file {path} {problem}")
     return path
+
+
+def _holds(source: object, path: Path) -> bool:
+    """Return whether an existing file is `source` or a file in that folder."""
+    if not isinstance(source, str | os.PathLike) or not os.path.exists(source):
+        return False
+    source = Path(source)
+    return source.samefile(path) or (source.is_dir() and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(source)))
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -32,6 +32,7 @@ from moe_runtime.methods.lora.baseline import load_lora
 from moe_runtime.methods.ultrafuser import folders
 
 KINDS = {"fused": folders.CONFIG, "esft": "expert_cfg.json", "peft": "adapter_config.json"}  # files that identify a folder
+RESULTS = ("results.json", "results.png")  # files of the folder that also has a folder for each model
 
 
 class Model(NamedTuple):
@@ -67,8 +68,11 @@ def find_models(words: Sequence[str]) -> list[Model]:
         models.append(Model(name if is_named else _name(place), folder, kind, base))
     names = [model.name for model in models]
     for name in names:
-        if names.count(name) > 1 or not is_plain_name(name):
-            raise ValueError(f"Model names must be unique file names, but got {name!r}. Name the models, as in NAME=FOLDER")
+        if names.count(name) > 1 or not is_plain_name(name) or name in RESULTS:
+            raise ValueError(
+                f"Model names must be unique file names other than {' and '.join(RESULTS)}, but got {name!r}. Name the models, "
+                "as in NAME=FOLDER"
+            )
     return models
 
 

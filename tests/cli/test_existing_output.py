@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -236,3 +237,26 @@ def test_a_second_training_into_the_same_folder_is_refused(invoke, tmp_path, nam
         assert done.exit_code == 1 and f"Another training is writing to {tmp_path / held}. Wait" in said and "\n" not in said
         assert snapshot(tmp_path) == before
     assert not any(tmp_path.iterdir())
+
+
+# the verbs that write one file, and whether one of their inputs is a file
+OUTPUTS = {
+    "esft score": True, "esft select": True, "ultrafuser generate": True, "data decontaminate": True, "tune": False,
+    "bench": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, reads", OUTPUTS.items())
+def test_a_file_output_replaces_neither_an_input_nor_a_device(invoke, given, tmp_path, monkeypatch, name, reads):
+    verb, pipe = ALL[name], tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    inputs = [part for part in verb.arguments(given) if reads and Path(part).is_file()]
+    assert bool(inputs) == reads
+    before = snapshot(given)
+    for target in (str(pipe), *inputs):
+        argv = tuple(target if part in (verb.out, f"{verb.out}.json") else part for part in verb.argv)
+        monkeypatch.setitem(ALL, name, verb._replace(argv=argv))
+        done = invoke(name, *(["--overwrite"] if name != "tune" else []))
+        said = str(done.exception)
+        assert done.exit_code and f"Output file {target} is " in said and "\n" not in said, done.output
+    assert snapshot(given) == before and pipe.is_fifo()

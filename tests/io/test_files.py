@@ -397,7 +397,10 @@ def test_one_training_at_a_time(tmp_path, ends):
         [sys.executable, "-c", TRAINS, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
     )
     assert process.stdout.readline() == "holds\n"
-    with pytest.raises(ValueError, match=f"Another training is writing to {re.escape(str(folder))}. Wait"), sole_training(folder):
+    with (
+        pytest.raises(ValueError, match=f"Another training is writing to {re.escape(str(folder))}. Wait"),
+        sole_training(folder),
+    ):
         pass
     atomic_write_text(folder / "log", "other writers need not wait")
     (folder / "log").unlink()
@@ -410,3 +413,25 @@ def test_one_training_at_a_time(tmp_path, ends):
         assert contents_of(folder) == [] and len(list(folder.iterdir())) == 1
         (folder / "model").touch()
     assert [path.name for path in folder.iterdir()] == ["model"]
+
+
+def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
+    folder, data, pipe = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "pipe"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    data.touch()
+    (tmp_path / "link").symlink_to(data)
+    os.mkfifo(pipe)
+    for out, reads, match in (
+        ("/dev/null", (), "a device, a pipe or a socket"),
+        (pipe, (), "a device, a pipe or a socket"),
+        (data, [data], "is read"),
+        (tmp_path / "link", [None, data], "is read"),
+        (folder / "config.json", ["olmoe", folder], "is a file in .*model, which is read"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            files.check_out_file(out, overwrite=True, reads=reads)
+    files.check_out_file(folder / "new.json", reads=[folder])
+    with pytest.raises(ValueError, match="device"):
+        atomic_write_text(pipe, "text")
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode) and sorted(os.listdir(tmp_path)) == ["link", "model", "pipe", "rows.jsonl"]

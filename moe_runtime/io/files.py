@@ -24,6 +24,7 @@ from moe_runtime.config import shown
 
 _TRAINING = "training"  # in the name of a training's lock
 MAX_NAME = 1000  # characters of a key in a file, ten times the longest tensor names of models
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def is_plain_name(name: object) -> bool:
@@ -39,10 +40,17 @@ def check_names(names: Iterable[str], source: str | os.PathLike) -> None:
 
 
 def parse_object(text: bytes, source: str) -> dict[str, Any]:
-    """Parse one JSON object; raises a ValueError that names `source` and the position."""
+    """Parse one JSON object; raises a ValueError that names `source` and the position.
+
+    An escape of half a surrogate pair, such as \\ud800 alone, is refused: it is no character, and cannot be written as UTF-8.
+    """
     try:
         value = json.loads(text.decode())
         problem = f"must be a JSON object, but got a {type(value).__name__}"
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        value, problem = None, f"has {error.object[error.start]!r}, half of a surrogate pair, which is no character. Remove it"
     except (ValueError, RecursionError) as error:
         value, problem = None, f"is not valid JSON ({error})"
     if not isinstance(value, dict):
@@ -52,6 +60,7 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Read one JSON object; raises a ValueError that names the file, and the position where it is not JSON."""
+    check_regular(path)
     try:
         value = parse_object(Path(path).read_bytes(), str(path))
         check_names(value, path)
@@ -61,17 +70,10 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Raise ValueError unless a path is a regular file: opening a pipe would wait for its writer."""
+    """Raise ValueError for an existing path that is no regular file; opening a pipe would wait for its writer."""
     path = Path(path)
-    reason = None
-    if not path.exists():
-        reason = "does not exist. Check the path"
-    elif path.is_dir():
-        reason = "is a folder. Pass a file"
-    elif not path.is_file():
-        reason = "is not a regular file, but a pipe, socket or device. Pass a file"
-    if reason is not None:
-        raise ValueError(f"{path} {reason}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a folder, a pipe, a socket or a device, but must be a regular file")
 
 
 def distrust(path: Path, found: os.stat_result, shared: bool = False) -> str | None:

@@ -63,16 +63,15 @@ def find_models(words: Sequence[str]) -> list[Model]:
         kind = _kind(folder, base)
         if kind == "peft" and base is None:
             base = read_json(Path(folder, KINDS["peft"])).get("base_model_name_or_path")
-        if kind in ("esft", "peft") and not base:
+        if kind in ("esft", "peft") and not (base and isinstance(base, str)):
             raise ValueError(f"{word!r} is an adapter. Pass it with its base, as in BASE+{folder}")
         models.append(Model(name if is_named else _name(place), folder, kind, base))
     names = [model.name for model in models]
     for name in names:
-        if names.count(name) > 1 or not is_plain_name(name) or name in RESULTS:
-            raise ValueError(
-                f"Model names must be unique file names other than {' and '.join(RESULTS)}, but got {name!r}. Name the models, "
-                "as in NAME=FOLDER"
-            )
+        if names.count(name) > 1 or not is_plain_name(name):
+            raise ValueError(f"Model names must be unique file names, but got {name!r}. Name the models, as in NAME=FOLDER")
+        if name in RESULTS:
+            raise ValueError(f"{name!r} is the name of a file of results. Name the model otherwise, as in NAME=FOLDER")
     return models
 
 

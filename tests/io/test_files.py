@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_runtime.experiments.recipe import read_yaml
+from moe_runtime.hf.training.checkpoint_files import check_checkpoint
+from moe_runtime.hf.training.saving import last_whole_checkpoint
+from moe_runtime.hf.training.trained_files import read_tensors as read_trained
 from moe_runtime.io import checkpoint, files
 from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointWriter
 from moe_runtime.io.files import (
@@ -24,6 +28,8 @@ from moe_runtime.io.files import (
     read_json,
     sole_training,
 )
+from moe_runtime.methods.lora.adapters import read_tensors
+from moe_runtime.methods.xft.official import load_tensors
 from tests.support.checkpoints import assert_same, siblings, snapshot, ten_tensors, write
 
 # a shard left open is an error
@@ -435,3 +441,25 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
     with pytest.raises(ValueError, match="device"):
         atomic_write_text(pipe, "text")
     assert stat.S_ISFIFO(os.stat(pipe).st_mode) and sorted(os.listdir(tmp_path)) == ["link", "model", "pipe", "rows.jsonl"]
+
+
+READERS = {
+    "model.safetensors": lambda path: Checkpoint(path.parent, path.name),
+    "config.json": read_json,
+    "adapter_model.safetensors": lambda path: read_tensors(path.parent),
+    "delta.safetensors": lambda path: read_trained(path.parent),
+    "recipe.yaml": read_yaml,
+    "pytorch_model.bin": load_tensors,
+    "checkpoint-2/optimizer.pt": lambda path: check_checkpoint(path.parent),
+    "checkpoint-2/trainer_state.json": lambda path: check_checkpoint(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_waits_for_the_writer_of_a_pipe(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is a folder, a pipe, a socket or a device"):
+        READERS[name](path)
+    assert last_whole_checkpoint(tmp_path) is None

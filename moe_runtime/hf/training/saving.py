@@ -58,6 +58,8 @@ def _clear(checkpoint: Path) -> None:
 
 def _is_whole(checkpoint: Path) -> bool:
     """Return whether a checkpoint has the trainer's state, the last file that transformers writes."""
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():  # a pipe would wait
+        return False
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -31,7 +31,7 @@ from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
 from moe_runtime.io.checkpoint import Checkpoint
-from moe_runtime.io.files import contents_of
+from moe_runtime.io.files import check_regular, contents_of
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.io.rows import encode, in_form, layout_of, read_rows, require
 
@@ -107,6 +107,7 @@ def _with_config(argv: list[str]) -> list[str]:
     path = Path(*argv[argv.index("--config") + 1 :][:1])
     import yaml
 
+    check_regular(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         is_fine = isinstance(values, dict) and all(isinstance(name, str) for name in values)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moe_runtime.bench import machine
 from moe_runtime.bench.records import LOST, STATES, UNWRITTEN, Records, benchmarks
-from moe_runtime.io.files import atomic_write_json, atomic_write_text
+from moe_runtime.io.files import atomic_write_json, atomic_write_text, check_out_file
 
 FOLDER = Path(__file__).parent  # not resolved: moe_runtime/bench is where a clone and an installed package agree
 DEVICE = "gpu" if machine.CUDA else "cpu"
@@ -77,7 +77,9 @@ def place(out: Path | None, tiny: bool = False) -> Path:
 
 
 def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
-    """Refuse to mix tiny results with real ones, and to continue with another number of rounds."""
+    """Refuse what is no file, to mix tiny results with real ones, and to continue with another number of rounds."""
+    for path in (lines, target):
+        check_out_file(path, overwrite=True)
     begun = benchmarks(lines)
     for path, found in ((lines, begun), (target, _there(target))):
         if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in found):

@@ -34,7 +34,7 @@ def score(
     seed: Annotated[int, option("Seed of the samples' order.")] = 5934875, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Measure how much a task uses each expert of a model: gate and token scores, from its routers."""
-    check_out_file(out, overwrite)
+    check_out_file(out, overwrite, [model, data])
     require("datasets")
     from moe_runtime.methods.esft.runs import score_folder
 
@@ -70,7 +70,7 @@ def select(
     overwrite: Overwrite = False,
 ):
     """Select the fewest experts of each layer whose scores sum to p; needs no model."""
-    check_out_file(out, overwrite)
+    check_out_file(out, overwrite, [summary, logs])
     options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
     if (summary is None) == (logs is None) or (logs is None and any(one is not None for one in options.values())):
         raise ValueError("Pass either --summary, or --logs with --top-k, --num-experts and --layers if needed")

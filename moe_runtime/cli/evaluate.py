@@ -35,8 +35,8 @@ def evaluate(
 ):  # fmt: skip
     """Evaluate models on benchmarks; print their scores, and whether the differences are significant.
 
-    Decoding is greedy. Generated code runs with resource limits and without network access. Rerun to resume. See
-    docs/evaluation.md.
+    Decoding is greedy. Generated code runs with resource limits; use a container or a virtual machine for it. Rerun to
+    resume. See docs/evaluation.md.
     """
     one_gpu()
     from moe_runtime.tools import evaluate as evaluation

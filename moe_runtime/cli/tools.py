@@ -165,6 +165,7 @@ def tune(
 ):
     """Measure launch configs of the experts' kernels on this GPU, for all processes that start later. Rerun to resume."""
     from moe_runtime.config import check_choice
+    from moe_runtime.io.files import check_out_file
     from moe_runtime.tools import tune as tuning
 
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
@@ -179,6 +180,8 @@ def tune(
     read = None
     with contextlib.suppress(ValueError) if out else contextlib.nullcontext():  # no home: the kernels read no file
         read = tuning.tiles.tuned_path()
+    if out is not None:
+        check_out_file(out, overwrite=True, reads=[model])
     path, counts, kept = out or read, {}, Kept("{path}", resumes=True, drop=("--again",))
     try:
         with leaving(lambda: kept.say({"path": path})), console.bar("measuring", "config") as update:

@@ -13,7 +13,15 @@ FUSE = "ultralm-13b codellama-13b --template ultralm --template codellama --out 
 app = group("ultrafuser", "UltraFuser: fuse specialists with gates that weigh them token by token.", f"fuse {FUSE}")
 
 
-@verb(app, FUSE, Kept("{out}"), push="out")
+def _check_push(options: dict) -> None:
+    """Raise ValueError if the fused folder would refer to local folders."""
+    from moe_runtime.hf.models.hub import check_references
+
+    if not options["copy"]:
+        check_references(options["specialists"])
+
+
+@verb(app, FUSE, Kept("{out}"), push="out", check_push=_check_push)
 def fuse(
     specialists: Annotated[list[str], argument("Folders or Hub ids of two or more models.")],
     out: Annotated[Path, option("Folder to write; must not exist.")],
@@ -84,7 +92,7 @@ def generate(
         found = f"prompt {prompt or None}, data {data} and out {out}"
         raise ValueError(f"Pass either --prompt, or both --data and --out, but got {found}")
     if out is not None:
-        files.check_out_file(out, overwrite)
+        files.check_out_file(out, overwrite, [folder, data])
     one_gpu()
     from moe_runtime.methods.ultrafuser import folders
 

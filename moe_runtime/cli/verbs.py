@@ -140,22 +140,26 @@ def with_bar(name: str, function: Callable, *args, **options):
 
 
 def verb(
-    app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, push: str | None = None, **more
+    app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, push: str | None = None,
+    check_push: Callable[[dict], None] | None = None, **more,
 ) -> Callable:  # fmt: skip
     """Add a function to `app` as a verb whose result --json prints; the `example` follows the verb's name in the help.
 
-    `push` names the option with the folder that --push-to-hub uploads; without it there is no such option.
+    `push` names the option with the folder that --push-to-hub uploads; without it there is no such option. `check_push` raises
+    ValueError for options whose result cannot be pushed.
     """
 
     def add(function: Callable) -> Callable:
         words = f"moe-runtime {app.info.name or ''} {name or function.__name__.replace('_', '-')} {example}"
-        app.command(name, epilog=f"Example: {' '.join(words.split())}", **more)(_wrapped(function, kept or Kept(), push))
+        app.command(name, epilog=f"Example: {' '.join(words.split())}", **more)(
+            _wrapped(function, kept or Kept(), push, check_push)
+        )
         return function
 
     return add
 
 
-def _wrapped(function: Callable, kept: Kept, push: str | None) -> Callable:
+def _wrapped(function: Callable, kept: Kept, push: str | None, check_push: Callable[[dict], None] | None) -> Callable:
     """Return the function with the options --push-to-hub and --json, and a message if it is interrupted."""
     old = inspect.signature(function)
     ids = [name for name, p in old.parameters.items() if HUB in getattr(p.annotation, "__metadata__", ())]
@@ -165,6 +169,8 @@ def _wrapped(function: Callable, kept: Kept, push: str | None) -> Callable:
         kept.begin(options)
         try:
             with _stdout_to_stderr() if json else contextlib.nullcontext():
+                if push_to_hub is not None and check_push is not None:
+                    check_push(options)
                 if push_to_hub is not None:
                     _hub().check_repository(push_to_hub)
                 given = {name: options[name] for name in ids}

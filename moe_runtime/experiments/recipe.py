@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 
 from moe_runtime.config import one_line, shown
+from moe_runtime.io.files import check_regular
 from moe_runtime.io.prompts import PROMPTS, TRAIN_ON
 
 METHODS = Path(__file__).resolve().parents[1] / "methods"
@@ -98,6 +99,7 @@ _NAKED = (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowE
 
 def read_yaml(path: Path) -> Any:
     """Read the single document of a YAML file; raises a ValueError that names the file if it is not valid."""
+    check_regular(path)
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         try:

@@ -20,7 +20,16 @@ import torch
 from safetensors.torch import save_file
 
 from moe_runtime.config import one_line, shown
-from moe_runtime.io.files import atomic_folder, check_names, check_out_dir, is_plain_name, naming, parse_object, read_json
+from moe_runtime.io.files import (
+    atomic_folder,
+    check_names,
+    check_out_dir,
+    check_regular,
+    is_plain_name,
+    naming,
+    parse_object,
+    read_json,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -158,6 +167,7 @@ class Checkpoint:
         self._stamps: dict[str, tuple[int, ...]] = {}
         shards, weight_map = _list_shards(self.path) if file is None else ([file], None)
         for shard in shards:
+            check_regular(self.path / shard)
             with open(self.path / shard, "rb") as stream:
                 metadata, tensors = _read_header(stream)
                 self._stamps[shard] = _stamp(stream)
@@ -228,6 +238,15 @@ def _stamp(stream: BinaryIO) -> tuple[int, ...]:
     """Return what identifies a file, so that the offsets of one are never used on another that replaced it."""
     stat = os.fstat(stream.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def check_finite(tensor: torch.Tensor, key: str, source: str | os.PathLike) -> torch.Tensor:
+    """Return `tensor`; raises ValueError for NaN and infinities. Integers and 8-bit floats are not checked."""
+    is_checked = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
+    # one pass, without a mask of the tensor's size
+    if is_checked and not torch.stack(tensor.aminmax()).isfinite().all():
+        raise ValueError(f"{key} of {os.fspath(source)} contains NaN or infinity, but weights must be finite")
+    return tensor
 
 
 def check_keys(specs: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], *, source: str | os.PathLike) -> None:

@@ -22,7 +22,9 @@ from typing import Any
 
 from moe_runtime.config import shown
 
+_TRAINING = "training"  # in the name of a training's lock
 MAX_NAME = 1000  # characters of a key in a file, ten times the longest tensor names of models
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def is_plain_name(name: object) -> bool:
@@ -38,10 +40,17 @@ def check_names(names: Iterable[str], source: str | os.PathLike) -> None:
 
 
 def parse_object(text: bytes, source: str) -> dict[str, Any]:
-    """Parse one JSON object; raises a ValueError that names `source` and the position."""
+    """Parse one JSON object; raises a ValueError that names `source` and the position.
+
+    An escape of half a surrogate pair, such as \\ud800 alone, is refused: it is no character, and cannot be written as UTF-8.
+    """
     try:
         value = json.loads(text.decode())
         problem = f"must be a JSON object, but got a {type(value).__name__}"
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        value, problem = None, f"has {error.object[error.start]!r}, half of a surrogate pair, which is no character. Remove it"
     except (ValueError, RecursionError) as error:
         value, problem = None, f"is not valid JSON ({error})"
     if not isinstance(value, dict):
@@ -51,12 +60,20 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Read one JSON object; raises a ValueError that names the file, and the position where it is not JSON."""
+    check_regular(path)
     try:
         value = parse_object(Path(path).read_bytes(), str(path))
         check_names(value, path)
         return value
     except OSError as error:
         raise ValueError(f"Cannot read the JSON file {path} ({error.strerror})") from error
+
+
+def check_regular(path: str | os.PathLike) -> None:
+    """Raise ValueError for an existing path that is no regular file; opening a pipe would wait for its writer."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a folder, a pipe, a socket or a device, but must be a regular file")
 
 
 def distrust(path: Path, found: os.stat_result, shared: bool = False) -> str | None:
@@ -228,6 +245,40 @@ def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
             yield tmp
 
 
+@contextlib.contextmanager
+def sole_training(folder: str | os.PathLike) -> Iterator[None]:
+    """Create a folder if needed and hold it for one training until the block ends; raises ValueError if another holds it.
+
+    The lock is a hidden folder inside, so that other writers of files in the folder need not wait. It ends with the process.
+    """
+    folder = Path(os.path.realpath(folder))
+    is_new = not folder.exists()
+    with naming(folder, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = _beside(folder / _TRAINING, "tmp")
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, folder if is_new else None)
+        stack.callback(_remove, lock)
+        with _locked_for_writers(folder), naming(folder, folder):
+            if _sweep(folder / _TRAINING):
+                raise ValueError(f"Another training is writing to {folder}. Wait until it ends, or choose another folder")
+            lock.mkdir()
+            stack.enter_context(locked(lock))
+        yield
+
+
+def _remove_empty(folder: Path | None) -> None:
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def contents_of(folder: Path) -> list[str]:
+    """Return the names in a folder, without the hidden lock of a training that runs or was killed."""
+    hidden = re.compile(rf"\.{_TRAINING}\.tmp-\d+-\d+")
+    return sorted(path.name for path in folder.iterdir() if not hidden.fullmatch(path.name))
+
+
 def _keep_mode(new: Path, old: Path) -> None:
     """Give a file or folder the mode of the one that it replaces, if any."""
     if not new.is_symlink() and (old.is_dir() if new.is_dir() else old.is_file()):
@@ -238,9 +289,9 @@ def _keep_mode(new: Path, old: Path) -> None:
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a path of the same name in a hidden folder and move the file to `path` when the block ends; OSErrors name `path`.
 
-    The new file has the mode of the one that it replaces.
+    The new file has the mode of the one that it replaces. Raises ValueError for a device or another special file.
     """
-    path = Path(os.path.realpath(path))
+    path = check_out_file(os.path.realpath(path), overwrite=True)
     with _hidden(path) as tmp:
         yield tmp / path.name
         _keep_mode(tmp / path.name, path)
@@ -278,16 +329,37 @@ def check_out_dir(path: str | os.PathLike, overwrite: bool = False, reads: Itera
     return path
 
 
-def check_out_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
-    """Return the path of a file to write; raises ValueError if it cannot be written, or exists without `overwrite`."""
+def check_out_file(path: str | os.PathLike, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:
+    """Return the path of a file to write; raises ValueError if it cannot be written, or exists without `overwrite`.
+
+    Nothing but a regular file is replaced, and none of `reads`: files that are read, or folders with files that are.
+    """
     path = Path(path)
     above = next((one for one in path.parents if one.exists() and not one.is_dir()), None)
-    problem = "already exists. Choose another or pass overwrite=True" if path.exists() and not overwrite else None
-    problem = "is a folder. Choose a file name" if path.is_dir() else problem
-    problem = f"cannot be written, as {above} is a file. Choose another" if above else problem
-    if problem:
+    problem = None
+    if above is not None:
+        problem = f"cannot be written, as {above} is a file. Choose another"
+    elif path.is_dir():
+        problem = "is a folder. Choose a file name"
+    elif path.exists() and not path.is_file():
+        problem = "is a device, a pipe or a socket, which is never replaced. Choose a file name"
+    elif path.exists() and not overwrite:
+        problem = "already exists. Choose another or pass overwrite=True"
+    elif path.exists():
+        source = next((one for one in reads if _holds(one, path)), None)
+        if source is not None:
+            problem = f"is read, or is a file in {os.fspath(source)}, which is read. Choose another"
+    if problem is not None:
         raise ValueError(f"Output file {path} {problem}")
     return path
+
+
+def _holds(source: object, path: Path) -> bool:
+    """Return whether an existing file is `source` or a file in that folder."""
+    if not isinstance(source, str | os.PathLike) or not os.path.exists(source):
+        return False
+    source = Path(source)
+    return source.samefile(path) or (source.is_dir() and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(source)))
 
 
 def _exchange(a: Path, b: Path) -> bool:

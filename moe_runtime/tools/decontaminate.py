@@ -7,6 +7,7 @@ ngram       drops an example that shares `n` consecutive words with a benchmark,
 """
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.io.files import atomic_file, atomic_write_json, check_out_file
+from moe_runtime.io.files import atomic_file, check_out_file
 from moe_runtime.io.rows import raw_rows
 
 METHODS = ("substring", "ngram")
@@ -44,27 +45,36 @@ def decontaminate(
     check_choice("method", method, METHODS)
     for name, value in (("n", n), ("min_chars", min_chars)):
         check_positive(name, value)
-    check_out_file(out, overwrite)
-    benchmarks = dict(_benchmark(one) for one in against)
+    listing = Path(f"{out}.dropped.json")
+    reads = [rows, *(_file_of(one)[0] for one in against)]
+    check_out_file(out, overwrite, reads)
+    check_out_file(listing, True, reads)
+    benchmarks = {one: _texts(one) for one in against}
     if not benchmarks:
         raise ValueError("No benchmark is given. Pass --against FILE at least once")
     found = Substrings(benchmarks, min_chars) if method == "substring" else NGrams(benchmarks, n)
     count, counts, dropped = 0, Counter(), []
-    with atomic_file(out) as beside, open(beside, "w", encoding="utf-8") as file:
-        for count, row in enumerate(raw_rows(rows), 1):
-            hit = found.first(texts_of(row, columns))
-            if hit is None:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                continue
-            counts[hit[0]] += 1
-            dropped.append({"row": count - 1, "benchmark": hit[0], "text": hit[1]})
+    # both are written before either is moved to its name, so that a full disk leaves neither
+    with atomic_file(out) as beside, atomic_file(listing) as listing_beside:
+        with open(beside, "w", encoding="utf-8") as file:
+            for count, row in enumerate(raw_rows(rows), 1):
+                hit = found.first(texts_of(row, columns))
+                if hit is None:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    continue
+                counts[hit[0]] += 1
+                dropped.append({"row": count - 1, "benchmark": hit[0], "text": hit[1]})
+            file.flush()
+            os.fsync(file.fileno())
         if count == len(dropped):
             raise ValueError(
                 f"All {count} examples of {rows} contain benchmark texts. Check for texts that are too common: {hit[1]!r}"
             )
-    report = Report(Path(out), count, count - len(dropped), {name: counts[name] for name in benchmarks}, dropped)
-    settings = {"against": list(against), "method": method} | ({"n": n} if method == "ngram" else {"min_chars": min_chars})
-    atomic_write_json(f"{out}.dropped.json", settings | report._asdict() | {"path": str(out)})
+        report = Report(Path(out), count, count - len(dropped), {name: counts[name] for name in benchmarks}, dropped)
+        settings = {"against": list(against), "method": method}
+        settings |= {"n": n} if method == "ngram" else {"min_chars": min_chars}
+        values = settings | report._asdict() | {"path": str(out)}
+        listing_beside.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return report
 
 
@@ -80,10 +90,18 @@ def texts_of(value: Any, columns: Sequence[str] = ()) -> list[str]:
     return [text for one in value for text in texts_of(one)] if isinstance(value, Iterable) else []
 
 
-def _benchmark(source: str) -> tuple[str, list[str]]:
-    path, _, columns = (source, "", "") if Path(source).exists() else source.rpartition(":")
-    names = [name for name in columns.split(",") if name]
-    return source, [text for row in raw_rows(path or source) for text in texts_of(row, names)]
+def _file_of(source: str) -> tuple[str, list[str]]:
+    """Return the file of a benchmark, FILE or FILE:column,column, and its columns."""
+    if Path(source).exists():
+        return source, []
+    path, _, columns = source.rpartition(":")
+    return path or source, [name for name in columns.split(",") if name and path]
+
+
+def _texts(source: str) -> list[str]:
+    """Return the texts of a benchmark."""
+    path, columns = _file_of(source)
+    return [text for row in raw_rows(path) for text in texts_of(row, columns)]
 
 
 class Substrings:

@@ -32,6 +32,7 @@ from moe_runtime.methods.lora.baseline import load_lora
 from moe_runtime.methods.ultrafuser import folders
 
 KINDS = {"fused": folders.CONFIG, "esft": "expert_cfg.json", "peft": "adapter_config.json"}  # files that identify a folder
+RESULTS = ("results.json", "results.png")  # files of the folder that also has a folder for each model
 
 
 class Model(NamedTuple):
@@ -62,13 +63,15 @@ def find_models(words: Sequence[str]) -> list[Model]:
         kind = _kind(folder, base)
         if kind == "peft" and base is None:
             base = read_json(Path(folder, KINDS["peft"])).get("base_model_name_or_path")
-        if kind in ("esft", "peft") and not base:
+        if kind in ("esft", "peft") and not (base and isinstance(base, str)):
             raise ValueError(f"{word!r} is an adapter. Pass it with its base, as in BASE+{folder}")
         models.append(Model(name if is_named else _name(place), folder, kind, base))
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1 or not is_plain_name(name):
             raise ValueError(f"Model names must be unique file names, but got {name!r}. Name the models, as in NAME=FOLDER")
+        if name in RESULTS:
+            raise ValueError(f"{name!r} is the name of a file of results. Name the model otherwise, as in NAME=FOLDER")
     return models
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from moe_runtime.config import one_line
 from moe_runtime.experiments.corpora import domain_rows
 from moe_runtime.experiments.everyday import task_rows
+from moe_runtime.io.files import is_plain_name
 from moe_runtime.io.rows import BUILDERS, in_form, layout_of, raw_rows, require
 from moe_runtime.tools.run_code import Verdict, run_programs
 
@@ -245,6 +246,8 @@ class Asked(NamedTuple):
             raise ValueError(
                 f"Task {unsafe[0]!r} of lm-eval would run code without limits. Use humaneval or mbpp, or a file for them"
             )
+        if odd := [name for name in found if not is_plain_name(name)]:
+            raise ValueError(f"Task names must be plain file names, as results are written under them, but got {odd[0]!r}")
         return found
 
 

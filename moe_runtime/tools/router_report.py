@@ -33,7 +33,7 @@ def router_report(
         check_positive(name, value)
     out = Path(out)
     for name in FILES:
-        check_out_file(out / name, overwrite)
+        check_out_file(out / name, overwrite, [source, data])
     read_config(source)  # raises an error that names what is wrong with the folder
     rows = read_rows(data, answers=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,15 +1,18 @@
-"""Run programs written by a model, each in a confined child process, and report which of them run to their end.
+"""Run programs written by a model, each in a child process, and report which of them run to their end.
 
-A child has an empty temporary folder, no environment, a separate session, and limits on CPU time, memory, open files and
-written bytes. A seccomp filter denies processes, programs, signals, sockets and every change of the file system, so that only
-reading and computing are possible. Its session is killed when it ends or times out, and it dies with its parent.
-This protects a machine from what models write by accident. Use a virtual machine against malicious code.
+A child has an empty temporary folder, an almost empty environment, no open files of the parent, a session of its own, and
+limits on CPU time, memory, open files and written bytes. Where bubblewrap (`bwrap`) is installed, or else where `unshare` may
+create user namespaces, it also has no network and can signal no process outside; under bubblewrap it can write to its folder
+alone. It is killed when it times out, and dies with its parent.
+
+This limits what models write by accident. It does not hold a program that was written to break out: such a program can read
+what the user can read, without bubblewrap write it too, and can forge its verdict. Use a container or a virtual machine.
 """
 
 import contextlib
+import functools
 import json
 import os
-import platform
 import secrets
 import signal
 import subprocess
@@ -25,7 +28,19 @@ from moe_runtime.config import one_line
 
 WALL = 5  # wall-clock limit as a multiple of the CPU time, generous for busy machines
 MEMORY = 1 << 30  # bytes of address space
-WRITTEN = 1 << 20  # bytes of a file; only the result can be written
+WRITTEN = 1 << 20  # bytes of a file
+PROCESSES = 64  # in a user namespace, where they can be counted per program
+PROBE = 30  # seconds in which a way to confine a program must work
+
+# ways to confine a program, the strongest first; {} is its folder
+CONFINED = {
+    "bwrap": (
+        "bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--bind", "{}", "{}", "--chdir", "{}",
+        "--unshare-all", "--cap-drop", "ALL", "--new-session", "--die-with-parent",
+    ),
+    "unshare": ("unshare", "--user", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child"),
+    "limits": (),
+}  # fmt: skip
 
 
 class Verdict(NamedTuple):
@@ -35,79 +50,71 @@ class Verdict(NamedTuple):
     reason: str
 
 
-# denied system calls by machine: those that start or signal processes, open sockets, or change files, clocks and the system
-_COMMON = {"clone3": 435, "openat2": 437, "io_uring_setup": 425, "pidfd_send_signal": 424, "fchmodat2": 452, "open_tree": 428}
-_X86 = """socket 41 fork 57 vfork 58 execve 59 kill 62 rename 82 mkdir 83 rmdir 84 creat 85 link 86 unlink 87 symlink 88
-chmod 90 fchmod 91 chown 92 fchown 93 lchown 94 truncate 76 ptrace 101 rt_sigqueueinfo 129 utime 132 mknod 133 pivot_root 155
-chroot 161 settimeofday 164 mount 165 umount2 166 swapon 167 swapoff 168 reboot 169 sethostname 170 setdomainname 171
-init_module 175 delete_module 176 setxattr 188 lsetxattr 189 fsetxattr 190 removexattr 197 lremovexattr 198
-fremovexattr 199 tkill 200 clock_settime 227 tgkill 234 utimes 235 kexec_load 246 add_key 248 keyctl 250 mkdirat 258 mknodat 259
-fchownat 260 futimesat 261 unlinkat 263 renameat 264 linkat 265 symlinkat 266 fchmodat 268
-unshare 272 utimensat 280 rt_tgsigqueueinfo 297 setns 308
-process_vm_writev 311 finit_module 313 renameat2 316 bpf 321 execveat 322 shmget 29 semget 64 msgget 68 prlimit64 302"""
-_ARM = """socket 198 execve 221 kill 129 renameat 38 renameat2 276 mkdirat 34 linkat 37 unlinkat 35 symlinkat 36 fchmod 52
-fchmodat 53 fchownat 54 fchown 55 truncate 45 ptrace 117 rt_sigqueueinfo 138 mknodat 33 pivot_root 41 chroot 51 settimeofday 170
-mount 40 umount2 39 swapon 224 swapoff 225 reboot 142 sethostname 161 setdomainname 162 init_module 105 delete_module 106
-setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 tkill 130 clock_settime 112 tgkill 131
-kexec_load 104 add_key 217 keyctl 219 unshare 97 utimensat 88 rt_tgsigqueueinfo 240 setns 268 process_vm_writev 271
-finit_module 273 bpf 280 execveat 281 shmget 194 semget 190 msgget 186 prlimit64 261"""
-# audit architecture, clone, the calls that open files with the position of their flags, and the rest
-_MACHINES = {"x86_64": (0xC000003E, 56, {2: 1, 257: 2}, _X86), "aarch64": (0xC00000B7, 220, {56: 2}, _ARM)}
-_LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF's instructions
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000  # what a filter returns; REFUSE is with an errno
-_WRITES, _THREAD = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0x10000
-
-
-def _filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return the seccomp filter of a machine as BPF instructions: code, jump if true, jump if false, constant."""
-    architecture, clone, opens, table = _MACHINES[machine]
-    words = table.split()
-    refused = {int(number): 1 for number in words[1::2]} | {number: 1 for number in _COMMON.values()}
-    refused[_COMMON["clone3"]] = 38  # ENOSYS: the C library then uses clone, whose flags a filter can read
-    lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    lines += [(_ABOVE, 0, 1, 0x40000000), (_RETURN, 0, 0, _REFUSE | 1)]  # the x32 names of the same calls
-    for number, error in refused.items():
-        lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE | error)]
-    for number, place in opens.items():
-        lines += [(_EQUAL, 0, 4, number), (_LOAD, 0, 0, 16 + 8 * place), (_ANY_BIT, 0, 1, _WRITES)]
-        lines += [(_RETURN, 0, 0, _REFUSE | 1), (_RETURN, 0, 0, _ALLOW)]
-    lines += [(_EQUAL, 0, 3, clone), (_LOAD, 0, 0, 16), (_ANY_BIT, 1, 0, _THREAD), (_RETURN, 0, 0, _REFUSE | 1)]
-    return [*lines, (_RETURN, 0, 0, _ALLOW)]
-
-
-# the child's code; a program that exits early never writes its token
-_CHILD = """
-import ctypes, json, os, resource, struct, sys
-given = json.loads(sys.stdin.buffer.read())
-out, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
-for descriptor in (0, 1, 2):
-    os.dup2(null, descriptor)
-def report(text):
-    os.lseek(out, 0, 0)
-    os.write(out, text.encode("utf-8", "replace")[:2000])
-limits = {"CPU": given["seconds"], "AS": given["memory"], "FSIZE": given["written"], "NOFILE": 64, "CORE": 0}
+# limits the process, which then becomes the program's; the limits and the signal at the parent's death outlive exec
+_START = """
+import ctypes, json, os, resource, sys
+given = json.loads(sys.argv[1])
+seconds = given["seconds"]
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # a signal, then the end
+limits = {"AS": given["memory"], "FSIZE": given["written"], "NOFILE": 64, "CORE": 0}
 for name, limit in limits.items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
-code = b"".join(struct.pack("HBBI", *line) for line in given["filter"])
-buffer = ctypes.create_string_buffer(code)
-program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(given["filter"]), ctypes.addressof(buffer)))
-libc = ctypes.CDLL(None, use_errno=True)
-libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
-libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-if os.getppid() != given["parent"] or libc.prctl(22, 2, ctypes.byref(program), 0, 0):  # PR_SET_SECCOMP
-    report("unconfined " + os.strerror(ctypes.get_errno()))
+if sys.platform == "linux":
+    libc = ctypes.CDLL(None)
+    libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+if os.getppid() == given["parent"]:
+    os.execvp(given["command"][0], given["command"])
+"""
+# the rest of stdin is the token of a pass, which is read after the program's last line: no frame has it while the program runs
+_RUN = """
+import os, resource, signal, sys, types
+size, processes = map(int, sys.argv[1:])
+if processes:
+    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+def report(text):
+    os.lseek(63, 0, 0)
+    os.write(63, text.encode("utf-8", "replace")[:2000])
+def stop(number, frame):
+    report(f"stopped after {resource.getrlimit(resource.RLIMIT_CPU)[0]} s of CPU time")
     os._exit(1)
-text, token = given.pop("program"), given.pop("token")
+signal.signal(signal.SIGXCPU, stop)
+def run():
+    text = b""
+    while len(text) < size:
+        text += os.read(0, size - len(text))
+    os.dup2(0, 62)
+    os.dup2(1, 63)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    module = sys.modules["answer"] = types.ModuleType("answer")
+    exec(compile(text.decode("utf-8", "surrogatepass"), "<answer>", "exec"), module.__dict__)
 try:
-    exec(compile(text, "<answer>", "exec"), {"__name__": "__main__"})
+    run()
 except BaseException as error:
     try:
         report(type(error).__name__ + ": " + str(error))
     finally:
         os._exit(1)
-report(token)
+report(os.read(62, 100).decode())
 os._exit(0)
 """
+
+
+@functools.cache
+def confinement() -> str:
+    """Return the strongest key of CONFINED that works on this machine."""
+    for name, command in CONFINED.items():
+        with (
+            tempfile.TemporaryDirectory(prefix="moe-runtime-") as folder,
+            contextlib.suppress(OSError, subprocess.SubprocessError),
+        ):
+            words = [word.format(folder) for word in command]
+            done = subprocess.run([*words, sys.executable, "-I", "-c", "pass"], capture_output=True, timeout=PROBE, cwd=folder)
+            if done.returncode == 0:
+                return name
+    return "limits"
 
 
 def run_programs(
@@ -116,13 +123,12 @@ def run_programs(
     """Run Python programs in parallel, at most one per CPU and at most 8; return a verdict for each, in order.
 
     A program passes if its last line was executed; an exception, an early exit and an exceeded limit count as failures. Each
-    has `seconds` of CPU time, WALL times as much wall-clock time, and `memory` bytes. Raises OSError if it cannot be confined.
+    has `seconds` of CPU time, WALL times as much wall-clock time, and `memory` bytes. `__name__` is "answer", so that a block
+    for "__main__" does not run. `confinement` says what else limits them. Raises OSError on Windows.
     """
-    if sys.platform != "linux" or platform.machine() not in _MACHINES:
-        raise OSError(
-            f"Generated code can only run on Linux on {' or '.join(_MACHINES)}, not on {sys.platform} {platform.machine()}"
-        )
-    limits = {"seconds": seconds, "memory": memory, "written": WRITTEN, "filter": _filter(platform.machine())}
+    if os.name != "posix":
+        raise OSError(f"Generated code can only run with limits on Linux and macOS, not on {sys.platform}")
+    limits = {"seconds": seconds, "memory": memory, "written": WRITTEN, "parent": os.getpid()}
     children, lock, done = _Children(), threading.Lock(), 0
 
     def run(program: str) -> Verdict:
@@ -179,15 +185,19 @@ def _kill(child: subprocess.Popen) -> None:
 
 def _run(program: str, limits: dict, children: _Children) -> Verdict:
     """Run one program and read what its child reports."""
-    token = secrets.token_hex(16)
+    token, how = secrets.token_hex(16), confinement()
+    text = program.encode("utf-8", "surrogatepass")
     with tempfile.TemporaryDirectory(prefix="moe-runtime-") as folder, tempfile.TemporaryFile() as given, \
             tempfile.TemporaryFile() as result:  # fmt: skip
-        given.write(json.dumps(limits | {"program": program, "token": token, "parent": os.getpid()}).encode())
+        given.write(text + token.encode())
         given.seek(0)
-        command = [sys.executable, "-I", "-B", "-c", _CHILD]
+        python = [sys.executable, "-I", "-B", "-c"]
+        processes = 0 if how == "limits" else PROCESSES
+        command = [*(word.format(folder) for word in CONFINED[how]), *python, _RUN, str(len(text)), str(processes)]
+        start = [*python, _START, json.dumps(limits | {"command": command})]
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         files = {"stdin": given, "stdout": result, "stderr": subprocess.DEVNULL}
-        with children.started(command, cwd=Path(folder), env=environment, **files) as child:
+        with children.started(start, cwd=Path(folder), env=environment, **files) as child:
             try:
                 code = child.wait(WALL * limits["seconds"])
             except subprocess.TimeoutExpired:
@@ -196,8 +206,9 @@ def _run(program: str, limits: dict, children: _Children) -> Verdict:
         report = result.read(2000).decode("utf-8", "replace")
     if report == token and code == 0:
         return Verdict(True, "passed")
-    if report.startswith("unconfined "):
-        raise OSError(f"Generated code cannot be confined here: seccomp says {report[11:]}. Run on a kernel that allows it")
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+    number = code - 128 if code > 128 else -code  # a wrapper exits with 128 and the signal's number
+    if number in (signal.SIGXCPU, signal.SIGKILL):
         return Verdict(False, f"stopped after {limits['seconds']} s of CPU time")
-    return Verdict(False, one_line(report, 300) or (f"ended by signal {-code}" if code < 0 else "ended before its last line"))
+    if not report and number > 0:
+        return Verdict(False, f"ended by signal {number}")
+    return Verdict(False, one_line(report, 300) or "ended before its last line, or was killed")

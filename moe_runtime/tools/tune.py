@@ -60,7 +60,7 @@ class Results:
     """
 
     def __init__(self, path: Path, device: str):
-        self.path, self.device, self.host = path, device, socket.gethostname()
+        self.path, self.device, self.host = files.check_out_file(path, overwrite=True), device, socket.gethostname()
         tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
         with files.alone_in(path.parent):
             for marker in list(path.parent.glob(f".{path.name}.trying-*")):

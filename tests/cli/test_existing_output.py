@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from moe_runtime.bench import records
 from moe_runtime.cli.app import app
 from moe_runtime.experiments import corpora
+from moe_runtime.io.files import sole_training
 from moe_runtime.methods import esft
 from tests.cli.test_verbs import VERBS as TREE
 from tests.faults import inputs
@@ -224,3 +226,37 @@ def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
     else:
         assert word == "adds" and after.keys() > before.keys() and results(before).items() <= results(after).items()
         assert note.exists() == (state == "other content")
+
+
+@pytest.mark.parametrize("name, held", [("train", "out"), ("esft train", "out-checkpoints"), ("upit init-routers", "out")])
+def test_a_second_training_into_the_same_folder_is_refused(invoke, tmp_path, name, held):
+    with sole_training(held):
+        before = snapshot(tmp_path)
+        done = invoke(name)
+        said = str(done.exception)
+        assert done.exit_code == 1 and f"Another training is writing to {tmp_path / held}. Wait" in said and "\n" not in said
+        assert snapshot(tmp_path) == before
+    assert not any(tmp_path.iterdir())
+
+
+# the verbs that write one file, and whether one of their inputs is a file
+OUTPUTS = {
+    "esft score": True, "esft select": True, "ultrafuser generate": True, "data decontaminate": True, "tune": False,
+    "bench": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, reads", OUTPUTS.items())
+def test_a_file_output_replaces_neither_an_input_nor_a_device(invoke, given, tmp_path, monkeypatch, name, reads):
+    verb, pipe = ALL[name], tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    inputs = [part for part in verb.arguments(given) if reads and Path(part).is_file()]
+    assert bool(inputs) == reads
+    before = snapshot(given)
+    for target in (str(pipe), *inputs):
+        argv = tuple(target if part in (verb.out, f"{verb.out}.json") else part for part in verb.argv)
+        monkeypatch.setitem(ALL, name, verb._replace(argv=argv))
+        done = invoke(name, *(["--overwrite"] if name != "tune" else []))
+        said = str(done.exception)
+        assert done.exit_code and f"Output file {target} is " in said and "\n" not in said, done.output
+    assert snapshot(given) == before and pipe.is_fifo()

@@ -1,5 +1,6 @@
 """Hub ids where commands take folders, --push-to-hub, and the cards: against a stand-in of the Hub, in a process of its own."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from moe_runtime.cli.app import app
 from moe_runtime.hf.models import hub
 from tests.support import hub as stand_in
 from tests.support.patience import PATIENCE
@@ -45,7 +48,15 @@ from tests.support.upit import make_tokenizer
 tiny.dense("llama").save_pretrained("base")
 make_tokenizer().save_pretrained("base")
 Path("base/README.md").write_text("---\\nlicense: mit\\n---\\nA base.")
+for name in ("training_args.bin", "optimizer.bin", "scheduler.pt", "rng_state.pth", ".training.tmp-1-0/lock",
+             "checkpoint-2/model.safetensors", "checkpoint-2/optimizer.pt", "checkpoint-2/experts/__0_0.distcp"):
+    Path("base", name).parent.mkdir(parents=True, exist_ok=True)
+    Path("base", name).write_text("private")
 hub.push("base", "me/base")
+from huggingface_hub import HfApi
+pushed = set(HfApi().list_repo_files("me/base")) - {".gitattributes"}
+model = {path.name for path in Path("base").iterdir() if path.suffix in (".json", ".safetensors", ".md", ".jinja")}
+assert pushed == model, pushed
 said = verb("xft upcycle me/base moe --num-experts 4 --top-k 2 --push-to-hub me/moe")
 assert "/me/moe" in said
 card, model = card_of("me/moe")
@@ -155,3 +166,18 @@ def test_the_card_says_what_a_folder_is(files, method, kind, tmp_path):
         assert "arxiv" not in text
     else:
         assert f"- {method}" in head and f"arxiv:{hub.PAPERS[method][1]}" in head and hub.PAPERS[method][0] in body
+
+
+@pytest.mark.parametrize("specialists", [("a", "b"), ("me/base", "b")], ids=["two folders", "an id and a folder"])
+def test_a_fused_model_that_nobody_could_load_is_not_pushed(specialists, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "fused"):
+        Path(name).mkdir()
+    words = ["ultrafuser", "fuse", *specialists, "--out", "out", "--push-to-hub", "me/fused"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code and "Write it with --copy" in str(done.exception) and not Path("out").exists()
+    described = [{"path": str(tmp_path / name) if name in "ab" else name} for name in specialists]
+    Path("fused/fuser_config.json").write_text(json.dumps({"specialists": described}))
+    with pytest.raises(ValueError, match="Write it with --copy"):
+        hub.push("fused", "me/fused")
+    assert os.listdir("fused") == ["fuser_config.json"]

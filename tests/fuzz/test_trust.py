@@ -22,6 +22,8 @@ from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.stress
 ROOT = Path(__file__).resolve().parents[2]
+# reads the index of torch.distributed.checkpoint with the classes that it consists of, and nothing else
+RESTRICTED = "moe_runtime/hf/training/checkpoint_files.py"
 UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
 
@@ -69,6 +71,9 @@ def test_what_is_unsafe_is_seen(source):
 def test_no_source_loads_what_may_run():
     files = [*(ROOT / "moe_runtime").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     bad = [f"{path.relative_to(ROOT)}:{line}: {what}" for path in files for line, what in unsafe(path.read_text())]
+    allowed = [one for one in bad if re.fullmatch(rf"{RESTRICTED}:\d+: pickle", one)]
+    bad = [one for one in bad if one not in allowed]
+    assert len(allowed) == 1
     assert len(files) > 100 and not bad, "\n".join(bad)
 
 
@@ -267,3 +272,49 @@ def test_no_network_is_needed(ran):
     _, report = ran
     assert [one["code"] for one in report["plain"]] == [0] * len(WAY), report["plain"]
     assert not [one for kind in report for one in report[kind] if one["network"]]
+
+
+# the files that we read besides checkpoints (tests/hf/training/test_checkpoint_files.py), each by the verbs that read it
+MODEL_VERBS = ("xft upcycle {bad} {out} --num-experts 4 --top-k 2", "esft merge {bad} {bad} {out}")
+ADAPTER_VERBS = ("esft apply {plain} {bad}", "esft merge {plain} {bad} {out}", "lora convert {plain} {bad} {out}",
+                 "lora export {plain} {bad} {out} --to merged", "lora export {plain} {bad} {out} --to vllm")  # fmt: skip
+FUSED = ("ultrafuser generate {bad} --prompt a",)
+PICKLED = {
+    "config.json": MODEL_VERBS, "model.safetensors": MODEL_VERBS, "model.safetensors.index.json": MODEL_VERBS,
+    "pytorch_model.bin": MODEL_VERBS, "pytorch_model.pt": MODEL_VERBS, "adapter_config.json": ADAPTER_VERBS,
+    "adapter_model.safetensors": ADAPTER_VERBS, "adapter_model.bin": ADAPTER_VERBS, "expert_cfg.json": ADAPTER_VERBS[:2],
+    "ultrafuser.json": FUSED,
+    "rows.jsonl": ("train --model {plain} --data {bad}/rows.jsonl --output_dir {out}",),
+    "rows.parquet": ("train --model {plain} --data {bad}/rows.parquet --output_dir {out}",),
+    "scores.json": ("esft select --summary {bad}/scores.json --p 0.1 --out {out}.json",),
+    "selection.json": ("esft train {plain} --config {bad}/selection.json --data {data} --out {out} --steps 1",),
+    "recipe.yaml": ("run {bad}/recipe.yaml --out {out}", "ultrafuser train --config {bad}/recipe.yaml --out {out}"),
+    "train.yaml": ("train --model {plain} --config {bad}/train.yaml --output_dir {out}",),
+    "task.yaml": ("eval {plain} --tasks {bad}/task.yaml --out {out}",),
+    "results.json": ("bench --compare {bad}/results.json {bad}/results.json",),
+}  # fmt: skip
+
+
+def test_a_pickle_under_any_name_is_refused_by_name(tmp_path):
+    touched, plain, data = tmp_path / "touched", tmp_path / "plain", tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    tiny.dense("llama", vocab_size=300).save_pretrained(plain)
+    train_tokenizer(["a b"], 300).save_pretrained(plain)
+    commands, names = [], []
+    for number, (name, verbs) in enumerate(PICKLED.items()):
+        bad = tmp_path / f"bad{number}"
+        shutil.copytree(plain, bad)
+        if verbs is ADAPTER_VERBS and name != "adapter_config.json":
+            config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "base_model_name_or_path": ""}
+            (bad / "adapter_config.json").write_text(json.dumps(config))
+        if name.startswith(("pytorch_model", "model.safetensors.index")):
+            (bad / "model.safetensors").unlink()
+        (bad / name).write_bytes(pickle.dumps({"weight": Touch(touched)}))
+        names += [name] * len(verbs)
+        out = tmp_path / f"out{number}"
+        commands += [verb.format(bad=bad, plain=plain, data=data, out=out).split() for verb in verbs]
+    wrong = []
+    for name, one in zip(names, run_verbs(commands, tmp_path), strict=True):
+        is_named = name in one["said"] or str(tmp_path / "bad") in one["said"]
+        wrong += [] if one["code"] == 1 and not one["error"] and is_named else [(name, one)]
+    assert not wrong and not touched.exists()

@@ -5,6 +5,7 @@ import os
 import re
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -12,9 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_runtime.experiments.recipe import read_yaml
+from moe_runtime.hf.training.checkpoint_files import check_checkpoint
+from moe_runtime.hf.training.saving import last_whole_checkpoint
+from moe_runtime.hf.training.trained_files import read_tensors as read_trained
 from moe_runtime.io import checkpoint, files
 from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointWriter
-from moe_runtime.io.files import atomic_folder, atomic_write_json, atomic_write_text, check_out_dir, read_json
+from moe_runtime.io.files import (
+    atomic_folder,
+    atomic_write_json,
+    atomic_write_text,
+    check_out_dir,
+    contents_of,
+    read_json,
+    sole_training,
+)
+from moe_runtime.methods.lora.adapters import read_tensors
+from moe_runtime.methods.xft.official import load_tensors
 from tests.support.checkpoints import assert_same, siblings, snapshot, ten_tensors, write
 
 # a shard left open is an error
@@ -370,3 +385,81 @@ def test_a_new_file_gets_the_mode_of_any_and_an_empty_folder_keeps_its_own(tmp_p
     (tmp_path / "empty").mkdir(mode=0o700)
     write(tmp_path / "empty", ten_tensors())
     assert mode(tmp_path / "empty") == 0o700
+
+
+TRAINS = """
+import sys, time
+from moe_runtime.io.files import sole_training
+with sole_training(sys.argv[1]):
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+def test_one_training_at_a_time(tmp_path, ends):
+    folder = tmp_path / "a" / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINS, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert process.stdout.readline() == "holds\n"
+    with (
+        pytest.raises(ValueError, match=f"Another training is writing to {re.escape(str(folder))}. Wait"),
+        sole_training(folder),
+    ):
+        pass
+    atomic_write_text(folder / "log", "other writers need not wait")
+    (folder / "log").unlink()
+    assert contents_of(folder) == []
+    if ends == "killed":
+        process.kill()
+    process.communicate()
+    assert contents_of(folder) == [] if ends == "killed" else not folder.exists()
+    with sole_training(folder):
+        assert contents_of(folder) == [] and len(list(folder.iterdir())) == 1
+        (folder / "model").touch()
+    assert [path.name for path in folder.iterdir()] == ["model"]
+
+
+def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
+    folder, data, pipe = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "pipe"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    data.touch()
+    (tmp_path / "link").symlink_to(data)
+    os.mkfifo(pipe)
+    for out, reads, match in (
+        ("/dev/null", (), "a device, a pipe or a socket"),
+        (pipe, (), "a device, a pipe or a socket"),
+        (data, [data], "is read"),
+        (tmp_path / "link", [None, data], "is read"),
+        (folder / "config.json", ["olmoe", folder], "is a file in .*model, which is read"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            files.check_out_file(out, overwrite=True, reads=reads)
+    files.check_out_file(folder / "new.json", reads=[folder])
+    with pytest.raises(ValueError, match="device"):
+        atomic_write_text(pipe, "text")
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode) and sorted(os.listdir(tmp_path)) == ["link", "model", "pipe", "rows.jsonl"]
+
+
+READERS = {
+    "model.safetensors": lambda path: Checkpoint(path.parent, path.name),
+    "config.json": read_json,
+    "adapter_model.safetensors": lambda path: read_tensors(path.parent),
+    "delta.safetensors": lambda path: read_trained(path.parent),
+    "recipe.yaml": read_yaml,
+    "pytorch_model.bin": load_tensors,
+    "checkpoint-2/optimizer.pt": lambda path: check_checkpoint(path.parent),
+    "checkpoint-2/trainer_state.json": lambda path: check_checkpoint(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_waits_for_the_writer_of_a_pipe(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is a folder, a pipe, a socket or a device"):
+        READERS[name](path)
+    assert last_whole_checkpoint(tmp_path) is None

@@ -376,3 +376,10 @@ def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
     assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [want]
     with pytest.raises(ValueError, match="row 0: text is 3, but expected a string"):
         list(data.token_ids(tokenizer, [{"text": 3}], 8))
+
+
+def test_half_a_surrogate_pair_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00 is one"}\n{"text": "half \\ud83d"}\n')
+    with pytest.raises(ValueError, match=rf"line 2 of {re.escape(str(path))} has '.ud83d', half of a surrogate pair"):
+        list(data.read_rows(path))

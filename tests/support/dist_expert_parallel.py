@@ -5,10 +5,13 @@ Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unli
 
 import functools
 import json
+import pickle
+import re
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -17,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.hf.dropin.parallel import clip_grad_norm, parameter_groups, save_pretrained, shard_experts
+from moe_runtime.hf.training.saving import last_whole_checkpoint
+from tests.support.pickled import Planted
 from tests.support.stock_moe import counted
 
 torch.set_num_threads(1)
@@ -235,7 +240,17 @@ def run_resumed(folder: str) -> dict:
         (parameter.data.to_local() if hasattr(parameter, "to_local") else parameter.data).zero_()
     again = trainer_of(model, dist.get_world_size(), folder, **options)
     again.train(resume_from_checkpoint=True)
-    return {"weights": {name: whole(p) for name, p in model.named_parameters()}}
+    weights = {name: whole(p) for name, p in model.named_parameters()}
+    index, touched = last_whole_checkpoint(folder) / "experts-optimizer" / ".metadata", Path(f"{folder}-touched")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        index.write_bytes(pickle.dumps(Planted(touched)))
+    dist.barrier()
+    with pytest.raises(ValueError, match=f"{re.escape(str(index))} is refused"):
+        again.train(resume_from_checkpoint=True)
+    dist.barrier()
+    assert not touched.exists()
+    return {"weights": weights}
 
 
 def write_base(folder: str) -> None:

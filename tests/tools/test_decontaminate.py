@@ -1,8 +1,11 @@
 """moe_runtime.tools.decontaminate: rows with a benchmark's text are found, dropped and listed; nothing else is touched."""
 
+import errno
 import gzip
 import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +94,28 @@ def test_bad_input_writes_nothing(files, change, says):
     with pytest.raises(ValueError, match=says):
         decontaminate(files / "rows.jsonl", against, files / "out.jsonl", **change)
     assert {path.name for path in files.iterdir()} == {"rows.jsonl", "bench.jsonl"}
+
+
+def test_a_full_disk_leaves_neither_the_data_nor_the_list(files, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = sorted(os.listdir(files))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", full)
+        decontaminate(files / "rows.jsonl", [str(files / "bench.jsonl")], files / "out.jsonl")
+    assert sorted(os.listdir(files)) == before
+    decontaminate(files / "rows.jsonl", [str(files / "bench.jsonl")], files / "out.jsonl")
+    assert (files / "out.jsonl.dropped.json").is_file()
+
+
+@pytest.mark.parametrize("columns", ["", ":prompt"])
+def test_a_benchmark_is_never_replaced(files, columns):
+    bench = files / "bench.jsonl"
+    before = bench.read_bytes()
+    with pytest.raises(ValueError, match=r"bench\.jsonl is read"):
+        decontaminate(files / "rows.jsonl", [f"{bench}{columns}"], bench, overwrite=True)
+    listed = bench.rename(files / "out.jsonl.dropped.json")
+    with pytest.raises(ValueError, match=r"dropped\.json is read"):
+        decontaminate(files / "rows.jsonl", [f"{listed}{columns}"], files / "out.jsonl", overwrite=True)
+    assert listed.read_bytes() == before

@@ -358,6 +358,9 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(home, tmp_pat
     write(tmp_path / "bad.jsonl", [{"question": "q", "answer": "#### 1"}, {"question": "q", "solution": "1"}])
     write(tmp_path / "unmarked.jsonl", [{"question": "q", "answer": "1"}])
     (tmp_path / "bad.yaml").write_text(YAML.replace("smoke.jsonl", "absent.jsonl"))
+    (tmp_path / "up.yaml").write_text(re.sub("task: .*", "task: ../up", YAML))
+    (tmp_path / "listed").mkdir()
+    (tmp_path / "listed/adapter_config.json").write_text('{"base_model_name_or_path": ["base"]}')
     (tmp_path / "code.yaml").write_text(YAML + "unsafe_code: true\n")
     write(tmp_path / "smoke.jsonl", [{"question": "q", "label": 0}])
     dense = str(home / "dense")
@@ -381,6 +384,9 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(home, tmp_pat
         ([f"{dense}+{dense}"], "arithmetic", {}, "Adapter .* has no expert_cfg.json or adapter_config.json"),
         ([dense, dense], "arithmetic", {}, "must be unique file names, but got 'dense'.*NAME=FOLDER"),
         ([f"../x={dense}"], "arithmetic", {}, "must be unique file names"),
+        ([f"results.json={dense}"], "arithmetic", {}, "'results.json' is the name of a file of results"),
+        (["listed"], "arithmetic", {}, "'listed' is an adapter. Pass it with its base"),
+        ([dense], "up.yaml", {}, "Task names must be plain file names, .* but got '../up'"),
         ([dense], "arithmetic", {"reference": "other"}, "reference must be"),
         ([dense], "arithmetic", {"prompt": "loud"}, "prompt must be"),
         ([dense], "arithmetic", {"limit": 0}, "limit must be"),

@@ -2,12 +2,15 @@
 
 local_folder       the folder of a source: itself, or the downloaded files of an id
 check_repository   raise before any work if nothing could be pushed
+check_references   raise for a fused model that nobody else could load
 push               write the card and upload a folder; `moe_runtime.push_to_hub`
 PushesCard         the same card in transformers' `model.push_to_hub`
 """
 
 import contextlib
 import re
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,11 @@ from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import jsonable
 from moe_runtime.io.files import atomic_file, read_json
 
+FUSED = "fuser_config.json"
 # without pickles and code, which are never loaded
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
+# of a training's folder, what is no part of its model: checkpoints, pickles, the locks of running writers
+NOT_PUSHED = ("checkpoint-*", "training_args.bin", "*optimizer*.bin", "*.pt", "*.pth", "*.distcp", ".*")
 PAPERS = {
     "xft": ("XFT: Unlocking the Power of Code Instruction Tuning by Simply Merging Upcycled Mixture-of-Experts", "2404.15247"),
     "upit": ("Upcycling Instruction Tuning from Dense to Mixture-of-Experts via Parameter Merging", "2410.01610"),
@@ -111,21 +117,41 @@ def check_repository(repo: str) -> None:
 def push(folder: str | Path, repo: str, **facts) -> str:
     """Upload `folder` to the model repository `repo`, made if missing, and return its address.
 
-    A folder without a README.md, or with PEFT's empty template, gets `model_card(folder, repo, **facts)` first.
-    Raises ValueError, with the command to upload later, if the upload fails; the folder stays unchanged.
+    A training's checkpoints and pickles are left out (NOT_PUSHED). A folder without a README.md, or with PEFT's empty template,
+    gets `model_card(folder, repo, **facts)` first.
+    Raises ValueError for a fused model that refers to local folders, and, with the command to upload later, if the upload
+    fails; the folder stays unchanged.
     """
     from huggingface_hub import HfApi
 
+    if Path(folder, FUSED).is_file():
+        described = read_json(Path(folder, FUSED)).get("specialists")
+        paths = [str(one.get("path")) for one in described or () if isinstance(one, Mapping)]
+        check_references([path for path in paths if Path(path).is_absolute() or not Path(folder, path).is_dir()])
     _write_card(folder, repo, **facts)
     api = HfApi()
     try:
         url = api.create_repo(repo, exist_ok=True)
-        api.upload_folder(folder_path=folder, repo_id=repo, commit_message="Upload with moe-runtime")
+        api.upload_folder(
+            folder_path=folder, repo_id=repo, commit_message="Upload with moe-runtime", ignore_patterns=[*NOT_PUSHED]
+        )
     except (OSError, ValueError) as error:  # HfHubHTTPError is an OSError
+        left_out = [word for pattern in NOT_PUSHED if any(Path(folder).rglob(pattern)) for word in ("--exclude", pattern)]
+        command = shlex.join(["hf", "upload", repo, str(folder), *left_out])
         raise ValueError(
-            f"Cannot push to {repo!r}: {one_line(error)}. {folder} is complete; upload it with: hf upload {repo} {folder}"
+            f"Cannot push to {repo!r}: {one_line(error)}. {folder} is complete; upload it with: {command}"
         ) from error
     return str(url)
+
+
+def check_references(specialists: Sequence[str]) -> None:
+    """Raise ValueError if a fused model to upload refers to specialists that are not Hub ids."""
+    local = [path for path in specialists if not is_id(path)]
+    if local:
+        raise ValueError(
+            f"A fused model that refers to the local folder {local[0]} cannot be loaded elsewhere. Write it with --copy, or "
+            "fuse Hub ids"
+        )
 
 
 def _write_card(folder: str | Path, repo: str, **facts) -> None:
@@ -186,7 +212,7 @@ def _kind(folder: Path) -> tuple[str, str | None]:
         return "peft", "esft" if "expert_cfg.json" in names else None
     if "expert_cfg.json" in names:
         return "esft", "esft"
-    if "fuser_config.json" in names:
+    if FUSED in names:
         return "fused", "ultrafuser"
     values = read_json(folder / "config.json") if "config.json" in names else {}
     if isinstance(block := values.get("moe_runtime"), dict):

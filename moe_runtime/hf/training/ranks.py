@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from moe_runtime.config import check_positive
 from moe_runtime.hf.dropin.quantize import experts_of
 from moe_runtime.hf.models.configuration import write_legacy_rope
 from moe_runtime.hf.models.folders import load, skeleton
+from moe_runtime.io import files
 from moe_runtime.io.files import atomic_write_json, read_json
 
 
@@ -48,6 +49,21 @@ def leading() -> Iterator[bool]:
     outcome = agree(None if error is None else (kind, str(error) or type(error).__name__))
     if error is not None or outcome is not None:
         raise error or outcome[0](outcome[1])
+
+
+@contextlib.contextmanager
+def sole_training(folder: str | Path, check: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold a folder for this run's training on rank 0 (`files.sole_training`); every process must call it.
+
+    Rank 0 then calls `check`, as another training may have ended in the folder since the arguments were checked.
+    """
+    with contextlib.ExitStack() as stack:
+        with leading() as main:
+            if main:
+                stack.enter_context(files.sole_training(folder))
+                if check is not None:
+                    check()
+        yield
 
 
 def gather(values: list) -> list:

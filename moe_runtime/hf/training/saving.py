@@ -10,6 +10,7 @@ of the optimizer's state to the checkpoint by torch.distributed.checkpoint; the 
 
 import functools
 import json
+import os
 import re
 import shutil
 import signal
@@ -19,12 +20,13 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from moe_runtime.hf.dropin.loading import LOADED, Loaded, loading_whole
 from moe_runtime.hf.dropin.parallel import gathered
 from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training.checkpoint_files import check_checkpoint, refusal
 from moe_runtime.io import signals
 from moe_runtime.io.files import atomic_model, naming
 from moe_runtime.ops.all_to_all import is_distributed
@@ -57,6 +59,8 @@ def _clear(checkpoint: Path) -> None:
 
 def _is_whole(checkpoint: Path) -> bool:
     """Return whether a checkpoint has the trainer's state, the last file that transformers writes."""
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():  # a pipe would wait
+        return False
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -76,6 +80,15 @@ def _spread_state(trainer, kind: str) -> tuple[dict, Callable[[dict], object]]:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate wraps it
     state = states.get_optimizer_state_dict(model, optimizer)
     return state, lambda read: states.set_optimizer_state_dict(model, optimizer, read)
+
+
+@contextmanager
+def _naming_state(checkpoint: str | Path | None, names: str) -> Iterator[None]:
+    """Convert the error of a state that does not fit this training into a ValueError that names the checkpoint's files."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise refusal(Path(str(checkpoint), names), error) from error
 
 
 class WholeSaves:
@@ -122,6 +135,7 @@ class WholeSaves:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
+        check_checkpoint(self.state.best_model_checkpoint)  # a resumed checkpoint may name any folder
         if self._trains_spread():
             self._read_spread("model", self.state.best_model_checkpoint)
         else:
@@ -149,14 +163,24 @@ class WholeSaves:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if checkpoint is None or not self._trains_spread():
-            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
             return
-        self._read_spread("optimizer", checkpoint)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        with _naming_state(checkpoint, f"{OPTIMIZER_NAME} or {SCHEDULER_NAME}"):
+            if self._trains_spread():
+                self._read_spread("optimizer", checkpoint)
+                self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint):
+        with _naming_state(checkpoint, "rng_state.pth"):
+            super()._load_rng_state(checkpoint)
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """Train as transformers does; True resumes from the newest complete checkpoint (ValueError if there is none)."""
+        """Train as transformers does; True resumes from the newest complete checkpoint (ValueError if there is none).
+
+        Raises ValueError for a checkpoint with a damaged file, or one that could run code (`check_checkpoint`).
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
@@ -167,6 +191,8 @@ class WholeSaves:
             if self.args.should_save:
                 _remove_halves(self.args.output_dir, resume_from_checkpoint)
             resume_from_checkpoint = str(resume_from_checkpoint)
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            check_checkpoint(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir=None, state_dict=None):

@@ -25,11 +25,13 @@ from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models import modeling
 from moe_runtime.hf.models.folders import load, read_config, skeleton
 from moe_runtime.hf.models.modeling import register_auto_classes
+from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
 from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.io.files import check_regular, contents_of
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.io.rows import encode, in_form, layout_of, read_rows, require
 
@@ -105,6 +107,7 @@ def _with_config(argv: list[str]) -> list[str]:
     path = Path(*argv[argv.index("--config") + 1 :][:1])
     import yaml
 
+    check_regular(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         is_fine = isinstance(values, dict) and all(isinstance(name, str) for name in values)
@@ -220,8 +223,16 @@ def train_command(argv: list[str] | None = None) -> Path:
     resume = args.resume_from_checkpoint or ours.resume
     resume = True if str(resume).lower() == "true" else resume or None
     _check(name, ours, script, args, model, mixture)
-    _check_output(name, ours, args, resume, adapter=model.use_peft)
-    trainer = _trainer(trl, name, ours, script, args, model, mixture)
+    check = functools.partial(_check_output, name, ours, args, resume, adapter=model.use_peft)
+    check()
+    with ranks.sole_training(args.output_dir, check):
+        _train(_trainer(trl, name, ours, script, args, model, mixture), ours, script.dataset_name, resume)
+        return Path(args.output_dir)
+
+
+def _train(trainer, ours: TrainArguments, dataset: str | None, resume: str | bool | None) -> None:
+    """Train, save the model to the trainer's output folder, and upload it if asked to."""
+    args = trainer.args
     if ours.overwrite and args.should_save:
         _remove_checkpoints(args.output_dir)
     trainer.accelerator.wait_for_everyone()
@@ -244,10 +255,9 @@ def train_command(argv: list[str] | None = None) -> Path:
             file=sys.stderr,
         )
     if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=ours.data or script.dataset_name)
+        trainer.push_to_hub(dataset_name=ours.data or dataset)
     if hasattr(trainer, "end"):  # from transformers 5.18 on
         trainer.end()
-    return Path(args.output_dir)
 
 
 @contextmanager
@@ -360,7 +370,7 @@ def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | No
         reason = "has no complete checkpoint. Run without --resume"
     elif source.exists() and source.is_relative_to(out) and not (adapter and source == out):
         reason = f"{'is' if source == out else 'contains'} {name}, the model to train. Pass another folder"
-    elif not (resumes or beside or ours.overwrite) and out.is_dir() and any(out.iterdir()):
+    elif not (resumes or beside or ours.overwrite) and out.is_dir() and contents_of(out):
         reason = "already exists. Pass a new or empty folder, or --overwrite to replace its model and checkpoints"
         reason += f", or --resume to continue from {last.name}" if last else ""
     if reason is not None:

@@ -25,7 +25,7 @@ from moe_runtime.hf.dropin.layers import RoutedLayer, experts_module, numbered_l
 from moe_runtime.hf.training.ranks import whole
 from moe_runtime.hf.training.trainable import unguard
 from moe_runtime.io.checkpoint import SINGLE, write_tensors
-from moe_runtime.io.files import atomic_file, atomic_write_text, weights_of
+from moe_runtime.io.files import atomic_file, atomic_write_text, check_regular, weights_of
 from moe_runtime.modules.trainable import PREFIX, split_of, trained_parameters
 from moe_runtime.ops.all_to_all import is_distributed
 
@@ -306,6 +306,7 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     if not files:
         reason = f"{str(folder)!r} has no .safetensors file. Pass the folder of an adapter"
     for file in files:
+        check_regular(file)
         try:
             found = load_file(file)
         except (SafetensorError, OSError) as error:

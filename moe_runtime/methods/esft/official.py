@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from moe_runtime.config import check_positive, shown
+from moe_runtime.io.files import check_regular
 from moe_runtime.methods.esft.recorder import GateCall, GateSums
 
 TABLES = {"token": "token_scores", "gate": "gate_scores"}  # in the order of the official summary
@@ -107,6 +108,7 @@ def _evenly_spaced(numbers: list[int]) -> Sequence[int]:
 
 def _read_log(path: Path, E: int | None):
     """Yield ids int64, below E, and gate values float64 of each line, [slots]; raise ValueError naming file and line."""
+    check_regular(path)
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             ids, _, weights = line.rstrip("\r\n").partition("\t\t")

@@ -24,7 +24,7 @@ from moe_runtime.hf.training import fit, ranks, trained_files
 from moe_runtime.hf.training.recording import Recorder, last_checkpoint
 from moe_runtime.hf.training.trainer import check_ids
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import atomic_write_json, check_out_dir, read_json
+from moe_runtime.io.files import atomic_write_json, check_out_dir, contents_of, read_json
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection
@@ -132,9 +132,26 @@ def train_folder(
     settings |= {"data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]}
     settings |= {"source": [str(source), files_print(source)], "rows": [max_length, packed, prompt, train_on]}
     settings |= {"lora": list(lora)} if lora else {}
-    _check_checkpoints(checkpoints, settings)
-    model, tokenizer = _load(source)
-    train, validation = _split_rows(tokenizer, rows, held_out, max_length, packed, prompt, train_on)
+
+    def check() -> None:
+        check_out_dir(out, overwrite)
+        _check_checkpoints(checkpoints, settings)
+
+    check()
+    with ranks.sole_training(checkpoints, check):
+        loaded = _load(source)
+        parts = _split_rows(loaded[1], rows, held_out, max_length, packed, prompt, train_on)
+        return _train(
+            *loaded, *parts, selection, training, out, checkpoints, settings, dtype=dtype, lora=lora, seed=seed,
+            overwrite=overwrite, on_step=on_step,
+        )  # fmt: skip
+
+
+def _train(
+    model, tokenizer, train, validation, selection: esft.ExpertSelection, training: Tuning, out: Path, checkpoints: Path,
+    settings: Mapping, *, dtype: str | None, lora: tuple[int, float] | None, seed: int, overwrite: bool, on_step,
+) -> TrainingReceipt:  # fmt: skip
+    """Train a loaded model as `train_folder` does, and write the adapter."""
     if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
         dtype = "float32"
     trained_dtype = None if dtype is None else getattr(torch, dtype)
@@ -260,7 +277,7 @@ def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt
 def _check_checkpoints(folder: Path, settings: Mapping) -> None:
     """Raise ValueError if a folder has checkpoints of a call with other settings, or files not written by such a call."""
     # a run killed before its settings were written leaves only their hidden temporary file
-    if folder.is_dir() and any(not path.name.startswith(f".{SETTINGS}.") for path in folder.iterdir()):
+    if folder.is_dir() and any(not name.startswith(f".{SETTINGS}.") for name in contents_of(folder)):
         is_ours = (folder / SETTINGS).is_file()
         if is_ours and last_checkpoint(folder) is None:
             return

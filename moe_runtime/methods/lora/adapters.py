@@ -26,7 +26,7 @@ from torch import nn
 
 from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.models.families import Family
-from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys, write_tensors
+from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_finite, check_keys, write_tensors
 from moe_runtime.io.files import atomic_folder, atomic_write_json, read_json
 from moe_runtime.modules.lora import LoRAExperts, LoRAMoE, check_expert
 from moe_runtime.modules.lora_linear import LinearExperts
@@ -35,6 +35,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 PLACES = {"gate_up_proj": ".base_layer", "down_proj": ""}  # PEFT nests: the first parameter's adapter is the inner one
 HALVES = (".lora_A.weight", ".lora_B.weight")
+MAX_PATTERN, MAX_REPEATS = 1000, 3  # characters and repetitions of a pattern in a config
 BACKBONES = ("mean", "base")
 # settings that change the equation, or whose weights are not pairs
 PLAIN = (
@@ -196,9 +197,42 @@ def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bo
 
 
 def read_tensors(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """Return all tensors of an adapter folder; raises ValueError if they cannot be read."""
+    """Return all tensors of an adapter folder; raises ValueError if they cannot be read or are not finite."""
     with Checkpoint(folder, WEIGHTS) as file:
-        return {key: file.get(key) for key in file.keys()}
+        return {key: check_finite(file.get(key), key, Path(folder, WEIGHTS)) for key in file.keys()}
+
+
+def is_pattern(text: str) -> bool:
+    """Return whether a text is a regular expression that is matched in bounded time.
+
+    PEFT matches the keys of rank_pattern and alpha_pattern with every name. A repeated group may take exponential time, and
+    each further repetition multiplies the time by the length of a name.
+    """
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    repeats = re.findall(r"[*+{]|(?<!\()\?", text)
+    return len(text) <= MAX_PATTERN and len(repeats) <= MAX_REPEATS and not re.search(r"\)[*+?{]", text)
+
+
+def check_patterns(folder: str | os.PathLike) -> None:
+    """Raise ValueError if PEFT could not match the patterns in an adapter's config in bounded time."""
+    path = Path(folder, CONFIG)
+    config = read_json(path) if path.is_file() else {}
+    for name in ("rank_pattern", "alpha_pattern"):
+        values = config.get(name) or {}
+        odd = [key for key in values if not is_pattern(key)] if isinstance(values, dict) else [values]
+        if odd:
+            raise ValueError(
+                f"{name} in {path} has {shown(odd[0])}, but must map names, with at most {MAX_REPEATS} repetitions and no "
+                "repeated group, to numbers"
+            )
+    targets = config.get("target_modules")
+    if isinstance(targets, str) and re.search(r"\)[*+{]", targets):
+        raise ValueError(
+            f"target_modules in {path} is {shown(targets)}, but must be names or a pattern without repeated groups"
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.models.families import family_of
 from moe_runtime.io.rows import require
+from moe_runtime.methods.lora.adapters import check_patterns
 
 # peft mistakes linear layers with these names for experts of old checkpoints, and skips those of dense and shared MLPs
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -83,6 +84,7 @@ def save_lora(model: nn.Module, folder: str | Path, state_dict: dict | None = No
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Return `model` with the matrices from a folder."""
+    """Return `model` with the matrices from a folder; raises ValueError for patterns that PEFT could not match in time."""
+    check_patterns(folder)
     with quiet_peft():
         return require("peft").PeftModel.from_pretrained(model, str(folder))

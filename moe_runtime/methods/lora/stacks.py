@@ -24,9 +24,9 @@ from moe_runtime.hf.dropin.peft_files import is_reversed, pack, unpack
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.folders import SHARD, Progress, skeleton, to_saved
 from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
-from moe_runtime.io.checkpoint import Checkpoint, write_tensors
+from moe_runtime.io.checkpoint import Checkpoint, check_finite, write_tensors
 from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, read_json
-from moe_runtime.methods.lora.adapters import CONFIG, HALVES, INITIAL, PLAIN, PREFIX, WEIGHTS, read_tensors
+from moe_runtime.methods.lora.adapters import CONFIG, HALVES, INITIAL, PLAIN, PREFIX, WEIGHTS, is_pattern, read_tensors
 from moe_runtime.modules.moe import FLOATS
 
 WRITES = "0.21.0"  # the peft_version of the files written here
@@ -149,10 +149,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _are_patterns(values: Any) -> bool:
-    try:
-        return isinstance(values, dict) and all(re.compile(key) and _is_positive(value) for key, value in values.items())
-    except re.error:
-        return False
+    return isinstance(values, dict) and all(is_pattern(key) and _is_positive(value) for key, value in values.items())
 
 
 def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> str | None:
@@ -305,7 +302,12 @@ class Plan:
         return len(self.rows) + len(self.matrices) + len(self.whole)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return the new value of the folder's tensor `key`."""
+        """Return the new value of the folder's tensor `key`; raises ValueError if it is changed to NaN or infinity."""
+        value = self._value(key)
+        is_changed = key in self.whole or key in self.matrices or key in self.rows
+        return check_finite(value, key, f"the merge of {self.adapter.folder}") if is_changed else value
+
+    def _value(self, key: str) -> torch.Tensor:
         tensor = self.checkpoint.get(key)
         if key in self.whole:
             return self.whole[key].to(tensor.dtype)

@@ -131,6 +131,8 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
     named = base or record.get("base")
     if kind == "lora" and not named:
         named = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if named and not isinstance(named, str | Path):
+        raise ValueError(f"The base of expert {str(path)!r} must be a path or a Hub id, but is {shown(named)}. Pass base=")
     return Expert(path, kind, record, named or None)
 
 

@@ -60,35 +60,36 @@ def route_folders(
     tokenizer, kind = _tokenizer(experts, base, prompt)
     tuning = Tuning.from_dict({"epochs": epochs, "learning_rate": learning_rate or router.RATES[kind], **training})
     fit.check_training(**tuning.to_dict())
-    found = data.read_rows(rows, answers=train_on == "assistant")
-    tokenized = data.tokenize_pairs(tokenizer, found, max_length, prompt=prompt, train_on=train_on)
-    picked = upit_buckets.seed_set(tokenized, share, at_least=min(at_least, len(tokenized)), seed=seed)
-    at_once = tuning.per_device_batch_size or tuning.batch_size
-    found = upit_buckets.perplexities(experts, picked, tokenizer, base=base, tokens=tokens, batch_size=at_once)
-    dealt = upit_buckets.fill_buckets(found, capacity)
-    if buckets == "random":
-        dealt = upit_buckets.random_buckets([len(bucket) for bucket in dealt], len(picked), seed)
-    with ranks.leading() as main:
-        for path in out.glob(f"expert-*/{router.RECORD}") if main and overwrite else ():
-            shutil.rmtree(path.parent)
-    routed = router.init_routers(
-        experts, picked, dealt, tokenizer, folder=out, base=base, seed=seed, alpha=alpha, detach_h=detach_h,
-        train_ffn=train_ffn, vector_std=vector_std, vector_learning_rate=vector_learning_rate, **tuning.to_dict(),
-    )  # fmt: skip
-    receipt = RoutersReceipt(
-        path=out,
-        rows=len(picked),
-        buckets=[len(bucket) for bucket in dealt],
-        before=[sum(one.before.sigmoid) / len(one.before.sigmoid) for one in routed],
-        after=[sum(one.after.sigmoid) / len(one.after.sigmoid) for one in routed],
-        seconds=sum(one.seconds for one in routed),
-    )
-    with ranks.leading() as main:
-        if main:
-            values = {name: value for name, value in receipt._asdict().items() if name != "path"}
-            values |= {"experts": [str(path) for path in experts], "bucket_rows": dealt}
-            atomic_write_text(out / SUMMARY, json.dumps(values, indent=2) + "\n")
-    return receipt
+    with ranks.sole_training(out):
+        found = data.read_rows(rows, answers=train_on == "assistant")
+        tokenized = data.tokenize_pairs(tokenizer, found, max_length, prompt=prompt, train_on=train_on)
+        picked = upit_buckets.seed_set(tokenized, share, at_least=min(at_least, len(tokenized)), seed=seed)
+        at_once = tuning.per_device_batch_size or tuning.batch_size
+        found = upit_buckets.perplexities(experts, picked, tokenizer, base=base, tokens=tokens, batch_size=at_once)
+        dealt = upit_buckets.fill_buckets(found, capacity)
+        if buckets == "random":
+            dealt = upit_buckets.random_buckets([len(bucket) for bucket in dealt], len(picked), seed)
+        with ranks.leading() as main:
+            for path in out.glob(f"expert-*/{router.RECORD}") if main and overwrite else ():
+                shutil.rmtree(path.parent)
+        routed = router.init_routers(
+            experts, picked, dealt, tokenizer, folder=out, base=base, seed=seed, alpha=alpha, detach_h=detach_h,
+            train_ffn=train_ffn, vector_std=vector_std, vector_learning_rate=vector_learning_rate, **tuning.to_dict(),
+        )  # fmt: skip
+        receipt = RoutersReceipt(
+            path=out,
+            rows=len(picked),
+            buckets=[len(bucket) for bucket in dealt],
+            before=[sum(one.before.sigmoid) / len(one.before.sigmoid) for one in routed],
+            after=[sum(one.after.sigmoid) / len(one.after.sigmoid) for one in routed],
+            seconds=sum(one.seconds for one in routed),
+        )
+        with ranks.leading() as main:
+            if main:
+                values = {name: value for name, value in receipt._asdict().items() if name != "path"}
+                values |= {"experts": [str(path) for path in experts], "bucket_rows": dealt}
+                atomic_write_text(out / SUMMARY, json.dumps(values, indent=2) + "\n")
+        return receipt
 
 
 def assemble_folders(

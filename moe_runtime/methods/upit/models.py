@@ -16,6 +16,7 @@ from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.rows import require
 from moe_runtime.methods.lora import forced_experts, to_lora_moe
+from moe_runtime.methods.lora.adapters import check_patterns
 from moe_runtime.methods.lora.baseline import quiet_peft
 from moe_runtime.methods.upit.checkpoints import fingerprint
 from moe_runtime.modules.lora import TARGETS
@@ -41,6 +42,8 @@ def load_adapters(
     By default in the base's dtype; adapters in narrower dtypes become float32, as PEFT does.
     """
     peft = require("peft")
+    for expert in experts:
+        check_patterns(expert.path)
     model = load_base(experts, dtype, device)
     with quiet_peft():
         adapted = peft.PeftModel.from_pretrained(model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable)

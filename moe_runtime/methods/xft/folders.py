@@ -13,7 +13,7 @@ import torch
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models import families, folders, stock, swap
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress, expert_rows, mixture_of, open_upcycled
-from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_keys
+from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_finite, check_keys
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.xft import check_rate
 from moe_runtime.ops.merging import alpha_rows, merge_rows, soup_logits
@@ -75,9 +75,7 @@ def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequ
         return None
     parts = families.mlp_keys(family, place.layer, moe.bias)[place.name]
     weight = torch.cat([job.source.get(part) for part in parts])
-    # torch has no aminmax for 8-bit floats
-    if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.aminmax()).isfinite().all():
-        raise ValueError(f"{key} of {job.source.path} contains NaN or infinity, but weights must be finite")
+    check_finite(weight, key, job.source.path)
     # expanded, not repeated: the writer copies it once
     job.add(families.expert_keys(family, place.layer, moe.bias)[place.name], weight.expand(moe.num_experts, *weight.shape))
     if place.name == "down_proj":

@@ -31,7 +31,7 @@ from moe_runtime.hf.models.configuration import moe_config
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress, expert_rows, mixture_of, open_upcycled
 from moe_runtime.io.checkpoint import INDEX as SAFE_INDEX
 from moe_runtime.io.checkpoint import SINGLE, Checkpoint, CheckpointWriter, TensorSpec, check_keys
-from moe_runtime.io.files import check_out_dir, is_plain_name, read_json
+from moe_runtime.io.files import check_out_dir, check_regular, is_plain_name, read_json
 from moe_runtime.methods.xft import official_config
 from moe_runtime.ops.merging import merge_rows
 
@@ -48,6 +48,7 @@ _PLACEHOLDERS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 def load_tensors(file: Path) -> Mapping:
     """Load a file of torch.save that contains only tensors and containers; raises ValueError for any other."""
     cause = None
+    check_regular(file)
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         reason = None if isinstance(loaded, Mapping) else f"holds a {type(loaded).__name__}"

@@ -113,7 +113,10 @@ def test_trainer(results, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_every_rank_resumes(results, tmp_path):
-    """MoETrainer with AdamW: weights and moments of each rank's experts, as of one process that never stopped."""
+    """MoETrainer with AdamW: weights and moments of each rank's experts, as of one process that never stopped.
+
+    Each rank also refuses a planted index of the optimizer's state.
+    """
     want = worker.train(worker.make("qwen3_moe"), 1, str(tmp_path))["weights"]
     folder, ranks = results("resumed")
     assert {"experts", "experts-optimizer"} <= {path.name for path in (folder / "checkpoint-1").iterdir()}

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.dropin import experts, peft_files
 from moe_runtime.methods.lora import stacks
+from moe_runtime.methods.lora.adapters import is_pattern
 from moe_runtime.methods.lora.baseline import load_lora
 from tests.support.peft_adapter import BOTH, adapted, as_written_by, deltas
 from tests.support.stock_moe import stock
@@ -116,6 +117,15 @@ def half(layer: int, leaf: str = "experts", which: str = "A") -> str:
     pytest.param(lambda f: change_config(f, use_dora=True), "use_dora in .* is True", id="dora"),
     pytest.param(lambda f: change_config(f, peft_type="LOHA"), "peft_type in .* is 'LOHA'", id="another method"),
     pytest.param(lambda f: change_config(f, rank_pattern={"(": 3}), "rank_pattern in .* is", id="no regular expression"),
+    pytest.param(lambda f: change_config(f, rank_pattern={"(a*)*b": 3}), "rank_pattern in .* is", id="exponential time"),
+    pytest.param(lambda f: change_config(f, alpha_pattern={".*" * 9 + "b": 3}), "alpha_pattern in .* is", id="x**9 time"),
+    pytest.param(
+        lambda f: change_tensors(f, lambda t: t[half(1)].view(-1)[0].fill_(torch.nan)),
+        rf"{half(1)} of .*{WEIGHTS} contains NaN", id="NaN",
+    ),
+    pytest.param(
+        lambda f: change_tensors(f, lambda t: t[half(1)].fill_(3e38)), r"of the merge of .* contains NaN", id="overflow"
+    ),
     pytest.param(lambda f: change_config(f, alpha_pattern={"x": "3"}), "alpha_pattern in .* is", id="text for a number"),
     pytest.param(lambda f: change_config(f, target_parameters="down_proj"), "target_parameters in .* is 'down_", id="no list"),
     pytest.param(lambda f: change_config(f, r=4), "has rank 3 and 3 .* must have rank 4", id="another rank"),
@@ -206,3 +216,15 @@ def test_tied_weights_are_refused(tmp_path):
     adapted(tmp_path, model=stock(tie_word_embeddings=True), modules=("lm_head",))
     with pytest.raises(ValueError, match="lm_head.weight, which is tied to another weight"):
         stacks.merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+
+
+def test_patterns_that_peft_would_match_forever_are_refused(tmp_path):
+    adapted(tmp_path)
+    for name, value in (("rank_pattern", {"(a*)*b": 3}), ("alpha_pattern", 3), ("target_modules", "(.*)*x")):
+        before = (tmp_path / "adapter" / "adapter_config.json").read_bytes()
+        change_config(tmp_path, **{name: value})
+        with pytest.raises(ValueError, match=f"{name} in .*adapter_config.json"):
+            load_lora(stock("qwen3_moe"), tmp_path / "adapter")
+        (tmp_path / "adapter" / "adapter_config.json").write_bytes(before)
+    for key in ("model.layers.0.mlp.experts.down_proj", r"layers\.\d+\.mlp", r"(?:q|v)_proj"):
+        assert is_pattern(key)

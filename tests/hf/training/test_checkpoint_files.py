@@ -1,0 +1,164 @@
+"""A checkpoint that was planted or damaged: nothing in it runs, and the file is named before the training starts."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers import TrainingArguments
+
+from moe_runtime.hf.training.checkpoint_files import check_checkpoint
+from moe_runtime.hf.training.trainer import MoETrainer
+from tests.hf.tiny import VOCAB, dense
+from tests.support.pickled import Planted
+
+ROWS = torch.randint(3, VOCAB, (8, 8), generator=torch.Generator().manual_seed(0)).tolist()
+ROWS = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})
+SPREAD = ("experts", "experts-optimizer", "pytorch_model_fsdp_0", "optimizer_0")  # ours, and accelerate's under FSDP2
+
+
+def trainer(folder: Path) -> MoETrainer:
+    args = TrainingArguments(
+        str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    return MoETrainer(dense("llama"), args, train_dataset=ROWS)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Return a training's folder with the checkpoints of two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    trainer(folder).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory) -> Path:
+    """Return a folder as torch.distributed.checkpoint writes it: tensors, and values that are not."""
+    folder, model = tmp_path_factory.mktemp("spread"), torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path) -> Path:
+    shutil.copytree(trained / "checkpoint-2", tmp_path / "checkpoint-2")
+    return tmp_path / "checkpoint-2"
+
+
+def test_a_checkpoint_as_written_is_resumed(checkpoint):
+    assert trainer(checkpoint.parent).train(resume_from_checkpoint=True).global_step == 4
+
+
+FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_1.pth", "scaler.pt", "trainer_state.json",
+         "optimizer.bin", "pytorch_model_fsdp.bin", "pytorch_model.bin", "adapter_model.bin", "default/adapter_model.bin",
+         *(f"{name}/.metadata" for name in SPREAD), *(f"{name}/__0_0.distcp" for name in SPREAD))  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["torch", "pickle", "truncated"])
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, by):
+    touched, path = tmp_path / "touched", checkpoint / name
+    if path.parent.name in SPREAD:
+        shutil.copytree(spread, path.parent)
+    path.parent.mkdir(exist_ok=True)
+    payload = {"state": {}, "param_groups": Planted(touched)}
+    if by == "torch":
+        path.write_bytes(saved(payload))
+    elif by == "pickle":
+        path.write_bytes(pickle.dumps(payload))
+    else:
+        path.write_bytes(path.read_bytes()[:40] if path.exists() else b"")
+    with pytest.raises(ValueError, match="Resume from another checkpoint") as refused:
+        trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
+    assert str(path) in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert not touched.exists()
+
+
+def saved(value) -> bytes:
+    """Return what torch.save writes."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def plant_in_index(folder: Path, payload: Planted, where: str) -> None:
+    """Put a payload into a readable index of torch.distributed.checkpoint, or into a value that it describes."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    stored = next(stored for key, stored in index.storage_data.items() if key.fqn.endswith(".lr"))
+    if where == "planner data":
+        index.planner_data = payload
+    else:
+        stored.relative_path, stored.offset, stored.length = where, 0, len(saved(payload))
+        (folder / where).write_bytes(saved(payload))
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+@pytest.mark.parametrize("where", ["planner data", "value.distcp", "../outside.distcp"])
+@pytest.mark.parametrize("name", SPREAD)
+def test_no_index_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, where):
+    folder, touched = checkpoint / name, tmp_path / "touched"
+    shutil.copytree(spread, folder)
+    check_checkpoint(checkpoint)
+    plant_in_index(folder, Planted(touched), where)
+    with pytest.raises(ValueError, match="Resume from another checkpoint") as refused:
+        check_checkpoint(checkpoint)
+    assert str(folder) in str(refused.value) and not touched.exists()
+    state = {"optimizer": {"param_groups": [{"lr": 0.0}]}}
+    with contextlib.suppress(Exception):
+        dcp.load(state, checkpoint_id=folder)
+    assert touched.exists()  # the payload works: torch itself runs it
+
+
+def test_training_args_are_never_loaded(checkpoint, tmp_path):
+    (checkpoint / "training_args.bin").write_bytes(pickle.dumps(Planted(tmp_path / "touched")))
+    trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"global_step": 10**9}, {"global_step": 10**9, "max_steps": 10**9}, {"global_step": "2"}, {"global_step": -1},
+     {"max_steps": None}, {"log_history": 3}, {"unknown": 1}],
+    ids=str,
+)  # fmt: skip
+def test_a_trainer_state_that_cannot_be_is_refused(checkpoint, values):
+    path = checkpoint / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(ValueError, match=r"trainer_state\.json is .* Resume from another checkpoint"):
+        trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("state", [[], {}, {"state": 3}], ids=str)
+def test_a_state_of_something_else_is_named(checkpoint, name, state):
+    torch.save(state, checkpoint / name)
+    if name == "scheduler.pt" and state != []:
+        return  # torch accepts any dictionary
+    with pytest.raises(ValueError, match=rf"{name}.* is refused"):
+        trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_pipe_in_a_checkpoint_is_refused(checkpoint):
+    (checkpoint / "optimizer.pt").unlink()
+    os.mkfifo(checkpoint / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"optimizer\.pt is a folder, a pipe"):
+        check_checkpoint(checkpoint)
+
+
+def test_a_best_checkpoint_elsewhere_is_checked(checkpoint, tmp_path):
+    made = trainer(checkpoint.parent)
+    made.state.best_model_checkpoint = str(checkpoint)
+    (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps(Planted(tmp_path / "touched")))
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is refused"):
+        made._load_best_model()
+    assert not (tmp_path / "touched").exists()

@@ -153,7 +153,9 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
         stack = get(module, name)
         return Stack(*stack, (stack.data.shape[0], *layout.logical(transposed)[1:]))
     data = getattr(module, name).detach()
-    return Stack(data, [getattr(module, f"{name}_scale_inv").detach()], "fp8_block", tuple(data.shape))
+    # transformers' scales may be powers of two in 8 bits, or in 16 bits after a cast of the model; the kernels read float32
+    scale = getattr(module, f"{name}_scale_inv").detach().float().contiguous()
+    return Stack(data, [scale], "fp8_block", tuple(data.shape))
 
 
 def _save(module: nn.Module, state_dict, prefix: str, metadata) -> None:

@@ -17,8 +17,10 @@ from moe_runtime.hf.dropin import quantize
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules.moe import MoE
+from moe_runtime.native.library import cpp
 from moe_runtime.ops import packed
 from tests.hf.dropin.test_layers import TOKENIZER
+from tests.support import cpu_build
 from tests.support.fences import ROOT, fences
 from tests.support.patience import PATIENCE
 
@@ -228,38 +230,61 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     assert sum("experts" in name for name in names) == 4
 
 
-@pytest.fixture
-def fp8_model():
+def fp8_model(scale_fmt: str = "float", **sizes):
     """Qwen3-MoE with transformers' own FP8Experts, and the model in float32 that they came from."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    plain = qwen()
+    plain = qwen(**sizes)
     model, source = copy.deepcopy(plain), experts_in(plain)[0]
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    replace_with_fp8_linear(model, linear, FineGrainedFP8Config())
+    replace_with_fp8_linear(model, linear, FineGrainedFP8Config(scale_fmt=scale_fmt))
     experts = model.model.layers[0].mlp.experts.to_empty(device="cpu")
     for name in ("gate_up_proj", "down_proj"):
-        stack = packed.pack(getattr(source, name).detach(), "fp8_block")
-        getattr(experts, name).data, getattr(experts, f"{name}_scale_inv").data = stack.data, stack.scales[0]
-        getattr(source, name).data.copy_(packed.reference(*stack))
+        data, (scale,), _ = packed.pack(getattr(source, name).detach(), "fp8_block")
+        if scale_fmt == "ue8m0":
+            scale = torch.exp2(scale.log2().round()).to(torch.float8_e8m0fnu)
+        getattr(experts, name).data, getattr(experts, f"{name}_scale_inv").data = data, scale
+        getattr(source, name).data.copy_(dequantized(data, scale))
     return model, plain
 
 
-def test_transformers_own_fp8_experts_are_served(fp8_model):
-    model, plain = fp8_model
+def dequantized(data, scale) -> torch.Tensor:
+    each = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return data.double() * each[:, : data.shape[1], : data.shape[2]]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0", "strided", "bfloat16"])
+def test_transformers_own_fp8_experts_are_served(scale_fmt, backend, monkeypatch):
+    monkeypatch.setattr(cpp, "_found", cpu_build.library())
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
+    model, plain = fp8_model("ue8m0" if scale_fmt == "ue8m0" else "float", hidden_size=256)
+    (mine,), (theirs,) = experts_in(model), experts_in(plain)
+    for name in ("gate_up_proj", "down_proj"):
+        scale = getattr(mine, f"{name}_scale_inv")
+        if scale_fmt == "strided":
+            scale.data = torch.stack([scale.data, scale.data * 7], -1)[..., 0]
+        elif scale_fmt == "bfloat16":  # as model.to(torch.bfloat16) leaves them
+            scale.data = scale.data.bfloat16()
+            getattr(theirs, name).data.copy_(dequantized(getattr(mine, name).data, scale.data))
     assert moe_runtime.patch(model) == 1
     with torch.no_grad():
-        assert error(model(IDS).logits, plain(IDS).logits) < 5e-6
+        plain.set_experts_implementation("eager")
+        assert error(model(IDS).logits, plain.double()(IDS).logits) < 5e-6
     with pytest.raises(ValueError, match="it is already quantized"):
         moe_runtime.quantize_experts(model, "nf4")
 
 
 @pytest.mark.parametrize(
-    "change, says", [({"block_size": (64, 64)}, r"blocks of \(64, 64\)"), ({"gate_softcap": 3.0}, "moe_mlp supports")]
-)
-def test_fp8_experts_that_no_kernel_reads_are_refused(change, says, fp8_model):
-    model, _ = fp8_model
+    "change, says",
+    [
+        ({"block_size": (64, 64)}, r"blocks of \(64, 64\)"), ({"block_size": None}, "blocks of None"),
+        ({"gate_softcap": 3.0}, "moe_mlp supports"),
+    ],
+)  # fmt: skip
+def test_fp8_experts_that_no_kernel_reads_are_refused(change, says):
+    model, _ = fp8_model()
     vars(experts_in(model)[0]).update(change, up_softcap=3.0)
     with pytest.raises(ValueError, match=says):
         moe_runtime.patch(model)

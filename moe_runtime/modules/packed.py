@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_runtime.config import shown
 from moe_runtime.ops import packed
 from moe_runtime.ops.all_to_all import is_distributed
 from moe_runtime.ops.frozen_rows import Stack
@@ -193,28 +194,83 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, torch.Tensor
 
 
 def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], experts: int | None = None) -> Packed:
-    """Return the packed stack [E, P, Q] from the tensors of `to_saved`; raises ValueError if they do not fit format and shape.
+    """Return the packed stack [E, P, Q] from the tensors of `to_saved`.
 
-    `experts` is the number of experts in the tensors, by default all.
+    `experts` is the number of experts in the tensors, by default all; NF4's second-level scales are always those of all.
+    Raises ValueError, with the name of the tensor, if one is missing or does not fit format and shape.
     """
     base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
+    if name in tensors and tensors[name].dtype in (*packed.FLOATS, torch.float64):
+        raise ValueError(
+            f"{name} must be packed as {base}, but is {list(tensors[name].shape)} {tensors[name].dtype}, which is not "
+            "quantized. Load such weights into the model before quantize_experts"
+        )
     if missing := [key for key in keys if key not in tensors]:
         raise ValueError(f"{name} is packed as {base}, but {missing[0]} is missing from {', '.join(keys)}")
     data, *scales = (tensors[key] for key in keys)
     if base == "nf4":
-        state = json.loads(bytes(scales.pop().tolist()))
-        scales.append(torch.tensor([state.get("nested_offset", 0.0)], device=data.device))
-        found = state.get("blocksize"), state.get("nested_blocksize"), state.get("shape")
-        if found != (64, packed.NESTED, list(shape)):
-            raise ValueError(
-                f"{name} must have NF4 blocks, blocks of scales and a shape of 64, {packed.NESTED}, {list(shape)}, but has "
-                f"{found}"
-            )
-    E, width = experts or E, Q * packed.of_name(base).data_bits // 8
-    if data.numel() * data.element_size() != E * P * width:
-        raise ValueError(f"{name} must have {E * P * width} bytes for {[E, P, Q]}, but is {list(data.shape)} {data.dtype}")
-    return Packed(data.view(torch.uint8).view(E, P, width).view(packed.of_name(base).dtype), scales, form)
+        offset = _offset_of(keys[-1], scales.pop(), shape)
+        scales.append(torch.tensor([offset], device=data.device))
+        _check_map(keys[3], scales[2], packed.dynamic_map())
+        if f"{name}.quant_map" in tensors:
+            _check_map(f"{name}.quant_map", tensors[f"{name}.quant_map"], torch.tensor(packed.NF4))
+    fmt, E = packed.of_name(base), experts or E
+    width = Q * fmt.data_bits // 8
+    if data.numel() != E * P * width or data.dtype != fmt.dtype:
+        expected = f"{E * P * width} elements of {fmt.dtype} for {[E, P, Q]}"
+        raise ValueError(f"{name} must have {expected}, but is {list(data.shape)} {data.dtype}")
+    stack = Packed(data.reshape(E, P, width), [scale.contiguous() for scale in scales], form)
+    if shape[0] > E and base == "nf4":
+        whole = stack.scales[1]
+        if whole.numel() != -(-shape[0] * P * Q // 64 // packed.NESTED):
+            raise ValueError(f"{keys[2]} must be that of {shape[0]} experts, but has {whole.numel()} elements")
+        wrong = packed.wrong_tensor(*stack._replace(scales=[*stack.scales, torch.zeros(1, dtype=torch.int64)]))
+    else:
+        wrong = packed.wrong_tensor(*stack)
+    if wrong is not None:
+        raise ValueError(f"{keys[wrong[0]]} {wrong[1]}")
+    return stack._replace(scales=[as_read(key, scale) for key, scale in zip(keys[1:], stack.scales)])
+
+
+def as_read(key: str, scale: torch.Tensor) -> torch.Tensor:
+    """Return scales as the kernels read them: float32, or bytes; raises ValueError if one is NaN or infinite."""
+    scale = scale if scale.dtype == torch.uint8 else scale.float()
+    if scale.is_floating_point() and not scale.isfinite().all():
+        raise ValueError(f"{key} has elements that are NaN or infinite. Download or quantize the model again")
+    return scale
+
+
+def _offset_of(key: str, tensor: torch.Tensor, shape) -> float:
+    """Return the offset in the JSON of NF4's state; raises ValueError if its fields are not those of our NF4."""
+    expected = {
+        "quant_type": "nf4", "blocksize": 64, "nested_blocksize": packed.NESTED, "nested_dtype": "float32",
+        "shape": list(shape),
+    }  # fmt: skip
+    try:
+        state = json.loads(bytes(tensor.flatten().tolist()))
+        fields = {field: state[field] for field in (*expected, "nested_offset", "dtype")}
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{key} must be the bytes of an NF4 state in JSON, but cannot be read: {error}") from error
+    offset = fields["nested_offset"]
+    known = {str(dtype).removeprefix("torch.") for dtype in packed.FLOATS}
+    fits = {field: json.dumps(fields[field]) == json.dumps(value) for field, value in expected.items()}
+    fits["nested_offset"] = type(offset) in (int, float) and abs(offset) <= torch.finfo(torch.float32).max
+    fits["dtype"] = isinstance(fields["dtype"], str) and fields["dtype"] in known
+    for field, fit in fits.items():
+        if not fit:
+            valid = expected.get(field, "a finite number" if field == "nested_offset" else f"one of {sorted(known)}")
+            raise ValueError(f"{field} in {key} must be {valid}, but is {shown(fields[field])}")
+    return float(offset)
+
+
+def _check_map(key: str, table: torch.Tensor, expected: torch.Tensor) -> None:
+    same = table.shape == expected.shape and table.dtype == expected.dtype
+    if not same or not torch.allclose(table.cpu(), expected.cpu(), rtol=1e-5, atol=0):
+        raise ValueError(
+            f"{key} must be bitsandbytes' {list(expected.shape)} {expected.dtype} values, but is {list(table.shape)} "
+            f"{table.dtype} with other values"
+        )
 
 
 def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors) -> None:
@@ -229,8 +285,9 @@ def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing,
             elif given:
                 shape = packed.shape_of(get(module, name).data, layout.format.removesuffix(packed.TRANSPOSED))
                 stack = from_saved(name, layout.format, shape, given)
-                found = [scale.to(dtype).contiguous() for scale, dtype in zip(stack.scales, layout.scales)]
-                tensors = dict(zip(tensors, (tensor.view(torch.uint8) for tensor in (stack.data, *found))))
+                tensors = dict(zip(tensors, (tensor.view(torch.uint8) for tensor in (stack.data, *stack.scales))))
+            else:  # left to strict=True to report
+                continue
         except KeyError as error:
             errors.append(
                 f"{prefix}{name} is quantized and distributed, but {error} is missing. Pass the state_dict of such a model"

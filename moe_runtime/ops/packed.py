@@ -65,8 +65,9 @@ class Packed(NamedTuple):
 
 def of_name(name: str) -> Format:
     """Return the format of a name, with or without TRANSPOSED; raises ValueError for unknown names."""
-    check_choice("format", name.removesuffix(TRANSPOSED), FORMATS)
-    return FORMATS[name.removesuffix(TRANSPOSED)]
+    base = name.removesuffix(TRANSPOSED) if isinstance(name, str) else str(name)
+    check_choice("format", base, FORMATS)
+    return FORMATS[base]
 
 
 def bytes_per_weight(name: str) -> float:

@@ -192,7 +192,7 @@ def test_state_dict_that_does_not_fit_is_refused():
     key = "model.layers.0.mlp.experts.down_proj"
     with pytest.raises(RuntimeError, match=r"down_proj\.absmax is missing"):
         quantized.load_state_dict({name: t for name, t in state.items() if name != f"{key}.absmax"})
-    with pytest.raises(RuntimeError, match="must have 12288 bytes"):
+    with pytest.raises(RuntimeError, match="must have 12288 elements"):
         quantized.load_state_dict(state | {key: state[key][1:]})
     other = quantized_of(qwen(), "nf4")[0]
     other.load_state_dict(state)
@@ -341,7 +341,7 @@ def test_loading_reads_one_expert_at_a_time(tmp_path, monkeypatch):
     assert len([key for key in read if "experts" in key]) == 16 * 3
     held = sum(t.numel() * t.element_size() for m in experts_in(loaded) for t in (*m.parameters(), *m.buffers()))
     assert held < stacks / 3.3
-    with pytest.raises(ValueError, match="format must be .*but got None"):
+    with pytest.raises(ValueError, match="are not quantized. Pass a format"):
         moe_runtime.load_quantized(tmp_path)
     with pytest.raises(ValueError, match="format must be .*but got 'nf3'"):
         moe_runtime.load_quantized(tmp_path, "nf3")

@@ -219,7 +219,7 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], ex
     width = Q * fmt.data_bits // 8
     if data.numel() != E * P * width or data.dtype != fmt.dtype:
         expected = f"{E * P * width} elements of {fmt.dtype} for {[E, P, Q]}"
-        raise ValueError(f"{name} must have {expected}, but is {list(data.shape)} {data.dtype}")
+        raise ValueError(f"{keys[0]} must have {expected}, but is {list(data.shape)} {data.dtype}")
     stack = Packed(data.reshape(E, P, width), [scale.contiguous() for scale in scales], form)
     if shape[0] > E and base == "nf4":
         whole = stack.scales[1]
@@ -250,7 +250,7 @@ def _offset_of(key: str, tensor: torch.Tensor, shape) -> float:
     try:
         state = json.loads(bytes(tensor.flatten().tolist()))
         fields = {field: state[field] for field in (*expected, "nested_offset", "dtype")}
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"{key} must be the bytes of an NF4 state in JSON, but cannot be read: {error}") from error
     offset = fields["nested_offset"]
     known = {str(dtype).removeprefix("torch.") for dtype in packed.FLOATS}

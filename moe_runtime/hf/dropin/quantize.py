@@ -279,7 +279,7 @@ def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]
         )
     held = known[method]
     if method is not None:
-        if held not in packed.FORMATS.keys():
+        if not isinstance(held, str) or held not in packed.FORMATS:
             raise ValueError(f"format in quantization_config of {source} must be one of {formats}, but is {shown(held)}")
     elif format is None:
         raise ValueError(f"The experts in {source} are not quantized. Pass a format to quantize them to, one of {formats}")
@@ -344,11 +344,11 @@ def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held, fo
     experts, stored = range(rank * count, (rank + 1) * count), (count, *stored.shape[1:])
     if held is not None and (key in checkpoint or f"{key}_blocks" in checkpoint):
         entries = [entry for entry in checkpoint if entry.startswith(key) and not entry.startswith(f"{key}_bias")]
-        tensors = {entry.removeprefix(f"{path}."): _share(checkpoint, entry, rank, ranks) for entry in entries}
-        if held == "mxfp4":
-            tensors = {f"{name}_blocks" if entry == name else entry: tensor for entry, tensor in tensors.items()}
+        tensors = {entry: _share(checkpoint, entry, rank, ranks) for entry in entries}
+        if held == "mxfp4" and key in tensors:
+            tensors[f"{key}_blocks"] = tensors.pop(key)
         before, found = stored_as(module, order, held)
-        own = modules.from_saved(name, found, before.shape, tensors, count)
+        own = modules.from_saved(key, found, before.shape, tensors, count)
         if ranks > 1 and held == "nf4":
             own.scales.append(torch.tensor([experts[0]]))
         if held == format:  # copy the packed bytes
@@ -415,12 +415,15 @@ def _parts(checkpoint, path: str, name: str, shape, published: dict[int, list] |
     for layer in (path, *(path.replace(".mlp.", f".{other}.") for other in ("block_sparse_moe", "feed_forward", "moe"))):
         for names in _PROJECTIONS[name]:
             candidates.append({e: [(f"{layer}.{e}.{part}.weight", None) for part in names] for e in range(shape[0])})
-    for parts in candidates:
-        if parts and all(_size(checkpoint, pairs) == tuple(shape[1:]) for pairs in parts.values()):
+    wrong = [f"{key} {list(shape)}", f"matrices {path}.0.*.weight"]
+    for parts in filter(None, candidates):
+        unfit = [pair for pairs in parts.values() if _size(checkpoint, pairs) != tuple(shape[1:]) for pair in pairs]
+        if not unfit:
             return parts
+        if len(unfit) < sum(map(len, parts.values())):  # the right names, but for a few
+            wrong = [f"{entry} that fits {list(shape[1:])}" for entry, _ in unfit]
     raise ValueError(
-        f"{checkpoint.path} has neither {key} {list(shape)} nor its matrices {path}.0.*.weight. Load it with from_pretrained "
-        "and call quantize_experts"
+        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. Load it with from_pretrained and call quantize_experts"
     )
 
 

@@ -13,7 +13,9 @@ state_dict holds the parameter and buffers of such a stack, or of one sharded by
 torch.distributed.checkpoint; `whole` gathers it.
 """
 
+import functools
 import json
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -50,23 +52,37 @@ class Layout(NamedTuple):
 
 
 class PackedParameter(nn.Parameter):
-    """The bytes of a packed stack, permanently frozen."""
+    """The bytes of a packed stack, permanently frozen; `packed_parameter` creates one."""
 
-    def __new__(cls, data: torch.Tensor, shape):
-        """Create the parameter that replaces one of this shape."""
-        self = super().__new__(cls, data, False)
-        self.ds_shape = torch.Size(shape)
-        return self
+    ds_shape: torch.Size  # of the stack; an attribute of a class per shape, which copies by other packages keep
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = False):
+        """Create the parameter; raises RuntimeError if it should require a gradient, as torch does for integers."""
+        return super().__new__(cls, data, requires_grad)
 
     def __deepcopy__(self, memo):
         """Copy the shape too."""
-        return memo.setdefault(id(self), type(self)(self.data.clone(), self.ds_shape))
+        return memo.setdefault(id(self), type(self)(self.data.clone()))
 
     def __reduce_ex__(self, protocol):
         """Keep the shape in pickles."""
-        return type(self), (self.data, self.ds_shape)
+        return packed_parameter, (self.data, self.ds_shape)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@functools.cache
+def _class_of(shape: torch.Size) -> type[PackedParameter]:
+    return type("PackedParameter", (PackedParameter,), {"ds_shape": shape, "__module__": __name__})
+
+
+def packed_parameter(data: torch.Tensor, shape) -> nn.Parameter:
+    """Return the parameter with the bytes `data` that replaces one of this shape; a DTensor stays one."""
+    shape = torch.Size(shape)
+    parameter = _class_of(shape)(data)
+    if not isinstance(parameter, PackedParameter):
+        parameter.ds_shape = shape
+    return parameter
 
 
 def layouts(module: nn.Module) -> dict[str, Layout]:
@@ -87,7 +103,7 @@ def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype, 
     layout = Layout(stack.format, tuple(shape), dtype, tuple(scale.dtype for scale in stack.scales), spread)
     module._parameters.pop(name, None)
     data = stack.data.view(torch.uint8)
-    module.register_parameter(name, PackedParameter(data if spread is None else _spread(data, spread), shape))
+    module.register_parameter(name, packed_parameter(data if spread is None else _spread(data, spread), shape))
     for i, scale in enumerate(stack.scales):
         # NF4's fifth tensor differs between ranks, so checkpoints omit it
         module.register_buffer(f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=i < 4)
@@ -191,6 +207,12 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, torch.Tensor
     saved[f"{name}.quant_map"] = torch.tensor(packed.NF4, device=data.device)
     saved[name + STATE] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     return saved
+
+
+def bytes_of_saved(saved: Mapping[str, torch.Tensor], name: str, form: str, shape: torch.Size) -> torch.Tensor:
+    """Return the stack `name` of a state_dict as the bytes of its parameter, which has this shape."""
+    key = name + KEYS[form.removesuffix(packed.TRANSPOSED)][0]
+    return saved[key].contiguous().view(torch.uint8).view(shape)
 
 
 def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], experts: int | None = None) -> Packed:

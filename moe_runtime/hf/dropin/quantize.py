@@ -7,6 +7,7 @@
 (PEFT's `target_parameters`). Attention, routers and embeddings are not quantized.
 """
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from moe_runtime.config import shown
+from moe_runtime.hf.dropin import offload
 from moe_runtime.hf.dropin.expert_names import matrices_of
 from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
@@ -65,7 +67,7 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
             modules.put(module, name, result, stack.shape, stack.dtype, spread)
             after += bytes_of(module, name)
             del stack, own, stored, result
-    _refuse_to_save(model)
+    _restrict(model)
     _run_here(model)
     receipt = Quantized(format, len(found), before, after)
     print(receipt)
@@ -139,22 +141,35 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
 
 
 def _check_finite(path: str, module: nn.Module) -> None:
-    """Raise ValueError for weights that are NaN or infinite."""
+    """Raise ValueError for weights that are NaN, infinite or not in memory."""
     for name in _names(module):
         stack = getattr(module, name).detach()
+        if stack.is_meta:
+            raise ValueError(f"{path}.{name} is offloaded or has no weights. Quantize the model first, then offload it")
         stack = stack.to_local() if all_to_all.is_distributed(stack) else stack
         wrong = next((e for e, weight in enumerate(stack) if not weight.isfinite().all()), None)
         if wrong is not None:
             raise ValueError(f"{path}.{name} of expert {wrong} has weights that are NaN or infinite. Repair the model first")
 
 
-def _refuse_to_save(model: nn.Module) -> None:
-    """Make save_pretrained raise, as it would save packed bytes as weights."""
+def _restrict(model: nn.Module) -> None:
+    """Make the methods raise that would save packed bytes as weights, or run code that takes them for weights."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _save_pretrained
+            module.set_experts_implementation = functools.partial(_set_experts_implementation, module)
+
+
+def _set_experts_implementation(model: nn.Module, experts_implementation: str | dict) -> None:
+    from moe_runtime.hf.dropin.experts import check_runnable
+
+    many = isinstance(experts_implementation, dict)
+    for implementation in experts_implementation.values() if many else (experts_implementation,):
+        for path, module in experts_of(model).items():
+            check_runnable(module, implementation, path)
+    type(model).set_experts_implementation(model, experts_implementation)
 
 
 def _save_pretrained(*args, **kwargs):
@@ -169,6 +184,7 @@ def _run_here(model: nn.Module) -> None:
     from moe_runtime.hf.dropin.experts import patch
 
     patch(model)
+    offload.install()
 
 
 class _File:
@@ -224,7 +240,8 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
 
     `format` is as in `quantize_experts`, by default that of the folder's experts: MXFP4 (GPT-OSS), FP8 in blocks
     (DeepSeek-V3), or the format of `save_quantized`. Packed bytes in the same format are copied unchanged; another format
-    rounds the folder's weights a second time, with a warning. `settings` go to from_pretrained.
+    rounds the folder's weights a second time, with a warning. `settings` go to from_pretrained; a `device_map` of several
+    devices, the CPU or a disk is applied once the packed model is in the CPU's memory.
     Raises ValueError, before the weights are read, as `quantize_experts` does, and for tensors that do not fit the format.
     """
     from torch.distributed.tensor import Replicate, Shard
@@ -238,6 +255,9 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
         raise ValueError(f"Packed experts run on {NAME} only, but experts_implementation is {implementation!r}. Leave it out")
     config = load(AutoConfig, source)
     held, format = _formats(config, source, format)
+    device_map = settings.get("device_map")
+    if offload.is_several(device_map):  # placed once the stacks are there
+        placement = {name: settings.pop(name) for name in offload.SETTINGS if name in settings}
     checkpoint = Checkpoint(source)
     if held is not None and held != format:
         warnings.warn(
@@ -259,8 +279,8 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
         from moe_runtime.hf.dropin.parallel import shard_experts
 
         shard_experts(model, mesh)
-    _refuse_to_save(model)
-    return model
+    _restrict(model)
+    return offload.dispatch(model, **placement) if offload.is_several(device_map) else model
 
 
 def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]:

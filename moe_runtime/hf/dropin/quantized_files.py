@@ -33,6 +33,8 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
     if not found or not hasattr(model, "config") or any("base_layer" in path for path in found):
         what = "has experts in a PEFT adapter. Unload it" if found else "has no quantized experts. Use save_pretrained"
         raise ValueError(f"{type(model).__name__} {what}")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(f"{type(model).__name__} is offloaded. Call save_quantized before offloading it")
     first = next(iter(found.values()))
     form = next(iter(modules.layouts(first).values())).format.removesuffix(packed.TRANSPOSED)
     names = _names_in_files(model, found) if form == "fp8_block" else None

@@ -128,6 +128,16 @@ def test_fp8_scales_of_other_dtypes_and_strides(form, backend, tolerance):
     assert_parity(run(case, backend), oracle(case), tolerance[torch.float32])
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp", "triton"])
+def test_strided_codes(backend, tolerance):
+    if why := backends.why_not(backend, "frozen_mlp", torch.device("cpu" if backend == "cpp" else DEVICE)):
+        pytest.skip(why)
+    case = make("int8", H=65, I=33)
+    expected = oracle(case)
+    case.stacks = [stack._replace(data=stack.data.mT.contiguous().mT) for stack in case.stacks]
+    assert_parity(run(case, backend), expected, tolerance[torch.float32])
+
+
 @pytest.mark.parametrize("form", packed.FORMATS)
 def test_tensors_that_do_not_fit_the_format_are_refused(form):
     stack = one(torch.randn(3, 128, 64), form)

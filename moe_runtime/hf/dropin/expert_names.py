@@ -42,23 +42,22 @@ def matrices_of(model: nn.Module, stacks: Mapping[str, Sequence[int]]) -> dict[s
     `stacks` are the shapes of all expert stacks of the model by name. Stacks that are published in another order of their
     rows, or with dimensions exchanged, are left out.
     """
-    stand_ins, starts, start = {}, {}, 0
+    stand_ins, start = {}, 0
     for stack, shape in stacks.items():
         count = shape[0] * ROWS
         stand_ins[stack] = torch.arange(start, start + count, device="cpu").view(shape[0], ROWS, 1)
-        starts[start] = stack
         start += count
-    found = {stack: {e: {} for e in range(shape[0])} for stack, shape in stacks.items()}
+    matrices = {stack: {e: {} for e in range(shape[0])} for stack, shape in stacks.items()}
     owners = [(stack, e, row) for stack, shape in stacks.items() for e in range(shape[0]) for row in range(ROWS)]
     for name, tensor in published(model, stand_ins).items():
-        matrices = tensor if tensor.dim() == 3 else tensor[None]
-        for i, matrix in enumerate(matrices):
+        rows_of = tensor if tensor.dim() == 3 else tensor[None]
+        for i, matrix in enumerate(rows_of):
             stack, e, first = owners[int(matrix[0, 0])]
             rows = [owners[int(value)] for value in matrix.flatten()]
             if rows == [(stack, e, first + row) for row in range(len(rows))] and matrix.shape[1] == 1:
-                found[stack][e][first] = (len(rows), name, i if tensor.dim() == 3 else None)
+                matrices[stack][e][first] = (len(rows), name, i if tensor.dim() == 3 else None)
     names = {}
-    for stack, experts in found.items():
+    for stack, experts in matrices.items():
         pairs = {e: [parts[first] for first in sorted(parts)] for e, parts in experts.items()}
         if all(sum(rows for rows, *_ in parts) == ROWS for parts in pairs.values()):
             names[stack] = {e: [(name, row) for _, name, row in parts] for e, parts in pairs.items()}

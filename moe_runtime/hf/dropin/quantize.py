@@ -165,9 +165,9 @@ def _restrict(model: nn.Module) -> None:
 def _set_experts_implementation(model: nn.Module, experts_implementation: str | dict) -> None:
     from moe_runtime.hf.dropin.experts import check_runnable
 
-    many = isinstance(experts_implementation, dict)
-    for implementation in experts_implementation.values() if many else (experts_implementation,):
-        for path, module in experts_of(model).items():
+    by_part = experts_implementation if isinstance(experts_implementation, dict) else {"": experts_implementation}
+    for path, module in model.named_modules():  # of which a vision encoder has no experts
+        for implementation in by_part.values() if is_experts(module) else ():
             check_runnable(module, implementation, path)
     type(model).set_experts_implementation(model, experts_implementation)
 
@@ -328,13 +328,13 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
 
     def __init__(self, *args, **kwargs):
         base.__init__(self, *args, **kwargs)
-        found = experts_of(self)
-        for path, module in found.items():
+        layers = experts_of(self)
+        for path, module in layers.items():
             _check(path, module, format, ranks)
             for name in _names(module):
                 shapes[path, name] = tuple(getattr(module, name).shape), getattr(module, name).dtype
         names.update(matrices_of(self, {f"{path}.{name}": shape for (path, name), (shape, _) in shapes.items()}))
-        for path, module in found.items():
+        for path, module in layers.items():
             for name in _names(module):
                 # of two tied stacks a file has only one
                 tied = self.all_tied_weights_keys.pop(f"{path}.{name}", None)

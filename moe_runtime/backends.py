@@ -137,6 +137,11 @@ def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: boo
     return AT_RUN_TIME if backend is None and exporting() else choose(op, x, backend, cuda_fits)
 
 
+def requested(backend: str | None = None) -> str | None:
+    """Return the backend that an argument or, without one, MOE_RUNTIME_BACKEND requests; None for the default."""
+    return (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
+
+
 def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
     """Return the backend that runs `op` on `x`; `cuda_fits` says whether "cuda" may be the default for x's sizes.
 
@@ -144,7 +149,7 @@ def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool
     kernel of that backend and leaves the others on their default. The default on a supported GPU is "triton", or "cuda" where
     CUDA_TABLE lists it as faster; on a CPU it is "cpp" if its library is built and the op has a kernel there; else "torch".
     """
-    asked = (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
+    asked = requested(backend)
     if x.dtype == torch.float64:  # the kernels sum in float32
         if backend not in (None, "torch"):
             raise ValueError(f"backend {backend!r} cannot run {op}: the tensor is {x.dtype}. Use backend 'torch' for float64")

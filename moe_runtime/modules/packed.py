@@ -13,13 +13,16 @@ state_dict holds the parameter and buffers of such a stack, or of one sharded by
 torch.distributed.checkpoint; `whole` gathers it.
 """
 
+import functools
 import json
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_runtime.config import shown
 from moe_runtime.ops import packed
 from moe_runtime.ops.all_to_all import is_distributed
 from moe_runtime.ops.frozen_rows import Stack
@@ -49,23 +52,37 @@ class Layout(NamedTuple):
 
 
 class PackedParameter(nn.Parameter):
-    """The bytes of a packed stack, permanently frozen."""
+    """The bytes of a packed stack, permanently frozen; `packed_parameter` creates one."""
 
-    def __new__(cls, data: torch.Tensor, shape):
-        """Create the parameter that replaces one of this shape."""
-        self = super().__new__(cls, data, False)
-        self.ds_shape = torch.Size(shape)
-        return self
+    ds_shape: torch.Size  # of the stack; an attribute of a class per shape, which copies by other packages keep
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = False):
+        """Create the parameter; raises RuntimeError if it should require a gradient, as torch does for integers."""
+        return super().__new__(cls, data, requires_grad)
 
     def __deepcopy__(self, memo):
         """Copy the shape too."""
-        return memo.setdefault(id(self), type(self)(self.data.clone(), self.ds_shape))
+        return memo.setdefault(id(self), type(self)(self.data.clone()))
 
     def __reduce_ex__(self, protocol):
         """Keep the shape in pickles."""
-        return type(self), (self.data, self.ds_shape)
+        return packed_parameter, (self.data, self.ds_shape)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@functools.cache
+def _class_of(shape: torch.Size) -> type[PackedParameter]:
+    return type("PackedParameter", (PackedParameter,), {"ds_shape": shape, "__module__": __name__})
+
+
+def packed_parameter(data: torch.Tensor, shape) -> nn.Parameter:
+    """Return the parameter with the bytes `data` that replaces one of this shape; a DTensor stays one."""
+    shape = torch.Size(shape)
+    parameter = _class_of(shape)(data)
+    if not isinstance(parameter, PackedParameter):
+        parameter.ds_shape = shape
+    return parameter
 
 
 def layouts(module: nn.Module) -> dict[str, Layout]:
@@ -86,7 +103,7 @@ def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype, 
     layout = Layout(stack.format, tuple(shape), dtype, tuple(scale.dtype for scale in stack.scales), spread)
     module._parameters.pop(name, None)
     data = stack.data.view(torch.uint8)
-    module.register_parameter(name, PackedParameter(data if spread is None else _spread(data, spread), shape))
+    module.register_parameter(name, packed_parameter(data if spread is None else _spread(data, spread), shape))
     for i, scale in enumerate(stack.scales):
         # NF4's fifth tensor differs between ranks, so checkpoints omit it
         module.register_buffer(f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=i < 4)
@@ -153,7 +170,9 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
         stack = get(module, name)
         return Stack(*stack, (stack.data.shape[0], *layout.logical(transposed)[1:]))
     data = getattr(module, name).detach()
-    return Stack(data, [getattr(module, f"{name}_scale_inv").detach()], "fp8_block", tuple(data.shape))
+    # transformers' scales may be powers of two in 8 bits, or in 16 bits after a cast of the model; the kernels read float32
+    scale = getattr(module, f"{name}_scale_inv").detach().float().contiguous()
+    return Stack(data, [scale], "fp8_block", tuple(data.shape))
 
 
 def _save(module: nn.Module, state_dict, prefix: str, metadata) -> None:
@@ -190,29 +209,90 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, torch.Tensor
     return saved
 
 
-def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], experts: int | None = None) -> Packed:
-    """Return the packed stack [E, P, Q] from the tensors of `to_saved`; raises ValueError if they do not fit format and shape.
+def bytes_of_saved(saved: Mapping[str, torch.Tensor], name: str, form: str, shape: torch.Size) -> torch.Tensor:
+    """Return the stack `name` of a state_dict as the bytes of its parameter, which has this shape."""
+    key = name + KEYS[form.removesuffix(packed.TRANSPOSED)][0]
+    return saved[key].contiguous().view(torch.uint8).view(shape)
 
-    `experts` is the number of experts in the tensors, by default all.
+
+def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], experts: int | None = None) -> Packed:
+    """Return the packed stack [E, P, Q] from the tensors of `to_saved`.
+
+    `experts` is the number of experts in the tensors, by default all; NF4's second-level scales are always those of all.
+    Raises ValueError, with the name of the tensor, if one is missing or does not fit format and shape.
     """
     base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
+    if name in tensors and tensors[name].dtype in (*packed.FLOATS, torch.float64):
+        raise ValueError(
+            f"{name} must be packed as {base}, but is {list(tensors[name].shape)} {tensors[name].dtype}, which is not "
+            "quantized. Load such weights into the model before quantize_experts"
+        )
     if missing := [key for key in keys if key not in tensors]:
         raise ValueError(f"{name} is packed as {base}, but {missing[0]} is missing from {', '.join(keys)}")
     data, *scales = (tensors[key] for key in keys)
     if base == "nf4":
-        state = json.loads(bytes(scales.pop().tolist()))
-        scales.append(torch.tensor([state.get("nested_offset", 0.0)], device=data.device))
-        found = state.get("blocksize"), state.get("nested_blocksize"), state.get("shape")
-        if found != (64, packed.NESTED, list(shape)):
-            raise ValueError(
-                f"{name} must have NF4 blocks, blocks of scales and a shape of 64, {packed.NESTED}, {list(shape)}, but has "
-                f"{found}"
-            )
-    E, width = experts or E, Q * packed.of_name(base).data_bits // 8
-    if data.numel() * data.element_size() != E * P * width:
-        raise ValueError(f"{name} must have {E * P * width} bytes for {[E, P, Q]}, but is {list(data.shape)} {data.dtype}")
-    return Packed(data.view(torch.uint8).view(E, P, width).view(packed.of_name(base).dtype), scales, form)
+        offset = _offset_of(keys[-1], scales.pop(), shape)
+        scales.append(torch.tensor([offset], device=data.device))
+        _check_map(keys[3], scales[2], packed.dynamic_map())
+        if f"{name}.quant_map" in tensors:
+            _check_map(f"{name}.quant_map", tensors[f"{name}.quant_map"], torch.tensor(packed.NF4))
+    fmt, E = packed.of_name(base), experts or E
+    width = Q * fmt.data_bits // 8
+    if data.numel() != E * P * width or data.dtype != fmt.dtype:
+        expected = f"{E * P * width} elements of {fmt.dtype} for {[E, P, Q]}"
+        raise ValueError(f"{keys[0]} must have {expected}, but is {list(data.shape)} {data.dtype}")
+    stack = Packed(data.reshape(E, P, width), [scale.contiguous() for scale in scales], form)
+    if shape[0] > E and base == "nf4":
+        whole = stack.scales[1]
+        if whole.numel() != -(-shape[0] * P * Q // 64 // packed.NESTED):
+            raise ValueError(f"{keys[2]} must be that of {shape[0]} experts, but has {whole.numel()} elements")
+        wrong = packed.wrong_tensor(*stack._replace(scales=[*stack.scales, torch.zeros(1, dtype=torch.int64)]))
+    else:
+        wrong = packed.wrong_tensor(*stack)
+    if wrong is not None:
+        raise ValueError(f"{keys[wrong[0]]} {wrong[1]}")
+    return stack._replace(scales=[as_read(key, scale) for key, scale in zip(keys[1:], stack.scales)])
+
+
+def as_read(key: str, scale: torch.Tensor) -> torch.Tensor:
+    """Return scales as the kernels read them: float32, or bytes; raises ValueError if one is NaN or infinite."""
+    scale = scale if scale.dtype == torch.uint8 else scale.float()
+    if scale.is_floating_point() and not scale.isfinite().all():
+        raise ValueError(f"{key} has elements that are NaN or infinite. Download or quantize the model again")
+    return scale
+
+
+def _offset_of(key: str, tensor: torch.Tensor, shape) -> float:
+    """Return the offset in the JSON of NF4's state; raises ValueError if its fields are not those of our NF4."""
+    expected = {
+        "quant_type": "nf4", "blocksize": 64, "nested_blocksize": packed.NESTED, "nested_dtype": "float32",
+        "shape": list(shape),
+    }  # fmt: skip
+    try:
+        state = json.loads(bytes(tensor.flatten().tolist()))
+        fields = {field: state[field] for field in (*expected, "nested_offset", "dtype")}
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
+        raise ValueError(f"{key} must be the bytes of an NF4 state in JSON, but cannot be read: {error}") from error
+    offset = fields["nested_offset"]
+    known = {str(dtype).removeprefix("torch.") for dtype in packed.FLOATS}
+    fits = {field: json.dumps(fields[field]) == json.dumps(value) for field, value in expected.items()}
+    fits["nested_offset"] = type(offset) in (int, float) and abs(offset) <= torch.finfo(torch.float32).max
+    fits["dtype"] = isinstance(fields["dtype"], str) and fields["dtype"] in known
+    for field, fit in fits.items():
+        if not fit:
+            valid = expected.get(field, "a finite number" if field == "nested_offset" else f"one of {sorted(known)}")
+            raise ValueError(f"{field} in {key} must be {valid}, but is {shown(fields[field])}")
+    return float(offset)
+
+
+def _check_map(key: str, table: torch.Tensor, expected: torch.Tensor) -> None:
+    same = table.shape == expected.shape and table.dtype == expected.dtype
+    if not same or not torch.allclose(table.cpu(), expected.cpu(), rtol=1e-5, atol=0):
+        raise ValueError(
+            f"{key} must be bitsandbytes' {list(expected.shape)} {expected.dtype} values, but is {list(table.shape)} "
+            f"{table.dtype} with other values"
+        )
 
 
 def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors) -> None:
@@ -227,8 +307,9 @@ def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing,
             elif given:
                 shape = packed.shape_of(get(module, name).data, layout.format.removesuffix(packed.TRANSPOSED))
                 stack = from_saved(name, layout.format, shape, given)
-                found = [scale.to(dtype).contiguous() for scale, dtype in zip(stack.scales, layout.scales)]
-                tensors = dict(zip(tensors, (tensor.view(torch.uint8) for tensor in (stack.data, *found))))
+                tensors = dict(zip(tensors, (tensor.view(torch.uint8) for tensor in (stack.data, *stack.scales))))
+            else:  # left to strict=True to report
+                continue
         except KeyError as error:
             errors.append(
                 f"{prefix}{name} is quantized and distributed, but {error} is missing. Pass the state_dict of such a model"

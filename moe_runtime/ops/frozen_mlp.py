@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime import backends
-from moe_runtime.ops import frozen_mlp_torch
+from moe_runtime.ops import frozen_mlp_torch, packed
 from moe_runtime.ops.frozen_rows import SCHEMA, FrozenExperts, FrozenGradients, Pair, Stack, in_order_of, weight_of
 from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 from moe_runtime.ops.moe_mlp import check_slots
@@ -86,6 +86,12 @@ def _check(x, experts: FrozenExperts) -> None:
         if stack.data.requires_grad or stack.data.device != x.device:
             got = "requires a gradient" if stack.data.requires_grad else f"is on {stack.data.device}"
             raise ValueError(f"Expected a frozen stack on {x.device}, but {name} {got}")
+        if stack.format:
+            packed.check_tensors(stack.data, stack.scales, stack.format, f"{name} {list(stack.shape)}")
+            if packed.shape_of(stack.data, stack.format) != tuple(stack.shape):
+                raise ValueError(
+                    f"data of {name} is {list(stack.data.shape)}, which is not {list(stack.shape)} in {stack.format}"
+                )
 
 
 LIB.define(

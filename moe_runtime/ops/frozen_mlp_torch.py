@@ -84,12 +84,12 @@ def forward(x, experts: FrozenExperts, topk_weight, topk_idx, save: bool, backen
         rows = steps.gather("x", x, group)
         z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
         for member in group.members:
-            weight = weight_of(experts.up, member.expert, x.dtype, "weight")
+            weight = weight_of(experts.up, member.expert, x.dtype, "weight", backend)
             _product(member, rows, weight, experts.up_bias, experts.up_lora, lows[0][a:b], z)
         h = scratch("h", (b - a, I), x)
         steps.activate(group, z, h)
         for member in group.members:
-            weight = weight_of(experts.down, member.expert, x.dtype, "weight")
+            weight = weight_of(experts.down, member.expert, x.dtype, "weight", backend)
             bias = None if steps.folded else experts.down_bias
             _product(member, h, weight, bias, experts.down_lora, lows[1][a:b], y[a:b])
             if steps.folded and experts.down_bias is not None:
@@ -116,13 +116,13 @@ def backward(dout, x, experts: FrozenExperts, topk_weight, z_all, lows, offsets,
             _dlow(name, pair, b - a, x) for name, pair in (("up", experts.up_lora), ("down", experts.down_lora))
         )
         for member in group.members:
-            weight = weight_of(experts.down, member.expert, x.dtype, "weight")
+            weight = weight_of(experts.down, member.expert, x.dtype, "weight", backend)
             _transposed_product(member, dy, weight, experts.down_lora, down_dlow, dh)
         steps.activate_backward(group, z, dh, dz, wh, dweight)
         for member in group.members:
             e, own = member.expert, row_weight[a + member.start : a + member.end]
             if dx is not None:
-                weight = weight_of(experts.up, e, x.dtype, "weight")
+                weight = weight_of(experts.up, e, x.dtype, "weight", backend)
                 _transposed_product(member, dz, weight, experts.up_lora, up_dlow, dx[a:b])
             elif up_dlow is not None:
                 torch.mm(member.wide(dz), experts.up_lora.b[e].t(), out=member.wide(up_dlow))

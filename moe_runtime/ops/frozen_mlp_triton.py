@@ -56,7 +56,7 @@ def _operand(stack: Stack):
     """Return the launchers' arguments for a stack; the scales of a packed one are converted to float32, one per group."""
     if not stack.format:
         return stack.data
-    data, name = stack.data, stack.format
+    data, name = stack.data.contiguous(), stack.format  # the kernels read the bytes of a row one after the other
     return PackedWeight(
         data if data.dtype == torch.uint8 else data.view(torch.uint8), packed.scale_of(data, stack.scales, name).contiguous(),
         packed.of_name(name).number, tuple(stack.shape), name.endswith(packed.TRANSPOSED),

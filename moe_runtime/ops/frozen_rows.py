@@ -92,12 +92,15 @@ class FrozenGradients(NamedTuple):
         return FrozenGradients(*[grad if need else None for grad, need in zip(self, needs)])
 
 
-def weight_of(stack: Stack, e: int, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Return expert e's weight [out, in] in `dtype`: a view, or `scratch` memory of this `name`."""
+def weight_of(stack: Stack, e: int, dtype: torch.dtype, name: str, backend: str | None = None) -> torch.Tensor:
+    """Return expert e's weight [out, in] in `dtype`: a view, or `scratch` memory of this `name`.
+
+    `backend` is that of the op, by which `packed.unpack` decides whether to use the compiled library.
+    """
     if stack.format:
         shape = stack.shape[:0:-1] if stack.format.endswith(packed.TRANSPOSED) else stack.shape[1:]
         out = scratch(name, tuple(shape), stack.data, dtype)
-        return packed.unpack(stack.data, stack.scales, stack.format, e, dtype, out)
+        return packed.unpack(stack.data, stack.scales, stack.format, e, dtype, out, backend)
     weight = stack.data[e]
     if weight.dtype == dtype:
         return weight

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from moe_runtime import backends
 from moe_runtime.config import check_choice
 from moe_runtime.native.library import cpp
 
@@ -26,6 +27,8 @@ TRANSPOSED = "_t"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes to pack from and unpack to
 NESTED = 256  # NF4 scales that share a second-level scale
 BLOCK = 128  # rows and columns of an fp8 block
+# dtypes of fp8 scales: float32 in DeepSeek-V3, powers of two in V3.1, 16 bits after a cast of the model
+FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -45,6 +48,7 @@ class Format(NamedTuple):
     multiple: int  # Q must be a multiple of it
     pack: Callable  # a stack [E, P, Q] -> (data, scales)
     scale: Callable  # (scales, data, first expert, last) -> float32 [experts, P, groups]
+    scales: Callable  # (E, P, Q) -> the shape and the dtype of each of the scales
 
 
 class Packed(NamedTuple):
@@ -61,8 +65,9 @@ class Packed(NamedTuple):
 
 def of_name(name: str) -> Format:
     """Return the format of a name, with or without TRANSPOSED; raises ValueError for unknown names."""
-    check_choice("format", name.removesuffix(TRANSPOSED), FORMATS)
-    return FORMATS[name.removesuffix(TRANSPOSED)]
+    base = name.removesuffix(TRANSPOSED) if isinstance(name, str) else str(name)
+    check_choice("format", base, FORMATS)
+    return FORMATS[base]
 
 
 def bytes_per_weight(name: str) -> float:
@@ -90,9 +95,43 @@ def why_not(shape: Sequence[int], name: str, halves: bool = False) -> str | None
     return None
 
 
-def pack(stack: torch.Tensor, name: str, double: Callable | None = None) -> Packed:
-    """Pack `stack` [E, P, Q] of a dtype in FLOATS, one expert at a time; raises ValueError for unsupported stacks.
+def wrong_tensor(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> tuple[int, str] | None:
+    """Return which tensor of a packed stack does not fit the format, 0 for `data`, and why; None if all fit.
 
+    Scales of FP8 may be of a narrower dtype (FP8_SCALES). NF4's second-level scales may be those of a larger stack.
+    """
+    fmt = of_name(name)
+    if data.dim() != 3 or data.dtype != fmt.dtype:
+        return 0, f"must have three dimensions and be {fmt.dtype}, but is {list(data.shape)} {data.dtype}"
+    shape = shape_of(data, name.removesuffix(TRANSPOSED))
+    reason = why_not(shape, name)
+    if reason is not None:
+        return 0, f"has the shape {list(data.shape)}, but {reason}"
+    expected = fmt.scales(*shape)
+    if not len(expected) <= len(scales) <= len(expected) + (fmt.number == 0):
+        return 0, f"needs {len(expected)} tensors of scales, but has {len(scales)}"
+    for i, (scale, (size, dtype)) in enumerate(zip(scales, expected)):
+        is_part = len(scales) > len(expected) and i == 1
+        fits = scale.dim() == 1 and scale.numel() >= size[0] if is_part else tuple(scale.shape) == size
+        if not fits or (scale.dtype != dtype and not (fmt.group == BLOCK and scale.dtype in FP8_SCALES)):
+            return i + 1, f"must be {list(size)} {dtype} for {list(shape)}, but is {list(scale.shape)} {scale.dtype}"
+        if scale.device != data.device:
+            return i + 1, f"is on {scale.device}, but the codes are on {data.device}"
+    return None
+
+
+def check_tensors(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str, stack: str) -> None:
+    """Raise ValueError unless the tensors of a packed stack fit its format; `stack` names it in the message."""
+    wrong = wrong_tensor(data, scales, name)
+    if wrong is not None:
+        tensor = "data" if wrong[0] == 0 else f"scales[{wrong[0] - 1}]"
+        raise ValueError(f"{tensor} of {stack} in {name} {wrong[1]}")
+
+
+def pack(stack: torch.Tensor, name: str, double: Callable | None = None) -> Packed:
+    """Pack `stack` [E, P, Q] of a dtype in FLOATS, one expert at a time.
+
+    Raises ValueError for unsupported stacks and for weights that are NaN or infinite, which no format can hold.
     `double` replaces `nest` if the stack is part of a larger one, whose other experts share NF4's second-level scales.
     """
     fmt = of_name(name)
@@ -123,15 +162,18 @@ def part_of_scales(scales: Sequence[torch.Tensor], E: int, first: int, last: int
 
 
 def unpack(
-    data: torch.Tensor, scales: Sequence[torch.Tensor], name: str, e: int, dtype: torch.dtype, out: torch.Tensor | None = None
-) -> torch.Tensor:
+    data: torch.Tensor, scales: Sequence[torch.Tensor], name: str, e: int, dtype: torch.dtype,
+    out: torch.Tensor | None = None, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return expert e's weight [out, in] in `dtype`; written into `out` [P, Q] if given.
 
-    On a CPU the compiled library is used if available, with bit-identical results.
+    On a CPU the compiled library is used if it is available and the backend is "cpp" or the default, with bit-identical
+    results. Raises ValueError if data and scales do not fit the format.
     """
+    check_tensors(data, scales, name, "a stack")
     fmt, shape = of_name(name), shape_of(data, name.removesuffix(TRANSPOSED))[1:]
     out = torch.empty(shape, dtype=dtype, device=data.device) if out is None else out
-    if dtype in cpp.DTYPES and cpp.why_not(data.device) is None and data.is_contiguous():
+    if _is_for_library(fmt, data, scales, out, backend):
         _unpack_cpp(fmt, data, scales, e, out)
     else:
         value = decode(data[e], name).to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -166,16 +208,38 @@ def _pairs(name: str, device: torch.device) -> torch.Tensor:
     return torch.stack([high, low] if name == "nf4" else [low, high], 1).to(device)
 
 
+def _is_for_library(fmt: Format, data, scales, out: torch.Tensor, backend: str | None) -> bool:
+    """Return whether the compiled library unpacks this stack: it reads the scales' memory in the dtype of the format."""
+    if backends.requested(backend) not in (None, "cpp") or out.dtype not in cpp.DTYPES:
+        return False
+    dtypes = [dtype for _, dtype in fmt.scales(*data.shape)]
+    if any(scale.dtype != dtype for scale, dtype in zip(scales, dtypes)):
+        return False
+    return all(tensor.is_contiguous() for tensor in (data, *scales, out)) and cpp.why_not(data.device) is None
+
+
 def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
     _, P, q = data.shape
     offset = float(scales[3]) if fmt.number == 0 else 0.0
     first = int(scales[4]) if len(scales) > 4 else 0
+    if fmt.number == 0 and (first < 0 or (first + data.shape[0]) * P * q > 32 * NESTED * scales[1].numel()):
+        raise ValueError(
+            f"The stack starts at expert {first}, for which {scales[1].numel()} second-level scales do not suffice"
+        )
     # the library indexes experts from the start of the whole stack, so pass that address
     cpp.library().handle.moert_cpu_unpack(
         fmt.number, cpp.DTYPES[out.dtype], data.data_ptr() - first * P * q, scales[0].data_ptr() - first * P * q // 32,
         scales[1].data_ptr() if offset or len(scales) > 1 else None, scales[2].data_ptr() if len(scales) > 2 else None,
         offset, first + e, P, q * 8 // fmt.data_bits, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+
+
+def _weight(stack, e: int) -> torch.Tensor:
+    """Return the weight of expert e to be packed; raises ValueError for NaN and infinities."""
+    weight = stack[e]
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"Expert {e} of a stack {list(stack.shape)} has weights that are NaN or infinite. Repair the model")
+    return weight
 
 
 @functools.cache
@@ -200,7 +264,7 @@ def _pack_nf4(stack, double):
     largest = torch.empty(E, P * Q // 64, device=stack.device)
     table = torch.tensor(NF4, device=stack.device)
     for e in range(E):
-        blocks = stack[e].reshape(-1, 64).float()
+        blocks = _weight(stack, e).reshape(-1, 64).float()
         torch.amax(blocks.abs(), 1, out=largest[e])
         # a block of zeros gets the code of zero
         code = _nearest(blocks / largest[e, :, None].clamp_min(torch.finfo(torch.float32).tiny), table)
@@ -234,7 +298,7 @@ def _pack_mxfp4(stack):
     data = torch.empty(E, P, Q // 2, dtype=torch.uint8, device=stack.device)
     scales = torch.empty(E, P, Q // 32, dtype=torch.uint8, device=stack.device)
     for e in range(E):
-        blocks = stack[e].reshape(P, -1, 32).float()
+        blocks = _weight(stack, e).reshape(P, -1, 32).float()
         bits = ((blocks.abs().amax(-1) / 6).view(torch.int32) + 0x7FFFFF) >> 23
         scales[e] = bits
         factor = torch.where(bits == 0, 0.0, 1 / (bits << 23).view(torch.float32))
@@ -257,7 +321,7 @@ def _pack_fp8(stack):
     data = torch.empty(E, P, Q, dtype=torch.float8_e4m3fn, device=stack.device)
     inverse = torch.empty(E, -(-P // BLOCK), -(-Q // BLOCK), device=stack.device)
     for e in range(E):
-        padded = F.pad(stack[e].float(), (0, -Q % BLOCK, 0, -P % BLOCK))
+        padded = F.pad(_weight(stack, e).float(), (0, -Q % BLOCK, 0, -P % BLOCK))
         tiles = padded.view(inverse.shape[1], BLOCK, inverse.shape[2], BLOCK)
         top = tiles.abs().amax((1, 3))
         factor = torch.where(top > 0, 448 / top, 1.0)
@@ -275,7 +339,7 @@ def _pack_int8(stack):
     data = torch.empty(E, P, Q, dtype=torch.int8, device=stack.device)
     top = torch.empty(E, P, device=stack.device)
     for e in range(E):
-        rows = stack[e].float()
+        rows = _weight(stack, e).float()
         torch.amax(rows.abs(), 1, out=top[e])
         data[e] = torch.round(rows * torch.where(top[e] > 0, 127 / top[e], 0.0)[:, None])
     return data, [top]
@@ -285,9 +349,26 @@ def _scale_int8(scales, data, first, last):
     return (scales[0][first:last] / 127)[:, :, None]
 
 
+def _scales_nf4(E, P, Q):
+    n = E * P * Q // 64
+    return ((n,), torch.uint8), ((-(-n // NESTED),), torch.float32), ((256,), torch.float32), ((1,), torch.float32)
+
+
+def _scales_mxfp4(E, P, Q):
+    return [((E, P, Q // 32), torch.uint8)]
+
+
+def _scales_fp8(E, P, Q):
+    return [((E, -(-P // BLOCK), -(-Q // BLOCK)), torch.float32)]
+
+
+def _scales_int8(E, P, Q):
+    return [((E, P), torch.float32)]
+
+
 FORMATS = {
-    "nf4": Format(0, 4, 8 / 64 + 32 / 64 / NESTED, 64, torch.uint8, 64, _pack_nf4, _scale_nf4),
-    "mxfp4": Format(1, 4, 8 / 32, 32, torch.uint8, 32, _pack_mxfp4, _scale_mxfp4),
-    "fp8_block": Format(2, 8, 32 / BLOCK**2, BLOCK, torch.float8_e4m3fn, 1, _pack_fp8, _scale_fp8),
-    "int8": Format(3, 8, 0.0, None, torch.int8, 1, _pack_int8, _scale_int8),
+    "nf4": Format(0, 4, 8 / 64 + 32 / 64 / NESTED, 64, torch.uint8, 64, _pack_nf4, _scale_nf4, _scales_nf4),
+    "mxfp4": Format(1, 4, 8 / 32, 32, torch.uint8, 32, _pack_mxfp4, _scale_mxfp4, _scales_mxfp4),
+    "fp8_block": Format(2, 8, 32 / BLOCK**2, BLOCK, torch.float8_e4m3fn, 1, _pack_fp8, _scale_fp8, _scales_fp8),
+    "int8": Format(3, 8, 0.0, None, torch.int8, 1, _pack_int8, _scale_int8, _scales_int8),
 }

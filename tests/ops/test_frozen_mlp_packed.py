@@ -106,6 +106,57 @@ def test_parity(form, options, backend, tolerance):
     assert before == after
 
 
+def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(scale.log2().ceil()).to(torch.float8_e8m0fnu)
+
+
+SCALES = {
+    "powers of two in 8 bits": powers_of_two,
+    "16 bits": torch.Tensor.bfloat16,
+    "strided": lambda scale: torch.stack([scale, scale * 7], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp", "triton"])
+@pytest.mark.parametrize("form", SCALES)
+def test_fp8_scales_of_other_dtypes_and_strides(form, backend, tolerance):
+    if why := backends.why_not(backend, "frozen_mlp", torch.device("cpu" if backend == "cpp" else DEVICE)):
+        pytest.skip(why)
+    case = make("fp8_block", H=136, I=128)
+    case.stacks = [stack._replace(scales=[SCALES[form](stack.scales[0])]) for stack in case.stacks]
+    case.leaves["x"] /= 4
+    assert_parity(run(case, backend), oracle(case), tolerance[torch.float32])
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp", "triton"])
+def test_strided_codes(backend, tolerance):
+    if why := backends.why_not(backend, "frozen_mlp", torch.device("cpu" if backend == "cpp" else DEVICE)):
+        pytest.skip(why)
+    case = make("int8", H=65, I=33)
+    expected = oracle(case)
+    case.stacks = [stack._replace(data=stack.data.mT.contiguous().mT) for stack in case.stacks]
+    assert_parity(run(case, backend), expected, tolerance[torch.float32])
+
+
+@pytest.mark.parametrize("form", packed.FORMATS)
+def test_tensors_that_do_not_fit_the_format_are_refused(form):
+    stack = one(torch.randn(3, 128, 64), form)
+    wrong = [("data", stack.data.view(torch.int16), None), ("data", stack.data[0], None)]
+    for i, scale in enumerate(stack.scales):
+        changed = [scale[:0], scale.to(torch.int64), scale[None], scale.new_empty(scale.shape, device="meta")]
+        changed += [scale[:-1]] if len(scale) > 1 else []
+        wrong += [(f"scales\\[{i}\\]", tensor, i) for tensor in changed]
+    for named, tensor, i in wrong:
+        scales = [tensor if j == i else scale for j, scale in enumerate(stack.scales)]
+        data = tensor if i is None else stack.data
+        with pytest.raises(ValueError, match=named):
+            packed.unpack(data, scales, form, 0, torch.float32)
+        with pytest.raises(ValueError, match=named):
+            broken = Stack(data, scales, form, stack.shape)
+            weight, idx = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+            frozen_mlp(torch.ones(1, 64), FrozenExperts(broken, one(torch.randn(3, 64, 64), form)), weight, idx)
+
+
 @pytest.fixture
 def wide_tiles(monkeypatch):
     """Interpret tiles of 64 columns and steps of 64, as on a GPU: two groups of MXFP4 in one, and half of one of FP8."""

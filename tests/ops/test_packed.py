@@ -148,7 +148,8 @@ def test_the_library_makes_the_same_bits(name, variant, monkeypatch):
         got = [unpacked(stack, dtype) for dtype in (torch.float32, torch.bfloat16)]
     finally:
         library.handle.moert_cpu_limit(best.encode())
-    monkeypatch.setattr(type(cpp), "why_not", lambda *_: "asked for torch")
+    monkeypatch.setattr(type(cpp), "library", None)  # the backend "torch" runs without it
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     for mine, dtype in zip(got, (torch.float32, torch.bfloat16)):
         torch.testing.assert_close(mine, unpacked(stack, dtype), rtol=0, atol=0, equal_nan=True)
 
@@ -166,6 +167,22 @@ def test_the_library_makes_the_same_bits(name, variant, monkeypatch):
 def test_what_cannot_be_packed_is_refused(name, shape, dtype, says):
     with pytest.raises(ValueError, match=says):
         packed.pack(torch.zeros(shape, dtype=dtype), name)
+
+
+@pytest.mark.parametrize("name", packed.FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_no_format_can_hold_are_refused(name, value):
+    w = weights(*SHAPES[name])
+    w[1, 2, 3] = value
+    with pytest.raises(ValueError, match="Expert 1 .* NaN or infinite"):
+        packed.pack(w, name)
+
+
+def test_part_of_a_stack_reads_within_its_scales():
+    stack = packed.part_of(packed.pack(weights(4, 64, 256), "nf4"), 2, 4)
+    stack.scales[4][:] = 3
+    with pytest.raises(ValueError, match="starts at expert 3, for which 4 second-level scales do not suffice"):
+        packed.unpack(*stack, 0, torch.float32)
 
 
 def test_gate_and_up_share_no_block():

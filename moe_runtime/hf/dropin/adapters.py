@@ -9,6 +9,7 @@ which adapters are active, disabled or merged, parameters, initialization, files
 
 import functools
 import importlib.util
+import math
 import sys
 import warnings
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from moe_runtime.modules.frozen import ADAPTERS, Factors
 from moe_runtime.modules.moe import Experts
 
 LAYER = "peft.tuners.lora.layer"  # PEFT's module of wrappers
+MODEL = "peft.peft_model"  # its module of models
 # fields of LoraConfig that PEFT ignores for `target_parameters`, and what to do instead
 IGNORED = {
     "layers_to_transform": "every layer gets an adapter. Name the layers' parameters in target_parameters",
@@ -34,11 +36,11 @@ IGNORED = {
 
 
 class _LayerLoader(SourceFileLoader):
-    """Loads files of PEFT's LoRA package as Python does, and calls `install` after its module of wrappers."""
+    """Loads files of PEFT as Python does, and calls `install` after its modules of wrappers and of models."""
 
     def exec_module(self, module) -> None:
         super().exec_module(module)
-        if module.__name__ == LAYER:
+        if module.__name__ in (LAYER, MODEL):
             install()
 
 
@@ -49,8 +51,12 @@ def install() -> bool:
     """
     layer = sys.modules.get(LAYER)
     if layer is None and (spec := importlib.util.find_spec("peft")):
-        folder = str(Path(*spec.submodule_search_locations, "tuners", "lora"))
-        sys.path_importer_cache[folder] = FileFinder(folder, (_LayerLoader, SOURCE_SUFFIXES))
+        root = Path(*spec.submodule_search_locations)
+        for folder in (str(root), str(root / "tuners" / "lora")):
+            sys.path_importer_cache[folder] = FileFinder(folder, (_LayerLoader, SOURCE_SUFFIXES))
+    model = getattr(sys.modules.get(MODEL), "PeftModel", None)
+    if model is not None:
+        _count_weights(model)
     if layer is None or not hasattr(
         layer, "ParamWrapper"
     ):  # a PEFT without target_parameters, or one that is still being imported
@@ -61,6 +67,24 @@ def install() -> bool:
     if not hasattr(stock, "moe_runtime_stock"):
         layer.ParamWrapper._activate_lora = _activating(stock)
     return True
+
+
+def _count_weights(model: type) -> None:
+    """Make PEFT's counts of parameters, as print_trainable_parameters shows them, count a packed stack's weights, not bytes."""
+    stock = model.get_nb_trainable_parameters
+    if hasattr(stock, "moe_runtime_stock"):
+        return
+
+    @functools.wraps(stock)
+    def counted(self) -> tuple[int, int]:
+        trainable, total = stock(self)
+        for module in self.modules():
+            for name, layout in packed.layouts(module).items():
+                total += math.prod(layout.shape) - getattr(module, name).numel()
+        return trainable, total
+
+    counted.moe_runtime_stock = stock
+    model.get_nb_trainable_parameters = counted
 
 
 def _guard(wrapper: type, name: str) -> None:
@@ -103,6 +127,11 @@ def _activating(stock):
         if not found:
             yield
             return
+        if hasattr(base, "_hf_hook") and any(half.is_meta for one in found for half in one[:2]):
+            raise ValueError(
+                f"The adapter of {self.parameter_name} is offloaded, but PEFT reads its weights without accelerate's hooks. "
+                "Offload the model without adapters of the expert stacks"
+            )
         before = base.__dict__.pop(ADAPTERS, {})
         base.__dict__[ADAPTERS] = {**before, self.parameter_name: found}
         try:

@@ -24,7 +24,7 @@ from moe_runtime.ops.dispatch import dispatch, live_weights
 from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.frozen_rows import FrozenExperts
 from moe_runtime.ops.grouped_gemm import grouped_gemm
-from moe_runtime.ops.packed import BLOCK
+from moe_runtime.ops.packed import BLOCK, TRANSPOSED
 
 OLDEST = "5.16"  # the first transformers whose interface has everything that this file reads
 # parts of a path under which PEFT stores what it adapts or trains a copy of
@@ -127,11 +127,27 @@ def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
         check_floats([getattr(module, name) for name in names], path)
 
 
+def check_runnable(module: nn.Module, implementation: str | None, path: str = "") -> None:
+    """Raise ValueError if the experts `module` is packed and the implementation is not ours."""
+    layout = next(iter(packed.layouts(module).values()), None)
+    if layout is not None and implementation != NAME:
+        form = layout.format.removesuffix(TRANSPOSED)
+        which = "the previous implementation" if implementation is None else repr(implementation)
+        raise ValueError(
+            f"The experts {path or type(module).__name__} are packed in {form}, which {which} cannot run: only {NAME!r} can. "
+            "Load the model without quantization to use another"
+        )
+
+
 def unpatch(model: nn.Module) -> None:
     """Restore the implementation that the experts of `model` had before `patch`, also through other wrappers.
 
-    Experts that `patch` has not changed are left unchanged.
+    Experts that `patch` has not changed are left unchanged. Raises ValueError, before anything changes, for experts that
+    `quantize_experts` or `load_quantized` has packed.
     """
+    for name, module in model.named_modules():
+        if is_experts(module):
+            check_runnable(module, None, name)
     for module in model.modules():
         before = module.__dict__.pop(BEFORE, None)
         if before is not None:

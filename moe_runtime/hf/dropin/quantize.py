@@ -7,6 +7,8 @@
 (PEFT's `target_parameters`). Attention, routers and embeddings are not quantized.
 """
 
+import functools
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from moe_runtime.hf.dropin.gates import gate_of, is_experts, stack_names
+from moe_runtime.config import shown
+from moe_runtime.hf.dropin import offload
+from moe_runtime.hf.dropin.expert_names import matrices_of
+from moe_runtime.hf.dropin.gates import NAME, gate_of, is_experts, stack_names
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules import trainable
@@ -49,6 +54,8 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
     found = experts_of(model)
     for name, module in found.items():
         _check(name, module, format)
+    for name, module in found.items():
+        _check_finite(name, module)
     before = after = 0
     for module in found.values():
         for name in _names(module):
@@ -60,7 +67,7 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
             modules.put(module, name, result, stack.shape, stack.dtype, spread)
             after += bytes_of(module, name)
             del stack, own, stored, result
-    _refuse_to_save(model)
+    _restrict(model)
     _run_here(model)
     receipt = Quantized(format, len(found), before, after)
     print(receipt)
@@ -123,7 +130,8 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
         elif activation is None:
             reason = f"no kernel supports the code that {type(module).__name__} runs between its products"
         elif stack.dtype not in packed.FLOATS or is_quantized(stack):
-            reason = f"it must be float16, bfloat16 or float32, but is {named(stack)}. Load it without that quantization"
+            remedy = "Convert the model first, with model.float()" if stack.dtype == torch.float64 else "Load it in 16 bits"
+            reason = f"it must be float16, bfloat16 or float32, but is {named(stack)}. {remedy}"
         else:
             halves = name == "gate_up_proj" and not activation.interleaved
             stored, kind = stored_as(module, stack, format)
@@ -132,13 +140,36 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
             raise ValueError(f"{path}.{name} {list(stack.shape)} cannot be quantized to {format}: {reason}")
 
 
-def _refuse_to_save(model: nn.Module) -> None:
-    """Make save_pretrained raise, as it would save packed bytes as weights."""
+def _check_finite(path: str, module: nn.Module) -> None:
+    """Raise ValueError for weights that are NaN, infinite or not in memory."""
+    for name in _names(module):
+        stack = getattr(module, name).detach()
+        if stack.is_meta:
+            raise ValueError(f"{path}.{name} is offloaded or has no weights. Quantize the model first, then offload it")
+        stack = stack.to_local() if all_to_all.is_distributed(stack) else stack
+        wrong = next((e for e, weight in enumerate(stack) if not weight.isfinite().all()), None)
+        if wrong is not None:
+            raise ValueError(f"{path}.{name} of expert {wrong} has weights that are NaN or infinite. Repair the model first")
+
+
+def _restrict(model: nn.Module) -> None:
+    """Make the methods raise that would save packed bytes as weights, or run code that takes them for weights."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _save_pretrained
+            module.set_experts_implementation = functools.partial(_set_experts_implementation, module)
+
+
+def _set_experts_implementation(model: nn.Module, experts_implementation: str | dict) -> None:
+    from moe_runtime.hf.dropin.experts import check_runnable
+
+    by_part = experts_implementation if isinstance(experts_implementation, dict) else {"": experts_implementation}
+    for path, module in model.named_modules():  # of which a vision encoder has no experts
+        for implementation in by_part.values() if is_experts(module) else ():
+            check_runnable(module, implementation, path)
+    type(model).set_experts_implementation(model, experts_implementation)
 
 
 def _save_pretrained(*args, **kwargs):
@@ -153,6 +184,7 @@ def _run_here(model: nn.Module) -> None:
     from moe_runtime.hf.dropin.experts import patch
 
     patch(model)
+    offload.install()
 
 
 class _File:
@@ -172,14 +204,33 @@ class _File:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
+def _read(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
+    """Read a matrix, or a row of a stack."""
+    return checkpoint.get(key) if row is None else checkpoint.get_rows(key, row)
+
+
 def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
-    """Read a matrix, or a row of a stack; with block scales next to it, dequantize it from FP8."""
-    weight = checkpoint.get(key) if row is None else checkpoint.get_rows(key, row)
-    scale = f"{key}_scale_inv"
-    if weight.dtype != torch.float8_e4m3fn or scale not in checkpoint:
-        return weight
-    inverse = checkpoint.get(scale) if row is None else checkpoint.get_rows(scale, row)
-    return packed.unpack(weight[None], [inverse.float()[None]], "fp8_block", 0, torch.float32)
+    """Read a matrix as floats, dequantized if it is in FP8; raises ValueError for other dtypes."""
+    dtype = checkpoint.specs()[key].dtype
+    if dtype == torch.float8_e4m3fn:
+        weight, scale = _fp8(checkpoint, key, row)
+        return packed.unpack(weight[None], [scale[None]], "fp8_block", 0, torch.float32)
+    if dtype not in (*packed.FLOATS, torch.float64):
+        raise ValueError(f"{key} of {checkpoint.path} is {dtype}, but must be in 16 bits, 32 bits or FP8. Pass such a folder")
+    return _read(checkpoint, key, row)
+
+
+def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read a matrix in FP8 and its scales in float32; raises ValueError unless they fit each other."""
+    name = f"{key}_scale_inv"
+    if name not in checkpoint:
+        raise ValueError(f"{key} of {checkpoint.path} is in FP8, but its scales {name} are missing. Download the folder again")
+    weight, count = _read(checkpoint, key, row), checkpoint.specs()[name].shape[:1]
+    scale = checkpoint.get(name)[:0] if row is not None and count <= (row,) else _read(checkpoint, name, row)
+    wrong = packed.wrong_tensor(weight[None], [scale[None]], "fp8_block")
+    if wrong is not None:
+        raise ValueError(f"{name if wrong[0] else key} of {checkpoint.path} {wrong[1]}")
+    return weight, modules.as_read(name, scale)
 
 
 def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, **settings: Any) -> nn.Module:
@@ -188,9 +239,10 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
     With a `mesh`, every rank must call this, and reads and packs its own experts (`shard_experts`).
 
     `format` is as in `quantize_experts`, by default that of the folder's experts: MXFP4 (GPT-OSS), FP8 in blocks
-    (DeepSeek-V3), or the format of `save_quantized`. Packed bytes in the same format are copied unchanged.
-    `settings` go to from_pretrained.
-    Raises ValueError, before the weights are read, as `quantize_experts` does.
+    (DeepSeek-V3), or the format of `save_quantized`. Packed bytes in the same format are copied unchanged; another format
+    rounds the folder's weights a second time, with a warning. `settings` go to from_pretrained; a `device_map` of several
+    devices, the CPU or a disk is applied once the packed model is in the CPU's memory.
+    Raises ValueError, before the weights are read, as `quantize_experts` does, and for tensors that do not fit the format.
     """
     from torch.distributed.tensor import Replicate, Shard
     from transformers import AutoConfig
@@ -198,84 +250,131 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
     from moe_runtime.hf.models.folders import load
 
     source = Path(source)
+    implementation = settings.get("experts_implementation", NAME)
+    if implementation != NAME:
+        raise ValueError(f"Packed experts run on {NAME} only, but experts_implementation is {implementation!r}. Leave it out")
     config = load(AutoConfig, source)
-    quantization = getattr(config, "quantization_config", None) or {}
-    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = str(quantization.get("quant_method", ""))
-    held = {"mxfp4": "mxfp4", "fp8": "fp8_block", METHOD: quantization.get("format")}.get(method)
-    format = format or held
-    if format is None or (method and held is None):
-        raise ValueError(
-            f"format must be one of {list(packed.FORMATS)}, but got {format!r} for {source}, quantized by {method or 'nothing'}"
-        )
-    packed.of_name(format)
+    held, format = _formats(config, source, format)
+    device_map = settings.get("device_map")
+    if offload.is_several(device_map):  # placed once the stacks are there
+        placement = {name: settings.pop(name) for name in offload.SETTINGS if name in settings}
     checkpoint = Checkpoint(source)
-    if method in ("mxfp4", METHOD):  # only experts are quantized, and those are read here
-        del config.quantization_config
-    model, shapes = _without_stacks(config, source, format, settings, 1 if mesh is None else mesh.size(-1))
+    if held is not None and held != format:
+        warnings.warn(
+            f"The experts in {source} are quantized to {held}, and {format} rounds them a second time. Quantize the model in "
+            "16 bits where you have it",
+            stacklevel=2,
+        )
+    model, shapes, names = _without_stacks(config, source, format, settings, 1 if mesh is None else mesh.size(-1))
     spread = None if mesh is None else (mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)))
     for path, module in experts_of(model).items():
         for name in _names(module):
             if (path, name) not in shapes or name in module._parameters:  # transformers has kept it packed
                 continue
             shape, dtype = shapes[path, name]
-            stack = _read_stack(checkpoint, module, path, name, shape, dtype, held, format, spread)
+            stack = _read_stack(checkpoint, module, path, name, shape, dtype, held, format, spread, names)
             modules.put(module, name, stack.to(model.device), shape, dtype, spread)
     _run_here(model)
     if mesh is not None:
         from moe_runtime.hf.dropin.parallel import shard_experts
 
         shard_experts(model, mesh)
-    _refuse_to_save(model)
-    return model
+    _restrict(model)
+    return offload.dispatch(model, **placement) if offload.is_several(device_map) else model
+
+
+def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]:
+    """Return the format of the folder's experts (None: 16 bits) and the one to load them in.
+
+    Removes the config's quantization if only experts have it. Raises ValueError for unknown ones.
+    """
+    quantization = getattr(config, "quantization_config", None) or {}
+    quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method, formats = quantization.get("quant_method"), ", ".join(packed.FORMATS)
+    known = {None: None, "mxfp4": "mxfp4", "fp8": "fp8_block", METHOD: quantization.get("format")}
+    if not isinstance(method, str | None) or method not in known:
+        raise ValueError(
+            f"The experts in {source} are quantized by {shown(method)}, which load_quantized cannot read. Pass a folder in 16 "
+            f"bits, MXFP4, FP8 or written by save_quantized"
+        )
+    held = known[method]
+    if method is not None:
+        if not isinstance(held, str) or held not in packed.FORMATS:
+            raise ValueError(f"format in quantization_config of {source} must be one of {formats}, but is {shown(held)}")
+    elif format is None:
+        raise ValueError(f"The experts in {source} are not quantized. Pass a format to quantize them to, one of {formats}")
+    sizes = quantization.get("weight_block_size", [packed.BLOCK] * 2)
+    if method == "fp8" and sizes != [packed.BLOCK] * 2:
+        raise ValueError(
+            f"weight_block_size in quantization_config of {source} must be {[packed.BLOCK] * 2}, but is {shown(sizes)}. Load "
+            "the model in 16 bits and call quantize_experts"
+        )
+    if format is not None:
+        packed.of_name(format)
+    if method in ("mxfp4", METHOD):  # only experts are quantized, and load_quantized reads those itself
+        del config.quantization_config
+    return held, format or held
 
 
 def _without_stacks(config, source: Path, format: str, settings: dict, ranks: int):
-    """Load the model without its expert stacks; return it with the stacks' shapes and dtypes."""
+    """Load the model without its expert stacks; return it with their shapes and dtypes, and the names of `matrices_of`."""
     import transformers
 
     from moe_runtime.hf.models.folders import load
 
-    shapes, base = {}, getattr(transformers, (config.architectures or [""])[0], None)
+    shapes, names, base = {}, {}, getattr(transformers, (config.architectures or [""])[0], None)
     if base is None:
         raise ValueError(f"{source} is a {(config.architectures or ['model'])[0]}, which is not a class of transformers")
 
     def __init__(self, *args, **kwargs):
         base.__init__(self, *args, **kwargs)
-        for path, module in experts_of(self).items():
+        layers = experts_of(self)
+        for path, module in layers.items():
             _check(path, module, format, ranks)
             for name in _names(module):
                 shapes[path, name] = tuple(getattr(module, name).shape), getattr(module, name).dtype
+        names.update(matrices_of(self, {f"{path}.{name}": shape for (path, name), (shape, _) in shapes.items()}))
+        for path, module in layers.items():
+            for name in _names(module):
+                # of two tied stacks a file has only one
+                tied = self.all_tied_weights_keys.pop(f"{path}.{name}", None)
+                if tied in names:
+                    names[f"{path}.{name}"] = names[tied]
                 module._parameters.pop(name)
-            module._is_hf_initialized = True  # no random initialization
+            layer = self.get_submodule(path.rpartition(".")[0])
+            for one in (module, layer):  # no random initialization; some families initialize the stacks with their layer
+                one._is_hf_initialized = one is module or not (one._parameters or one._buffers)
 
     passed_over = [*(base._keys_to_ignore_on_load_unexpected or ()), r"\.experts\."]
     attributes = {"__init__": __init__, "__module__": base.__module__, "_keys_to_ignore_on_load_unexpected": passed_over}
     model = load(type(base.__name__, (base,), attributes), source, config=config, **settings)
     model.__class__ = base
-    return model, shapes
+    return model, shapes, names
 
 
-def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held, format: str, spread) -> packed.Packed:
-    """Return the stack `name` of a folder packed to `format`; with sharded experts, only this rank's."""
+def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held, format: str, spread, names) -> packed.Packed:
+    """Return the stack `name` of a folder packed to `format`; with sharded experts, only this rank's.
+
+    `names` are those of `matrices_of`.
+    """
     key, order = f"{path}.{name}", torch.empty(shape, device="meta")
     stored, kind = stored_as(module, order, format)
     ranks, rank = (1, 0) if spread is None else (spread[0].size(-1), spread[0].get_local_rank(spread[0].ndim - 1))
     count = shape[0] // ranks
     experts, stored = range(rank * count, (rank + 1) * count), (count, *stored.shape[1:])
     if held is not None and (key in checkpoint or f"{key}_blocks" in checkpoint):
-        names = [entry for entry in checkpoint if entry.startswith(key) and not entry.startswith(f"{key}_bias")]
-        tensors = {entry.removeprefix(f"{path}."): _share(checkpoint, entry, rank, ranks) for entry in names}
-        if held == "mxfp4":
-            tensors = {f"{name}_blocks" if entry == name else entry: tensor for entry, tensor in tensors.items()}
+        entries = [entry for entry in checkpoint if entry.startswith(key) and not entry.startswith(f"{key}_bias")]
+        tensors = {entry: _share(checkpoint, entry, rank, ranks) for entry in entries}
+        if held == "mxfp4" and key in tensors:
+            tensors[f"{key}_blocks"] = tensors.pop(key)
         before, found = stored_as(module, order, held)
-        own = modules.from_saved(name, found, before.shape, tensors, count)
+        own = modules.from_saved(key, found, before.shape, tensors, count)
         if ranks > 1 and held == "nf4":
             own.scales.append(torch.tensor([experts[0]]))
         if held == format:  # copy the packed bytes
             return own
         return modules.pack(_Unpacked(own, stored, dtype, kind), format, spread)._replace(format=kind)
-    parts = _parts(checkpoint, path, name, shape)
+    parts = _parts(checkpoint, path, name, shape, names.get(key))
     parts = {i: parts[e] for i, e in enumerate(experts)}
     if held == format == "fp8_block":
         return _fp8_as_it_is(checkpoint, parts, (count, *shape[1:]))
@@ -287,7 +386,7 @@ def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> torch.Ten
     """Read a rank's part of a packed stack's tensor; NF4's second-level scales are read for all experts."""
     if ranks == 1 or ".nested_" in key or ".quant_" in key:
         return checkpoint.get(key)
-    size = checkpoint.specs()[key].shape[0] // ranks
+    size = (*checkpoint.specs()[key].shape, 0)[0] // ranks
     return checkpoint.get_rows(key, slice(rank * size, (rank + 1) * size))
 
 
@@ -309,12 +408,13 @@ class _Unpacked:
 
 
 def _fp8_as_it_is(checkpoint, parts, shape) -> packed.Packed:
-    """Return per-expert FP8 matrices as one stack, with their scale blocks concatenated."""
+    """Return FP8 matrices as one stack, with their scale blocks concatenated."""
     data = torch.empty(shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(shape[0], -(-shape[1] // packed.BLOCK), -(-shape[2] // packed.BLOCK))
     for e, keys in parts.items():
-        torch.cat([checkpoint.get(key).view(torch.uint8) for key, _ in keys], out=data[e].view(torch.uint8))
-        scales[e] = torch.cat([checkpoint.get(f"{key}_scale_inv").float() for key, _ in keys])
+        weights, inverses = zip(*(_fp8(checkpoint, key, row) for key, row in keys))
+        data[e] = torch.cat([weight.view(torch.uint8) for weight in weights]).view(data.dtype)
+        scales[e] = torch.cat(inverses)
     return packed.Packed(data, [scales], "fp8_block")
 
 
@@ -325,19 +425,38 @@ _PROJECTIONS = {
 }  # fmt: skip
 
 
-def _parts(checkpoint, path: str, name: str, shape) -> dict[int, list]:
-    """Return the place of each expert's matrix in a file, as one or two pairs (key, row)."""
+def _parts(checkpoint, path: str, name: str, shape, published: dict[int, list] | None) -> dict[int, list]:
+    """Return the place of each expert's matrix in a file, as one or two pairs (key, row).
+
+    It has the model's own name, the one that transformers publishes, or one of DeepSeek's, Mixtral's or Phi-MoE's.
+    """
     key = f"{path}.{name}"
-    if key in checkpoint and checkpoint.specs()[key].shape == tuple(shape):
-        return {e: [(key, e)] for e in range(shape[0])}
+    candidates = [{e: [(key, e)] for e in range(shape[0])}, published or {}]
     for layer in (path, *(path.replace(".mlp.", f".{other}.") for other in ("block_sparse_moe", "feed_forward", "moe"))):
         for names in _PROJECTIONS[name]:
-            parts = {e: [(f"{layer}.{e}.{part}.weight", None) for part in names] for e in range(shape[0])}
-            if all(entry in checkpoint for keys in parts.values() for entry, _ in keys):
-                sizes = [checkpoint.specs()[entry].shape for entry, _ in parts[0]]
-                if (sum(size[0] for size in sizes), sizes[0][1]) == tuple(shape[1:]):
-                    return parts
+            candidates.append({e: [(f"{layer}.{e}.{part}.weight", None) for part in names] for e in range(shape[0])})
+    wrong = [f"{key} {list(shape)}", f"matrices {path}.0.*.weight"]
+    for parts in filter(None, candidates):
+        unfit = [pair for pairs in parts.values() if _size(checkpoint, pairs) != tuple(shape[1:]) for pair in pairs]
+        if not unfit:
+            return parts
+        if len(unfit) < sum(map(len, parts.values())):  # the right names, but for a few
+            wrong = [f"{entry} that fits {list(shape[1:])}" for entry, _ in unfit]
     raise ValueError(
-        f"{checkpoint.path} has neither {key} {list(shape)} nor its matrices {path}.0.*.weight. Load it with from_pretrained "
-        "and call quantize_experts"
+        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. Load it with from_pretrained and call quantize_experts"
     )
+
+
+def _size(checkpoint: Checkpoint, pairs: list[tuple[str, int | None]]) -> tuple[int, int] | None:
+    """Return rows and columns of an expert's matrices, one below the other; None if the file lacks one or they do not fit."""
+    sizes = []
+    for key, row in pairs:
+        if key not in checkpoint:
+            return None
+        size = checkpoint.specs()[key].shape
+        if row is not None:
+            size = size[1:] if row < size[0] else ()
+        sizes.append(size)
+    if any(len(size) != 2 or size[1] != sizes[0][1] for size in sizes):
+        return None
+    return sum(size[0] for size in sizes), sizes[0][1]

@@ -86,10 +86,11 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # config classes raise various errors, and the Rust code of tokenizers raises Exception itself
-        reason = f"cannot be loaded by transformers: {reason_of(error)}. Pass a folder or a Hub id"
+        reason = f"cannot be loaded by transformers: {reason_of(error)}"
         if not os.path.exists(source):
             known = "Repo id must" in str(error)  # huggingface_hub's words for a path that no id can look like
-            reason = "is neither a folder nor a Hub id" if known else f"is not a folder, and from the Hub it {reason}"
+            remote = f"is not a folder, and from the Hub it {reason}. Pass a folder or a Hub id"
+            reason = "is neither a folder nor a Hub id" if known else remote
         if "trust_remote_code" in str(error):
             reason = "requires custom code (auto_map), which is never run. Use a model whose classes are in transformers"
         raise ValueError(f"{name} {str(source)!r} {reason}") from error

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import accelerate
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -17,8 +18,10 @@ from moe_runtime.hf.dropin import quantize
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules.moe import MoE
+from moe_runtime.native.library import cpp
 from moe_runtime.ops import packed
 from tests.hf.dropin.test_layers import TOKENIZER
+from tests.support import cpu_build
 from tests.support.fences import ROOT, fences
 from tests.support.patience import PATIENCE
 
@@ -190,7 +193,7 @@ def test_state_dict_that_does_not_fit_is_refused():
     key = "model.layers.0.mlp.experts.down_proj"
     with pytest.raises(RuntimeError, match=r"down_proj\.absmax is missing"):
         quantized.load_state_dict({name: t for name, t in state.items() if name != f"{key}.absmax"})
-    with pytest.raises(RuntimeError, match="must have 12288 bytes"):
+    with pytest.raises(RuntimeError, match="must have 12288 elements"):
         quantized.load_state_dict(state | {key: state[key][1:]})
     other = quantized_of(qwen(), "nf4")[0]
     other.load_state_dict(state)
@@ -218,48 +221,72 @@ def test_our_own_layer():
 
 def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     page = ROOT / "docs" / "quantized-experts.md"
-    (example,) = [fence for fence in fences(page) if fence.language == "python"]
+    examples = [fence for fence in fences(page) if fence.language == "python"]
     monkeypatch.chdir(tmp_path)
     qwen(vocab_size=len(TOKENIZER)).save_pretrained("model")
     TOKENIZER.save_pretrained("model")
     (tmp_path / "data.jsonl").write_text('{"text": "one two three"}\n' * 4)
-    exec(compile(example.text, str(page), "exec"), {})
+    for example in examples:
+        exec(compile(example.text, str(page), "exec"), {})
     names = Checkpoint("adapter", "adapter_model.safetensors").keys()
     assert sum("experts" in name for name in names) == 4
 
 
-@pytest.fixture
-def fp8_model():
+def fp8_model(scale_fmt: str = "float", **sizes):
     """Qwen3-MoE with transformers' own FP8Experts, and the model in float32 that they came from."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    plain = qwen()
+    plain = qwen(**sizes)
     model, source = copy.deepcopy(plain), experts_in(plain)[0]
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    replace_with_fp8_linear(model, linear, FineGrainedFP8Config())
+    replace_with_fp8_linear(model, linear, FineGrainedFP8Config(scale_fmt=scale_fmt))
     experts = model.model.layers[0].mlp.experts.to_empty(device="cpu")
     for name in ("gate_up_proj", "down_proj"):
-        stack = packed.pack(getattr(source, name).detach(), "fp8_block")
-        getattr(experts, name).data, getattr(experts, f"{name}_scale_inv").data = stack.data, stack.scales[0]
-        getattr(source, name).data.copy_(packed.reference(*stack))
+        data, (scale,), _ = packed.pack(getattr(source, name).detach(), "fp8_block")
+        if scale_fmt == "ue8m0":
+            scale = torch.exp2(scale.log2().round()).to(torch.float8_e8m0fnu)
+        getattr(experts, name).data, getattr(experts, f"{name}_scale_inv").data = data, scale
+        getattr(source, name).data.copy_(dequantized(data, scale))
     return model, plain
 
 
-def test_transformers_own_fp8_experts_are_served(fp8_model):
-    model, plain = fp8_model
+def dequantized(data, scale) -> torch.Tensor:
+    each = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return data.double() * each[:, : data.shape[1], : data.shape[2]]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0", "strided", "bfloat16"])
+def test_transformers_own_fp8_experts_are_served(scale_fmt, backend, monkeypatch):
+    monkeypatch.setattr(cpp, "_found", cpu_build.library())
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
+    model, plain = fp8_model("ue8m0" if scale_fmt == "ue8m0" else "float", hidden_size=256)
+    (mine,), (theirs,) = experts_in(model), experts_in(plain)
+    for name in ("gate_up_proj", "down_proj"):
+        scale = getattr(mine, f"{name}_scale_inv")
+        if scale_fmt == "strided":
+            scale.data = torch.stack([scale.data, scale.data * 7], -1)[..., 0]
+        elif scale_fmt == "bfloat16":  # as model.to(torch.bfloat16) leaves them
+            scale.data = scale.data.bfloat16()
+            getattr(theirs, name).data.copy_(dequantized(getattr(mine, name).data, scale.data))
     assert moe_runtime.patch(model) == 1
     with torch.no_grad():
-        assert error(model(IDS).logits, plain(IDS).logits) < 5e-6
+        plain.set_experts_implementation("eager")
+        assert error(model(IDS).logits, plain.double()(IDS).logits) < 5e-6
     with pytest.raises(ValueError, match="it is already quantized"):
         moe_runtime.quantize_experts(model, "nf4")
 
 
 @pytest.mark.parametrize(
-    "change, says", [({"block_size": (64, 64)}, r"blocks of \(64, 64\)"), ({"gate_softcap": 3.0}, "moe_mlp supports")]
-)
-def test_fp8_experts_that_no_kernel_reads_are_refused(change, says, fp8_model):
-    model, _ = fp8_model
+    "change, says",
+    [
+        ({"block_size": (64, 64)}, r"blocks of \(64, 64\)"), ({"block_size": None}, "blocks of None"),
+        ({"gate_softcap": 3.0}, "moe_mlp supports"),
+    ],
+)  # fmt: skip
+def test_fp8_experts_that_no_kernel_reads_are_refused(change, says):
+    model, _ = fp8_model()
     vars(experts_in(model)[0]).update(change, up_softcap=3.0)
     with pytest.raises(ValueError, match=says):
         moe_runtime.patch(model)
@@ -316,7 +343,120 @@ def test_loading_reads_one_expert_at_a_time(tmp_path, monkeypatch):
     assert len([key for key in read if "experts" in key]) == 16 * 3
     held = sum(t.numel() * t.element_size() for m in experts_in(loaded) for t in (*m.parameters(), *m.buffers()))
     assert held < stacks / 3.3
-    with pytest.raises(ValueError, match="format must be .*but got None"):
+    with pytest.raises(ValueError, match="are not quantized. Pass a format"):
         moe_runtime.load_quantized(tmp_path)
     with pytest.raises(ValueError, match="format must be .*but got 'nf3'"):
         moe_runtime.load_quantized(tmp_path, "nf3")
+
+
+def test_what_cannot_run_packed_experts_is_refused(tmp_path):
+    quantized, _ = quantized_of(qwen(), "nf4")
+    expected = quantized(IDS).logits
+    with pytest.raises(ValueError, match="packed in nf4, which the previous implementation cannot run"):
+        moe_runtime.unpatch(quantized)
+    wrapped = get_peft_model(quantized, LoraConfig(target_modules=["q_proj"]))
+    for model in (quantized, quantized.model, copy.deepcopy(quantized), wrapped):
+        for implementation in ("eager", {"": "grouped_mm"}):
+            with pytest.raises(ValueError, match="packed in nf4, which '(eager|grouped_mm)' cannot run"):
+                model.set_experts_implementation(implementation)
+    assert moe_runtime.patch(quantized) == 1
+    quantized.set_experts_implementation("moe_runtime")
+    assert torch.equal(quantized(IDS).logits, expected)
+    qwen().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="experts_implementation is 'eager'"):
+        moe_runtime.load_quantized(tmp_path, "nf4", experts_implementation="eager")
+
+
+OFFLOADS = {
+    "cpu": lambda model, folder: accelerate.cpu_offload(model, "cpu"),
+    "cpu, scales too": lambda model, folder: accelerate.cpu_offload(model, "cpu", offload_buffers=True),
+    "disk": lambda model, folder: accelerate.disk_offload(model, folder, "cpu"),
+    "dispatch": lambda model, folder: accelerate.dispatch_model(model, PLACES, main_device="cpu", offload_dir=folder),
+}
+PLACES = {
+    "model.embed_tokens": "cpu",
+    "model.layers": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "disk",
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("make, form", MODELS)
+def test_offloaded_by_accelerate(make, form, offload, tmp_path):
+    quantized, _ = quantized_of(make(), form)
+    expected, shapes = quantized(IDS).logits, [module.down_proj.ds_shape for module in experts_in(quantized)]
+    OFFLOADS[offload](quantized, tmp_path)
+    for _ in range(2):
+        assert torch.equal(quantized(IDS).logits, expected)
+        stacks = [module.down_proj for module in experts_in(quantized)]
+        assert [(stack.device.type, stack.ds_shape) for stack in stacks] == [("meta", shape) for shape in shapes]
+    with pytest.raises(ValueError, match="is offloaded. Call save_quantized before"):
+        moe_runtime.save_quantized(quantized, tmp_path / "folder")
+
+
+@torch.no_grad()
+def test_offload_of_a_folder_and_of_16_bits(tmp_path):
+    qwen().save_pretrained(tmp_path / "model")
+    expected = moe_runtime.load_quantized(tmp_path / "model", "nf4")(IDS).logits
+    model = moe_runtime.load_quantized(tmp_path / "model", "nf4", device_map=PLACES, offload_folder=tmp_path / "disk")
+    assert torch.equal(model(IDS).logits, expected) and experts_in(model)[0].down_proj.is_meta
+    model = moe_runtime.load_quantized(tmp_path / "model", "nf4", device_map="auto")
+    assert torch.equal(model(IDS).logits, expected)
+    model = qwen()
+    moe_runtime.patch(model)
+    expected = model(IDS).logits
+    accelerate.cpu_offload(model, "cpu")
+    assert torch.equal(model(IDS).logits, expected) and experts_in(model)[0].down_proj.is_meta
+    with pytest.raises(ValueError, match="Quantize the model first, then offload it"):
+        moe_runtime.quantize_experts(model, "nf4")
+
+
+def test_offloaded_adapters_of_stacks_are_refused():
+    quantized, _ = quantized_of(qwen(), "nf4")
+    accelerate.cpu_offload(quantized, "cpu")
+    model = get_peft_model(quantized, LoraConfig(r=4, target_parameters=TARGETS))
+    with pytest.raises(ValueError, match="is offloaded, but PEFT reads its weights without accelerate's hooks"):
+        model(IDS)
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_peft_counts_weights_not_bytes(form):
+    model, (quantized, _) = qwen(), quantized_of(qwen(), form)
+    config = LoraConfig(r=4, target_parameters=TARGETS)
+    counts = [get_peft_model(one, copy.deepcopy(config)).get_nb_trainable_parameters() for one in (model, quantized)]
+    assert counts[0] == counts[1]
+
+
+def test_messages(tmp_path):
+    for format in (4, None, ["nf4"]):
+        with pytest.raises(ValueError, match="format must be one of nf4, "):
+            moe_runtime.quantize_experts(qwen(), format)
+    with pytest.raises(ValueError, match=r"is torch.float64. Convert the model first, with model.float\(\)"):
+        moe_runtime.quantize_experts(qwen().double(), "nf4")
+    broken = qwen()
+    broken.model.layers[0].mlp.experts.down_proj.data[1, 2, 3] = float("nan")
+    before = copy.deepcopy(broken.state_dict())
+    with pytest.raises(ValueError, match="down_proj of expert 1 has weights that are NaN"):
+        moe_runtime.quantize_experts(broken, "mxfp4")
+    assert broken.state_dict().keys() == before.keys()
+    quantized, _ = quantized_of(qwen(), "nf4")
+    with pytest.raises(
+        RuntimeError, match="torch.float32, which is not quantized. Load such weights .* before quantize_experts"
+    ):
+        quantized.load_state_dict(qwen().state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*experts\.down_proj"):
+        quantized.load_state_dict({name: t for name, t in quantized.state_dict().items() if "down_proj" not in name})
+    moe_runtime.save_quantized(quantized, tmp_path / "nf4")
+    with pytest.warns(UserWarning, match="quantized to nf4, and int8 rounds them a second time"):
+        moe_runtime.load_quantized(tmp_path / "nf4", "int8")
+    config = json.loads((tmp_path / "nf4" / "config.json").read_text())
+    (tmp_path / "nf4" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ValueError, match="quantized by 'awq', which load_quantized cannot read"):
+        moe_runtime.load_quantized(tmp_path / "nf4")
+    (tmp_path / "nf4" / "config.json").write_text(json.dumps(config | {"model_type": "no-such-model"}))
+    with pytest.raises(ValueError, match="cannot be loaded by transformers") as caught:
+        moe_runtime.load_quantized(tmp_path / "nf4")
+    assert "Pass a folder" not in str(caught.value)

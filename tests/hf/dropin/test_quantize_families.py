@@ -1,0 +1,100 @@
+"""Every stock MoE family: what `save_quantized` writes, stock transformers loads with equal logits, or refuses."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+import moe_runtime
+from moe_runtime.hf.dropin import quantize, quantized_files
+from moe_runtime.hf.dropin.quantize import METHOD
+from moe_runtime.modules import packed as modules
+from moe_runtime.ops import packed
+from tests.hf import stock, stock_sizes
+from tests.hf.tiny import distance
+
+# families whose published names are DeepSeek's, Mixtral's, a stack's, GPT-OSS's and those of another model around theirs
+FAST = ("qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "deepseek_ocr2")
+SIZE = 128  # of the experts: whole blocks of FP8
+
+
+@pytest.fixture(scope="module", params=[pytest.param(f, marks=[] if f in FAST else pytest.mark.slow) for f in stock.FAMILIES])
+def model(request):
+    """A tiny model whose experts every format can hold."""
+    with pytest.MonkeyPatch.context() as patch:
+        for table in (stock_sizes.SMALL, stock_sizes.MOE):
+            for name in table:
+                if "intermediate" in name or name == "moe_hidden_size":
+                    patch.setitem(table, name, SIZE)
+        changes = stock_sizes.CHANGES.get(request.param, {})
+        if "moe_intermediate_size" in changes.get("text_config", {}):
+            text = changes["text_config"] | {"moe_intermediate_size": [SIZE, SIZE]}
+            patch.setitem(stock_sizes.CHANGES, request.param, changes | {"text_config": text})
+        return stock.build(request.param)
+
+
+def unpacked(model, quantized):
+    """`model` with the weights that the bytes of `quantized` mean."""
+    twin = copy.deepcopy(model)
+    theirs = quantize.experts_of(quantized)
+    for path, module in quantize.experts_of(twin).items():
+        for name in modules.layouts(theirs[path]):
+            weight = packed.reference(*modules.get(theirs[path], name)).float()
+            getattr(module, name).data.copy_(weight.transpose(1, 2) if module.is_transposed else weight)
+    return twin
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "int8"])  # NF4, whose rows of 64 these have not, is saved as int8 is
+def test_stock_transformers_loads_what_save_quantized_writes(form, model, tmp_path):
+    quantized = copy.deepcopy(model)
+    try:
+        moe_runtime.quantize_experts(quantized, form)
+    except ValueError as error:
+        assert "no kernel supports" in str(error)
+        return
+    expected = stock.run(unpacked(model, quantized), "eager").logits
+    moe_runtime.save_quantized(quantized, tmp_path)
+    ours = moe_runtime.load_quantized(tmp_path).eval()
+    assert torch.equal(stock.run(ours, "moe_runtime").logits, stock.run(quantized, "moe_runtime").logits)
+    assert distance(stock.run(ours, "moe_runtime").logits, expected) < 1e-5
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    if config["quant_method"] == METHOD:  # the bytes are not mistaken for weights
+        with pytest.raises(RuntimeError, match="size mismatch|ignore_mismatched_sizes|automatic conversion"):
+            type(model).from_pretrained(tmp_path)
+        return
+    loaded, report = type(model).from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    assert distance(stock.run(loaded.eval(), "eager").logits, expected) < 1e-5
+    for name, module in loaded.named_modules():  # on a GPU, which keeps FP8, the experts alone are in it
+        if isinstance(module, nn.Linear):
+            assert not should_convert_module(name, config["modules_to_not_convert"])
+
+
+@torch.no_grad()
+def test_folders_with_other_names_are_read(model, tmp_path, monkeypatch):
+    """DeepSeek's names for every family, beside the model's own, as version 0.1.0 wrote them."""
+    quantized = copy.deepcopy(model)
+    try:
+        moe_runtime.quantize_experts(quantized, "fp8_block")
+    except ValueError as error:
+        pytest.skip(str(error))
+
+    def names(model, stacks):
+        parts = {"gate_up_proj": ("gate_proj", "up_proj")}
+        return {
+            stack: {
+                e: [(f"{path}.{e}.{part}.weight", None) for part in parts.get(name, (name,))] for e in range(shape[0])
+            }
+            for stack, shape in stacks.items()
+            for path, _, name in [stack.rpartition(".")]
+        }  # fmt: skip
+
+    monkeypatch.setattr(quantized_files, "published", lambda model, tensors: tensors)
+    monkeypatch.setattr(quantized_files, "matrices_of", names)
+    moe_runtime.save_quantized(quantized, tmp_path)
+    ours = moe_runtime.load_quantized(tmp_path).eval()
+    assert torch.equal(stock.run(ours, "moe_runtime").logits, stock.run(quantized, "moe_runtime").logits)

@@ -269,7 +269,12 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
     spread = None if mesh is None else (mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)))
     for path, module in experts_of(model).items():
         for name in _names(module):
-            if (path, name) not in shapes or name in module._parameters:  # transformers has kept it packed
+            if (path, name) not in shapes or name in module._parameters:  # transformers has kept it packed, as on a GPU
+                if format != held:
+                    raise ValueError(
+                        f"With a GPU, transformers loads {path} of {source} as {type(module).__name__}, not in {format}. Set "
+                        "CUDA_VISIBLE_DEVICES='' and write the folder in that format with save_quantized"
+                    )
                 continue
             shape, dtype = shapes[path, name]
             stack = _read_stack(checkpoint, module, path, name, shape, dtype, held, format, spread, names)

@@ -278,6 +278,19 @@ def test_transformers_own_fp8_experts_are_served(scale_fmt, backend, monkeypatch
         moe_runtime.quantize_experts(model, "nf4")
 
 
+def test_fp8_that_transformers_keeps_on_a_gpu(tmp_path, monkeypatch):
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    quantized, _ = quantized_of(qwen(), "fp8_block")
+    moe_runtime.save_quantized(quantized, tmp_path)
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)  # which asks for a GPU
+    loaded = moe_runtime.load_quantized(tmp_path)
+    assert type(experts_in(loaded)[0]).__name__ == "FP8Experts"
+    assert torch.equal(loaded(IDS).logits, quantized(IDS).logits)
+    with pytest.warns(UserWarning, match="second time"), pytest.raises(ValueError, match="as FP8Experts, not in nf4"):
+        moe_runtime.load_quantized(tmp_path, "nf4")
+
+
 @pytest.mark.parametrize(
     "change, says",
     [

@@ -109,5 +109,10 @@ def decontaminate(
         rows, against, out, method=method, n=n, min_chars=min_chars, columns=column or (), overwrite=overwrite
     )
     counts = ", ".join(f"{count} for {name}" for name, count in report.by_benchmark.items())
+    for name, texts in report.texts.items():
+        searched = report.searched[name]
+        if searched < texts:
+            least = f"{min_chars} characters" if method == "substring" else f"{n} words"
+            typer.echo(f"searched for {searched:,} of {texts:,} texts of {name}; the others have fewer than {least}")
     typer.echo(f"wrote {out}: {report.kept:,} of {report.rows:,} examples; dropped {counts}: {out}.dropped.json")
     return report._replace(dropped=len(report.dropped))

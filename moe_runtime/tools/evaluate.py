@@ -116,12 +116,12 @@ def evaluate(
     known, asked = find_models(models), find_tasks(tasks)
     reference = known[0].name if reference is None else reference
     check_choice("reference", reference, tuple(model.name for model in known))
-    tokenizers = [tokenizer_of(model, prompt) for model in known]
     require("lm_eval", "eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     choices = Choices(shots=shots, max_new_tokens=max_new_tokens, code_seconds=code_seconds)
     for one in asked:
         one.build(choices)
+    tokenizers = [tokenizer_of(model, prompt) for model in known]
     out, scores = Path(out), []
     out.mkdir(parents=True, exist_ok=True)
     with files.locked(out, wait=False) as free:

@@ -22,6 +22,7 @@ from moe_runtime.config import check_choice, one_line
 from moe_runtime.experiments.stages import files_print
 from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.models.folders import read_config
+from moe_runtime.hf.models.hub import check_source
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import is_plain_name, read_json
@@ -91,6 +92,9 @@ def _kind(folder: str, base: str | None) -> str:
         if not found:
             raise ValueError(f"Adapter {folder!r} has no {KINDS['esft']} or {KINDS['peft']}. Pass the folder of an adapter")
         return found[0]
+    for source in (folder, base):
+        if source is not None:
+            check_source(source)
     if not found and not is_model:
         raise ValueError(f"{folder!r} has no config.json, {', '.join(KINDS.values())}. Pass the folder of a model")
     return found[0] if found and ("fused" in found or not is_model) else "model"

@@ -1,5 +1,7 @@
 """The Hub: use a model's id in place of a folder, and push finished folders with a model card.
 
+check_source       raise at once for a misspelt folder that no id can look like
+without_retries    use downloaded files where the Hub cannot be reached
 local_folder       the folder of a source: itself, or the downloaded files of an id
 check_repository   raise before any work if nothing could be pushed
 push               write the card and upload a folder; `moe_runtime.push_to_hub`
@@ -7,7 +9,11 @@ PushesCard         the same card in transformers' `model.push_to_hub`
 """
 
 import contextlib
+import math
+import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +83,67 @@ def is_id(source: str | Path) -> bool:
     return bool(looks) and not Path(source).exists() and not Path(source).parent.is_dir()
 
 
+def check_source(source: str | Path, name: str = "model") -> None:
+    """Raise ValueError unless `source` exists or is written like a Hub id, OWNER/NAME, so that a misspelt folder is not sought.
+
+    Ids without an owner, such as gpt2, are names of before 2023; all of these models have an owner's id as well.
+    """
+    text = str(source)
+    if os.path.exists(source) or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text):
+        return
+    hint = "A Hub id has an owner, as in openai-community/gpt2" if re.fullmatch(r"[\w.-]+", text) else "Check its spelling"
+    raise ValueError(f"{name} {text!r} is neither a folder nor a Hub id. {hint}")
+
+
+PROBE_SECONDS, PROBE_EVERY = 5.0, 60.0
+_probed: dict[str, tuple[float, bool]] = {}  # endpoint -> when it was asked, and whether it answered
+
+
+def is_reachable() -> bool:
+    """Return whether the Hub answers at all, as of the last minute; False in offline mode."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.is_offline_mode():
+        return False
+    now, endpoint = time.monotonic(), constants.ENDPOINT
+    asked, answered = _probed.get(endpoint, (-math.inf, False))
+    if now - asked > PROBE_EVERY:
+        try:
+            get_session().head(endpoint, timeout=PROBE_SECONDS)
+            answered = True
+        except Exception:  # the client's errors of name resolution, connection and time
+            answered = False
+        _probed[endpoint] = now, answered
+    return answered
+
+
+@contextlib.contextmanager
+def without_retries(source: str | Path) -> Iterator[None]:
+    """Within the block, huggingface_hub uses downloaded files at once if `source` is an id and the Hub cannot be reached.
+
+    It would ask five times for every file, for half a minute each.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not (os.path.exists(source) or is_reachable())
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def hub_problem(source: str | Path, error: Exception) -> str:
+    """Return why an id could not be read: the Hub cannot be reached, or the client's own words."""
+    from huggingface_hub import constants
+
+    if os.path.exists(source) or is_reachable():
+        return one_line(error)
+    reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
+    return f"it is not among the downloaded models, and {reason}"
+
+
 def local_folder(source: str | Path, patterns: tuple[str, ...] = FILES, name: str = "model") -> Path:
     """Return `source` if it is a folder, else the folder of that Hub id's downloaded files; raises ValueError for neither."""
     if Path(source).is_dir():
@@ -84,11 +151,13 @@ def local_folder(source: str | Path, patterns: tuple[str, ...] = FILES, name: st
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    check_source(source, name)
     try:
-        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
+        with without_retries(source):
+            return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (HFValidationError, OSError, ValueError) as error:
         raise ValueError(
-            f"{name} {str(source)!r} cannot be read: {one_line(error)}. Pass the folder of a model or a Hub id"
+            f"{name} {str(source)!r} cannot be read: {hub_problem(source, error)}. Pass the folder of a model or a Hub id"
         ) from error
 
 

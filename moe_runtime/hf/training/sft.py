@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
 from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
@@ -24,6 +24,7 @@ from moe_runtime.config import check_choice, one_line
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models import modeling
 from moe_runtime.hf.models.folders import load, read_config, skeleton
+from moe_runtime.hf.models.hub import check_source, without_retries
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
@@ -221,7 +222,8 @@ def train_command(argv: list[str] | None = None) -> Path:
     resume = True if str(resume).lower() == "true" else resume or None
     _check(name, ours, script, args, model, mixture)
     _check_output(name, ours, args, resume, adapter=model.use_peft)
-    trainer = _trainer(trl, name, ours, script, args, model, mixture)
+    with without_retries(name):
+        trainer = _trainer(trl, name, ours, script, args, model, mixture)
     if ours.overwrite and args.should_save:
         _remove_checkpoints(args.output_dir)
     trainer.accelerator.wait_for_everyone()
@@ -310,11 +312,10 @@ def _load_spread(name: str, ep_size: int, args, peft_config):
 def _check(name: str | None, ours: TrainArguments, script, args, model, mixture) -> None:
     """Raise ValueError for a model without files or tokenizer, and no data."""
     path, reason = Path(name or ""), None
-    is_id = not (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1)
     if name is None:
         reason = "No model is given. Pass a folder or a Hub id with --model"
     elif not path.exists():
-        reason = None if is_id else f"Model {name!r} does not exist. Pass a folder written by save_pretrained"
+        check_source(name, "Model")
     elif not (path / "config.json").is_file():
         reason = f"Model {name!r} has no config.json. Pass a folder written by save_pretrained"
     elif not any((path / file).is_file() for file in TOKENIZER_FILES):
@@ -332,6 +333,8 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         reason = f"{missing[0]!r} of report_to is not installed. Install it, or pass {' or '.join([*known, 'none'])}"
     if reason is not None:
         raise ValueError(reason)
+    if not path.exists() and not args.trust_remote_code:
+        load(AutoConfig, name, "Model", revision=model.model_revision)
     if path.exists() and not args.trust_remote_code:
         config = read_config(name)
         if not is_deepspeed_zero3_enabled():  # ZeRO-3 would shard the skeleton

@@ -222,7 +222,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     resume = True if str(resume).lower() == "true" else resume or None
     _check(name, ours, script, args, model, mixture)
     _check_output(name, ours, args, resume, adapter=model.use_peft)
-    with without_retries(name):
+    with without_retries(name), console.watched("preparing the training"):
         trainer = _trainer(trl, name, ours, script, args, model, mixture)
     if ours.overwrite and args.should_save:
         _remove_checkpoints(args.output_dir)

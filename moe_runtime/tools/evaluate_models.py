@@ -152,7 +152,8 @@ class RecordedLM:
 
     def __init__(self, model: Model, tokenizer, prompt: str, path: Path, load: Callable[[], object]):
         self.model, self.tokenizer, self.prompt, self.path, self._load = model, tokenizer, prompt, path, load
-        self.is_rendered, self.progress, self.truncated = False, lambda done, total: None, 0
+        self.is_rendered, self.progress = False, lambda done, total: None
+        self.truncated, self.cut = 0, 0  # questions and answers, counted since they were set to 0
         self.tokenizer_name = model.name
         self._lm, self._done, self._total, self._answers = None, 0, 0, _read(path)
 
@@ -172,8 +173,13 @@ class RecordedLM:
             raise ValueError(f"The chat template of {self.model.name!r} failed: {one_line(error, 300)}") from error
 
     def generate_until(self, requests: list) -> list[str]:
-        """Return the continuation of each context, up to a stop sequence."""
-        return self._answered("generate_until", requests)
+        """Return the continuation of each context, up to a stop sequence; count those that reach the limit in `cut`."""
+        answers = self._answered("generate_until", requests)
+        for request, answer in zip(requests, answers, strict=True):
+            limit = request.args[1].get("max_gen_toks", 256)
+            count = len(self.tokenizer.encode(answer, add_special_tokens=False))
+            self.cut += count >= limit - limit // 32  # the answer's text may take slightly fewer tokens than were generated
+        return answers
 
     def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
         """Return the log probability of each continuation, and whether greedy decoding generates it."""

@@ -20,7 +20,7 @@ from typing import Any
 from moe_runtime import __version__
 from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import jsonable
-from moe_runtime.io.files import atomic_file, read_json
+from moe_runtime.io.files import atomic_write_text, read_json
 
 # without pickles and code, which are never loaded
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
@@ -74,7 +74,9 @@ _MADE = """## How it was made
 ```
 
 """
-_TEMPLATE = "# Model Card for Model ID"  # heading of the empty template of transformers and PEFT
+# what shows that nobody wrote a card: the heading of transformers' and PEFT's empty template, and TRL's link to no base
+_TEMPLATES = ("# Model Card for Model ID", "(https://huggingface.co/None)")
+UNKNOWN_OWNER = "OWNER"  # of a repository in a card that was written before any push
 
 
 def is_id(source: str | Path) -> bool:
@@ -180,7 +182,7 @@ def check_repository(repo: str) -> None:
 def push(folder: str | Path, repo: str, **facts) -> str:
     """Upload `folder` to the model repository `repo`, made if missing, and return its address.
 
-    A folder without a README.md, or with PEFT's empty template, gets `model_card(folder, repo, **facts)` first.
+    A folder without a README.md, or with a template that nobody filled in, gets `model_card(folder, repo, **facts)` first.
     Raises ValueError, with the command to upload later, if the upload fails; the folder stays unchanged.
     """
     from huggingface_hub import HfApi
@@ -199,9 +201,12 @@ def push(folder: str | Path, repo: str, **facts) -> str:
 
 def _write_card(folder: str | Path, repo: str, **facts) -> None:
     card = Path(folder, "README.md")
-    if not card.exists() or _TEMPLATE in card.read_text(encoding="utf-8"):
-        with atomic_file(card) as beside:
-            beside.write_text(model_card(folder, repo, **facts), encoding="utf-8")
+    text = card.read_text(encoding="utf-8") if card.exists() else ""
+    unknown = f'"{UNKNOWN_OWNER}/{Path(folder).resolve().name}"'
+    if not text or any(mark in text for mark in _TEMPLATES):
+        atomic_write_text(card, model_card(folder, repo, **facts))
+    elif unknown in text:
+        atomic_write_text(card, text.replace(unknown, f'"{repo}"'))
 
 
 class PushesCard:

@@ -4,6 +4,7 @@ import argparse
 import functools
 import math
 import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -24,13 +25,14 @@ from moe_runtime.config import check_choice, one_line
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models import modeling
 from moe_runtime.hf.models.folders import load, read_config, skeleton
-from moe_runtime.hf.models.hub import check_source, without_retries
+from moe_runtime.hf.models.hub import UNKNOWN_OWNER, check_source, is_id, model_card, without_retries
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
 from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.io.files import atomic_write_text
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.io.rows import encode, in_form, layout_of, read_rows, require
 
@@ -134,6 +136,22 @@ class _MoESFTTrainer(_MoETrainer):
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         model.base_model.register_forward_hook(self._catch)
 
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
+        """Write our model card to the output folder, in place of TRL's, once the folder has a model."""
+        folder = Path(self.args.output_dir)
+        has_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        if not self.is_world_process_zero() or not has_model:
+            return
+        repo = self.args.hub_model_id or f"{UNKNOWN_OWNER}/{folder.resolve().name}"
+        card = model_card(
+            folder, repo, command=self.card_command, base=self.card_base,
+            dataset=dataset_name if dataset_name is not None and is_id(dataset_name) else None,
+            facts={"steps": self.state.global_step, "trl": require("trl").__version__},
+        )  # fmt: skip
+        atomic_write_text(folder / "README.md", card)
+
+    card_command, card_base = "", None  # for the card: the command line, and the folder or id of the model that was tuned
+
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, *more):
         layout = _layout(dataset)
         ours = formatting_func is None and args.dataset_text_field == "text"  # otherwise TRL's own encoding is requested
@@ -224,6 +242,7 @@ def train_command(argv: list[str] | None = None) -> Path:
     _check_output(name, ours, args, resume, adapter=model.use_peft)
     with without_retries(name), console.watched("preparing the training"):
         trainer = _trainer(trl, name, ours, script, args, model, mixture)
+    trainer.card_base, trainer.card_command = name, _command(argv)
     if ours.overwrite and args.should_save:
         _remove_checkpoints(args.output_dir)
     trainer.accelerator.wait_for_everyone()
@@ -234,6 +253,7 @@ def train_command(argv: list[str] | None = None) -> Path:
         stop.kept = _kept(args.output_dir)
         raise
     trainer.save_model(args.output_dir)
+    trainer.create_model_card(dataset_name=ours.data or script.dataset_name)
     trainer.accelerator.print(
         f"saved {type(trainer.model).__name__} to {args.output_dir} after step {result.global_step}, "
         f"mean training loss {result.training_loss:.4f}"
@@ -250,6 +270,12 @@ def train_command(argv: list[str] | None = None) -> Path:
     if hasattr(trainer, "end"):  # from transformers 5.18 on
         trainer.end()
     return Path(args.output_dir)
+
+
+def _command(argv: Sequence[str] | None) -> str:
+    """Return the command line for a model card, with the names of local files in place of their paths."""
+    words = sys.argv[2:] if argv is None else argv
+    return shlex.join(["moe-runtime", "train", *(Path(word).name if os.path.exists(word) else word for word in words)])
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from moe_runtime.hf.models import hub
 from moe_runtime.hf.models.folders import load
 from moe_runtime.hf.training.sft import train_command
 from moe_runtime.tools.evaluate_models import find_models
+from tests.hf import tiny
 
 MISSPELT = ["olmoo", "./olmoo", "/none/olmoo", "runs/tuned/modell", "olmoo/", "../olmoo", "~/olmoo", "owner/"]
 
@@ -42,6 +43,27 @@ def test_a_misspelt_folder_is_refused_by_name_before_any_request(source, monkeyp
     ):
         with pytest.raises(ValueError, match=says):
             call()
+
+
+@pytest.mark.parametrize("text, is_replaced", [
+    ("# Model Card for Model ID\n", True),
+    ("fine-tuned version of [None](https://huggingface.co/None).\nIt has been trained using [TRL]", True),
+    ("# Mine\nIt has been trained using [TRL]", False),
+])  # fmt: skip
+def test_cards_that_nobody_wrote_are_replaced(text, is_replaced, monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: "url")
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda *_, **__: None)
+    tiny.dense().save_pretrained(tmp_path)
+    card = tmp_path / "README.md"
+    card.write_text(text)
+    hub.push(tmp_path, "me/tuned", base="me/base", method="xft")
+    if is_replaced:
+        assert 'from_pretrained("me/tuned")' in card.read_text() and "base_model: me/base" in card.read_text()
+    else:
+        assert card.read_text() == text
+    card.write_text(hub.model_card(tmp_path, f"OWNER/{tmp_path.name}"))  # as after a training without push
+    hub.push(tmp_path, "me/tuned")
+    assert 'from_pretrained("me/tuned")' in card.read_text() and "OWNER" not in card.read_text()
 
 
 def test_existing_paths_and_ids_pass(tmp_path):

@@ -294,6 +294,7 @@ class FolderReceipt(NamedTuple):
     layers: list[int]
     mlp_error: float | None = None  # upcycling: first, middle and last MLP against the formula, relative
     alpha: list[list[float]] | None = None  # merging: [L, E]
+    mixing: str | None = None  # merging: whether these are initial or learned
     exact: bool | None = None  # export: whether the stock family computes the gate
     logits_error: float | None = None  # export: relative, if measured
 

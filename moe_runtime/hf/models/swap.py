@@ -92,7 +92,8 @@ def check_stock(model: nn.Module, family: Family, config: MoEConfig, layers: Seq
     stock = model_classes(family.model_type).base_causal_lm
     if type(model) is not stock:
         raise ValueError(
-            f"Expected a {stock.__name__}, but got {type(model).__name__}. Unwrap it, and merge adapters (merge_and_unload)"
+            f"Expected a {stock.__name__}, but got {type(model).__name__}. Unwrap it, merge adapters (merge_and_unload), or "
+            "load the folder with AutoModelForCausalLM"
         )
     refuse_offloaded(model, type(model).__name__, recurse=False)
     layers = check_layers(model.config.num_hidden_layers, layers)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from moe_runtime.hf.dropin.layers import plain_name
+from moe_runtime.hf.models.families import check_module
 from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
 from moe_runtime.io.files import check_out_dir, read_json
@@ -35,7 +36,13 @@ from moe_runtime.methods.esft.folders import merge_folder as merge
 from moe_runtime.methods.esft.lora import apply, save_lora, save_peft, train_lora
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
-from moe_runtime.methods.esft.selection import ExpertSelection, check_selection, random_experts, select_experts
+from moe_runtime.methods.esft.selection import (
+    ExpertSelection,
+    check_is_selection,
+    check_selection,
+    random_experts,
+    select_experts,
+)
 
 __all__ = [
     "Adapter", "ExpertScores", "ExpertSelection", "GateSums", "MergeReceipt", "TrainableReceipt", "adapter_of", "apply",
@@ -57,6 +64,8 @@ def train_only(
     save_pretrained writes the adapter, also in a Trainer's checkpoints. Raises ValueError for a selection from another model's
     scores; `check_weights=False` accepts a model that differs only in its weights.
     """
+    check_module(model)
+    check_is_selection(selection)
     check_unwrapped(model)
     check_is_base(model)
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}

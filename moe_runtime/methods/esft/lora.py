@@ -21,6 +21,7 @@ from torch import nn
 from moe_runtime.config import check_number, check_positive
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers, plain_name
+from moe_runtime.hf.models.families import check_module
 from moe_runtime.hf.training import trained_files
 from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
 from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
@@ -28,7 +29,7 @@ from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
 from moe_runtime.methods.esft import adapters
 from moe_runtime.methods.esft.adapters import Adapter, check_is_base, from_config, to_config
 from moe_runtime.methods.esft.base import base_of, check_model
-from moe_runtime.methods.esft.selection import FLAGS, ExpertSelection, check_selection
+from moe_runtime.methods.esft.selection import FLAGS, ExpertSelection, check_is_selection, check_selection
 from moe_runtime.methods.lora.adapters import read_tensors
 from moe_runtime.methods.lora.baseline import add_parameter_lora, quiet_peft
 from moe_runtime.methods.lora.baseline import save_lora as save_peft_files
@@ -49,6 +50,8 @@ def train_lora(
     ValueError for experts that the model lacks, for a selection that trains more than routed experts, and for one from another
     model's scores; `check_weights=False` accepts a model that differs only in its weights.
     """
+    check_module(model)
+    check_is_selection(selection)
     check_unwrapped(model)
     check_is_base(model)
     check_model(selection.base, model, "The selection", check_weights=check_weights)

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import check_choice, check_positive
+from moe_runtime.hf.models.families import check_module
 from moe_runtime.io.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.methods.esft.base import identify, read_base, write_base
 from moe_runtime.methods.esft.official import append_logs, read_logs, read_tables, summary_tables
@@ -205,6 +206,7 @@ def score_experts(
     and scores its share of the tokens, or `n_tokens` each with `per_process`; all return the same scores. Works on stock
     models and our own, whose shared expert has scores of 0.
     """
+    check_module(model)
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)
     ranks, rank = world()

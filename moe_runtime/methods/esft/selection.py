@@ -113,6 +113,8 @@ def select_experts(
     `groups` of each layer are selected together, by the sum of their scores (App. B);
     `group_size` makes them by `group_experts` from the pairs that `scores` counted.
     """
+    if not isinstance(scores, ExpertScores):
+        raise ValueError(f"Expected ExpertScores, but got {shown(scores, 60)}. Read a file with ExpertScores.load(path)")
     if (p is None) == (experts_per_layer is None):
         raise ValueError(f"Pass either p or experts_per_layer, but got {p} and {experts_per_layer}")
     if p is not None:
@@ -216,6 +218,12 @@ def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) 
         left = is_free[groups].all(1)
         groups, score = groups[left], score[left]
     return taken
+
+
+def check_is_selection(selection) -> None:
+    """Raise ValueError for anything but an ExpertSelection, such as the path of one."""
+    if not isinstance(selection, ExpertSelection):
+        raise ValueError(f"Expected an ExpertSelection, but got {shown(selection, 60)}. Read a file with ExpertSelection.load")
 
 
 def check_selection(model: nn.Module | Mapping[int, RoutedLayer], selection: ExpertSelection) -> None:

@@ -96,6 +96,7 @@ def run(
 @verb(
     app,
     "--model llama-1b-moe --data pairs.jsonl --output_dir tuned",
+    watch=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )
 def train(context: typer.Context):

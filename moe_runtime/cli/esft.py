@@ -1,6 +1,7 @@
 """moe-runtime esft: score experts, select some, train only those, and merge the adapter into its base."""
 
-from pathlib import Path  # noqa: I001
+import warnings  # noqa: I001
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,7 +55,8 @@ def score(
 @verb(app, "--summary law/summary.json --score gate --p 0.1 --out law/config.json", Kept("{out}"))
 def select(
     out: Annotated[Path, option("The configuration to write, a .json file.")],
-    p: Annotated[float, option("Sum of the scores of a layer's selected experts; 0.1 for gate, 0.2 for token.")],
+    p: Annotated[float | None, option("Sum of the scores of a layer's selected experts; 0.1 for gate, 0.2 for token.")] = None,
+    experts: Annotated[int | None, option("Instead of --p: the number of experts of each layer.")] = None,
     summary: Annotated[Path | None, option("A summary written by score or by the official code.")] = None,
     logs: Annotated[Path | None, option("Instead of --summary: a folder of official logs.")] = None,
     top_k: Annotated[int | None, option("With --logs: experts per token, if the logs differ.")] = None,
@@ -69,8 +71,10 @@ def select(
     skip_unused: Annotated[bool, option("Never select an expert with a score of 0.", "--skip-unused")] = False,
     overwrite: Overwrite = False,
 ):
-    """Select the fewest experts of each layer whose scores sum to p; needs no model."""
+    """Select the fewest experts of each layer whose scores sum to p, or a number of them; needs no model."""
     check_out_file(out, overwrite, [summary, logs])
+    if (p is None) == (experts is None):
+        raise ValueError("Pass either --p, 0.1 for example, or --experts with a number of experts per layer")
     options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
     if (summary is None) == (logs is None) or (logs is None and any(one is not None for one in options.values())):
         raise ValueError("Pass either --summary, or --logs with --top-k, --num-experts and --layers if needed")
@@ -82,20 +86,18 @@ def select(
     else:
         options |= {"layers": numbers(layers), "pairs": group_size > 1}
         scores = ExpertScores.from_logs(logs, variant or "v1", **options)
-    selection = select_experts(
-        scores, p, score, variant, shared_experts=shared_experts, non_expert_modules=non_expert_modules,
-        group_size=group_size, round=round, skip_unused=skip_unused,
-    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        selection = select_experts(
+            scores, p, score, variant, experts_per_layer=experts, shared_experts=shared_experts,
+            non_expert_modules=non_expert_modules, group_size=group_size, round=round, skip_unused=skip_unused,
+        )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     selection.save(out)
     sums = scores.scores(score, variant, round).sum(1).tolist()
     typer.echo(f"scores of a layer sum to {min(sums):.3f} to {max(sums):.3f}")
-    if beyond := sum(p > total + 1e-3 for total in sums):  # with a tolerance for rounded scores
-        typer.echo(
-            f"warning: p ({p}) exceeds the sum of the scores of {beyond} of {len(sums)} layers: all their experts "
-            f"{'with a score above 0 ' if skip_unused else ''}are selected. Pass --variant normalized if p is a share",
-            err=True,
-        )
+    for warning in caught:
+        typer.echo(f"warning: {warning.message}", err=True)
     _say_selection(selection)
     typer.echo(f"wrote {out}")
     typer.echo(f"next: moe-runtime esft train MODEL --config {out} --data FILE --out adapter")
@@ -127,6 +129,7 @@ def train(
     rank: Annotated[int | None, option("With --lora: rank of each expert's matrices (default: 8).")] = None,
     alpha: Annotated[float | None, option("With --lora: the scaling is alpha / rank (default: 16).")] = None,
     ep_size: Annotated[int, option("Processes to shard each layer's experts over (expert parallelism).")] = 1,
+    any_weights: Annotated[bool, option("Accept a selection from a model with other weights.", "--any-weights")] = False,
     seed: Seed = 0, overwrite: Overwrite = False,
 ):  # fmt: skip
     """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.
@@ -139,21 +142,15 @@ def train(
         raise ValueError(f"rank ({rank}) and alpha ({alpha}) require --lora")
     if lora:
         require("peft")
-    from dataclasses import replace
-
     from moe_runtime.config import check_choice
     from moe_runtime.experiments.recipe import DTYPES
     from moe_runtime.hf.training import fit
-    from moe_runtime.methods.esft.adapters import load_selection
     from moe_runtime.methods.esft.lora import ALPHA, RANK
     from moe_runtime.methods.esft.recipe import Tuning
     from moe_runtime.methods.esft.runs import train_folder
 
     if dtype is not None:
         check_choice("dtype", dtype, tuple(DTYPES))
-    selection = load_selection(config)
-    flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
-    selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
     training = Tuning.from_dict({
         "steps": steps, "learning_rate": learning_rate, "batch_size": batch_size, "weight_decay": weight_decay, "bf16": bf16,
         "per_device_batch_size": per_device_batch_size, "gradient_checkpointing": gradient_checkpointing,
@@ -162,8 +159,9 @@ def train(
     fit.quiet()
     with console.bar("training") as on_step:
         receipt = train_folder(
-            model, selection, data, out, training, held_out=held_out, max_length=max_length, packed=pack, prompt=prompt,
-            train_on=train_on, dtype=dtype, seed=seed, overwrite=overwrite, on_step=on_step,
+            model, config, data, out, training, held_out=held_out, max_length=max_length, packed=pack, prompt=prompt,
+            train_on=train_on, shared_experts=shared_experts, non_expert_modules=non_expert_modules, dtype=dtype,
+            seed=seed, check_weights=not any_weights, overwrite=overwrite, on_step=on_step,
             lora=(RANK if rank is None else rank, ALPHA if alpha is None else alpha) if lora else None,
         )  # fmt: skip
     if console.is_main():

@@ -24,7 +24,9 @@ def evaluate(
     out: Annotated[Path, option("Folder for the results; a rerun resumes there.")] = Path("runs/eval"),
     reference: Annotated[str | None, option("Model that the others are compared with (default: the first).")] = None,
     limit: Annotated[int | None, option("Problems of each task, at most.")] = None,
-    shots: Annotated[int, option("Examples shown before each question: the first of the task, which are not evaluated.")] = 0,
+    shots: Annotated[
+        int | None, option("Problems of the file to show instead of asking (default: 0; gsm8k shows five examples of its own).")
+    ] = None,
     prompt: Annotated[
         str, option("Prompt format: plain, chat (the tokenizer's template), magicoder or deepseek.", words=PROMPTS)
     ] = "plain",
@@ -109,5 +111,10 @@ def decontaminate(
         rows, against, out, method=method, n=n, min_chars=min_chars, columns=column or (), overwrite=overwrite
     )
     counts = ", ".join(f"{count} for {name}" for name, count in report.by_benchmark.items())
+    for name, texts in report.texts.items():
+        searched = report.searched[name]
+        if searched < texts:
+            least = f"{min_chars} characters" if method == "substring" else f"{n} words"
+            typer.echo(f"searched for {searched:,} of {texts:,} texts of {name}; the others have fewer than {least}")
     typer.echo(f"wrote {out}: {report.kept:,} of {report.rows:,} examples; dropped {counts}: {out}.dropped.json")
     return report._replace(dropped=len(report.dropped))

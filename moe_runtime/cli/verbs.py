@@ -141,34 +141,40 @@ def with_bar(name: str, function: Callable, *args, **options):
 
 def verb(
     app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, push: str | None = None,
-    check_push: Callable[[dict], None] | None = None, **more,
+    check_push: Callable[[dict], None] | None = None, watch: bool = True, **more,
 ) -> Callable:  # fmt: skip
     """Add a function to `app` as a verb whose result --json prints; the `example` follows the verb's name in the help.
 
     `push` names the option with the folder that --push-to-hub uploads; without it there is no such option. `check_push` raises
-    ValueError for options whose result cannot be pushed.
+    ValueError for options whose result cannot be pushed. `watch=False` is for a verb that shows its own progress at all times.
     """
 
     def add(function: Callable) -> Callable:
-        words = f"moe-runtime {app.info.name or ''} {name or function.__name__.replace('_', '-')} {example}"
-        app.command(name, epilog=f"Example: {' '.join(words.split())}", **more)(
-            _wrapped(function, kept or Kept(), push, check_push)
-        )
+        words = f"moe-runtime {app.info.name or ''} {name or function.__name__.replace('_', '-')}"
+        words = " ".join(words.split())
+        wrapped = _wrapped(function, kept or Kept(), push, check_push, words if watch else None)
+        app.command(name, epilog=f"Example: {' '.join(f'{words} {example}'.split())}", **more)(wrapped)
         return function
 
     return add
 
 
-def _wrapped(function: Callable, kept: Kept, push: str | None, check_push: Callable[[dict], None] | None) -> Callable:
-    """Return the function with the options --push-to-hub and --json, and a message if it is interrupted."""
+def _wrapped(
+    function: Callable, kept: Kept, push: str | None, check_push: Callable[[dict], None] | None, watched: str | None
+) -> Callable:
+    """Return the function with the options --push-to-hub and --json, and a message if it is interrupted.
+
+    Unless `watched`, the verb's name, is None, a line says every minute that it works.
+    """
     old = inspect.signature(function)
     ids = [name for name, p in old.parameters.items() if HUB in getattr(p.annotation, "__metadata__", ())]
 
     @functools.wraps(function)
     def run(*args, json: bool = False, push_to_hub: str | None = None, **options):
         kept.begin(options)
+        redirected = _stdout_to_stderr() if json else contextlib.nullcontext()
         try:
-            with _stdout_to_stderr() if json else contextlib.nullcontext():
+            with redirected, console.watched(watched) if watched else contextlib.nullcontext():
                 if push_to_hub is not None and check_push is not None:
                     check_push(options)
                 if push_to_hub is not None:

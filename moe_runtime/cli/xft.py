@@ -99,7 +99,7 @@ def to_mergeable(
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     _print_receipt(receipt)
-    typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir mixed")
+    typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --learning_rate 1e-2 --output_dir mixed")
     typer.echo("then: moe-runtime xft merge mixed dense")
     return receipt
 
@@ -126,6 +126,7 @@ def merge(
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     _print_receipt(receipt)
+    typer.echo(receipt.mixing)
     for layer, row in zip(receipt.layers, receipt.alpha):
         typer.echo(f"layer {layer}: alpha " + " ".join(f"{value:.4f}" for value in row))
     return receipt

@@ -4,12 +4,14 @@ import dataclasses
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 FIRST, EVERY = 10.0, 60.0  # seconds before the first line in a log, and between lines
+SILENCE = 60.0  # seconds without a line, after which one says that the work goes on
 
 
 def is_main() -> bool:
@@ -17,23 +19,93 @@ def is_main() -> bool:
     return int(os.environ.get("RANK") or 0) == 0
 
 
+class _Watch:
+    """A thread that prints a line about the innermost of the works in progress after a minute without one."""
+
+    def __init__(self):
+        self.works: list[Callable[[], str | None]] = []  # each describes how far a work is; None if that is on the screen
+        self.woken, self.lock = threading.Event(), threading.Lock()
+
+    def begin(self, describe: Callable[[], str | None]) -> None:
+        """Watch one more work; the first one starts the thread."""
+        with self.lock:
+            self.works.append(describe)
+            if len(self.works) == 1:
+                self.woken.clear()
+                threading.Thread(target=self._run, args=(sys.stderr, self.woken), daemon=True).start()
+
+    def end(self, describe: Callable[[], str | None]) -> None:
+        """Stop watching a work; the last one ends the thread."""
+        with self.lock:
+            self.works.remove(describe)
+            if not self.works:
+                self.woken.set()
+                self.woken = threading.Event()
+
+    def _run(self, stream, woken: threading.Event) -> None:
+        while True:
+            is_woken = woken.wait(SILENCE)
+            with self.lock:
+                if woken is not self.woken:
+                    return
+                line = None if is_woken else self.works[-1]()
+                woken.clear()
+            if line is not None:
+                print(line, file=stream, flush=True)
+
+
+_watch = _Watch()
+
+
+@contextmanager
+def watched(title: str) -> Iterator[None]:
+    """While the block runs, print to stderr every minute that it still does, unless a `bar` within it prints.
+
+    Only the first process of a run prints.
+    """
+    if not is_main():
+        yield
+        return
+    start = time.monotonic()
+
+    def describe() -> str:
+        return f"{title}: still working after {_interval(time.monotonic() - start)}"
+
+    _watch.begin(describe)
+    try:
+        yield
+    finally:
+        _watch.end(describe)
+
+
+def _interval(seconds: float) -> str:
+    """Return [hours:]minutes:seconds."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
 @contextmanager
 def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable[..., None]]:
     """Yield `update(done, total, loss=None)`: a bar on a terminal, or in a log a line after ten seconds and then every minute.
 
-    Both go to stderr. The unit "B" is for bytes. Only the first process of a run prints, and only if `shown`.
+    Without updates a line says every minute that the work goes on. All go to stderr. The unit "B" is for bytes. Only the first
+    process of a run prints, and only if `shown`.
     """
     if not (shown and is_main()):
         yield lambda *_: None
         return
     from tqdm import tqdm
 
-    terminal, began, start, following = sys.stderr.isatty(), None, time.monotonic(), FIRST
+    stream = sys.stderr
+    terminal, began, start, following = stream.isatty(), None, time.monotonic(), FIRST
+    latest: tuple[int, int | None] = 0, None
     units = {"unit": unit, "unit_scale": unit == "B"}
 
     def update(done: int, total: int | None = None, loss: float | None = None, *_) -> None:
-        nonlocal began, following
+        nonlocal began, following, latest
         now = time.monotonic()
+        latest = done, total
         if began is None:
             # work restored from a checkpoint does not count towards the rate
             began = now, done
@@ -49,12 +121,28 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
             following = now - start + EVERY
             options = units | {"prefix": title, "initial": began[1], "bar_format": LOG if total else None}
             line = tqdm.format_meter(done, total, now - began[0], postfix=f"loss {loss:.3f}" if loss else None, **options)
-            print(line, file=sys.stderr)
+            print(line, file=stream, flush=True)
+            _watch.woken.set()
 
-    with tqdm(desc=title, leave=False, dynamic_ncols=True, disable=not terminal, **units) as progress:
-        yield update
+    def describe() -> str | None:
+        nonlocal following
+        now = time.monotonic()
+        if terminal:
+            progress.refresh()
+            return None
+        following = now - start + EVERY
+        done, total = (tqdm.format_sizeof(value) if unit == "B" and value else value for value in latest)
+        reached = f" at {done}/{total}" if total else ""
+        return f"{title}: still working{reached} after {_interval(now - start)}"
+
+    with tqdm(desc=title, leave=False, dynamic_ncols=True, disable=not terminal, file=stream, **units) as progress:
+        _watch.begin(describe)
+        try:
+            yield update
+        finally:
+            _watch.end(describe)
     if not terminal and following > FIRST:
-        print(f"{title}: done in {tqdm.format_interval(time.monotonic() - start)}", file=sys.stderr)
+        print(f"{title}: done in {_interval(time.monotonic() - start)}", file=stream, flush=True)
 
 
 # a line in a log: training: 5% 10/200 [00:10<03:10, 1.00step/s, loss 2.500]

@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +309,13 @@ def atomic_write_text(path: str | os.PathLike, text: str) -> None:
 def atomic_write_json(path: str | os.PathLike, value: Any) -> None:
     """Write `value` as indented JSON atomically; raises ValueError for NaN and infinities."""
     atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def check_paths(name: str, paths: Any) -> None:
+    """Raise ValueError unless `paths` is a sequence of paths."""
+    is_list = isinstance(paths, Sequence) and not isinstance(paths, str)
+    if not is_list or not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise ValueError(f"{name} must be a list of folders, but got {shown(paths)}")
 
 
 def check_out_dir(path: str | os.PathLike, overwrite: bool = False, reads: Iterable[object] = ()) -> Path:

@@ -166,10 +166,14 @@ def _layout(columns: Iterable[str], name: str) -> tuple[str, ...]:
     if not layout:
         problem = "has no examples"
         if columns:
-            wanted = " | ".join(" + ".join(layout) for layout in LAYOUTS)
-            problem = f"has the columns {one_line(', '.join(columns))}. Rename them to {wanted}"
+            problem = f"has the columns {one_line(', '.join(columns))}. {_rename()}"
         raise BadRow(f"Data {name!r} {problem}")
     return layout
+
+
+def _rename() -> str:
+    """Return what to do about unknown columns, as a sentence."""
+    return "Rename them to " + " | ".join(" + ".join(layout) for layout in LAYOUTS)
 
 
 def in_form(row: Mapping, layout: tuple[str, ...], where: str, answers: bool = True) -> dict[str, Any]:
@@ -300,11 +304,19 @@ def pack(tokenizer, documents: Iterable[str], length: int):
 
 
 def encode(tokenizer, row: Mapping, prompt: str = "plain", train_on: str = "assistant") -> tuple[list[int], list[int]]:
-    """Return the ids and labels of an example from `read_rows`, -100 on tokens that are not trained, without truncation.
+    """Return the ids and labels of an example, -100 on tokens that are not trained, without truncation.
 
-    BOS and EOS are added if the tokenizer has them and the text does not. `prompt` is one of prompts.PROMPTS, `train_on` is
-    one of prompts.TRAIN_ON.
+    `row` is in one of LAYOUTS, as in a file or from `read_rows`. BOS and EOS are added if the tokenizer has them and the text
+    does not. `prompt` is one of prompts.PROMPTS, `train_on` is one of prompts.TRAIN_ON. Raises ValueError for other columns
+    and for values that do not fit them.
     """
+    layout = layout_of(row)
+    if not layout:
+        raise BadRow(f"The example has the columns {one_line(', '.join(map(str, row)))}. {_rename()}")
+    if layout in LAYOUTS[:3]:
+        check_row(row, "The example")
+    else:
+        row = in_form(row, layout, "The example", answers=False)
     row = put_prompt(row, prompt)
     if chat_of(row) and prompt == "esft":
         ids, labels = encode_turns(tokenizer, row)
@@ -339,7 +351,7 @@ def tokenize_pairs(
         if len(columns["labels"]) == limit:
             break
         row = one_form(row)
-        check_row(row, f"row {place}")
+        check_row(row, f"example {place + 1}")
         ids, labels = (values[:max_length] for values in encode(tokenizer, row, prompt, train_on))
         if any(label != -100 for label in labels[1:]):
             columns["input_ids"].append(ids)
@@ -355,7 +367,7 @@ def token_ids(tokenizer, rows: Iterable[Mapping], max_length: int, prompt: str =
     """Yield the ids of each example, as `tokenize_pairs` computes them, including those without labels."""
     for place, row in enumerate(rows):
         row = one_form(row)
-        check_row(row, f"row {place}")
+        check_row(row, f"example {place + 1}")
         ids = encode(tokenizer, row, prompt, "all")[0][:max_length]
         if ids:
             yield ids

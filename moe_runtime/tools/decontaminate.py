@@ -30,7 +30,9 @@ class Report(NamedTuple):
     rows: int
     kept: int
     by_benchmark: dict[str, int]  # number of dropped examples
-    dropped: list[dict]  # index of the example, the benchmark, and the common text
+    dropped: list[dict]  # index of the example, from 0, the benchmark, and the common text
+    texts: dict[str, int]  # in each benchmark
+    searched: dict[str, int]  # of them, those that are long enough to be searched for
 
 
 def decontaminate(
@@ -40,7 +42,8 @@ def decontaminate(
     """Write the examples of a .jsonl, .json or .parquet file without texts of the files `against` to the .jsonl file `out`.
 
     `against` are benchmarks, FILE or FILE:column,column; without columns all texts of a problem count. `columns` of the
-    examples are searched, by default all texts, including chats. The dropped examples are listed in OUT.dropped.json.
+    examples are searched, by default all texts, including chats. The dropped examples are listed in OUT.dropped.json. Raises
+    ValueError for a benchmark whose texts are all too short to be searched for.
     """
     check_choice("method", method, METHODS)
     for name, value in (("n", n), ("min_chars", min_chars)):
@@ -53,6 +56,13 @@ def decontaminate(
     if not benchmarks:
         raise ValueError("No benchmark is given. Pass --against FILE at least once")
     found = Substrings(benchmarks, min_chars) if method == "substring" else NGrams(benchmarks, n)
+    for name, searched in found.searched.items():
+        if searched == 0:
+            reason = f"{min_chars} characters (--min-chars)" if method == "substring" else f"{n} words (--n)"
+            raise ValueError(
+                f"None of the {len(benchmarks[name])} texts of {name} has {reason}, so none would be searched for. Pass a "
+                "smaller number, or the columns with the problems as FILE:column"
+            )
     count, counts, dropped = 0, Counter(), []
     # both are written before either is moved to its name, so that a full disk leaves neither
     with atomic_file(out) as beside, atomic_file(listing) as listing_beside:
@@ -70,7 +80,9 @@ def decontaminate(
             raise ValueError(
                 f"All {count} examples of {rows} contain benchmark texts. Check for texts that are too common: {hit[1]!r}"
             )
-        report = Report(Path(out), count, count - len(dropped), {name: counts[name] for name in benchmarks}, dropped)
+        texts = {name: len(given) for name, given in benchmarks.items()}
+        by_benchmark = {name: counts[name] for name in benchmarks}
+        report = Report(Path(out), count, count - len(dropped), by_benchmark, dropped, texts, found.searched)
         settings = {"against": list(against), "method": method}
         settings |= {"n": n} if method == "ngram" else {"min_chars": min_chars}
         values = settings | report._asdict() | {"path": str(out)}
@@ -109,10 +121,12 @@ class Substrings:
 
     def __init__(self, benchmarks: Mapping[str, Iterable[str]], min_chars: int):
         self.short, self.long = {}, {}
+        self.searched = {}
         for name, texts in benchmarks.items():
-            for text in {text.strip().lower() for text in texts}:
-                if len(text) < max(min_chars, 1):
-                    continue
+            texts = [text.strip().lower() for text in texts]
+            texts = [text for text in texts if len(text) >= max(min_chars, 1)]
+            self.searched[name] = len(texts)
+            for text in set(texts):
                 if len(text) < SHINGLE:
                     self.short[text] = name
                 else:
@@ -136,9 +150,12 @@ class NGrams:
 
     def __init__(self, benchmarks: Mapping[str, Iterable[str]], n: int):
         self.n, self.known = n, {}
+        self.searched = {}
         for name, texts in benchmarks.items():
-            for text in texts:
-                self.known |= dict.fromkeys(self._of(text), name)
+            grams = [dict.fromkeys(self._of(text), name) for text in texts]
+            self.searched[name] = sum(map(bool, grams))
+            for found in grams:
+                self.known |= found
 
     def _of(self, text: str) -> Iterator[tuple[str, ...]]:
         words = WORD.findall(text.lower())

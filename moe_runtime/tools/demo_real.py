@@ -103,7 +103,7 @@ def run(
     asked = {name: one for name, one in found.items() if name != "INIT"}
     report = evaluate(
         [f"{name}={one.folder}" for name, one in asked.items()], files, out / "eval", reference="SFT", prompt="chat",
-        batch_size=ASKED_AT_ONCE, dtype="bfloat16" if settings.tune.bf16 else "auto",
+        batch_size=ASKED_AT_ONCE, dtype="bfloat16" if settings.tune.bf16 else "auto", shots=0,
         max_new_tokens=max(TOKENS[name] for name in names),
     )  # fmt: skip
     results = _results(stages, found, report, measured)
@@ -194,7 +194,7 @@ def _minutes(stages: Stages, measured: dict[str, float], longer: int) -> float:
 
 
 def _results(stages: Stages, found: dict[str, Result], report: Report, measured: dict[str, float]) -> dict:
-    scores = {(one.model, one.task): one for one in report.scores}
+    scores = {(one.model, one.task): one for one in reversed(report.scores)}  # of two scores of a task the strict one
     tasks = list(dict.fromkeys(one.task for one in report.scores))
     rows = [
         {

@@ -22,6 +22,7 @@ from moe_runtime.config import check_choice, one_line
 from moe_runtime.experiments.stages import files_print
 from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.models.folders import read_config
+from moe_runtime.hf.models.hub import check_source
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import is_plain_name, read_json
@@ -94,6 +95,9 @@ def _kind(folder: str, base: str | None) -> str:
         if not found:
             raise ValueError(f"Adapter {folder!r} has no {KINDS['esft']} or {KINDS['peft']}. Pass the folder of an adapter")
         return found[0]
+    for source in (folder, base):
+        if source is not None:
+            check_source(source)
     if not found and not is_model:
         raise ValueError(f"{folder!r} has no config.json, {', '.join(KINDS.values())}. Pass the folder of a model")
     return found[0] if found and ("fused" in found or not is_model) else "model"
@@ -151,7 +155,8 @@ class RecordedLM:
 
     def __init__(self, model: Model, tokenizer, prompt: str, path: Path, load: Callable[[], object]):
         self.model, self.tokenizer, self.prompt, self.path, self._load = model, tokenizer, prompt, path, load
-        self.is_rendered, self.progress, self.truncated = False, lambda done, total: None, 0
+        self.is_rendered, self.progress = False, lambda done, total: None
+        self.truncated, self.cut = 0, 0  # questions and answers, counted since they were set to 0
         self.tokenizer_name = model.name
         self._lm, self._done, self._total, self._answers = None, 0, 0, _read(path)
 
@@ -171,8 +176,13 @@ class RecordedLM:
             raise ValueError(f"The chat template of {self.model.name!r} failed: {one_line(error, 300)}") from error
 
     def generate_until(self, requests: list) -> list[str]:
-        """Return the continuation of each context, up to a stop sequence."""
-        return self._answered("generate_until", requests)
+        """Return the continuation of each context, up to a stop sequence; count those that reach the limit in `cut`."""
+        answers = self._answered("generate_until", requests)
+        for request, answer in zip(requests, answers, strict=True):
+            limit = request.args[1].get("max_gen_toks", 256)
+            count = len(self.tokenizer.encode(answer, add_special_tokens=False))
+            self.cut += count >= limit - limit // 32  # the answer's text may take slightly fewer tokens than were generated
+        return answers
 
     def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
         """Return the log probability of each continuation, and whether greedy decoding generates it."""

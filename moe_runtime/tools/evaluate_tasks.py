@@ -1,7 +1,7 @@
 """The tasks of `moe-runtime eval`: built-in ones that read files, and YAML tasks, all run as tasks of lm-eval.
 
 task        a problem's columns                        an answer is right if
-gsm8k       question, answer                           the number after its first #### equals the gold answer's
+gsm8k       question, answer                           its number equals the gold answer's: lm-eval's two scores
 humaneval   prompt, test, entry_point                  prompt and answer pass the test
 mbpp        text or prompt, test_list                  it passes every test
 arithmetic  prompt, completion                         its last number is the gold answer's
@@ -16,7 +16,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Choices(NamedTuple):
     """Settings for asking and judging problems."""
 
     chat: bool = False  # use a chat template, or a fused model's templates; else the question is text to continue
-    shots: int = 0  # number of a task's first examples that are shown with their answers instead of being asked
+    shots: int | None = None  # the task's first problems that are shown instead of asked; None: those of `Task.examples`
     max_new_tokens: int | None = None
     code_seconds: int = 10
 
@@ -51,9 +51,14 @@ class Task:
     tokens: int  # maximum length of an answer
     until: tuple[str, ...]  # stop sequences of an answer that continues a text
     problem: Callable[[dict, bool], dict | None]
-    judge: Callable[[Sequence[dict], Sequence[str], int], list[Verdict]]
+    judge: Callable[[Sequence[dict], Sequence[str], int], list[Verdict]] | None  # None: lm-eval's filters and metric
     metric: str = "exact_match"
     source: Callable[[], Iterable[dict]]  # the rows if no file is given
+    filters: tuple[dict, ...] = ()  # lm-eval's, in place of `judge`
+    metric_options: dict = field(default_factory=dict)
+    examples: tuple[dict, ...] = ()  # rows that are shown with their answers, unless Choices say how many of the file's
+    form: str = "{question}"  # of a question that continues a text after such examples
+    form_until: tuple[str, ...] = ()
 
 
 def number_after_mark(text: str) -> Decimal | None:
@@ -98,11 +103,18 @@ def _same_text(problems: Sequence[dict], answers: Sequence[str], seconds: int) -
 
 
 def _plain(text: str) -> Any:
+    """Return JSON in one spelling, whole numbers without a fraction (1 for 1.0), and other text with single spaces."""
     try:
-        value = json.loads(text)
-        return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else " ".join(text.split())
+        value = json.loads(text, parse_float=_whole)
     except ValueError:
         return " ".join(text.split())
+    is_text = isinstance(value, str)
+    return " ".join(text.split()) if is_text else json.dumps(value, sort_keys=True)
+
+
+def _whole(text: str) -> int | float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _programs(problems: Sequence[dict], answers: Sequence[str], seconds: int) -> list[Verdict]:
@@ -125,6 +137,46 @@ def _pair(row: dict, chat: bool) -> dict | None:
     if not isinstance(question, str) or not isinstance(answer, str):
         return None
     return {"question": question, "answer": answer, "answers": json.dumps(row.get("raw_answers") or [answer])}
+
+
+# the format in which lm-eval asks for GSM8K's answers; it draws its examples from the training set
+SCHOOL_FORM, SCHOOL_UNTIL = "Question: {question}\nAnswer:", ("Question:", "</s>", "<|im_end|>")
+SCHOOL_EXAMPLES = (
+    {
+        "question": "A baker fills 6 trays with 12 rolls each and sells 50 rolls. How many rolls are left?",
+        "answer": "The trays hold 6 * 12 = 72 rolls.\nAfter the sale, 72 - 50 = 22 rolls are left.\n#### 22",
+    },
+    {
+        "question": "Mira reads 15 pages on Monday and twice as many on Tuesday. Her book has 90 pages. How many pages remain?",
+        "answer": "On Tuesday she reads 2 * 15 = 30 pages.\nIn both days she reads 15 + 30 = 45 pages.\n"
+        "That leaves 90 - 45 = 45 pages.\n#### 45",
+    },
+    {
+        "question": "Tickets cost $8 for adults and $5 for children. What do 3 adults and 4 children pay?",
+        "answer": "The adults pay 3 * 8 = $24.\nThe children pay 4 * 5 = $20.\nTogether they pay 24 + 20 = $44.\n#### 44",
+    },
+    {
+        "question": "A tank of 240 liters is a quarter full. It gets 20 liters a minute. In how many minutes is it full?",
+        "answer": "The tank holds 240 / 4 = 60 liters.\nIt takes 240 - 60 = 180 more liters.\n"
+        "That takes 180 / 20 = 9 minutes.\n#### 9",
+    },
+    {
+        "question": "Of 1,500 voters, 40% vote by mail and the others at one of 3 stations, equally many at each. "
+        "How many vote at each station?",
+        "answer": "By mail vote 1500 * 40 / 100 = 600.\nAt the stations vote 1500 - 600 = 900.\n"
+        "At each station vote 900 / 3 = 300.\n#### 300",
+    },
+)
+# lm-eval's: the number behind the first mark, and the last number of the answer, compared as text
+SCHOOL_FILTERS = (
+    {"name": "strict-match", "filter": [
+        {"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"}, {"function": "take_first"},
+    ]},
+    {"name": "flexible-extract", "filter": [
+        {"function": "regex", "group_select": -1, "regex_pattern": r"(-?[$0-9.,]{2,})|(-?[0-9]+)"}, {"function": "take_first"},
+    ]},
+)  # fmt: skip
+SCHOOL_OPTIONS = {"ignore_case": True, "regexes_to_ignore": [",", r"\$", r"(?s).*#### ", r"\.$"]}
 
 
 def _grade_school(row: dict, chat: bool) -> dict | None:
@@ -193,7 +245,8 @@ TASKS = {
     for task in (
         Task(
             name="gsm8k", columns="question and answer, which holds #### and a number", tokens=256, until=("\n\n",),
-            problem=_grade_school, judge=_numbers_equal(number_after_mark), source=hub_rows("openai/gsm8k", "main"),
+            problem=_grade_school, judge=None, filters=SCHOOL_FILTERS, metric_options=SCHOOL_OPTIONS,
+            examples=SCHOOL_EXAMPLES, form=SCHOOL_FORM, form_until=SCHOOL_UNTIL, source=hub_rows("openai/gsm8k", "main"),
         ),
         Task(
             name="humaneval", columns="prompt, test and entry_point", tokens=512, until=("\ndef ", *_CODE_ENDS),
@@ -305,22 +358,31 @@ class _Judging:
 def _configured(asked: Asked, choices: Choices):
     """Return a built-in task as a task of lm-eval, with the problems that are not shown as examples."""
     task, rows = asked.task, [asked.task.problem(row, choices.chat) for row in asked.rows]
-    if choices.shots >= len(rows):
-        raise ValueError(f"shots must be below the {len(rows)} problems of {asked.name}, but got {choices.shots}")
+    shots = choices.shots or 0
+    if shots >= len(rows):
+        raise ValueError(f"shots must be below the {len(rows)} problems of {asked.name}, but got {shots}")
     ids = [str(row.get("task_id", row.get("idx", i))) for i, row in enumerate(asked.rows)]
     problems = [{"id": i} | row for i, row in zip(ids, rows)]
-    shown_ones, problems = problems[: choices.shots], problems[choices.shots :]
+    shown_ones, problems = problems[:shots], problems[shots:]
     until = [] if choices.chat and "prefix" not in rows[0] else ["\n```"] if choices.chat else list(task.until)
+    form = "{question}"
+    if choices.shots is None and task.examples:
+        shown_ones = [{"id": "example"} | task.problem(row, choices.chat) for row in task.examples]
+        if not choices.chat:
+            form, until = task.form, list(task.form_until)
+    metric = {"metric": task.metric, "aggregation": "mean", "higher_is_better": True} | task.metric_options
     config = {
         "task": asked.name, "output_type": "generate_until", "test_split": "test",
         "custom_dataset": lambda **_: {"test": require("datasets").Dataset.from_list(problems)},
-        "doc_to_text": lambda doc: doc["question"], "doc_to_target": lambda doc: doc["answer"], "target_delimiter": "",
-        "num_fewshot": choices.shots, "fewshot_config": {"samples": shown_ones, "sampler": "first_n"},
+        "doc_to_text": lambda doc: form.replace("{question}", doc["question"]),
+        "doc_to_target": lambda doc: doc["answer"], "target_delimiter": "",
+        "num_fewshot": len(shown_ones), "fewshot_config": {"samples": shown_ones, "sampler": "first_n"},
         "generation_kwargs": {"until": until, "max_gen_toks": choices.max_new_tokens or task.tokens, "do_sample": False},
-        "filter_list": [{"name": "judged", "filter": [{"function": lambda: _Judging(task, choices.code_seconds)}]}],
-        "process_results": lambda doc, results: {task.metric: int(results[0].passed)},
-        "metric_list": [{"metric": task.metric, "aggregation": "mean", "higher_is_better": True}],
+        "filter_list": list(task.filters), "metric_list": [metric],
     }  # fmt: skip
+    if task.judge is not None:
+        config["filter_list"] = [{"name": "judged", "filter": [{"function": lambda: _Judging(task, choices.code_seconds)}]}]
+        config["process_results"] = lambda doc, results: {task.metric: int(results[0].passed)}
     if "prefix" in rows[0]:
         config["gen_prefix"] = "prefix"
     return require("lm_eval.api.task", "eval").ConfigurableTask(config=config)

@@ -3,12 +3,14 @@
 The stages are those of the methods' studies, built from configs only; `moe-runtime run` calls `check` before it starts.
 """
 
+import contextlib
 import functools
 import importlib
 import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -302,14 +304,22 @@ def recipe_of(source: str):
 
 
 def machine() -> tuple[int, float, str]:
-    """Return the number of processes of this run, the bytes of memory of each, and the engine that the launcher sets."""
+    """Return the number of processes of this run, the free bytes of memory of each, and the engine that the launcher sets."""
     gpus = int(os.environ.get("WORLD_SIZE", 1))
     engine = "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"
     engine = "zero3" if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else engine
     if torch.cuda.is_available():
-        return gpus, torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0))).total_memory, engine
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return gpus, whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), engine
+        return gpus, torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)))[0], engine
+    return gpus, free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), engine
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that programs can still get, without swapping; all of it where Linux does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 SMALL = 50_000_000  # parameters of a base that is not checked before it runs
@@ -335,5 +345,5 @@ def check(recipe: Node, name: str = "recipe") -> None:
         fits = "No setting fits" if near is None else f"It fits with {near.setting}: {near.share.total / 1e9:.1f} GB"
         raise ValueError(
             f"{name}: stage {stage.name} needs {found.share.total / 1e9:.1f} GB per GPU ({parts}) with {found.setting}, but "
-            f"only {size / 1e9:.1f} GB are available. {fits}"
+            f"only {size / 1e9:.1f} GB are free. {fits}"
         )

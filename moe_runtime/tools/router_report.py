@@ -42,7 +42,7 @@ def router_report(
     patch(model)
     with bar("routing", "token") as update:
         batches = _batches(rows, tokenizer, tokens, max_length, batch_size, device)
-        batches = _reported(_known(model, tokenizer, batches), tokens, update)
+        batches = _reported(_known(model, tokenizer, batches), tokens, len(rows), update)
         stats = collect_router_stats(model, batches)
     if not stats.counts.any():
         raise ValueError(f"The examples of {str(data)!r} have no tokens. Pass data with text")
@@ -59,13 +59,15 @@ def _known(model, tokenizer, batches: Iterator[dict]) -> Iterator[dict]:
         yield batch
 
 
-def _reported(batches: Iterator[dict], tokens: int, update) -> Iterator[dict]:
-    """Yield the batches, and report their tokens once they are processed."""
-    done = 0
+def _reported(batches: Iterator[dict], tokens: int, rows: int, update) -> Iterator[dict]:
+    """Yield the batches, and report their tokens once they are processed, of those that the data is estimated to have."""
+    done = examples = 0
     for batch in batches:
         yield batch
         done += int(batch["attention_mask"].sum())
-        update(done, tokens)
+        examples += len(batch["input_ids"])
+        expected = done if examples >= rows else round(done / examples * rows)
+        update(done, min(tokens, expected))
 
 
 def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str) -> Iterator[dict]:

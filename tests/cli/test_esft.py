@@ -172,9 +172,37 @@ def test_p_that_is_not_reached_is_said(home, tmp_path):
     assert f"scores of a layer sum to {sums.min():.3f} to {sums.max():.3f}" in out.output
     assert "warning" not in out.output and max(sums) < 0.99
     out = invoke(*arguments, tmp_path / "all.json", "--p", 1.0)
-    assert "warning: p (1.0) exceeds the sum of the scores of 2 of 2 layers" in out.output
+    said = f"warning: p is 1.0, but the scores sum to only {sums.min():.3f} to {sums.max():.3f} in 2 of 2 layers (all)"
+    assert said in out.output
     out = invoke(*arguments, tmp_path / "share.json", "--p", 1.0, "--variant", "normalized")
     assert out.exit_code == 0 and "warning" not in out.output
+
+
+def test_a_number_of_experts_in_place_of_p(home, tmp_path):
+    arguments = ("select", "--summary", home / "made" / "summary.json", "--out")
+    out = invoke(*arguments, tmp_path / "three.json", "--experts", 3)
+    assert out.exit_code == 0 and "3 to 3 in a layer" in out.output
+    for wrong in ([], ["--p", 0.1, "--experts", 3]):
+        out = invoke(*arguments, tmp_path / "wrong.json", *wrong)
+        assert isinstance(out.exception, ValueError) and "Pass either --p" in str(out.exception)
+
+
+def test_a_selection_of_another_model_is_refused_before_training(home, tmp_path):
+    other = tmp_path / "other"
+    tokenizer = train_tokenizer(["Write 1: x = 1"] * 9, 300)
+    stock("olmoe", vocab_size=len(tokenizer), num_hidden_layers=3).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    arguments = ("train", other, "--data", home / "rows.jsonl", "--out", tmp_path / "law", *TRAIN, "--config")
+    out = invoke(*arguments, home / "config.json")
+    assert isinstance(out.exception, ValueError)
+    assert "for a model whose model_type is 'deepseek_v2', but the model's is 'olmoe'" in str(out.exception)
+    values = read_json(home / "config.json")
+    del values["moe_runtime"]  # as older and official files
+    (tmp_path / "old.json").write_text(json.dumps(values))
+    out = invoke(*arguments, tmp_path / "old.json")
+    assert isinstance(out.exception, ValueError)
+    assert "has 2 layers, while the model has 3, also layer 0" in str(out.exception)
+    assert not (tmp_path / "law").exists()
 
 
 def test_what_logs_do_not_say(home, tmp_path):

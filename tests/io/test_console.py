@@ -9,12 +9,14 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 
 import pytest
 
 from moe_runtime.cli.verbs import Ends
 from moe_runtime.io import console
 from moe_runtime.io.console import jsonable, print_table
+from tests.support.patience import PATIENCE
 
 RUN = """
 import time
@@ -76,6 +78,37 @@ def test_a_block_that_raises_is_not_done(clock):
         raise KeyboardInterrupt
     said = clock.said()
     assert said.startswith("merging: 10% 1.00/10.0 [") and len(said.splitlines()) == 1
+
+
+def wait_for(clock, text: str) -> str:
+    """What was printed, once it has `text`."""
+    said, event = "", threading.Event()
+    for _ in range(int(PATIENCE * 100)):
+        said += clock.said()
+        if text in said:
+            return said
+        event.wait(0.01)
+    raise AssertionError(f"{text!r} was not printed in {PATIENCE} s, but {said!r}")
+
+
+def test_long_work_without_an_update_says_that_it_goes_on(clock, monkeypatch):
+    monkeypatch.setattr(console, "SILENCE", 0.01)
+    with console.watched("moe-runtime eval"):
+        clock.now += 3725
+        wait_for(clock, "moe-runtime eval: still working after 1:02:05\n")
+        with console.bar("answering", "request") as update:
+            update(0, 16)
+            clock.now += 60
+            assert (
+                "moe-runtime" not in wait_for(clock, "answering: still working at 0/16 after 01:00\n").partition("answering")[2]
+            )
+        with open(os.devnull, "w") as null, contextlib.redirect_stderr(null), console.watched("unpacking"):
+            wait_for(clock, "unpacking: still working after 00:00\n")
+    clock.said()
+    threads = [thread for thread in threading.enumerate() if thread.name.endswith("(_run)")]
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert clock.said() == ""
 
 
 @pytest.mark.parametrize("shown, rank", [(False, "0"), (True, "1")])

@@ -97,7 +97,18 @@ def test_each_layout_has_one_set_of_ids_and_labels(tokenizer, tmp_path, layout, 
         want = [[tokenizer.bos_token_id, *encode(form["prompt"])], [*encode("four"), tokenizer.eos_token_id], []]
     ids = [i for part in want for i in part]
     masked = [-100] * len(want[0]) + want[1] + [-100] * len(want[2])
-    assert data.encode(tokenizer, row, train_on=train_on) == (ids, ids if train_on == "all" else masked)
+    for given in (row, LAYOUTS[layout]):  # as read, and as in the file
+        assert data.encode(tokenizer, given, train_on=train_on) == (ids, ids if train_on == "all" else masked)
+
+
+@pytest.mark.parametrize("row, says", [
+    ({"prompt": "p"}, "The example has the columns prompt. Rename them to messages"),
+    ({"question": "q", "answer": 3}, "The example: completion is 3, but expected a string"),
+    ({"text": None}, "The example: text is null, but expected a string"),
+])  # fmt: skip
+def test_encode_names_what_it_cannot_use(tokenizer, row, says):
+    with pytest.raises(ValueError, match=says):
+        data.encode(tokenizer, row)
 
 
 def test_the_page_on_data_has_every_layout_in_order():
@@ -350,7 +361,7 @@ def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
 
 
 def test_tokenize_pairs_names_what_it_cannot_use(tokenizer):
-    with pytest.raises(ValueError, match=r"row 0: the columns are \['question'\], but expected messages, prompt"):
+    with pytest.raises(ValueError, match=r"example 1: the columns are \['question'\], but expected messages, prompt"):
         data.tokenize_pairs(tokenizer, [{"question": "q"}], 8)
     with pytest.raises(ValueError, match="no token of .* belongs to an answer"):
         data.tokenize_pairs(tokenizer, [{"messages": CHAT[:1]}], 8)
@@ -374,7 +385,7 @@ def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # which marks nothing
     want = tokenizer.encode("two and twofour", add_special_tokens=False)
     assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [want]
-    with pytest.raises(ValueError, match="row 0: text is 3, but expected a string"):
+    with pytest.raises(ValueError, match="example 1: text is 3, but expected a string"):
         list(data.token_ids(tokenizer, [{"text": 3}], 8))
 
 

@@ -76,6 +76,7 @@ def test_what_is_found_is_what_a_plain_search_finds():
         found += hit is not None
         assert hit is None or hit[1] in whole
     assert 20 < found < 280
+    assert finder.searched == {"b": len(wanted)}
     assert NGrams({"b": ["a b"]}, 3).first(["a b c"]) is None
 
 
@@ -86,6 +87,8 @@ def test_what_is_found_is_what_a_plain_search_finds():
     ({"columns": ["text"]}, "Column 'text' does not exist"),
     ({"method": "words"}, "method must be"),
     ({"n": 0}, "n must be"),
+    ({"min_chars": 99}, "None of the 7 texts of .*bench.jsonl has 99 characters"),
+    ({"method": "ngram"}, r"None of the 7 texts of .*bench.jsonl has 13 words \(--n\)"),
     ({"min_chars": 1}, "All 4 examples"),
 ])  # fmt: skip
 def test_bad_input_writes_nothing(files, change, says):

@@ -3,9 +3,11 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -231,11 +233,13 @@ def test_the_paired_test_is_mcnemars_with_holms_correction(scripted, tmp_path):
     solvers = {
         n: lambda text, k=k: f"#### {i}" if (i := int(text[len(BOS) + 1 : -1])) < k else "####" for n, k in known.items()
     }
-    report = scripted(solvers, f"gsm8k={data}", reference="ten")
+    report = scripted(solvers, f"gsm8k={data}", reference="ten", shots=0)
+    report = report._replace(comparisons=[one for one in report.comparisons if one.metric == "exact_match, strict-match"])
     found = {one.model: one for one in report.comparisons}
     p = {"none": 2 / 2**10, "eleven": 1.0, "all": 2 / 2**20}  # all discordant problems on one side, two-sided
     assert {name: one.p for name, one in found.items()} == pytest.approx(p)
-    assert [found[name].p_corrected for name in ("all", "none", "eleven")] == pytest.approx([3 * p["all"], 2 * p["none"], 1.0])
+    # of six comparisons, as there are two scores
+    assert [found[name].p_corrected for name in ("all", "none", "eleven")] == pytest.approx([6 * p["all"], 4 * p["none"], 1.0])
     assert [found[n].verdict for n in ("none", "eleven", "all")] == ["lower", "no difference found", "higher"]
     ten = next(score for score in report.scores if score.model == "ten")
     z2 = 1.959964**2  # Wilson's interval of 10 of 30
@@ -271,6 +275,43 @@ def test_numbers_are_found(text, strict, last):
     assert (number_after_mark(text), last_number(text)) == (strict, last)
 
 
+SCHOOL = {  # answers to a question whose gold answer is 18, and their strict and flexible score
+    "so\n#### 18": (1, 1), "#### 18.": (1, 1), "#### **18**": (0, 1), r"\boxed{18}": (0, 1), "+18": (0, 1),
+    "It is $18.": (0, 1), "18.00": (0, 0), "#### 18 and 19": (1, 0), "nineteen": (0, 0), "": (0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shots", [None, pytest.param(0, marks=pytest.mark.slow)])
+def test_gsm8k_has_lm_evals_two_scores_and_counts_answers_that_are_cut(shots, scripted, tmp_path):
+    import lm_eval
+
+    theirs = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
+    assert theirs["filter_list"] == list(evaluate_tasks.SCHOOL_FILTERS)
+    (metric,) = theirs["metric_list"]
+    assert evaluate_tasks.SCHOOL_OPTIONS.items() <= metric.items() and theirs["generation_kwargs"]["until"] == list(
+        evaluate_tasks.SCHOOL_UNTIL
+    )
+    rows = [{"question": f"q{i}?", "answer": "9 + 9 = <<9+9=18>>18\n#### 18"} for i in range(len(SCHOOL))]
+    data, asked = write(tmp_path / "gsm.jsonl", rows), []
+
+    def answer(text):
+        asked.append(text)
+        return list(SCHOOL)[int(re.findall(r"q(\d+)\?", text)[-1])]
+
+    report = scripted({"dense": answer}, f"gsm8k={data}", shots=shots, max_new_tokens=12)
+    assert [(score.metric, score.values) for score in report.scores] == [
+        ("exact_match, strict-match", [float(strict) for strict, _ in SCHOOL.values()]),
+        ("exact_match, flexible-extract", [float(flexible) for _, flexible in SCHOOL.values()]),
+    ]
+    cut = sum(len(tokenizer().encode(text, add_special_tokens=False)) >= 12 for text in SCHOOL)
+    assert cut and report.notes == [f"answers that reached --max-new-tokens and may be cut off: dense on gsm8k ({cut} of 10)"]
+    kept = [json.loads(line) for line in (tmp_path / "out/dense/gsm8k.jsonl").read_text().splitlines()]
+    assert [(one["exact_match"], one["exact_match, flexible-extract"]) for one in kept] == list(SCHOOL.values())
+    assert kept[2]["found, strict-match"] == "[invalid]" and kept[2]["found, flexible-extract"] == "18"
+    is_shown = asked[0].count("####") == 5 and asked[0].endswith("Question: q0?\nAnswer:\n")
+    assert is_shown if shots is None else asked[0] == f"{BOS}q0?"
+
+
 CODE = {"task_id": "T/0", "prompt": 'def add(a, b):\n    """Add.\n"""\n', "entry_point": "add", "canonical_solution": ""}
 CODE |= {"test": "def check(f):\n    assert f(2, 3) == 5\n    assert f(-1, 1) == 0\n"}
 MBPP = {"task_id": 2, "text": "Add two numbers.", "code": "", "test_list": ["assert add(2, 3) == 5", "assert add(0, 0) == 0"]}
@@ -304,9 +345,9 @@ def test_code_is_judged_by_running_it(prompt, scripted, tmp_path):
 def test_intents_are_compared_as_json(scripted, tmp_path):
     rows = [{"prompt": "User: on?\n\nAssistant:", "raw_answers": ['{"a": 1, "b": [2]}'], "answers": ""}] * 2
     data = write(tmp_path / "intent.jsonl", rows)
-    answers = {"same": '{"b": [2],  "a": 1}', "order": '{"b": 2, "a": 1}', "text": "a 1"}
+    answers = {"same": '{"b": [2],  "a": 1}', "fraction": '{"a": 1.0, "b": [2.0]}', "order": '{"b": 2, "a": 1}', "text": "a 1"}
     report = scripted({n: lambda text, a=a: a for n, a in answers.items()}, f"intent={data}")
-    assert [score.score for score in report.scores] == [1, 0, 0]
+    assert [score.score for score in report.scores] == [1, 1, 0, 0]
     assert json.loads((tmp_path / "out/same/intent.jsonl").read_text().splitlines()[0])["asked"] == BOS + "on?"
 
 

@@ -1,6 +1,7 @@
 """Recipes and several GPUs: the machines that recipes name, what `run` refuses, and the wire against counted collectives."""
 
 import json
+import os
 import re
 
 import pytest
@@ -64,6 +65,16 @@ def run(*words):
 # examples that are trained on, as the data's cards count them
 EXAMPLES = {"tinyllama-1.1b": 69_000, "sheared-llama-2.7b": 500_000, "llama-2-7b-lora": 500_000}
 OURS = ("smollm2",)  # of no paper
+
+
+def test_a_run_is_given_the_memory_that_is_free(monkeypatch):
+    assert 0 < memory_plan.free_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(memory_plan.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: 8_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory_plan.machine()[1] == 4_000
+
+
 BOX = r"\n### {}\n.*?\n\| machine \| (.*?) \|\n\| hours \| about ([\d.]+)"
 
 

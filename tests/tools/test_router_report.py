@@ -1,5 +1,6 @@
 """tools/router_report.py and the command `stats`: the router load of a model folder, stock or ours, on a file of text."""
 
+import contextlib
 import csv
 import json
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from moe_runtime import cli
+from moe_runtime.tools import router_report as reports
 from moe_runtime.tools.router_report import FILES, router_report
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import TEXTS, TOKENIZER, stock
@@ -25,6 +27,19 @@ def folder(tmp_path, monkeypatch):
     lines = [json.dumps({"text": text}) for text in LINES]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     return tmp_path
+
+
+def test_progress_counts_to_the_tokens_of_the_data(folder, monkeypatch):
+    told = []
+
+    @contextlib.contextmanager
+    def bar(*_):
+        yield lambda done, total: told.append((done, total))
+
+    monkeypatch.setattr(reports, "bar", bar)
+    found = router_report("stock", "data.jsonl", "out", batch_size=4)
+    tokens = int(found.counts[0].sum()) // 2
+    assert told[-1] == (tokens, tokens) and all(done <= total < 131072 for done, total in told)
 
 
 def lengths() -> list[int]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from moe_runtime.config import shown
 from moe_runtime.ops.activation import ACT
 
 PREFIX = "moe_runtime_"  # of the model_type of an upcycled model
@@ -72,6 +73,14 @@ _REFUSED = {
     "bitnet": "has a norm inside its MLP",
 }
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def check_module(model) -> None:
+    """Raise ValueError unless `model` is a module, for example for the path of one."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"Expected a model, but got {shown(model, 60)}. Load a folder with AutoModelForCausalLM.from_pretrained(folder)"
+        )
 
 
 def family_of(model) -> Family:

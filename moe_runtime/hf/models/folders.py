@@ -34,6 +34,7 @@ from moe_runtime.hf.models.configuration import (
     stock_config,
 )
 from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape, write_mlp
+from moe_runtime.hf.models.hub import check_source, hub_problem, without_retries
 from moe_runtime.hf.models.modeling import model_classes
 from moe_runtime.hf.models.swap import check_layers, mlp_error
 from moe_runtime.io import files
@@ -77,20 +78,21 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
     A folder's weights must be those that `Checkpoint` opens: no pickles, and no files outside it. Raises a ValueError with the
     `name` of the source if it cannot be loaded. Only TRL's `train --trust_remote_code` runs a folder's code.
     """
+    check_source(source, name)
     check_folder(source)
     if kind is AutoModelForCausalLM and os.path.isdir(source):
         settings["use_safetensors"] = True
         Checkpoint(source)
     try:
-        return kind.from_pretrained(source, trust_remote_code=False, **settings)
+        with without_retries(source):
+            return kind.from_pretrained(source, trust_remote_code=False, **settings)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # config classes raise various errors, and the Rust code of tokenizers raises Exception itself
         reason = f"cannot be loaded by transformers: {reason_of(error)}"
         if not os.path.exists(source):
-            known = "Repo id must" in str(error)  # huggingface_hub's words for a path that no id can look like
-            remote = f"is not a folder, and from the Hub it {reason}. Pass a folder or a Hub id"
-            reason = "is neither a folder nor a Hub id" if known else remote
+            problem = hub_problem(source, error).rstrip(".")
+            reason = f"is no folder, and cannot be loaded from the Hub: {problem}. Pass a folder or a Hub id"
         if "trust_remote_code" in str(error):
             reason = "requires custom code (auto_map), which is never run. Use a model whose classes are in transformers"
         raise ValueError(f"{name} {str(source)!r} {reason}") from error
@@ -292,6 +294,7 @@ class FolderReceipt(NamedTuple):
     layers: list[int]
     mlp_error: float | None = None  # upcycling: first, middle and last MLP against the formula, relative
     alpha: list[list[float]] | None = None  # merging: [L, E]
+    mixing: str | None = None  # merging: whether these are initial or learned
     exact: bool | None = None  # export: whether the stock family computes the gate
     logits_error: float | None = None  # export: relative, if measured
 

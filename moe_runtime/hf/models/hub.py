@@ -1,5 +1,7 @@
 """The Hub: use a model's id in place of a folder, and push finished folders with a model card.
 
+check_source       raise at once for a misspelt folder that no id can look like
+without_retries    use downloaded files where the Hub cannot be reached
 local_folder       the folder of a source: itself, or the downloaded files of an id
 check_repository   raise before any work if nothing could be pushed
 check_references   raise for a fused model that nobody else could load
@@ -8,16 +10,19 @@ PushesCard         the same card in transformers' `model.push_to_hub`
 """
 
 import contextlib
+import math
+import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_runtime import __version__
 from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import jsonable
-from moe_runtime.io.files import atomic_file, read_json
+from moe_runtime.io.files import atomic_write_text, read_json
 
 FUSED = "fuser_config.json"
 # without pickles and code, which are never loaded
@@ -74,13 +79,76 @@ _MADE = """## How it was made
 ```
 
 """
-_TEMPLATE = "# Model Card for Model ID"  # heading of the empty template of transformers and PEFT
+# what shows that nobody wrote a card: the heading of transformers' and PEFT's empty template, and TRL's link to no base
+_TEMPLATES = ("# Model Card for Model ID", "(https://huggingface.co/None)")
+UNKNOWN_OWNER = "OWNER"  # of a repository in a card that was written before any push
 
 
 def is_id(source: str | Path) -> bool:
     """Return whether `source` looks like a Hub id (allenai/OLMoE-1B-7B-0924) and neither it nor its parent is a local path."""
     looks = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source))
     return bool(looks) and not Path(source).exists() and not Path(source).parent.is_dir()
+
+
+def check_source(source: str | Path, name: str = "model") -> None:
+    """Raise ValueError unless `source` exists or is written like a Hub id, OWNER/NAME, so that a misspelt folder is not sought.
+
+    Ids without an owner, such as gpt2, are names of before 2023; all of these models have an owner's id as well.
+    """
+    text = str(source)
+    if os.path.exists(source) or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text):
+        return
+    hint = "A Hub id has an owner, as in openai-community/gpt2" if re.fullmatch(r"[\w.-]+", text) else "Check its spelling"
+    raise ValueError(f"{name} {text!r} is neither a folder nor a Hub id. {hint}")
+
+
+PROBE_SECONDS, PROBE_EVERY = 5.0, 60.0
+_probed: dict[str, tuple[float, bool]] = {}  # endpoint -> when it was asked, and whether it answered
+
+
+def is_reachable() -> bool:
+    """Return whether the Hub answers at all, as of the last minute; False in offline mode."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.is_offline_mode():
+        return False
+    now, endpoint = time.monotonic(), constants.ENDPOINT
+    asked, answered = _probed.get(endpoint, (-math.inf, False))
+    if now - asked > PROBE_EVERY:
+        try:
+            get_session().head(endpoint, timeout=PROBE_SECONDS)
+            answered = True
+        except Exception:  # the client's errors of name resolution, connection and time
+            answered = False
+        _probed[endpoint] = now, answered
+    return answered
+
+
+@contextlib.contextmanager
+def without_retries(source: str | Path) -> Iterator[None]:
+    """Within the block, huggingface_hub uses downloaded files at once if `source` is an id and the Hub cannot be reached.
+
+    It would ask five times for every file, for half a minute each.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not (os.path.exists(source) or is_reachable())
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def hub_problem(source: str | Path, error: Exception) -> str:
+    """Return why an id could not be read: the Hub cannot be reached, or the client's own words."""
+    from huggingface_hub import constants
+
+    if os.path.exists(source) or is_reachable():
+        return one_line(error)
+    reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
+    return f"it is not among the downloaded models, and {reason}"
 
 
 def local_folder(source: str | Path, patterns: tuple[str, ...] = FILES, name: str = "model") -> Path:
@@ -90,11 +158,13 @@ def local_folder(source: str | Path, patterns: tuple[str, ...] = FILES, name: st
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    check_source(source, name)
     try:
-        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
+        with without_retries(source):
+            return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (HFValidationError, OSError, ValueError) as error:
         raise ValueError(
-            f"{name} {str(source)!r} cannot be read: {one_line(error)}. Pass the folder of a model or a Hub id"
+            f"{name} {str(source)!r} cannot be read: {hub_problem(source, error)}. Pass the folder of a model or a Hub id"
         ) from error
 
 
@@ -117,8 +187,8 @@ def check_repository(repo: str) -> None:
 def push(folder: str | Path, repo: str, **facts) -> str:
     """Upload `folder` to the model repository `repo`, made if missing, and return its address.
 
-    A training's checkpoints and pickles are left out (NOT_PUSHED). A folder without a README.md, or with PEFT's empty template,
-    gets `model_card(folder, repo, **facts)` first.
+    A training's checkpoints and pickles are left out (NOT_PUSHED). A folder without a README.md, or with a template that nobody
+    filled in, gets `model_card(folder, repo, **facts)` first.
     Raises ValueError for a fused model that refers to local folders, and, with the command to upload later, if the upload
     fails; the folder stays unchanged.
     """
@@ -156,9 +226,12 @@ def check_references(specialists: Sequence[str]) -> None:
 
 def _write_card(folder: str | Path, repo: str, **facts) -> None:
     card = Path(folder, "README.md")
-    if not card.exists() or _TEMPLATE in card.read_text(encoding="utf-8"):
-        with atomic_file(card) as beside:
-            beside.write_text(model_card(folder, repo, **facts), encoding="utf-8")
+    text = card.read_text(encoding="utf-8") if card.exists() else ""
+    unknown = f'"{UNKNOWN_OWNER}/{Path(folder).resolve().name}"'
+    if not text or any(mark in text for mark in _TEMPLATES):
+        atomic_write_text(card, model_card(folder, repo, **facts))
+    elif unknown in text:
+        atomic_write_text(card, text.replace(unknown, f'"{repo}"'))
 
 
 class PushesCard:

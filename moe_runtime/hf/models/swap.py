@@ -5,7 +5,8 @@
          '------------------------moe_to_dense------------------------'
 
 LoRA experts (stage "lora") are created and merged in `moe_runtime.methods.lora`. All functions work in place: modules are
-replaced, and the classes of the model and of its config change with them, so that save_pretrained and from_pretrained work.
+replaced, and the model's class and its config change with them, so that save_pretrained and from_pretrained work. The config is
+a new object each time, as other models may hold the old one.
 Attention, norms, embeddings, head, tied weights, generation config and the hooks of other modules are left untouched. Checks
 come first, so that a rejected model is not modified.
 """
@@ -91,7 +92,8 @@ def check_stock(model: nn.Module, family: Family, config: MoEConfig, layers: Seq
     stock = model_classes(family.model_type).base_causal_lm
     if type(model) is not stock:
         raise ValueError(
-            f"Expected a {stock.__name__}, but got {type(model).__name__}. Unwrap it, and merge adapters (merge_and_unload)"
+            f"Expected a {stock.__name__}, but got {type(model).__name__}. Unwrap it, merge adapters (merge_and_unload), or "
+            "load the folder with AutoModelForCausalLM"
         )
     refuse_offloaded(model, type(model).__name__, recurse=False)
     layers = check_layers(model.config.num_hidden_layers, layers)
@@ -103,6 +105,7 @@ def check_stock(model: nn.Module, family: Family, config: MoEConfig, layers: Seq
 def become_moe(model: nn.Module, fields: dict) -> None:
     """Set the class and the config of a stock model whose MLPs are replaced, with `fields` from `moe_fields`."""
     classes = model_classes(fields["moe_runtime"]["base_model_type"])
+    set_config(model, copy.deepcopy(model.config))
     configuration.become_moe(model.config, classes, fields)
     adopt(model, classes.causal_lm, classes.inner)
 
@@ -110,11 +113,20 @@ def become_moe(model: nn.Module, fields: dict) -> None:
 def become_stock(model: nn.Module) -> None:
     """Restore the base's class and a clean config of an upcycled model whose MLPs are stock again."""
     classes = model_classes(model.config.moe_runtime["base_model_type"])
-    config = stock_config(model.config, classes.base_config)
-    model.config.__class__ = classes.base_config
-    model.config.__dict__.clear()
-    model.config.__dict__.update(config.__dict__)
+    set_config(model, stock_config(model.config, classes.base_config))
     adopt(model, classes.base_causal_lm, classes.base_inner)
+
+
+def set_config(model: nn.Module, config) -> None:
+    """Give a model, and its submodules that hold the same object, the new config object `config`.
+
+    transformers keeps the object that it is given (`LlamaForCausalLM(config)`), so that other models may hold the old one.
+    """
+    old = model.config
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if value is old:
+                setattr(module, name, config)
 
 
 def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> None:
@@ -136,6 +148,7 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
         new.reset_parameters()
         model.set_submodule(path.format(layer), new.train(moe.training))
     freeze_for_mixing(model)
+    set_config(model, copy.deepcopy(model.config))
     become_mergeable(model.config, shared_rate, soup)
 
 

@@ -4,6 +4,7 @@ import argparse
 import functools
 import math
 import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
 from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
@@ -24,6 +25,7 @@ from moe_runtime.config import check_choice, one_line
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models import modeling
 from moe_runtime.hf.models.folders import load, read_config, skeleton
+from moe_runtime.hf.models.hub import UNKNOWN_OWNER, check_source, is_id, model_card, without_retries
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
@@ -31,7 +33,7 @@ from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_
 from moe_runtime.hf.training.trainer import ROW_ID, _MoETrainer
 from moe_runtime.io import console
 from moe_runtime.io.checkpoint import Checkpoint
-from moe_runtime.io.files import check_regular, contents_of
+from moe_runtime.io.files import atomic_write_text, check_regular, contents_of
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.io.rows import encode, in_form, layout_of, read_rows, require
 
@@ -136,6 +138,22 @@ class _MoESFTTrainer(_MoETrainer):
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         model.base_model.register_forward_hook(self._catch)
 
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
+        """Write our model card to the output folder, in place of TRL's, once the folder has a model."""
+        folder = Path(self.args.output_dir)
+        has_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        if not self.is_world_process_zero() or not has_model:
+            return
+        repo = self.args.hub_model_id or f"{UNKNOWN_OWNER}/{folder.resolve().name}"
+        card = model_card(
+            folder, repo, command=self.card_command, base=self.card_base,
+            dataset=dataset_name if dataset_name is not None and is_id(dataset_name) else None,
+            facts={"steps": self.state.global_step, "trl": require("trl").__version__},
+        )  # fmt: skip
+        atomic_write_text(folder / "README.md", card)
+
+    card_command, card_base = "", None  # for the card: the command line, and the folder or id of the model that was tuned
+
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, *more):
         layout = _layout(dataset)
         ours = formatting_func is None and args.dataset_text_field == "text"  # otherwise TRL's own encoding is requested
@@ -226,7 +244,10 @@ def train_command(argv: list[str] | None = None) -> Path:
     check = functools.partial(_check_output, name, ours, args, resume, adapter=model.use_peft)
     check()
     with ranks.sole_training(args.output_dir, check):
-        _train(_trainer(trl, name, ours, script, args, model, mixture), ours, script.dataset_name, resume)
+        with without_retries(name), console.watched("preparing the training"):
+            trainer = _trainer(trl, name, ours, script, args, model, mixture)
+        trainer.card_base, trainer.card_command = name, _command(argv)
+        _train(trainer, ours, script.dataset_name, resume)
         return Path(args.output_dir)
 
 
@@ -243,6 +264,7 @@ def _train(trainer, ours: TrainArguments, dataset: str | None, resume: str | boo
         stop.kept = _kept(args.output_dir)
         raise
     trainer.save_model(args.output_dir)
+    trainer.create_model_card(dataset_name=ours.data or dataset)
     trainer.accelerator.print(
         f"saved {type(trainer.model).__name__} to {args.output_dir} after step {result.global_step}, "
         f"mean training loss {result.training_loss:.4f}"
@@ -258,6 +280,12 @@ def _train(trainer, ours: TrainArguments, dataset: str | None, resume: str | boo
         trainer.push_to_hub(dataset_name=ours.data or dataset)
     if hasattr(trainer, "end"):  # from transformers 5.18 on
         trainer.end()
+
+
+def _command(argv: Sequence[str] | None) -> str:
+    """Return the command line for a model card, with the names of local files in place of their paths."""
+    words = sys.argv[2:] if argv is None else argv
+    return shlex.join(["moe-runtime", "train", *(Path(word).name if os.path.exists(word) else word for word in words)])
 
 
 @contextmanager
@@ -320,11 +348,10 @@ def _load_spread(name: str, ep_size: int, args, peft_config):
 def _check(name: str | None, ours: TrainArguments, script, args, model, mixture) -> None:
     """Raise ValueError for a model without files or tokenizer, and no data."""
     path, reason = Path(name or ""), None
-    is_id = not (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1)
     if name is None:
         reason = "No model is given. Pass a folder or a Hub id with --model"
     elif not path.exists():
-        reason = None if is_id else f"Model {name!r} does not exist. Pass a folder written by save_pretrained"
+        check_source(name, "Model")
     elif not (path / "config.json").is_file():
         reason = f"Model {name!r} has no config.json. Pass a folder written by save_pretrained"
     elif not any((path / file).is_file() for file in TOKENIZER_FILES):
@@ -342,6 +369,8 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         reason = f"{missing[0]!r} of report_to is not installed. Install it, or pass {' or '.join([*known, 'none'])}"
     if reason is not None:
         raise ValueError(reason)
+    if not path.exists() and not args.trust_remote_code:
+        load(AutoConfig, name, "Model", revision=model.model_revision)
     if path.exists() and not args.trust_remote_code:
         config = read_config(name)
         if not is_deepspeed_zero3_enabled():  # ZeRO-3 would shard the skeleton

@@ -214,7 +214,10 @@ class _MoETrainer(WholeSaves):
         return trains_apart and not is_sharded
 
     def _not_finite(self, what: str) -> str:
-        rows = "" if self._row_ids is None else f" in a batch of the examples {', '.join(map(str, self._row_ids.tolist()))}"
+        rows = ""
+        if self._row_ids is not None:
+            numbers = ", ".join(str(place + 1) for place in self._row_ids.tolist())
+            rows = f" in a batch of the examples {numbers}"
         last = last_whole_checkpoint(self.args.output_dir)
         return (
             f"{what} at step {self.state.global_step + 1}{rows}. Lower the learning rate, set max_grad_norm or check the data, "

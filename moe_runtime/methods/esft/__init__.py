@@ -25,25 +25,24 @@ import torch
 from torch import nn
 
 from moe_runtime.hf.dropin.layers import plain_name
+from moe_runtime.hf.models.families import check_module
 from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
 from moe_runtime.io.files import check_out_dir, read_json
-from moe_runtime.methods.esft.adapters import (
-    Adapter,
-    base_of,
-    check_base,
-    check_is_base,
-    from_config,
-    load_adapter,
-    remove,
-    to_config,
-)
+from moe_runtime.methods.esft.adapters import Adapter, check_is_base, from_config, load_adapter, remove, to_config
+from moe_runtime.methods.esft.base import base_of, check_base, check_model
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
 from moe_runtime.methods.esft.lora import apply, save_lora, save_peft, train_lora
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
-from moe_runtime.methods.esft.selection import ExpertSelection, check_selection, random_experts, select_experts
+from moe_runtime.methods.esft.selection import (
+    ExpertSelection,
+    check_is_selection,
+    check_selection,
+    random_experts,
+    select_experts,
+)
 
 __all__ = [
     "Adapter", "ExpertScores", "ExpertSelection", "GateSums", "MergeReceipt", "TrainableReceipt", "adapter_of", "apply",
@@ -54,7 +53,7 @@ __all__ = [
 
 def train_only(
     model: nn.Module, selection: ExpertSelection, shared_experts: bool | None = None, non_expert_modules: bool | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, check_weights: bool = True,
 ) -> TrainableReceipt:  # fmt: skip
     """Make only the experts of `selection` trainable, in place; they are stored separately and all else is frozen.
 
@@ -62,12 +61,16 @@ def train_only(
     expert (the paper's Table 3); both default to the selection's. `dtype`, such as float32 in a bfloat16 model, converts the
     trained parameters; if they are not only experts, the model then runs only under autocast (bf16=True in a trainer). Call
     this after `shard_experts` and before the model reaches DDP, FSDP2 or an optimizer. Until `fold` or `drop`,
-    save_pretrained writes the adapter, also in a Trainer's checkpoints.
+    save_pretrained writes the adapter, also in a Trainer's checkpoints. Raises ValueError for a selection from another model's
+    scores; `check_weights=False` accepts a model that differs only in its weights.
     """
+    check_module(model)
+    check_is_selection(selection)
     check_unwrapped(model)
     check_is_base(model)
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
     selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
+    check_model(selection.base, model, "The selection", check_weights=check_weights)
     check_selection(model, selection)
     if not (selection.num_experts or selection.shared_experts or selection.non_expert_modules):
         raise ValueError("The selection is empty. Select experts, shared_experts or non_expert_modules to train")

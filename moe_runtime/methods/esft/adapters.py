@@ -8,14 +8,12 @@ A folder holds model.safetensors, with the names of `moe_runtime.hf.training.tra
 official configuration and, in folders written here, the base that it belongs to, under `moe_runtime`.
 `moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory.
 
-An adapter replaces whole experts and would break another base of the same shapes. So the base is described by fields of
-its config, its experts' shapes and a few of its weights: plain values, not only a hash, so that errors say what differs.
+An adapter replaces whole experts and would break another base of the same shapes, so it says which one is its own
+(`moe_runtime.methods.esft.base`).
 """
 
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,128 +25,11 @@ from moe_runtime.hf.dropin.layers import RoutedLayer, experts_module, numbered_l
 from moe_runtime.hf.training import trained_files
 from moe_runtime.hf.training.trained_files import Layout, experts_path, join_row, layout_of, parse_name, split_row, stack_parts
 from moe_runtime.io.files import atomic_folder, read_json
+from moe_runtime.methods.esft.base import base_of, check_base, describe, write_base
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection
 from moe_runtime.modules.moe import FLOATS
 from moe_runtime.modules.trainable import split_of
 
-# what a model computes depends on these; names that a config lacks are left out
-FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank", "q_lora_rank", "hidden_act", "num_experts",
-    "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob", "topk_method",
-    "scoring_func", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "tie_word_embeddings",
-)  # fmt: skip
-SAMPLED = 2  # weights of each matrix
-DIFFERENT = 0.2  # largest share of differing samples: one base saved in two dtypes rarely differs once rounded to bfloat16
-
-
-def describe(model: nn.Module) -> dict[str, Any]:
-    """Return a JSON-ready description of a model that does not require its weights."""
-    config = model.config.get_text_config().to_dict()
-    config = {name: config[name] for name in FIELDS if isinstance(config.get(name), str | int | float)}
-    config |= {"model_type": model.config.model_type}
-    experts = {}
-    for number, layer in numbered_layers(model).items():
-        module = experts_module(model, layer)
-        experts[str(number)] = {name: list(getattr(module, name).shape) for name in stack_parts(layout_of(module))}
-    text = json.dumps([config, experts], sort_keys=True)
-    return {"hash": hashlib.sha256(text.encode()).hexdigest(), "config": config, "experts": experts}
-
-
-@torch.no_grad()
-def sample_weights(tensors: Mapping[str, Any], read: Callable[[str], torch.Tensor] | None = None) -> dict[str, list[float]]:
-    """Return the first weights of the middle row of each matrix, by name; `read` gets the row of a name, flat."""
-    sample = {}
-    for name, tensor in tensors.items():
-        if len(tensor.shape) < 2 or not tensor.dtype.is_floating_point or not all(tensor.shape):
-            continue
-        row = tensor[tensor.shape[0] // 2] if read is None else read(name)
-        sample[name] = row.flatten()[:SAMPLED].double().tolist()
-    return sample
-
-
-def sampled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that `sample_weights` reads, by plain name: all that are not in the experts' stacks.
-
-    Those that are split over processes or offloaded are left out.
-    """
-    stacks = {
-        id(p) for layer in numbered_layers(model).values() for p in experts_module(model, layer).parameters(recurse=False)
-    }
-    return {
-        plain_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in stacks and not hasattr(parameter, "placements") and not parameter.is_meta
-    }
-
-
-def sampled_experts(model: nn.Module, trained: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Return the first routed expert of each layer that is not in `trained`; layers with all experts in it are left out."""
-    found = {}
-    for number, layer in numbered_layers(model).items():
-        left = (e for e in range(layer.num_shared, layer.num_experts) if e not in trained.get(number, ()))
-        if (expert := next(left, None)) is not None:
-            found[number] = expert
-    return found
-
-
-def expert_matrices(model: nn.Module, experts: Mapping[int, int]) -> dict[str, torch.Tensor]:
-    """Return views of the matrices of one expert of each layer, by the names that adapters use."""
-    layers, found = numbered_layers(model), {}
-    for number, e in experts.items():
-        module, path = experts_module(model, layers[number]), experts_path(layers[number])
-        layout = layout_of(module)
-        for name in stack_parts(layout):
-            stack = getattr(module, name)
-            if stack.is_floating_point() and not (hasattr(stack, "placements") or stack.is_meta):
-                found |= {f"{path}.{e}.{part}": view for part, view in split_row(layout, name, stack[e]).items()}
-    return found
-
-
-@torch.no_grad()
-def base_of(model: nn.Module, trained: Mapping[int, Sequence[int]] | None = None) -> dict[str, Any]:
-    """Return `describe` with sampled weights, as recorded by an adapter of the `trained` experts."""
-    matrices = expert_matrices(model, sampled_experts(model, trained or {}))
-    return describe(model) | {"weights": sample_weights(sampled_parameters(model) | matrices)}
-
-
-def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
-    """Raise ValueError unless a model, described by `describe` or `base_of`, is the adapter's base.
-
-    Fields that only one of them has are ignored. `source` names the adapter in errors.
-    """
-    difference = _difference(base, model)
-    if difference is not None:
-        raise ValueError(f"{source} is for a base {difference}. Use the base that it was trained on")
-
-
-def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    for part in ("config", "experts") if base.get("hash") != model["hash"] else ():
-        theirs = model[part]
-        for name, value in base.get(part, {}).items():
-            # config names differ between versions of transformers; which layers have experts does not
-            if value != theirs.get(name) and (name in theirs or part == "experts"):
-                what = f"the experts of layer {name}" if part == "experts" else name
-                return f"whose {what} is {_described(value)}, but the model's is {_described(theirs.get(name))}"
-    ours, theirs = base.get("weights", {}), model.get("weights", {})
-    # separately, since a base may differ in its experts alone
-    for kind, is_expert in (("weights", False), ("experts", True)):
-        names = [name for name in ours if name in theirs and (parse_name(name) is not None) == is_expert]
-        pairs = [pair for name in names for pair in zip(ours[name], theirs[name], strict=False)]
-        a, b = torch.tensor(pairs or [(0, 0)], dtype=torch.float64).to(torch.bfloat16).unbind(1)
-        if (different := (a != b).double().mean().item()) > DIFFERENT:  # the share that differs in bfloat16
-            return (
-                f"with other {kind}: {different:.0%} of {len(pairs)} sampled weights differ from the model's "
-                "(check_weights=False skips this check)"
-            )
-    return None
-
-
-def _described(value: Any) -> str:
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else repr(value)
-
-
-OURS = "moe_runtime"  # key of expert_cfg.json for what the official file lacks
 APPLIED = "moe_runtime_applied"  # attribute of a model with an applied adapter: the weights it replaced
 
 
@@ -210,20 +91,13 @@ class Adapter:
 
 def to_config(selection: ExpertSelection, base: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the content of expert_cfg.json: the official configuration and, where it is known, the base."""
-    return selection.to_dict() | ({} if base is None else {OURS: {"format": 1, "base": base}})
+    return selection.to_dict() | write_base(base)
 
 
 def from_config(values: Mapping[str, Any], source: str) -> tuple[ExpertSelection, Mapping[str, Any] | None]:
     """Return the selection and the base of what `to_config` returned; raises ValueError naming `source`."""
-    values = dict(values)
-    ours = values.pop(OURS, {})
-    is_known = isinstance(ours, Mapping) and ours.get("format", 1) == 1
-    if not is_known or not isinstance(ours.get("base") or {}, Mapping):
-        raise ValueError(
-            f"{OURS} in {source} must be an object of format 1 with the base, but is {str(ours)[:60]}. A newer moe_runtime "
-            "may have written it"
-        )
-    return ExpertSelection.from_dict(values, source), ours.get("base")
+    selection = ExpertSelection.from_dict(values, source)
+    return selection, selection.base
 
 
 def load_selection(path: str | Path) -> ExpertSelection:

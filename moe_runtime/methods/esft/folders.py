@@ -17,17 +17,8 @@ from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensor
 from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import check_out_dir
-from moe_runtime.methods.esft.adapters import (
-    SAMPLED,
-    Adapter,
-    Change,
-    as_adapter,
-    changes_of,
-    check_base,
-    describe,
-    sample_weights,
-    sampled_experts,
-)
+from moe_runtime.methods.esft.adapters import Adapter, Change, as_adapter, changes_of
+from moe_runtime.methods.esft.base import SAMPLED, check_base, describe, sample_weights, sampled_experts
 from moe_runtime.methods.esft.lora import check_mask, read_lora
 from moe_runtime.methods.lora import stacks
 from moe_runtime.methods.lora.stacks import MergeReceipt

@@ -21,13 +21,15 @@ from torch import nn
 from moe_runtime.config import check_number, check_positive
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers, plain_name
+from moe_runtime.hf.models.families import check_module
 from moe_runtime.hf.training import trained_files
 from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
 from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
 from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, read_json
 from moe_runtime.methods.esft import adapters
-from moe_runtime.methods.esft.adapters import Adapter, base_of, check_is_base, from_config, to_config
-from moe_runtime.methods.esft.selection import FLAGS, ExpertSelection, check_selection
+from moe_runtime.methods.esft.adapters import Adapter, check_is_base, from_config, to_config
+from moe_runtime.methods.esft.base import base_of, check_model
+from moe_runtime.methods.esft.selection import FLAGS, ExpertSelection, check_is_selection, check_selection
 from moe_runtime.methods.lora.adapters import read_tensors
 from moe_runtime.methods.lora.baseline import add_parameter_lora, quiet_peft
 from moe_runtime.methods.lora.baseline import save_lora as save_peft_files
@@ -40,15 +42,19 @@ TRAINING = "moe_runtime_esft_lora"  # attribute of a model: expert_cfg.json
 
 def train_lora(
     model: nn.Module, selection: ExpertSelection, rank: int = RANK, alpha: float = ALPHA, dtype: torch.dtype | None = None,
-    seed: int = 0,
+    seed: int = 0, check_weights: bool = True,
 ) -> tuple[nn.Module, TrainableReceipt]:  # fmt: skip
     """Wrap `model` in PEFT's LoRA, of which only the matrices of the experts in `selection` train; return it and a receipt.
 
     `rank` is per expert; `dtype` is that of the matrices, by default the model's, or float32 for half precision. Raises
-    ValueError for experts that the model lacks, and for a selection that trains more than routed experts.
+    ValueError for experts that the model lacks, for a selection that trains more than routed experts, and for one from another
+    model's scores; `check_weights=False` accepts a model that differs only in its weights.
     """
+    check_module(model)
+    check_is_selection(selection)
     check_unwrapped(model)
     check_is_base(model)
+    check_model(selection.base, model, "The selection", check_weights=check_weights)
     check_selection(model, selection)
     check_lora(selection, rank, alpha)
     names, layers, total = {module: name for name, module in model.named_modules()}, numbered_layers(model), _numbers(model)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_runtime.config import shown
 from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, numbered_layers, token_mask
 
 
@@ -248,6 +249,11 @@ def _limited(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Bat
     left = n_tokens
     for batch in dataloader:
         batch = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+        if not any(isinstance(value, torch.Tensor) for value in batch.values()):
+            raise ValueError(
+                f"A batch must be input_ids [rows, tokens] or the model's arguments as tensors, but got {shown(batch, 60)}. "
+                "Tokenize the texts first"
+            )
         mask = batch.get("attention_mask")
         if mask is None or mask.dim() != 2:
             mask = torch.ones(_shape(batch), dtype=torch.bool)

@@ -10,6 +10,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.experiments.stages import files_print
 from moe_runtime.hf.dropin import experts
+from moe_runtime.hf.dropin.layers import numbered_layers
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.training import fit, ranks, trained_files
@@ -32,6 +34,7 @@ from moe_runtime.methods.esft.folders import check_fit
 from moe_runtime.methods.esft.lora import LoraAdapter, check_lora, read_lora
 from moe_runtime.methods.esft.recipe import Tuning, dataset_of, join, packed_in_order, split_lines
 from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, padded_batches, released_sample, sample_batches
+from moe_runtime.methods.esft.selection import check_selection
 from moe_runtime.methods.lora.stacks import is_peft
 
 VALIDATION = 0.02  # share of the rows, if no held-out rows are given (from the released code)
@@ -106,20 +109,27 @@ class TrainingReceipt(NamedTuple):
 def train_folder(
     source: str | Path, selection: esft.ExpertSelection | str | Path, rows: str | Path, out: str | Path, training: Tuning, *,
     held_out: str | Path | None = None, max_length: int = LENGTH, packed: bool = True, prompt: str = "plain",
-    train_on: str = "assistant", dtype: str | None = None, lora: tuple[int, float] | None = None, seed: int = 0,
+    train_on: str = "assistant", shared_experts: bool | None = None, non_expert_modules: bool | None = None,
+    dtype: str | None = None, lora: tuple[int, float] | None = None, seed: int = 0, check_weights: bool = True,
     overwrite: bool = False, on_step=None,
 ) -> TrainingReceipt:  # fmt: skip
     """Train the experts of `selection` (or its file) of the model in folder `source` on `rows`; write an adapter to `out`.
 
     `dtype` is that of the trained parameters: by default the model's, but float32 for bfloat16 or float16, which would round
     small steps away. `lora`, a rank and alpha, trains LoRA of those experts instead. The validation loss is computed on
-    `held_out` rows, else on one in fifty of `rows`. With training.save_steps, checkpoints go to `out`-checkpoints; the same
+    `held_out` rows, else on one in fifty of `rows`. A selection that says which model was scored must belong to this one
+    (`check_weights=False` accepts other weights); a file that does not must have all of its MoE layers.
+
+    With training.save_steps, checkpoints go to `out`-checkpoints; the same
     call resumes from them, and they are removed at the end. Every process of a run must call this.
     """
     out = Path(out)
     check_out_dir(out, overwrite, [source, selection, rows, held_out])
-    if not isinstance(selection, esft.ExpertSelection):
+    is_file = not isinstance(selection, esft.ExpertSelection)
+    if is_file:
         selection = load_selection(selection)
+    flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
+    selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
     if lora is not None:
         check_lora(selection, *lora)
     trained_files.check_place(out)
@@ -140,16 +150,19 @@ def train_folder(
     check()
     with ranks.sole_training(checkpoints, check):
         loaded = _load(source)
+        if is_file:
+            _check_complete(loaded[0], selection)
         parts = _split_rows(loaded[1], rows, held_out, max_length, packed, prompt, train_on)
         return _train(
             *loaded, *parts, selection, training, out, checkpoints, settings, dtype=dtype, lora=lora, seed=seed,
-            overwrite=overwrite, on_step=on_step,
+            check_weights=check_weights, overwrite=overwrite, on_step=on_step,
         )  # fmt: skip
 
 
 def _train(
     model, tokenizer, train, validation, selection: esft.ExpertSelection, training: Tuning, out: Path, checkpoints: Path,
-    settings: Mapping, *, dtype: str | None, lora: tuple[int, float] | None, seed: int, overwrite: bool, on_step,
+    settings: Mapping, *, dtype: str | None, lora: tuple[int, float] | None, seed: int, check_weights: bool, overwrite: bool,
+    on_step,
 ) -> TrainingReceipt:  # fmt: skip
     """Train a loaded model as `train_folder` does, and write the adapter."""
     if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
@@ -158,9 +171,9 @@ def _train(
     if training.ep_size > 1 and lora is None:
         shard_experts(model, ranks.expert_mesh(training.ep_size))
     if lora is None:
-        receipt = esft.train_only(model, selection, dtype=trained_dtype)
+        receipt = esft.train_only(model, selection, dtype=trained_dtype, check_weights=check_weights)
     else:
-        model, receipt = esft.train_lora(model, selection, *lora, dtype=trained_dtype, seed=seed)
+        model, receipt = esft.train_lora(model, selection, *lora, dtype=trained_dtype, seed=seed, check_weights=check_weights)
     at_once, _ = fit.split_batch(training.batch_size, training.per_device_batch_size)
     before = fit.mean_loss(*fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16))
     with ranks.leading() as main:
@@ -189,6 +202,20 @@ def _train(
         optimizer_bytes=done.optimizer_bytes,
         seconds=done.history.seconds,
     )
+
+
+def _check_complete(model: torch.nn.Module, selection: esft.ExpertSelection) -> None:
+    """Raise ValueError if a selection without the model that was scored does not fit, or leaves out layers of `model`."""
+    if selection.base is not None or not selection.experts:
+        return
+    layers = numbered_layers(model)
+    check_selection(layers, selection)
+    missing = sorted(set(layers) - set(selection.experts))
+    if missing:
+        raise ValueError(
+            f"The selection does not say which model was scored, and has {len(selection.experts)} layers, while the model has "
+            f"{len(layers)}, also layer {missing[0]}. Select from scores of this model, or add the others with an empty list"
+        )
 
 
 class CheckReceipt(NamedTuple):

@@ -30,7 +30,9 @@ import torch
 from torch import nn
 
 from moe_runtime.config import check_choice, check_positive
+from moe_runtime.hf.models.families import check_module
 from moe_runtime.io.files import atomic_folder, atomic_write_text, check_out_dir, read_json
+from moe_runtime.methods.esft.base import identify, read_base, write_base
 from moe_runtime.methods.esft.official import append_logs, read_logs, read_tables, summary_tables
 from moe_runtime.methods.esft.recorder import GateRecorder, GateSums, model_inputs, world
 
@@ -54,6 +56,7 @@ class ExpertScores:
     variant: str = "v1"
     num_shared: int = 0  # leading experts that every token sees; they have zeros
     sums: GateSums | None = None
+    base: Mapping[str, Any] | None = None  # the scored model, if it is known
 
     @classmethod
     def from_sums(cls, sums: GateSums, variant: str = "v1") -> "ExpertScores":
@@ -102,14 +105,14 @@ class ExpertScores:
         return table.clone() if round is None else _rounded(table, round)
 
     def to_dict(self, round: int | None = None) -> dict[str, Any]:
-        """Return the official summary, JSON-ready; unless it is rounded, with the sums, from which every variant follows."""
+        """Return the official summary, JSON-ready; unless it is rounded, with the model and the sums for every variant."""
         tables = {score: self.scores(score, round=round) for score in SCORES}
         values = summary_tables(self.layers, self.num_shared, **tables) | {"variant": self.variant}
         if self.sums is not None and round is None:
             parts = {f.name: getattr(self.sums, f.name) for f in fields(GateSums) if f.name != "layers"}
             tensors = {name: part.tolist() for name, part in parts.items() if isinstance(part, torch.Tensor)}
             values["sums"] = parts | tensors
-        return values
+        return values if round is not None else values | write_base(self.base)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], variant: str | None = None, source: str = "summary") -> "ExpertScores":
@@ -122,9 +125,10 @@ class ExpertScores:
         own = values.get("variant") or variant or _guess_variant(tables["token"])
         variant = variant or own
         check_choice(f"{source}: variant", own, VARIANTS)
+        base = read_base(values, source)
         if "sums" in values:
-            return cls.from_sums(_read_sums(values["sums"], layers, source), variant)
-        scores = cls(layers=layers, **tables, variant=own, num_shared=num_shared)
+            return replace(cls.from_sums(_read_sums(values["sums"], layers, source), variant), base=base)
+        scores = cls(layers=layers, **tables, variant=own, num_shared=num_shared, base=base)
         return (
             scores
             if variant == own
@@ -202,6 +206,7 @@ def score_experts(
     and scores its share of the tokens, or `n_tokens` each with `per_process`; all return the same scores. Works on stock
     models and our own, whose shared expert has scores of 0.
     """
+    check_module(model)
     check_positive("n_tokens", n_tokens)
     check_choice("variant", variant, VARIANTS)
     ranks, rank = world()
@@ -220,7 +225,7 @@ def score_experts(
             for module, training in modes:
                 module.training = training
         sums = recorder.read(reduce=True)
-    return ExpertScores.from_sums(sums, variant)
+    return replace(ExpertScores.from_sums(sums, variant), base=identify(model))
 
 
 def sample_batches(

@@ -10,8 +10,9 @@ R is the gate score (Eq. 6) or the token score (Eq. 7) of `moe_runtime.methods.e
 import math
 import os
 import random
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from moe_runtime.config import check_bool, check_choice, check_fraction, check_positive, one_line, shown
 from moe_runtime.hf.dropin.layers import RoutedLayer, numbered_layers
 from moe_runtime.io.files import atomic_write_json, read_json
+from moe_runtime.methods.esft.base import OURS, read_base, write_base
 from moe_runtime.methods.esft.scores import SCORES, VARIANTS, ExpertScores
 
 MAX_GROUPS = 2**21  # candidates that `group_experts` compares
@@ -45,6 +47,7 @@ class ExpertSelection:
     score: str | None = None
     p: float | None = None
     variant: str | None = None
+    base: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)  # the scored model, if it is known
 
     def __post_init__(self):
         for name in FLAGS:
@@ -77,17 +80,18 @@ class ExpertSelection:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "selection") -> "ExpertSelection":
         """Create a selection from `to_dict`'s or the official configuration; errors name `source`."""
-        values = dict(values)
+        base = read_base(values, source)
+        values = {name: value for name, value in values.items() if name != OURS}
         if isinstance(values.get("experts"), Mapping):
             values["experts"] = {_from_text(layer): ids for layer, ids in values["experts"].items()}
         try:
-            return cls(**values)
+            return cls(**values, base=base)
         except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
             raise ValueError(f"{source}: {one_line(error, 300)}. Expected experts, and some of {', '.join(_KEYS)}") from error
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write `to_dict` as JSON, atomically."""
-        atomic_write_json(path, self.to_dict())
+        """Write `to_dict` and, if it is known, the scored model as JSON, atomically."""
+        atomic_write_json(path, self.to_dict() | write_base(self.base))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ExpertSelection":
@@ -96,18 +100,28 @@ class ExpertSelection:
 
 
 def select_experts(
-    scores: ExpertScores, p: float, score: str = "gate", variant: str | None = None, *, shared_experts: bool = False,
-    non_expert_modules: bool = False, group_size: int = 1, groups: Mapping[int, Sequence[Sequence[int]]] | None = None,
-    round: int | None = None, skip_unused: bool = False,
+    scores: ExpertScores, p: float | None = None, score: str = "gate", variant: str | None = None, *,
+    experts_per_layer: int | None = None, shared_experts: bool = False, non_expert_modules: bool = False, group_size: int = 1,
+    groups: Mapping[int, Sequence[Sequence[int]]] | None = None, round: int | None = None, skip_unused: bool = False,
 ) -> ExpertSelection:  # fmt: skip
     """Select each layer's experts by descending score until their sum is at least `p`, Eq. (8); at least one.
 
-    `variant` defaults to the scores' own. `round=4` rounds the scores first, as the official code does. Where a layer's scores
-    sum to less than `p`, all its experts are selected, as the official code does; `skip_unused` leaves out those with a score
-    of 0, which no token of the sample used. `groups` of each layer are selected together, by the sum of their scores (App. B);
+    Or, instead of `p`, the `experts_per_layer` with the highest scores. `variant` defaults to the scores' own. `round=4` rounds
+    the scores first, as the official code does. Where a layer's scores sum to less than `p`, all its experts are selected, as
+    the official code does, with a warning; `skip_unused` leaves out those with a score of 0, which no token used.
+
+    `groups` of each layer are selected together, by the sum of their scores (App. B);
     `group_size` makes them by `group_experts` from the pairs that `scores` counted.
     """
-    check_p(p)
+    if not isinstance(scores, ExpertScores):
+        raise ValueError(f"Expected ExpertScores, but got {shown(scores, 60)}. Read a file with ExpertScores.load(path)")
+    if (p is None) == (experts_per_layer is None):
+        raise ValueError(f"Pass either p or experts_per_layer, but got {p} and {experts_per_layer}")
+    if p is not None:
+        check_p(p)
+    routed = scores.num_experts - scores.num_shared
+    if p is None and not (type(experts_per_layer) is int and 0 < experts_per_layer <= routed):
+        raise ValueError(f"experts_per_layer must be 1 to {routed}, the routed experts of a layer, but is {experts_per_layer}")
     check_positive("group_size", group_size)
     variant = scores.variant if variant is None else variant
     table = scores.scores(score, variant, round)
@@ -128,18 +142,39 @@ def select_experts(
                 f"groups of layer {layer} must contain each of {routed.start} to {routed.stop - 1} once, but are "
                 f"{shown(of_layer)}"
             )
-        experts[layer] = _take(row, of_layer, p, skip_unused)
+        experts[layer] = _take(row, of_layer, p, experts_per_layer, skip_unused)
+    if p is not None:
+        _warn_of_short(dict(zip(scores.layers, table.sum(1).tolist(), strict=True)), p, skip_unused)
     made = {"score": score, "p": p, "variant": variant}
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
-    return ExpertSelection(experts=experts, **flags, **made)
+    return ExpertSelection(experts=experts, **flags, **made, base=scores.base)
 
 
-def _take(row: Sequence[float], groups: Iterable[Sequence[int]], p: float, skip_unused: bool) -> list[int]:
-    """Return the fewest groups that reach p, by descending sum of scores; experts in a group by descending score."""
+def _warn_of_short(sums: Mapping[int, float], p: float, skip_unused: bool) -> None:
+    """Warn of layers whose scores sum to less than p, so that all their experts are selected."""
+    short = {layer: total for layer, total in sums.items() if p > total + 1e-3}  # with a tolerance for rounded scores
+    if not short:
+        return
+    which = "all" if len(short) == len(sums) else ", ".join(map(str, short))
+    selected = "experts with a score above 0" if skip_unused else "experts"
+    least, most = min(short.values()), max(short.values())
+    warnings.warn(
+        f"p is {p}, but the scores sum to only {least:.3f} to {most:.3f} in {len(short)} of {len(sums)} layers ({which}): all "
+        f"their {selected} are selected. Choose a smaller p, a number of experts per layer, or the variant 'normalized' "
+        "if p is a share",
+        stacklevel=3,
+    )
+
+
+def _take(
+    row: Sequence[float], groups: Iterable[Sequence[int]], p: float | None, count: int | None, skip_unused: bool
+) -> list[int]:
+    """Return the fewest groups that reach p, or `count` experts, by descending sum of scores; in a group by score."""
     total = {tuple(sorted(group, key=lambda e: (-row[e], e))): sum(row[e] for e in group) for group in groups}
     taken, reached = [], 0.0
     for group in sorted(total, key=lambda group: (-total[group], min(group))):
-        if reached >= p or (skip_unused and not total[group]):
+        is_enough = len(taken) >= count if p is None else reached >= p
+        if is_enough or (skip_unused and not total[group]):
             break
         taken += group
         reached += total[group]
@@ -183,6 +218,12 @@ def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) 
         left = is_free[groups].all(1)
         groups, score = groups[left], score[left]
     return taken
+
+
+def check_is_selection(selection) -> None:
+    """Raise ValueError for anything but an ExpertSelection, such as the path of one."""
+    if not isinstance(selection, ExpertSelection):
+        raise ValueError(f"Expected an ExpertSelection, but got {shown(selection, 60)}. Read a file with ExpertSelection.load")
 
 
 def check_selection(model: nn.Module | Mapping[int, RoutedLayer], selection: ExpertSelection) -> None:

@@ -17,6 +17,7 @@ save_pretrained writes stage "lora" of `moe_runtime.hf.models.modeling`, the bas
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -208,6 +209,7 @@ def to_moe(model: nn.Module) -> nn.Module:
         config = whole.config
         model.set_submodule(path.format(layer), whole)
     values = {name: value for name, value in block.items() if name != "lora"}
+    swap.set_config(model, copy.deepcopy(model.config))
     model.config.moe_runtime = values | {"stage": "moe", "config": config.to_dict()}
     return model.requires_grad_(True)
 

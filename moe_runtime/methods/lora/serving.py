@@ -19,7 +19,7 @@ from moe_runtime.hf.dropin.peft_files import pack
 from moe_runtime.hf.models.folders import to_saved
 from moe_runtime.hf.training.trained_files import layout_of
 from moe_runtime.io.files import check_out_dir
-from moe_runtime.methods.lora.stacks import WRITES, Pair, PeftAdapter, base_skeleton, read_peft, write_adapter
+from moe_runtime.methods.lora.stacks import WRITES, Pair, PeftAdapter, base_skeleton, check_peft, read_peft, write_adapter
 
 
 class Keys(NamedTuple):
@@ -75,6 +75,7 @@ def export_adapter(
     """
     check_choice("engine", engine, tuple(ENGINES))
     check_out_dir(out, overwrite, [adapter, base])
+    check_peft(adapter)
     model = base_skeleton(base)
     found, keys = read_peft(adapter, model), ENGINES[engine]
     _check(model, found, engine)

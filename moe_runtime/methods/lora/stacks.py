@@ -77,6 +77,17 @@ def is_peft(folder: object) -> bool:
     return isinstance(folder, str | Path) and Path(folder, CONFIG).is_file()
 
 
+def check_peft(folder: str | Path) -> None:
+    """Raise ValueError unless a folder holds an adapter that PEFT reads."""
+    if is_peft(folder):
+        return
+    hint = "Pass the folder of an adapter that PEFT saved"
+    if Path(folder, "expert_cfg.json").is_file():
+        hint = "It is an ESFT adapter of whole experts: merge it with moe-runtime esft merge"
+    problem = f"has no {CONFIG}" if Path(folder).is_dir() else "is no folder"
+    raise ValueError(f"Adapter {str(folder)!r} {problem}. {hint}")
+
+
 def base_skeleton(base: str | Path) -> nn.Module:
     """Return the model that a folder's config.json describes, on the meta device."""
     return skeleton(folders.read_config(base))
@@ -87,6 +98,7 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
 
     Pairs of stacks may have the axes of any PEFT version: their sizes tell which, or `peft_version` if all stacks are square.
     """
+    check_peft(folder)
     path = Path(folder) / CONFIG
     config, tensors = read_json(path), read_tensors(folder)
     _check_config(config, path)

@@ -77,10 +77,10 @@ def _named(name: str) -> Iterator[None]:
 def _where(domain: Domain, place: int, row: Mapping) -> str:
     """Return a row's position in its file; rows have been shuffled, so it is searched for."""
     for of in (*domain.listed(), *domain.listed("held_out")):
-        for number, one in enumerate(() if of.source in SOURCES else data.read_rows(of.source, of.split)):
+        for number, one in enumerate(() if of.source in SOURCES else data.read_rows(of.source, of.split), 1):
             if dict(one) == data.one_form(row):
-                return f"row {number} of {of.source!r}, from 0"
-    return f"row {place} of {str(domain)!r}"
+                return f"example {number} of {of.source!r}"
+    return f"example {place + 1} of {str(domain)!r}"
 
 
 def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:

@@ -89,7 +89,8 @@ def union_sampler(rows: int, *, seed: int = 0, draws: int | None = None) -> Samp
 
 def encode_rows(
     encoder: Encoder, rows: Iterable[Mapping], max_length: int, limit: int | None = None, *,
-    without: Iterable[Sequence[Sequence[int]]] = (), where: Callable[[int, Mapping], str] = lambda place, row: f"row {place}",
+    without: Iterable[Sequence[Sequence[int]]] = (),
+    where: Callable[[int, Mapping], str] = lambda place, row: f"example {place + 1}",
 ):  # fmt: skip
     """Encode the first `limit` rows of prompt and completion, or messages, for every specialist; return a datasets.Dataset.
 

@@ -26,7 +26,7 @@ from moe_runtime.hf.models import families, folders, swap
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress
 from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, check_keys
-from moe_runtime.io.files import atomic_folder, check_out_dir
+from moe_runtime.io.files import atomic_folder, check_out_dir, check_paths
 from moe_runtime.methods.lora import to_lora_moe
 from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import Expert, open_expert
@@ -53,6 +53,7 @@ def assemble(
     backbone "base" require it.
     """
     check_choice("backbone", backbone, BACKBONES)
+    check_paths("experts", experts)
     if gate in SHARED_GATES:
         raise ValueError(f"Gate {gate!r} has a shared expert, which has no routing vector. Use one without a shared expert")
     check_out_dir(out, overwrite, [*experts, base])

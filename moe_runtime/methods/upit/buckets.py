@@ -19,6 +19,7 @@ import torch
 
 from moe_runtime.config import check_choice, check_number, check_positive
 from moe_runtime.hf.training import ranks
+from moe_runtime.io.files import check_paths
 from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import open_expert
 
@@ -39,6 +40,8 @@ class Buckets(NamedTuple):
 def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
     """Return a random `share` of a datasets.Dataset (Algorithm 3, line 2), with at least `at_least` examples."""
     check_number("share", share, positive=True)
+    if not (hasattr(rows, "shuffle") and hasattr(rows, "select")):
+        raise ValueError(f"rows must be a datasets.Dataset, but is a {type(rows).__name__}. Pass Dataset.from_list(rows)")
     count = max(round(share * len(rows)), at_least)
     if share > 1 or count > len(rows):
         raise ValueError(f"share ({share}) and at_least ({at_least}) must select at most the {len(rows)} examples of the data")
@@ -58,6 +61,7 @@ def perplexities(
     """
     check_choice("tokens", tokens, TOKENS)
     check_positive("batch_size", batch_size)
+    check_paths("experts", experts)
     models.check_labels(rows, tokens == "all")
     where = {"dtype": dtype, "device": device}
     with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ from moe_runtime.config import check_choice, check_numbers, check_seed
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.folders import Progress
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size, write_tensors
-from moe_runtime.io.files import atomic_folder, atomic_write_json, read_json
+from moe_runtime.io.files import atomic_folder, atomic_write_json, check_paths, read_json
 from moe_runtime.methods.upit.checkpoints import FORMAT, RECORD, Changed
 from moe_runtime.methods.upit.experts import ADAPTER, Expert
 from moe_runtime.methods.upit.pool import Mix, Pool
@@ -63,10 +63,12 @@ def expand_experts(
     the same call, even if it was killed, are reused; others raise an error, and `overwrite` replaces or removes all of them.
     """
     _check_choices(metric, of, parents, drop, weights, seed)
+    check_paths("experts", experts)
     paths, out = [Path(expert) for expert in experts], Path(out)
     if not 1 <= len(paths) <= count or count > len(paths) == 1:
         raise ValueError(
-            f"count must be at least the number of experts ({len(paths)}), at least two to expand, but got {count}"
+            f"Expected at least 2 experts, as a child has two parents, and a count of at least theirs, but got {len(paths)} "
+            f"experts and count {count}"
         )
     parse_size(max_shard_size)
     _check_out(out, paths, count, overwrite)

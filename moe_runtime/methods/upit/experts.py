@@ -15,7 +15,7 @@ from moe_runtime.experiments.stages import files_print, hash_of
 from moe_runtime.hf.models import families, folders
 from moe_runtime.hf.models.hub import local_folder
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
-from moe_runtime.io.files import check_out_dir, read_json
+from moe_runtime.io.files import check_out_dir, check_paths, read_json
 from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, saved_steps
 
 CONFIG, ADAPTER, ADAPTER_CONFIG = "config.json", "adapter_model.safetensors", "adapter_config.json"
@@ -163,6 +163,8 @@ def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, w
     is the number at the end of a folder's name; if any name has none, the given order is kept.
     """
     check_choice("which", which, WHICH)
+    if not isinstance(folders, str | Path):
+        check_paths("folders", folders)
     found = saved_experts(folders) if isinstance(folders, str | Path) else [Path(folder) for folder in folders]
     steps = [path.name.rpartition("-")[2] for path in found]
     if all(map(str.isdecimal, steps)):

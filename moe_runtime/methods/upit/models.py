@@ -91,6 +91,12 @@ def _is_same(base: str | Path, other: str | Path) -> bool:
 
 def check_labels(rows, every_token: bool = False) -> None:
     """Raise ValueError without rows, or for rows without a loss: of one token, or, unless `every_token`, without labels."""
+    names = getattr(rows, "column_names", None) or ()
+    if not {"input_ids", "labels"} <= set(names):
+        raise ValueError(
+            f"rows must be a datasets.Dataset with input_ids and labels, but is a {type(rows).__name__} with "
+            f"{', '.join(names) or 'no columns'}. Tokenize it with moe_runtime.io.rows.tokenize_pairs"
+        )
     column = rows["input_ids" if every_token else "labels"]
     bad = [place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])]
     if bad or not len(column):

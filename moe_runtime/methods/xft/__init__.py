@@ -10,6 +10,7 @@
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ def upcycle(
     """
     if config is not None and settings:
         raise ValueError(f"Pass either config or separate settings, but got config and {', '.join(settings)}")
+    families.check_module(model)
     family = families.family_of(model)
     config = config or MoEConfig(**families.moe_shape(family, model.config), **settings)
     return upcycle_to("moe", model, family, config, layers=layers, seed=seed)
@@ -86,6 +88,7 @@ def upcycle(
 
 def upcycle_to(stage: str, model: nn.Module, family: families.Family, config: MoEConfig, **options) -> UpcycleReceipt:
     """Call `swap.dense_to_moe` with `options` on a dense model of `family` and measure what changed."""
+    swap.check_stock(model, family, config, options.get("layers"))
     before, (dense_parameters, _) = probe_logits(model), sizes(model)
     swap.dense_to_moe(model, config, stage=stage, family=family, **options)
     after, (moe_parameters, active_parameters) = probe_logits(model), sizes(model)
@@ -119,6 +122,17 @@ def mixing_coefficients(model: nn.Module) -> torch.Tensor:
     return torch.stack(rows)
 
 
+UNMOVED = 1e-4  # largest change of a mixing coefficient that counts as none: 2e-5, TRL's learning rate, moves it less
+
+
+def distance_moved(alphas: Sequence[torch.Tensor], shared_rate: float) -> float:
+    """Return the largest distance of learned coefficients [E], one per layer, from the initial ones."""
+    experts = len(alphas[0])
+    rest = (1 - shared_rate) / max(experts - 1, 1)
+    initial = torch.tensor([shared_rate] + [rest] * (experts - 1)) if experts > 1 else torch.ones(1)
+    return max((alpha.detach().float().cpu() - initial).abs().max().item() for alpha in alphas)
+
+
 def merge(
     model: nn.Module, shared_rate: float | None = None, alpha: torch.Tensor | Sequence[float] | str | None = None
 ) -> nn.Module:
@@ -127,17 +141,25 @@ def merge(
     A mergeable model uses its learned coefficients, an EWA model its experts' mean. An upcycled one is merged without training
     (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or
     "uniform" overrides these; it must sum to 1. Raises ValueError, with the model untouched, for a shared_rate that would
-    have no effect and for learned coefficients that are not finite.
+    have no effect and for learned coefficients that are not finite; warns where learning has hardly moved them.
     """
+    families.check_module(model)
     block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
     shared_rate = check_rate(shared_rate, alpha, block["stage"])
     layers = [module for module in model.modules() if isinstance(module, MoE | MergedMLP | EWAMLP)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts. Pass an upcycled or a mergeable model")
     rows = [None] * len(layers) if alpha is None else alpha_rows(alpha, len(layers), layers[0].config.num_experts)
+    learned = []
     for name, layer in model.named_modules() if alpha is None else ():
         if isinstance(layer, MergedMLP):
-            check_mixture(layer.alpha().detach(), name)
+            learned.append(check_mixture(layer.alpha().detach(), name))
+    if learned and (moved := distance_moved(learned, layers[0].shared_rate)) <= UNMOVED:
+        warnings.warn(
+            f"The mixing coefficients are within {moved:.1e} of the initial coefficients. Learn to mix before merging, with a "
+            "larger learning rate, such as 1e-2",
+            stacklevel=2,
+        )
     given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
     return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))
 
@@ -162,8 +184,16 @@ def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
 def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: bool = False) -> None:
     """Save a dense model and optionally its tokenizer, atomically, with the RoPE config keys of transformers 4 and 5.
 
-    transformers 5 writes only `rope_parameters`, which older readers ignore, falling back to their default base.
+    transformers 5 writes only `rope_parameters`, which older readers ignore, falling back to their default base. Raises
+    ValueError for a model that still has experts.
     """
+    families.check_module(model)
+    block = getattr(getattr(model, "config", None), "moe_runtime", None)
+    if block is not None:
+        raise ValueError(
+            f"{type(model).__name__} has experts (stage {block['stage']!r}). Merge it first, with xft.merge or lora.merge, or "
+            "save it with model.save_pretrained"
+        )
     with atomic_folder(folder, overwrite) as new:
         model.save_pretrained(new)
         if tokenizer is not None:

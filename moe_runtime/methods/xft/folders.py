@@ -15,7 +15,7 @@ from moe_runtime.hf.models import families, folders, stock, swap
 from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress, expert_rows, mixture_of, open_upcycled
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_finite, check_keys
 from moe_runtime.io.files import check_out_dir
-from moe_runtime.methods.xft import check_rate
+from moe_runtime.methods.xft import UNMOVED, check_rate, distance_moved
 from moe_runtime.ops.merging import alpha_rows, merge_rows, soup_logits
 
 
@@ -179,8 +179,27 @@ def merge_folder(
                 elif not _is_router(key, paths):
                     job.add(key, checkpoint.get(key))
                 job.read(key)
-    alpha = [row.tolist() for row in rows]
-    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()), alpha=alpha)
+    return FolderReceipt(
+        Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()), alpha=[row.tolist() for row in rows],
+        mixing=_mixing(config.moe_runtime, rows, shared_rate, is_given=given is not None),
+    )  # fmt: skip
+
+
+def _mixing(block: dict, rows: Sequence[torch.Tensor], shared_rate: float, is_given: bool) -> str:
+    """Return which coefficients a merge has used, in words."""
+    if is_given:
+        return "given coefficients"
+    if block["stage"] == "ewa":
+        return "equal coefficients"
+    if block["stage"] == "moe":
+        return f"initial coefficients, lambda {shared_rate:g}; to learn them, use xft to-mergeable first"
+    moved = distance_moved(rows, block["shared_rate"])
+    if moved <= UNMOVED:
+        return (
+            f"initial coefficients: learning has moved them by {moved:.1e} at most. Learn to mix with a larger learning rate, "
+            "such as 1e-2"
+        )
+    return f"learned coefficients, up to {moved:.1e} from the initial ones"
 
 
 def _is_router(key: str, paths: dict[str, int]) -> bool:

@@ -5,9 +5,10 @@ import types
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from moe_runtime.hf.models import modeling, swap
+from moe_runtime.methods import lora
 from moe_runtime.modules.merged import MergedMLP
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
@@ -53,6 +54,32 @@ def test_upcycled_is_dense_and_comes_back_dense(model_type, tmp_path):
         ignored = dict.fromkeys(("architectures", "dtype", "_name_or_path", "transformers_version"))
         assert moe.config.to_dict() | ignored == config | ignored
         assert moe.config.architectures == [type(moe).__name__]
+
+
+def test_two_models_of_one_config_object(tmp_path):
+    config = tiny.dense_config("llama")
+    values = config.to_dict()
+    baseline, first, second, adapted = (LlamaForCausalLM(config) for _ in range(4))
+    generation = first.generation_config
+    for model in (first, second):
+        swap.dense_to_moe(model, tiny.config_of(model))
+    lora.to_lora_moe(adapted, num_experts=2, top_k=1)
+    swap.moe_to_mergeable(first)
+    stages = [model.config.moe_runtime["stage"] for model in (first, second, adapted)]
+    assert stages == ["mergeable", "moe", "lora"]
+    lora.to_moe(adapted)
+    assert first.generation_config is generation
+    for model in (first, second, adapted):
+        held = {id(module.config) for module in model.modules() if hasattr(module, "rope_init_fn")}
+        assert model.base_model.config is model.config and held <= {id(model.config)}
+    swap.moe_to_dense(second, first_expert)
+    assert first.config.moe_runtime["stage"] == "mergeable"
+
+    assert baseline.config is config and config.to_dict() == values and not hasattr(config, "moe_runtime")
+    assert type(AutoModelForCausalLM.from_config(config)) is LlamaForCausalLM
+    baseline.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LlamaForCausalLM and torch.equal(tiny.logits(loaded), tiny.logits(baseline.eval()))
 
 
 @pytest.mark.parametrize("gate", ["topk_softmax", "softmax_topk_renorm"])

@@ -551,6 +551,9 @@ def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_pa
     assert train_command([*argv, "--max_steps", "4", "--resume_from_checkpoint", "true"]) == tmp_path
     said = capsys.readouterr()
     assert "after step 4" in said.out
+    card = (tmp_path / "README.md").read_text()
+    assert f'from_pretrained("OWNER/{tmp_path.name}")' in card and "2404.15247" in card and "None" not in card
+    assert "moe-runtime train --model_name_or_path moe --data rows.jsonl" in card and "| steps | 4 |" in card
     lines = [line for line in said.err.splitlines() if line.startswith("training: ")]
     assert lines[0].startswith("training: 50% 2/4 [")
     assert re.fullmatch(r"training: 75% 3/4 \[\d\d:\d\d<\d\d:\d\d, +\S+(step/s|s/step)\]", lines[1])

@@ -1,5 +1,6 @@
 """methods/esft/selection.py: Eq. (8), the published selections of four tasks, the controls, the configuration file."""
 
+import copy
 import itertools
 import json
 import math
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 from moe_runtime.hf.dropin.layers import numbered_layers
+from moe_runtime.methods import esft
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection, group_experts, random_experts, select_experts
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import ids, stock
+from tests.support.stock_moe import batch
 
 PUBLISHED = numpy.load(Path(__file__).parents[2] / "data" / "esft_routing_4_tasks.npz")
 TASKS = ("intent", "law", "summary", "translation")
@@ -270,6 +273,36 @@ def test_a_bad_configuration_is_named_with_its_file(values, error, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=f"config.json: .*{error}"):
         ExpertSelection.load(tmp_path / "config.json")
+
+
+def test_the_scored_model_is_recorded_and_checked(tmp_path):
+    model = stock("mixtral")
+    scores = score_experts(model, [batch()["input_ids"]], 16)
+    scores.save(tmp_path / "summary.json")
+    select_experts(ExpertScores.load(tmp_path / "summary.json"), 0.3).save(tmp_path / "config.json")
+    selection = ExpertSelection.load(tmp_path / "config.json")
+    assert selection == select_experts(scores, 0.3) and selection.base == scores.base
+    esft.train_only(copy.deepcopy(model).bfloat16(), selection)
+    tuned = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.mul_(1.1)
+    for train in (esft.train_only, esft.train_lora):
+        with pytest.raises(ValueError, match="selection is for a model with other weights: .* sampled weights differ"):
+            train(tuned, selection)
+        with pytest.raises(ValueError, match="whose num_hidden_layers is 2, but the model's is 3"):
+            train(stock("mixtral", num_hidden_layers=3), selection)
+    esft.train_only(tuned, selection, check_weights=False)
+
+
+def test_a_number_of_experts_per_layer():
+    scores = scores_of([0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25])
+    assert select_experts(scores, experts_per_layer=3).experts == {1: (1, 3, 2), 2: (0, 1, 2)}
+    for options in ({}, {"p": 0.1, "experts_per_layer": 1}, {"experts_per_layer": 5}, {"experts_per_layer": True}):
+        with pytest.raises(ValueError, match="experts_per_layer"):
+            select_experts(scores, **options)
+    with pytest.warns(UserWarning, match=r"to only 0.600 to 0.600 in 1 of 2 layers \(1\)"):
+        select_experts(scores_of([0.2, 0.4], [0.5, 0.5]), 0.9)
 
 
 @pytest.mark.parametrize("kind", ["stock", "ours"])

@@ -133,3 +133,17 @@ def test_the_page_has_the_names():
         lines = [line for line in page.splitlines() if line.startswith(f"| {engine} {keys.version} |")]
         assert templates == {name for line in lines for name in re.findall(r"`([^`]*lora_[^`]*)`", line)} and keys.read in page
         assert all(family in "".join(lines) for family in keys.stacked_families)
+
+
+@pytest.mark.parametrize("files, says", [
+    (None, "is no folder. Pass the folder of an adapter"), ((), "has no adapter_config.json. Pass"),
+    (("expert_cfg.json",), "has no adapter_config.json. It is an ESFT adapter of whole experts"),
+])  # fmt: skip
+def test_a_folder_without_an_adapter_is_named(files, says, tmp_path):
+    if files is not None:
+        (tmp_path / "adapter").mkdir()
+        for name in files:
+            (tmp_path / "adapter" / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"Adapter '.*/adapter' {says}"):
+        export_adapter(tmp_path / "adapter", tmp_path / "base", tmp_path / "out", "vllm")
+    assert not (tmp_path / "out").exists()

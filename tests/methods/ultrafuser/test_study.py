@@ -241,7 +241,7 @@ def test_no_prompt_is_in_both_parts(made, tmp_path):
 
 @pytest.mark.parametrize("key", ["completion", "messages"])
 def test_a_bad_row_is_named_where_it_stands(made, tmp_path, key):
-    path, match = tmp_path / "bad.jsonl", r"row 17 of '.*bad.jsonl', from 0: "
+    path, match = tmp_path / "bad.jsonl", r"example 18 of '.*bad.jsonl': "
     if key == "messages":
         chats(path, system=True)
         match += ".*does not support the turns system, user"

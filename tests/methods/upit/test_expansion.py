@@ -296,9 +296,9 @@ def spoil(folder: Path, value: float) -> Path:
 
 
 @pytest.mark.parametrize("change, words", [
-    pytest.param({"count": 2}, "count must be at least the number of experts (3)", id="fewer than there are"),
-    pytest.param({"experts": []}, "number of experts (0)", id="none"),
-    pytest.param({"experts": ["ffn-0"]}, "number of experts (1), at least two to expand", id="one"),
+    pytest.param({"count": 2}, "but got 3 experts and count 2", id="fewer than there are"),
+    pytest.param({"experts": []}, "but got 0 experts", id="none"),
+    pytest.param({"experts": ["ffn-0"]}, "Expected at least 2 experts, as a child has two parents", id="one"),
     pytest.param({"experts": ["ffn-0", "lora-0"]}, "must be the same for all experts", id="kinds"),
     pytest.param({"experts": ["ffn-0", "narrow"]}, "with a wrong shape", id="another architecture"),
     pytest.param({"base": "narrow"}, "with a wrong shape", id="another base"),

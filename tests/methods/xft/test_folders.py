@@ -70,6 +70,10 @@ def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
 
     stir(tmp_path / "mergeable")
     receipt = xft_folders.merge_folder(tmp_path / "mergeable", tmp_path / "merged")
+    assert receipt.mixing.startswith("learned coefficients, up to ")
+    xft_folders.mergeable_folder(tmp_path / "moe", tmp_path / "unlearned")
+    unlearned = xft_folders.merge_folder(tmp_path / "unlearned", tmp_path / "unlearned-merged").mixing
+    assert unlearned.startswith("initial coefficients: learning has moved them by ")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mergeable", dtype=dtype)
     want = logits(model)
     xft.merge(model).save_pretrained(tmp_path / "merged-in-memory")

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -132,6 +133,23 @@ def test_init_merge_equals_one_step_before_training():
     model = tuned()
     mergeable = xft.to_mergeable(copy.deepcopy(model))
     assert relative(logits(xft.merge(model)), logits(mergeable)) <= 1e-6
+
+
+def test_a_merge_says_whether_mixing_was_learned():
+    mergeable = xft.to_mergeable(tuned())
+    with torch.no_grad():
+        for name, logit in mergeable.named_parameters():
+            if name.endswith("mixing_logits"):
+                logit.add_(torch.tensor([1e-4, -1e-4, 0]))  # a few steps of TRL's default learning rate
+    with pytest.warns(UserWarning, match="within .*e-06 of the initial coefficients. Learn to mix before merging"):
+        xft.merge(copy.deepcopy(mergeable))
+    with torch.no_grad():
+        for name, logit in mergeable.named_parameters():
+            if name.endswith("mixing_logits"):
+                logit[0] += 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        xft.merge(mergeable)
 
 
 def test_mixing_sums_to_one_and_keeps_lambda():

@@ -166,7 +166,7 @@ def _route_bwd_kernel(
         if FORCED:
             largest = tl.sum(tl.where(is_first, y, 0.0), 1)
         if GATE == "xft":
-            q = tl.where(chosen, tl.exp(y), 0.0)
+            q = tl.exp(y)
             q = q / _sum_slots(q, chosen, count, FORCED)[:, None]
             mean = tl.sum(q * d, 1)
             d = largest[:, None] * q * (d - count * mean[:, None])

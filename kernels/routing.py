@@ -45,6 +45,14 @@ def _sum_slots(value, chosen, count, FORCED: tl.constexpr):
 
 
 @triton.jit
+def _per_slot(value, count, FORCED: tl.constexpr):
+    """`value` once for each slot of an expert."""
+    if FORCED:
+        value = value * count
+    return value
+
+
+@triton.jit
 def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE_T: tl.constexpr, E: tl.constexpr,
                K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, E_PAD: tl.constexpr,
                FORCED: tl.constexpr):  # fmt: skip
@@ -142,22 +150,32 @@ def _route_bwd_kernel(
     x = tl.load(logits_ptr + (t * STRIDE_T)[:, None] + e, mask=mask, other=0.0).to(tl.float32)
     x = tl.where(e < E, x, -float("inf"))
     d = tl.zeros([BLOCK_T, E_PAD], tl.float32)
-    count = tl.zeros([BLOCK_T, E_PAD], tl.float32)  # slots of the expert: the caller may repeat one
+    slot_of = tl.full([BLOCK_T, E_PAD], K, tl.int32)
+    count = None
+    if FORCED:
+        count = tl.zeros([BLOCK_T, E_PAD], tl.float32)  # slots of the expert: the caller may repeat one
     slots = t * (K + SHARED)
     for slot in range(K):
         here = e == _column(idx_ptr, t, slot, T, K, SHARED)
         dw = tl.load(dweight_ptr + slots + slot, mask=row, other=0.0).to(tl.float32)
-        d += tl.where(here, dw[:, None], 0.0)
-        count += tl.where(here, 1.0, 0.0)
-    is_first = e == _column(idx_ptr, t, 0, T, K, SHARED)
-    chosen = count > 0
+        if FORCED:
+            d += tl.where(here, dw[:, None], 0.0)
+            count += tl.where(here, 1.0, 0.0)
+        else:
+            d = tl.where(here, dw[:, None], d)
+        slot_of = tl.where(here, slot, slot_of)
+    chosen = slot_of < K
+    if FORCED:
+        is_first = e == _column(idx_ptr, t, 0, T, K, SHARED)
+    else:
+        is_first = slot_of == 0
     if GATE == "sigmoid_topk":
         s = tl.sigmoid(x)
         dx = tl.where(chosen, d * s * (1 - s), 0.0)
     elif (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
         y = tl.exp(x - _top(x, chosen, FORCED)[:, None])
         y = tl.where(chosen, y / _sum_slots(y, chosen, count, FORCED)[:, None], 0.0)
-        dx = y * (d - count * tl.sum(y * d, 1)[:, None])
+        dx = y * (d - _per_slot(tl.sum(y * d, 1)[:, None], count, FORCED))
         dx = tl.where(y == 0, 0.0, dx)  # for experts not chosen, in a row of NaN, too
     else:
         y = tl.exp(x - tl.max(x, 1)[:, None])
@@ -166,10 +184,10 @@ def _route_bwd_kernel(
         if FORCED:
             largest = tl.sum(tl.where(is_first, y, 0.0), 1)
         if GATE == "xft":
-            q = tl.exp(y)
+            q = tl.where(chosen, tl.exp(y), 0.0)
             q = q / _sum_slots(q, chosen, count, FORCED)[:, None]
             mean = tl.sum(q * d, 1)
-            d = largest[:, None] * q * (d - count * mean[:, None])
+            d = largest[:, None] * q * (d - _per_slot(mean[:, None], count, FORCED))
             d = tl.where(is_first, d + mean[:, None], d)
         if SHARED:
             dshared = tl.load(dweight_ptr + slots + K, mask=row, other=0.0).to(tl.float32)

@@ -358,7 +358,8 @@ MUTANTS = [
     pytest.param("e + SHARED", "e", id="ids not shifted past the shared expert"),
     pytest.param("tl.where(is_first, d + mean", "tl.where(is_first & (d != d), d + mean", id="no gradient through s_max"),
     pytest.param("d - dshared[:, None]", "d + dshared[:, None]", id="shared expert's gradient with the wrong sign"),
-    pytest.param("tl.where(chosen, value, 0.0)", "value", id="second softmax over all experts"),
+    pytest.param("q = tl.where(chosen, tl.exp(y), 0.0)", "q = tl.exp(y)", id="second softmax over all experts"),
+    pytest.param("tl.where(chosen, value, 0.0)", "value", id="sum over all experts"),
     pytest.param("dx = y * (d", "dx = tl.where(chosen, y, 0.0) * (d", id="no gradient for experts not chosen"),
     pytest.param("d * s * (1 - s)", "d * s", id="sigmoid's derivative"),
     pytest.param("other=-1) - SHARED", "other=-1)", id="the neighbour"),
@@ -368,7 +369,8 @@ MUTANTS = [
     pytest.param("x = tl.where(chosen, x, -float", "x = tl.where(chosen | True, x, -float", id="forced: 0 / 0"),
     pytest.param("value = value * count", "value = value", id="forced: an expert twice counts once"),
     pytest.param("d += tl.where(here", "d = tl.where(here, 0.0, d) + tl.where(here", id="forced: gradients do not add up"),
-    pytest.param("(d - count * tl.sum", "(d - tl.sum", id="forced: one slot's share of the mean"),
+    pytest.param("_per_slot(tl.sum(y * d, 1)[:, None], count, FORCED)", "tl.sum(y * d, 1)[:, None]",
+                 id="forced: one slot's share of the mean"),
 ]  # fmt: skip
 
 

@@ -19,15 +19,18 @@
 #
 # Needs torch with CUDA, triton, pytest, pytest-benchmark; transformers, pytest-xdist, pytest-timeout, ncu, nvcc with g++, and
 # compute-sanitizer are used where they are there. COMMIT is what the results are of (by default, git's HEAD).
-# Also: WORKERS (8) of the tests, ARGS of the benchmarks, PYTHON (python3).
+# Also: WORKERS of the tests (the cores, at most 16), ARGS of the benchmarks, PYTHON (python3).
 # Without a GPU: python -m tests.support.dry_run FOLDER [PART ...], with real processes, a fake GPU and a fake clock.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-# steps and the seconds that each is promised
+# steps and the seconds that each is promised. Counted with cold caches, 1.1 s of a core per variant of a kernel, 16 cores:
+#   ops_check   about 560 variants in 63 processes of 5 s: 39 + 20 s, the last ones 15 s more
+#   smoke       327 variants: 23 s, 15 s of imports in every worker, 15 s of work
+#   repeats     8 s of imports; of two layers each 13 variants one after the other, 14.4 s, and 12 s of work
 plan_of() {
     case $1 in
-    first) echo "check=30 ops_check=60 smoke=90 repeats=45 layers=140 kernels=60 counters=55 tune_qwen3=80 report=10" ;;
+    first) echo "check=25 ops_check=85 smoke=80 repeats=70 layers=130 kernels=50 counters=50 tune_qwen3=70 report=10" ;;
     second) echo "check=20 tests=210 clock=40 ops=120 tune=130 memcheck=40 report=10" ;;
     third) echo "check=20 adapters=110 bench=190 build_cuda=60 cuda_tests=45 cuda_memcheck=25 cuda_racecheck=25 cuda_bench=55 counters_all=30 report=10" ;;
     tests) echo "check=20 tests=450 clock=90 report=10" ;;
@@ -60,6 +63,8 @@ grace=$((limit / 70)) # from Ctrl-C's signal to SIGKILL
 seconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
 
 python=${PYTHON:-python3}
+cores=$(nproc)
+workers=${WORKERS:-$((cores < 16 ? cores : 16))}
 out=${OUT:-bench/results}
 mkdir -p "$out" 2>/dev/null && out=$(cd "$out" && pwd) && log=$out/gpu.log && lines=$out/gpu.jsonl &&
     { : >>"$log" && : >>"$lines"; } 2>/dev/null ||
@@ -160,9 +165,10 @@ check() {
     return $status
 }
 
-ops_check() { SHOWN=40 run "$python" -m moe_runtime.tools.check; } # every op and backend against float64
-smoke() { pytest_on "${WORKERS:-8}" tests/gpu/test_moe_mlp.py tests/gpu/test_frozen_mlp.py -k "frozen or user_gets or few_rows or poisoned or twenty or cuda_graph or never_waits"; }
-repeats() { pytest_on 1 tests/gpu/test_repeats.py; }
+# every op and backend against float64
+ops_check() { SHOWN=60 again "" "$python" -m moe_runtime.tools.check --seconds BUDGET --lines "$lines"; }
+smoke() { pytest_on "$workers" tests/gpu/test_moe_mlp.py tests/gpu/test_frozen_mlp.py -k "frozen or user_gets or few_rows or poisoned or twenty or cuda_graph or never_waits"; }
+repeats() { pytest_on 1 tests/gpu/test_repeats.py -o timeout_func_only=true; } # its fixture compiles
 layers() {
     bench_on 1.5 bench/bench_layer.py --shapes Qwen3-30B-A3B-16384,Mixtral-8x7B-16384,XFT-DSCoder-1.3B-16384,OLMoE-16384,Qwen3-30B-A3B-4096,OLMoE-4096,XFT-DSCoder-1.3B-4096,Mixtral-8x7B-4096
 }
@@ -196,14 +202,14 @@ tune() {
 }
 
 tests() {
-    pytest_on "${WORKERS:-8}" tests/gpu --ignore tests/gpu/test_tuning.py --ignore tests/gpu/test_repeats.py \
+    pytest_on "$workers" tests/gpu --ignore tests/gpu/test_tuning.py --ignore tests/gpu/test_repeats.py \
         --ignore tests/gpu/test_cuda.py
 }
 clock() { pytest_on 1 tests/gpu/test_tuning.py; } # it times the GPU, and wants it for itself
 ops() { # the kernels of frozen experts first: tests/gpu has them at few sizes
-    pytest_on "${WORKERS:-8}" tests/ops/test_frozen_mlp.py tests/ops/test_frozen_mlp_packed.py -k triton
+    pytest_on "$workers" tests/ops/test_frozen_mlp.py tests/ops/test_frozen_mlp_packed.py -k triton
     local status=$?
-    pytest_on "${WORKERS:-8}" tests/ops tests/modules tests/hf/dropin/test_experts.py -k "(triton or kernel) and not cpp" &&
+    pytest_on "$workers" tests/ops tests/modules tests/hf/dropin/test_experts.py -k "(triton or kernel) and not cpp" &&
         return $status
 }
 
@@ -231,7 +237,7 @@ build_cuda() {
     arch=$(timeout -k 1 "$(seconds $grace)" nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
     run "$python" -m moe_runtime.native.build cuda --archs "$arch"
 }
-cuda_tests() { pytest_on "${WORKERS:-8}" tests/gpu/test_cuda.py; }
+cuda_tests() { pytest_on "$workers" tests/gpu/test_cuda.py; }
 cuda_bench() { bench_on 0.3 bench/bench_cuda.py; }
 cuda_memcheck() { sanitizer memcheck tests/gpu/test_cuda.py -k sanitizer; }
 cuda_racecheck() { sanitizer racecheck tests/gpu/test_cuda.py -k sanitizer; }

@@ -48,12 +48,13 @@ __device__ __forceinline__ void load_row(const Route& r, int64_t t, int lane, fl
   }
 }
 
-// exp(x - max x), 0 beyond the last logit
-template <int LANES, int VALUES>
-__device__ __forceinline__ void exponentials(float (&x)[VALUES]) {
+// exp(x - max x), 0 beyond the last logit; the largest is that of the logits for which `counts` is true
+template <int LANES, int VALUES, typename Counts>
+__device__ __forceinline__ void exponentials(float (&x)[VALUES], Counts counts) {
   float top = -INFINITY;
 #pragma unroll
-  for (int i = 0; i < VALUES; ++i) top = fmaxf(top, x[i]);
+  for (int i = 0; i < VALUES; ++i)
+    if (counts(i)) top = fmaxf(top, x[i]);
   top = max_lanes<LANES>(top);
 #pragma unroll
   for (int i = 0; i < VALUES; ++i) x[i] = expf(x[i] - top);
@@ -64,6 +65,25 @@ __device__ __forceinline__ float total(Term term) {
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < VALUES; ++i) sum += term(i);
+  return sum_lanes<LANES>(sum);
+}
+
+// column of the logits of the expert in a slot of token t
+__device__ __forceinline__ int column(const Route& r, int64_t t, int slot) {
+  return r.idx[t * (r.k + r.shared) + slot] - r.shared;
+}
+
+// the same over the slots of token t: the caller may give an expert several times
+template <int LANES, int VALUES, typename Chosen, typename Term>
+__device__ __forceinline__ float total_of_slots(const Route& r, int64_t t, int lane, Chosen chosen, Term term) {
+  if (!r.forced) return total<LANES, VALUES>([&](int i) { return chosen(i) ? term(i) : 0.f; });
+  float sum = 0.f;
+  for (int slot = 0; slot < r.k; ++slot) {
+    const int id = column(r, t, slot);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+      if (i * LANES + lane == id) sum += term(i);
+  }
   return sum_lanes<LANES>(sum);
 }
 
@@ -103,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_forward_kernel(const Route 
       key[i] = e < r.E ? key_of(choice) : kTaken + LANES * VALUES;
     }
     for (int slot = 0; slot < r.k; ++slot) {
-      const int id = r.forced ? r.idx[t * K + slot] - r.shared : first_of_largest<LANES>(key, lane);
+      const int id = r.forced ? column(r, t, slot) : first_of_largest<LANES>(key, lane);
 #pragma unroll
       for (int i = 0; i < VALUES; ++i)
         if (i * LANES + lane == id) key[i] = kTaken + slot;
@@ -114,33 +134,48 @@ __global__ void __launch_bounds__(kThreads, 2) route_forward_kernel(const Route 
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) x[i] = sigmoid(x[i]);
     } else {
-      exponentials<LANES>(x);
+      // the caller's experts may lie far below the others
+      const bool of_chosen = r.forced && over_chosen(r.gate);
+      exponentials<LANES>(x, [&](int i) { return !of_chosen || chosen(i); });
       if (over_chosen(r.gate)) {
-        const float sum = total<LANES, VALUES>([&](int i) { return chosen(i) ? x[i] : 0.f; });
+        const float sum = total_of_slots<LANES, VALUES>(r, t, lane, chosen, [&](int i) { return x[i]; });
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) x[i] /= sum;
       } else {
         largest = 1.f / total<LANES, VALUES>([&](int i) { return x[i]; });
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) x[i] *= largest;
-        if (r.forced) largest = total<LANES, VALUES>([&](int i) { return key[i] == kTaken ? x[i] : 0.f; });
+        if (r.forced) {
+          const int first = column(r, t, 0);
+          largest = total<LANES, VALUES>([&](int i) { return i * LANES + lane == first ? x[i] : 0.f; });
+        }
         if (r.gate == MOERT_XFT) {
 #pragma unroll
           for (int i = 0; i < VALUES; ++i) x[i] = expf(x[i]);
-          const float scale = largest / total<LANES, VALUES>([&](int i) { return chosen(i) ? x[i] : 0.f; });
+          const float scale =
+              largest / total_of_slots<LANES, VALUES>(r, t, lane, chosen, [&](int i) { return x[i]; });
 #pragma unroll
           for (int i = 0; i < VALUES; ++i) x[i] *= scale;
         }
       }
     }
     if (!live) continue;
+    for (int slot = 0; r.forced && slot < r.k; ++slot) {
+      const int id = column(r, t, slot);
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i) {
+        if (i * LANES + lane != id || id >= r.E) continue;
+        r.weight[t * K + slot] = x[i];
+        if (r.block_count) atomicAdd(&counts[id + r.shared], 1);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-      if (!chosen(i)) continue;
+      if (r.forced || !chosen(i)) continue;
       const int e = i * LANES + lane + r.shared;
       const int64_t slot = t * K + (key[i] - kTaken);
       r.weight[slot] = x[i];
-      if (!r.forced) r.idx[slot] = e;
+      r.idx[slot] = e;
       if (r.block_count) atomicAdd(&counts[e], 1);
     }
     if (r.shared && lane == 0) {
@@ -170,41 +205,49 @@ __global__ void __launch_bounds__(kThreads, 2) route_backward_kernel(const Route
     unsigned mask = 0;  // bit i: this lane's i-th expert is chosen
     static_assert(VALUES <= 32, "one bit each");
     for (int slot = 0; slot < r.k; ++slot) {
-      const int id = r.idx[t * K + slot] - r.shared;
+      const int id = column(r, t, slot);
       if (id < 0 || id >= r.E || id % LANES != lane) continue;
-      d[id] = load_f32(r.dweight, t * K + slot, r.dweight_dtype);
+      const float slot_dw = load_f32(r.dweight, t * K + slot, r.dweight_dtype);
+      d[id] = mask >> id / LANES & 1u ? d[id] + slot_dw : slot_dw;  // the caller may give an expert several times
       mask |= 1u << id / LANES;
     }
-    const int first = r.idx[t * K] - r.shared;
+    const int first = column(r, t, 0);
     const auto chosen = [&](int i) { return (mask >> i & 1u) != 0; };
     const auto dw = [&](int i) { return chosen(i) ? d[i * LANES + lane] : 0.f; };
+    const auto subtract_from_slots = [&](float x) {
+      for (int slot = 0; slot < r.k; ++slot) {
+        const int id = column(r, t, slot);
+        if (id >= 0 && id < r.E && id % LANES == lane) d[id] -= x;
+      }
+    };
     float mean = 0.f;
     if (r.gate == MOERT_SIGMOID_TOPK) {
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) y[i] = sigmoid(y[i]);
+    } else if (over_chosen(r.gate)) {
+      exponentials<LANES>(y, [&](int i) { return !r.forced || chosen(i); });
+      const float sum = total_of_slots<LANES, VALUES>(r, t, lane, chosen, [&](int i) { return y[i]; });
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i) y[i] = chosen(i) ? y[i] / sum : 0.f;
+      subtract_from_slots(total<LANES, VALUES>([&](int i) { return y[i] * dw(i); }));
     } else {
-      exponentials<LANES>(y);
-      if (over_chosen(r.gate)) {
-        const float sum = total<LANES, VALUES>([&](int i) { return chosen(i) ? y[i] : 0.f; });
+      exponentials<LANES>(y, [&](int) { return true; });
+      float largest = 1.f / total<LANES, VALUES>([&](int i) { return y[i]; });
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) y[i] = chosen(i) ? y[i] / sum : 0.f;
-      } else {
-        float largest = 1.f / total<LANES, VALUES>([&](int i) { return y[i]; });
+      for (int i = 0; i < VALUES; ++i) y[i] *= largest;
+      if (r.forced) largest = total<LANES, VALUES>([&](int i) { return i * LANES + lane == first ? y[i] : 0.f; });
+      if (r.gate == MOERT_XFT) {  // exp(y) / sum is the softmax over the chosen probabilities
+        const float sum = total_of_slots<LANES, VALUES>(r, t, lane, chosen, [&](int i) { return expf(y[i]); });
+        const float inner = total<LANES, VALUES>([&](int i) { return chosen(i) ? expf(y[i]) / sum * dw(i) : 0.f; });
+        subtract_from_slots(inner);
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) y[i] *= largest;
-        if (r.forced) largest = total<LANES, VALUES>([&](int i) { return i * LANES + lane == first ? y[i] : 0.f; });
-        if (r.gate == MOERT_XFT) {  // exp(y) / sum is the softmax over the chosen probabilities
-          const float sum = total<LANES, VALUES>([&](int i) { return chosen(i) ? expf(y[i]) : 0.f; });
-          const float inner = total<LANES, VALUES>([&](int i) { return chosen(i) ? expf(y[i]) / sum * dw(i) : 0.f; });
-#pragma unroll
-          for (int i = 0; i < VALUES; ++i) {
-            const int e = i * LANES + lane;
-            if (chosen(i)) d[e] = largest * (expf(y[i]) / sum) * (d[e] - inner) + (e == first ? inner : 0.f);
-          }
+        for (int i = 0; i < VALUES; ++i) {
+          const int e = i * LANES + lane;
+          if (chosen(i)) d[e] = largest * (expf(y[i]) / sum) * d[e] + (e == first ? inner : 0.f);
         }
-        if (r.shared && first >= 0 && first < r.E && first % LANES == lane)
-          d[first] -= load_f32(r.dweight, t * K + r.k, r.dweight_dtype);
       }
+      if (r.shared && first >= 0 && first < r.E && first % LANES == lane)
+        d[first] -= load_f32(r.dweight, t * K + r.k, r.dweight_dtype);
       mean = total<LANES, VALUES>([&](int i) { return y[i] * dw(i); });
     }
 #pragma unroll

@@ -20,6 +20,7 @@ from moe_runtime.kernels.routing import route_operand, route_rows
 from moe_runtime.kernels.tiles import Tile, precision
 
 SMALL = 512  # slots that one program sorts: more take it longer than three launches
+FEW = 128  # the program is compiled for so many slots and for SMALL, and not for each power of two of a changing batch
 TINY = 128  # rows whose down projection one program a column block computes, expert by expert
 
 
@@ -104,6 +105,11 @@ class Plan(NamedTuple):
     tile_map: torch.Tensor  # [3, max_tiles] int32
 
 
+def _slots_block(R: int) -> int:
+    """BLOCK_S of R slots; those of tests may be more than SMALL."""
+    return FEW if R <= FEW else max(SMALL, triton.next_power_of_2(R))
+
+
 def plan_forward(
     topk_idx: torch.Tensor | None, num_experts: int, BLOCK_M: int, first_expert: int = 0, *, logits: torch.Tensor | None = None,
     top_k: int = 0, gate: str = "xft", shared: int = 0,
@@ -121,13 +127,14 @@ def plan_forward(
         logits = route_operand(logits)
         idx, weight = new(T, K), new(T, K, dtype=torch.float32)
         E_PAD = triton.next_power_of_2(logits.shape[1])
-        sizes = {"STRIDE_T": logits.stride(0), "BLOCK_T": max(1, min(triton.next_power_of_2(T), 4096 // E_PAD)), "E_PAD": E_PAD}
+        BLOCK_T = max(1, min(_slots_block(T * K) // triton.next_power_of_2(K), 4096 // E_PAD))
+        sizes = {"STRIDE_T": logits.stride(0), "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
     R, tiles = T * K, max_tiles(T * K, num_experts, BLOCK_M)
     plan = Plan(new(num_experts + 1), new(R), new(R), new(3, tiles))
     with torch.cuda.device_of(source):
         _plan_kernel[(1,)](
             logits, weight, idx, *plan, T, R, tiles, E=num_experts, SLOTS=K, SHARED=shared, GATE=gate, FIRST=first_expert,
-            BLOCK_M=BLOCK_M, BLOCK_S=max(triton.next_power_of_2(R), BLOCK_J), BLOCK_J=BLOCK_J, BLOCK_TILES=BLOCK_TILES,
+            BLOCK_M=BLOCK_M, BLOCK_S=_slots_block(R), BLOCK_J=BLOCK_J, BLOCK_TILES=BLOCK_TILES,
             BLOCK_E=BLOCK_E, **sizes, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
     return weight, idx, plan

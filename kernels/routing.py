@@ -23,6 +23,36 @@ def _key(x):
 
 
 @triton.jit
+def _column(idx_ptr, t, slot, T, K: tl.constexpr, SHARED: tl.constexpr):
+    """Column [BLOCK_T, 1] of the logits of the expert in `slot` of tokens `t`."""
+    return (tl.load(idx_ptr + t * (K + SHARED) + slot, mask=t < T, other=-1) - SHARED)[:, None]
+
+
+@triton.jit
+def _top(x, chosen, FORCED: tl.constexpr):
+    """Largest of the chosen logits: of all, unless the caller chose, whose experts may lie far below."""
+    if FORCED:
+        x = tl.where(chosen, x, -float("inf"))
+    return tl.max(x, 1)
+
+
+@triton.jit
+def _sum_slots(value, chosen, count, FORCED: tl.constexpr):
+    """Sum of `value` [BLOCK_T, E_PAD] over the slots: `count` times each, as the caller may repeat an expert."""
+    if FORCED:
+        value = value * count
+    return tl.sum(tl.where(chosen, value, 0.0), 1)
+
+
+@triton.jit
+def _per_slot(value, count, FORCED: tl.constexpr):
+    """`value` once for each slot of an expert."""
+    if FORCED:
+        value = value * count
+    return value
+
+
+@triton.jit
 def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE_T: tl.constexpr, E: tl.constexpr,
                K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, E_PAD: tl.constexpr,
                FORCED: tl.constexpr):  # fmt: skip
@@ -36,36 +66,45 @@ def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE
         choice = x
     else:
         choice = tl.sigmoid(x) + tl.load(bias_ptr + e, mask=e < E, other=0.0)
-    key = tl.where(e < E, _key(choice), DEAD + E_PAD)
-    for slot in range(K):
-        if FORCED:
-            first = tl.load(idx_ptr + t * (K + SHARED) + slot, mask=t < T, other=-1) - SHARED
-        else:
+    if FORCED:
+        key = None
+        count = tl.zeros([BLOCK_T, E_PAD], tl.float32)
+        for slot in range(K):
+            count += tl.where(e == _column(idx_ptr, t, slot, T, K, SHARED), 1.0, 0.0)
+        chosen = count > 0
+    else:
+        count = None
+        key = tl.where(e < E, _key(choice), DEAD + E_PAD)
+        for slot in range(K):
             best = tl.max(key, 1)
             first = tl.min(tl.where(key == best[:, None], e, E_PAD), 1)
-        key = tl.where(e == first[:, None], DEAD + slot, key)
-    chosen = key < DEAD + K
+            key = tl.where(e == first[:, None], DEAD + slot, key)
+        chosen = key < DEAD + K
     if GATE == "sigmoid_topk":
         weight = tl.sigmoid(x)
+    elif (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
+        exp = tl.exp(x - _top(x, chosen, FORCED)[:, None])
+        weight = exp / _sum_slots(exp, chosen, count, FORCED)[:, None]
     else:
         exp = tl.exp(x - tl.max(x, 1)[:, None])
-        if (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
-            weight = exp / tl.sum(tl.where(chosen, exp, 0.0), 1)[:, None]
-        else:
-            largest = 1 / tl.sum(exp, 1)  # probability
-            weight = exp * largest[:, None]
-            if FORCED:
-                largest = tl.sum(tl.where(key == DEAD, weight, 0.0), 1)
-            if GATE == "xft":
-                exp = tl.exp(weight)
-                weight = exp * (largest / tl.sum(tl.where(chosen, exp, 0.0), 1))[:, None]
+        largest = 1 / tl.sum(exp, 1)  # probability
+        weight = exp * largest[:, None]
+        if FORCED:
+            largest = tl.sum(tl.where(e == _column(idx_ptr, t, 0, T, K, SHARED), weight, 0.0), 1)
+        if GATE == "xft":
+            exp = tl.exp(weight)
+            weight = exp * (largest / _sum_slots(exp, chosen, count, FORCED))[:, None]
     base = first_token * (K + SHARED)
     weight_ptr += base
-    idx_ptr += base
     slots = tl.arange(0, BLOCK_T) * (K + SHARED)
-    out = tl.where(mask & chosen, slots[:, None] + (key & 0x7FFFFFFF), -1)
-    tl.store(weight_ptr + out, weight, mask=out >= 0)
+    if FORCED:
+        for slot in range(K):
+            here = e == _column(idx_ptr, t, slot, T, K, SHARED)
+            tl.store(weight_ptr + slots + slot, tl.sum(tl.where(here, weight, 0.0), 1), mask=t < T)
+    idx_ptr += base
     if not FORCED:
+        out = tl.where(mask & chosen, slots[:, None] + (key & 0x7FFFFFFF), -1)
+        tl.store(weight_ptr + out, weight, mask=out >= 0)
         tl.store(idx_ptr + out, e + SHARED + tl.zeros([BLOCK_T, 1], tl.int32), mask=out >= 0)
     if SHARED:
         tl.store(weight_ptr + slots + K, 1 - largest, mask=t < T)
@@ -112,38 +151,48 @@ def _route_bwd_kernel(
     x = tl.where(e < E, x, -float("inf"))
     d = tl.zeros([BLOCK_T, E_PAD], tl.float32)
     slot_of = tl.full([BLOCK_T, E_PAD], K, tl.int32)
+    count = None
+    if FORCED:
+        count = tl.zeros([BLOCK_T, E_PAD], tl.float32)  # slots of the expert: the caller may repeat one
     slots = t * (K + SHARED)
     for slot in range(K):
-        here = e == tl.load(idx_ptr + slots + slot, mask=row, other=-1)[:, None] - SHARED
+        here = e == _column(idx_ptr, t, slot, T, K, SHARED)
         dw = tl.load(dweight_ptr + slots + slot, mask=row, other=0.0).to(tl.float32)
-        d = tl.where(here, dw[:, None], d)
+        if FORCED:
+            d += tl.where(here, dw[:, None], 0.0)
+            count += tl.where(here, 1.0, 0.0)
+        else:
+            d = tl.where(here, dw[:, None], d)
         slot_of = tl.where(here, slot, slot_of)
     chosen = slot_of < K
+    if FORCED:
+        is_first = e == _column(idx_ptr, t, 0, T, K, SHARED)
+    else:
+        is_first = slot_of == 0
     if GATE == "sigmoid_topk":
         s = tl.sigmoid(x)
         dx = tl.where(chosen, d * s * (1 - s), 0.0)
+    elif (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
+        y = tl.exp(x - _top(x, chosen, FORCED)[:, None])
+        y = tl.where(chosen, y / _sum_slots(y, chosen, count, FORCED)[:, None], 0.0)
+        dx = y * (d - _per_slot(tl.sum(y * d, 1)[:, None], count, FORCED))
+        dx = tl.where(y == 0, 0.0, dx)  # for experts not chosen, in a row of NaN, too
     else:
         y = tl.exp(x - tl.max(x, 1)[:, None])
-        if (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
-            total = tl.sum(tl.where(chosen, y, 0.0), 1)
-            y = tl.where(chosen, y / total[:, None], 0.0)
-        else:
-            largest = 1 / tl.sum(y, 1)
-            y = y * largest[:, None]
-            if FORCED:
-                largest = tl.sum(tl.where(slot_of == 0, y, 0.0), 1)
-            if GATE == "xft":
-                q = tl.where(chosen, tl.exp(y), 0.0)
-                q = q / tl.sum(q, 1)[:, None]
-                mean = tl.sum(q * d, 1)
-                d = largest[:, None] * q * (d - mean[:, None])
-                d = tl.where(slot_of == 0, d + mean[:, None], d)
-            if SHARED:
-                dshared = tl.load(dweight_ptr + slots + K, mask=row, other=0.0).to(tl.float32)
-                d = tl.where(slot_of == 0, d - dshared[:, None], d)
+        largest = 1 / tl.sum(y, 1)
+        y = y * largest[:, None]
+        if FORCED:
+            largest = tl.sum(tl.where(is_first, y, 0.0), 1)
+        if GATE == "xft":
+            q = tl.where(chosen, tl.exp(y), 0.0)
+            q = q / _sum_slots(q, chosen, count, FORCED)[:, None]
+            mean = tl.sum(q * d, 1)
+            d = largest[:, None] * q * (d - _per_slot(mean[:, None], count, FORCED))
+            d = tl.where(is_first, d + mean[:, None], d)
+        if SHARED:
+            dshared = tl.load(dweight_ptr + slots + K, mask=row, other=0.0).to(tl.float32)
+            d = tl.where(is_first, d - dshared[:, None], d)
         dx = y * (d - tl.sum(y * d, 1)[:, None])
-        if (GATE == "topk_softmax") | (GATE == "softmax_topk_renorm"):
-            dx = tl.where(y == 0, 0.0, dx)  # for experts not chosen, in a row of NaN, too
     tl.store(dlogits_ptr + (t * E)[:, None] + e, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 

@@ -14,6 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels import compiling
+
+# all that takes long to compile chooses its config here
+compiling.install()
+
 
 class Tile(NamedTuple):
     """One launch config: BLOCK_M rows by BLOCK_N columns, BLOCK_K along the sum."""

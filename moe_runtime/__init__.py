@@ -24,7 +24,7 @@ _PUBLIC = {
     "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes", "route": "moe_runtime.ops.routing:route",
     "save_quantized": "moe_runtime.hf.dropin.quantized_files:save_quantized",
     "ultrafuser": "moe_runtime.methods.ultrafuser:", "unpatch": "moe_runtime.hf.dropin.experts:unpatch",
-    "upit": "moe_runtime.methods.upit:", "xft": "moe_runtime.methods.xft:",
+    "upit": "moe_runtime.methods.upit:", "warmup": "moe_runtime.tools.warmup:warmup", "xft": "moe_runtime.methods.xft:",
 }  # fmt: skip
 
 __all__ = ["__version__", *_PUBLIC]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.ops.fusion import CHUNK, REDUCTIONS, check_labels, fused_cross_entropy, mean_of, mix
+from moe_runtime.ops.library import wide_dtype
 
 GATES = ("mlp", "linear")
 
@@ -49,16 +50,22 @@ class FuserGate(nn.Module):
         return self
 
     def forward(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute [..., S] float32 from `hidden` S of [..., H_s] of any float dtype, not affected by autocast."""
+        """Compute [..., S] from `hidden` S of [..., H_s] of any float dtype, not affected by autocast.
+
+        The weights are float32, and float64 with float64 parameters.
+        """
         sizes = tuple(h.shape[-1] for h in hidden)
         if sizes != self.hidden_sizes:
             raise ValueError(f"Expected hidden states of sizes {self.hidden_sizes}, one per specialist, but got {sizes}")
+        dtype = self.score.weight.dtype
         with torch.autocast(self.score.weight.device.type, enabled=False):
-            states = [h.to(self.score.weight.dtype) for h in hidden]
+            states = [h.to(dtype) for h in hidden]
             if self.joint:
-                return self._scores(torch.cat(states, -1)).softmax(-1, dtype=torch.float32)
-            # FSDP2 may gather the parameters in bfloat16
-            return torch.cat([self._scores(h) for h in states], -1).softmax(-1, dtype=torch.float32)
+                scores = self._scores(torch.cat(states, -1))
+            else:
+                scores = torch.cat([self._scores(h) for h in states], -1)
+            # float32 at least: FSDP2 may gather the parameters in bfloat16
+            return scores.softmax(-1, dtype=wide_dtype(dtype))
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
         return self.score(x if self.up is None else F.relu(self.up(x)))

@@ -215,8 +215,12 @@ def accumulating(tensor: torch.Tensor) -> torch.Tensor | None:
     leaf = tensor if tensor.is_leaf else tensor._base
     if not getattr(leaf, _ACCUMULATES, False):
         return None
-    same = any(tensor.shape == t.shape and tensor.stride() == t.stride() for t in (leaf, leaf.transpose(1, 2)))
-    return leaf if same else None
+    return leaf if _same_view(leaf, tensor) or _same_view(leaf.transpose(1, 2), tensor) else None
+
+
+def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two views of the same memory are equal; strides alone do not tell [E, 1, H] from [E, H, 1]."""
+    return a.shape == b.shape and a.stride() == b.stride()
 
 
 def gradients_so_far(learned: Gradients, leaves: Sequence[torch.Tensor | None]) -> Gradients:
@@ -224,7 +228,7 @@ def gradients_so_far(learned: Gradients, leaves: Sequence[torch.Tensor | None]) 
     found = []
     for tensor, leaf in zip((learned.up, learned.down), leaves, strict=True):
         grad = None if leaf is None or torch.is_grad_enabled() else getattr(leaf, "main_grad", leaf.grad)
-        found.append(grad if grad is None or leaf.stride() == tensor.stride() else grad.transpose(1, 2))
+        found.append(grad if grad is None or _same_view(leaf, tensor) else grad.transpose(1, 2))
     return NOWHERE if all(grad is None for grad in found) else NOWHERE._replace(up=found[0], down=found[1])
 
 

@@ -69,9 +69,9 @@ def _check(x, experts: FrozenExperts) -> None:
     up, down, H = experts.up, experts.down, x.shape[1]
     E, _, I = down.shape if len(down.shape) == 3 else (0, 0, 0)
     Z = I * (1 + experts.activation.gated)
-    if E == 0 or tuple(up.shape) != (E, Z, H) or tuple(down.shape) != (E, H, I):
+    if E == 0 or I == 0 or tuple(up.shape) != (E, Z, H) or tuple(down.shape) != (E, H, I):
         got = f"up is {tuple(up.shape)}, down {tuple(down.shape)}, x {tuple(x.shape)}"
-        sizes = f"up [E, {'2I' if experts.activation.gated else 'I'}, H], down [E, H, I] and x [T, H] with E >= 1"
+        sizes = f"up [E, {'2I' if experts.activation.gated else 'I'}, H], down [E, H, I] and x [T, H] with E >= 1 and I >= 1"
         raise ValueError(f"Expected {sizes}, but {got}")
     expected = {"up_bias": (E, Z), "down_bias": (E, H)}
     for name, pair, (out, into) in (("up", experts.up_lora, (Z, H)), ("down", experts.down_lora, (H, I))):

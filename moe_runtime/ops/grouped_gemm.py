@@ -111,6 +111,9 @@ def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
         tile, tile_map = _tile("dx", dy, K, N, E, offsets)
         dx = grouped_gemm_forward(dy, weight, None, tile_map, False, tile, separate, y=torch.zeros_like(x))
     if need_weight:
+        if not need_x:
+            # the first launch creates the CUDA context of autograd's thread, which tensor descriptors need
+            x.new_zeros(1)
         dweight = weight_backward(dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E), place, n)
     if need_bias:
         dbias = bias_backward(dy, None, None, offsets, 1, False, place)

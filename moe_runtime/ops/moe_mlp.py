@@ -101,9 +101,9 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
     up, down, gated, H = experts.up, experts.down, experts.activation.gated, x.shape[1]
     E, _, I = down.shape if down.dim() == 3 else (0, 0, 0)
     Z = I * (1 + gated)
-    if E == 0 or up.shape != (E, Z, H) or down.shape != (E, H, I):
+    if E == 0 or I == 0 or up.shape != (E, Z, H) or down.shape != (E, H, I):
         got = f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x {tuple(x.shape)}"
-        want = f"gate_up_proj [E, {'2I' if gated else 'I'}, H], down_proj [E, H, I] and x [T, H] with E >= 1"
+        want = f"gate_up_proj [E, {'2I' if gated else 'I'}, H], down_proj [E, H, I] and x [T, H] with E >= 1 and I >= 1"
         raise ValueError(f"Expected {want}, but {got}")
     dtype, device, biases = x.dtype, x.device, ((experts.up_bias, (E, Z)), (experts.down_bias, (E, H)))
     for name, (tensor, shape) in zip(_NAMES, ((up, None), (down, None), *biases)):

@@ -13,7 +13,8 @@ The softmax of the XFT paper is over the selected *probabilities*, not over the 
 shared: router_logits has E - 1 columns, column r belongs to expert r + 1, and K includes the shared expert, which comes last.
 Experts are in descending order of logit, ties to the lower id, NaN first. The math is float32 for every dtype of the logits
 (float64 stays float64), without a float32 copy of the logits. Experts selected by the caller, topk_idx, replace S in their
-order, and s_max is that of the first one: passing the ids that `route` returned does not change the result.
+order, and s_max is that of the first one: passing the ids that `route` returned does not change the result. An expert may
+be given several times in a row; S then contains it as often.
 """
 
 from typing import NamedTuple
@@ -105,7 +106,8 @@ def route_reference(
     s_max = s[:, :1] if k else s.new_zeros(s.shape[0], 1)
     weight = {
         "xft": lambda: s.softmax(-1) * s_max, "nonorm": lambda: s, "topk_softmax": lambda: selected_logits.softmax(-1),
-        "softmax_topk": lambda: s, "softmax_topk_renorm": lambda: s / s.sum(-1, keepdim=True),
+        # s / sum of s, without dividing 0 by 0 where every probability of the caller's experts underflows
+        "softmax_topk": lambda: s, "softmax_topk_renorm": lambda: selected_logits.softmax(-1),
         "sigmoid_topk": lambda: selected_logits.sigmoid(),
     }[gate]()  # fmt: skip
     if gate in SHARED_GATES:
@@ -176,12 +178,13 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
     dw = dweight[:, :k]
     if k == 0:
         return torch.zeros_like(router_logits)
+    # the gradients of slots with the same expert add up: the caller's ids may repeat
     if gate in ("topk_softmax", "softmax_topk_renorm"):
         w = router_logits.gather(1, idx).softmax(-1)
-        return torch.zeros_like(router_logits).scatter(1, idx, w * (dw - (w * dw).sum(-1, keepdim=True)))
+        return torch.zeros_like(router_logits).scatter_add(1, idx, w * (dw - (w * dw).sum(-1, keepdim=True)))
     if gate == "sigmoid_topk":
         w = router_logits.gather(1, idx).sigmoid()
-        return torch.zeros_like(router_logits).scatter(1, idx, dw * w * (1 - w))
+        return torch.zeros_like(router_logits).scatter_add(1, idx, dw * w * (1 - w))
     p = router_logits.softmax(-1)
     ds = dw.clone()
     if gate == "xft":
@@ -191,7 +194,7 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
         ds[:, 0] += (q * dw).sum(-1)
     if shared:
         ds[:, 0] -= dweight[:, k]
-    dp = torch.zeros_like(p).scatter(1, idx, ds)
+    dp = torch.zeros_like(p).scatter_add(1, idx, ds)
     return p * (dp - (dp * p).sum(-1, keepdim=True))
 
 

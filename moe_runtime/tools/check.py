@@ -13,9 +13,11 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,8 @@ DTYPES = {
 }  # fmt: skip
 SLICE = 4.0  # factor on the tolerance for a slice
 SHOWN = 20  # maximum number of printed failures
+CASES_A_PART = 2  # of a process on a GPU: a case compiles about 9 variants of kernels, a second each on one core
+LAST = 1.2  # a process that runs at this multiple of `seconds` is killed
 SMALL = 1.0  # lower bound of the root mean square in a relative error, as some gradients cancel to zero
 
 
@@ -82,8 +86,13 @@ def _error(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def check(ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS) -> tuple[list[Result], dict[str, str]]:
-    """Check `ops` on the backends in `only`; return the results, and why a backend cannot run here."""
+def check(
+    ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS, part: tuple[int, int] = (0, 1)
+) -> tuple[list[Result], dict[str, str]]:
+    """Check `ops` on the backends in `only`; return the results, and why a backend cannot run here.
+
+    `part` (i, n) checks every n-th case of an op from the i-th on.
+    """
     gpu = torch.device("cuda" if torch.cuda.is_available() and not backends.interpreted() else "cpu")
     found, reasons, threads = [], {}, torch.get_num_threads()
     for op, backend in itertools.product(ops, only):
@@ -95,13 +104,14 @@ def check(ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS) -
             reasons[backend] = reason
             continue
         torch.set_num_threads(threads if backend == "cpp" else 1)  # the sizes are small; only the library uses threads
-        found.append(_check_op(op, backend, device))
+        found.append(_check_op(op, backend, device, part))
         torch.set_num_threads(threads)
     return found, reasons
 
 
-def _check_op(op: str, backend: str, device: torch.device) -> Result:
-    make, _, first, second = CASES[op]
+def _cases_of(op: str, backend: str, device: torch.device) -> list[tuple[torch.dtype, tuple]]:
+    """Return the dtype and the arguments of each case."""
+    _, _, first, second = CASES[op]
     pairs, dtypes, few = itertools.product(first, second), DTYPES[backend], backend == "triton"
     if few:  # interpreting and compiling are slow: each argument once in the first dtype, a third of them in the others
         first = [one for one in first if one != LAYERS[-1] or device.type != "cpu"]
@@ -110,7 +120,12 @@ def _check_op(op: str, backend: str, device: torch.device) -> Result:
         known = device.type != "cpu" or backends.interpreter_knows_bfloat16
         dtypes = [dtype for dtype in dtypes if dtype != torch.bfloat16 or known]
     cases = [(*a, *b) for a, b in pairs]
-    chosen = [(d, c) for i, d in enumerate(dtypes) for j, c in enumerate(cases) if not few or i == 0 or j % 3 == i % 3]
+    return [(d, c) for i, d in enumerate(dtypes) for j, c in enumerate(cases) if not few or i == 0 or j % 3 == i % 3]
+
+
+def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]) -> Result:
+    make, number, parts = CASES[op][0], *part
+    chosen = _cases_of(op, backend, device)[number::parts]
     worst, at, failures = 0.0, "", []
     for dtype, arguments in chosen:
         where = f"{op} on {backend}, {str(dtype).removeprefix('torch.')}, {' '.join(map(str, arguments))}"
@@ -118,48 +133,125 @@ def _check_op(op: str, backend: str, device: torch.device) -> Result:
             errors = _errors(make(Draw(dtype), *arguments), backend, device, dtype)
         except Exception as error:
             errors = {(str(error).strip() or type(error).__name__).splitlines()[0]: math.inf}
-        part = max(errors, key=errors.get)
-        if errors[part] > 1:
-            failures.append(f"{where}: {part}: the error is {errors[part]:.3g} times its tolerance")
-        if errors[part] >= worst:
-            worst, at = errors[part], f"{where}: {part}"
+        name = max(errors, key=errors.get)
+        if errors[name] > 1:
+            failures.append(f"{where}: {name}: the error is {errors[name]:.3g} times its tolerance")
+        if errors[name] >= worst:
+            worst, at = errors[name], f"{where}: {name}"
     return Result(op, backend, len(chosen), worst, at, failures)
 
 
-def _children(only: list[str], interpreted: bool) -> list[Result]:
-    """Check each op in a separate process, as many at a time as there are cores, as compiling takes most of the time.
+class Child(NamedTuple):
+    """A process of `_children`: every `parts`-th case of an op from the `number`-th on."""
 
-    This also separates interpreted from compiled kernels, which one process cannot mix.
+    op: str
+    number: int
+    parts: int
+
+    def __str__(self) -> str:
+        return self.op if self.parts == 1 else f"{self.op} ({self.number + 1} of {self.parts})"
+
+
+def _parts(interpreted: bool) -> list[Child]:
+    """Return the processes, those of the ops with the most cases first."""
+    children = []
+    for op in CASES:
+        # an interpreter compiles nothing, and starting a process takes longer than a case
+        cases = 0 if interpreted or CASES[op][1] is None else len(_cases_of(op, "triton", torch.device("cuda")))
+        parts = max(-(-cases // CASES_A_PART), 1)
+        children += [Child(op, number, parts) for number in range(parts)]
+    return sorted(children, key=lambda child: -child.parts)
+
+
+def _run_child(child: Child, only: list[str], interpreted: bool, timeout: float | None) -> list[Result]:
+    """Return what a process finds; a process that fails is a failure of its op."""
+    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--json", "--ops", child.op, "--backends", *only]
+    command += ["--part", f"{child.number}/{child.parts}"]
+    env = os.environ | {"TRITON_INTERPRET": str(int(interpreted))}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        problem = f"the process was killed after {timeout:.0f} s"
+    else:
+        if done.returncode in (0, 1) and done.stdout:
+            found = [Result(**one)._replace(worst=float(one["worst"])) for one in json.loads(done.stdout)["results"]]
+            return [one._replace(backend="interpreter") for one in found] if interpreted else found
+        last = (done.stderr.strip() or "no output").splitlines()[-1]
+        problem = f"the process failed with exit code {done.returncode}: {last}"
+    return [Result(child.op, "interpreter" if interpreted else only[-1], 0, math.inf, "", [f"{child}: {problem}"])]
+
+
+def _children(
+    only: list[str], interpreted: bool, seconds: float | None = None, lines: Path | None = None
+) -> tuple[list[Result], list[Child]]:
+    """Check the ops in separate processes, as many at a time as there are cores, as compiling takes most of the time.
+
+    This also separates interpreted from compiled kernels, which one process cannot mix. What a process found is printed, and
+    appended to `lines`, as it ends. After `seconds` no process is started. Return the results, and what was not started.
     """
+    began, lock, left = time.monotonic(), threading.Lock(), []
 
-    def run(op: str) -> list[Result]:
-        command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--json", "--ops", op, "--backends", *only]
-        env = os.environ | {"TRITON_INTERPRET": str(int(interpreted))}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        if done.returncode not in (0, 1) or not done.stdout:
-            last = (done.stderr.strip() or "no output").splitlines()[-1]
-            text = f"{op}: the process failed with exit code {done.returncode}: {last}"
-            return [Result(op, "interpreter" if interpreted else only[0], 0, math.inf, "", [text])]
-        found = [Result(**one)._replace(worst=float(one["worst"])) for one in json.loads(done.stdout)["results"]]
-        return [one._replace(backend="interpreter") for one in found] if interpreted else found
+    def run(child: Child) -> list[Result]:
+        start = time.monotonic()
+        if seconds is not None and start - began > seconds:
+            left.append(child)
+            return []
+        timeout = None if seconds is None else LAST * seconds - (start - began)
+        found = _run_child(child, only, interpreted, timeout)
+        with lock:
+            _tell(child, found, time.monotonic() - start, lines)
+        return found
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(itertools.chain(*pool.map(run, CASES)))
+        results = list(itertools.chain(*pool.map(run, _parts(interpreted))))
+    return _joined(results), left
+
+
+def _tell(child: Child, found: list[Result], seconds: float, lines: Path | None) -> None:
+    """Print what a process found, and append it to `lines` as the outcome of a test."""
+    failures = [line for one in found for line in one.failures]
+    cases = sum(one.cases for one in found)
+    outcome = "failed" if failures else "passed"
+    print(f"{child}: {cases} cases in {seconds:.0f} s, {outcome}", *failures[:1], sep="\n  ", flush=True)
+    if lines is not None:
+        line = {"name": f"check {child}", "outcome": outcome, "seconds": round(seconds, 1), "why": "\n".join(failures[:SHOWN])}
+        with lines.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _joined(results: list[Result]) -> list[Result]:
+    """Return one result for each op and backend."""
+    joined = {}
+    for one in results:
+        before = joined.get((one.op, one.backend))
+        if before is not None:
+            worse = max(before, one, key=lambda result: result.worst)
+            one = worse._replace(cases=before.cases + one.cases, failures=before.failures + one.failures)
+        joined[one.op, one.backend] = one
+    return list(joined.values())
 
 
 def report(
-    ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS, interpret: bool = False, apart: bool = True
-) -> dict:
-    """Run the checks, print a table of the worst errors and each failure, and return them."""
+    ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS, interpret: bool = False, apart: bool = True, *,
+    part: tuple[int, int] = (0, 1), seconds: float | None = None, lines: Path | None = None,
+) -> dict:  # fmt: skip
+    """Run the checks, print a table of the worst errors and each failure, and return them.
+
+    On a GPU each op runs in processes of its own, unless `apart` is False; `seconds` and `lines` are those of `_children`.
+    """
     if interpret and (problem := interpreter_problem()):
         raise ValueError(problem)
     began = time.monotonic()
     on_gpu = apart and torch.cuda.is_available() and not backends.interpreted()
     gpu = [name for name in only if on_gpu and name != "cpp"]
-    results, reasons = check(ops, [name for name in only if name not in gpu])
+    results, reasons = check(ops, [name for name in only if name not in gpu], part)
     reasons |= {name: why for name in gpu if (why := backends.why_not(name, "route", torch.device("cuda")))}
-    results += _children(gpu, False) if gpu else []
-    results += _children(["triton"], True) if interpret else []
+    left = []
+    for names, interpreted in ((gpu, False), (["triton"] if interpret else [], True)):
+        if names:
+            found, late = _children(names, interpreted, seconds, lines)
+            results += found
+            left += late
     names = [name for name in (*backends.BACKENDS, "interpreter") if any(one.backend == name for one in results)]
     cells = {(one.op, one.backend): "FAILED" if one.failures else f"{one.worst:.2f}" for one in results}
     rows = [[op, *(cells.get((op, name), "-") for name in names)] for op in dict.fromkeys(one.op for one in results)]
@@ -167,6 +259,8 @@ def report(
     print_table("worst error / tolerance", [("op", "left"), *((name, "right") for name in names)], rows)
     for name in sorted(reasons.keys() - names):
         print(f"not checked: {name}: {reasons[name]}{'. Pass --interpret' * (name == 'triton' and not interpret)}")
+    if left:
+        print(f"not checked in {seconds:.0f} s: {', '.join(map(str, left))}")
     total, more = sum(one.cases for one in results), [f"and {len(failures) - SHOWN} more"] * (len(failures) > SHOWN)
     print(f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed", *failures[:SHOWN], *more, sep="\n  ")
     results = [one._asdict() | {"worst": one.worst if math.isfinite(one.worst) else "inf"} for one in results]
@@ -179,10 +273,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--interpret", action="store_true", help="also run the Triton kernels in its interpreter")
     parser.add_argument("--json", action="store_true", help="print one JSON object; everything else goes to stderr")
     parser.add_argument("--ops", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th case of an op from the I-th on")
+    parser.add_argument("--seconds", type=float, help="on a GPU, start no process after so many seconds")
+    parser.add_argument("--lines", type=Path, help="on a GPU, append each process's outcome to this file of JSON lines")
     parser.add_argument("--backends", nargs="+", default=backends.BACKENDS, choices=backends.BACKENDS)
     given = parser.parse_args(arguments)
     with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
-        found = report(given.ops, given.backends, given.interpret, apart=given.ops is CASES)
+        number, _, parts = given.part.partition("/")
+        found = report(
+            given.ops, given.backends, given.interpret, apart=given.ops is CASES, part=(int(number), int(parts)),
+            seconds=given.seconds, lines=given.lines,
+        )  # fmt: skip
     if given.json:
         print(json.dumps(found))
     return int(bool(found["failures"]))

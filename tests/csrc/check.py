@@ -149,7 +149,7 @@ def weights(x, idx, gate: str):
     chosen, s = np.take_along_axis(x, idx, 1), np.take_along_axis(softmax(x), idx, 1)
     w = {
         "xft": lambda: softmax(s) * s[:, :1], "nonorm": lambda: s, "topk_softmax": lambda: softmax(chosen),
-        "softmax_topk": lambda: s, "softmax_topk_renorm": lambda: s / s.sum(1, keepdims=True),
+        "softmax_topk": lambda: s, "softmax_topk_renorm": lambda: softmax(chosen),
         "sigmoid_topk": lambda: 1 / (1 + np.exp(-chosen)),
     }[gate]()  # fmt: skip
     return np.concatenate([w, 1 - s[:, :1]], 1) if gate in GATES[:2] else w
@@ -175,6 +175,7 @@ def route(random, T: int, E: int, k: int, gate: str, dtype: int, forced: bool, b
     ids = np.argsort(-choice, axis=1, kind="stable")[:, :k]
     if forced:
         ids = np.argsort(random.random((T, E)), axis=1)[:, :k]
+        ids[0, 1] = ids[0, 0]  # one expert twice
     K, code = k + shared, GATES.index(gate)
     want_idx = np.concatenate([ids + shared, np.zeros((T, shared), np.int64)], 1).astype(np.int32)
     weight, idx = empty(T, K, dtype=np.float32), want_idx.copy() if forced else empty(T, K)

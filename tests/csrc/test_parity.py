@@ -15,6 +15,7 @@ from moe_runtime.ops.merging import merge_experts, merged_linear
 from moe_runtime.ops.routing import route
 from tests.csrc import emulator
 from tests.modules.test_merged import make
+from tests.ops.test_routing import FORCED, forced_pairs
 from tests.support.oracle import GATES, SHARED, choose_experts, relative_error, route_mismatches
 
 pytestmark = [emulator.needs_cxx, pytest.mark.usefixtures("emulated")]
@@ -99,6 +100,13 @@ def test_forced_route(gate, tolerance):
     pairs = both(lambda x, backend: route(x, 3 + shared, gate, topk_idx=idx, backend=backend).topk_weight, torch.randn(9, 6))
     for want, got in pairs:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize("gate", GATES)
+def test_forced_ids_that_no_router_would_choose(gate, case):
+    for got, want in forced_pairs(gate, case, "cuda"):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
 def test_route_with_noise_and_bias():

@@ -44,6 +44,16 @@ def test_weights(sizes, joint, kind, dtype):
     torch.testing.assert_close(weight.sum(-1), torch.ones(3, 5))
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_float64_parameters_give_float64_weights(joint):
+    gate = FuserGate((16, 16), joint=joint)
+    parameters = {name: p.detach().double() for name, p in gate.named_parameters()}
+    hidden, _, _ = sample(sizes=(16, 16), dtype=torch.float64)
+    weight = torch.func.functional_call(gate, parameters, (hidden,))
+    assert weight.dtype == torch.float64
+    torch.testing.assert_close(weight, weights_of(gate, hidden), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("kind, count", [("mlp", 16 * 16 + 16 + 16 + 1), ("linear", 16 + 1)])
 def test_the_paper_has_one_gate_for_all_specialists(kind, count):
     gate = FuserGate((16,) * 3, kind=kind)

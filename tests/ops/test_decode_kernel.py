@@ -7,6 +7,7 @@ from moe_runtime.config import GATES, SHARED_GATES
 from moe_runtime.ops.expert_rows import Experts
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
+from tests.support.aot import record
 from tests.support.layer import moe_layer as layer
 from tests.support.oracle import choose_experts, make_case, moe_mismatches, relative_error
 
@@ -135,3 +136,16 @@ def test_gradients_are_the_same(both, device, tolerance):
     fused, plain = both(step)
     for a, b in zip(fused, plain, strict=True):
         assert relative_error(a, b) <= tolerance[torch.float32]
+
+
+@pytest.mark.parametrize("E, K", [(8, 2), (128, 8), (64, 6)])
+def test_a_new_number_of_tokens_compiles_at_most_once_more(E, K):
+    """A server's batches change: the launch has two sizes, whatever the number of tokens."""
+
+    def step():
+        for T in range(1, decode.SMALL // K + 1):
+            logits = torch.empty(T, E, dtype=torch.bfloat16, device="meta")
+            decode.plan_forward(None, E, 16, logits=logits, top_k=K, gate="softmax_topk")
+
+    variants = {(*case.signature.items(), *case.constants.items()) for case in record(step)}
+    assert len(variants) == 2

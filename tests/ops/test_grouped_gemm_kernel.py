@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_runtime.ops import grouped_gemm as grouped_gemm_op
 from moe_runtime.ops.activation import ACT
 from tests.support.rows import (
     NAN,
@@ -344,3 +346,26 @@ def test_three_runs_give_the_same_bits(dtype, rows, device):
 
     first = step()
     assert all(a.equal(b) for _ in range(2) for a, b in zip(first, step(), strict=True))
+
+
+class _Launches(TorchDispatchMode):
+    """Counts the ops of torch that would launch a kernel or a memset on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.new_zeros, torch.ops.aten.zeros_like, torch.ops.aten.zeros)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("need_x", [False, True])
+def test_no_descriptor_before_the_first_launch_of_a_thread(need_x, monkeypatch, device):
+    """Autograd's thread has no CUDA context before its first launch; the weight's gradient encodes descriptors."""
+    counts = []
+    launch = grouped_gemm_backward.weight_backward
+    monkeypatch.setattr(grouped_gemm_backward, "weight_backward", lambda *args: counts.append(launches.count) or launch(*args))
+    x, dy, weight = (torch.randn(shape, device=device) for shape in ((6, 16), (6, 8), (2, 8, 16)))
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
+    with _Launches() as launches:
+        grouped_gemm_op._backward(dy, x, weight, offsets, None, None, [need_x, True, False], "triton")
+    assert counts and counts[0] > 0

@@ -303,6 +303,7 @@ def _bad(**change):
     pytest.param(
         {"down_bias": torch.randn(4, 33).half()}, "down_bias is (4, 33) torch.float16", id="bias of another dtype"
     ),
+    pytest.param({"gate_up_proj": torch.ones(3, 0, 33), "down_proj": torch.ones(3, 33, 0)}, "I >= 1", id="I = 0"),
     pytest.param({"trainable": torch.ones(4)}, "trainable is (4,) torch.float32", id="trainable is no mask"),
     pytest.param({"trainable": torch.ones(3, dtype=torch.bool)}, "trainable is (3,)", id="trainable of another E"),
     pytest.param({"x": torch.ones(6, 33, dtype=torch.int64)}, "torch.int64", id="integer x"),
@@ -317,6 +318,6 @@ def test_gradients_of_stacks_stored_in_x_out_are_not_copied():
     assert layouts.copies_of_transposed_gradients(moe_mlp, None) == []
 
 
-@pytest.mark.parametrize("form", ["grad", "transposed stacks", "main_grad", "a layer with its router"])
+@pytest.mark.parametrize("form", ["grad", "transposed stacks", layouts.NARROW, "main_grad", "a layer with its router"])
 def test_gradients_are_added_in_place(form):
     layouts.check_accumulation(form, None)

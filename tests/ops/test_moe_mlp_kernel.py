@@ -304,6 +304,6 @@ def test_gradients_of_stacks_stored_in_x_out_are_not_copied(device):
     assert layouts.copies_of_transposed_gradients(moe_mlp, "triton", device=device) == []
 
 
-@pytest.mark.parametrize("form", ["grad", "transposed stacks", "main_grad", "a layer with its router"])
+@pytest.mark.parametrize("form", ["grad", "transposed stacks", layouts.NARROW, "main_grad", "a layer with its router"])
 def test_gradients_are_added_in_place(form, device):
     layouts.check_accumulation(form, "triton", device)

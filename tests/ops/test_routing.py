@@ -332,6 +332,47 @@ def test_forced_ids_keep_the_routers_weights(gate):
     assert torch.autograd.gradcheck(lambda x: route(x, 3 + shared, gate, topk_idx=idx).topk_weight, logits)
 
 
+FORCED = {  # logits of the three experts that the router would choose, the ids of the caller
+    "one expert twice": (1.0, [[3, 3, 5], [4, 0, 4], [2, 2, 2]]),
+    "logits 104 below the largest": (104.0, [[3, 4, 5], [5, 3, 4], [4, 3, 5]]),
+}
+
+
+def forced_pairs(gate: str, case: str, backend: str, device="cpu"):
+    """Weights and gradient of the logits of `route` in float32, each with that of the equation in float64."""
+    top, ids = FORCED[case]
+    logits = torch.randn(3, 6, device=device)
+    logits[:, :3] += top
+    shared = int(gate in SHARED)
+    chosen = torch.tensor(ids, device=device)
+    idx = torch.cat([chosen + shared, chosen.new_zeros(3, shared)], 1)
+
+    def equation(x):
+        s = x.softmax(-1).gather(1, chosen)
+        selected = x.gather(1, chosen)
+        weight = s
+        if gate == "xft":
+            weight = s.softmax(-1) * s[:, :1]
+        elif gate in ("topk_softmax", "softmax_topk_renorm"):
+            weight = selected.exp() / selected.exp().sum(-1, keepdim=True)
+        elif gate == "sigmoid_topk":
+            weight = selected.sigmoid()
+        return torch.cat([weight, 1 - s[:, :shared]], 1)
+
+    x, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    got, want = route(x, 3 + shared, gate, topk_idx=idx, backend=backend).topk_weight, equation(wide)
+    dweight = torch.randn(3, 3 + shared, device=device)
+    (dx,), (dwide,) = torch.autograd.grad(got, x, dweight), torch.autograd.grad(want, wide, dweight.double())
+    return (got, want), (dx, dwide)
+
+
+@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize("gate", GATES)
+def test_forced_ids_that_no_router_would_choose(gate, case):
+    for got, want in forced_pairs(gate, case, "torch"):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
 def test_forced_ids_of_a_wrong_shape_are_refused():
     for bad in (torch.zeros(4, 3, dtype=torch.int64), torch.zeros(5, 2)):
         with pytest.raises(ValueError, match=r"Expected topk_idx \(5, 2\) of integers, but"):

@@ -7,7 +7,7 @@ import torch
 from moe_runtime import backends
 from moe_runtime.kernels import routing as kernels
 from moe_runtime.ops.routing import route, route_reference
-from tests.ops.test_routing import slots
+from tests.ops.test_routing import FORCED, forced_pairs, slots
 from tests.support.mutants import edited, noting
 from tests.support.oracle import GATES, SHARED, mismatches, route_mismatches, saved_bytes
 
@@ -306,6 +306,21 @@ def test_forced_ids_equal_the_equation(gate, device):
     assert not forced_mismatches(gate, device)
 
 
+def unusual_forced_mismatches(gate: str, device) -> list[str]:
+    """Where the kernels are not the equation for experts that no router would choose."""
+    return [
+        f"{case}: {got.tolist()}, want {want.tolist()}"
+        for case in FORCED
+        for got, want in forced_pairs(gate, case, "triton", device)
+        if not torch.allclose(got.double(), want, rtol=1e-5, atol=1e-6)
+    ]
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_forced_ids_that_no_router_would_choose(gate, device):
+    assert not unusual_forced_mismatches(gate, device)
+
+
 # mutants of the kernels' source; each has to be caught by the checks above
 def caught(module, monkeypatch, device, tolerance) -> list[str]:
     """What the checks say of the kernels of `module`."""
@@ -321,6 +336,7 @@ def caught(module, monkeypatch, device, tolerance) -> list[str]:
             found += close(forward_backward(triton, *args), forward_backward(route, *args, backend="torch"))
             # what is wrong with the choice already may not run without one
             found += [] if found else forced_mismatches(gate, device)
+            found += [] if found else unusual_forced_mismatches(gate, device)
     return found
 
 
@@ -337,19 +353,24 @@ MUTANTS = [
     pytest.param("DEAD + slot, key)", "DEAD + K - 1 - slot, key)", id="slots in reverse order"),
     pytest.param("e == first[:, None], DEAD", "key == best[:, None], DEAD", id="equal logits chosen together"),
     pytest.param("exp = tl.exp(weight)", "exp = exp", id="softmax of the logits, not of the probabilities"),
-    pytest.param("(largest / tl.sum", "(1 / tl.sum", id="s_max forgotten"),
+    pytest.param("(largest / _sum", "(1 / _sum", id="s_max forgotten"),
     pytest.param("slots + K, 1 - largest", "slots + K, largest", id="shared expert gets s_max"),
     pytest.param("e + SHARED", "e", id="ids not shifted past the shared expert"),
-    pytest.param("[:, None] - SHARED", "[:, None]", id="gradient of the neighbour"),
-    pytest.param("slot_of == 0, d + mean", "slot_of == 1, d + mean", id="no gradient through s_max"),
+    pytest.param("tl.where(is_first, d + mean", "tl.where(is_first & (d != d), d + mean", id="no gradient through s_max"),
     pytest.param("d - dshared[:, None]", "d + dshared[:, None]", id="shared expert's gradient with the wrong sign"),
     pytest.param("q = tl.where(chosen, tl.exp(y), 0.0)", "q = tl.exp(y)", id="second softmax over all experts"),
+    pytest.param("tl.where(chosen, value, 0.0)", "value", id="sum over all experts"),
     pytest.param("dx = y * (d", "dx = tl.where(chosen, y, 0.0) * (d", id="no gradient for experts not chosen"),
     pytest.param("d * s * (1 - s)", "d * s", id="sigmoid's derivative"),
-    pytest.param("other=-1) - SHARED", "other=-1)", id="forced: the neighbour"),
+    pytest.param("other=-1) - SHARED", "other=-1)", id="the neighbour"),
     pytest.param("(K + SHARED) + slot, mask", "(K + SHARED) + 0, mask", id="forced: one expert in all slots"),
-    pytest.param("tl.where(key == DEAD, weight", "tl.where(key == DEAD + 1, weight", id="forced: s_max of the second"),
-    pytest.param("tl.where(slot_of == 0, y, 0.0)", "tl.max(y, 1)[:, None] * (slot_of == 0)", id="forced: dx of the largest"),
+    pytest.param("t, 0, T, K, SHARED), weight", "t, 1, T, K, SHARED), weight", id="forced: s_max of the second"),
+    pytest.param("tl.where(is_first, y, 0.0)", "tl.max(y, 1)[:, None] * is_first", id="forced: dx of the largest"),
+    pytest.param("x = tl.where(chosen, x, -float", "x = tl.where(chosen | True, x, -float", id="forced: 0 / 0"),
+    pytest.param("value = value * count", "value = value", id="forced: an expert twice counts once"),
+    pytest.param("d += tl.where(here", "d = tl.where(here, 0.0, d) + tl.where(here", id="forced: gradients do not add up"),
+    pytest.param("_per_slot(tl.sum(y * d, 1)[:, None], count, FORCED)", "tl.sum(y * d, 1)[:, None]",
+                 id="forced: one slot's share of the mean"),
 ]  # fmt: skip
 
 

@@ -193,7 +193,7 @@ def _fake_machine(machine) -> None:
 
 
 def _fake_check(cases) -> None:
-    """Few ops, as each has a process of its own, and few cases."""
+    """Few ops, as each has processes of its own, and few cases."""
     for op, (make, kernel, first, second) in list(cases.CASES.items()):
         del cases.CASES[op]
         if op in ("route", "dispatch", "merge_experts"):

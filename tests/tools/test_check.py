@@ -190,29 +190,54 @@ def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(one_op,
         (tmp_path / name / "__init__.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    (result,) = check._children(("triton",), True)
+    (result,), left = check._children(("triton",), True)
+    assert left == []
     assert (result.op, result.backend, result.failures) == ("combine", "interpreter", []) and result.cases >= 8
     monkeypatch.setattr(sys, "executable", "false")
     assert "failed with exit code 1: no output" in check.report(interpret=True)["failures"][0]
 
 
-def test_on_a_gpu_each_op_has_a_process_of_its_own(one_op, monkeypatch):
-    """A process that compiles is played by one that answers at once; the CPU's library is checked here."""
+@pytest.fixture
+def played(one_op, monkeypatch):
+    """Processes that compile are played by ones that answer at once; returns the commands that ran."""
     ran = []
 
     def play(command, env, **_):
         ran.append((command[4:], env["TRITON_INTERPRET"]))
-        result = check.Result("combine", "triton", 3, float("inf"), "", ["combine on triton, bfloat16: out is wrong"])
+        result = check.Result("combine", "triton", 2, float("inf"), "", ["combine on triton, bfloat16: out is wrong"])
         return subprocess.CompletedProcess(command, 1, json.dumps({"results": [result._asdict() | {"worst": "inf"}]}), "")
 
     monkeypatch.setattr(subprocess, "run", play)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backends, "interpreted", lambda: False)
     monkeypatch.setattr(backends, "why_not", lambda name, *_: "not built" if name == "cuda" else None)
-    report = check.report()
+    monkeypatch.setattr(check, "_cases_of", lambda *_: [(torch.float32, ())] * 5)
+    monkeypatch.setattr(check, "check", lambda *_: ([], {}))
+    return ran
+
+
+def test_on_a_gpu_the_cases_of_an_op_are_divided_among_processes(played, tmp_path, capsys):
+    """What each of them found is printed and written as it ends."""
+    lines = tmp_path / "lines.jsonl"
+    report = check.report(lines=lines)
     options = ["--json", "--ops", "combine", "--backends", "torch", "triton", "cuda"]
-    assert ran == [(["moe_runtime.tools.check", *options], "0")]
-    assert report["failures"] == ["combine on triton, bfloat16: out is wrong"] and report["not checked"] == {
-        "cuda": "not built"
-    }
-    assert check.main(["--backends", "triton"]) == 1 and len(ran) == 2
+    wanted = [(["moe_runtime.tools.check", *options, "--part", f"{number}/3"], "0") for number in range(3)]
+    assert sorted(played) == wanted
+    assert report["failures"] == ["combine on triton, bfloat16: out is wrong"] * 3
+    assert [(one["op"], one["cases"]) for one in report["results"]] == [("combine", 6)]
+    assert report["not checked"] == {"cuda": "not built"}
+    assert "combine (2 of 3): 2 cases" in capsys.readouterr().out
+    written = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert {line["outcome"] for line in written} == {"failed"} and len(written) == 3
+
+
+def test_no_process_starts_after_the_time_is_over(played, capsys):
+    report = check.report(seconds=-1.0)
+    assert played == [] and report["results"] == []
+    assert "not checked in -1 s: combine (1 of 3), combine (2 of 3)" in capsys.readouterr().out
+
+
+def test_parts_have_every_case_once(few):
+    whole = check._cases_of("combine", "torch", CPU)
+    parts = [check.check(["combine"], ["torch"], (number, 3))[0][0].cases for number in range(3)]
+    assert sum(parts) == len(whole) and max(parts) - min(parts) <= 1

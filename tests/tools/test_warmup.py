@@ -1,0 +1,111 @@
+"""`moe_runtime.warmup`: what it compiles is what a model launches; without a GPU it says so; the line of a first launch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_runtime
+from moe_runtime import backends
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(command: list[str], cache: Path, *path: str) -> subprocess.CompletedProcess:
+    """Run Python without the interpreter, with an empty cache of Triton's and `path` in front of all packages."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join([*path, str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("case", ["stock model", pytest.param("layer with its router", marks=pytest.mark.slow)])
+def test_a_model_launches_nothing_that_was_not_compiled(case, tmp_path):
+    pytest.importorskip("transformers")
+    done = run(["-m", "tests.support.warmed", case], tmp_path)
+    result = json.loads(done.stdout.splitlines()[-1])
+    variants, compiled, cached, failed = result["warmup"]
+    assert compiled == variants > 5 and cached == 0 and failed == []
+    assert result["missed"] == 0 and result["launched"] >= variants
+    assert "compiled, 0 already cached, 0 failed in" in done.stdout
+
+
+ADAPTED = """
+import torch
+from peft import LoraConfig, get_peft_model
+from moe_runtime.tools import warmup
+from tests.support import warmed
+
+model, _ = warmed.CASES["stock model"]()
+frozen = len(warmup.record(model.requires_grad_(False), [24], True, 90))
+model = get_peft_model(model, LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
+launches = [launch["kernel"] for launch in warmup.record(model, [1, 24], True, 90)]
+print(frozen, len(launches), any(launch["arguments"].get("RANK") == 4 for launch in warmup.record(model, [24], True, 90)))
+"""
+
+
+def test_adapters_and_frozen_experts_are_recorded(tmp_path):
+    pytest.importorskip("peft")
+    done = run(["-c", ADAPTED], tmp_path)
+    frozen, adapted, has_rank = done.stdout.splitlines()[-1].split()
+    assert int(adapted) > int(frozen) > 3 and has_rank == "True" and "cannot run" not in done.stdout
+
+
+def test_without_a_gpu_there_is_nothing_to_compile(monkeypatch, capsys):
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert moe_runtime.warmup(torch.nn.Linear(2, 2)) == (0, 0, 0, ())
+    assert capsys.readouterr().out == "moe_runtime.warmup: nothing to compile: torch.cuda.is_available() is False\n"
+
+
+@pytest.mark.parametrize(
+    "tokens, says",
+    [
+        pytest.param(0, "tokens must be at least 1, but got \\[0\\]", id="no tokens"),
+        pytest.param(8, "No layer of Linear runs on moe_runtime. Call moe_runtime.patch", id="no layer"),
+    ],
+)
+def test_what_cannot_be_warmed_up(tokens, says, monkeypatch):
+    monkeypatch.setattr(backends, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match=says):
+        moe_runtime.warmup(torch.nn.Linear(2, 2), tokens, arch=90)
+
+
+# two kernels compile, as at their first launches
+FIRST = """
+import torch, triton
+from moe_runtime.tools import warmup
+from moe_runtime.kernels import compiling, dispatch, tiles
+from triton.runtime import driver
+
+compiling.SECONDS = 0.0
+driver.set_active(warmup.Driver(90))
+for dtype in (torch.int32, torch.int64):
+    idx, out = torch.zeros(64, dtype=dtype), torch.zeros(64, dtype=torch.int32)
+    dispatch._dispatch_fwd_count_kernel.warmup(idx, out, 64, 4, 1, BLOCK_S=128, BLOCK_E=32, grid=(1,))
+print(triton.__version__)
+"""
+
+
+def versions() -> list:
+    """Triton as it is installed, and the other versions that lie beside it."""
+    others = sorted((Path(sys.prefix) / "triton").glob("*.*"))
+    return ["", *map(str, others)]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("path", versions(), ids=lambda path: Path(path).name or "installed")
+def test_a_line_tells_that_first_launches_compile(path, tmp_path):
+    """Once for a process, on stderr, and not for what the cache holds."""
+    first, second = (run(["-c", FIRST], tmp_path, *filter(None, [path])) for _ in range(2))
+    assert first.stdout.strip() == (Path(path).name or first.stdout.strip())
+    assert first.stderr.count("moe_runtime.warmup(model)") == 1
+    assert "moe_runtime.warmup" not in second.stderr

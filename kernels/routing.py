@@ -9,6 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels import compiling
+
+compiling.install()
+
 # logits of a warp, at most. Most programs have one warp: no barriers, and a program for every SM at T = 4096
 TILE = 512
 DEAD = tl.constexpr(-(2**31))  # 2^23 below the key of -inf

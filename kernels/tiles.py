@@ -16,7 +16,6 @@ import triton.language as tl
 
 from moe_runtime.kernels import compiling
 
-# all that takes long to compile chooses its config here
 compiling.install()
 
 

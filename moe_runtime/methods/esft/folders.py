@@ -15,7 +15,7 @@ from moe_runtime.hf.models import folders
 from moe_runtime.hf.models.folders import SHARD, Progress, skeleton, to_saved
 from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
 from moe_runtime.hf.training.trained_files import experts_path, layout_of, split_row, stack_parts
-from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.io.checkpoint import Checkpoint, check_finite
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.esft.adapters import Adapter, Change, as_adapter, changes_of
 from moe_runtime.methods.esft.base import SAMPLED, check_base, describe, sample_weights, sampled_experts
@@ -130,11 +130,15 @@ class _Plan:
         return len(self.rows) + len(self.others)
 
     def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
-        """Return the new value of the folder's tensor `key`."""
+        """Return the new value of the folder's tensor `key`. Raises ValueError if the adapter makes it NaN or infinite."""
+        if key not in self.rows and key not in self.others:
+            return checkpoint.get(key)
+        return check_finite(self._changed(checkpoint, key), key, f"the merge of {self.adapter.source}")
+
+    def _changed(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
+        """Return the value that the adapter gives to the folder's tensor `key`."""
         if key in self.others:
             return self.others[key].to(self.specs[key].dtype)
-        if key not in self.rows:
-            return checkpoint.get(key)
         change, rows = self.rows[key]
         if not rows.stacked:
             return self._row(change, rows, rows.ids[0]).to(self.specs[key].dtype)

@@ -116,7 +116,13 @@ def _unknown_expert(_, adapter):
     return replace(adapter, tensors=renamed, selection=ExpertSelection(experts={0: (1, 9), 1: (1, 9)}))
 
 
+def _not_a_number(_, adapter):
+    name = next(name for name in adapter.tensors if "experts.7." in name)
+    return replace(adapter, tensors=adapter.tensors | {name: torch.full_like(adapter.tensors[name], float("nan"))})
+
+
 @pytest.mark.parametrize("damage, match", [
+    pytest.param(_not_a_number, "experts.7.*of the merge of adapter contains NaN or infinity", id="NaN"),
     pytest.param(_other_config, "whose num_experts_per_tok is 2, but the model's is 3", id="another config"),
     pytest.param(_other_weights, "for a base with other weights", id="other weights"),
     pytest.param(_quantized, "up_proj.weight in .* is torch.float8_e4m3fn", id="quantized"),

@@ -73,16 +73,21 @@ __device__ __forceinline__ int column(const Route& r, int64_t t, int slot) {
   return r.idx[t * (r.k + r.shared) + slot] - r.shared;
 }
 
-// the same over the slots of token t: the caller may give an expert several times
+// the sum of term(x[i]) over the slots of token t: the caller may give an expert several times
 template <int LANES, int VALUES, typename Chosen, typename Term>
-__device__ __forceinline__ float total_of_slots(const Route& r, int64_t t, int lane, Chosen chosen, Term term) {
-  if (!r.forced) return total<LANES, VALUES>([&](int i) { return chosen(i) ? term(i) : 0.f; });
+__device__ __forceinline__ float total_of_slots(
+    const Route& r, int64_t t, int lane, const float (&x)[VALUES], Chosen chosen, Term term) {
+  if (!r.forced) return total<LANES, VALUES>([&](int i) { return chosen(i) ? term(x[i]) : 0.f; });
   float sum = 0.f;
+#pragma unroll 1  // unrolled, the backward kernel of 1024 experts spills
   for (int slot = 0; slot < r.k; ++slot) {
     const int id = column(r, t, slot);
+    float value = 0.f;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
-      if (i * LANES + lane == id) sum += term(i);
+      if (i * LANES + lane == id) value = x[i];
+    // behind the search, or the terms of all values would be held in registers
+    if (id >= 0 && id < r.E && id % LANES == lane) sum += term(value);
   }
   return sum_lanes<LANES>(sum);
 }
@@ -138,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_forward_kernel(const Route 
       const bool of_chosen = r.forced && over_chosen(r.gate);
       exponentials<LANES>(x, [&](int i) { return !of_chosen || chosen(i); });
       if (over_chosen(r.gate)) {
-        const float sum = total_of_slots<LANES, VALUES>(r, t, lane, chosen, [&](int i) { return x[i]; });
+        const float sum = total_of_slots<LANES>(r, t, lane, x, chosen, [](float value) { return value; });
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) x[i] /= sum;
       } else {
@@ -153,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_forward_kernel(const Route 
 #pragma unroll
           for (int i = 0; i < VALUES; ++i) x[i] = expf(x[i]);
           const float scale =
-              largest / total_of_slots<LANES, VALUES>(r, t, lane, chosen, [&](int i) { return x[i]; });
+              largest / total_of_slots<LANES>(r, t, lane, x, chosen, [](float value) { return value; });
 #pragma unroll
           for (int i = 0; i < VALUES; ++i) x[i] *= scale;
         }
@@ -215,6 +220,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_backward_kernel(const Route
     const auto chosen = [&](int i) { return (mask >> i & 1u) != 0; };
     const auto dw = [&](int i) { return chosen(i) ? d[i * LANES + lane] : 0.f; };
     const auto subtract_from_slots = [&](float x) {
+#pragma unroll 1  // as above
       for (int slot = 0; slot < r.k; ++slot) {
         const int id = column(r, t, slot);
         if (id >= 0 && id < r.E && id % LANES == lane) d[id] -= x;
@@ -226,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_backward_kernel(const Route
       for (int i = 0; i < VALUES; ++i) y[i] = sigmoid(y[i]);
     } else if (over_chosen(r.gate)) {
       exponentials<LANES>(y, [&](int i) { return !r.forced || chosen(i); });
-      const float sum = total_of_slots<LANES, VALUES>(r, t, lane, chosen, [&](int i) { return y[i]; });
+      const float sum = total_of_slots<LANES>(r, t, lane, y, chosen, [](float value) { return value; });
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) y[i] = chosen(i) ? y[i] / sum : 0.f;
       subtract_from_slots(total<LANES, VALUES>([&](int i) { return y[i] * dw(i); }));
@@ -237,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_backward_kernel(const Route
       for (int i = 0; i < VALUES; ++i) y[i] *= largest;
       if (r.forced) largest = total<LANES, VALUES>([&](int i) { return i * LANES + lane == first ? y[i] : 0.f; });
       if (r.gate == MOERT_XFT) {  // exp(y) / sum is the softmax over the chosen probabilities
-        const float sum = total_of_slots<LANES, VALUES>(r, t, lane, chosen, [&](int i) { return expf(y[i]); });
+        const float sum = total_of_slots<LANES>(r, t, lane, y, chosen, [](float value) { return expf(value); });
         const float inner = total<LANES, VALUES>([&](int i) { return chosen(i) ? expf(y[i]) / sum * dw(i) : 0.f; });
         subtract_from_slots(inner);
 #pragma unroll

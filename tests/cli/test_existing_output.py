@@ -37,7 +37,7 @@ ALL = VERBS | {
     "lora convert": _verb("lora convert {in}/lora/base {in}/lora/old out"),
     "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to vllm"),
     "ultrafuser generate": _verb("ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"),
-    "data decontaminate": _verb("data decontaminate {in}/rows.jsonl out --against {in}/rows.jsonl --method ngram --n 200"),
+    "data decontaminate": _verb("data decontaminate {in}/rows.jsonl out --against {in}/esft/sums.jsonl --min-chars 3"),
     "data smollm2": _verb("data smollm2 out", before="tests.tools.test_smollm2:install"),
     "data tasks": _verb("data tasks out --train 4 --held-out 2"),
     "demo-real": _verb("demo-real --model {in}/../real/model --recipe {in}/../real/small.yaml --out out"),
@@ -49,7 +49,7 @@ CHANGES = SHARDS | {
     "xft to-mergeable": ("--shared-rate", "0.5"), "xft merge": ("--alpha", "uniform"), "esft select": ("--p", "0.1"),
     "stats": ("--tokens", "40"), "tune": ("--tokens", "32"), "paper": ("--seeds", "2"), "bench": (),
     "lora convert": (), "lora export": ("--to", "merged"),
-    "eval": ("--dtype", "bfloat16"), "data decontaminate": ("--n", "300"), "data smollm2": ("--dtype", "float32"),
+    "eval": ("--dtype", "bfloat16"), "data decontaminate": ("--min-chars", "4"), "data smollm2": ("--dtype", "float32"),
     "ultrafuser generate": ("--max-new-tokens", "3"),
 }  # fmt: skip
 LONG = {

@@ -46,7 +46,7 @@ def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
 @pytest.mark.parametrize("words, match", [
     ("convert base adapter new", "has the axes of PEFT 0.20 and later"),
     ("convert nowhere old new", "has no config.json"),
-    ("convert base base new", "Cannot read the JSON file .*adapter_config.json"),
+    ("convert base base new", "Adapter 'base' has no adapter_config.json"),
     ("export base adapter new --to ollama", "to must be"),
     ("export base adapter adapter --to vllm", "already exists"),
     ("export base adapter base --to merged --overwrite", "is or contains base, which is read"),

@@ -27,7 +27,7 @@ LANGUAGES = {"bash", "bibtex", "console", "json", "pycon", "python", "text", "ya
 ELSEWHERE = {
     ("README.md", "python"): (2, "tests/docs/test_readme.py::test_python_blocks_run"),
     ("docs/drop-in.md", "python"): (4, "tests/docs/test_docs.py::test_examples_run"),
-    ("docs/quantized-experts.md", "python"): (1, "tests/hf/dropin/test_quantize.py::test_the_example_of_the_docs_runs"),
+    ("docs/quantized-experts.md", "python"): (2, "tests/hf/dropin/test_quantize.py::test_the_example_of_the_docs_runs"),
     ("docs/drop-in.md", "yaml"): (1, "tests/docs/test_docs.py::test_the_fsdp2_config_is_one"),
     ("docs/drop-in.md", "json"): (1, "tests/docs/test_docs.py::test_the_zero3_config_is_one"),
     ("docs/expert-parallel.md", "python"): (2, "tests/hf/dropin/test_parallel_docs.py::test_example"),

@@ -12,6 +12,7 @@ ROWS = [{"prompt": "two", "completion": "2"}] * 200
 SELECTION = esft.ExpertSelection(experts={0: (1,)})
 CASES = {
     "upcycle a path": (lambda: xft.upcycle("base", num_experts=4, top_k=2), "Expected a model, but got 'base'"),
+    "config_for a path": (lambda: xft.config_for("base", num_experts=4), "Expected a model, but got 'base'"),
     "upcycle AutoModel": (
         lambda: xft.upcycle(AutoModel.from_config(tiny.dense_config("llama")), num_experts=4, top_k=2),
         "Expected a LlamaForCausalLM, but got LlamaModel.*load the folder with AutoModelForCausalLM",

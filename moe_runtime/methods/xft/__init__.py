@@ -66,6 +66,7 @@ class UpcycleReceipt:
 
 def config_for(model: nn.Module, **settings) -> MoEConfig:
     """Return the MoEConfig for a dense transformers model; `settings` are MoEConfig's other fields."""
+    families.check_module(model)
     return MoEConfig(**families.moe_shape(families.family_of(model), model.config), **settings)
 
 

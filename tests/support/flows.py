@@ -98,7 +98,9 @@ def benchmarks(folder: Path) -> None:
     """Rows, one of which holds a benchmark's text."""
     rows(folder / "rows.jsonl")
     (folder / "humaneval.jsonl").write_text(json.dumps({"task_id": "0", "prompt": "nothing of these rows"}) + "\n")
-    (folder / "gsm8k-test.jsonl").write_text(json.dumps({"question": "so 3 and 3 make ", "answer": "6"}) + "\n")
+    (folder / "gsm8k-test.jsonl").write_text(
+        json.dumps({"question": "so 3 and 3 and nothing else make ", "answer": "6"}) + "\n"
+    )
 
 
 def real(folder: Path) -> None:

@@ -456,7 +456,10 @@ def test_answers_longer_than_the_model_and_questions_that_are_cut(home, tmp_path
     with pytest.raises(ValueError, match="into the 512 positions of model 'dense'. Lower --max-new-tokens"):
         evaluate([str(home / "dense")], "arithmetic", "out", max_new_tokens=512)
     report = evaluate([str(home / "dense")], "arithmetic", "out", max_new_tokens=500, limit=1)
-    assert report.notes == ["questions longer than the context, truncated on the left: dense on arithmetic (1)"]
+    assert report.notes == [
+        "questions longer than the context, truncated on the left: dense on arithmetic (1)",
+        "answers that reached --max-new-tokens and may be cut off: dense on arithmetic (1 of 1)",
+    ]
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "near"), [({}, 1e-5), ({"optimizer": "adafactor", "learning_rate": 1e-2}, 1e-4)])
+@pytest.mark.parametrize(("settings", "near"), [({}, 1e-5), ({"optimizer": "adafactor", "learning_rate": 1e-2}, 1e-3)])
 def test_experts_divided_among_processes_equal_one(settings, near, alone, tmp_path):
     folder, want = alone
     recipe = load_recipe(folder / "recipe.yaml")
@@ -88,7 +88,8 @@ def test_experts_divided_among_processes_equal_one(settings, near, alone, tmp_pa
     assert got.losses == pytest.approx(moe.losses, rel=near) and got.loss != pytest.approx(want["base"].loss, rel=1e-3)
     mine, other = (AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, moe))
     assert mine.keys() == other.keys() and first["seen"]["moe"][1] == {"Parameter", "DTensor"}
-    if not settings:  # Adafactor scales up the rounding errors that are all of a router's gradient over equal experts
+    # Adafactor scales up the rounding errors, the processor's own, that are all of a router's gradient over equal experts
+    if not settings:
         assert all(distance(mine[key], value) < near for key, value in other.items())
 
 

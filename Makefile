@@ -19,7 +19,7 @@ SERVING := $(VENV)-serving
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-slow test-all test-avx2 stress test-triton test-transformers test-serving test-matrix lint bench docs wheel wheel-cuda clean
+.PHONY: help demo demo-real test test-slow test-all test-avx2 stress test-triton test-aot test-transformers test-serving test-matrix lint bench docs wheel wheel-cuda clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -80,6 +80,10 @@ test-triton: $(TRITONS:%=$(VENV)/triton/%)  ## the kernels' tests with the oldes
 	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=$(VENV)/triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) \
 		tests/kernels/test_interpreter.py tests/ops/test_*kernel*.py tests/ops/test_moe_layer.py tests/ops/test_moe_mlp_forms.py \
 		tests/ops/test_grouped_gemm_memory.py -k "$(OF_TRITON)" $(ARGS) || exit 1; done
+
+test-aot: $(TRITONS:%=$(VENV)/triton/%)  ## every launch compiled for GPUs with the oldest and the newest Triton: registers, spills, PTX, SASS
+	@for v in $(TRITONS); do echo "triton $$v"; PYTHONPATH=$(VENV)/triton/$$v OMP_NUM_THREADS=1 $(PY) -m pytest -q \
+		tests/kernels/test_aot.py $(ARGS) || exit 1; done
 
 # what that one wants besides is in the .venv
 $(VENV)/transformers/%: | $(INSTALLED)

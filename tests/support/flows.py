@@ -46,6 +46,7 @@ NOT_RUN = {
     "make test-slow": NotRun("is the rest of the suite"),
     "make test-all": NotRun("is both"),
     "make test-avx2": NotRun("is a part of the suite"),
+    "make test-aot": NotRun("is a part of the suite"),
     "make stress": NotRun("is the suite's longer form"),
     "python -m tests.support.planted": NotRun("runs a part of the suite forty times"),
     "vllm serve": NotRun(

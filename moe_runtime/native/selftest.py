@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PATIENCE = 600  # seconds for what takes 0.2; an emulated or overloaded machine is much slower
+PATIENCE = 600  # seconds for what takes 0.05; an emulated or overloaded machine is much slower
 TESTING, WRONG = "testing ", "wrong: "  # how the lines begin that the child prints
 CPUINFO = Path("/proc/cpuinfo")
 # of the first processor in CPUINFO: x86's, then Arm's

@@ -1,9 +1,12 @@
-"""Builds the libraries of csrc/ that are asked for; all else about the package is in pyproject.toml.
+"""Builds the libraries of csrc/ that are asked for; all else about the package is in
+pyproject.toml.
 
-MOE_RUNTIME_BUILD_CUDA   unset or 0: without; 1: for every architecture; a list such as 80;90 or 100+PTX: for those
-MOE_RUNTIME_BUILD_CPU    unset or 0: without; 1: the library of csrc/cpu, for every instruction set of this kind of machine
-With neither it is a wheel of pure Python, and no compiler is looked for. No GPU is asked. With one the wheel is
-py3-none-<platform>: neither Python nor torch is linked.
+MOE_RUNTIME_BUILD_CUDA   unset or 0: without; 1: for every architecture; a list such as 80;90 or
+                         100+PTX: for those
+MOE_RUNTIME_BUILD_CPU    unset or 0: without; 1: the library of csrc/cpu, for every instruction set
+                         of this kind of machine
+With neither it is a wheel of pure Python, and no compiler is looked for. No GPU is asked. With one
+the wheel is py3-none-<platform>: neither Python nor torch is linked.
 """
 
 import os
@@ -16,7 +19,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CPU_CSRC = ROOT / "csrc" / "cpu"
-CUDA, CPU = "moe_runtime._lib.libmoert_cuda", "moe_runtime._lib.libmoert_cpu"
+CUDA = "moe_runtime._lib.libmoert_cuda"
+CPU = "moe_runtime._lib.libmoert_cpu"
 ASKED = {name: os.environ.get(f"MOE_RUNTIME_BUILD_{name}") or "0" for name in ("CUDA", "CPU")}
 
 
@@ -24,14 +28,16 @@ class BuildLibrary(build_ext):
     """Extensions that moe_runtime/native/build.py compiles."""
 
     def get_ext_filename(self, fullname):
-        # setuptools asks with the full name and with its last part, and would add Python's own suffix
+        # setuptools asks with the full name and with its last part, and would add Python's own
+        # suffix
         return fullname.replace(".", "/") + ".so"
 
     def get_export_symbols(self, ext):
         return []
 
     def copy_extensions_to_source(self):
-        (ROOT / "moe_runtime" / "_lib").mkdir(exist_ok=True)  # an editable install's library lies in the checkout
+        # an editable install's library lies in the checkout
+        (ROOT / "moe_runtime" / "_lib").mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
     def build_extension(self, ext):
@@ -50,7 +56,9 @@ class Wheel(bdist_wheel):
 
 
 def extension(name: str, *patterns: str) -> Extension:
-    sources = sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
+    sources = sorted(
+        path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)
+    )
     return Extension(name, sources=sources)
 
 
@@ -63,13 +71,20 @@ if set(ASKED.values()) != {"0"}:
     from moe_runtime.native import build  # which needs nothing but Python
 
     ARCHS = build.ARCHS if ASKED["CUDA"] == "1" else ASKED["CUDA"]
-    for name, check in (("CUDA", lambda: build.check_cuda(ROOT / "csrc", ARCHS)), ("CPU", lambda: build.check_cpu(CPU_CSRC))):
+    for name, check in (
+        ("CUDA", lambda: build.check_cuda(ROOT / "csrc", ARCHS)),
+        ("CPU", lambda: build.check_cpu(CPU_CSRC)),
+    ):
         if ASKED[name] != "0":
             try:
                 check()
             except build.BuildError as error:
-                raise SystemExit(f"MOE_RUNTIME_BUILD_{name} is {ASKED[name]!r}, but {error}") from None
-            extensions.append(extension(CUDA, "csrc/*.cu") if name == "CUDA" else extension(CPU, "csrc/cpu/*.cpp"))
+                raise SystemExit(
+                    f"MOE_RUNTIME_BUILD_{name} is {ASKED[name]!r}, but {error}"
+                ) from None
+            extensions.append(
+                extension(CUDA, "csrc/*.cu") if name == "CUDA" else extension(CPU, "csrc/cpu/*.cpp")
+            )
 if extensions:
     setup(ext_modules=extensions, cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel})
 else:

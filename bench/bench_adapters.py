@@ -1,7 +1,9 @@
-"""PEFT's LoRA on the expert stacks of a stock layer, forward and backward: in our op, and in PEFT's way, W + s B A in memory.
+"""PEFT's LoRA on the expert stacks of a stock layer, forward and backward: in our op, and in PEFT's
+way, W + s B A in memory.
 
-The stacks are frozen; gradients go to x and the adapters of both. PEFT's own runs on transformers' grouped_mm, and on its loop
-where there are few experts. The same adapters are also measured on stacks in NF4, which stay packed.
+The stacks are frozen; gradients go to x and the adapters of both. PEFT's own runs on transformers'
+grouped_mm, and on its loop where there are few experts. The same adapters are also measured on
+stacks in NF4, which stay packed.
 """
 
 import functools
@@ -18,12 +20,16 @@ from moe_runtime.ops.packed import pack
 KIND = "layer"
 ROUNDS = 5
 SIZES = (shapes.ADAPTERS_GPU, shapes.ADAPTERS_CPU, shapes.ADAPTERS_TINY)
-RANK, EAGER = 16, 8  # experts up to which transformers' loop is run
+# experts up to which transformers' loop is run
+RANK = 16
+EAGER = 8
 
 
 @pytest.fixture
 def layer(size):
-    """The wrapped experts module, the same over stacks in NF4, their config, and what they are called with."""
+    """The wrapped experts module, the same over stacks in NF4, their config, and what they are
+    called with.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -31,7 +37,9 @@ def layer(size):
     import moe_runtime
 
     (T, H, I, E, K, _), dtype = size.shape, size.dtype
-    config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
+    config = Qwen3MoeConfig(
+        hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K
+    )
     config._experts_implementation = "grouped_mm"
     with fits(), torch.device(DEVICE):
         experts = Qwen3MoeExperts(config)
@@ -45,7 +53,8 @@ def layer(size):
             stack = getattr(experts, name).detach()
             packed.put(small, name, pack(stack, "nf4"), stack.shape, stack.dtype)
         wrappers = [
-            get_peft_model(torch.nn.ModuleDict({"experts": e}), lora).base_model.model["experts"] for e in (experts, small)
+            get_peft_model(torch.nn.ModuleDict({"experts": e}), lora).base_model.model["experts"]
+            for e in (experts, small)
         ]
         x = torch.randn(T, H, dtype=dtype).requires_grad_()
         return wrappers, config, (x, torch.rand(T, E).topk(K).indices, torch.rand(T, K))
@@ -53,16 +62,28 @@ def layer(size):
 
 def bench_adapters(interleaved, size, layer):
     wrappers, config, args = layer
-    learned = [[args[0], *(p for p in wrapper.parameters() if p.requires_grad)] for wrapper in wrappers]
+    learned = [
+        [args[0], *(p for p in wrapper.parameters() if p.requires_grad)] for wrapper in wrappers
+    ]
     dout = torch.randn_like(args[0])
 
     def step(implementation, which=0):
         config._experts_implementation = implementation
         return torch.autograd.grad(wrappers[which](*args), learned[which], dout)
 
-    names = {PEFT: "grouped_mm", "moe_runtime": "moe_runtime"} | ({"PEFT, eager": "eager"} if size.shape.E <= EAGER else {})
-    variants = {name: functools.partial(step, implementation) for name, implementation in names.items()}
+    names = {PEFT: "grouped_mm", "moe_runtime": "moe_runtime"} | (
+        {"PEFT, eager": "eager"} if size.shape.E <= EAGER else {}
+    )
+    variants = {
+        name: functools.partial(step, implementation) for name, implementation in names.items()
+    }
     variants[NF4] = functools.partial(step, "moe_runtime", 1)
     T, H, I, E, K, _ = size.shape
     flops = 6 * T * K * H * I * 2  # forward and dx
-    interleaved(variants, flops=flops, bytes=3 * E * H * I * size.dtype.itemsize * 2, tokens=T, dtype=size.dtype)
+    interleaved(
+        variants,
+        flops=flops,
+        bytes=3 * E * H * I * size.dtype.itemsize * 2,
+        tokens=T,
+        dtype=size.dtype,
+    )

@@ -1,8 +1,9 @@
-"""Where the time of a training step goes: bench_step.py's model, its parts one by one, of all layers together.
+"""Where the time of a training step goes: bench_step.py's model, its parts one by one, of all
+layers together.
 
-Each part is a function, measured with its forward and backward pass unless its name says which, so their sum is not exactly the
-whole step: residuals, launches and caches are left. The experts' parts are also measured for transformers' implementations; the
-others are the same for all.
+Each part is a function, measured with its forward and backward pass unless its name says which, so
+their sum is not exactly the whole step: residuals, launches and caches are left. The experts' parts
+are also measured for transformers' implementations; the others are the same for all.
 """
 
 import copy
@@ -29,7 +30,9 @@ class Step:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=CUDA)
         self.ids = token_ids(shape)
         self.mlps = [layer.mlp for layer in self.model.model.layers]
-        self.x = torch.randn(*self.ids.shape, shape.H, device=DEVICE, dtype=dtype, requires_grad=True)
+        self.x = torch.randn(
+            *self.ids.shape, shape.H, device=DEVICE, dtype=dtype, requires_grad=True
+        )
         self.rows = self.x.detach().flatten(0, 1).requires_grad_()
         self.dout = torch.randn_like(self.rows)
         with torch.no_grad():
@@ -43,8 +46,12 @@ class Step:
         model = self.model
         ends = (model.model.embed_tokens, model.model.norm, model.lm_head)
         logits = model.lm_head(model.model.norm(model.model.embed_tokens(self.ids)))
-        loss = model.loss_function(logits=logits, labels=self.ids, vocab_size=model.config.vocab_size)
-        return torch.autograd.grad(loss, [parameter for end in ends for parameter in end.parameters()])
+        loss = model.loss_function(
+            logits=logits, labels=self.ids, vocab_size=model.config.vocab_size
+        )
+        return torch.autograd.grad(
+            loss, [parameter for end in ends for parameter in end.parameters()]
+        )
 
     def attention(self):
         """All layers, their MoE block taken out."""
@@ -62,7 +69,9 @@ class Step:
     def router(self):
         for mlp in self.mlps:
             _, weight, _ = mlp.gate(self.rows)
-            torch.autograd.grad(weight, [self.rows, *mlp.gate.parameters()], torch.ones_like(weight))
+            torch.autograd.grad(
+                weight, [self.rows, *mlp.gate.parameters()], torch.ones_like(weight)
+            )
 
     def update(self):
         for parameter, gradient in zip(self.model.parameters(), self.gradients):
@@ -73,15 +82,23 @@ class Step:
             self.optimizer.zero_grad()
 
     def experts(self, implementation: str):
-        """Return the experts' forward pass and its backward pass, again and again, of one implementation."""
+        """Return the experts' forward pass and its backward pass, again and again, of one
+        implementation.
+        """
         layers = [beside(mlp.experts) for mlp in self.mlps]
 
         def forward():
             self.model.config._experts_implementation_internal = implementation
-            return [layer(self.rows, idx, weight) for layer, (_, weight, idx) in zip(layers, self.routing)]
+            return [
+                layer(self.rows, idx, weight)
+                for layer, (_, weight, idx) in zip(layers, self.routing)
+            ]
 
         outs = forward()
-        leaves = [[self.rows, weight, *layer.parameters()] for layer, (_, weight, _) in zip(layers, self.routing)]
+        leaves = [
+            [self.rows, weight, *layer.parameters()]
+            for layer, (_, weight, _) in zip(layers, self.routing)
+        ]
 
         def backward():
             for out, inputs in zip(outs, leaves):
@@ -93,10 +110,13 @@ class Step:
 def beside(experts: nn.Module) -> nn.Module:
     """Return the experts with parameters of their own on the same memory.
 
-    The whole step writes to the weights; a graph that is kept would no longer run, though its time does not depend on them.
+    The whole step writes to the weights; a graph that is kept would no longer run, though its time
+    does not depend on them.
     """
     new = copy.copy(experts)
-    new._parameters = {name: nn.Parameter(weight.data) for name, weight in experts.named_parameters()}
+    new._parameters = {
+        name: nn.Parameter(weight.data) for name, weight in experts.named_parameters()
+    }
     return new
 
 
@@ -104,7 +124,9 @@ def beside(experts: nn.Module) -> nn.Module:
 def bench_step_breakdown(interleaved, shape, dtype):
     with fits():
         step = Step(shape, dtype)
-        experts = {name: step.experts(implementation) for name, implementation in IMPLEMENTATIONS.items()}
+        experts = {
+            name: step.experts(implementation) for name, implementation in IMPLEMENTATIONS.items()
+        }
 
     def whole():
         step.model.config._experts_implementation_internal = IMPLEMENTATIONS["moe_runtime"]
@@ -112,9 +134,14 @@ def bench_step_breakdown(interleaved, shape, dtype):
 
     ours = experts.pop("moe_runtime")
     parts = {
-        "whole step": whole, "embedding, head and loss": step.ends, "attention and norms": step.attention,
-        "router": step.router, "experts forward": ours[0], "experts backward": ours[1], "optimizer": step.update,
-    }  # fmt: skip
+        "whole step": whole,
+        "embedding, head and loss": step.ends,
+        "attention and norms": step.attention,
+        "router": step.router,
+        "experts forward": ours[0],
+        "experts backward": ours[1],
+        "optimizer": step.update,
+    }
     for name, (forward, backward) in experts.items():
         parts |= {f"{name}: experts forward": forward, f"{name}: experts backward": backward}
     with fits():

@@ -1,7 +1,9 @@
-"""The kernels of csrc/ against Triton's: each alone against a copy of its bytes, and the whole token path.
+"""The kernels of csrc/ against Triton's: each alone against a copy of its bytes, and the whole
+token path.
 
-T goes from 512, where launches count, to 65536. GPU only; the library of csrc/ must be built: python -m
-moe_runtime.native.build. Its results at every T decide which backend runs an op: bench/report.py.
+T goes from 512, where launches count, to 65536. GPU only; the library of csrc/ must be built:
+python -m moe_runtime.native.build. Its results at every T decide which backend runs an op:
+bench/report.py.
 """
 
 import pytest
@@ -24,9 +26,14 @@ GPU_SHAPES = shapes.plans()
 DTYPE = torch.bfloat16
 # by the op that the kernel belongs to
 KERNELS = {
-    "route": "route", "route_backward": "route", "dispatch": "dispatch", "combine": "combine",
-    "combine_backward": "combine", "merge": "merge_experts", "dalpha": "merge_experts",
-}  # fmt: skip
+    "route": "route",
+    "route_backward": "route",
+    "dispatch": "dispatch",
+    "combine": "combine",
+    "combine_backward": "combine",
+    "merge": "merge_experts",
+    "dalpha": "merge_experts",
+}
 
 
 def random(*size: int) -> torch.Tensor:
@@ -34,15 +41,23 @@ def random(*size: int) -> torch.Tensor:
 
 
 def cost(kernel: str, shape, id_bytes: int = 4) -> tuple[int, int]:
-    """Return the bytes that a kernel must move, and its multiplications and additions; a gate's are five per logit."""
+    """Return the bytes that a kernel must move, and its multiplications and additions; a gate's are
+    five per logit.
+    """
     T, H, I, E, K, shared = shape
-    R, routed, merge = T * K, E - shared, (2 * (E + 1) * H * I, 2 * E * H * I)
+    R = T * K
+    routed = E - shared
+    merge = (2 * (E + 1) * H * I, 2 * E * H * I)
     return {
-        "route": (2 * T * routed + 8 * R, 5 * T * routed), "route_backward": (4 * T * routed + 8 * R, 5 * T * routed),
-        "dispatch": (id_bytes * R + 3 * 4 * R, 0), "merge": merge, "dalpha": merge,
-        "combine": (2 * (R + T) * H + 8 * R, 2 * R * H), "combine_backward": (2 * (2 * R + T) * H + 12 * R, 4 * R * H),
+        "route": (2 * T * routed + 8 * R, 5 * T * routed),
+        "route_backward": (4 * T * routed + 8 * R, 5 * T * routed),
+        "dispatch": (id_bytes * R + 3 * 4 * R, 0),
+        "merge": merge,
+        "dalpha": merge,
+        "combine": (2 * (R + T) * H + 8 * R, 2 * R * H),
+        "combine_backward": (2 * (2 * R + T) * H + 12 * R, 4 * R * H),
         "sum_rows": (2 * (R + T) * H + 4 * R * (-(-I // 128) + 2), R * H),
-    }[kernel]  # fmt: skip
+    }[kernel]
 
 
 class Layer:
@@ -50,7 +65,8 @@ class Layer:
 
     def __init__(self, shape):
         T, H, I, E, K, shared = shape
-        self.shape, self.gate = shape, "xft" if shared else "softmax_topk_renorm"
+        self.shape = shape
+        self.gate = "xft" if shared else "softmax_topk_renorm"
         self.logits, self.dweight = random(T, E - shared), torch.randn(T, K, device=DEVICE)
         self.weight, self.idx = route(self.logits, K, self.gate, backend="torch")
         self.x, self.y, self.dout = random(T, H), random(T * K, H), random(T, H)
@@ -60,16 +76,27 @@ class Layer:
 
     def call(self, kernel: str, backend: str):
         """Return a function of no argument that runs one kernel by its op."""
-        K, E = self.shape.K, self.shape.E
+        K = self.shape.K
+        E = self.shape.E
         if kernel == "dispatch":
             return lambda: dispatch(self.idx, E, backend)
         op, leaf, grad = {
-            "route": (lambda leaf: route(leaf, K, self.gate, backend=backend)[0], self.logits, self.dweight),
-            "combine": (lambda leaf: combine(leaf, self.weight, self.slot_row, backend), self.y, self.dout),
-            "merge_experts": (
-                lambda leaf: merge_experts(self.experts, leaf, backend=backend), self.alpha, self.dmerged,
+            "route": (
+                lambda leaf: route(leaf, K, self.gate, backend=backend)[0],
+                self.logits,
+                self.dweight,
             ),
-        }[KERNELS[kernel]]  # fmt: skip
+            "combine": (
+                lambda leaf: combine(leaf, self.weight, self.slot_row, backend),
+                self.y,
+                self.dout,
+            ),
+            "merge_experts": (
+                lambda leaf: merge_experts(self.experts, leaf, backend=backend),
+                self.alpha,
+                self.dmerged,
+            ),
+        }[KERNELS[kernel]]
         if kernel in ("route", "combine", "merge"):
             return lambda: op(leaf)
         leaf = leaf.detach().requires_grad_()
@@ -77,14 +104,20 @@ class Layer:
         return lambda: torch.autograd.grad(out, leaf, grad, retain_graph=True)
 
     def way(self, backend: str):
-        """Return the way of the tokens: route, sort, gather, multiply, combine; the product is Triton's in each."""
+        """Return the way of the tokens: route, sort, gather, multiply, combine; the product is
+        Triton's in each.
+        """
         product = "triton" if CUDA or backends.interpreted() else "torch"
 
         def call():
             weight, idx = route(self.logits, self.shape.K, self.gate, backend=backend)
             plan = dispatch(idx, self.shape.E, backend)
-            rows = grouped_gemm(self.x[plan.row_token], self.experts, plan.expert_offsets, backend=product)
-            y = grouped_gemm(rows, self.experts.transpose(1, 2), plan.expert_offsets, backend=product)
+            rows = grouped_gemm(
+                self.x[plan.row_token], self.experts, plan.expert_offsets, backend=product
+            )
+            y = grouped_gemm(
+                rows, self.experts.transpose(1, 2), plan.expert_offsets, backend=product
+            )
             return combine(y, weight, plan.slot_row, backend)
 
         return call
@@ -93,7 +126,9 @@ class Layer:
 def usable() -> tuple[list[str], dict[str, str]]:
     """Return the backends that run here, and why the others do not."""
     device = torch.empty(0, device=DEVICE).device
-    reasons = {name: backends.why_not(name, "dispatch", device) for name in ("torch", "triton", "cuda")}
+    reasons = {
+        name: backends.why_not(name, "dispatch", device) for name in ("torch", "triton", "cuda")
+    }
     return [name for name in reasons if reasons[name] is None], {
         f"moe_runtime {name}": reason for name, reason in reasons.items() if reason is not None
     }
@@ -105,13 +140,17 @@ def bench_cuda_kernel(interleaved, shape, kernel):
     bytes, flops = cost(kernel, shape)
     with fits():
         layer = Layer(shape)
-        variants = copy_floor(bytes, DEVICE) | {f"moe_runtime {name}": layer.call(kernel, name) for name in names}
+        variants = copy_floor(bytes, DEVICE) | {
+            f"moe_runtime {name}": layer.call(kernel, name) for name in names
+        }
     interleaved(variants, bytes=bytes, flops=flops, tokens=shape.T, dtype=DTYPE, notes=notes)
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["plan", "route+plan"])
 def bench_cuda_plan(interleaved, shape, counted):
-    """What the grouped products need: rows, offsets and two maps of tiles; with the router before, which also counts."""
+    """What the grouped products need: rows, offsets and two maps of tiles; with the router before,
+    which also counts.
+    """
     from moe_runtime.kernels import dispatch as triton_dispatch
     from moe_runtime.kernels import routing as triton_routing
 
@@ -131,10 +170,16 @@ def bench_cuda_plan(interleaved, shape, counted):
             return cuda_kernels.route_plan(layer.idx, E, (64, 128))
         count = cuda_kernels.new_block_count(layer.logits, int(shared))
         idx = cuda_kernels.route_forward(*router, block_count=count)[1]
-        return cuda_kernels.route_plan(idx, E, (64, 128), 0, count, cuda_kernels.block_tokens(*layer.logits.shape))
+        return cuda_kernels.route_plan(
+            idx, E, (64, 128), 0, count, cuda_kernels.block_tokens(*layer.logits.shape)
+        )
 
     names, notes = usable()
-    variants = {f"moe_runtime {name}": {"triton": triton, "cuda": ours}[name] for name in names if name != "torch"}
+    variants = {
+        f"moe_runtime {name}": {"triton": triton, "cuda": ours}[name]
+        for name in names
+        if name != "torch"
+    }
     interleaved(floor | variants, bytes=16 * T * K, tokens=T, dtype=DTYPE, notes=notes)
 
 
@@ -143,12 +188,20 @@ def bench_cuda_layer(interleaved, shape):
     T, H, I, _, K, _ = shape
     with fits(), torch.no_grad():
         layer = Layer(shape)
-        rows, weight = random(T * K, H), random(I, H)
-        h, y = random(T * K, I), random(T * K, H)
+        rows = random(T * K, H)
+        weight = random(I, H)
+        h = random(T * K, I)
+        y = random(T * K, H)
 
         def floor():
             torch.mm(rows, weight.t(), out=h)
             torch.mm(h, weight, out=y)
 
         variants = {f"moe_runtime {name}": layer.way(name) for name in names}
-        interleaved({"dense matmuls (floor)": floor, **variants}, flops=4 * T * K * H * I, tokens=T, dtype=DTYPE, notes=notes)
+        interleaved(
+            {"dense matmuls (floor)": floor, **variants},
+            flops=4 * T * K * H * I,
+            tokens=T,
+            dtype=DTYPE,
+            notes=notes,
+        )

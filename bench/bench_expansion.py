@@ -1,4 +1,6 @@
-"""UpIT's expansion of one layer's projection: Gram matrix of its experts and the child of two, against a copy of the bytes."""
+"""UpIT's expansion of one layer's projection: Gram matrix of its experts and the child of two,
+against a copy of the bytes.
+"""
 
 import torch
 
@@ -21,7 +23,9 @@ def bench_gram(interleaved, shape):
 
     names = machine.runnable("gram", base.dtype)
     variants = {f"moe_runtime {b}": lambda b=b: gram(experts, base, backend=b) for b in names}
-    bytes, flops = 2 * (shape.E + 1) * P, shape.E * (shape.E + 2) * P  # the differences, and each pair's products once
+    # the differences, and each pair's products once
+    bytes = 2 * (shape.E + 1) * P
+    flops = shape.E * (shape.E + 2) * P
     functions = copy_floor(bytes, DEVICE) | variants | {"pair by pair": pairs}
     interleaved(functions, bytes=bytes, flops=flops, dtype=base.dtype)
 
@@ -39,7 +43,10 @@ def bench_dare_merge(interleaved, shape):
 
     args = {"weights": (0.3, 0.7), "drop": 0.5, "seed": 1, "tensor": "w"}
     names = machine.runnable("dare_merge", base.dtype)
-    variants = {f"moe_runtime {b}": lambda b=b: dare_merge(first, second, base, **args, backend=b) for b in names}
+    variants = {
+        f"moe_runtime {b}": lambda b=b: dare_merge(first, second, base, **args, backend=b)
+        for b in names
+    }
     functions = copy_floor(8 * P, DEVICE) | variants | {"float, rand, where": eager}
     # flops of each parent: a difference, two factors, a sum; not the random bits
     interleaved(functions, bytes=8 * P, flops=8 * P, dtype=base.dtype)

@@ -1,4 +1,6 @@
-"""UltraFuser's loss of three specialists: the formula in torch against the op, everything trained or the gate alone."""
+"""UltraFuser's loss of three specialists: the formula in torch against the op, everything trained
+or the gate alone.
+"""
 
 import functools
 
@@ -21,30 +23,46 @@ def step(size):
     """A function of a loss: its gradients in what trains."""
     T, H, S, V = size
     like = {"device": DEVICE, "dtype": DTYPE}
-    hidden, heads = ([torch.randn(T, H, **like) for _ in range(S)], [torch.randn(V, H, **like) * H**-0.5 for _ in range(S)])
-    gate, labels = torch.randn(T, S, device=DEVICE).softmax(-1), torch.randint(0, V, (T,), device=DEVICE)
+    hidden = [torch.randn(T, H, **like) for _ in range(S)]
+    heads = [torch.randn(V, H, **like) * H**-0.5 for _ in range(S)]
+    gate = torch.randn(T, S, device=DEVICE).softmax(-1)
+    labels = torch.randint(0, V, (T,), device=DEVICE)
 
     def gradients(loss, frozen):
         for t in (*hidden, *heads):
             t.requires_grad_(not frozen)
         gate.requires_grad_()
-        return torch.autograd.grad(loss(hidden, heads, gate, labels), [gate] if frozen else [gate, *hidden, *heads])
+        return torch.autograd.grad(
+            loss(hidden, heads, gate, labels), [gate] if frozen else [gate, *hidden, *heads]
+        )
 
     return gradients
 
 
 def _naive(hidden, heads, gate, labels):
-    logits = sum(gate[:, s : s + 1] * F.linear(h, head).float() for s, (h, head) in enumerate(zip(hidden, heads)))
+    logits = sum(
+        gate[:, s : s + 1] * F.linear(h, head).float()
+        for s, (h, head) in enumerate(zip(hidden, heads))
+    )
     return F.cross_entropy(logits, labels)
 
 
 @pytest.mark.parametrize("train", ["all", "gate"])
 def bench_fused_loss(interleaved, step, size, train):
-    """Forward and backward; "gate" is stage 1, whose backward pass has no products in either variant."""
+    """Forward and backward; "gate" is stage 1, whose backward pass has no products in either
+    variant.
+    """
     passes = 1 if train == "gate" else 3
     names = machine.runnable("fused_cross_entropy", DTYPE)
-    losses = {f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend) for backend in names}
-    variants = {name: functools.partial(step, loss, train == "gate") for name, loss in {NAIVE: _naive, **losses}.items()}
+    losses = {
+        f"moe_runtime {backend}": functools.partial(fused_cross_entropy, backend=backend)
+        for backend in names
+    }
+    variants = {
+        name: functools.partial(step, loss, train == "gate")
+        for name, loss in {NAIVE: _naive, **losses}.items()
+    }
     flops = 2 * size.T * size.V * size.S * size.H * passes
-    bytes = DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes  # states and heads; no logits
+    # states and heads; no logits
+    bytes = DTYPE.itemsize * size.S * size.H * (size.T + size.V) * passes
     interleaved(variants, flops=flops, bytes=bytes, tokens=size.T, dtype=DTYPE)

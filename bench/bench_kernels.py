@@ -1,5 +1,6 @@
-"""Each Triton kernel of the layer alone: matrix products against a dense matmul of the same FLOPs, the others against a copy
-of the bytes that they must move. GPU only; the interpreter shows that it runs.
+"""Each Triton kernel of the layer alone: matrix products against a dense matmul of the same FLOPs,
+the others against a copy of the bytes that they must move. GPU only; the interpreter shows that it
+runs.
 """
 
 import pytest
@@ -25,28 +26,43 @@ class Rows:
 
     def __init__(self, shape):
         self.idx = random_experts(shape)
-        self.offsets, self.token, self.slot, self.slot_row = dispatch.dispatch_forward(self.idx, shape.E)
+        self.offsets, self.token, self.slot, self.slot_row = dispatch.dispatch_forward(
+            self.idx, shape.E
+        )
 
 
 def sizes(product: str, shape) -> tuple[int, int]:
     """N and K of a product whose rows are the layer's; of the weight's gradient for dw."""
-    H, I = shape.H, shape.I
+    H = shape.H
+    I = shape.I
     return {
-        "up": (2 * I, H), "down": (H, I), "dz": (I, H), "dx": (H, 2 * I), "dw_up": (2 * I, H), "dw_down": (H, I)
-    }[product]  # fmt: skip
+        "up": (2 * I, H),
+        "down": (H, I),
+        "dz": (I, H),
+        "dx": (H, 2 * I),
+        "dw_up": (2 * I, H),
+        "dw_down": (H, I),
+    }[product]
 
 
 def others(product: str, shape) -> dict:
-    """A dense matmul and torch's grouped_mm of the same FLOPs, on rows that are gathered already and without an epilogue."""
+    """A dense matmul and torch's grouped_mm of the same FLOPs, on rows that are gathered already
+    and without an epilogue.
+    """
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
     ends = Rows(shape).offsets[1:].contiguous()
     if product.startswith("dw"):
-        a, out = random(R, N).t(), random(N, K)
+        a = random(R, N).t()
+        out = random(N, K)
         b = first = random(R, K)
     else:
-        a, out = random(R, K), random(R, N)
+        a = random(R, K)
+        out = random(R, N)
         # of down and up the sum runs along the stored rows, of dz and dx across them
-        b = random(shape.E, N, K).transpose(1, 2) if product in ("up", "down") else random(shape.E, K, N)
+        if product in ("up", "down"):
+            b = random(shape.E, N, K).transpose(1, 2)
+        else:
+            b = random(shape.E, K, N)
         first = b[0]
     return {
         "dense matmul (floor)": lambda: torch.mm(a, first, out=out),
@@ -56,31 +72,40 @@ def others(product: str, shape) -> dict:
 
 @pytest.mark.parametrize("product", tune.PRODUCTS)
 def bench_product(interleaved, shape, product):
-    layer, device = tune.Layer(shape.H, shape.I, shape.E, shape.K, shape.shared), torch.empty(0, device=DEVICE).device
+    layer = tune.Layer(shape.H, shape.I, shape.E, shape.K, shape.shared)
+    device = torch.empty(0, device=DEVICE).device
     problem = tune.problem_of(product, layer, shape.T, "bfloat16", device)
     tile = tiles.lookup(problem, tiles.device_name(device))
     with fits():
-        run, baselines = tune.runner(product, layer, shape.T, "bfloat16", device), others(product, shape)
+        run = tune.runner(product, layer, shape.T, "bfloat16", device)
+        baselines = others(product, shape)
     (floor, dense), (grouped, other) = baselines.items()
     R, (N, K) = shape.T * shape.K, sizes(product, shape)
-    bytes, notes = 2 * (R * (N + K) + shape.E * N * K), {"moe_runtime": tile.short()}  # rows, result and weights once
+    # rows, result and weights once
+    bytes = 2 * (R * (N + K) + shape.E * N * K)
+    notes = {"moe_runtime": tile.short()}
     variants = {floor: dense, "moe_runtime": lambda: run(tile), grouped: other}
-    interleaved(variants, flops=2 * R * N * K, bytes=bytes, tokens=shape.T, dtype=DTYPE, notes=notes)
+    interleaved(
+        variants, flops=2 * R * N * K, bytes=bytes, tokens=shape.T, dtype=DTYPE, notes=notes
+    )
 
 
 def move(kernel: str, shape):
     """Return a kernel's call."""
     T, H, I, E, K, shared = shape
-    R, routed = T * K, E - shared
+    R = T * K
+    routed = E - shared
     gate = "xft" if shared else "softmax_topk_renorm"
     if kernel in ("merge", "dalpha"):
-        weight, dout = random(E, I, H), random(I, H)
+        weight = random(E, I, H)
+        dout = random(I, H)
         alpha = torch.full([E], 1 / E, device=DEVICE)
         if kernel == "merge":
             return lambda: merging.merge_experts_forward(weight, alpha)
         return lambda: merging.merge_experts_backward_alpha(dout, weight)
     if kernel.startswith("route"):
-        logits, dweight = random(T, routed), torch.randn(T, K, device=DEVICE)
+        logits = random(T, routed)
+        dweight = torch.randn(T, K, device=DEVICE)
         if kernel == "route":
             return lambda: routing.route_forward(logits, None, K, gate, int(shared))
         idx = routing.route_forward(logits, None, K, gate, int(shared))[1]
@@ -88,14 +113,17 @@ def move(kernel: str, shape):
     at = Rows(shape)
     if kernel == "dispatch":
         return lambda: dispatch.dispatch_forward(at.idx, E)
-    y, weight = random(R, H), torch.rand(T, K, device=DEVICE)
+    y = random(R, H)
+    weight = torch.rand(T, K, device=DEVICE)
     if kernel == "combine":
         return lambda: combine.combine_forward(y, weight, at.slot_row, at.offsets[E:])
     partial = torch.randn(R, -(-I // 128), device=DEVICE)
     return lambda: combine.sum_rows(y, at.slot_row, partial, T, K, at.offsets[E:])
 
 
-@pytest.mark.parametrize("kernel", ["dispatch", "combine", "sum_rows", "route", "route_backward", "merge", "dalpha"])
+@pytest.mark.parametrize(
+    "kernel", ["dispatch", "combine", "sum_rows", "route", "route_backward", "merge", "dalpha"]
+)
 def bench_moving(interleaved, shape, kernel):
     bytes, flops = cost(kernel, shape, id_bytes=8)
     with fits():

@@ -1,8 +1,9 @@
-"""What a layer's experts keep for the backward pass, in bytes per token, counted and not timed: the same on every device.
+"""What a layer's experts keep for the backward pass, in bytes per token, counted and not timed: the
+same on every device.
 
-The storages that autograd saves are counted, each once and whole, without the experts' weights. "formula KiB/token" is the
-maximum that we promise: s H + 2 s I K + 12 K bytes for elements of s bytes. "kept MiB" includes what a package keeps outside
-autograd.
+The storages that autograd saves are counted, each once and whole, without the experts' weights.
+"formula KiB/token" is the maximum that we promise: s H + 2 s I K + 12 K bytes for elements of s
+bytes. "kept MiB" includes what a package keeps outside autograd.
 """
 
 import pytest
@@ -18,7 +19,9 @@ GPU_SHAPES = {name: shapes.GPU[name]._replace(T=4096) for name in shapes.GPU}
 
 
 def saved_bytes(function, besides) -> int:
-    """Bytes of the distinct storages that a call saves for the backward pass, without those of `besides`."""
+    """Bytes of the distinct storages that a call saves for the backward pass, without those of
+    `besides`.
+    """
     skip = {tensor.untyped_storage().data_ptr() for tensor in besides}
     saved = {}
 
@@ -30,7 +33,8 @@ def saved_bytes(function, besides) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = function()
-    assert out.requires_grad  # and lives until here: a storage that is given back could be counted twice
+    # and lives until here: a storage that is given back could be counted twice
+    assert out.requires_grad
     return sum(saved.values())
 
 
@@ -44,7 +48,9 @@ def count(layer: Layer, variant) -> int:
     """Return what a variant saves; one with leaves of its own has its weights among them."""
     leaves = [layer.up, layer.down]
     if isinstance(variant, tuple):
-        leaves += [leaf for leaf in variant[1] if leaf is not layer.x and leaf is not layer.topk_weight]
+        leaves += [
+            leaf for leaf in variant[1] if leaf is not layer.x and leaf is not layer.topk_weight
+        ]
     return saved_bytes(layer.forward(variant), leaves)
 
 

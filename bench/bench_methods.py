@@ -1,7 +1,8 @@
-"""The expensive steps of the four methods outside of a layer: folders, scores, routing vectors, generation.
+"""The expensive steps of the four methods outside of a layer: folders, scores, routing vectors,
+generation.
 
-The floor of folders is to read every input byte and to copy every output byte; "in memory" loads the model, changes it and
-saves it.
+The floor of folders is to read every input byte and to copy every output byte; "in memory" loads
+the model, changes it and saves it.
 """
 
 import copy
@@ -18,12 +19,16 @@ from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "method"
 ROUNDS = 15 if CUDA else 5
-CPU_SHAPES, GPU_SHAPES = shapes.STEPS_CPU, shapes.STEPS
+CPU_SHAPES = shapes.STEPS_CPU
+GPU_SHAPES = shapes.STEPS
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 LAYERS = 4  # of the model that is scored
 SIZES = (shapes.METHODS_GPU, shapes.METHODS_CPU, shapes.METHODS_TINY)
 PIECE = 16 << 20  # bytes that are read at once
-ROWS, PROMPT, NEW = 4, 32, 16  # of a batch of answers
+# of a batch of answers
+ROWS = 4
+PROMPT = 32
+NEW = 16
 
 
 @pytest.fixture
@@ -42,7 +47,9 @@ def dense_model(size, dtype=DTYPE):
 
 
 def move(read: list[Path], written: Path, to: Path):
-    """Return a function that reads the folders `read` and copies the folder `written` to `to`; and the bytes of both."""
+    """Return a function that reads the folders `read` and copies the folder `written` to `to`; and
+    the bytes of both.
+    """
 
     def files(folder: Path) -> list[Path]:
         return [path for path in folder.rglob("*") if path.is_file()]
@@ -61,7 +68,9 @@ def move(read: list[Path], written: Path, to: Path):
 
 
 def compare_folders(interleaved, read: list[Path], out: Path, ways: dict) -> None:
-    """Measure ways to make the folder `out` of the folders `read`, the first one made beforehand."""
+    """Measure ways to make the folder `out` of the folders `read`, the first one made
+    beforehand.
+    """
     next(iter(ways.values()))()
     floor, bytes = move(read, out, out.with_name("copy"))
     interleaved({"copy (floor)": floor, **ways}, bytes=bytes, dtype=torch.bfloat16)
@@ -74,7 +83,8 @@ def bench_xft_upcycle_folder(interleaved, size, folder):
     from moe_runtime.methods import xft
     from moe_runtime.methods.xft import folders as xft_folders
 
-    dense, out = folder / "dense", folder / "moe"
+    dense = folder / "dense"
+    out = folder / "moe"
     dense_model(size, torch.bfloat16).save_pretrained(dense)
     settings = {"num_experts": size.E, "top_k": size.K}
 
@@ -105,7 +115,10 @@ def bench_xft_merge_folder(interleaved, size, folder):
         model = xft.merge(AutoModelForCausalLM.from_pretrained(moe, dtype="auto"))
         xft.save_dense(model, folder / "saved", overwrite=True)
 
-    ways = {"moe_runtime": lambda: xft_folders.merge_folder(moe, out, overwrite=True), "moe_runtime, in memory": in_memory}
+    ways = {
+        "moe_runtime": lambda: xft_folders.merge_folder(moe, out, overwrite=True),
+        "moe_runtime, in memory": in_memory,
+    }
     compare_folders(interleaved, [moe], out, ways)
 
 
@@ -121,7 +134,9 @@ def bench_upit_expand_folder(interleaved, size, folder):
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
         model.save_pretrained(expert)
-    ways = {"moe_runtime": lambda: expand_experts(experts, 3, folder / "out", base=base, overwrite=True)}
+    ways = {
+        "moe_runtime": lambda: expand_experts(experts, 3, folder / "out", base=base, overwrite=True)
+    }
     compare_folders(interleaved, [base, *experts], folder / "out", ways)
 
 
@@ -137,7 +152,10 @@ def bench_esft_scores(interleaved, shape):
     def forward():
         return model(input_ids=ids, use_cache=False).logits
 
-    variants = {"forward pass (floor)": forward, "moe_runtime": lambda: esft.score_experts(model, [ids], ids.numel())}
+    variants = {
+        "forward pass (floor)": forward,
+        "moe_runtime": lambda: esft.score_experts(model, [ids], ids.numel()),
+    }
     interleaved(variants, tokens=ids.numel(), dtype=DTYPE)
 
 
@@ -151,7 +169,10 @@ def bench_upit_vectors(interleaved, size):
         RoutingVectors(routed, drawn(size.L, size.H, 0.02, 0))
     ids = torch.randint(0, size.V, (-(-size.T // 1024), min(size.T, 1024)), device=DEVICE)
 
-    variants = {"without vectors (floor)": lambda: train(plain, ids), "moe_runtime": lambda: train(routed, ids)}
+    variants = {
+        "without vectors (floor)": lambda: train(plain, ids),
+        "moe_runtime": lambda: train(routed, ids),
+    }
     interleaved(variants, tokens=ids.numel(), dtype=DTYPE)
 
 
@@ -171,6 +192,8 @@ def bench_ultrafuser_generate(interleaved, size):
 
     variants = {
         "three specialists (floor)": each,
-        "moe_runtime": lambda: fuser.generate(prompt_ids=ids, prompt_mask=[mask] * len(ids), **settings),
+        "moe_runtime": lambda: fuser.generate(
+            prompt_ids=ids, prompt_mask=[mask] * len(ids), **settings
+        ),
     }
     interleaved(variants, tokens=ROWS * NEW, dtype=DTYPE)

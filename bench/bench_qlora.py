@@ -1,7 +1,9 @@
-"""A training step of a MoE model with NF4 experts and LoRA (QLoRA): its peak against the estimate of `moe-runtime memory`.
+"""A training step of a MoE model with NF4 experts and LoRA (QLoRA): its peak against the estimate
+of `moe-runtime memory`.
 
-All weights are random, and the packed bytes are drawn in place: no stack is ever in memory in 16 bits. As in Trainer: autocast
-to bfloat16, checkpointing, gradients set to None after the optimizer's step.
+All weights are random, and the packed bytes are drawn in place: no stack is ever in memory in 16
+bits. As in Trainer: autocast to bfloat16, checkpointing, gradients set to None after the
+optimizer's step.
 """
 
 import functools
@@ -23,7 +25,7 @@ SETTINGS = {  # what has adapters, their dtype, the optimizer as `moe-runtime me
     "bf16-adafactor": ("all", torch.bfloat16, "adafactor"),
     "bf16-adamw": ("all", torch.bfloat16, "adamw"),
     "bf16-8bit": ("all", torch.bfloat16, "8bit"),
-}  # fmt: skip
+}
 
 
 def blank(size) -> nn.Module:
@@ -33,11 +35,20 @@ def blank(size) -> nn.Module:
     from moe_runtime.tools import memory
 
     config = Qwen3MoeConfig(
-        hidden_size=size.H, moe_intermediate_size=size.I, intermediate_size=3 * size.H, num_hidden_layers=size.L,
-        num_experts=size.E, num_experts_per_tok=size.K, norm_topk_prob=True, num_attention_heads=size.heads,
-        num_key_value_heads=max(size.heads // 8, 1), head_dim=max(size.H // 16, 16), vocab_size=size.V,
-        tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"],
-    )  # fmt: skip
+        hidden_size=size.H,
+        moe_intermediate_size=size.I,
+        intermediate_size=3 * size.H,
+        num_hidden_layers=size.L,
+        num_experts=size.E,
+        num_experts_per_tok=size.K,
+        norm_topk_prob=True,
+        num_attention_heads=size.heads,
+        num_key_value_heads=max(size.heads // 8, 1),
+        head_dim=max(size.H // 16, 16),
+        vocab_size=size.V,
+        tie_word_embeddings=False,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
     return memory.built(config, "bfloat16")
 
 
@@ -58,7 +69,9 @@ def draw(model: nn.Module) -> nn.Module:
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
                 new = torch.ones(old.shape, dtype=old.dtype, device=DEVICE)
-                module._parameters[name] = nn.Parameter(new.normal_(std=0.02) if old.dim() > 1 else new)
+                module._parameters[name] = nn.Parameter(
+                    new.normal_(std=0.02) if old.dim() > 1 else new
+                )
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(model.config).to(DEVICE)
     return model
@@ -75,7 +88,9 @@ def adapted(model: nn.Module, where: str, dtype: torch.dtype) -> nn.Module:
     else:
         names = ["q_proj", "k_proj", "v_proj", "o_proj"]
         with baseline.quiet_peft():
-            model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=names, task_type="CAUSAL_LM"))
+            model = peft.get_peft_model(
+                model, peft.LoraConfig(r=RANK, target_modules=names, task_type="CAUSAL_LM")
+            )
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -125,6 +140,13 @@ def bench_qlora(interleaved, size, setting):
         return loss.detach()
 
     found = estimate(size, setting)
-    details = {"moe_runtime": {"estimate MiB": found.peak / 2**20, "weights MiB": (found.experts + found.rest) / 2**20}}
+    details = {
+        "moe_runtime": {
+            "estimate MiB": found.peak / 2**20,
+            "weights MiB": (found.experts + found.rest) / 2**20,
+        }
+    }
     held = functools.partial(clock.held_bytes, model, optimizer)
-    interleaved({"moe_runtime": step}, tokens=size.T, dtype=torch.bfloat16, details=details, held=held)
+    interleaved(
+        {"moe_runtime": step}, tokens=size.T, dtype=torch.bfloat16, details=details, held=held
+    )

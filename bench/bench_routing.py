@@ -1,4 +1,6 @@
-"""The router of a layer, its matmul included: one kernel for the gate against torch's operations, and a copy of x's bytes."""
+"""The router of a layer, its matmul included: one kernel for the gate against torch's operations,
+and a copy of x's bytes.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ def bench_route(interleaved, shape, backward):
     T, H, _, E, K, shared = shape
     gate = "xft" if shared else "softmax_topk_renorm"
     x = torch.randn(T, H, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-    weight = torch.nn.Parameter(torch.randn(E - shared, H, dtype=torch.bfloat16, device=DEVICE) * H**-0.5)
+    weight = torch.nn.Parameter(
+        torch.randn(E - shared, H, dtype=torch.bfloat16, device=DEVICE) * H**-0.5
+    )
     dweight = torch.randn(T, K, device=DEVICE)
     # forward reads x; backward reads it for the router's gradient and writes its own
     bytes = 2 * T * H * (2 if backward else 1)

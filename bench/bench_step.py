@@ -1,7 +1,9 @@
-"""Stock models of transformers: a decoder layer and a whole training step, on our experts and on transformers' own.
+"""Stock models of transformers: a decoder layer and a whole training step, on our experts and on
+transformers' own.
 
-The same weights under every `experts_implementation`: the ratios are what a user of the drop-in sees. Attention has H / 128
-heads, and XFT's shared expert is one more routed one, as no stock class has its router.
+The same weights under every `experts_implementation`: the ratios are what a user of the drop-in
+sees. Attention has H / 128 heads, and XFT's shared expert is one more routed one, as no stock class
+has its router.
 """
 
 import contextlib
@@ -17,7 +19,11 @@ from moe_runtime.bench.machine import CUDA, DEVICE, fits
 
 KIND = "step"
 ROUNDS = 15 if CUDA else 9
-IMPLEMENTATIONS = {"moe_runtime": "moe_runtime", "transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
+IMPLEMENTATIONS = {
+    "moe_runtime": "moe_runtime",
+    "transformers grouped_mm": "grouped_mm",
+    "transformers eager": "eager",
+}
 CPU_SHAPES = shapes.STEPS_CPU
 GPU_SHAPES = shapes.STEPS
 LAYERS = 4
@@ -26,7 +32,9 @@ VOCAB = 32000 if CUDA else 2048  # or the embeddings would be most of a tiny mod
 
 
 def stock(shape, dtype, layers: int):
-    """A Qwen3-MoE of this shape, or a Mixtral where a shared expert shows that the shape is XFT's."""
+    """A Qwen3-MoE of this shape, or a Mixtral where a shared expert shows that the shape is
+    XFT's.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import moe_runtime
@@ -34,18 +42,31 @@ def stock(shape, dtype, layers: int):
     moe_runtime.register()
     _, H, I, E, K, shared = shape
     common = {
-        "hidden_size": H, "num_hidden_layers": layers, "num_attention_heads": max(H // 128, 1), "vocab_size": VOCAB,
-        "num_key_value_heads": max(H // 512, 1), "head_dim": min(H, 128), "num_experts_per_tok": K, "use_cache": False,
-    }  # fmt: skip
+        "hidden_size": H,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(H // 128, 1),
+        "vocab_size": VOCAB,
+        "num_key_value_heads": max(H // 512, 1),
+        "head_dim": min(H, 128),
+        "num_experts_per_tok": K,
+        "use_cache": False,
+    }
     if shared:
         config = AutoConfig.for_model("mixtral", intermediate_size=I, num_local_experts=E, **common)
     else:
         config = AutoConfig.for_model(
-            "qwen3_moe", moe_intermediate_size=I, num_experts=E, intermediate_size=I, norm_topk_prob=True, **common
+            "qwen3_moe",
+            moe_intermediate_size=I,
+            num_experts=E,
+            intermediate_size=I,
+            norm_topk_prob=True,
+            **common,
         )
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="moe_runtime")
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, experts_implementation="moe_runtime"
+        )
 
 
 def llama(size, dtype, **options):
@@ -53,15 +74,22 @@ def llama(size, dtype, **options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=size.V, hidden_size=size.H, intermediate_size=size.I, num_hidden_layers=size.L,
-        num_attention_heads=size.heads, num_key_value_heads=size.heads, **options,
-    )  # fmt: skip
+        vocab_size=size.V,
+        hidden_size=size.H,
+        intermediate_size=size.I,
+        num_hidden_layers=size.L,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        **options,
+    )
     with torch.device(DEVICE):
         return LlamaForCausalLM._from_config(config, dtype=dtype)
 
 
 def train(model, ids, optimizer=None) -> torch.Tensor:
-    """Run a training step and return its loss; without an optimizer, only the gradients are computed."""
+    """Run a training step and return its loss; without an optimizer, only the gradients are
+    computed.
+    """
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     try:
         loss.backward()
@@ -73,7 +101,9 @@ def train(model, ids, optimizer=None) -> torch.Tensor:
 
 
 def with_each(model, run) -> dict:
-    """Return name -> `run` with the model on that implementation; on a CPU on every backend of ours."""
+    """Return name -> `run` with the model on that implementation; on a CPU on every backend of
+    ours.
+    """
 
     def variant(implementation, backend=None):
         def call():
@@ -86,7 +116,9 @@ def with_each(model, run) -> dict:
 
     others = [] if CUDA else machine.others("moe_mlp", model.dtype)
     variants = {name: variant(implementation) for name, implementation in IMPLEMENTATIONS.items()}
-    return variants | {f"moe_runtime {backend}": variant("moe_runtime", backend) for backend in others}
+    return variants | {
+        f"moe_runtime {backend}": variant("moe_runtime", backend) for backend in others
+    }
 
 
 @contextlib.contextmanager
@@ -99,11 +131,16 @@ def asked(backend: str | None):
         yield
     finally:
         if backend is not None:
-            os.environ.pop("MOE_RUNTIME_BACKEND") if before is None else os.environ.update(MOE_RUNTIME_BACKEND=before)
+            if before is None:
+                os.environ.pop("MOE_RUNTIME_BACKEND")
+            else:
+                (os.environ.update(MOE_RUNTIME_BACKEND=before))
 
 
 def flops_of(model, tokens: int, head: bool) -> int:
-    """Return the multiplications and additions of a forward and a backward pass: products, causal attention, no router."""
+    """Return the multiplications and additions of a forward and a backward pass: products, causal
+    attention, no router.
+    """
     c = model.config
     experts = getattr(c, "moe_intermediate_size", c.intermediate_size) * c.num_experts_per_tok
     projections = 2 * c.hidden_size * c.head_dim * (c.num_attention_heads + c.num_key_value_heads)

@@ -1,7 +1,8 @@
-"""The experts of a layer at every number of tokens: from one, as in generation, to training's batches; all implementations.
+"""The experts of a layer at every number of tokens: from one, as in generation, to training's
+batches; all implementations.
 
-Forward without gradients; bench_tokens_backward.py has the rest. Weights and routing are those of bench_layer.py. Few tokens
-choose few experts, and the bytes are those of the experts that are used.
+Forward without gradients; bench_tokens_backward.py has the rest. Weights and routing are those of
+bench_layer.py. Few tokens choose few experts, and the bytes are those of the experts that are used.
 """
 
 import pytest
@@ -18,7 +19,9 @@ GPU_SHAPES = shapes.sweep(SWEPT, shapes.SWEEP_GPU)
 
 
 def experts(shape, dtype, request) -> tuple[Layer, dict, dict]:
-    """Return a layer, its variants without the floor and without those as wide as all experts together, and what is missing."""
+    """Return a layer, its variants without the floor and without those as wide as all experts
+    together, and what is missing.
+    """
     with fits():
         layer = Layer(shape, dtype)
         variants, notes = variants_of(layer, request.config.getoption("--tiny"))

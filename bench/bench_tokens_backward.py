@@ -1,4 +1,6 @@
-"""The experts of a layer, forward and backward, at every number of tokens used in training; all implementations."""
+"""The experts of a layer, forward and backward, at every number of tokens used in training; all
+implementations.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A layer of which some experts train (ESFT), against training all: the layer, its backward pass alone, a step."""
+"""A layer of which some experts train (ESFT), against training all: the layer, its backward pass
+alone, a step.
+"""
 
 import torch
 
@@ -29,7 +31,9 @@ class Partly(Layer):
         self.apart = [torch.nn.Parameter(weight[chosen]) for weight in self.frozen]
 
     def ways(self) -> dict:
-        """Return name -> (weights, what to differentiate by, options): all experts train, or some in two ways, or none."""
+        """Return name -> (weights, what to differentiate by, options): all experts train, or some
+        in two ways, or none.
+        """
         apart = {"trainable": self.place, "trained": tuple(self.apart)}
         return {
             "all experts (floor)": (self.stacks, self.stacks, {}),

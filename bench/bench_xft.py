@@ -1,8 +1,10 @@
-"""XFT's tuning step (loss, backward, AdamW) at DeepSeek-Coder-1.3B's shape, upcycled to 8 experts, 6 per token; random weights.
+"""XFT's tuning step (loss, backward, AdamW) at DeepSeek-Coder-1.3B's shape, upcycled to 8 experts,
+6 per token; random weights.
 
-The same model, batch and optimizer state for all; only who computes the MoE layers differs. Ours and transformers' take one
-router's result; "official" is the released code's layer, its own gate included. No noise on the router and no balance loss, so
-that all compute the same function, and no gradient checkpointing, as in the released training script.
+The same model, batch and optimizer state for all; only who computes the MoE layers differs. Ours
+and transformers' take one router's result; "official" is the released code's layer, its own gate
+included. No noise on the router and no balance loss, so that all compute the same function, and no
+gradient checkpointing, as in the released training script.
 """
 
 import functools
@@ -28,7 +30,9 @@ class TransformersBlock(nn.Module):
     def __init__(self, moe, implementation: str):
         super().__init__()
         self.gate = moe.gate
-        self.experts = mixtral_experts(moe.experts.gate_up_proj, moe.experts.down_proj, moe.config.top_k, implementation)
+        self.experts = mixtral_experts(
+            moe.experts.gate_up_proj, moe.experts.down_proj, moe.config.top_k, implementation
+        )
 
     def forward(self, hidden_states):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -44,7 +48,9 @@ class Tuned:
 
         torch.manual_seed(0)
         rope = {"rope_type": "default", "rope_theta": 100000.0}
-        self.model = llama(size, dtype, max_position_embeddings=16384, rope_parameters=rope, use_cache=False).train()
+        self.model = llama(
+            size, dtype, max_position_embeddings=16384, rope_parameters=rope, use_cache=False
+        ).train()
         xft.upcycle(self.model, num_experts=size.E, top_k=size.K)
         self.ids = torch.randint(0, size.V, (size.rows, size.length), device=DEVICE)
         moes = [layer.mlp for layer in self.model.model.layers]
@@ -59,7 +65,9 @@ class Tuned:
         self.optimizers = self.make_optimizers()
 
     def make_optimizers(self) -> dict:
-        """Return an AdamW for each variant; the official layers' parameters and states are views of the stacks'."""
+        """Return an AdamW for each variant; the official layers' parameters and states are views of
+        the stacks'.
+        """
         adamw = functools.partial(torch.optim.AdamW, lr=1e-6, fused=True)
         stacked = adamw(self.model.parameters())
         for parameter in self.model.parameters():
@@ -69,16 +77,21 @@ class Tuned:
         parts = [part for block in self.blocks["official"] for part in block.parts()]
         apart = adamw([p for p in self.model.parameters() if p not in experts] + parts)
         for moe, block in zip(self.blocks["moe_runtime"], self.blocks["official"]):
-            up, down = (stacked.state[stack] for stack in (moe.experts.gate_up_proj, moe.experts.down_proj))
+            up, down = (
+                stacked.state[stack] for stack in (moe.experts.gate_up_proj, moe.experts.down_proj)
+            )
             share(apart, block.weight_gate, up, lambda t: t.chunk(2, 1)[0])
             share(apart, block.weight_up, up, lambda t: t.chunk(2, 1)[1])
             share(apart, block.weight_down, down, lambda t: t)
-        apart.state.update({p: stacked.state[p] for p in self.model.parameters() if p not in experts})
+        apart.state.update(
+            {p: stacked.state[p] for p in self.model.parameters() if p not in experts}
+        )
         return dict.fromkeys(self.blocks, stacked) | {"official": apart}
 
     def step_of(self, name: str):
         """Return a function that is a training step of the model with that variant's layers."""
-        blocks, optimizer = self.blocks[name], self.optimizers[name]
+        blocks = self.blocks[name]
+        optimizer = self.optimizers[name]
 
         def step():
             for layer, block in zip(self.model.model.layers, blocks):
@@ -96,8 +109,13 @@ def share(optimizer, parameters, state, part) -> None:
 
 
 def flops_of(size) -> int:
-    """Return the multiplications and additions of a step's products: layers, router left out, causal attention, head."""
-    per_token = size.L * (4 * size.H**2 + 3 * size.K * size.H * size.I + size.length * size.H) + size.V * size.H
+    """Return the multiplications and additions of a step's products: layers, router left out,
+    causal attention, head.
+    """
+    per_token = (
+        size.L * (4 * size.H**2 + 3 * size.K * size.H * size.I + size.length * size.H)
+        + size.V * size.H
+    )
     return 6 * size.T * per_token
 
 

@@ -1,7 +1,8 @@
-"""What the machine can do at most, measured in the same process: FLOP/s of matrix products, bytes/s of a copy.
+"""What the machine can do at most, measured in the same process: FLOP/s of matrix products, bytes/s
+of a copy.
 
-A GPU's are a product of 8192^3 and a copy of 4 GiB. A CPU's are the better of multiply-adds on registers alone (csrc/cpu) and a
-few products, and a copy of several times its last cache.
+A GPU's are a product of 8192^3 and a copy of 4 GiB. A CPU's are the better of multiply-adds on
+registers alone (csrc/cpu) and a few products, and a copy of several times its last cache.
 """
 
 import functools
@@ -20,7 +21,9 @@ TINY = ((64, 64, 64),)
 
 
 def ceilings(dtype: torch.dtype, tiny: bool = False) -> dict[str, float]:
-    """Return TFLOP/s of products of `dtype` and GB/s of a copy, read plus written; tiny ones only show that it runs."""
+    """Return TFLOP/s of products of `dtype` and GB/s of a copy, read plus written; tiny ones only
+    show that it runs.
+    """
     return _measured(dtype, tiny)
 
 
@@ -38,10 +41,15 @@ def _peak(dtype: torch.dtype, tiny: bool) -> float:
     if isinstance(library, str) or dtype not in cpp.DTYPES:
         return 0.0
     threads = torch.get_num_threads()
-    rounds, steps = 8 * threads, 1 << (8 if tiny else 16)
+    rounds = 8 * threads
+    steps = 1 << (8 if tiny else 16)
     sink = torch.empty(rounds)
     arguments = (cpp.DTYPES[dtype], rounds, steps, sink.data_ptr(), threads)
-    return library.handle.moert_cpu_peak(*arguments) / _median(lambda: library.handle.moert_cpu_peak(*arguments)) / 1e12
+    return (
+        library.handle.moert_cpu_peak(*arguments)
+        / _median(lambda: library.handle.moert_cpu_peak(*arguments))
+        / 1e12
+    )
 
 
 def _product(M: int, N: int, K: int, dtype: torch.dtype) -> float:
@@ -53,7 +61,8 @@ def _product(M: int, N: int, K: int, dtype: torch.dtype) -> float:
 def _copy(tiny: bool) -> float:
     """A machine's, whatever the dtype."""
     size = 1 << 20 if tiny else 4 * max(_last_cache(), 32 << 20)
-    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.zeros(size, dtype=torch.uint8)
     return 2 * size / _median(lambda: target.copy_(source)) / 1e9
 
 
@@ -68,7 +77,9 @@ def _median(function) -> float:
 
 
 def _last_cache() -> int:
-    """Bytes of the last level's cache, 0 if the system does not tell; at most 256 MiB, for the copy's memory."""
+    """Bytes of the last level's cache, 0 if the system does not tell; at most 256 MiB, for the
+    copy's memory.
+    """
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
         return min(int(text.rstrip("KM")) << (20 if text.endswith("M") else 10), 256 << 20)
@@ -80,11 +91,14 @@ def _of_gpu(dtype: torch.dtype) -> dict[str, float]:
     from moe_runtime.tools.tune import EventTimer
 
     device = torch.device("cuda", torch.cuda.current_device())
-    n, size = 8192, 1 << 32
+    n = 8192
+    size = 1 << 32
     if torch.cuda.mem_get_info()[1] < 24 << 30:
         size //= 8
     a, b, c = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(3))
-    source, target = (torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
+    source, target = (
+        torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_() for _ in range(2)
+    )
     timer = EventTimer(device)
     functions = [lambda: torch.mm(a, b, out=c), lambda: target.copy_(source)]
     rounds = [timer.round(functions) for _ in range(13)][3:]

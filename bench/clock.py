@@ -14,9 +14,11 @@ import torch
 
 from moe_runtime.ops import workspace
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
 OUT_OF_TIME = "out of time"
-# the GPU waits this long for the launches of a call: a peer of 60 launches must not be measured by how fast Python launches
+# the GPU waits this long for the launches of a call: a peer of 60 launches must not be measured by
+# how fast Python launches
 AHEAD_MS = 3.0
 
 
@@ -25,15 +27,19 @@ class ContextLost(RuntimeError):
 
     def __init__(self, variant: str, note: str):
         super().__init__(f"{variant} broke the CUDA context: {note}")
-        self.variant, self.note = variant, note
+        self.variant = variant
+        self.note = note
 
 
 def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
-    """Seconds of every call by the wall clock; then each variant's memory and distance from `compare`.
+    """Seconds of every call by the wall clock; then each variant's memory and distance from
+    `compare`.
 
-    Every round has an order of its own, the same ones in each run: nobody finds the caches always as the same one left them.
+    Every round has an order of its own, the same ones in each run: nobody finds the caches always
+    as the same one left them.
     """
-    times, orders = {name: [] for name in variants}, random.Random(0)
+    times = {name: [] for name in variants}
+    orders = random.Random(0)
     for function in variants.values():
         function()  # warm up, and fail, outside the timing
 
@@ -44,7 +50,9 @@ def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
             times[name].append(time.perf_counter() - start)
 
     pedantic(one_round, rounds=rounds)
-    floor, details, want = next(iter(variants)), {}, None
+    floor = next(iter(variants))
+    details = {}
+    want = None
     for name in sorted(variants, key=lambda name: name != compare):
         details[name], got = resident(variants[name])
         if compare is not None and (name != floor or name == compare):
@@ -54,7 +62,8 @@ def measure_cpu(variants, rounds: int, pedantic, compare: str | None = None):
 
 
 def resident(function) -> tuple[dict[str, float], object]:
-    """Return the MiB of the CPU that a call adds, at its peak and in what it returns; and its result.
+    """Return the MiB of the CPU that a call adds, at its peak and in what it returns; and its
+    result.
 
     It is the process's resident set, whose peak /proc lets one set back; no MiB where it does not.
     """
@@ -77,7 +86,9 @@ def _status(name: str) -> int:
 
 
 def _give_back() -> None:
-    """Give the system our pools and the allocator's free blocks: they would hide what a call allocates."""
+    """Give the system our pools and the allocator's free blocks: they would hide what a call
+    allocates.
+    """
     gc.collect()
     workspace.release()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
@@ -85,8 +96,11 @@ def _give_back() -> None:
 
 
 def difference(got, want) -> dict[str, float]:
-    """Return the column of how far a result is from that of the variant to compare with, if they can be compared."""
-    from moe_runtime.tools.tune import worst_row  # it imports triton, which --tiny's interpreter is to find unimported
+    """Return the column of how far a result is from that of the variant to compare with, if they
+    can be compared.
+    """
+    # it imports triton, which --tiny's interpreter is to find unimported
+    from moe_runtime.tools.tune import worst_row
 
     if want is None or got.shape != want.shape:
         return {}
@@ -96,13 +110,17 @@ def difference(got, want) -> dict[str, float]:
 
 
 def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, compare: str | None):
-    """Seconds of every call between CUDA events, and each variant's memory and distance from `compare`.
+    """Seconds of every call between CUDA events, and each variant's memory and distance from
+    `compare`.
 
-    Who fails goes into `notes`; the first variant, the floor, may not. At most `rounds`, about `seconds` in all.
+    Who fails goes into `notes`; the first variant, the floor, may not. At most `rounds`, about
+    `seconds` in all.
     """
     from moe_runtime.tools.tune import EventTimer
 
-    floor, details, want = next(iter(variants)), {}, None
+    floor = next(iter(variants))
+    details = {}
+    want = None
     for name in sorted(variants, key=lambda name: name != compare):  # the one to compare with first
         try:
             details[name] = _memory(variants[name])
@@ -120,7 +138,8 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
         free()
     want = None
     runs = {name: function for name, function in variants.items() if name in details}
-    timer, times = EventTimer(torch.device("cuda", torch.cuda.current_device()), AHEAD_MS), {name: [] for name in runs}
+    timer = EventTimer(torch.device("cuda", torch.cuda.current_device()), AHEAD_MS)
+    times = {name: [] for name in runs}
 
     def one_round():
         for name, ms in zip(runs, timer.round(runs.values())):
@@ -128,7 +147,9 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
 
     try:
         one_round()  # its time decides the number of rounds
-        count = max(3, min(rounds, int(seconds / max(sum(values[0] for values in times.values()), 1e-9))))
+        count = max(
+            3, min(rounds, int(seconds / max(sum(values[0] for values in times.values()), 1e-9)))
+        )
         for values in times.values():
             values.clear()
         pedantic(one_round, rounds=count if rounds > 1 else 1)
@@ -139,21 +160,35 @@ def measure_gpu(variants, rounds: int, seconds: float, pedantic, notes: dict, co
 
 
 def held_bytes(model, optimizer) -> int:
-    """Return the bytes of a model's tensors and an optimizer's states, each storage once: the memory in use before a step."""
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    storages = (tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers(), *states))
+    """Return the bytes of a model's tensors and an optimizer's states, each storage once: the
+    memory in use before a step.
+    """
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
+    storages = (
+        tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers(), *states)
+    )
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def totals(details: dict, held: int) -> dict:
     """Return the column of the total memory, to stand next to each variant's peak."""
-    return {name: row | {"total MiB": held / 2**20 + row["peak MiB"]} for name, row in details.items() if "peak MiB" in row}
+    return {
+        name: row | {"total MiB": held / 2**20 + row["peak MiB"]}
+        for name, row in details.items()
+        if "peak MiB" in row
+    }
 
 
 def _memory(function) -> dict[str, float]:
     """MiB that a second call adds, at its peak and in what it returns.
 
-    Scratch memory that the torch backend would use again is given back first: it is the call's own, as on a CPU.
+    Scratch memory that the torch backend would use again is given back first: it is the call's own,
+    as on a CPU.
     """
     function()
     torch.cuda.synchronize()
@@ -203,7 +238,9 @@ def first_line(text: str) -> str:
 
 def random_bytes(bytes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Source and target of a copy that moves that many bytes, read and written ones counted."""
-    return torch.randint(0, 1 << 15, (2, max(bytes // 4, 1)), dtype=torch.int16, device=device).unbind()
+    return torch.randint(
+        0, 1 << 15, (2, max(bytes // 4, 1)), dtype=torch.int16, device=device
+    ).unbind()
 
 
 def copy_floor(bytes: int, device: str) -> dict:
@@ -221,22 +258,35 @@ def launch_configs() -> str:
     return f"{len(tuned)} tuned" if tuned else "built in"
 
 
-def rows_of(times: dict[str, list[float]], details: dict, flops: float, bytes: float, limits: dict | None, tokens=0) -> dict:
-    """Return what is printed and written for each variant; the share refers to the nearest ceiling."""
+def rows_of(
+    times: dict[str, list[float]],
+    details: dict,
+    flops: float,
+    bytes: float,
+    limits: dict | None,
+    tokens=0,
+) -> dict:
+    """Return what is printed and written for each variant; the share refers to the nearest
+    ceiling.
+    """
     floor = next(iter(times.values()))
     rows = {}
     for name, seconds in times.items():
         median = statistics.median(seconds)
         rows[name] = {
-            "ms": median * 1e3, "ratio": statistics.median(s / f for s, f in zip(seconds, floor, strict=True)),
+            "ms": median * 1e3,
+            "ratio": statistics.median(s / f for s, f in zip(seconds, floor, strict=True)),
             "spread": (max(seconds) - min(seconds)) / median,
             **({"TFLOP/s": flops / median / 1e12} if flops else {}),
             **({"GB/s": bytes / median / 1e9} if bytes else {}),
-            **({"tokens/s": tokens / median} if tokens else {}), **details.get(name, {}),
-        }  # fmt: skip
+            **({"tokens/s": tokens / median} if tokens else {}),
+            **details.get(name, {}),
+        }
         if len(seconds) >= 4:  # the spread without the rounds that something else disturbed
             low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
             rows[name]["iqr"] = (high - low) / median
-        shares = [rows[name][unit] / limit for unit, limit in (limits or {}).items() if unit in rows[name]]
+        shares = [
+            rows[name][unit] / limit for unit, limit in (limits or {}).items() if unit in rows[name]
+        ]
         rows[name] |= {"share": max(shares)} if shares else {}
     return rows

@@ -1,9 +1,11 @@
-"""Two results files side by side: how many times the milliseconds of A each variant takes in B, and what is a regression.
+"""Two results files side by side: how many times the milliseconds of A each variant takes in B, and
+what is a regression.
 
-A variant is slower if its time grew by more than 5 % and by more than the two interquartile ranges of its rounds together, and
-so did its ratio to the benchmark's first variant (where that is ours: to the others' median pace), so that a slower machine
-is not a regression. The peak of memory is a regression if it grew by more than 10 % and 8 MiB, what is saved for
-backward if it grew by more than 1 %. A variant of ours that is missing in B or failed there is a regression, too. Ours are the
+A variant is slower if its time grew by more than 5 % and by more than the two interquartile ranges
+of its rounds together, and so did its ratio to the benchmark's first variant (where that is ours:
+to the others' median pace), so that a slower machine is not a regression. The peak of memory is a
+regression if it grew by more than 10 % and 8 MiB, what is saved for backward if it grew by more
+than 1 %. A variant of ours that is missing in B or failed there is a regression, too. Ours are the
 variants whose names begin with moe_runtime, and of a breakdown the parts that we compute.
 """
 
@@ -17,14 +19,27 @@ from moe_runtime.bench.records import benchmarks, failures
 LEAST = 0.05  # what differs by less differs from run to run
 ROUNDS = 3  # with fewer, the noise is unknown
 FEW = 5  # with fewer a quartile is one round or two: the whole spread is the noise
-MEMORY = {"peak MiB": (1.10, 8.0), "saved KiB/token": (1.01, 0.0)}  # column: times and MiB (KiB) that it may grow
+# column: times and MiB (KiB) that it may grow
+MEMORY = {"peak MiB": (1.10, 8.0), "saved KiB/token": (1.01, 0.0)}
 OURS = "moe_runtime"
 PARTS = ("whole step", "router", "experts forward", "experts backward")  # of a breakdown, and ours
-SAME = ("machine", "driver", "python", "torch", "triton", "transformers", "tiles", "backend", "tiny")
+SAME = (
+    "machine",
+    "driver",
+    "python",
+    "torch",
+    "triton",
+    "transformers",
+    "tiles",
+    "backend",
+    "tiny",
+)
 
 
 class Row(NamedTuple):
-    """A variant of a benchmark in both files; `grew` names the columns that got worse beyond their noise."""
+    """A variant of a benchmark in both files; `grew` names the columns that got worse beyond their
+    noise.
+    """
 
     benchmark: str
     kind: str
@@ -43,12 +58,17 @@ class Row(NamedTuple):
     def verdict(self) -> str:
         """Return slower, more memory, faster or nothing."""
         if self.grew:
-            return ", ".join(f"{'slower' if name == 'ms' else name} x{times:.2f}" for name, times in self.grew.items())
+            return ", ".join(
+                f"{'slower' if name == 'ms' else name} x{times:.2f}"
+                for name, times in self.grew.items()
+            )
         return "faster" if self.faster else ""
 
 
 class Missing(NamedTuple):
-    """A variant that the first file has, of a benchmark that ran or failed in the second, which has it not."""
+    """A variant that the first file has, of a benchmark that ran or failed in the second, which has
+    it not.
+    """
 
     benchmark: str
     kind: str
@@ -79,7 +99,9 @@ class Comparison(NamedTuple):
 
 def compare(a: Path, b: Path) -> Comparison:
     """Compare what both files measured."""
-    one, other = ({bench["name"]: bench["extra_info"] for bench in benchmarks(path)} for path in (a, b))
+    one, other = (
+        {bench["name"]: bench["extra_info"] for bench in benchmarks(path)} for path in (a, b)
+    )
     rows = [row for name in one if name in other for row in _rows(name, one[name], other[name])]
     alone = [name for name in one if name not in other], [name for name in other if name not in one]
     failed = failures(b)
@@ -97,13 +119,17 @@ def _missing(name: str, a: dict, b: dict | None, failed: dict[str, str]) -> list
     notes, rows = (b.get("notes", {}), b["rows"]) if b else ({}, {})
     why = "no note says why" if b else f"the benchmark failed: {failed[name]}"
     lost = [variant for variant in a["rows"] if variant not in rows]
-    return [Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)) for variant in lost]
+    return [
+        Missing(name, a.get("kind", "op"), variant, notes.get(variant, why)) for variant in lost
+    ]
 
 
 def _rows(name: str, a: dict, b: dict) -> list[Row]:
     kind = b.get("kind", "op")
     both = [variant for variant in a["rows"] if variant in b["rows"]]
-    others = [b["rows"][name]["ms"] / a["rows"][name]["ms"] for name in both if not _is_ours(name, kind)]
+    others = [
+        b["rows"][name]["ms"] / a["rows"][name]["ms"] for name in both if not _is_ours(name, kind)
+    ]
     floor = next(iter(a["rows"]))
     pace = statistics.median(others) if others and _is_ours(floor, kind) else None
     relative = floor == next(iter(b["rows"])) and pace is None
@@ -111,19 +137,27 @@ def _rows(name: str, a: dict, b: dict) -> list[Row]:
 
 
 def _row(name: str, a: dict, b: dict, variant: str, relative: bool, pace: float | None) -> Row:
-    """Compare a variant; the machine's own pace is not the variant's, and shows in the floor or else in who is not ours."""
-    one, other = a["rows"][variant], b["rows"][variant]
-    kind, rounds = b.get("kind", "op"), _rounds(a, b)
+    """Compare a variant; the machine's own pace is not the variant's, and shows in the floor or
+    else in who is not ours.
+    """
+    one = a["rows"][variant]
+    other = b["rows"][variant]
+    kind = b.get("kind", "op")
+    rounds = _rounds(a, b)
     ratio = other["ms"] / one["ms"]
     told = rounds >= ROUNDS and kind != "memory" and all("spread" in row for row in (one, other))
-    noise = max(LEAST, sum(_noise(row, rounds < FEW) for row in (one, other))) if told else float("inf")
+    if told:
+        noise = max(LEAST, sum(_noise(row, rounds < FEW) for row in (one, other)))
+    else:
+        noise = float("inf")
     paces = [ratio, *([ratio / pace] if pace else [])]
     if relative and "ratio" in one and "ratio" in other:
         paces.append(other["ratio"] / one["ratio"])
     grew = {"ms": ratio} if min(paces) > 1 + noise else {}
     for column, (times, much) in MEMORY.items():
         if column in one and column in other:
-            before, now = one[column], other[column]
+            before = one[column]
+            now = other[column]
             if now > times * before and now - before > much:
                 grew[column] = now / before if before else float("inf")
     faster = max(paces) < 1 / (1 + noise)
@@ -145,15 +179,23 @@ def _warnings(one: dict, other: dict) -> list[str]:
     warnings = []
     for key in SAME:
         pairs = {(one[name].get(key), other[name].get(key)) for name in both}
-        warnings += [f"{key} differs: {a} and {b}" for a, b in sorted(pairs, key=str) if a != b and None not in (a, b)]
+        warnings += [
+            f"{key} differs: {a} and {b}"
+            for a, b in sorted(pairs, key=str)
+            if a != b and None not in (a, b)
+        ]
     few = [name for name in both if _rounds(one[name], other[name]) < ROUNDS]
     if few:
-        warnings.append(f"{len(few)} benchmarks have fewer than {ROUNDS} rounds, too few to detect regressions")
+        warnings.append(
+            f"{len(few)} benchmarks have fewer than {ROUNDS} rounds, too few to detect regressions"
+        )
     for unit in ("TFLOP/s", "GB/s"):
         limits = [(one[name].get("ceilings", {}), other[name].get("ceilings", {})) for name in both]
         ratios = [b[unit] / a[unit] for a, b in limits if unit in a and unit in b]
         if ratios and not 0.9 < (times := statistics.median(ratios)) < 1.1:
-            warnings.append(f"the machine's own {unit} are {times:.2f} times as many in the second file")
+            warnings.append(
+                f"the machine's own {unit} are {times:.2f} times as many in the second file"
+            )
     return warnings
 
 
@@ -163,24 +205,47 @@ def by_kind(found: Comparison) -> list[tuple[str, str, int, float, float, float]
     for row in found.rows:
         groups.setdefault((row.kind, row.variant), []).append(row.ratio)
     order = {kind: i for i, kind in enumerate(KINDS)}
-    keys = sorted(groups, key=lambda key: order.get(key[0], len(order)))  # stable: variants as they come
-    return [(*key, len(groups[key]), min(groups[key]), statistics.median(groups[key]), max(groups[key])) for key in keys]
+    # stable: variants as they come
+    keys = sorted(groups, key=lambda key: order.get(key[0], len(order)))
+    return [
+        (*key, len(groups[key]), min(groups[key]), statistics.median(groups[key]), max(groups[key]))
+        for key in keys
+    ]
 
 
 def text(found: Comparison) -> str:
     """Return the comparison as Markdown tables, the worst last."""
     lines = [f"warning: {warning}" for warning in found.warnings]
-    lines += ["", "| benchmark | variant | A ms | B ms | B / A | noise | |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| benchmark | variant | A ms | B ms | B / A | noise | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in found.rows:
         noise = "unknown" if row.noise == float("inf") else f"{row.noise:.0%}"
         numbers = f"{row.ms[0]:.3f} | {row.ms[1]:.3f} | {row.ratio:.3f} | {noise}"
         lines.append(f"| {row.benchmark} | {row.variant} | {numbers} | {row.verdict} |")
-    lines += ["", "| kind | variant | benchmarks | least B / A | median | most |", "|---|---|---|---|---|---|"]
-    lines += [f"| {kind} | {variant} | {n} | {a:.3f} | {b:.3f} | {c:.3f} |" for kind, variant, n, a, b, c in by_kind(found)]
+    lines += [
+        "",
+        "| kind | variant | benchmarks | least B / A | median | most |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {kind} | {variant} | {n} | {a:.3f} | {b:.3f} | {c:.3f} |"
+        for kind, variant, n, a, b, c in by_kind(found)
+    ]
     lines.append("")
-    lines += [f"only in {which}: {name}" for which, names in zip("AB", found.alone) for name in names]
-    lines += [f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}" for lost in found.missing if not lost.regression]
-    lines += [f"regression: {row.benchmark}: {row.variant}: {row.verdict}" for row in found.regressions]
+    lines += [
+        f"only in {which}: {name}" for which, names in zip("AB", found.alone) for name in names
+    ]
+    lines += [
+        f"missing in B: {lost.benchmark}: {lost.variant}: {lost.why}"
+        for lost in found.missing
+        if not lost.regression
+    ]
+    lines += [
+        f"regression: {row.benchmark}: {row.variant}: {row.verdict}" for row in found.regressions
+    ]
     lines += [] if found.regressions else ["no regression of ours"]
     return "\n".join(lines).strip()
 
@@ -192,14 +257,30 @@ def as_json(found: Comparison) -> dict:
         noise = None if row.noise == float("inf") else row.noise
         grew = {name: None if times == float("inf") else times for name, times in row.grew.items()}
         a, b = row.ms
-        head = {"benchmark": row.benchmark, "kind": row.kind, "variant": row.variant, "ms_a": a, "ms_b": b, "ratio": row.ratio}
-        return head | {"noise": noise, "grew": grew, "regression": row.regression, "verdict": row.verdict}
+        head = {
+            "benchmark": row.benchmark,
+            "kind": row.kind,
+            "variant": row.variant,
+            "ms_a": a,
+            "ms_b": b,
+            "ratio": row.ratio,
+        }
+        return head | {
+            "noise": noise,
+            "grew": grew,
+            "regression": row.regression,
+            "verdict": row.verdict,
+        }
 
     names = ("kind", "variant", "benchmarks", "least", "median", "most")
     return {
-        "warnings": found.warnings, "rows": [row_of(row) for row in found.rows],
+        "warnings": found.warnings,
+        "rows": [row_of(row) for row in found.rows],
         "kinds": [dict(zip(names, group)) for group in by_kind(found)],
         "missing": [lost._asdict() | {"regression": lost.regression} for lost in found.missing],
-        "only_in_a": found.alone[0], "only_in_b": found.alone[1],
-        "regressions": [{"benchmark": row.benchmark, "variant": row.variant} for row in found.regressions],
-    }  # fmt: skip
+        "only_in_a": found.alone[0],
+        "only_in_b": found.alone[1],
+        "regressions": [
+            {"benchmark": row.benchmark, "variant": row.variant} for row in found.regressions
+        ],
+    }

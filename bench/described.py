@@ -1,16 +1,25 @@
-"""A benchmark in words and numbers: what kind it is, of which shape and dtype, and its rows as lines."""
+"""A benchmark in words and numbers: what kind it is, of which shape and dtype, and its rows as
+lines.
+"""
 
 import torch
 
 from moe_runtime.bench import shapes
 from moe_runtime.bench.machine import CUDA
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
 KINDS = ("op", "layer", "step", "tokens", "memory", "breakdown", "method")  # a bench file's KIND
 
 
 def dtype_of(request, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a benchmark computes in: what it says, its parameter, or the device's usual one."""
+    """Return the dtype that a benchmark computes in: what it says, its parameter, or the device's
+    usual one.
+    """
     return dtype or _parameters(request).get("dtype") or (torch.bfloat16 if CUDA else torch.float32)
 
 
@@ -19,19 +28,35 @@ def fields(request, dtype: torch.dtype | None, flops: float, bytes: float, token
     shape = shape_of(request)
     counts = {"flops": flops, "bytes": bytes, "tokens": tokens}
     return {
-        "kind": getattr(request.module, "KIND", "op"), **({"shape": shape} if shape else {}),
-        "dtype": DTYPES[dtype_of(request, dtype)], **{name: count for name, count in counts.items() if count},
-    }  # fmt: skip
+        "kind": getattr(request.module, "KIND", "op"),
+        **({"shape": shape} if shape else {}),
+        "dtype": DTYPES[dtype_of(request, dtype)],
+        **{name: count for name, count in counts.items() if count},
+    }
 
 
 def shape_of(request) -> dict | None:
-    """Return the name and the fields of the shape that a benchmark has as a parameter; the name without its tokens."""
-    shape = next((value for value in _parameters(request).values() if hasattr(value, "_asdict")), None)
+    """Return the name and the fields of the shape that a benchmark has as a parameter; the name
+    without its tokens.
+    """
+    shape = next(
+        (value for value in _parameters(request).values() if hasattr(value, "_asdict")), None
+    )
     if shape is None:
         return None
     whole = request.node.callspec.id
-    tables = [table for module in (shapes, request.module) for table in vars(module).values() if isinstance(table, dict)]
-    names = [key for table in tables for key, value in table.items() if isinstance(key, str) and value == shape]
+    tables = [
+        table
+        for module in (shapes, request.module)
+        for table in vars(module).values()
+        if isinstance(table, dict)
+    ]
+    names = [
+        key
+        for table in tables
+        for key, value in table.items()
+        if isinstance(key, str) and value == shape
+    ]
     name = max((key for key in names if key in whole), key=len, default=whole)
     fields = getattr(shape, "shape", shape)._asdict()  # of a layer with a dtype, the layer
     return {"name": name.removesuffix(f"-{fields.get('T')}"), **fields}
@@ -48,13 +73,19 @@ RATES = {"TFLOP/s": "{:9.3f}", "GB/s": "{:9.3f}", "tokens/s": "{:11,.0f}"}
 def line(row: dict, floor: str) -> str:
     """Return a variant's row as a line for a terminal."""
     text = f"{row['ms']:10.2f} ms{row['ratio']:8.3f} x {floor}"
-    text += "".join(f"{form.format(row[unit])} {unit}" for unit, form in RATES.items() if unit in row)
-    text += f"   spread {row['spread']:.0%}" + (f"   {row['share']:.0%} of the ceiling" if "share" in row else "")
+    text += "".join(
+        f"{form.format(row[unit])} {unit}" for unit, form in RATES.items() if unit in row
+    )
+    text += f"   spread {row['spread']:.0%}" + (
+        f"   {row['share']:.0%} of the ceiling" if "share" in row else ""
+    )
     return text + (f"   peak {row['peak MiB']:,.0f} MiB" if "peak MiB" in row else "")
 
 
 def cell(row: dict) -> str:
-    """Return a variant's row as a table's cell; for counted memory without the time, which does not matter there."""
+    """Return a variant's row as a table's cell; for counted memory without the time, which does not
+    matter there.
+    """
     if "saved KiB/token" in row:
         promised = f" of {row['formula KiB/token']:,.1f}" if "formula KiB/token" in row else ""
         return f"{row['saved KiB/token']:,.1f}{promised} KiB per token saved"

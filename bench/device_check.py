@@ -1,4 +1,6 @@
-"""Describe a GPU machine: python -m moe_runtime.bench.device_check [FILE.jsonl]. Exit code 77 without a GPU for the kernels."""
+"""Describe a GPU machine: python -m moe_runtime.bench.device_check [FILE.jsonl]. Exit code 77
+without a GPU for the kernels.
+"""
 
 import shutil
 import sys
@@ -10,22 +12,34 @@ from moe_runtime import backends
 from moe_runtime.bench import machine
 from moe_runtime.bench.records import Records
 
-PACKAGES = ("numpy", "huggingface_hub", "httpx", "pytest", "pytest-benchmark", "pytest-xdist", "pytest-timeout")
+PACKAGES = (
+    "numpy",
+    "huggingface_hub",
+    "httpx",
+    "pytest",
+    "pytest-benchmark",
+    "pytest-xdist",
+    "pytest-timeout",
+)
 NO_GPU = 77  # and not 1, with which any failure of this module ends
 PROGRAMS = ("ncu", "compute-sanitizer", "nvcc", "g++", "gcc")
 
 
 def device() -> dict:
-    """Return the GPU's name and sizes, the versions of installed packages, and which programs exist."""
+    """Return the GPU's name and sizes, the versions of installed packages, and which programs
+    exist.
+    """
     found = machine.describe() | {name: machine.version(name) for name in PACKAGES}
     found |= {name: bool(shutil.which(name)) for name in PROGRAMS}
     if machine.CUDA:
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
         found |= {
-            "capability": f"{about.major}.{about.minor}", "multiprocessors": about.multi_processor_count,
-            "memory GiB": round(about.total_memory / 2**30, 1), "L2 MiB": round(about.L2_cache_size / 2**20, 1),
+            "capability": f"{about.major}.{about.minor}",
+            "multiprocessors": about.multi_processor_count,
+            "memory GiB": round(about.total_memory / 2**30, 1),
+            "L2 MiB": round(about.L2_cache_size / 2**20, 1),
             "torch's CUDA": torch.version.cuda,
-        }  # fmt: skip
+        }
     return found
 
 
@@ -37,7 +51,9 @@ def main(arguments: list[str]) -> int:
     records.write("", device=found)
     reason = "torch.cuda.is_available() is False. Run this on a machine with a CUDA GPU."
     if machine.CUDA:
-        reason = backends.why_not("triton", "moe_mlp", torch.device("cuda", torch.cuda.current_device()))
+        reason = backends.why_not(
+            "triton", "moe_mlp", torch.device("cuda", torch.cuda.current_device())
+        )
     if reason:
         print(reason)
         return NO_GPU

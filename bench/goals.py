@@ -56,7 +56,10 @@ def _saved(rows):
 
 def _gradients(rows):
     """The time of the weights' gradients in addition to x's and the gate weights'."""
-    apart, whole, none = (rows[name]["kept MiB"] for name in ("moe_runtime, apart", "all experts (floor)", "no expert"))
+    apart, whole, none = (
+        rows[name]["kept MiB"]
+        for name in ("moe_runtime, apart", "all experts (floor)", "no expert")
+    )
     return (apart - none) / (whole - none)
 
 
@@ -76,60 +79,106 @@ QLORA = [
 FUSED = [f"bench_fused_loss[V=32000-{train}]" for train in ("all", "gate")]
 GOALS = (
     *(
-        Goal(f"{what}, share of the nearer ceiling, {where}", _layers(function, *tokens, names=names), _share, least)
+        Goal(
+            f"{what}, share of the nearer ceiling, {where}",
+            _layers(function, *tokens, names=names),
+            _share,
+            least,
+        )
         for where, tokens, names, leasts in (
             ("T >= 16384", (16384, 65536), tuple(shapes.GPU), (0.80, 0.72)),
             ("T = 4096, small experts", (4096,), ("OLMoE", "Qwen3-30B-A3B"), (0.55, 0.50)),
         )
         for (function, what), least in zip(PASSES.items(), leasts)
     ),
-    Goal(f"forward + backward, times faster than {HF}", _layers("bench_forward_backward", *shapes.TOKENS), _faster(HF), 2.0),
-    Goal(f"forward, times faster than {HF}: never slower", _layers("bench_forward", *shapes.TOKENS), _faster(HF), 1.0),
+    Goal(
+        f"forward + backward, times faster than {HF}",
+        _layers("bench_forward_backward", *shapes.TOKENS),
+        _faster(HF),
+        2.0,
+    ),
+    Goal(
+        f"forward, times faster than {HF}: never slower",
+        _layers("bench_forward", *shapes.TOKENS),
+        _faster(HF),
+        1.0,
+    ),
     Goal(
         f"layer and training step of a stock model, times faster than {HF}: never slower",
-        [f"{function}[{name}-bf16]" for function in STEPS for name in shapes.STEPS], _faster(HF), 1.0,
+        [f"{function}[{name}-bf16]" for function in STEPS for name in shapes.STEPS],
+        _faster(HF),
+        1.0,
     ),
     Goal(
-        "router, times of its bytes' copy, T = 16384", _each("bench_route", "forward", "backward"),
-        _times("moe_runtime", "copy (floor)"), most=2.0,
+        "router, times of its bytes' copy, T = 16384",
+        _each("bench_route", "forward", "backward"),
+        _times("moe_runtime", "copy (floor)"),
+        most=2.0,
     ),
     Goal(
-        "merge and dalpha, share of the copy's bandwidth", _each("bench_merge_experts", "merge", "dalpha"),
-        _times("copy (floor)", "moe_runtime triton"), 0.85,
+        "merge and dalpha, share of the copy's bandwidth",
+        _each("bench_merge_experts", "merge", "dalpha"),
+        _times("copy (floor)", "moe_runtime triton"),
+        0.85,
     ),
     Goal(
         "XFT's merge stage, forward + backward of a layer, times faster than the official form",
-        [f"bench_mixing_layer[{name}]" for name in shapes.MIXING], _faster("official"), 2.0,
+        [f"bench_mixing_layer[{name}]" for name in shapes.MIXING],
+        _faster("official"),
+        2.0,
     ),
     Goal(
-        "a fifth of the experts trains: share of the time saved", [f"bench_partly_trained[{name}]" for name in shapes.FINE],
-        _saved, 0.20,
+        "a fifth of the experts trains: share of the time saved",
+        [f"bench_partly_trained[{name}]" for name in shapes.FINE],
+        _saved,
+        0.20,
     ),
-    Goal("6 of 64 experts train: share of the time saved", ["bench_selected_experts[DeepSeek-V2-Lite]"], _saved, 0.20),
     Goal(
-        "6 of 64 experts train: memory of their gradients, times of all", ["bench_selected_experts[DeepSeek-V2-Lite]"],
-        _gradients, most=0.10,
+        "6 of 64 experts train: share of the time saved",
+        ["bench_selected_experts[DeepSeek-V2-Lite]"],
+        _saved,
+        0.20,
+    ),
+    Goal(
+        "6 of 64 experts train: memory of their gradients, times of all",
+        ["bench_selected_experts[DeepSeek-V2-Lite]"],
+        _gradients,
+        most=0.10,
     ),
     Goal(
         "UltraFuser's loss, 3 x Llama-2-13B, times faster than the naive",
-        [f"bench_fused_loss[3xLlama-2-13B-{T}-{train}]" for T in (2048, 8192) for train in ("all", "gate")],
-        _times(NAIVE, "moe_runtime triton"), 1.0,
+        [
+            f"bench_fused_loss[3xLlama-2-13B-{T}-{train}]"
+            for T in (2048, 8192)
+            for train in ("all", "gate")
+        ],
+        _times(NAIVE, "moe_runtime triton"),
+        1.0,
     ),
     Goal(
-        "LoRA on expert stacks, r = 16, T = 4096, forward + backward, ms", ["bench_adapters[Qwen3-30B-A3B-4096]"],
-        lambda rows: rows["moe_runtime"]["ms"], most=1.3,
+        "LoRA on expert stacks, r = 16, T = 4096, forward + backward, ms",
+        ["bench_adapters[Qwen3-30B-A3B-4096]"],
+        lambda rows: rows["moe_runtime"]["ms"],
+        most=1.3,
     ),
     Goal(
-        "Qwen3-30B-A3B, NF4, LoRA r = 16, T = 1024: peak of a step, GB", QLORA,
-        lambda rows: rows["moe_runtime"]["total MiB"] * 2**20 / 1e9, most=22.0,
+        "Qwen3-30B-A3B, NF4, LoRA r = 16, T = 1024: peak of a step, GB",
+        QLORA,
+        lambda rows: rows["moe_runtime"]["total MiB"] * 2**20 / 1e9,
+        most=22.0,
     ),
     Goal("its peak, times of moe-runtime memory's estimate", QLORA, _estimated, most=1.05),
     Goal(
         "dispatch in CUDA C++, times faster than Triton's, T <= 2048",
-        [f"bench_cuda_kernel[{name}-dispatch]" for name, shape in shapes.plans().items() if shape.T <= 2048],
-        than_triton, 1.0,
+        [
+            f"bench_cuda_kernel[{name}-dispatch]"
+            for name, shape in shapes.plans().items()
+            if shape.T <= 2048
+        ],
+        than_triton,
+        1.0,
     ),
-)  # fmt: skip
+)
 
 
 def _of_transformers(rows):
@@ -140,13 +189,21 @@ def _of_transformers(rows):
     return rows["moe_runtime"]["ms"] / min(theirs)
 
 
-ADAPTERS = {"coarse": (1.8, 0.5), "fine": (2.2, 0.36), "E=128": (3.0, 0.1)}  # times faster than PEFT, share of its memory
+# times faster than PEFT, share of its memory
+ADAPTERS = {"coarse": (1.8, 0.5), "fine": (2.2, 0.36), "E=128": (3.0, 0.1)}
 LAYERS = {  # share of the ceiling at least, pass by pass
-    ("coarse", "fp32"): (0.92, 0.86), ("coarse", "bf16"): (0.88, 0.84),
-    ("fine", "fp32"): (0.86, 0.78), ("fine", "bf16"): (0.82, 0.75),
-}  # fmt: skip
+    ("coarse", "fp32"): (0.92, 0.86),
+    ("coarse", "bf16"): (0.88, 0.84),
+    ("fine", "fp32"): (0.86, 0.78),
+    ("fine", "bf16"): (0.82, 0.75),
+}
 CPU_LAYERS = [
-    Goal(f"{shape} layer, {dtype}, {what}, share of the nearer ceiling", [f"{name}[{shape}-{dtype}]"], _share, least)
+    Goal(
+        f"{shape} layer, {dtype}, {what}, share of the nearer ceiling",
+        [f"{name}[{shape}-{dtype}]"],
+        _share,
+        least,
+    )
     for (shape, dtype), leasts in LAYERS.items()
     for (name, what), least in zip(PASSES.items(), leasts)
 ]
@@ -156,51 +213,101 @@ CPU_GOALS = (
     *CPU_LAYERS,
     Goal(
         "decode, T <= 64, times of the fastest of transformers: never slower",
-        [f"bench_tokens[{name}-{dtype}]" for name in DECODE for dtype in ("fp32", "bf16")], _of_transformers, most=1.0,
+        [f"bench_tokens[{name}-{dtype}]" for name in DECODE for dtype in ("fp32", "bf16")],
+        _of_transformers,
+        most=1.0,
     ),
     Goal(
-        "XFT's merge stage, a step, times of a dense tuning step", ["bench_mixing_step[small]"],
-        _times("moe_runtime", "dense SFT step (floor)"), most=1.25,
+        "XFT's merge stage, a step, times of a dense tuning step",
+        ["bench_mixing_step[small]"],
+        _times("moe_runtime", "dense SFT step (floor)"),
+        most=1.25,
     ),
-    Goal("a fifth of the experts trains: backward, times of training all", [PARTLY.format("_backward")], _of_all, most=0.85),
     Goal(
-        "a fifth of the experts trains: forward + backward, and a step with AdamW, times of training all",
-        [PARTLY.format(""), PARTLY.format("_step")], _of_all, most=0.95,
+        "a fifth of the experts trains: backward, times of training all",
+        [PARTLY.format("_backward")],
+        _of_all,
+        most=0.85,
     ),
-    Goal("UltraFuser's loss, forward + backward, times of the naive", FUSED[:1], _times("moe_runtime torch", NAIVE), most=1.0),
-    Goal("its stage 1, times of the naive", FUSED[1:], _times("moe_runtime torch", NAIVE), most=0.6),
-    Goal("its peak memory, share of the naive", FUSED, _times("moe_runtime torch", NAIVE, "peak MiB"), most=0.35),
+    Goal(
+        "a fifth of the experts trains: forward + backward, and a "
+        "step "
+        "with "
+        "AdamW, "
+        "times "
+        "of "
+        "training all",
+        [PARTLY.format(""), PARTLY.format("_step")],
+        _of_all,
+        most=0.95,
+    ),
+    Goal(
+        "UltraFuser's loss, forward + backward, times of the naive",
+        FUSED[:1],
+        _times("moe_runtime torch", NAIVE),
+        most=1.0,
+    ),
+    Goal(
+        "its stage 1, times of the naive", FUSED[1:], _times("moe_runtime torch", NAIVE), most=0.6
+    ),
+    Goal(
+        "its peak memory, share of the naive",
+        FUSED,
+        _times("moe_runtime torch", NAIVE, "peak MiB"),
+        most=0.35,
+    ),
     *(
         goal
         for shape, (speed, memory) in ADAPTERS.items()
-        for names, what in [([f"bench_adapters[{shape}]"], f"LoRA on expert stacks, {shape}, forward + backward")]
+        for names, what in [
+            ([f"bench_adapters[{shape}]"], f"LoRA on expert stacks, {shape}, forward + backward")
+        ]
         for goal in (
-            Goal(f"{what}, NF4, times of dense stacks", names, _times(NF4, "moe_runtime"), most=1.6),
+            Goal(
+                f"{what}, NF4, times of dense stacks", names, _times(NF4, "moe_runtime"), most=1.6
+            ),
             Goal(f"{what}, times faster than PEFT's own", names, _faster(PEFT), speed),
-            Goal(f"{what}, peak memory, share of PEFT's own", names, _times("moe_runtime", PEFT, "peak MiB"), most=memory),
+            Goal(
+                f"{what}, peak memory, share of PEFT's own",
+                names,
+                _times("moe_runtime", PEFT, "peak MiB"),
+                most=memory,
+            ),
         )
     ),
     Goal(
-        "LoRA experts on one base, forward + backward, times faster than per slot", ["bench_lora_experts[coarse-both-fp32]"],
-        _faster("LoRA per slot"), 2.5,
+        "LoRA experts on one base, forward + backward, times faster than per slot",
+        ["bench_lora_experts[coarse-both-fp32]"],
+        _faster("LoRA per slot"),
+        2.5,
     ),
-)  # fmt: skip
+)
 
 
 def goals(rows: dict, wanted: tuple[Goal, ...] = GOALS) -> str:
     """Return one line per goal, and one per benchmark that misses it."""
-    lines, missed = ["| goal | target | worst | best | met | not measured |", "|---|---|---|---|---|---|"], []
+    lines = ["| goal | target | worst | best | met | not measured |", "|---|---|---|---|---|---|"]
+    missed = []
     for goal in wanted:
         values = {}
         for name in goal.benchmarks:
-            found = {variant: row for (benchmark, variant), row in rows.items() if RENAMED.get(benchmark, benchmark) == name}
-            with contextlib.suppress(KeyError, ZeroDivisionError):  # not measured; memory that is none
+            found = {
+                variant: row
+                for (benchmark, variant), row in rows.items()
+                if RENAMED.get(benchmark, benchmark) == name
+            }
+            # not measured; memory that is none
+            with contextlib.suppress(KeyError, ZeroDivisionError):
                 values[name] = goal.value(found)
         met = [name for name, value in values.items() if goal.met(value)]
-        ordered = [f"{value:.2f}" for value in sorted(values.values(), reverse=goal.most is not None)]
+        ordered = [
+            f"{value:.2f}" for value in sorted(values.values(), reverse=goal.most is not None)
+        ]
         ends = f"{ordered[0]} | {ordered[-1]}" if ordered else " | "
         left = len(goal.benchmarks) - len(values)
-        lines.append(f"| {goal.what} | {goal.want()} | {ends} | {len(met)} of {len(values)} | {left} |")
+        lines.append(
+            f"| {goal.what} | {goal.want()} | {ends} | {len(met)} of {len(values)} | {left} |"
+        )
         limit = goal.least if goal.most is None else goal.most
         missed += [
             f"* {goal.what}: {name} is {value:.2f}, {abs(value / limit - 1):.0%} off"

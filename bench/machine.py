@@ -1,4 +1,6 @@
-"""Where the benchmarks run: the device, the machine in words without its name, the versions, the commit."""
+"""Where the benchmarks run: the device, the machine in words without its name, the versions, the
+commit.
+"""
 
 import contextlib
 import functools
@@ -27,9 +29,15 @@ PACKAGES = ("torch", "triton", "transformers")
 @functools.cache
 def describe() -> dict[str, str]:
     """Return machine, driver, versions, commit and date."""
-    name = torch.cuda.get_device_name() if CUDA else f"{_processor()} ({_instruction_set()}), {torch.get_num_threads()} threads"
+    if CUDA:
+        name = torch.cuda.get_device_name()
+    else:
+        name = f"{_processor()} ({_instruction_set()}), {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none"
+    if CUDA:
+        driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    else:
+        driver = "none"
     return {"machine": name, "driver": driver, **versions, "commit": commit(), "date": today()}
 
 
@@ -38,13 +46,16 @@ def today() -> str:
 
 
 def commit() -> str:
-    """Return $COMMIT, else the clone's commit, `-dirty` behind it if tracked files differ; of an installed package its version.
+    """Return $COMMIT, else the clone's commit, `-dirty` behind it if tracked files differ; of an
+    installed package its version.
 
     The variable is for a copy of the files without .git.
     """
     if said := os.environ.get("COMMIT"):
         return said
-    if (ROOT / ".git").exists() and (said := _said("git", "describe", "--always", "--dirty", "--exclude=*")):
+    if (ROOT / ".git").exists() and (
+        said := _said("git", "describe", "--always", "--dirty", "--exclude=*")
+    ):
         return said
     return f"v{moe_runtime.__version__}"
 
@@ -68,11 +79,16 @@ def public(text: str) -> str:
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def _instruction_set() -> str:
-    """Return the variant that the CPU library runs, or where there is none what torch's own kernels use."""
+    """Return the variant that the CPU library runs, or where there is none what torch's own kernels
+    use.
+    """
     found = cpp.find()
     return torch.backends.cpu.get_cpu_capability() if isinstance(found, str) else found.variant
 
@@ -87,7 +103,9 @@ def version(package: str) -> str:
 
 @functools.cache
 def missing(package: str) -> str | None:
-    """Return why a package cannot be imported, None if it can; what it needs itself may be what is missing."""
+    """Return why a package cannot be imported, None if it can; what it needs itself may be what is
+    missing.
+    """
     try:
         importlib.import_module(package)
     except Exception as error:  # a package may raise anything while it is imported
@@ -96,14 +114,20 @@ def missing(package: str) -> str | None:
 
 
 def free_memory() -> int:
-    """Return the bytes that the device has left; of a CPU, those that the system would give without swapping."""
+    """Return the bytes that the device has left; of a CPU, those that the system would give without
+    swapping.
+    """
     if CUDA:
         return torch.cuda.mem_get_info()[0]
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE
+        )
     except OSError:
         found = None
-    return int(found[1]) << 10 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    if found:
+        return int(found[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 @contextlib.contextmanager
@@ -120,13 +144,17 @@ def fits():
 
 
 def runnable(op: str, dtype: torch.dtype) -> list[str]:
-    """Return the backends that run `op` on this machine; not Triton's interpreter, whose time says nothing."""
+    """Return the backends that run `op` on this machine; not Triton's interpreter, whose time says
+    nothing.
+    """
     x = torch.empty(0, dtype=dtype, device=DEVICE)
     return [name for name in backends.BACKENDS if _runs(name, op, x)]
 
 
 def default(op: str, dtype: torch.dtype) -> str:
-    """Return the backend of `op` that a user gets without asking, of the CPU's library with the instruction set in use."""
+    """Return the backend of `op` that a user gets without asking, of the CPU's library with the
+    instruction set in use.
+    """
     try:
         name = backends.pick(op, torch.empty(0, dtype=dtype, device=DEVICE))
     except ValueError as error:  # MOE_RUNTIME_BACKEND asks for one that does not run it

@@ -1,12 +1,14 @@
-"""An XFT layer as the released code computes it (ise-uiuc/xft, commit 4c5e439), step by step, in our own words.
+"""An XFT layer as the released code computes it (ise-uiuc/xft, commit 4c5e439), step by step, in
+our own words.
 
     logits = router(x)                                       sorted twice: the best k + 1, then all of them
     p = softmax of all logits, s = its k best                rounded to x's dtype
     weights = [softmax(s) s_1, 1 - s_1]                      Eq. (2), rounded to x's dtype
-    slots sorted by expert, x gathered, three linears per expert, results joined, weighted, added up by index
+    slots sorted by expert, x gathered, three linears per expert, results joined, weighted, added up
+    by index
 
-Each step also sums up how much and how often every expert is used. There is no balance loss and no noise on the logits, so that
-the function is that of the others in the comparison.
+Each step also sums up how much and how often every expert is used. There is no balance loss and no
+noise on the logits, so that the function is that of the others in the comparison.
 """
 
 import torch
@@ -17,17 +19,38 @@ from moe_runtime.modules.moe import MoE
 
 
 class OfficialBlock(nn.Module):
-    """Takes the place of a MoE with the gate xft; its experts' parameters are views of the MoE's stacks."""
+    """Takes the place of a MoE with the gate xft; its experts' parameters are views of the MoE's
+    stacks.
+    """
 
     def __init__(self, moe: MoE):
         super().__init__()
         config = moe.config
-        if config.gate != "xft" or config.noisy_gate or config.hidden_act != "silu" or config.bias or not config.gated:
-            raise ValueError(f"config must have gate='xft', noisy_gate=False, hidden_act='silu' and no bias, but is {config}")
-        self.k, self.num_experts, self.router = config.top_k - 1, config.num_experts, moe.gate
-        up, down = moe.experts.gate_up_proj.detach(), moe.experts.down_proj.detach()
+        if (
+            config.gate != "xft"
+            or config.noisy_gate
+            or config.hidden_act != "silu"
+            or config.bias
+            or not config.gated
+        ):
+            raise ValueError(
+                "config must have gate='xft', "
+                "noisy_gate=False, "
+                "hidden_act='silu' "
+                "and "
+                "no "
+                "bias, "
+                f"but is {config}"
+            )
+        self.k = config.top_k - 1
+        self.num_experts = config.num_experts
+        self.router = moe.gate
+        up = moe.experts.gate_up_proj.detach()
+        down = moe.experts.down_proj.detach()
         stacks = (*up.chunk(2, 1), down)
-        self.weight_gate, self.weight_up, self.weight_down = (nn.ParameterList(list(stack)) for stack in stacks)
+        self.weight_gate, self.weight_up, self.weight_down = (
+            nn.ParameterList(list(stack)) for stack in stacks
+        )
 
     def parts(self) -> list[nn.Parameter]:
         """Return every expert's matrices."""
@@ -54,12 +77,15 @@ class OfficialBlock(nn.Module):
         return torch.cat([chosen + 1, torch.zeros_like(chosen[:, :1])], -1), weight
 
     def run_experts(self, x: torch.Tensor, idx: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return sum_j weight[t, j] FFN_{idx[t, j]}(x[t]), [T, H]; the counts of rows go to the host."""
+        """Return sum_j weight[t, j] FFN_{idx[t, j]}(x[t]), [T, H]; the counts of rows go to the
+        host.
+        """
         T, slots = idx.shape
         token = torch.arange(T, device=x.device).repeat_interleave(slots)
         idx = idx.flatten()
         order = idx.sort(0).indices
-        weight, token = weight.flatten().index_select(0, order), token.index_select(0, order)
+        weight = weight.flatten().index_select(0, order)
+        token = token.index_select(0, order)
         rows = x.index_select(0, token).split(idx.bincount(minlength=self.num_experts).tolist())
         y = torch.cat([self.expert(e, part) for e, part in enumerate(rows) if len(part)])
         y = y * (weight[:, None] * 1.0)  # theirs has a factor for the scores, which is 1

@@ -1,4 +1,6 @@
-"""Other implementations of the experts of a layer, called as their own documentation shows; no package is required."""
+"""Other implementations of the experts of a layer, called as their own documentation shows; no
+package is required.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -7,11 +9,17 @@ from moe_runtime.bench.clock import one_line
 
 
 def grouped_mm(layer):
-    """torch's grouped_mm between a sort and a gather: what one writes without a library, no host synchronization."""
+    """torch's grouped_mm between a sort and a gather: what one writes without a library, no host
+    synchronization.
+    """
     T, H, _, E, K, _ = layer.shape
     experts, order = layer.topk_idx.flatten().sort(stable=True)
-    offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).to(torch.int32)
-    gate, up = F.grouped_mm(layer.x[order // K], layer.up.transpose(1, 2), offs=offsets).chunk(2, -1)
+    offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).to(
+        torch.int32
+    )
+    gate, up = F.grouped_mm(layer.x[order // K], layer.up.transpose(1, 2), offs=offsets).chunk(
+        2, -1
+    )
     y = F.grouped_mm(F.silu(gate) * up, layer.down.transpose(1, 2), offs=offsets)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=order.device))
     weight = layer.topk_weight.to(y.dtype)
@@ -39,7 +47,9 @@ def _liger(layer):
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     idx = layer.topk_idx.to(torch.int32)
-    return lambda: LigerFusedMoEFunction.apply(layer.x, layer.up, layer.down, idx, layer.topk_weight)
+    return lambda: LigerFusedMoEFunction.apply(
+        layer.x, layer.up, layer.down, idx, layer.topk_weight
+    )
 
 
 def _sonicmoe(layer):
@@ -69,9 +79,19 @@ def _megablocks(layer):
 
     _, H, I, E, K, _ = layer.shape
     args = Arguments(
-        hidden_size=H, ffn_hidden_size=I, moe_num_experts=E, moe_top_k=K, mlp_type="glu", mlp_impl="grouped",
-        activation_fn=F.silu, bias=False, return_bias=False, fp16=False, bf16=True, device=layer.x.device,
-    )  # fmt: skip
+        hidden_size=H,
+        ffn_hidden_size=I,
+        moe_num_experts=E,
+        moe_top_k=K,
+        mlp_type="glu",
+        mlp_impl="grouped",
+        activation_fn=F.silu,
+        bias=False,
+        return_bias=False,
+        fp16=False,
+        bf16=True,
+        device=layer.x.device,
+    )
     experts = ParallelDroplessMLP(args)
     # theirs are [E * I, H] each, gate, up and down alike
     stacks = (*layer.up.detach().chunk(2, 1), layer.down.detach().transpose(1, 2))
@@ -80,16 +100,25 @@ def _megablocks(layer):
     idx = layer.topk_idx.to(torch.int32)
 
     def call():
-        return experts.forward_once(layer.x[None], layer.topk_weight.to(layer.x.dtype), idx)[0].view_as(layer.x)
+        return experts.forward_once(layer.x[None], layer.topk_weight.to(layer.x.dtype), idx)[
+            0
+        ].view_as(layer.x)
 
     return call, [layer.x, *weights, layer.topk_weight], layer.dout
 
 
-PACKAGES = {"scattermoe": _scattermoe, "liger_kernel": _liger, "sonicmoe": _sonicmoe, "megablocks": _megablocks}
+PACKAGES = {
+    "scattermoe": _scattermoe,
+    "liger_kernel": _liger,
+    "sonicmoe": _sonicmoe,
+    "megablocks": _megablocks,
+}
 
 
 def installed(layer, notes: dict) -> dict:
-    """Return the packages that can be imported and run this layer, in the form of `Layer.gpu_variants`."""
+    """Return the packages that can be imported and run this layer, in the form of
+    `Layer.gpu_variants`.
+    """
     found = {}
     for name, build in PACKAGES.items():
         try:

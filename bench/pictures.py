@@ -1,12 +1,15 @@
-"""Pictures of a results file, as PNG and SVG next to it: python -m moe_runtime.bench.pictures FILE.json [-o FOLDER].
+"""Pictures of a results file, as PNG and SVG next to it: python -m moe_runtime.bench.pictures
+FILE.json [-o FOLDER].
 
-The layer's times beside ours, rooflines, tokens/s against T, memory per token, a step's parts, XFT's tuning step: each if
-the file has something of it. What was not measured is left out, and a loss is drawn like a win. A roofline is
+The layer's times beside ours, rooflines, tokens/s against T, memory per token, a step's parts,
+XFT's tuning step: each if the file has something of it. What was not measured is left out, and a
+loss is drawn like a win. A roofline is
 
     attainable(x) = min(peak TFLOP/s, x * copy GB/s)           x = FLOPs / bytes that a benchmark must compute and move
 
-whose peak is of multiply-adds on registers. An older file has that of products of torch, which kernels may exceed: it is not
-drawn if one does. What is measured against a copy of the same bytes is drawn below, as a share of the copy's bandwidth.
+whose peak is of multiply-adds on registers. An older file has that of products of torch, which
+kernels may exceed: it is not drawn if one does. What is measured against a copy of the same bytes
+is drawn below, as a share of the copy's bandwidth.
 """
 
 import argparse
@@ -18,7 +21,15 @@ from moe_runtime.bench.pictures_bars import GREY, INK, SMALL, Bench, is_ours, or
 from moe_runtime.experiments import plots
 from moe_runtime.io.rows import require
 
-LAYER_TITLE = "Experts of one layer: time as a multiple of moe_runtime's\n(dense matmul: one torch product of the same FLOPs)"
+LAYER_TITLE = (
+    "Experts of one layer: time as a multiple "
+    "of "
+    "moe_runtime's\n"
+    "(dense "
+    "matmul: "
+    "one "
+    "torch product of the same FLOPs)"
+)
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
 FAR = 3.5  # times ours: a bar that goes beyond is cut, its number stays
 MANY = 8  # panels of bars: more of them, and a picture does not fit on a page
@@ -26,7 +37,9 @@ MANY = 8  # panels of bars: more of them, and a picture does not fit on a page
 
 def layer(benches: list[Bench]):
     """Draw the layer's times as multiples of ours; None if it was not measured."""
-    found = [bench for bench in benches if bench.function in PASSES and any(map(is_ours, bench.rows))]
+    found = [
+        bench for bench in benches if bench.function in PASSES and any(map(is_ours, bench.rows))
+    ]
     found.sort(key=lambda bench: list(PASSES).index(bench.function))
     if not found:
         return None
@@ -50,7 +63,13 @@ def _layer_bars(found: list[Bench]):
     for axes, bench in zip(all_axes, found):
         where = ", ".join(filter(None, [bench.shape, _layer_tokens(bench), bench.dtype]))
         plain(axes, f"{where}\n{PASSES[bench.function]}")
-        frame.bars(axes, ratios(bench), "{:.2f}".format, f"times of {ordered(bench.rows)[0]} (less is better)", FAR)
+        frame.bars(
+            axes,
+            ratios(bench),
+            "{:.2f}".format,
+            f"times of {ordered(bench.rows)[0]} (less is better)",
+            FAR,
+        )
     frame.share_names(all_axes)
     return figure
 
@@ -58,14 +77,26 @@ def _layer_bars(found: list[Bench]):
 def _layer_dots(found: list[Bench]):
     panels: dict[tuple, list[Bench]] = {}
     for bench in found:
-        panels.setdefault((PASSES[bench.function], _layer_tokens(bench), bench.dtype), []).append(bench)
-    figure, all_axes = frame.grid(LAYER_TITLE, found, [1.1 + 0.3 * len(group) for group in panels.values()])
+        panels.setdefault((PASSES[bench.function], _layer_tokens(bench), bench.dtype), []).append(
+            bench
+        )
+    figure, all_axes = frame.grid(
+        LAYER_TITLE, found, [1.1 + 0.3 * len(group) for group in panels.values()]
+    )
     for axes, (place, group) in zip(all_axes, panels.items()):
         for y, bench in enumerate(group):
             for name in reversed(ordered(ratios(bench))):
                 colour, marker = style(name)
                 label = f"{bench.shape}: {name}"
-                axes.plot(ratios(bench)[name], y, color=colour, marker=marker, markersize=6, linestyle="", label=label)
+                axes.plot(
+                    ratios(bench)[name],
+                    y,
+                    color=colour,
+                    marker=marker,
+                    markersize=6,
+                    linestyle="",
+                    label=label,
+                )
         axes.axvline(1, color=INK, linestyle="--", linewidth=1.2, zorder=1)
         axes.set_yticks(range(len(group)), [bench.shape for bench in group])
         axes.set_ylim(len(group) - 0.5, -0.5)
@@ -85,7 +116,9 @@ LETTER = 0.014  # width of a letter, in parts of the widest bar
 
 
 def roofline(benches: list[Bench]):
-    """Draw a roof per dtype and a bar per kernel that only moves bytes; None if nothing of it was measured."""
+    """Draw a roof per dtype and a bar per kernel that only moves bytes; None if nothing of it was
+    measured.
+    """
     on_roof: dict[str, list[Bench]] = {}
     moving: dict[str, list[Bench]] = {}
     for bench in benches:
@@ -94,25 +127,49 @@ def roofline(benches: list[Bench]):
             continue
         if _only_moves(bench):
             moving.setdefault(f"{bench.what}, {bench.dtype}", []).append(bench)
-        elif info.get("flops") and info.get("bytes") and {"TFLOP/s", "GB/s"} <= info.get("ceilings", {}).keys():
+        elif (
+            info.get("flops")
+            and info.get("bytes")
+            and {"TFLOP/s", "GB/s"} <= info.get("ceilings", {}).keys()
+        ):
             on_roof.setdefault(bench.dtype, []).append(bench)
     used = [bench for group in (*on_roof.values(), *moving.values()) for bench in group]
     if not used:
         return None
-    heights = [3.6] * len(on_roof) + [0.9 + 0.24 * sum(1 + len(_shares(group)) for group in moving.values())] * bool(moving)
-    figure, all_axes = frame.grid("Reached of the machine's ceilings, measured in the same run", used, heights, 1, base=2.2)
-    marker = dict(zip(dict.fromkeys(bench.label for group in on_roof.values() for bench in group), MARKERS * 9))
+    heights = [3.6] * len(on_roof) + [
+        0.9 + 0.24 * sum(1 + len(_shares(group)) for group in moving.values())
+    ] * bool(moving)
+    figure, all_axes = frame.grid(
+        "Reached of the machine's ceilings, measured in the same run", used, heights, 1, base=2.2
+    )
+    marker = dict(
+        zip(
+            dict.fromkeys(bench.label for group in on_roof.values() for bench in group), MARKERS * 9
+        )
+    )
     has_roof = all(_best(group) <= frame.ceiling(group, "TFLOP/s") for group in on_roof.values())
     for axes, (dtype, group) in zip(all_axes, on_roof.items()):
         _roof(axes, dtype, group, marker, has_roof)
     if moving:
         _moving(all_axes[-1], moving)
-    names = [name for group in on_roof.values() for bench in group for name in frame.shown(bench.rows, "TFLOP/s")]
-    names += [name for group in moving.values() for bench in group for name in frame.shown(bench.rows, "GB/s")]
+    names = [
+        name
+        for group in on_roof.values()
+        for bench in group
+        for name in frame.shown(bench.rows, "TFLOP/s")
+    ]
+    names += [
+        name
+        for group in moving.values()
+        for bench in group
+        for name in frame.shown(bench.rows, "GB/s")
+    ]
     patches = frame.key(name for name in map(_named, names) if name != OTHER)
     if OTHER in map(_named, names):
         patches.append(frame.patch(color=OTHER_COLOUR, label=OTHER))
-    shapes = [frame.line(color=INK, marker=m, linestyle="", label=what) for what, m in marker.items()]
+    shapes = [
+        frame.line(color=INK, marker=m, linestyle="", label=what) for what, m in marker.items()
+    ]
     frame.legend(figure, [*patches, *shapes])
     return figure
 
@@ -132,32 +189,62 @@ def _colour(name: str) -> str:
 
 
 def _best(group: list[Bench]) -> float:
-    return max((rate for bench in group for rate in frame.shown(bench.rows, "TFLOP/s").values()), default=0)
+    return max(
+        (rate for bench in group for rate in frame.shown(bench.rows, "TFLOP/s").values()), default=0
+    )
 
 
 def _roof(axes, dtype: str, group: list[Bench], marker: dict[str, str], has_roof: bool) -> None:
-    matmul, copy = frame.ceiling(group, "TFLOP/s"), frame.ceiling(group, "GB/s")
+    matmul = frame.ceiling(group, "TFLOP/s")
+    copy = frame.ceiling(group, "GB/s")
     xs = [bench.info["flops"] / bench.info["bytes"] for bench in group]
     ridge = matmul * 1e3 / copy
-    left, right = min(*xs, ridge) / 2, max(*xs, ridge) * 3
+    left = min(*xs, ridge) / 2
+    right = max(*xs, ridge) * 3
     ways = [left, ridge, right]
     if has_roof:
-        axes.plot(ways, [min(matmul, x * copy / 1e3) for x in ways], color=INK, linewidth=1.6, label="roof", zorder=1)
+        axes.plot(
+            ways,
+            [min(matmul, x * copy / 1e3) for x in ways],
+            color=INK,
+            linewidth=1.6,
+            label="roof",
+            zorder=1,
+        )
     for bench, x in zip(group, xs):
         rates = frame.shown(bench.rows, "TFLOP/s")
         if len(rates) > 1:
-            axes.plot([x, x], [min(rates.values()), max(rates.values())], color=GREY, linewidth=0.6, zorder=2)
+            axes.plot(
+                [x, x],
+                [min(rates.values()), max(rates.values())],
+                color=GREY,
+                linewidth=0.6,
+                zorder=2,
+            )
         for name, rate in rates.items():
             face = _colour(name) if is_ours(name) else "white"
             axes.plot(
-                x, rate, marker=marker[bench.label], markersize=5.5, color=_colour(name), markerfacecolor=face,
-                linestyle="", zorder=4 if is_ours(name) else 3, label=f"{bench.function}[{bench.id}] {name}",
-            )  # fmt: skip
+                x,
+                rate,
+                marker=marker[bench.label],
+                markersize=5.5,
+                color=_colour(name),
+                markerfacecolor=face,
+                linestyle="",
+                zorder=4 if is_ours(name) else 3,
+                label=f"{bench.function}[{bench.id}] {name}",
+            )
     _sweeps(axes, group)
     frame.logarithmic(axes, "x")
     frame.logarithmic(axes, "y")
     measured = f"ceiling {matmul:.3g} TFLOP/s, {copy:.3g} GB/s in copy"
-    plain(axes, f"{dtype}: {measured if has_roof else f'no roof, as a kernel exceeds {matmul:.3g} TFLOP/s'}")
+    plain(
+        axes,
+        (
+            f"{dtype}: "
+            f"{measured if has_roof else f'no roof, as a kernel exceeds {matmul:.3g} TFLOP/s'}"
+        ),
+    )
     axes.set_xlabel("FLOPs per byte", fontsize=SMALL)
     axes.set_ylabel("TFLOP/s", fontsize=SMALL)
 
@@ -168,10 +255,20 @@ def _sweeps(axes, group: list[Bench]) -> None:
     for bench in group:
         if bench.tokens and "TFLOP/s" in bench.rows.get("moe_runtime", {}):
             x = bench.info["flops"] / bench.info["bytes"]
-            ways.setdefault((bench.what, bench.shape), []).append((bench.tokens, x, bench.rows["moe_runtime"]["TFLOP/s"]))
+            ways.setdefault((bench.what, bench.shape), []).append(
+                (bench.tokens, x, bench.rows["moe_runtime"]["TFLOP/s"])
+            )
     for points in (sorted(points) for points in ways.values() if len(points) > 1):
         _, xs, rates = zip(*points, strict=True)
-        axes.plot(xs, rates, color=style("moe_runtime")[0], linewidth=0.9, alpha=0.6, zorder=2, label="sweep")
+        axes.plot(
+            xs,
+            rates,
+            color=style("moe_runtime")[0],
+            linewidth=0.9,
+            alpha=0.6,
+            zorder=2,
+            label="sweep",
+        )
 
 
 def _shares(group: list[Bench]) -> dict[str, list[float]]:
@@ -184,8 +281,11 @@ def _shares(group: list[Bench]) -> dict[str, list[float]]:
 
 
 def _moving(axes, moving: dict[str, list[Bench]]) -> None:
-    widest = max(share for group in moving.values() for each in _shares(group).values() for share in each)
-    y, span = 0, max(1.05, widest)
+    widest = max(
+        share for group in moving.values() for each in _shares(group).values() for share in each
+    )
+    y = 0
+    span = max(1.05, widest)
     end = span * 1.02
     for what, group in moving.items():
         shares = _shares(group)
@@ -216,17 +316,30 @@ LOSSES = 4  # lines of a panel that name who is faster than ours, and where
 
 
 def throughput(benches: list[Bench]):
-    """Draw tokens/s over T; a ring where another implementation is faster than ours. None if nothing of it was measured."""
+    """Draw tokens/s over T; a ring where another implementation is faster than ours. None if
+    nothing of it was measured.
+    """
     found: dict[tuple, list[Bench]] = {}
     for bench in benches:
-        if bench.function in FUNCTIONS and bench.tokens and any(RATE in row for row in bench.rows.values()):
-            found.setdefault((list(FUNCTIONS).index(bench.function), bench.shape, bench.dtype), []).append(bench)
+        if (
+            bench.function in FUNCTIONS
+            and bench.tokens
+            and any(RATE in row for row in bench.rows.values())
+        ):
+            found.setdefault(
+                (list(FUNCTIONS).index(bench.function), bench.shape, bench.dtype), []
+            ).append(bench)
     if not found:
         return None
     used = [bench for group in found.values() for bench in group]
-    groups = sorted(((place, sorted(g, key=lambda bench: bench.tokens)) for place, g in found.items()), key=lambda g: g[0][0])
+    groups = sorted(
+        ((place, sorted(g, key=lambda bench: bench.tokens)) for place, g in found.items()),
+        key=lambda g: g[0][0],
+    )
     heights = [2.7 + 0.15 * len(_said(_lost(group))) for _, group in groups]
-    figure, all_axes = frame.grid("Experts of one layer: tokens/s against tokens", used, heights, base=1.9)
+    figure, all_axes = frame.grid(
+        "Experts of one layer: tokens/s against tokens", used, heights, base=1.9
+    )
     for axes, (place, group) in zip(all_axes, groups):
         _panel(axes, group)
         plain(axes, f"{place[1]}, {place[2]}: {list(FUNCTIONS.values())[place[0]]}")
@@ -235,7 +348,11 @@ def throughput(benches: list[Bench]):
 
 
 def _rates(bench: Bench) -> dict[str, float]:
-    return {name: row[RATE] for name, row in bench.rows.items() if RATE in row and not frame.is_floor(name)}
+    return {
+        name: row[RATE]
+        for name, row in bench.rows.items()
+        if RATE in row and not frame.is_floor(name)
+    }
 
 
 def _panel(axes, group: list[Bench]) -> None:
@@ -243,7 +360,14 @@ def _panel(axes, group: list[Bench]) -> None:
     for name in reversed(ordered(name for bench in group for name in _rates(bench))):
         points = [(bench.tokens, _rates(bench)[name]) for bench in group if name in _rates(bench)]
         colour, marker = style(name)
-        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4.5, linewidth=1.5, label=name)
+        axes.plot(
+            *zip(*points, strict=True),
+            color=colour,
+            marker=marker,
+            markersize=4.5,
+            linewidth=1.5,
+            label=name,
+        )
     axes.set_xscale("log", base=2)
     frame.logarithmic(axes, "y")
     axes.set_xticks([bench.tokens for bench in group], [_tokens(bench.tokens) for bench in group])
@@ -253,7 +377,14 @@ def _panel(axes, group: list[Bench]) -> None:
     lost = _lost(group)
     if lost:
         places = [(T, rate) for T, _, rate, _ in lost]
-        axes.plot(*zip(*places, strict=True), "o", markersize=11, markerfacecolor="none", color=INK, label="faster")
+        axes.plot(
+            *zip(*places, strict=True),
+            "o",
+            markersize=11,
+            markerfacecolor="none",
+            color=INK,
+            label="faster",
+        )
         axes.set_xlabel("\n".join(["T (1k = 1024)", *_said(lost)]), fontsize=SMALL)
 
 
@@ -273,9 +404,13 @@ def _tokens(T: int) -> str:
 
 
 def loss(bench: Bench) -> tuple[int, str, float, float] | None:
-    """Return T, the fastest implementation, its tokens/s and how many times faster than ours it is; None if ours is."""
+    """Return T, the fastest implementation, its tokens/s and how many times faster than ours it is;
+    None if ours is.
+    """
     rates = _rates(bench)
-    ours = rates.get("moe_runtime") or max((rate for name, rate in rates.items() if is_ours(name)), default=None)
+    ours = rates.get("moe_runtime") or max(
+        (rate for name, rate in rates.items() if is_ours(name)), default=None
+    )
     others = {name: rate for name, rate in rates.items() if not is_ours(name)}
     if ours is None or not others:
         return None
@@ -285,20 +420,27 @@ def loss(bench: Bench) -> tuple[int, str, float, float] | None:
 
 
 PICTURES = {
-    "layer": layer, "roofline": roofline, "throughput": throughput, "memory": frame.memory,
-    "breakdown": frame.breakdown, "xft": frame.xft,
-}  # fmt: skip
+    "layer": layer,
+    "roofline": roofline,
+    "throughput": throughput,
+    "memory": frame.memory,
+    "breakdown": frame.breakdown,
+    "xft": frame.xft,
+}
 
 
 def write_pictures(json_path: str | Path, out: str | Path | None = None) -> list[Path]:
-    """Draw what a results file holds into `out`, else next to it; return the files, a PNG and an SVG per picture.
+    """Draw what a results file holds into `out`, else next to it; return the files, a PNG and an
+    SVG per picture.
 
     Raises ValueError for what is no results file, ImportError without matplotlib.
     """
     json_path = Path(json_path)
-    benches, matplotlib = frame.read(json_path), require("matplotlib", "bench")
+    benches = frame.read(json_path)
+    matplotlib = require("matplotlib", "bench")
     folder = Path(out) if out is not None else json_path.parent
-    tiny, written = any(bench.info.get("tiny") for bench in benches), []
+    tiny = any(bench.info.get("tiny") for bench in benches)
+    written = []
     with matplotlib.rc_context(plots.SETTINGS):
         for name, draw in PICTURES.items():
             if (figure := draw(benches)) is not None:
@@ -314,7 +456,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Draw the pictures and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, help="what `make bench` or bench/gpu.sh wrote")
-    parser.add_argument("-o", "--out", type=Path, help="folder for the pictures; default: the file's")
+    parser.add_argument(
+        "-o", "--out", type=Path, help="folder for the pictures; default: the file's"
+    )
     options = parser.parse_args(arguments)
     for path in write_pictures(options.file, options.out):
         print(path)

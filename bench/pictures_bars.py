@@ -1,4 +1,5 @@
-"""What all pictures share (colours, what a results file says, the frame), and the bars: memory, a step's parts, XFT's step.
+"""What all pictures share (colours, what a results file says, the frame), and the bars: memory, a
+step's parts, XFT's step.
 
 Ground, SVG and watermark are those of moe_runtime.experiments.plots.
 """
@@ -13,9 +14,12 @@ from moe_runtime.experiments.plots import INK
 from moe_runtime.io.rows import require
 
 WIDTH = 8.0  # inches: 800 pixels at 100 dpi, where 8 points can be read
-SMALL, TINY = 9, 8  # points
+# points
+SMALL = 9
+TINY = 8
 GREY = "#666666"
-# name: colour, marker; hues of Okabe and Ito (2008), dark enough for white; distinguished by markers and names as well
+# name: colour, marker; hues of Okabe and Ito (2008), dark enough for white; distinguished by
+# markers and names as well
 STYLES = {
     "moe_runtime": ("#0072B2", "o"),
     "moe_runtime cuda": ("#003F63", "H"),
@@ -38,9 +42,11 @@ REFERENCES = ("dense FFN",)  # not a MoE layer: shown for reference only
 OTHERS = (("#5F7A61", "v"), ("#A0522D", "<"), ("#8E7CC3", ">"), ("#B8860B", "d"), ("#AF3A4B", "X"))
 FLOOR = ("#868686", "_")
 LABELS = {
-    "bench_forward": "layer, forward", "bench_forward_backward": "layer, forward + backward",
-    "bench_tokens": "sweep of T, forward", "bench_tokens_backward": "sweep of T, forward + backward",
-}  # fmt: skip
+    "bench_forward": "layer, forward",
+    "bench_forward_backward": "layer, forward + backward",
+    "bench_tokens": "sweep of T, forward",
+    "bench_tokens_backward": "sweep of T, forward + backward",
+}
 
 
 class Bench(NamedTuple):
@@ -57,7 +63,9 @@ class Bench(NamedTuple):
     @property
     def dtype(self) -> str:
         """As the file says; of an older one, as the benchmark's name does."""
-        return self.info.get("dtype") or next((part for part in self.id.split("-") if part in ("fp32", "bf16", "fp16")), "")
+        return self.info.get("dtype") or next(
+            (part for part in self.id.split("-") if part in ("fp32", "bf16", "fp16")), ""
+        )
 
     @property
     def shape(self) -> str:
@@ -76,7 +84,8 @@ class Bench(NamedTuple):
     @property
     def what(self) -> str:
         """The function in words, and what of its parameters is neither shape nor dtype."""
-        shape, rest = self.info.get("shape") or {}, f"-{self.id}-"
+        shape = self.info.get("shape") or {}
+        rest = f"-{self.id}-"
         for part in (f"{shape.get('name')}-{shape.get('T')}", shape.get("name"), self.dtype):
             rest = rest.replace(f"-{part}-", "-", 1) if part else rest
         return ", ".join([self.label, *filter(None, [rest.strip("-").replace("-", " ")])])
@@ -110,15 +119,22 @@ def luminance(colour: str) -> float:
 
 
 def ordered(names) -> list[str]:
-    """Sort implementations: ours, then the table's others, then the rest as they come; floors last."""
-    names, known = list(dict.fromkeys(names)), list(STYLES)
+    """Sort implementations: ours, then the table's others, then the rest as they come;
+    floors last.
+    """
+    names = list(dict.fromkeys(names))
+    known = list(STYLES)
     place = {name: known.index(name) if name in known else len(known) for name in names}
     return sorted(names, key=lambda name: (is_floor(name), not is_ours(name), place[name]))
 
 
 def shown(rows: dict[str, dict], column: str) -> dict[str, float]:
-    """Return {variant: value} of all of our variants and of the best of the others; more is better."""
-    values = {name: row[column] for name, row in rows.items() if column in row and not is_floor(name)}
+    """Return {variant: value} of all of our variants and of the best of the others; more is
+    better.
+    """
+    values = {
+        name: row[column] for name, row in rows.items() if column in row and not is_floor(name)
+    }
     others = [name for name in values if not is_ours(name) and name not in REFERENCES]
     best = max(others, key=values.get, default=None)
     return {name: value for name, value in values.items() if is_ours(name) or name == best}
@@ -126,30 +142,53 @@ def shown(rows: dict[str, dict], column: str) -> dict[str, float]:
 
 def ceiling(benches: list[Bench], unit: str) -> float | None:
     """Return the median of a ceiling over the processes that measured it; None where none did."""
-    found = {bench.info["ceilings"][unit] for bench in benches if unit in bench.info.get("ceilings", {})}
+    found = {
+        bench.info["ceilings"][unit] for bench in benches if unit in bench.info.get("ceilings", {})
+    }
     return statistics.median(found) if found else None
 
 
 def caption(benches: list[Bench]) -> str:
-    """Return machine, versions, rounds, commit and date that the benchmarks were measured with, a line for each machine."""
+    """Return machine, versions, rounds, commit and date that the benchmarks were measured with, a
+    line for each machine.
+    """
     lines = {}
     for bench in benches:
         info = bench.info
-        packages = [name for name in ("torch", "triton", "transformers") if info.get(name) not in (None, "missing")]
-        said = [info.get("machine", "unknown machine"), *(f"{name} {info[name]}" for name in packages)]
+        packages = [
+            name
+            for name in ("torch", "triton", "transformers")
+            if info.get(name) not in (None, "missing")
+        ]
+        said = [
+            info.get("machine", "unknown machine"),
+            *(f"{name} {info[name]}" for name in packages),
+        ]
         lines[", ".join(said)] = None
-    commits = ", ".join(dict.fromkeys(str(bench.info.get("commit", "unknown")) for bench in benches))
+    commits = ", ".join(
+        dict.fromkeys(str(bench.info.get("commit", "unknown")) for bench in benches)
+    )
     dates = ", ".join(dict.fromkeys(str(bench.info.get("date", "unknown")) for bench in benches))
     rounds = sorted({bench.info["rounds"] for bench in benches if "rounds" in bench.info})
-    apart = max((row["iqr"] for bench in benches for row in bench.rows.values() if "iqr" in row), default=None)
-    how = f"medians of {rounds[0]}{f' to {rounds[-1]}' * (len(rounds) > 1)} rounds, " if rounds else ""
+    apart = max(
+        (row["iqr"] for bench in benches for row in bench.rows.values() if "iqr" in row),
+        default=None,
+    )
+    if rounds:
+        how = f"medians of {rounds[0]}{f' to {rounds[-1]}' * (len(rounds) > 1)} rounds, "
+    else:
+        how = ""
     how += f"quartiles at most {apart:.0%} apart, " if apart is not None else ""
     return "\n".join([*lines, f"{how}commit {commits}, {dates}"])
 
 
 def figure_of(title: str, benches: list[Bench], height: float):
-    """Return a Figure of its own, not pyplot's, with its title and, below, where the numbers come from."""
-    figure = require("matplotlib.figure", "bench").Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+    """Return a Figure of its own, not pyplot's, with its title and, below, where the numbers come
+    from.
+    """
+    figure = require("matplotlib.figure", "bench").Figure(
+        figsize=(WIDTH, height), layout="constrained", facecolor="white"
+    )
     figure.suptitle(title, fontsize=12, color=INK)
     figure.supxlabel(caption(benches), fontsize=TINY, color=GREY)
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, hspace=0.04, wspace=0.04)
@@ -175,21 +214,33 @@ def line(**look):
 
 
 def key(names, join: str | None = None) -> list:
-    """Return a legend's handles of implementations: patches for bars, or markers with a line style, "" for none."""
+    """Return a legend's handles of implementations: patches for bars, or markers with a line style,
+    "" for none.
+    """
     looks = [(name, *style(name)) for name in ordered(names)]
     if join is None:
         return [patch(color=colour, label=name) for name, colour, _ in looks]
-    return [line(color=c, marker=marker, markersize=5, linestyle=join, label=name) for name, c, marker in looks]
+    return [
+        line(color=c, marker=marker, markersize=5, linestyle=join, label=name)
+        for name, c, marker in looks
+    ]
 
 
 def legend(figure, handles: list, columns: int = 3) -> None:
-    """Put a legend below the figure's title, which becomes the legend's own: two things at the top would overlap."""
+    """Put a legend below the figure's title, which becomes the legend's own: two things at the top
+    would overlap.
+    """
     title = figure.get_suptitle()
     figure.suptitle("")
     found = figure.legend(
-        handles=handles, loc="outside upper center", ncols=min(columns, len(handles)), fontsize=SMALL,
-        frameon=False, title=title, title_fontsize=12,
-    )  # fmt: skip
+        handles=handles,
+        loc="outside upper center",
+        ncols=min(columns, len(handles)),
+        fontsize=SMALL,
+        frameon=False,
+        title=title,
+        title_fontsize=12,
+    )
     found.get_title().set_color(INK)
 
 
@@ -199,7 +250,9 @@ def number(value: float) -> str:
 
 
 def logarithmic(axes, which: str) -> None:
-    """Scale the "x" or "y" axis by powers of ten, with ticks at 1, 2 and 5 of each that read as numbers: 0.05, 20, 5k, 2M."""
+    """Scale the "x" or "y" axis by powers of ten, with ticks at 1, 2 and 5 of each that read as
+    numbers: 0.05, 20, 5k, 2M.
+    """
     ticker = require("matplotlib.ticker", "bench")
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
@@ -215,11 +268,14 @@ def _short(value: float) -> str:
 
 
 def bars(axes, values: dict[str, float], form, unit: str, most: float | None = None) -> None:
-    """Draw a bar per implementation from the top down, with its number; those beyond `most` are cut, with an arrow."""
+    """Draw a bar per implementation from the top down, with its number; those beyond `most` are
+    cut, with an arrow.
+    """
     names = ordered(values)
     end = most or max(values.values())
     for y, name in enumerate(names):
-        value, cut = values[name], values[name] > end
+        value = values[name]
+        cut = values[name] > end
         axes.barh(y, end if cut else value, color=style(name)[0], height=0.72, label=name)
         beside(axes, min(value, end), y, form(value) + " \u2192" * cut)
     axes.set_yticks(range(len(names)), [name.removesuffix(" (floor)") for name in names])
@@ -233,27 +289,48 @@ def bars(axes, values: dict[str, float], form, unit: str, most: float | None = N
 
 def beside(axes, x: float, y: float, text: str) -> None:
     """Write to the right of a place."""
-    axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=SMALL, color=INK)
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=SMALL,
+        color=INK,
+    )
 
 
 def share_names(all_axes, columns: int = 2) -> None:
     """Leave the bars' names away where the panel to the left has the same."""
     for i, axes in enumerate(all_axes):
-        left = [label.get_text() for label in all_axes[i - 1].get_yticklabels()] if i % columns else []
+        if i % columns:
+            left = [label.get_text() for label in all_axes[i - 1].get_yticklabels()]
+        else:
+            left = []
         if left and left == [label.get_text() for label in axes.get_yticklabels()]:
             axes.tick_params(axis="y", labelleft=False)
 
 
-SAVED, FORMULA = "saved KiB/token", "formula KiB/token"
+SAVED = "saved KiB/token"
+FORMULA = "formula KiB/token"
 WHOLE = "whole step"
 # parts of a step that are the same code for every implementation, and the experts
-SHARED = {"embedding, head and loss": "#C4C4C4", "attention and norms": "#9C9C9C", "router": "#DADADA", "optimizer": "#868686"}
+SHARED = {
+    "embedding, head and loss": "#C4C4C4",
+    "attention and norms": "#9C9C9C",
+    "router": "#DADADA",
+    "optimizer": "#868686",
+}
 EXPERTS = ("experts forward", "experts backward")
 XFT = {"tokens/s": "more is better", "peak MiB": "less is better", "total MiB": "less is better"}
 
 
-def grid(title: str, benches: list[Bench], heights: list[float], columns: int = 2, base: float = 1.3):
-    """Return a figure and an axes per panel, a row as high as the highest of its panels, `base` for what is around them."""
+def grid(
+    title: str, benches: list[Bench], heights: list[float], columns: int = 2, base: float = 1.3
+):
+    """Return a figure and an axes per panel, a row as high as the highest of its panels, `base` for
+    what is around them.
+    """
     columns = min(columns, len(heights))
     rows = [max(heights[i : i + columns]) for i in range(0, len(heights), columns)]
     figure = figure_of(title, benches, base + sum(rows))
@@ -268,7 +345,9 @@ def bars_height(count: int) -> float:
 
 
 def memory(benches: list[Bench]):
-    """Draw what each implementation keeps for the backward pass, per token; None if it was not measured."""
+    """Draw what each implementation keeps for the backward pass, per token; None if it was not
+    measured.
+    """
     found = [(bench, _column(bench, SAVED)) for bench in benches if _column(bench, SAVED)]
     if not found:
         return None
@@ -281,7 +360,13 @@ def memory(benches: list[Bench]):
         for y, name in enumerate(ordered(values)):
             if FORMULA in bench.rows[name]:
                 at = bench.rows[name][FORMULA]
-                axes.plot([at, at], [y - 0.45, y + 0.45], color=INK, linewidth=2.5, label="published formula")
+                axes.plot(
+                    [at, at],
+                    [y - 0.45, y + 0.45],
+                    color=INK,
+                    linewidth=2.5,
+                    label="published formula",
+                )
     share_names(all_axes)
     if any(FORMULA in row for bench in used for row in bench.rows.values()):
         legend(figure, [line(color=INK, linewidth=2.5, label="our published formula")])
@@ -293,7 +378,9 @@ def _column(bench: Bench, column: str) -> dict[str, float]:
 
 
 def xft(benches: list[Bench]):
-    """Draw tokens/s and memory of XFT's tuning step, the whole where a file has it; None if it was not measured."""
+    """Draw tokens/s and memory of XFT's tuning step, the whole where a file has it; None if it was
+    not measured.
+    """
     found = [bench for bench in benches if bench.function == "bench_xft_step"]
     memory = ["total MiB" if _column(bench, "total MiB") else "peak MiB" for bench in found]
     pairs = [(bench, column) for bench, most in zip(found, memory) for column in ("tokens/s", most)]
@@ -312,8 +399,12 @@ def xft(benches: list[Bench]):
 
 
 def breakdown(benches: list[Bench]):
-    """Draw a training step's parts, stacked, a bar per implementation; None if it was not measured."""
-    found = [bench for bench in benches if bench.function == "bench_step_breakdown" and parts(bench)]
+    """Draw a training step's parts, stacked, a bar per implementation; None if it was not
+    measured.
+    """
+    found = [
+        bench for bench in benches if bench.function == "bench_step_breakdown" and parts(bench)
+    ]
     if not found:
         return None
     heights = [bars_height(len(parts(bench))) for bench in found]
@@ -330,7 +421,9 @@ def breakdown(benches: list[Bench]):
 
 
 def parts(bench: Bench) -> dict[str, dict[str, float]]:
-    """Return {implementation: {part: ms}}: the shared parts, measured once, and the implementation's experts."""
+    """Return {implementation: {part: ms}}: the shared parts, measured once, and the
+    implementation's experts.
+    """
     ms = {name: row["ms"] for name, row in bench.rows.items()}
     shared = {part: ms[part] for part in SHARED if part in ms}
     found: dict[str, dict[str, float]] = {}
@@ -342,25 +435,47 @@ def parts(bench: Bench) -> dict[str, dict[str, float]]:
 
 
 def _stack(axes, bench: Bench) -> None:
-    stacks, whole = parts(bench), bench.rows.get(WHOLE, {}).get("ms", 0.0)
+    stacks = parts(bench)
+    whole = bench.rows.get(WHOLE, {}).get("ms", 0.0)
     widest = max(whole, *(sum(one.values()) for one in stacks.values()))
     for y, (name, one) in enumerate(stacks.items()):
-        left, colour = 0.0, style(name)[0]
+        left = 0.0
+        colour = style(name)[0]
         for part in (*EXPERTS, *SHARED):
             if part not in one:
                 continue
-            look = {"color": SHARED.get(part, colour), "alpha": 0.55 if part == EXPERTS[1] else 1.0, "edgecolor": "white"}
-            axes.barh(y, one[part], left=left, height=0.72, linewidth=0.8, label=f"{name}: {part}", **look)
+            look = {
+                "color": SHARED.get(part, colour),
+                "alpha": 0.55 if part == EXPERTS[1] else 1.0,
+                "edgecolor": "white",
+            }
+            axes.barh(
+                y, one[part], left=left, height=0.72, linewidth=0.8, label=f"{name}: {part}", **look
+            )
             if one[part] > 0.05 * widest:
                 dark = part == EXPERTS[0] and luminance(colour) < 0.3
-                look = {"ha": "center", "va": "center", "fontsize": TINY, "color": "white" if dark else INK}
+                look = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": TINY,
+                    "color": "white" if dark else INK,
+                }
                 axes.text(left + one[part] / 2, y, number(one[part]), **look)
             left += one[part]
         end = max(left, whole) if y == 0 else left
-        beside(axes, end, y, f"sum {number(left)}, whole {number(whole)} ms" if y == 0 and whole else f"{number(left)} ms")
+        beside(
+            axes,
+            end,
+            y,
+            f"sum {number(left)}, whole {number(whole)} ms"
+            if y == 0 and whole
+            else f"{number(left)} ms",
+        )
     if whole:
         axes.plot([whole, whole], [-0.45, 0.45], color=INK, linewidth=2.5, label=WHOLE)
     axes.set_yticks(range(len(stacks)), list(stacks))
     axes.set_ylim(len(stacks) - 0.4, -0.6)
     axes.set_xlim(0, widest * 1.32)
-    axes.set_xlabel("ms; grey: the same code for all, measured once; black line: our whole step", fontsize=TINY)
+    axes.set_xlabel(
+        "ms; grey: the same code for all, measured once; black line: our whole step", fontsize=TINY
+    )

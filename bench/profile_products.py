@@ -1,6 +1,8 @@
-"""The six matrix products of a layer, one launch each, for a profiler: python -m moe_runtime.bench.profile_products SHAPE [T].
+"""The six matrix products of a layer, one launch each, for a profiler: python -m
+moe_runtime.bench.profile_products SHAPE [T].
 
-    ncu --profile-from-start off --kernel-name regex:^_ python -m moe_runtime.bench.profile_products Qwen3-30B-A3B
+    ncu --profile-from-start off --kernel-name regex:^_ python -m moe_runtime.bench.profile_products
+    Qwen3-30B-A3B
 
 Each runs before the profiler looks, so that compiling is over.
 """
@@ -15,8 +17,11 @@ from moe_runtime.tools import tune
 
 
 def main(arguments: list[str]) -> None:
-    """Launch each product of `tuning.PRODUCTS` once between cudaProfilerStart and cudaProfilerStop, with its usual config."""
-    name, T = arguments[0], int(arguments[1]) if len(arguments) > 1 else 16384
+    """Launch each product of `tuning.PRODUCTS` once between cudaProfilerStart and cudaProfilerStop,
+    with its usual config.
+    """
+    name = arguments[0]
+    T = int(arguments[1]) if len(arguments) > 1 else 16384
     device, _ = tune.find_gpu()
     for product in tune.PRODUCTS:
         problem = tune.problem_of(product, LAYERS[name], T, "bfloat16", device)

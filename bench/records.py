@@ -1,4 +1,6 @@
-"""Results as they come: one JSON line per benchmark, so that an interrupted run keeps its results and the next continues."""
+"""Results as they come: one JSON line per benchmark, so that an interrupted run keeps its results
+and the next continues.
+"""
 
 import json
 import os
@@ -10,12 +12,23 @@ from moe_runtime.config import shown
 from moe_runtime.io.files import naming, read_json
 
 UNWRITTEN = 98  # exit code: the file of the results cannot be written, and the output says why
-LOST = 99  # exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke it
+# exit code: the CUDA context is lost, and a run with the same --results goes on behind what broke
+# it
+LOST = 99
 STATES = {"extra_info", "skipped", "failed"}  # what a line holds of a benchmark that is over
 WRITTEN = "Pass a file written by moe-runtime bench"
-LINE = {"name": str, "extra_info": dict, "skipped": str, "failed": str, "began": bool, "planned": int, "broken": dict}
+LINE = {
+    "name": str,
+    "extra_info": dict,
+    "skipped": str,
+    "failed": str,
+    "began": bool,
+    "planned": int,
+    "broken": dict,
+}
 POSITIVE = ("ms", "ratio", "TFLOP/s", "GB/s", "tokens/s")  # numbers that others are divided by
-RENAMED = {"bench_mixing_step": "bench_mixing_step[small]"}  # in files of before it had its preset in its name
+# in files of before it had its preset in its name
+RENAMED = {"bench_mixing_step": "bench_mixing_step[small]"}
 
 
 class Records:
@@ -25,17 +38,22 @@ class Records:
         self.path = path
 
     def write(self, name: str, **what) -> None:
-        """Append what became of a benchmark: extra_info, skipped, failed, or the variant that broke the process."""
+        """Append what became of a benchmark: extra_info, skipped, failed, or the variant that broke
+        the process.
+        """
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with naming(self.path, self.path), self.path.open("ab+") as file:
                 size = file.seek(0, os.SEEK_END)
-                # a process that was killed may have left half a line, which is not to take this one with it
+                # a process that was killed may have left half a line, which is not to take this one
+                # with it
                 half = size and file.seek(size - 1) >= 0 and file.read(1) != b"\n"
                 file.write(b"\n" * half + json.dumps({"name": name, **what}).encode() + b"\n")
 
     def lines(self) -> list[dict]:
-        """Return the file's lines; half a line is none. Raises ValueError where one is no benchmark's."""
+        """Return the file's lines; half a line is none. Raises ValueError where one is no
+        benchmark's.
+        """
         if self.path is None or not self.path.exists():
             return []
         try:
@@ -49,10 +67,20 @@ class Records:
             except (ValueError, RecursionError):
                 continue
             if not isinstance(line, dict) or "name" not in line:
-                raise ValueError(f"Line {number} of {self.path} is invalid: {shown(line)}. {WRITTEN}")
+                raise ValueError(
+                    f"Line {number} of {self.path} is invalid: {shown(line)}. {WRITTEN}"
+                )
             for name in LINE.keys() & line.keys():
                 if not isinstance(line[name], LINE[name]):
-                    raise ValueError(f"Line {number} of {self.path} has an invalid {name}, {shown(line[name])}. {WRITTEN}")
+                    raise ValueError(
+                        f"Line {number} of "
+                        f"{self.path} "
+                        "has "
+                        "an "
+                        "invalid "
+                        f"{name}, "
+                        f"{shown(line[name])}. {WRITTEN}"
+                    )
             found.append(line)
         return found
 
@@ -62,7 +90,11 @@ class Records:
 
     def measured_with(self, tiles: str) -> set[str]:
         """Return the benchmarks whose last results are of these launch configs."""
-        last = {line["name"]: line.get("extra_info", {}) for line in self.lines() if STATES & line.keys()}
+        last = {
+            line["name"]: line.get("extra_info", {})
+            for line in self.lines()
+            if STATES & line.keys()
+        }
         return {name for name, info in last.items() if info.get("tiles") == tiles}
 
     def planned(self) -> int:
@@ -76,7 +108,12 @@ class Records:
 
     def broken(self, name: str) -> dict[str, str]:
         """Return variant -> how it broke the process, of one benchmark."""
-        return {k: v for line in self.lines() if line.get("name") == name for k, v in line.get("broken", {}).items()}
+        return {
+            k: v
+            for line in self.lines()
+            if line.get("name") == name
+            for k, v in line.get("broken", {}).items()
+        }
 
     def pytest_collection_finish(self, session) -> None:
         self.write("", planned=len(session.items))
@@ -96,7 +133,9 @@ class Records:
 
 
 class Written(Records):
-    """Ends pytest where its file cannot be written: an error in a hook of pytest's would come with pages of its own."""
+    """Ends pytest where its file cannot be written: an error in a hook of pytest's would come with
+    pages of its own.
+    """
 
     def write(self, name: str, **what) -> None:
         import pytest
@@ -108,8 +147,13 @@ class Written(Records):
 
 
 def benchmarks(path: str | Path) -> list[dict]:
-    """Return name and extra_info of each benchmark of a file, pytest-benchmark's JSON or our lines, under its name of today."""
-    return [bench | {"name": RENAMED.get(bench["name"], bench["name"])} for bench in _benchmarks(Path(path))]
+    """Return name and extra_info of each benchmark of a file, pytest-benchmark's JSON or our lines,
+    under its name of today.
+    """
+    return [
+        bench | {"name": RENAMED.get(bench["name"], bench["name"])}
+        for bench in _benchmarks(Path(path))
+    ]
 
 
 def _benchmarks(path: Path) -> list[dict]:
@@ -120,8 +164,14 @@ def _benchmarks(path: Path) -> list[dict]:
         if not isinstance(listed, list):
             raise ValueError(f"The benchmarks in {path} are invalid: {shown(listed)}. {WRITTEN}")
         # pytest-benchmark's file may hold other benchmarks besides ours
-        infos = [bench.get("extra_info", {}) if isinstance(bench, dict) else None for bench in listed]
-        found = [bench for bench, info in zip(listed, infos) if not isinstance(info, dict) or "rows" in info]
+        infos = [
+            bench.get("extra_info", {}) if isinstance(bench, dict) else None for bench in listed
+        ]
+        found = [
+            bench
+            for bench, info in zip(listed, infos)
+            if not isinstance(info, dict) or "rows" in info
+        ]
         if not found:
             raise ValueError(f"{path} contains no benchmarks. {WRITTEN}")
     for bench in found:
@@ -131,25 +181,37 @@ def _benchmarks(path: Path) -> list[dict]:
 
 
 def _is_benchmark(bench: dict) -> bool:
-    """Whether a benchmark has a name, and rows of numbers, those positive that others are divided by."""
+    """Whether a benchmark has a name, and rows of numbers, those positive that others are divided
+    by.
+    """
     info = bench.get("extra_info") if isinstance(bench, dict) else None
     if not isinstance(info, dict):
         return False
-    rows, limits = info.get("rows"), info.get("ceilings", {})
-    if not isinstance(bench.get("name"), str) or not isinstance(rows, dict) or not rows or not isinstance(limits, dict):
+    rows = info.get("rows")
+    limits = info.get("ceilings", {})
+    if (
+        not isinstance(bench.get("name"), str)
+        or not isinstance(rows, dict)
+        or not rows
+        or not isinstance(limits, dict)
+    ):
         return False
     for row in (*rows.values(), limits | {"ms": 1.0}):
         if not isinstance(row, dict) or "ms" not in row:
             return False
         for column, value in row.items():
             least = 1e-30 if column in POSITIVE else 0.0
-            if not (column == "difference" and value is None) and not (type(value) in (int, float) and least <= value <= 1e30):
+            if not (column == "difference" and value is None) and not (
+                type(value) in (int, float) and least <= value <= 1e30
+            ):
                 return False
     return True
 
 
 def failures(path: str | Path) -> dict[str, str]:
-    """Return benchmark -> why of those that failed in a file's run and did not end in a later one."""
+    """Return benchmark -> why of those that failed in a file's run and did not end in a
+    later one.
+    """
     path = Path(path)
     if path.suffix != ".jsonl":
         failed = read_json(path).get("failed", {})

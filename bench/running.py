@@ -1,4 +1,6 @@
-"""A run of benchmarks: pytest in a process of its own, its results as they come, and one JSON file in the end."""
+"""A run of benchmarks: pytest in a process of its own, its results as they come, and one JSON file
+in the end.
+"""
 
 import contextlib
 import json
@@ -15,16 +17,31 @@ from moe_runtime.bench import machine
 from moe_runtime.bench.records import LOST, STATES, UNWRITTEN, Records, benchmarks
 from moe_runtime.io.files import atomic_write_json, atomic_write_text, check_out_file
 
-FOLDER = Path(__file__).parent  # not resolved: moe_runtime/bench is where a clone and an installed package agree
+# not resolved: moe_runtime/bench is where a clone and an installed package agree
+FOLDER = Path(__file__).parent
 DEVICE = "gpu" if machine.CUDA else "cpu"
 SETTINGS = (
-    f"--rootdir={FOLDER}", "-c", os.devnull, "--import-mode=importlib", "-p", "no:cacheprovider", "--strict-markers",
-    "-o", "python_files=bench_*.py", "-o", "python_functions=bench_*", "-q", "--tb=short", "--benchmark-columns=median",
-)  # fmt: skip
+    f"--rootdir={FOLDER}",
+    "-c",
+    os.devnull,
+    "--import-mode=importlib",
+    "-p",
+    "no:cacheprovider",
+    "--strict-markers",
+    "-o",
+    "python_files=bench_*.py",
+    "-o",
+    "python_functions=bench_*",
+    "-q",
+    "--tb=short",
+    "--benchmark-columns=median",
+)
 
 
 class Outcome(NamedTuple):
-    """What a run ended with: the file, and benchmark -> why of those that failed or were skipped."""
+    """What a run ended with: the file, and benchmark -> why of those that failed or were
+    skipped.
+    """
 
     path: Path | None
     failed: dict[str, str]
@@ -41,17 +58,24 @@ def kinds() -> dict[str, list[Path]]:
 
 
 def files(only: str | None) -> list[Path]:
-    """Return the files of the kinds, or of the names behind bench_, in a list with commas; all without one."""
+    """Return the files of the kinds, or of the names behind bench_, in a list with commas; all
+    without one.
+    """
     groups = kinds()
     every = sorted(path for group in groups.values() for path in group)
     if only is None:
         return every
-    names = groups | {path.stem.removeprefix("bench_"): [path] for path in every if _name(path) not in groups}
+    names = groups | {
+        path.stem.removeprefix("bench_"): [path] for path in every if _name(path) not in groups
+    }
     chosen = set()
     for word in (part.strip() for part in only.split(",")):
         if word not in names:
-            every_kind, known = ", ".join(groups), ", ".join(map(_name, every))
-            raise ValueError(f"only must list kinds ({every_kind}) or names ({known}), but got {word!r}")
+            every_kind = ", ".join(groups)
+            known = ", ".join(map(_name, every))
+            raise ValueError(
+                f"only must list kinds ({every_kind}) or names ({known}), but got {word!r}"
+            )
         chosen.update(names[word])
     return sorted(chosen)
 
@@ -61,14 +85,18 @@ def _name(path: Path) -> str:
 
 
 def place(out: Path | None, tiny: bool = False) -> Path:
-    """Return the JSON file of a run: `out` itself, or one in that folder, named by date, commit, device and -tiny.
+    """Return the JSON file of a run: `out` itself, or one in that folder, named by date, commit,
+    device and -tiny.
 
     A run of this commit that was interrupted keeps the name it began with, so that it goes on.
     """
     if out is not None and out.suffix == ".json":
         return out
     if out is None:
-        out = FOLDER.resolve() / "results" if (machine.ROOT / ".git").exists() else Path("bench-results")
+        if (machine.ROOT / ".git").exists():
+            out = FOLDER.resolve() / "results"
+        else:
+            out = Path("bench-results")
     if out.exists() and not out.is_dir():
         raise ValueError(f"Output {out} is a file. Choose a folder, or a name that ends in .json")
     name = f"{machine.commit()}-{DEVICE}" + "-tiny" * tiny
@@ -77,17 +105,35 @@ def place(out: Path | None, tiny: bool = False) -> Path:
 
 
 def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
-    """Refuse what is no file, to mix tiny results with real ones, and to continue with another number of rounds."""
+    """Refuse what is no file, to mix tiny results with real ones, and to continue with another
+    number of rounds.
+    """
     for path in (lines, target):
         check_out_file(path, overwrite=True)
     begun = benchmarks(lines)
     for path, found in ((lines, begun), (target, _there(target))):
         if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in found):
             kind = ("tiny", "real") if tiny else ("real", "tiny")
-            raise ValueError(f"{path} contains {kind[1]} results. Choose another file than {target} for {kind[0]} ones")
+            raise ValueError(
+                f"{path} contains {kind[1]} results. Choose "
+                "another "
+                "file "
+                "than "
+                f"{target} "
+                "for "
+                f"{kind[0]} ones"
+            )
     asked = {bench["extra_info"].get("asked", rounds) for bench in begun}
     if other := asked - {rounds}:
-        raise ValueError(f"rounds is {rounds}, but {lines} was started with {min(other)}. Pass the same, or another --out")
+        raise ValueError(
+            f"rounds is {rounds}, but {lines} was started with "
+            f"{min(other)}. "
+            "Pass "
+            "the "
+            "same, "
+            "or "
+            "another --out"
+        )
 
 
 def resume(lines: Path, target: Path, overwrite: bool = False) -> None:
@@ -100,17 +146,24 @@ def resume(lines: Path, target: Path, overwrite: bool = False) -> None:
 
 
 def run(paths: list[Path], lines: Path, options: list[str], update) -> None:
-    """Run the files' benchmarks that `lines` does not hold yet; `update(done, total)` hears how far it is.
+    """Run the files' benchmarks that `lines` does not hold yet; `update(done, total)` hears how far
+    it is.
 
-    A process that dies costs the benchmark that ran in it, and the rest goes on in a new one. Raises OSError where `lines`
-    cannot be written, RuntimeError where pytest cannot run at all.
+    A process that dies costs the benchmark that ran in it, and the rest goes on in a new one.
+    Raises OSError where `lines` cannot be written, RuntimeError where pytest cannot run at all.
     """
     records = Records(lines)
     lines.parent.mkdir(parents=True, exist_ok=True)
     while True:
         before = len(records.lines())
         # a folder that is there: by default pytest-benchmark makes one where the command was given
-        own = ["--results", str(lines), "--owner", str(os.getpid()), f"--benchmark-storage={lines.parent.absolute()}"]
+        own = [
+            "--results",
+            str(lines),
+            "--owner",
+            str(os.getpid()),
+            f"--benchmark-storage={lines.parent.absolute()}",
+        ]
         status, said = _pytest([*map(str, paths), *own, *options], records, update)
         if status < 0 and (name := records.unfinished()):
             records.write(name, failed=f"the process died of {signal.Signals(-status).name}")
@@ -128,12 +181,18 @@ def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
     """Return the exit status of a process and the end of its output; Ctrl-C ends it, too."""
     # pytest-benchmark switches itself off where the environment says that this is a worker of xdist
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    if (machine.ROOT / "tests" / "support").is_dir():  # what mends Triton's interpreter, for --tiny without a GPU
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(machine.ROOT), env.get("PYTHONPATH"))))
+    # what mends Triton's interpreter, for --tiny without a GPU
+    if (machine.ROOT / "tests" / "support").is_dir():
+        env["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(machine.ROOT), env.get("PYTHONPATH")))
+        )
     before = len(records.done())
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *SETTINGS, *arguments], stdout=log, stderr=subprocess.STDOUT, env=env
+            [sys.executable, "-m", "pytest", *SETTINGS, *arguments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
         )
         try:
             while process.poll() is None:
@@ -149,8 +208,14 @@ def _pytest(arguments: list[str], records: Records, update) -> tuple[int, str]:
 
 
 def _end(process) -> None:
-    """A terminal's Ctrl-C reaches the process as well; whoever signals this one alone is passed on."""
-    for patience, step in ((2, lambda: process.send_signal(signal.SIGINT)), (10, process.kill), (None, None)):
+    """A terminal's Ctrl-C reaches the process as well; whoever signals this one alone is
+    passed on.
+    """
+    for patience, step in (
+        (2, lambda: process.send_signal(signal.SIGINT)),
+        (10, process.kill),
+        (None, None),
+    ):
         try:
             process.wait(timeout=patience)
             return
@@ -159,13 +224,17 @@ def _end(process) -> None:
 
 
 def gather(lines: Path, target: Path | None) -> Outcome:
-    """Write what `lines` holds as one JSON file, with `target`'s results of other benchmarks; `lines` can then be removed.
+    """Write what `lines` holds as one JSON file, with `target`'s results of other benchmarks;
+    `lines` can then be removed.
 
     What failed stays out of both, so that the same command tries it again.
     """
     records = Records(lines)
     last = {line["name"]: line for line in records.lines() if STATES & line.keys()}
-    states = {state: {k: v[state] for k, v in last.items() if state in v} for state in ("failed", "skipped")}
+    states = {
+        state: {k: v[state] for k, v in last.items() if state in v}
+        for state in ("failed", "skipped")
+    }
     if target is None:
         return Outcome(None, **states)
     found = {bench["name"]: bench for bench in (*_there(target), *benchmarks(lines))}
@@ -173,7 +242,9 @@ def gather(lines: Path, target: Path | None) -> Outcome:
     names = [name for name in found if name not in states["failed"]]
     kept = [{key: found[name][key] for key in ("name", "extra_info")} for name in names]
     if kept:
-        newest = next((bench for bench in reversed(benchmarks(lines)) if bench["name"] in names), kept[-1])
+        newest = next(
+            (bench for bench in reversed(benchmarks(lines)) if bench["name"] in names), kept[-1]
+        )
         about = {key: newest["extra_info"].get(key) for key in machine.describe()}
         atomic_write_json(target, {"about": about, "benchmarks": kept, **states})
     if states["failed"]:

@@ -1,4 +1,6 @@
-"""Layer shapes: every benchmark sweeps these and no other numbers. E and K count a shared expert, as in the papers."""
+"""Layer shapes: every benchmark sweeps these and no other numbers. E and K count a shared expert,
+as in the papers.
+"""
 
 from typing import NamedTuple
 
@@ -25,7 +27,8 @@ CPU = {
 GPU = {name: Shape(16384, *layer[:5]) for name, layer in LAYERS.items()}  # of published models
 FINE = ("DeepSeek-V2-Lite", "OLMoE", "Qwen3-30B-A3B")  # many small experts: few rows each
 TOKENS = (16384, 4096, 65536)  # the most telling first, for runs that are cut short
-STEPS_CPU = {"tiny-Qwen3-MoE": Shape(1024, 256, 96, 64, 8)}  # Qwen3-30B-A3B by 8, half of its experts
+# Qwen3-30B-A3B by 8, half of its experts
+STEPS_CPU = {"tiny-Qwen3-MoE": Shape(1024, 256, 96, 64, 8)}
 STEPS = {  # shapes of a training step, whose optimizer state also needs memory
     "Qwen3-30B-A3B": GPU["Qwen3-30B-A3B"],
     "XFT-DSCoder-1.3B": GPU["XFT-DSCoder-1.3B"],
@@ -44,8 +47,10 @@ ADAPTERS_CPU = {
     "coarse": Adapted(Shape(2048, 1024, 2816, 8, 2), torch.float32),
     "fine": Adapted(Shape(2048, 1024, 512, 64, 6), torch.float32),
     "E=128": Adapted(Shape(512, 2048, 768, 128, 8), torch.bfloat16),
-}  # fmt: skip
-ADAPTERS_GPU = {"Qwen3-30B-A3B-4096": Adapted(GPU["Qwen3-30B-A3B"]._replace(T=4096), torch.bfloat16)}
+}
+ADAPTERS_GPU = {
+    "Qwen3-30B-A3B-4096": Adapted(GPU["Qwen3-30B-A3B"]._replace(T=4096), torch.bfloat16)
+}
 ADAPTERS_TINY = {"tiny": Adapted(Shape(64, 64, 64, 4, 2), torch.float32)}
 
 
@@ -61,11 +66,14 @@ class Fusion(NamedTuple):
 FUSION_CPU = {"V=32000": Fusion(1024, 256)}  # a twentieth of Llama-2-13B's hidden size
 FUSION_GPU = {f"3xLlama-2-13B-{T}": Fusion(T, 5120) for T in (2048, 8192)}
 FUSION_TINY = {"tiny": Fusion(24, 16, V=100)}
-TINY = {"tiny": Shape(64, 32, 48, 4, 2, shared=True)}  # not a model: keeps every benchmark running in the tests
+# not a model: keeps every benchmark running in the tests
+TINY = {"tiny": Shape(64, 32, 48, 4, 2, shared=True)}
 
 
 class Tuning(NamedTuple):
-    """A step over `rows` sequences of `length` tokens of a Llama of L layers, `heads` and V ids, upcycled to E experts."""
+    """A step over `rows` sequences of `length` tokens of a Llama of L layers, `heads` and V ids,
+    upcycled to E experts.
+    """
 
     L: int
     rows: int
@@ -83,10 +91,15 @@ class Tuning(NamedTuple):
         return self.rows * self.length
 
 
-# DeepSeek-Coder-1.3B as XFT upcycles it; a device's batch in the official hyperparameters is 2 rows of 1024
+# DeepSeek-Coder-1.3B as XFT upcycles it; a device's batch in the official hyperparameters is 2 rows
+# of 1024
 _DS_CODER = Tuning(24, 2, 1024, 2048, 5504, 8, 6, 16, 32256)
-TUNING_GPU = {"DSCoder-1.3B-24L-2x1024": _DS_CODER, "DSCoder-1.3B-24L-8x1024": _DS_CODER._replace(rows=8)}
-TUNING_CPU = {"DSCoder-1.3B-2L-2x128": _DS_CODER._replace(L=2, length=128)}  # two layers of its widths fit into 16 GiB
+TUNING_GPU = {
+    "DSCoder-1.3B-24L-2x1024": _DS_CODER,
+    "DSCoder-1.3B-24L-8x1024": _DS_CODER._replace(rows=8),
+}
+# two layers of its widths fit into 16 GiB
+TUNING_CPU = {"DSCoder-1.3B-2L-2x128": _DS_CODER._replace(L=2, length=128)}
 TUNING_TINY = {"tiny": Tuning(2, 2, 16, 64, 64, 4, 3, 2, 100)}
 _QWEN3 = Tuning(48, 1, 1024, 2048, 768, 128, 8, 32, 151936)
 QLORA_GPU = {"Qwen3-30B-A3B-4-layers": _QWEN3._replace(L=4), "Qwen3-30B-A3B": _QWEN3}
@@ -94,7 +107,9 @@ QLORA_CPU = {"tiny-Qwen3-MoE": Tuning(2, 1, 512, 512, 256, 16, 4, 8, 4096)}
 
 
 class Dense(NamedTuple):
-    """A Llama of L layers, `heads` and V ids, T tokens of a batch; E experts and K per token once it is upcycled."""
+    """A Llama of L layers, `heads` and V ids, T tokens of a batch; E experts and K per token once
+    it is upcycled.
+    """
 
     T: int
     L: int
@@ -129,10 +144,15 @@ def sweep(table: dict[str, Shape], tokens: tuple[int, ...]) -> dict[str, Shape]:
 
 def kernels() -> dict[str, Shape]:
     """GPU's shapes at 16384 tokens, those with small experts at 4096 as well."""
-    return {name: shape for name, shape in layers().items() if shape.T == 16384 or (shape.T == 4096 and name[:-5] in FINE)}
+    return {
+        name: shape
+        for name, shape in layers().items()
+        if shape.T == 16384 or (shape.T == 4096 and name[:-5] in FINE)
+    }
 
 
 def plans() -> dict[str, Shape]:
     """Few and many experts at T from 512, where launches count, to 65536, where bytes do."""
-    names, tokens = ("XFT-DSCoder-1.3B", "OLMoE", "Qwen3-30B-A3B"), (512, 2048, *sorted(TOKENS))
+    names = ("XFT-DSCoder-1.3B", "OLMoE", "Qwen3-30B-A3B")
+    tokens = (512, 2048, *sorted(TOKENS))
     return {f"{name}-{T}": GPU[name]._replace(T=T) for name in names for T in tokens}

@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.combine import UNROLL, sum_slots
-from moe_runtime.kernels.dispatch import BLOCK_E, BLOCK_J, BLOCK_TILES, live_tiles, max_tiles, scatter, write_map
+from moe_runtime.kernels.dispatch import (
+    BLOCK_E,
+    BLOCK_J,
+    BLOCK_TILES,
+    live_tiles,
+    max_tiles,
+    scatter,
+    write_map,
+)
 from moe_runtime.kernels.operands import weight_base, weight_block, weight_operand
 from moe_runtime.kernels.routing import route_operand, route_rows
 from moe_runtime.kernels.tiles import Tile, precision

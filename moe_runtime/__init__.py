@@ -1,7 +1,8 @@
 """Mixture-of-Experts runtime: the public names, each loaded on first use.
 
-Importing this package loads neither torch nor transformers. After it, transformers loads the folders that our models save:
-`AutoModelForCausalLM.from_pretrained(folder)`, whichever of the two packages is imported first.
+Importing this package loads neither torch nor transformers. After it, transformers loads the
+folders that our models save: `AutoModelForCausalLM.from_pretrained(folder)`, whichever of the two
+packages is imported first.
 """
 
 import importlib.util
@@ -13,19 +14,27 @@ from pkgutil import resolve_name
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "MoE": "moe_runtime.modules.moe:MoE", "MoEConfig": "moe_runtime.config:MoEConfig",
-    "doctor": "moe_runtime.tools.doctor:report", "esft": "moe_runtime.methods.esft:",
+    "MoE": "moe_runtime.modules.moe:MoE",
+    "MoEConfig": "moe_runtime.config:MoEConfig",
+    "doctor": "moe_runtime.tools.doctor:report",
+    "esft": "moe_runtime.methods.esft:",
     "load_quantized": "moe_runtime.hf.dropin.quantize:load_quantized",
-    "merge_experts": "moe_runtime.ops.merging:merge_experts", "mixing": "moe_runtime.ops.merging:mixing",
-    "moe_mlp": "moe_runtime.ops.moe_mlp:moe_mlp", "patch": "moe_runtime.hf.dropin.experts:patch",
+    "merge_experts": "moe_runtime.ops.merging:merge_experts",
+    "mixing": "moe_runtime.ops.merging:mixing",
+    "moe_mlp": "moe_runtime.ops.moe_mlp:moe_mlp",
+    "patch": "moe_runtime.hf.dropin.experts:patch",
     "push_to_hub": "moe_runtime.hf.models.hub:push",
     "quantize_experts": "moe_runtime.hf.dropin.quantize:quantize_experts",
     "register": "moe_runtime.hf.dropin.experts:register",
-    "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes", "route": "moe_runtime.ops.routing:route",
+    "register_auto_classes": "moe_runtime.hf.models.modeling:register_auto_classes",
+    "route": "moe_runtime.ops.routing:route",
     "save_quantized": "moe_runtime.hf.dropin.quantized_files:save_quantized",
-    "ultrafuser": "moe_runtime.methods.ultrafuser:", "unpatch": "moe_runtime.hf.dropin.experts:unpatch",
-    "upit": "moe_runtime.methods.upit:", "warmup": "moe_runtime.tools.warmup:warmup", "xft": "moe_runtime.methods.xft:",
-}  # fmt: skip
+    "ultrafuser": "moe_runtime.methods.ultrafuser:",
+    "unpatch": "moe_runtime.hf.dropin.experts:unpatch",
+    "upit": "moe_runtime.methods.upit:",
+    "warmup": "moe_runtime.tools.warmup:warmup",
+    "xft": "moe_runtime.methods.xft:",
+}
 
 __all__ = ["__version__", *_PUBLIC]
 
@@ -43,16 +52,19 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# transformers has no entry points, so our configs can enter its table only once both packages are loaded. When transformers
-# comes second, Python's own finder for one folder, transformers/models/auto, adds them: a finder of ours would see every
-# import of the process, and importing transformers here would take 0.6 s, or 1.6 s with the table and torch (CPU time, two
-# cores, Python 3.11, transformers 5.23). Only names are added: a class is made when a folder of its kind is loaded, never
-# halfway through an import of transformers.
+# transformers has no entry points, so our configs can enter its table only once both packages are
+# loaded. When transformers comes second, Python's own finder for one folder,
+# transformers/models/auto, adds them: a finder of ours would see every import of the process, and
+# importing transformers here would take 0.6 s, or 1.6 s with the table and torch (CPU time, two
+# cores, Python 3.11, transformers 5.23). Only names are added: a class is made when a folder of its
+# kind is loaded, never halfway through an import of transformers.
 _AUTO = "transformers.models.auto.configuration_auto"
 
 
 class _AutoLoader(SourceFileLoader):
-    """Load a file of transformers/models/auto as Python does, then add our configs if it defines the table."""
+    """Load a file of transformers/models/auto as Python does, then add our configs if it defines
+    the table.
+    """
 
     def exec_module(self, module) -> None:
         super().exec_module(module)

@@ -20,20 +20,31 @@ MIN_CAPABILITY = (8, 0)
 
 # every op has a "torch" implementation; these have a hand-written kernel as well
 OPS = (
-    "route", "dispatch", "grouped_gemm", "combine", "moe_mlp", "frozen_mlp", "merge_experts", "lora_mlp", "gram", "dare_merge",
+    "route",
+    "dispatch",
+    "grouped_gemm",
+    "combine",
+    "moe_mlp",
+    "frozen_mlp",
+    "merge_experts",
+    "lora_mlp",
+    "gram",
+    "dare_merge",
     "fused_cross_entropy",
-)  # fmt: skip
+)
 TRITON_OPS = OPS
 CUDA_OPS = ("route", "dispatch", "combine", "merge_experts")
 CPP_OPS = ("moe_mlp", "frozen_mlp", "merge_experts")
 KERNELS = {"torch": OPS, "triton": TRITON_OPS, "cuda": CUDA_OPS, "cpp": CPP_OPS}
 
-# where "cuda" was measured to be faster than "triton" and is therefore the default: entries of op, device, date, torch, triton
-# and times_faster at the worst size; written by `python -m moe_runtime.bench.report --cuda-table`
+# where "cuda" was measured to be faster than "triton" and is therefore the default: entries of op,
+# device, date, torch, triton and times_faster at the worst size; written by `python -m
+# moe_runtime.bench.report --cuda-table`
 CUDA_TABLE = Path(__file__).parent / "native" / "cuda_table.json"
 
 
-# Triton's interpreter computes on bfloat16's bits as integers; set to True by code that patches it, as the test suite does
+# Triton's interpreter computes on bfloat16's bits as integers; set to True by code that patches it,
+# as the test suite does
 interpreter_knows_bfloat16 = False
 
 # cached: querying it inside a compiled function would break the graph
@@ -49,8 +60,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-# the attribute that torch.compiler.assume_constant_result sets; calling that here would import the compiler. Without it the
-# graph would break
+# the attribute that torch.compiler.assume_constant_result sets; calling that here would import the
+# compiler. Without it the graph would break
 _capability._dynamo_marked_constant = True
 
 
@@ -70,7 +81,9 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
         if not _TRITON_INSTALLED:
             return "triton is not installed"
         if device.type == "cpu":
-            return None if interpreted() else "the tensor is on the CPU. Set TRITON_INTERPRET=1 to interpret the kernels"
+            if interpreted():
+                return None
+            return "the tensor is on the CPU. Set TRITON_INTERPRET=1 to interpret the kernels"
     if device.type != "cuda":
         return f"the tensor is on {device.type}, not on cuda"
     if torch.version.hip:
@@ -85,7 +98,9 @@ def why_not(backend: str, op: str, device: torch.device) -> str | None:
 @functools.cache
 def measured_faster() -> frozenset[tuple[str, str]]:
     """Return the (op, device name) pairs listed in CUDA_TABLE."""
-    return frozenset((row["op"], row["device"]) for row in json.loads(CUDA_TABLE.read_text())["measured"])
+    return frozenset(
+        (row["op"], row["device"]) for row in json.loads(CUDA_TABLE.read_text())["measured"]
+    )
 
 
 def _cuda_is_faster(op: str, device: torch.device) -> bool:
@@ -97,30 +112,37 @@ _cuda_is_faster._dynamo_marked_constant = True
 
 
 def _default(op: str, x: torch.Tensor, cuda_fits: bool) -> str:
-    """Return the default backend of `op`: the fastest kernel that the device supports, else "torch"."""
+    """Return the default backend of `op`: the fastest kernel that the device supports, else
+    "torch".
+    """
     if not x.is_cuda:
         fits = op in CPP_OPS and x.dtype in cpp.DTYPES
         return "cpp" if fits and why_not("cpp", op, x.device) is None else "torch"
-    cuda_fits = cuda_fits and (op == "dispatch" or x.dtype in cuda.DTYPES)  # dispatch accepts every integer dtype
+    # dispatch accepts every integer dtype
+    cuda_fits = cuda_fits and (op == "dispatch" or x.dtype in cuda.DTYPES)
     if cuda_fits and _cuda_is_faster(op, x.device) and why_not("cuda", op, x.device) is None:
         return "cuda"
     return "triton" if why_not("triton", op, x.device) is None else "torch"
 
 
 def exporting() -> bool:
-    """Return whether a graph is being exported: it then names no backend and saves nothing for a backward pass."""
+    """Return whether a graph is being exported: it then names no backend and saves nothing for a
+    backward pass.
+    """
     return torch.compiler.is_exporting() or torch._C._is_tracing()
 
 
 exporting._dynamo_marked_constant = True  # torch.compile would evaluate is_exporting() to True
 
 
-# the experts implementation for exports to runtimes that do not know our ops; set by hf.dropin.experts
+# the experts implementation for exports to runtimes that do not know our ops; set by
+# hf.dropin.experts
 foreign_experts: str | None = None
 
 
 def portable() -> str | None:
-    """Return the experts implementation for a foreign runtime, "batched_mm" in torch.onnx.export; None if torch runs the graph.
+    """Return the experts implementation for a foreign runtime, "batched_mm" in torch.onnx.export;
+    None if torch runs the graph.
 
     For a foreign runtime the ops trace their equations in plain torch, every expert on every token.
     """
@@ -133,26 +155,40 @@ portable._dynamo_marked_constant = True
 
 
 def pick(op: str, x: torch.Tensor, backend: str | None = None, *, cuda_fits: bool = True) -> str:
-    """Return AT_RUN_TIME if no backend is requested and the graph is being exported, else what `choose` returns."""
+    """Return AT_RUN_TIME if no backend is requested and the graph is being exported, else what
+    `choose` returns.
+    """
     return AT_RUN_TIME if backend is None and exporting() else choose(op, x, backend, cuda_fits)
 
 
 def requested(backend: str | None = None) -> str | None:
-    """Return the backend that an argument or, without one, MOE_RUNTIME_BACKEND requests; None for the default."""
+    """Return the backend that an argument or, without one, MOE_RUNTIME_BACKEND requests; None for
+    the default.
+    """
     return (os.environ.get("MOE_RUNTIME_BACKEND") or None) if backend is None else backend
 
 
 def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
-    """Return the backend that runs `op` on `x`; `cuda_fits` says whether "cuda" may be the default for x's sizes.
+    """Return the backend that runs `op` on `x`; `cuda_fits` says whether "cuda" may be the default
+    for x's sizes.
 
-    An explicit `backend` is used or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND applies to the ops that have a
-    kernel of that backend and leaves the others on their default. The default on a supported GPU is "triton", or "cuda" where
-    CUDA_TABLE lists it as faster; on a CPU it is "cpp" if its library is built and the op has a kernel there; else "torch".
+    An explicit `backend` is used or refused (ValueError), never replaced. MOE_RUNTIME_BACKEND
+    applies to the ops that have a kernel of that backend and leaves the others on their default.
+    The default on a supported GPU is "triton", or "cuda" where CUDA_TABLE lists it as faster; on a
+    CPU it is "cpp" if its library is built and the op has a kernel there; else "torch".
     """
     asked = requested(backend)
     if x.dtype == torch.float64:  # the kernels sum in float32
         if backend not in (None, "torch"):
-            raise ValueError(f"backend {backend!r} cannot run {op}: the tensor is {x.dtype}. Use backend 'torch' for float64")
+            raise ValueError(
+                f"backend {backend!r} cannot run {op}: the "
+                "tensor "
+                "is "
+                f"{x.dtype}. "
+                "Use "
+                "backend "
+                "'torch' for float64"
+            )
         return "torch"
     if asked is None:
         return _default(op, x, cuda_fits)
@@ -161,8 +197,16 @@ def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool
     kernels = KERNELS[asked]
     if backend is None and kernels and op not in kernels:
         return _default(op, x, cuda_fits)
-    if reason is None and asked == "triton" and x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        reason = None if interpreter_knows_bfloat16 else "Triton's interpreter computes bfloat16 wrongly. Use float32"
+    if (
+        reason is None
+        and asked == "triton"
+        and x.dtype == torch.bfloat16
+        and x.device.type == "cpu"
+    ):
+        if interpreter_knows_bfloat16:
+            reason = None
+        else:
+            reason = "Triton's interpreter computes bfloat16 wrongly. Use float32"
     if reason is None and asked == "cpp" and x.dtype not in cpp.DTYPES:
         reason = f"the tensor is {x.dtype}, but float32 or bfloat16 is required"
     if reason is not None:

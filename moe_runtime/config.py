@@ -1,4 +1,6 @@
-"""User settings: frozen, keyword-only dataclasses that are checked on construction and convert to one JSON object each."""
+"""User settings: frozen, keyword-only dataclasses that are checked on construction and convert to
+one JSON object each.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -6,13 +8,22 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import NamedTuple
 
 GATES = ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
-SHARED_GATES = ("xft", "nonorm")  # expert 0 is shared: it sees every token and has no row in the router
+# expert 0 is shared: it sees every token and has no row in the router
+SHARED_GATES = ("xft", "nonorm")
 ROUTERS = ("linear", "mlp")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 SHARED_MODES = ("group", "dense")
 BALANCE_LOSSES = ("none", "cv2", "switch")
 # stock MoE models that an upcycled one may be exported to: hf/models/stock.py
-STOCK_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "granitemoe", "ernie4_5_moe", "flex_olmo")
+STOCK_FAMILIES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "granitemoe",
+    "ernie4_5_moe",
+    "flex_olmo",
+)
 
 
 def shown(value: object, width: int = 200) -> str:
@@ -22,7 +33,9 @@ def shown(value: object, width: int = 200) -> str:
 
 
 def one_line(text: object, width: int = 500) -> str:
-    """Format foreign text for an error message: on one line, control characters escaped, truncated to `width` characters."""
+    """Format foreign text for an error message: on one line, control characters escaped, truncated
+    to `width` characters.
+    """
     words = " ".join(str(text)[: 4 * width].split())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
     return line if len(line) <= width else line[: width - 3] + "..."
@@ -44,11 +57,27 @@ def check_number(name: str, value: float, positive: bool = False) -> None:
     """Raise ValueError unless `value` is a finite number of 0 or more, or above 0 if `positive`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= sys.float_info.max or (positive and value == 0):
-        raise ValueError(f"{name} must be a number {'above 0' if positive else 'of at least 0'}, but got {shown(value)}")
+        raise ValueError(
+            f"{name} must be "
+            "a "
+            "number "
+            f"{'above 0' if positive else 'of at least 0'}, "
+            "but "
+            "got "
+            f"{shown(value)}"
+        )
 
 
-def check_numbers(name: str, values: object, *shape: int | None, finite: bool = True, most: float = sys.float_info.max) -> None:
-    """Raise ValueError unless `values` are nested lists of numbers of `shape` (None: any length); NaN only if not `finite`."""
+def check_numbers(
+    name: str,
+    values: object,
+    *shape: int | None,
+    finite: bool = True,
+    most: float = sys.float_info.max,
+) -> None:
+    """Raise ValueError unless `values` are nested lists of numbers of `shape` (None: any length);
+    NaN only if not `finite`.
+    """
     if not _are_numbers(values, shape, finite, most):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         kind = f"{'finite ' if finite else ''}numbers of shape [{sizes}]"
@@ -64,24 +93,34 @@ def _are_numbers(values: object, shape: tuple[int | None, ...], finite: bool, mo
     return all(_are_numbers(one, shape[1:], finite, most) for one in values)
 
 
-def check_fraction(name: str, value: float, meaning: str = "", *, zero: bool = True, one: bool = True) -> None:
-    """Raise ValueError unless `value` is a number from 0 to 1; `zero` and `one` say whether the ends are allowed."""
+def check_fraction(
+    name: str, value: float, meaning: str = "", *, zero: bool = True, one: bool = True
+) -> None:
+    """Raise ValueError unless `value` is a number from 0 to 1; `zero` and `one` say whether the
+    ends are allowed.
+    """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= 1 or (value == 0 and not zero) or (value == 1 and not one):
         if zero:
             bounds = "from 0 to 1" if one else "from 0 to below 1"
         else:
             bounds = "above 0 and at most 1" if one else "above 0 and below 1"
-        raise ValueError(f"{name} must be {bounds}{f' ({meaning})' if meaning else ''}, but got {shown(value)}")
+        raise ValueError(
+            f"{name} must be {bounds}{f' ({meaning})' if meaning else ''}, but got {shown(value)}"
+        )
 
 
 def check_shared_rate(shared_rate: float, name: str = "shared_rate") -> None:
-    """Raise ValueError, which calls the value `name`, unless `shared_rate` is a number from 0 to 1."""
+    """Raise ValueError, which calls the value `name`, unless `shared_rate` is a number from
+    0 to 1.
+    """
     check_fraction(name, shared_rate, "the shared expert's mixing coefficient")
 
 
 def check_seed(name: str, value: int) -> None:
-    """Raise ValueError unless `value` is an integer from 0 to 2^63 - 1, as a random seed must be."""
+    """Raise ValueError unless `value` is an integer from 0 to 2^63 - 1, as a random seed
+    must be.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
         raise ValueError(f"{name} must be an integer from 0 to 2^63 - 1, but got {shown(value)}")
 
@@ -94,9 +133,11 @@ def check_bool(name: str, value: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """Configuration of one Mixture-of-Experts layer. `num_experts` and `top_k` include the shared expert, as in the XFT paper.
+    """Configuration of one Mixture-of-Experts layer. `num_experts` and `top_k` include the shared
+    expert, as in the XFT paper.
 
-    The defaults are those of XFT for DeepSeek-Coder-1.3B (Sec. 4.1): 8 experts, 6 per token, including the shared one.
+    The defaults are those of XFT for DeepSeek-Coder-1.3B (Sec. 4.1): 8 experts, 6 per token,
+    including the shared one.
     """
 
     hidden_size: int
@@ -112,9 +153,11 @@ class MoEConfig:
     noise_epsilon: float = 1e-2
     balance_loss: str = "none"
     balance_loss_coef: float = 0.0
-    load_quirk: bool = False  # the official cv2 load compares the noise, not the noisy logit, with the threshold
+    # the official cv2 load compares the noise, not the noisy logit, with the threshold
+    load_quirk: bool = False
     initializer_range: float = 0.02
-    shared: str = "group"  # "dense": on a GPU, torch's matmul computes the shared expert instead of the experts' kernels
+    # "dense": on a GPU, torch's matmul computes the shared expert instead of the experts' kernels
+    shared: str = "group"
     recompute: bool = False  # save only x for the backward pass and recompute the pre-activation
 
     def __post_init__(self):
@@ -126,12 +169,28 @@ class MoEConfig:
         check_choice("balance_loss", self.balance_loss, BALANCE_LOSSES)
         check_choice("shared", self.shared, SHARED_MODES)
         if self.shared == "dense" and self.gate not in SHARED_GATES:
-            raise ValueError(f"shared='dense' requires gate to be one of {', '.join(SHARED_GATES)}, but got {self.gate!r}")
+            raise ValueError(
+                "shared='dense' requires gate to be "
+                "one "
+                "of "
+                f"{', '.join(SHARED_GATES)}, "
+                "but "
+                "got "
+                f"{self.gate!r}"
+            )
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k must be at most num_experts ({self.num_experts}), but got {self.top_k}")
+            raise ValueError(
+                f"top_k must be at most num_experts ({self.num_experts}), but got {self.top_k}"
+            )
         if self.gate in SHARED_GATES and self.num_experts > 1 and self.top_k < 2:
             raise ValueError(
-                f"top_k must be at least 2 for gate {self.gate!r} (the shared expert and a routed one), but got {self.top_k}"
+                f"top_k must be at least 2 for gate {self.gate!r} (the "
+                "shared "
+                "expert "
+                "and "
+                "a "
+                "routed "
+                f"one), but got {self.top_k}"
             )
         check_number("balance_loss_coef", self.balance_loss_coef)
         check_number("initializer_range", self.initializer_range)
@@ -145,13 +204,20 @@ class MoEConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "MoEConfig":
-        """Build the config from the output of `to_dict`; raises ValueError for unknown and missing keys."""
-        known, problem = {field.name for field in fields(cls)}, None
+        """Build the config from the output of `to_dict`; raises ValueError for unknown and missing
+        keys.
+        """
+        known = {field.name for field in fields(cls)}
+        problem = None
         if not isinstance(values, Mapping):
             problem = f"must be an object, but got {shown(values)}"
         elif unknown := sorted(str(key) for key in set(values) - known):
             problem = f"has no field {one_line(', '.join(unknown), 200)}"
-        elif missing := [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]:
+        elif missing := [
+            field.name
+            for field in fields(cls)
+            if field.default is MISSING and field.name not in values
+        ]:
             problem = f"lacks {', '.join(missing)}"
         if problem is not None:
             raise ValueError(f"MoEConfig {problem}. Its fields are {', '.join(sorted(known))}")
@@ -173,21 +239,32 @@ class MoEConfig:
         return self.top_k - self.has_shared_expert
 
 
-# the router of XFT: as the paper describes it (Sec. 3.1), and as the released code trains it (docs/xft-official.md, X1 to X4)
+# the router of XFT: as the paper describes it (Sec. 3.1), and as the released code trains it
+# (docs/xft-official.md, X1 to X4)
 PRESETS = {
     "xft-paper": {
-        "gate": "xft", "router": "linear", "noisy_gate": False, "balance_loss": "none", "balance_loss_coef": 0.0,
+        "gate": "xft",
+        "router": "linear",
+        "noisy_gate": False,
+        "balance_loss": "none",
+        "balance_loss_coef": 0.0,
         "load_quirk": False,
     },
     "xft-official": {
-        "gate": "xft", "router": "mlp", "noisy_gate": True, "balance_loss": "cv2", "balance_loss_coef": 0.01,
+        "gate": "xft",
+        "router": "mlp",
+        "noisy_gate": True,
+        "balance_loss": "cv2",
+        "balance_loss_coef": 0.01,
         "load_quirk": True,
     },
-}  # fmt: skip
+}
 
 
 class Layer(NamedTuple):
-    """Sizes of one MoE layer; experts and slots include a shared expert, which is expert 0 and processes every token."""
+    """Sizes of one MoE layer; experts and slots include a shared expert, which is expert 0 and
+    processes every token.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -201,10 +278,14 @@ class Layer(NamedTuple):
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
             check_positive(name, getattr(self, name))
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k must be at most num_experts ({self.num_experts}), but got {self.top_k}")
+            raise ValueError(
+                f"top_k must be at most num_experts ({self.num_experts}), but got {self.top_k}"
+            )
 
 
-LAYERS = {  # of published models; the XFT ones as in its paper, or assumed where the paper gives no number of experts
+# of published models; the XFT ones as in its paper, or assumed where the paper gives no number of
+# experts
+LAYERS = {
     "XFT-DSCoder-1.3B": Layer(2048, 5504, 8, 6, shared=True),
     "XFT-StableCode-3B": Layer(2560, 6912, 4, 2, shared=True),
     "XFT-TinyLlama-1.1B": Layer(2048, 5632, 8, 6, shared=True),

@@ -1,7 +1,9 @@
-"""Kernels run natively where there is a CUDA GPU, else in Triton's interpreter; either way the same tests.
+"""Kernels run natively where there is a CUDA GPU, else in Triton's interpreter; either way the same
+tests.
 
-Triton decides per process: `@triton.jit`, and triton.language's own helpers at the first import, read TRITON_INTERPRET
-when they decorate. So it is set here, before a kernel or a model file of transformers imports triton (torch does not).
+Triton decides per process: `@triton.jit`, and triton.language's own helpers at the first import,
+read TRITON_INTERPRET when they decorate. So it is set here, before a kernel or a model file of
+transformers imports triton (torch does not).
 """
 
 import gc
@@ -18,7 +20,9 @@ import pytest
 import torch
 
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
-    assert "triton" not in sys.modules, "triton was imported before tests/conftest.py could choose its interpreter"
+    assert "triton" not in sys.modules, (
+        "triton was imported before tests/conftest.py could choose its interpreter"
+    )
     os.environ["TRITON_INTERPRET"] = "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -32,19 +36,25 @@ if INTERPRETED:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-# largest relative Frobenius error against float64 on the same quantised inputs: a few times what the eager path has
+# largest relative Frobenius error against float64 on the same quantised inputs: a few times what
+# the eager path has
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 def pytest_report_header() -> str:
-    return f"triton kernels: {'interpreted on the CPU' if INTERPRETED else 'on ' + torch.cuda.get_device_name()}"
+    return (
+        "triton kernels: "
+        f"{'interpreted on the CPU' if INTERPRETED else 'on ' + torch.cuda.get_device_name()}"
+    )
 
 
 _modules_frozen = 0
 
 
 def _freeze_imports() -> None:
-    """Take what modules hold out of the garbage collector's sight: every training ends with a search of all the rest."""
+    """Take what modules hold out of the garbage collector's sight: every training ends with a
+    search of all the rest.
+    """
     global _modules_frozen
     if len(sys.modules) > _modules_frozen + 20:
         gc.collect()
@@ -61,7 +71,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _seed_and_poison():
     torch.manual_seed(0)
-    # torch.empty is NaN from here on: a kernel writes all that it hands out, and reads nothing that nobody wrote
+    # torch.empty is NaN from here on: a kernel writes all that it hands out, and reads nothing that
+    # nobody wrote
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
 

@@ -1,4 +1,6 @@
-"""Which backend runs, and why not another: asked for is honoured or refused with the reason, never replaced."""
+"""Which backend runs, and why not another: asked for is honoured or refused with the reason, never
+replaced.
+"""
 
 import json
 import re
@@ -30,24 +32,38 @@ IDX = torch.zeros(3, 2, dtype=torch.int32)
 CALLS = {
     "route": lambda **b: route(torch.randn(3, 4), 2, "softmax_topk", **b)[0],
     "dispatch": lambda **b: dispatch(IDX, 2, **b)[0],
-    "grouped_gemm": lambda **b: grouped_gemm(torch.randn(3, 4), torch.randn(1, 2, 4), torch.tensor([0, 3]), **b),
+    "grouped_gemm": lambda **b: grouped_gemm(
+        torch.randn(3, 4), torch.randn(1, 2, 4), torch.tensor([0, 3]), **b
+    ),
     "combine": lambda **b: combine(torch.randn(6, 4), torch.rand(3, 2), torch.arange(6), **b),
-    "moe_mlp": lambda **b: moe_mlp(torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b),
+    "moe_mlp": lambda **b: moe_mlp(
+        torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.rand(3, 2), IDX, **b
+    ),
     "frozen_mlp": lambda **b: frozen_mlp(
-        torch.randn(3, 4), FrozenExperts(Stack.dense(torch.randn(2, 6, 4)), Stack.dense(torch.randn(2, 4, 3))),
-        torch.rand(3, 2), IDX, **b,
+        torch.randn(3, 4),
+        FrozenExperts(Stack.dense(torch.randn(2, 6, 4)), Stack.dense(torch.randn(2, 4, 3))),
+        torch.rand(3, 2),
+        IDX,
+        **b,
     )[0],
     "merge_experts": lambda **b: merge_experts(torch.randn(2, 3), torch.rand(2), **b),
     "lora_mlp": lambda **b: lora_mlp(
-        torch.randn(3, 4), *torch.randn(2, 5, 4), torch.randn(4, 5), torch.rand(3, 2), IDX,
-        up=LoRA(torch.randn(2, 1, 4), torch.randn(2, 1, 5)), **b,
+        torch.randn(3, 4),
+        *torch.randn(2, 5, 4),
+        torch.randn(4, 5),
+        torch.rand(3, 2),
+        IDX,
+        up=LoRA(torch.randn(2, 1, 4), torch.randn(2, 1, 5)),
+        **b,
     ),
     "gram": lambda **b: gram(torch.randn(2, 3), **b).float(),
-    "dare_merge": lambda **b: dare_merge(*torch.randn(2, 3), weights=(0.5, 0.5), seed=0, tensor=0, **b),
+    "dare_merge": lambda **b: dare_merge(
+        *torch.randn(2, 3), weights=(0.5, 0.5), seed=0, tensor=0, **b
+    ),
     "fused_cross_entropy": lambda **b: fused_cross_entropy(
         [torch.randn(3, 4)], [torch.randn(5, 4)], torch.rand(3, 1), torch.arange(3), **b
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +96,9 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize("op", CALLS)
 def test_torch_runs_everywhere_and_is_the_default_on_the_cpu(op, monkeypatch):
     monkeypatch.setattr(cpp, "_found", "the CPU library is not built")
-    assert backends.pick(op, torch.zeros(1)) == "torch" == backends.pick(op, torch.zeros(1), "torch")
+    assert (
+        backends.pick(op, torch.zeros(1)) == "torch" == backends.pick(op, torch.zeros(1), "torch")
+    )
     torch.manual_seed(1)
     want = CALLS[op]()
     torch.manual_seed(1)
@@ -101,7 +119,9 @@ def test_asked_for_and_unusable_is_an_error_that_says_why(op, backend, not_inter
 def test_unknown_backend_is_an_error(op, backend):
     with pytest.raises(ValueError) as error:
         CALLS[op](backend=backend)
-    assert "backend must be one of torch, triton, cuda" in str(error.value) and repr(backend) in str(error.value)
+    assert "backend must be one of torch, triton, cuda" in str(error.value) and repr(
+        backend
+    ) in str(error.value)
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -186,11 +206,22 @@ def test_cpp_is_the_default_of_experts_and_merging_where_its_library_is(monkeypa
     monkeypatch.setattr(cpp, "_found", library)
     for op in CALLS:
         want = "cpp" if op in ("moe_mlp", "frozen_mlp", "merge_experts") else "torch"
-        assert [backends.pick(op, torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)] == [want] * 2
+        assert [
+            backends.pick(op, torch.zeros(1, dtype=dtype))
+            for dtype in (torch.float32, torch.bfloat16)
+        ] == [want] * 2
         assert backends.pick(op, torch.zeros(1, dtype=torch.float16)) == "torch"
-        assert backends.pick(op, torch.zeros(1, dtype=torch.float64)) == "torch" == backends.pick(op, torch.zeros(1), "torch")
-    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cpp")  # speaks for the experts, leaves the others alone
-    assert backends.pick("moe_mlp", torch.zeros(1)) == "cpp" and backends.pick("route", torch.zeros(1)) == "torch"
+        assert (
+            backends.pick(op, torch.zeros(1, dtype=torch.float64))
+            == "torch"
+            == backends.pick(op, torch.zeros(1), "torch")
+        )
+    # speaks for the experts, leaves the others alone
+    monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cpp")
+    assert (
+        backends.pick("moe_mlp", torch.zeros(1)) == "cpp"
+        and backends.pick("route", torch.zeros(1)) == "torch"
+    )
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "torch")
     assert backends.pick("moe_mlp", torch.zeros(1)) == "torch"
 
@@ -227,8 +258,12 @@ def table(monkeypatch, tmp_path):
 
 
 def test_cuda_runs_only_when_it_is_asked_for(library, monkeypatch):
-    assert [backends.pick(op, library) for op in backends.CUDA_OPS] == ["triton"] * len(backends.CUDA_OPS)
-    assert [backends.pick(op, library, "cuda") for op in backends.CUDA_OPS] == ["cuda"] * len(backends.CUDA_OPS)
+    assert [backends.pick(op, library) for op in backends.CUDA_OPS] == ["triton"] * len(
+        backends.CUDA_OPS
+    )
+    assert [backends.pick(op, library, "cuda") for op in backends.CUDA_OPS] == ["cuda"] * len(
+        backends.CUDA_OPS
+    )
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cuda")
     assert {op: backends.pick(op, library) for op in CALLS} == {
         op: "cuda" if op in backends.CUDA_OPS else "triton" for op in CALLS
@@ -237,7 +272,9 @@ def test_cuda_runs_only_when_it_is_asked_for(library, monkeypatch):
 
 def test_cuda_is_the_default_where_the_table_says_so(library, table, monkeypatch):
     table({"op": "dispatch", "device": "NVIDIA H200"}, {"op": "route", "device": "NVIDIA A100"})
-    assert backends.pick("dispatch", library) == "cuda" and backends.pick("route", library) == "triton"
+    assert (
+        backends.pick("dispatch", library) == "cuda" and backends.pick("route", library) == "triton"
+    )
     assert backends.pick("dispatch", library, "triton") == "triton"
     cuda.use(None)  # the table does not make a library
     monkeypatch.setattr(cuda, "_found", "the CUDA library is not built")
@@ -248,10 +285,14 @@ def test_cuda_is_never_the_default_where_it_would_refuse(library, table):
     table(*({"op": op, "device": "NVIDIA H200"} for op in backends.CUDA_OPS))
     assert {backends.pick(op, library) for op in backends.CUDA_OPS} == {"cuda"}
     assert {backends.pick(op, library, cuda_fits=False) for op in backends.CUDA_OPS} == {"triton"}
-    assert backends.pick("route", library, "cuda", cuda_fits=False) == "cuda"  # asked for: the op says why not
+    # asked for: the op says why not
+    assert backends.pick("route", library, "cuda", cuda_fits=False) == "cuda"
     assert cuda_kernels.fits(1024) and not cuda_kernels.fits(1025)
     library.dtype = torch.int8
-    assert backends.pick("merge_experts", library) == "triton" and backends.pick("dispatch", library) == "cuda"
+    assert (
+        backends.pick("merge_experts", library) == "triton"
+        and backends.pick("dispatch", library) == "cuda"
+    )
 
 
 @pytest.mark.parametrize("op", ["route", "dispatch"])
@@ -259,7 +300,10 @@ def test_ops_say_what_fits(op, monkeypatch):
     found = []
     monkeypatch.setattr(backends, "pick", lambda *_, cuda_fits: found.append(cuda_fits) or "torch")
     for E in (4, 1025):
-        route(torch.randn(2, E), 2, "softmax_topk") if op == "route" else dispatch(torch.zeros(2, 2).int(), E)
+        if op == "route":
+            route(torch.randn(2, E), 2, "softmax_topk")
+        else:
+            (dispatch(torch.zeros(2, 2).int(), E))
     assert found == [True, False]
 
 
@@ -267,35 +311,62 @@ def test_the_table_that_is_shipped_is_one():
     rows = json.loads(backends.CUDA_TABLE.read_text())["measured"]
     for row in rows:
         assert row.keys() == {"op", "device", "date", "torch", "triton", "times_faster"}
-        assert row["op"] in backends.CUDA_OPS and row["times_faster"] >= 1 and re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
+        assert (
+            row["op"] in backends.CUDA_OPS
+            and row["times_faster"] >= 1
+            and re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
+        )
 
 
 def test_cuda_says_why_it_cannot(library, monkeypatch):
     assert backends.why_not("cuda", "moe_mlp", library.device) == "moe_mlp has no cuda kernel"
-    with pytest.raises(ValueError, match="'cuda' cannot run dispatch: the tensor is on the CPU, not on cuda"):
+    with pytest.raises(
+        ValueError, match="'cuda' cannot run dispatch: the tensor is on the CPU, not on cuda"
+    ):
         backends.pick("dispatch", torch.zeros(1), "cuda")
-    assert backends.why_not("cuda", "dispatch", torch.device("xpu")) == "the tensor is on xpu, not on cuda"
+    assert (
+        backends.why_not("cuda", "dispatch", torch.device("xpu"))
+        == "the tensor is on xpu, not on cuda"
+    )
     cuda.use(None)
     monkeypatch.setattr(cuda, "_found", "the CUDA library is not built. To build it, run how to")
-    with pytest.raises(ValueError, match="'cuda' cannot run combine: the CUDA library is not built. To build it, run how to"):
+    with pytest.raises(
+        ValueError,
+        match="'cuda' cannot run combine: the CUDA library is not built. To build it, run how to",
+    ):
         backends.pick("combine", library, "cuda")
     cuda.use(Loaded(None, Path("emulator.so"), {}))
-    assert backends.pick("combine", torch.zeros(1), "cuda") == "cuda"  # on the CPU, as in tests/csrc
+    # on the CPU, as in tests/csrc
+    assert backends.pick("combine", torch.zeros(1), "cuda") == "cuda"
     with pytest.raises(ValueError, match="the emulator, which runs on the CPU"):
         backends.pick("combine", library, "cuda")
 
 
 def test_doctor_says_that_cuda_is_there(library, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *_, **__: library)
-    assert surroundings.explain("dispatch", library.device) == "triton; cuda on request: not measured to be faster here"
-    assert surroundings.explain("gram", library.device) == "triton; not cuda: gram has no cuda kernel"
+    assert (
+        surroundings.explain("dispatch", library.device)
+        == "triton; cuda on request: not measured to be faster here"
+    )
+    assert (
+        surroundings.explain("gram", library.device) == "triton; not cuda: gram has no cuda kernel"
+    )
 
 
 def test_doctor_names_the_library(monkeypatch):
-    handle = SimpleNamespace(moert_probe=lambda *_: 35, moert_error_string=lambda code: b"no driver")
-    monkeypatch.setattr(cuda, "_found", Loaded(handle, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"}))
-    assert surroundings.report()["system"]["cuda library"] == "lib.so: nvcc 13.0 for sm_90; no driver"
+    handle = SimpleNamespace(
+        moert_probe=lambda *_: 35, moert_error_string=lambda code: b"no driver"
+    )
+    monkeypatch.setattr(
+        cuda, "_found", Loaded(handle, Path("lib.so"), {"archs": ["sm_90"], "nvcc": "13.0"})
+    )
+    assert (
+        surroundings.report()["system"]["cuda library"] == "lib.so: nvcc 13.0 for sm_90; no driver"
+    )
     monkeypatch.setattr(cuda, "_found", "the CUDA library is not built. To build it, run how to")
     doctor = surroundings.report()
-    assert doctor["system"]["cuda library"] == "none: the CUDA library is not built. To build it, run how to"
+    assert (
+        doctor["system"]["cuda library"]
+        == "none: the CUDA library is not built. To build it, run how to"
+    )
     assert "not cuda: the tensor is on the CPU" in doctor["backends"]["dispatch"]

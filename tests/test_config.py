@@ -27,19 +27,35 @@ def test_defaults_are_the_papers():
     config = MoEConfig(**SIZES)  # XFT, Sec. 4.1
     assert (config.num_experts, config.top_k, config.gate) == (8, 6, "xft")
     assert (config.num_routed_experts, config.num_routed_per_token) == (7, 5)
-    assert config.balance_loss == "none" and config.balance_loss_coef == 0.0 and not config.noisy_gate
+    assert (
+        config.balance_loss == "none" and config.balance_loss_coef == 0.0 and not config.noisy_gate
+    )
 
 
 def test_names_of_the_public_api():
-    assert GATES == ("xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk")
-    assert BALANCE_LOSSES == ("none", "cv2", "switch") and ROUTERS == ("linear", "mlp") and "silu" in ACTIVATIONS
+    assert GATES == (
+        "xft",
+        "nonorm",
+        "topk_softmax",
+        "softmax_topk",
+        "softmax_topk_renorm",
+        "sigmoid_topk",
+    )
+    assert (
+        BALANCE_LOSSES == ("none", "cv2", "switch")
+        and ROUTERS == ("linear", "mlp")
+        and "silu" in ACTIVATIONS
+    )
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_counts_include_the_shared_expert(gate):
-    config, shared = MoEConfig(**SIZES, gate=gate, num_experts=8, top_k=6), gate in ("xft", "nonorm")
+    config = MoEConfig(**SIZES, gate=gate, num_experts=8, top_k=6)
+    shared = gate in ("xft", "nonorm")
     assert config.has_shared_expert == shared == (gate in SHARED_GATES)
-    assert (config.num_routed_experts, config.num_routed_per_token) == ((7, 5) if shared else (8, 6))
+    assert (config.num_routed_experts, config.num_routed_per_token) == (
+        (7, 5) if shared else (8, 6)
+    )
 
 
 def test_is_frozen_and_takes_keywords_only():
@@ -51,20 +67,34 @@ def test_is_frozen_and_takes_keywords_only():
     with pytest.raises(TypeError):
         MoEConfig(64, 96)
     assert dataclasses.replace(config, top_k=2).top_k == 2 and config.top_k == 6
-    with pytest.raises(ValueError, match="top_k must be .*but got 9"):  # a copy with a change is checked as well
+    # a copy with a change is checked as well
+    with pytest.raises(ValueError, match="top_k must be .*but got 9"):
         dataclasses.replace(config, top_k=9)
 
 
 def test_equal_values_make_equal_hashable_configs():
-    a, b = MoEConfig(**SIZES, top_k=2), MoEConfig(**SIZES, top_k=2)
+    a = MoEConfig(**SIZES, top_k=2)
+    b = MoEConfig(**SIZES, top_k=2)
     assert a == b and hash(a) == hash(b) and a != MoEConfig(**SIZES)
 
 
 ODD = MoEConfig(
-    hidden_size=33, intermediate_size=17, num_experts=3, top_k=2, gate="nonorm", router="mlp", hidden_act="gelu", gated=False,
-    bias=True, noisy_gate=True, noise_epsilon=0.5, balance_loss="cv2", balance_loss_coef=0.01, load_quirk=True,
+    hidden_size=33,
+    intermediate_size=17,
+    num_experts=3,
+    top_k=2,
+    gate="nonorm",
+    router="mlp",
+    hidden_act="gelu",
+    gated=False,
+    bias=True,
+    noisy_gate=True,
+    noise_epsilon=0.5,
+    balance_loss="cv2",
+    balance_loss_coef=0.01,
+    load_quirk=True,
     initializer_range=0.1,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("config", [MoEConfig(**SIZES), ODD], ids=["defaults", "every field set"])
@@ -123,19 +153,24 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("change, words", BAD, ids=[f"{next(reversed(c))}={list(c.values())[-1]!r}" for c, _ in BAD])
+@pytest.mark.parametrize(
+    "change, words", BAD, ids=[f"{next(reversed(c))}={list(c.values())[-1]!r}" for c, _ in BAD]
+)
 def test_message_names_the_bad_value_and_what_is_wanted(change, words):
     with pytest.raises(ValueError) as error:
         MoEConfig(**SIZES | change)
     assert words in str(error.value) and f"got {list(change.values())[-1]!r}" in str(error.value)
 
 
-@pytest.mark.parametrize("change", [
-    {"num_experts": 1, "top_k": 1},
-    {"num_experts": 2, "top_k": 2},
-    {"num_experts": 8, "top_k": 8},
-    {"gate": "softmax_topk", "top_k": 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_experts": 1, "top_k": 1},
+        {"num_experts": 2, "top_k": 2},
+        {"num_experts": 8, "top_k": 8},
+        {"gate": "softmax_topk", "top_k": 1},
+    ],
+)
 def test_edges_that_are_fine(change):
     MoEConfig(**SIZES | change)
 

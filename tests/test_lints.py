@@ -1,4 +1,6 @@
-"""What a reader of kernels and launchers checks without running them. tests/ops/test_host_sync.py runs the launchers."""
+"""What a reader of kernels and launchers checks without running them. tests/ops/test_host_sync.py
+runs the launchers.
+"""
 
 import ast
 import re
@@ -10,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
 OPS = sorted((ROOT / "moe_runtime" / "ops").glob("*.py"))
-# where a value may be read back: what the torch backend runs, and helpers that are no part of a step
+# where a value may be read back: what the torch backend runs, and helpers that are no part of a
+# step
 MAY_SYNC = {
     "moe_mlp_cpp.py": "the CPU's backend: its tensors are on the host",
     "frozen_mlp_torch.py": "the torch and cpp backends: they loop over experts on the host",
@@ -27,15 +30,28 @@ MAY_SYNC = {
     "expansion.py:farthest_pair": "its result is a decision of the host",
 }
 SYNC = {
-    "item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "synchronize", "masked_select", "unique", "is_nonzero", "equal",
-}  # fmt: skip
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "argwhere",
+    "synchronize",
+    "masked_select",
+    "unique",
+    "is_nonzero",
+    "equal",
+}
 
 
 def functions(tree: ast.Module, jit: bool) -> Iterator[ast.FunctionDef]:
     """The functions of a module that are kernels (or parts of them), or those that are not."""
     for node in tree.body:
         for f in ast.walk(node):
-            if isinstance(f, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in f.decorator_list) == jit:
+            if (
+                isinstance(f, ast.FunctionDef)
+                and any("jit" in ast.unparse(d) for d in f.decorator_list) == jit
+            ):
                 yield f
 
 
@@ -66,14 +82,33 @@ def host_syncs(tree: ast.Module, file: str) -> list[str]:
 
 # (b) what means something else in the interpreter, or in another Triton
 ONLY_SOME_TRITONS = {
-    "make_block_ptr", "advance", "make_tensor_ptr", "softmax", "squeeze", "unsqueeze", "aggregate", "aggregate_replace",
-    "inline_asm_elementwise", "autotune", "libdevice", "fdiv",
-}  # fmt: skip
-ONLY_SOME_KEYWORDS = {"boundary_check", "padding_option", "descending", "round_f32_to_tf32", "approx", "dim"}
+    "make_block_ptr",
+    "advance",
+    "make_tensor_ptr",
+    "softmax",
+    "squeeze",
+    "unsqueeze",
+    "aggregate",
+    "aggregate_replace",
+    "inline_asm_elementwise",
+    "autotune",
+    "libdevice",
+    "fdiv",
+}
+ONLY_SOME_KEYWORDS = {
+    "boundary_check",
+    "padding_option",
+    "descending",
+    "round_f32_to_tf32",
+    "approx",
+    "dim",
+}
 
 
 def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
-    """Atomics, tensors in `and`, loads and products that leave something to a default, calls that not every Triton has."""
+    """Atomics, tensors in `and`, loads and products that leave something to a default, calls that
+    not every Triton has.
+    """
     bad = []
     for f in functions(tree, jit=True):
         for node in ast.walk(f):
@@ -86,25 +121,64 @@ def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
         for call, name in calls(f):
             bad += [(call, why) for why in call_mistakes(call, name)]
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Attribute, ast.Name)) and ast.unparse(node).split(".")[-1] in ONLY_SOME_TRITONS:
-            bad.append((node, f"{ast.unparse(node)} is not in every Triton, not in its interpreter, or not reproducible"))
+        if (
+            isinstance(node, (ast.Attribute, ast.Name))
+            and ast.unparse(node).split(".")[-1] in ONLY_SOME_TRITONS
+        ):
+            bad.append(
+                (
+                    node,
+                    (
+                        f"{ast.unparse(node)} is not in every Triton, not "
+                        "in "
+                        "its "
+                        "interpreter, "
+                        "or "
+                        "not "
+                        "reproducible"
+                    ),
+                )
+            )
         if isinstance(node, ast.keyword) and node.arg == "warp_specialize":
-            bad.append((node, "warp_specialize= is compiled wrongly for sm_90 by Triton 3.6, and refused by later ones"))
+            bad.append(
+                (
+                    node,
+                    (
+                        "warp_specialize= is compiled wrongly for sm_90 by "
+                        "Triton "
+                        "3.6, "
+                        "and "
+                        "refused "
+                        "by "
+                        "later ones"
+                    ),
+                )
+            )
     launches = [node for node in ast.walk(tree) if is_launch(node)]
-    bad += [(node, "a launch without enable_fp_fusion=") for node in launches if "enable_fp_fusion" not in keywords(node)]
+    bad += [
+        (node, "a launch without enable_fp_fusion=")
+        for node in launches
+        if "enable_fp_fusion" not in keywords(node)
+    ]
     launched = {node.func.value.id for node in launches}
     jitted = {f.name for f in functions(tree, jit=True)}
     bad += [
-        (tree.body[0], f"{n} is launched; want the name _<op>_kernel") for n in launched if not re.fullmatch(r"_\w+_kernel", n)
+        (tree.body[0], f"{n} is launched; want the name _<op>_kernel")
+        for n in launched
+        if not re.fullmatch(r"_\w+_kernel", n)
     ]
     bad += [
-        (tree.body[0], f"{n} is named like a kernel and never launched") for n in jitted - launched if n.endswith("_kernel")
+        (tree.body[0], f"{n} is named like a kernel and never launched")
+        for n in jitted - launched
+        if n.endswith("_kernel")
     ]
     return [f"{file}:{getattr(node, 'lineno', 1)}: {why}" for node, why in bad]
 
 
 def chained_products(f: ast.FunctionDef) -> Iterator[tuple[ast.AST, str]]:
-    """Two products into one accumulator in one round of a loop: wrong on sm_100 with Triton 3.6 to 3.8 (triton#10821)."""
+    """Two products into one accumulator in one round of a loop: wrong on sm_100 with Triton 3.6 to
+    3.8 (triton#10821).
+    """
     for loop in ast.walk(f):
         if not isinstance(loop, ast.For | ast.While):
             continue
@@ -115,7 +189,9 @@ def chained_products(f: ast.FunctionDef) -> Iterator[tuple[ast.AST, str]]:
 
 
 def ways(body: list[ast.stmt]) -> list[list[ast.AST]]:
-    """What runs together: every combination of the branches of `if`; inner loops count with the outer one."""
+    """What runs together: every combination of the branches of `if`; inner loops count with the
+    outer one.
+    """
     found = [[]]
     for node in body:
         choices = ways(node.body) + ways(node.orelse) if isinstance(node, ast.If) else [[node]]
@@ -140,7 +216,9 @@ def call_mistakes(call: ast.Call, name: str) -> Iterator[str]:
         yield "tl.load with mask= and no other="
     if name == "tl.load" and len(call.args) > 1:
         yield "tl.load with more than the pointer by position"
-    if name == "tl.dot" and not ("input_precision" in keywords(call) and (len(call.args) == 3 or "acc" in keywords(call))):
+    if name == "tl.dot" and not (
+        "input_precision" in keywords(call) and (len(call.args) == 3 or "acc" in keywords(call))
+    ):
         yield "tl.dot without an accumulator or input_precision="
     if name.startswith("tl.") and (some := keywords(call) & ONLY_SOME_KEYWORDS):
         yield f"{name}({', '.join(some)}=) is not in every Triton"
@@ -148,22 +226,33 @@ def call_mistakes(call: ast.Call, name: str) -> Iterator[str]:
 
 def is_launch(node: ast.AST) -> bool:
     """kernel[grid](...) with a plain name."""
-    call = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+    call = (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.value, ast.Name)
+    )
     return call and node.func.value.id not in ("dict", "list", "tuple")
 
 
 def is_constant(node: ast.AST, f: ast.FunctionDef) -> bool:
     """Whether an expression is made of constexpr arguments and comparisons with None."""
-    constants = {a.arg for a in f.args.args if a.annotation is not None and "constexpr" in ast.unparse(a.annotation)}
+    constants = {
+        a.arg
+        for a in f.args.args
+        if a.annotation is not None and "constexpr" in ast.unparse(a.annotation)
+    }
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
         return True
     if isinstance(node, ast.Name):
         return node.id in constants
-    return all(is_constant(child, f) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+    return all(
+        is_constant(child, f) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)
+    )
 
 
 # (c) a row times a stride is 64 bits wide
-LENGTH = re.compile(r"(?i:stride)\w*|width|[A-Z]")  # strides, and the dims that stand for one in a contiguous tensor
+# strides, and the dims that stand for one in a contiguous tensor
+LENGTH = re.compile(r"(?i:stride)\w*|width|[A-Z]")
 NARROW = {  # file:function:product -> why it does
     "combine.py:sum_slots:t * K": "every caller's t is int64",
     "routing.py:route_rows:t * STRIDE_T": "its first token is int64",
@@ -179,10 +268,16 @@ def narrow_offsets(tree: ast.Module, file: str, known=NARROW) -> list[str]:
             if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
                 continue
             for length, other in ((node.left, node.right), (node.right, node.left)):
-                if not (isinstance(length, ast.Name) and LENGTH.fullmatch(length.id)) or is_small(other, f):
+                if not (isinstance(length, ast.Name) and LENGTH.fullmatch(length.id)) or is_small(
+                    other, f
+                ):
                     continue
                 place = f"{file}:{f.name}:{ast.unparse(node)}"
-                if not is_wide(other, defined) and not is_wide(length, defined) and place not in known:
+                if (
+                    not is_wide(other, defined)
+                    and not is_wide(length, defined)
+                    and place not in known
+                ):
                     bad.append(f"{place} (line {node.lineno}) overflows int32; want .to(tl.int64)")
     return bad
 
@@ -227,7 +322,9 @@ LINTS = {host_syncs: KERNELS + OPS, kernel_mistakes: KERNELS, narrow_offsets: KE
 
 @pytest.mark.parametrize("lint", LINTS, ids=lambda lint: lint.__name__)
 def test_sources(lint):
-    assert [line for path in LINTS[lint] for line in lint(ast.parse(path.read_text()), path.name)] == []
+    assert [
+        line for path in LINTS[lint] for line in lint(ast.parse(path.read_text()), path.name)
+    ] == []
 
 
 LOOP = "@triton.jit\ndef f(a, b, acc, up, zero, n):\n    for k in range(n):\n"
@@ -241,32 +338,100 @@ MISTAKES = [
     (kernel_mistakes, "@triton.jit\ndef f(p):\n    tl.atomic_add(p, 1)", "the order of atomics"),
     (kernel_mistakes, "@triton.jit\ndef f(p, m):\n    tl.load(p, mask=m)", "no other="),
     (kernel_mistakes, "@triton.jit\ndef f(p, m):\n    tl.load(p, m, 0.0)", "by position"),
-    (kernel_mistakes, "@triton.jit\ndef f(a, b):\n    return (a > 0) and (b > 0)", "takes tensors' truth"),
-    (kernel_mistakes, "@triton.jit\ndef f(a, C: tl.constexpr):\n    return C or a", "takes tensors' truth"),
+    (
+        kernel_mistakes,
+        "@triton.jit\ndef f(a, b):\n    return (a > 0) and (b > 0)",
+        "takes tensors' truth",
+    ),
+    (
+        kernel_mistakes,
+        "@triton.jit\ndef f(a, C: tl.constexpr):\n    return C or a",
+        "takes tensors' truth",
+    ),
     (kernel_mistakes, "@triton.jit\ndef f(a):\n    return not a", "takes tensors' truth"),
     (kernel_mistakes, "@triton.jit\ndef f(a, n):\n    return 0 <= a < n", "is a chain"),
-    (kernel_mistakes, "@triton.jit\ndef f(a, b):\n    return tl.dot(a, b, input_precision='ieee')", "without an accumulator"),
-    (kernel_mistakes, "@triton.jit\ndef f(a, b, acc):\n    return tl.dot(a, b, acc)", "or input_precision="),
+    (
+        kernel_mistakes,
+        "@triton.jit\ndef f(a, b):\n    return tl.dot(a, b, input_precision='ieee')",
+        "without an accumulator",
+    ),
+    (
+        kernel_mistakes,
+        "@triton.jit\ndef f(a, b, acc):\n    return tl.dot(a, b, acc)",
+        "or input_precision=",
+    ),
     (kernel_mistakes, "@triton.jit\ndef f(a):\n    return tl.softmax(a)", "not in every Triton"),
-    (kernel_mistakes, "@triton.jit\ndef f(p):\n    return tl.make_block_ptr(p)", "not in every Triton"),
-    (kernel_mistakes, "@triton.jit\ndef f(a):\n    return tl.topk(a, 2, descending=True)", "tl.topk(descending=)"),
-    (kernel_mistakes, "@triton.autotune([], [])\n@triton.jit\ndef f(p):\n    pass", "not reproducible"),
-    (kernel_mistakes, "@triton.jit\ndef f(n):\n    for k in tl.range(n, warp_specialize=True): pass", "warp_specialize= is"),
-    (kernel_mistakes, LOOP + f"        acc = {DOT}\n        acc = {DOT}", "two tl.dot into acc in a loop"),
-    (kernel_mistakes, LOOP + f"        acc = {DOT}\n        if n is None:\n            up = {DOT}", "two tl.dot into acc"),
-    (kernel_mistakes, LOOP + f"        acc += {ZERO}\n        for j in range(n):\n            acc += {ZERO}", "into acc in a"),
-    (kernel_mistakes, "@triton.jit\ndef work(p):\n    pass\ndef go(p):\n    work[(1,)](p)", "want the name _<op>_kernel"),
+    (
+        kernel_mistakes,
+        "@triton.jit\ndef f(p):\n    return tl.make_block_ptr(p)",
+        "not in every Triton",
+    ),
+    (
+        kernel_mistakes,
+        "@triton.jit\ndef f(a):\n    return tl.topk(a, 2, descending=True)",
+        "tl.topk(descending=)",
+    ),
+    (
+        kernel_mistakes,
+        "@triton.autotune([], [])\n@triton.jit\ndef f(p):\n    pass",
+        "not reproducible",
+    ),
+    (
+        kernel_mistakes,
+        "@triton.jit\ndef f(n):\n    for k in tl.range(n, warp_specialize=True): pass",
+        "warp_specialize= is",
+    ),
+    (
+        kernel_mistakes,
+        LOOP + f"        acc = {DOT}\n        acc = {DOT}",
+        "two tl.dot into acc in a loop",
+    ),
+    (
+        kernel_mistakes,
+        LOOP + f"        acc = {DOT}\n        if n is None:\n            up = {DOT}",
+        "two tl.dot into acc",
+    ),
+    (
+        kernel_mistakes,
+        LOOP + f"        acc += {ZERO}\n        for j in range(n):\n            acc += {ZERO}",
+        "into acc in a",
+    ),
+    (
+        kernel_mistakes,
+        "@triton.jit\ndef work(p):\n    pass\ndef go(p):\n    work[(1,)](p)",
+        "want the name _<op>_kernel",
+    ),
     (kernel_mistakes, "@triton.jit\ndef _a_kernel(p):\n    pass", "never launched"),
     (kernel_mistakes, "def go(p):\n    _a_kernel[(1,)](p)", "without enable_fp_fusion="),
-    (narrow_offsets, "@triton.jit\ndef f(p, row, stride_x):\n    return p + row * stride_x", "row * stride_x"),
-    (narrow_offsets, "@triton.jit\ndef f(p, row, H):\n    return p + row[:, None] * H", "row[:, None] * H"),
-    (narrow_offsets, "@triton.jit\ndef f(p, a, stride_x):\n    row = a + 1\n    return p + stride_x * row", "stride_x * row"),
     (
         narrow_offsets,
-        "@triton.jit\ndef f(p, a, stride_x):\n    r = a.to(tl.int64)\n    if a:\n        r = a\n    return p + r * stride_x",
+        "@triton.jit\ndef f(p, row, stride_x):\n    return p + row * stride_x",
+        "row * stride_x",
+    ),
+    (
+        narrow_offsets,
+        "@triton.jit\ndef f(p, row, H):\n    return p + row[:, None] * H",
+        "row[:, None] * H",
+    ),
+    (
+        narrow_offsets,
+        "@triton.jit\ndef f(p, a, stride_x):\n    row = a + 1\n    return p + stride_x * row",
+        "stride_x * row",
+    ),
+    (
+        narrow_offsets,
+        (
+            "@triton.jit\ndef f(p, a, stride_x):\n    r = a.to(tl.int64)\n    if a:\n        "
+            "r "
+            "= "
+            "a\n"
+            " "
+            " "
+            "  return p + r * stride_x"
+        ),
         "r * stride_x",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("lint, text, says", MISTAKES, ids=[says for _, _, says in MISTAKES])
@@ -311,5 +476,9 @@ def test_exceptions_still_exist():
         f"{p.name}:{f.name}" for p in OPS for f in functions(ast.parse(p.read_text()), False)
     }
     assert set(MAY_SYNC) <= names
-    lines = [line for path in KERNELS for line in narrow_offsets(ast.parse(path.read_text()), path.name, ())]
+    lines = [
+        line
+        for path in KERNELS
+        for line in narrow_offsets(ast.parse(path.read_text()), path.name, ())
+    ]
     assert {line.rpartition(" (line")[0] for line in lines} == set(NARROW)

@@ -30,19 +30,38 @@ LINKED = ("bench", "kernels")  # folders at the root that the package reaches by
 SOURCES = (".cu", ".cuh", ".h")
 
 # a build backend's hooks, called as pip calls them
-BUILD = "import os, sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+BUILD = (
+    "import os, sys; "
+    "from "
+    "setuptools "
+    "import "
+    "build_meta; "
+    "print(getattr(build_meta, "
+    "sys.argv[1])(sys.argv[2]))"
+)
 
 
 def run(*args, cwd: Path, path=(), check: bool = True, **env: str) -> subprocess.CompletedProcess:
-    """Run a Python with nothing importable but its standard library, `path` and what `cwd` gives."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1", **env}
-    done = subprocess.run([sys.executable, "-S", *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True)
+    """Run a Python with nothing importable but its standard library, `path` and what `cwd`
+    gives.
+    """
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **env,
+    }
+    done = subprocess.run(
+        [sys.executable, "-S", *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True
+    )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 def python_files(root: Path) -> set[str]:
-    """List the package's modules under `root` as a wheel names them, kernels/ and bench/ among them."""
+    """List the package's modules under `root` as a wheel names them, kernels/ and bench/ among
+    them.
+    """
     ours = {path.relative_to(root).as_posix() for path in (root / "moe_runtime").rglob("*.py")}
     linked = [path for folder in LINKED for path in (root / folder).rglob("*.py")]
     return ours | {f"moe_runtime/{path.relative_to(root).as_posix()}" for path in linked}
@@ -54,14 +73,26 @@ def shipped() -> list[Path]:
 
 
 def data_files(root: Path) -> set[str]:
-    """List what else a wheel holds: recipes, the table of measured backends, and the sources of the CUDA library."""
+    """List what else a wheel holds: recipes, the table of measured backends, and the sources of the
+    CUDA library.
+    """
     package = root / "moe_runtime"
-    recipes = {path.relative_to(root).as_posix() for path in package.glob("methods/*/recipes/*.yaml")}
+    recipes = {
+        path.relative_to(root).as_posix() for path in package.glob("methods/*/recipes/*.yaml")
+    }
     csrc = root / "csrc"
-    sources = {f"moe_runtime/_csrc/{path.relative_to(csrc)}" for path in csrc.rglob("*") if path.suffix in SOURCES}
+    sources = {
+        f"moe_runtime/_csrc/{path.relative_to(csrc)}"
+        for path in csrc.rglob("*")
+        if path.suffix in SOURCES
+    }
     sources |= {f"moe_runtime/_csrc/cpu/{path.name}" for path in (csrc / "cpu").glob("*.cpp")}
     assert len(recipes) >= 5 and len(sources) >= 7
-    return recipes | sources | {"moe_runtime/native/cuda_table.json", "moe_runtime/hf/training/fsdp2.yaml"}
+    return (
+        recipes
+        | sources
+        | {"moe_runtime/native/cuda_table.json", "moe_runtime/hf/training/fsdp2.yaml"}
+    )
 
 
 def is_checkout() -> bool:
@@ -71,7 +102,9 @@ def is_checkout() -> bool:
 def versioned_files() -> list[Path]:
     """List the files under version control, and those that are about to be."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     return [ROOT / name for name in names if name and os.path.lexists(ROOT / name)]
 
 
@@ -90,7 +123,9 @@ def tree(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def build_env(tmp_path_factory) -> Path:
-    """A folder that holds setuptools, the one thing that pyproject.toml asks of a build, and nothing else."""
+    """A folder that holds setuptools, the one thing that pyproject.toml asks of a build, and
+    nothing else.
+    """
     folder = tmp_path_factory.mktemp("build_env")
     site = Path(importlib.util.find_spec("setuptools").origin).parents[1]
     for path in itertools.chain(site.glob("setuptools*"), site.glob("_distutils_hack")):
@@ -119,7 +154,18 @@ def wheel(sdist, build_env, tmp_path_factory) -> Path:
 def installed(wheel, tmp_path_factory) -> Path:
     """The wheel, installed by pip into a folder of its own."""
     target = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        target,
+        wheel,
+    ]
     subprocess.run(pip, check=True)
     return target
 
@@ -128,7 +174,8 @@ def test_package_list_is_the_tree():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {path.parent.relative_to(ROOT) for path in (ROOT / "moe_runtime").rglob("__init__.py")}
     assert listed == sorted(
-        {".".join(path.parts) for path in found} | {"moe_runtime._csrc", *(f"moe_runtime.{name}" for name in LINKED)}
+        {".".join(path.parts) for path in found}
+        | {"moe_runtime._csrc", *(f"moe_runtime.{name}" for name in LINKED)}
     )
 
 
@@ -139,7 +186,9 @@ def test_linked_folders_are_symlinks_and_no_packages(name):
     assert not (ROOT / name / "__init__.py").exists()
     if is_checkout():
         command = ["git", "ls-files", "--stage", f"moe_runtime/{name}"]
-        staged = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        staged = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         assert not staged or staged.startswith("120000")
 
 
@@ -150,7 +199,14 @@ def test_wheel_holds_the_package_and_no_more(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         info = {name.partition(".dist-info/")[2] for name in archive.namelist()} - {""}
     assert names == python_files(ROOT) | data_files(ROOT)
-    assert info == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+    assert info == {
+        "METADATA",
+        "RECORD",
+        "WHEEL",
+        "entry_points.txt",
+        "licenses/LICENSE",
+        "top_level.txt",
+    }
 
 
 def test_sdist_holds_sources_only(sdist):
@@ -158,7 +214,11 @@ def test_sdist_holds_sources_only(sdist):
         names = [name.partition("/")[2] for name in archive.getnames()]
     assert {"pyproject.toml", "setup.py", "LICENSE", "README.md"} <= set(names)
     # the emulator's header among them
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.suffix in SOURCES}
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "csrc").rglob("*")
+        if path.suffix in SOURCES
+    }
     assert sources <= set(names) and "csrc/moert.h" in sources
     assert [name for name in names if name.endswith((".so", ".o", ".pyc", ".cubin"))] == []
     assert [name for name in names if name.startswith(("bench/results", "tests"))] == []
@@ -168,36 +228,63 @@ def test_sdist_holds_sources_only(sdist):
 def test_every_import_is_declared():
     text = (ROOT / "pyproject.toml").read_text()
     lists = re.findall(r"^(?:dependencies|train|plot|bench) = \[(.*?)\]$", text, re.S | re.M)
-    declared = {name.replace("-", "_").lower() for name in re.findall(r"""["']([\w-]+)""", " ".join(lists))}
+    declared = {
+        name.replace("-", "_").lower() for name in re.findall(r"""["']([\w-]+)""", " ".join(lists))
+    }
     distribution = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # pydantic pins its core
     imported = set()
     for path in shipped():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            imported |= {distribution.get(top, top) for top in (name.partition(".")[0] for name in names)}
-    # whom bench/peers.py measures if they are there; the interpreter's mends, for whoever has the tests
+            imported |= {
+                distribution.get(top, top) for top in (name.partition(".")[0] for name in names)
+            }
+    # whom bench/peers.py measures if they are there; the interpreter's mends, for whoever has the
+    # tests
     undeclared = {"liger_kernel", "megablocks", "scattermoe", "sonicmoe", "tests"}
     assert imported - declared - sys.stdlib_module_names - undeclared == {"moe_runtime"}
 
 
-@pytest.mark.parametrize("asked, home, says", [
-    pytest.param("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc", id="no nvcc"),
-    pytest.param("90", "nowhere", "CUDA_HOME is nowhere", id="a list, no nvcc"),
-    pytest.param("native", "", "architectures must be a list", id="a GPU would be asked", marks=needs_nvcc),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked, home, says",
+    [
+        pytest.param("1", "nowhere", "CUDA_HOME is nowhere, which has no bin/nvcc", id="no nvcc"),
+        pytest.param("90", "nowhere", "CUDA_HOME is nowhere", id="a list, no nvcc"),
+        pytest.param(
+            "native",
+            "",
+            "architectures must be a list",
+            id="a GPU would be asked",
+            marks=needs_nvcc,
+        ),
+    ],
+)
 def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, asked, home, says):
     done = run(
-        "-c", BUILD, "build_wheel", tmp_path, cwd=tree, path=[build_env], check=False,
-        MOE_RUNTIME_BUILD_CUDA=asked, CUDA_HOME=home,
-    )  # fmt: skip
+        "-c",
+        BUILD,
+        "build_wheel",
+        tmp_path,
+        cwd=tree,
+        path=[build_env],
+        check=False,
+        MOE_RUNTIME_BUILD_CUDA=asked,
+        CUDA_HOME=home,
+    )
     assert done.returncode != 0 and not list(tmp_path.iterdir())
-    assert done.stderr.strip().splitlines()[-1].startswith(f"MOE_RUNTIME_BUILD_CUDA is {asked!r}, but {says}")
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith(f"MOE_RUNTIME_BUILD_CUDA is {asked!r}, but {says}")
+    )
 
 
 @pytest.fixture(scope="session")
 def cuda_wheel(sdist, build_env, tmp_path_factory) -> Path:
-    """The wheel with the library, from the sdist, in an environment that knows no torch and has no GPU to ask."""
+    """The wheel with the library, from the sdist, in an environment that knows no torch and has no
+    GPU to ask.
+    """
     out = tmp_path_factory.mktemp("cuda_wheel")
     shutil.unpack_archive(sdist, out)
     folder = next(out.glob("moe_runtime-*/"))
@@ -213,9 +300,17 @@ def test_cuda_wheel_is_the_pure_one_and_the_library(cuda_wheel, wheel):
     platform = re.fullmatch(re.escape(stem) + r"(linux_\w+)\.whl", cuda_wheel.name)[1]
     assert cuda_wheel.stat().st_size < CUDA_WHEEL_BUDGET
     with zipfile.ZipFile(wheel) as pure, zipfile.ZipFile(cuda_wheel) as archive:
-        found = {name.filename: name.CRC for name in archive.infolist() if ".dist-info/" not in name.filename}
+        found = {
+            name.filename: name.CRC
+            for name in archive.infolist()
+            if ".dist-info/" not in name.filename
+        }
         assert found.pop("moe_runtime/_lib/libmoert_cuda.so")
-        assert found == {name.filename: name.CRC for name in pure.infolist() if ".dist-info/" not in name.filename}
+        assert found == {
+            name.filename: name.CRC
+            for name in pure.infolist()
+            if ".dist-info/" not in name.filename
+        }
         info = f"{stem.rpartition('-py3')[0]}.dist-info/"
         assert archive.read(info + "METADATA") == pure.read(info + "METADATA")
         text = archive.read(info + "WHEEL").decode()
@@ -228,7 +323,18 @@ DESCRIBE = "from moe_runtime.native import library; print(library.cuda.describe(
 @pytest.mark.slow
 @needs_nvcc
 def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path, cuda_wheel]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        tmp_path,
+        cuda_wheel,
+    ]
     subprocess.run(pip, check=True)
     library = tmp_path / "moe_runtime" / "_lib" / "libmoert_cuda.so"
     machine, ptx = cubins(library)
@@ -243,12 +349,21 @@ def test_cuda_wheel_has_every_architecture_and_is_found(cuda_wheel, tmp_path):
 def test_editable_install_can_have_the_library(sdist, build_env, tmp_path):
     shutil.unpack_archive(sdist, tmp_path)
     folder = next(tmp_path.glob("moe_runtime-*/"))
-    run("-c", BUILD, "build_editable", tmp_path, cwd=folder, path=[build_env], MOE_RUNTIME_BUILD_CUDA="1")
+    run(
+        "-c",
+        BUILD,
+        "build_editable",
+        tmp_path,
+        cwd=folder,
+        path=[build_env],
+        MOE_RUNTIME_BUILD_CUDA="1",
+    )
     done = run("-c", DESCRIBE, cwd=folder, path=[folder, *SITE])
     assert done.stdout.startswith(f"{folder}/moe_runtime/_lib/libmoert_cuda.so: nvcc ")
 
 
-# finds every module, imports those that need nothing but torch and triton, and says where the package lies
+# finds every module, imports those that need nothing but torch and triton, and says where the
+# package lies
 FIND = """
 import importlib, importlib.util, sys
 import moe_runtime
@@ -262,7 +377,9 @@ print(moe_runtime.__file__)
 
 
 def modules(root: Path) -> list[str]:
-    return sorted(name[:-3].replace("/__init__", "").replace("/", ".") for name in python_files(root))
+    return sorted(
+        name[:-3].replace("/__init__", "").replace("/", ".") for name in python_files(root)
+    )
 
 
 @pytest.mark.slow
@@ -282,8 +399,23 @@ for method in sys.argv[1:]:
 @pytest.mark.slow
 def test_installed_wheel_runs_its_benchmarks(installed, tmp_path):
     """Where neither tests/ nor a clone is: what needs Triton's interpreter is left out."""
-    arguments = ["-m", "moe_runtime", "bench", "--only", "merging,routing", "--tiny", "--out", "found.json"]
-    done = run(*arguments, cwd=tmp_path, path=[installed, *SITE], OMP_NUM_THREADS="1", PYTEST_ADDOPTS="--nonsense")
+    arguments = [
+        "-m",
+        "moe_runtime",
+        "bench",
+        "--only",
+        "merging,routing",
+        "--tiny",
+        "--out",
+        "found.json",
+    ]
+    done = run(
+        *arguments,
+        cwd=tmp_path,
+        path=[installed, *SITE],
+        OMP_NUM_THREADS="1",
+        PYTEST_ADDOPTS="--nonsense",
+    )
     assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     assert [bench["name"] for bench in found["benchmarks"]] == [
@@ -311,19 +443,34 @@ def test_editable_install_imports(tree, build_env, tmp_path):
     run("-c", BUILD, "build_editable", tmp_path, cwd=tree, path=[build_env])
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
     subprocess.run([*pip, next(tmp_path.glob("*.whl"))], check=True)
-    # torch and triton by a .pth: on PYTHONPATH an editable install of this checkout would come first
+    # torch and triton by a .pth: on PYTHONPATH an editable install of this checkout would come
+    # first
     site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     (site / "zz_torch.pth").write_text("\n".join(SITE))
-    done = subprocess.run([python, "-c", FIND, *modules(ROOT)], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, "-c", FIND, *modules(ROOT)], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.stdout.strip() == str(tree / "moe_runtime" / "__init__.py"), done.stderr
 
 
 def test_pip_package_kernels_is_not_hidden(tree, tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").touch()
-    done = run("-c", "import kernels, moe_runtime; print(kernels.__file__)", cwd=tree, path=[tmp_path])
+    done = run(
+        "-c", "import kernels, moe_runtime; print(kernels.__file__)", cwd=tree, path=[tmp_path]
+    )
     assert done.stdout.strip() == str(tmp_path / "kernels" / "__init__.py")
 
 
@@ -406,11 +553,24 @@ def test_auto_classes_know_ours(registered, name):
 @pytest.mark.skipif(not is_checkout(), reason="not a checkout")
 def test_no_file_names_a_place_of_ours():
     # paths of the machines this was written on, and hosts that a user's pip configuration decides
-    places = re.compile("|".join(["/wor" + "k/", "/roo" + "t/", "/opt/(wheels|py" + "pi)", r"(pyp" + r"i|pythonhosted)\.org"]))
+    places = re.compile(
+        "|".join(
+            [
+                "/wor" + "k/",
+                "/roo" + "t/",
+                "/opt/(wheels|py" + "pi)",
+                r"(pyp" + r"i|pythonhosted)\.org",
+            ]
+        )
+    )
     found = []
     for path in versioned_files():
         if path.is_symlink() or path.is_dir() or b"\0" in (data := path.read_bytes()):
             continue
         lines = data.decode(errors="replace").splitlines()
-        found += [f"{path.relative_to(ROOT)}:{n}: {line}" for n, line in enumerate(lines, 1) if places.search(line)]
+        found += [
+            f"{path.relative_to(ROOT)}:{n}: {line}"
+            for n, line in enumerate(lines, 1)
+            if places.search(line)
+        ]
     assert found == []

@@ -1,4 +1,6 @@
-"""Entry point of the command line. The verbs are imported after the handlers of signals and errors are installed."""
+"""Entry point of the command line. The verbs are imported after the handlers of signals and errors
+are installed.
+"""
 
 import os
 import sys
@@ -7,7 +9,9 @@ from moe_runtime.io import signals
 
 
 def main() -> None:
-    """Run the command line; invalid input prints one line to stderr and exits with 1, Ctrl-C with 130, SIGTERM with 143."""
+    """Run the command line; invalid input prints one line to stderr and exits with 1, Ctrl-C with
+    130, SIGTERM with 143.
+    """
     try:
         with signals.sigterm_raises():
             _quiet()
@@ -19,7 +23,10 @@ def main() -> None:
             raise
         from moe_runtime.config import one_line
 
-        print(f"error: {one_line(str(error).replace('overwrite=True', '--overwrite'), 4000)}", file=sys.stderr)
+        print(
+            f"error: {one_line(str(error).replace('overwrite=True', '--overwrite'), 4000)}",
+            file=sys.stderr,
+        )
         sys.exit(1)
     except KeyboardInterrupt as stop:
         print(signals.word_of(stop), file=sys.stderr)
@@ -38,7 +45,9 @@ def _run(app) -> None:
 
 
 def _quiet() -> None:
-    """Disable other packages' progress bars in logs and their advice; must be called before they are imported."""
+    """Disable other packages' progress bars in logs and their advice; must be called before they
+    are imported.
+    """
     if not sys.stderr.isatty():
         for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")

@@ -1,4 +1,6 @@
-"""The top-level commands, and the command groups of the methods. Commands import lazily, so that --help is fast."""
+"""The top-level commands, and the command groups of the methods. Commands import lazily, so that
+--help is fast.
+"""
 
 import importlib
 from pathlib import Path
@@ -8,10 +10,23 @@ import typer
 
 from moe_runtime import __version__
 from moe_runtime.cli import esft, evaluate, lora, tables, tools, ultrafuser, upit, xft
-from moe_runtime.cli.verbs import Kept, Overwrite, RecipeSeed, Seed, argument, group, one_gpu, option, recipes, verb
+from moe_runtime.cli.verbs import (
+    Kept,
+    Overwrite,
+    RecipeSeed,
+    Seed,
+    argument,
+    group,
+    one_gpu,
+    option,
+    recipes,
+    verb,
+)
 from moe_runtime.io.rows import require
 
-app = group("", "Mixture-of-Experts runtime: upcycle, tune, merge and fuse models.", "demo --preset tiny")
+app = group(
+    "", "Mixture-of-Experts runtime: upcycle, tune, merge and fuse models.", "demo --preset tiny"
+)
 
 
 def _version(asked: bool) -> None:
@@ -21,18 +36,28 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _all(version: Annotated[bool, option("Print the version.", "--version", callback=_version, is_eager=True)] = False):
+def _all(
+    version: Annotated[
+        bool, option("Print the version.", "--version", callback=_version, is_eager=True)
+    ] = False,
+):
     pass
 
 
 @verb(app, "--preset tiny", Kept("{out}"))
 def demo(
-    preset: Annotated[str, option("small (minutes on two cores) or tiny (seconds).", words="small tiny")] = "small",
-    out: Annotated[Path, option("Folder for the models, the table and the picture.")] = Path("runs/demo"),
+    preset: Annotated[
+        str, option("small (minutes on two cores) or tiny (seconds).", words="small tiny")
+    ] = "small",
+    out: Annotated[Path, option("Folder for the models, the table and the picture.")] = Path(
+        "runs/demo"
+    ),
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ):
-    """Run XFT end to end on real text: pre-train a small model, tune it with SFT and with XFT, merge, compare."""
+    """Run XFT end to end on real text: pre-train a small model, tune it with SFT and with XFT,
+    merge, compare.
+    """
     one_gpu()
     from moe_runtime.io.files import read_json
     from moe_runtime.methods.xft.demo import run
@@ -43,19 +68,29 @@ def demo(
 
 @verb(app, "--out runs/demo-real", Kept("{out}", resumes=True))
 def demo_real(
-    out: Annotated[Path, option("Folder for the models and the results; a rerun resumes there.")] = Path("runs/demo-real"),
+    out: Annotated[
+        Path, option("Folder for the models and the results; a rerun resumes there.")
+    ] = Path("runs/demo-real"),
     model: Annotated[
-        Path | None, option("Model folder with a chat template (default: SmolLM2-135M-Instruct of the wheel).")
+        Path | None,
+        option("Model folder with a chat template (default: SmolLM2-135M-Instruct of the wheel)."),
     ] = None,
-    gsm8k: Annotated[str | None, option("GSM8K as a fifth task: its file, or openai/gsm8k from the Hub.")] = None,
+    gsm8k: Annotated[
+        str | None, option("GSM8K as a fifth task: its file, or openai/gsm8k from the Hub.")
+    ] = None,
     recipe: Annotated[
-        str, option("XFT recipe that decides experts and steps: a name or a YAML file.", words=(recipes,))
+        str,
+        option(
+            "XFT recipe that decides experts and steps: a name or a YAML file.", words=(recipes,)
+        ),
     ] = "smollm2",
     seed: Seed = 0,
 ):
-    """Tune a real pretrained model, SmolLM2-135M, by XFT and by SFT on four tasks; compare losses and answers.
+    """Tune a real pretrained model, SmolLM2-135M, by XFT and by SFT on four tasks; compare losses
+    and answers.
 
-    It takes about half an hour on two cores, minutes on a GPU, and says how long before it starts. Rerun to resume.
+    It takes about half an hour on two cores, minutes on a GPU, and says how long before it starts.
+    Rerun to resume.
     """
     one_gpu()
     from moe_runtime.tools.demo_real import run
@@ -65,16 +100,22 @@ def demo_real(
 
 @verb(app, "deepseek-coder-1.3b --out runs/deepseek", Kept("{out}", resumes=True))
 def run(
-    recipe: Annotated[str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))],
-    out: Annotated[Path, option("Folder for the models and their results; a rerun resumes there.")] = Path("runs/recipe"),
+    recipe: Annotated[
+        str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))
+    ],
+    out: Annotated[
+        Path, option("Folder for the models and their results; a rerun resumes there.")
+    ] = Path("runs/recipe"),
     seed: RecipeSeed = None,
-    skip_memory_check: Annotated[bool, option("Run even if the estimated memory does not fit.", "--skip-memory-check")] = False,
+    skip_memory_check: Annotated[
+        bool, option("Run even if the estimated memory does not fit.", "--skip-memory-check")
+    ] = False,
 ):
     """Run a method from a recipe.
 
-    XFT (base, upcycle, tune, learn mixing, merge), ESFT (base, score, select, tune), UpIT (base, tune, expand experts, route,
-    assemble, tune) or UltraFuser (specialists, gate, all). Completed stages are skipped. A name may include its method, such as
-    esft/tiny.
+    XFT (base, upcycle, tune, learn mixing, merge), ESFT (base, score, select, tune), UpIT (base,
+    tune, expand experts, route, assemble, tune) or UltraFuser (specialists, gate, all). Completed
+    stages are skipped. A name may include its method, such as esft/tiny.
 
     On several GPUs: accelerate launch --config_file FILE -m moe_runtime run RECIPE --out OUT.
     """
@@ -97,10 +138,16 @@ def run(
     app,
     "--model llama-1b-moe --data pairs.jsonl --output_dir tuned",
     watch=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
 )
 def train(context: typer.Context):
-    """Tune a model folder with TRL's SFT command, all its flags, and --config train.yaml (see train --help)."""
+    """Tune a model folder with TRL's SFT command, all its flags, and --config train.yaml (see train
+    --help).
+    """
     require("trl")
     from moe_runtime.hf.training.sft import train_command
 

@@ -1,4 +1,6 @@
-"""moe-runtime esft: score experts, select some, train only those, and merge the adapter into its base."""
+"""moe-runtime esft: score experts, select some, train only those, and merge the adapter into its
+base.
+"""
 
 import warnings  # noqa: I001
 from pathlib import Path
@@ -7,9 +9,28 @@ from typing import Annotated
 import typer
 
 from moe_runtime.cli.verbs import (
-    DTYPES, Bf16, Checkpointing, Data, Kept, MaxLength, Overwrite, Prompt, Seed, ShardSize, Source, Target, TrainOn,
-    HUB, argument, group, numbers, one_gpu, option, verb, with_bar,
-)  # fmt: skip
+    DTYPES,
+    Bf16,
+    Checkpointing,
+    Data,
+    Kept,
+    MaxLength,
+    Overwrite,
+    Prompt,
+    Seed,
+    ShardSize,
+    Source,
+    Target,
+    TrainOn,
+    HUB,
+    argument,
+    group,
+    numbers,
+    one_gpu,
+    option,
+    verb,
+    with_bar,
+)
 from moe_runtime.io import console
 from moe_runtime.io.files import check_out_file
 from moe_runtime.io.rows import require
@@ -19,35 +40,73 @@ app = group("esft", ESFT, "score olmoe --data law.jsonl --out law/summary.json")
 VARIANTS = ("v1", "paper", "normalized", "head")
 Adapter = Annotated[Path, argument("Folder or Hub id of the adapter."), HUB]
 Pack = Annotated[bool, option("Pack short examples into samples of --max-length tokens.")]
-Variant = Annotated[str | None, option("Scores: v1 (the default), paper, normalized or head.", words=VARIANTS)]
+Variant = Annotated[
+    str | None, option("Scores: v1 (the default), paper, normalized or head.", words=VARIANTS)
+]
 ForwardBatch = Annotated[int, option("Samples per forward pass.")]
-AnyWeights = Annotated[bool, option("Accept a base that the adapter was not trained on.", "--any-weights")]
+AnyWeights = Annotated[
+    bool, option("Accept a base that the adapter was not trained on.", "--any-weights")
+]
 
 
 @verb(app, "olmoe --data law.jsonl --out law/summary.json", Kept("{out}", "{logs}"))
 def score(
-    model: Source, data: Data, out: Annotated[Path, option("The summary to write, a .json file.")],
+    model: Source,
+    data: Data,
+    out: Annotated[Path, option("The summary to write, a .json file.")],
     n_tokens: Annotated[int, option("Tokens to score, at most.")] = 131072,
-    logs: Annotated[Path | None, option("A folder to write the official logs to as well; must not exist.")] = None,
-    variant: Variant = None, max_length: MaxLength = 4096, pack: Pack = True, batch_size: ForwardBatch = 1,
+    logs: Annotated[
+        Path | None, option("A folder to write the official logs to as well; must not exist.")
+    ] = None,
+    variant: Variant = None,
+    max_length: MaxLength = 4096,
+    pack: Pack = True,
+    batch_size: ForwardBatch = 1,
     prompt: Prompt = "plain",
-    pairs: Annotated[bool, option("Also count pairs of experts, for select --group-size.", "--pairs")] = False,
-    seed: Annotated[int, option("Seed of the samples' order.")] = 5934875, overwrite: Overwrite = False,
-):  # fmt: skip
-    """Measure how much a task uses each expert of a model: gate and token scores, from its routers."""
+    pairs: Annotated[
+        bool, option("Also count pairs of experts, for select --group-size.", "--pairs")
+    ] = False,
+    seed: Annotated[int, option("Seed of the samples' order.")] = 5934875,
+    overwrite: Overwrite = False,
+):
+    """Measure how much a task uses each expert of a model: gate and token scores, from its
+    routers.
+    """
     check_out_file(out, overwrite, [model, data])
     require("datasets")
     from moe_runtime.methods.esft.runs import score_folder
 
     with console.bar("scoring", "token") as update:
         scores = score_folder(
-            model, data, out, logs=logs, n_tokens=n_tokens, variant=variant or "v1", max_length=max_length, packed=pack,
-            batch_size=batch_size, prompt=prompt, pairs=pairs, seed=seed, overwrite=overwrite, progress=update,
-        )  # fmt: skip
+            model,
+            data,
+            out,
+            logs=logs,
+            n_tokens=n_tokens,
+            variant=variant or "v1",
+            max_length=max_length,
+            packed=pack,
+            batch_size=batch_size,
+            prompt=prompt,
+            pairs=pairs,
+            seed=seed,
+            overwrite=overwrite,
+            progress=update,
+        )
     if console.is_main():
-        typer.echo(f"{scores.n_tokens:,} tokens, {len(scores.layers)} layers of {scores.num_experts} experts")
+        typer.echo(
+            f"{scores.n_tokens:,} "
+            "tokens, "
+            f"{len(scores.layers)} "
+            "layers "
+            "of "
+            f"{scores.num_experts} "
+            "experts"
+        )
         typer.echo(f"wrote {out}" + (f" and the logs in {logs}" if logs else ""))
-        typer.echo(f"next: moe-runtime esft select --summary {out} --score gate --p 0.1 --out config.json")
+        typer.echo(
+            f"next: moe-runtime esft select --summary {out} --score gate --p 0.1 --out config.json"
+        )
     found = {"tokens": scores.n_tokens, "layers": len(scores.layers), "experts": scores.num_experts}
     return found | {"files": [out, logs]}
 
@@ -55,29 +114,60 @@ def score(
 @verb(app, "--summary law/summary.json --score gate --p 0.1 --out law/config.json", Kept("{out}"))
 def select(
     out: Annotated[Path, option("The configuration to write, a .json file.")],
-    p: Annotated[float | None, option("Sum of the scores of a layer's selected experts; 0.1 for gate, 0.2 for token.")] = None,
-    experts: Annotated[int | None, option("Instead of --p: the number of experts of each layer.")] = None,
-    summary: Annotated[Path | None, option("A summary written by score or by the official code.")] = None,
+    p: Annotated[
+        float | None,
+        option("Sum of the scores of a layer's selected experts; 0.1 for gate, 0.2 for token."),
+    ] = None,
+    experts: Annotated[
+        int | None, option("Instead of --p: the number of experts of each layer.")
+    ] = None,
+    summary: Annotated[
+        Path | None, option("A summary written by score or by the official code.")
+    ] = None,
     logs: Annotated[Path | None, option("Instead of --summary: a folder of official logs.")] = None,
-    top_k: Annotated[int | None, option("With --logs: experts per token, if the logs differ.")] = None,
-    num_experts: Annotated[int | None, option("With --logs: experts per layer, if not all were used.")] = None,
-    layers: Annotated[str | None, option("With --logs: the layers, such as 1,2,5-26 (default: all).")] = None,
+    top_k: Annotated[
+        int | None, option("With --logs: experts per token, if the logs differ.")
+    ] = None,
+    num_experts: Annotated[
+        int | None, option("With --logs: experts per layer, if not all were used.")
+    ] = None,
+    layers: Annotated[
+        str | None, option("With --logs: the layers, such as 1,2,5-26 (default: all).")
+    ] = None,
     score: Annotated[str, option("gate or token.", words="gate token")] = "gate",
     variant: Variant = None,
-    round: Annotated[int | None, option("Digits to round the scores to; the official code uses 4.")] = None,
-    group_size: Annotated[int, option("Select experts by groups of this size; needs score --pairs.")] = 1,
-    shared_experts: Annotated[bool, option("Train the shared experts too.", "--shared-experts")] = False,
-    non_expert_modules: Annotated[bool, option("Train all other modules too.", "--non-expert-modules")] = False,
-    skip_unused: Annotated[bool, option("Never select an expert with a score of 0.", "--skip-unused")] = False,
+    round: Annotated[
+        int | None, option("Digits to round the scores to; the official code uses 4.")
+    ] = None,
+    group_size: Annotated[
+        int, option("Select experts by groups of this size; needs score --pairs.")
+    ] = 1,
+    shared_experts: Annotated[
+        bool, option("Train the shared experts too.", "--shared-experts")
+    ] = False,
+    non_expert_modules: Annotated[
+        bool, option("Train all other modules too.", "--non-expert-modules")
+    ] = False,
+    skip_unused: Annotated[
+        bool, option("Never select an expert with a score of 0.", "--skip-unused")
+    ] = False,
     overwrite: Overwrite = False,
 ):
-    """Select the fewest experts of each layer whose scores sum to p, or a number of them; needs no model."""
+    """Select the fewest experts of each layer whose scores sum to p, or a number of them; needs no
+    model.
+    """
     check_out_file(out, overwrite, [summary, logs])
     if (p is None) == (experts is None):
-        raise ValueError("Pass either --p, 0.1 for example, or --experts with a number of experts per layer")
+        raise ValueError(
+            "Pass either --p, 0.1 for example, or --experts with a number of experts per layer"
+        )
     options = {"top_k": top_k, "num_experts": num_experts, "layers": layers}
-    if (summary is None) == (logs is None) or (logs is None and any(one is not None for one in options.values())):
-        raise ValueError("Pass either --summary, or --logs with --top-k, --num-experts and --layers if needed")
+    if (summary is None) == (logs is None) or (
+        logs is None and any(one is not None for one in options.values())
+    ):
+        raise ValueError(
+            "Pass either --summary, or --logs with --top-k, --num-experts and --layers if needed"
+        )
     from moe_runtime.methods.esft.scores import ExpertScores
     from moe_runtime.methods.esft.selection import select_experts
 
@@ -89,9 +179,17 @@ def select(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         selection = select_experts(
-            scores, p, score, variant, experts_per_layer=experts, shared_experts=shared_experts,
-            non_expert_modules=non_expert_modules, group_size=group_size, round=round, skip_unused=skip_unused,
-        )  # fmt: skip
+            scores,
+            p,
+            score,
+            variant,
+            experts_per_layer=experts,
+            shared_experts=shared_experts,
+            non_expert_modules=non_expert_modules,
+            group_size=group_size,
+            round=round,
+            skip_unused=skip_unused,
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     selection.save(out)
     sums = scores.scores(score, variant, round).sum(1).tolist()
@@ -111,30 +209,57 @@ def select(
     push="out",
 )
 def train(
-    model: Source, config: Annotated[Path, option("The file written by select, or an official expert_cfg.json.")], data: Data,
+    model: Source,
+    config: Annotated[Path, option("The file written by select, or an official expert_cfg.json.")],
+    data: Data,
     out: Annotated[Path, option("Folder of the adapter; must not exist.")],
-    held_out: Annotated[str | None, option("Held-out examples (default: one in fifty of --data).")] = None,
+    held_out: Annotated[
+        str | None, option("Held-out examples (default: one in fifty of --data).")
+    ] = None,
     steps: Annotated[int, option("Optimizer steps.")] = 500,
     learning_rate: Annotated[float, option("Constant learning rate of AdamW.")] = 1e-5,
     batch_size: Annotated[int, option("Samples per step, over all processes.")] = 32,
     per_device_batch_size: Annotated[int, option("Samples per forward pass of a process.")] = 1,
-    weight_decay: Annotated[float, option("Weight decay of AdamW.")] = 0.1, max_length: MaxLength = 4096, pack: Pack = True,
-    prompt: Prompt = "plain", train_on: TrainOn = "assistant",
-    dtype: Annotated[str | None, option("Dtype of the trained parameters; at least float32 by default.", words=DTYPES)] = None,
-    bf16: Bf16 = False, gradient_checkpointing: Checkpointing = False,
-    save_steps: Annotated[int, option("Steps between checkpoints, from which a rerun resumes; 0 for none.")] = 100,
+    weight_decay: Annotated[float, option("Weight decay of AdamW.")] = 0.1,
+    max_length: MaxLength = 4096,
+    pack: Pack = True,
+    prompt: Prompt = "plain",
+    train_on: TrainOn = "assistant",
+    dtype: Annotated[
+        str | None,
+        option("Dtype of the trained parameters; at least float32 by default.", words=DTYPES),
+    ] = None,
+    bf16: Bf16 = False,
+    gradient_checkpointing: Checkpointing = False,
+    save_steps: Annotated[
+        int, option("Steps between checkpoints, from which a rerun resumes; 0 for none.")
+    ] = 100,
     shared_experts: Annotated[bool | None, option("Train the shared experts too.")] = None,
     non_expert_modules: Annotated[bool | None, option("Train all other modules too.")] = None,
-    lora: Annotated[bool, option("Train LoRA of the selected experts; writes an adapter that PEFT reads.", "--lora")] = False,
-    rank: Annotated[int | None, option("With --lora: rank of each expert's matrices (default: 8).")] = None,
-    alpha: Annotated[float | None, option("With --lora: the scaling is alpha / rank (default: 16).")] = None,
-    ep_size: Annotated[int, option("Processes to shard each layer's experts over (expert parallelism).")] = 1,
-    any_weights: Annotated[bool, option("Accept a selection from a model with other weights.", "--any-weights")] = False,
-    seed: Seed = 0, overwrite: Overwrite = False,
-):  # fmt: skip
-    """Train the selected experts of a model and write them as an adapter; rerun to resume after a crash.
+    lora: Annotated[
+        bool,
+        option("Train LoRA of the selected experts; writes an adapter that PEFT reads.", "--lora"),
+    ] = False,
+    rank: Annotated[
+        int | None, option("With --lora: rank of each expert's matrices (default: 8).")
+    ] = None,
+    alpha: Annotated[
+        float | None, option("With --lora: the scaling is alpha / rank (default: 16).")
+    ] = None,
+    ep_size: Annotated[
+        int, option("Processes to shard each layer's experts over (expert parallelism).")
+    ] = 1,
+    any_weights: Annotated[
+        bool, option("Accept a selection from a model with other weights.", "--any-weights")
+    ] = False,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+):
+    """Train the selected experts of a model and write them as an adapter; rerun to resume after a
+    crash.
 
-    Keeps the weights of the lowest held-out loss. On several GPUs: accelerate launch -m moe_runtime esft train ...
+    Keeps the weights of the lowest held-out loss. On several GPUs: accelerate launch -m moe_runtime
+    esft train ...
     """
     one_gpu()
     require("datasets")
@@ -151,24 +276,59 @@ def train(
 
     if dtype is not None:
         check_choice("dtype", dtype, tuple(DTYPES))
-    training = Tuning.from_dict({
-        "steps": steps, "learning_rate": learning_rate, "batch_size": batch_size, "weight_decay": weight_decay, "bf16": bf16,
-        "per_device_batch_size": per_device_batch_size, "gradient_checkpointing": gradient_checkpointing,
-        "save_steps": save_steps or None, "ep_size": ep_size,
-    })  # fmt: skip
+    training = Tuning.from_dict(
+        {
+            "steps": steps,
+            "learning_rate": learning_rate,
+            "batch_size": batch_size,
+            "weight_decay": weight_decay,
+            "bf16": bf16,
+            "per_device_batch_size": per_device_batch_size,
+            "gradient_checkpointing": gradient_checkpointing,
+            "save_steps": save_steps or None,
+            "ep_size": ep_size,
+        }
+    )
     fit.quiet()
     with console.bar("training") as on_step:
         receipt = train_folder(
-            model, config, data, out, training, held_out=held_out, max_length=max_length, packed=pack, prompt=prompt,
-            train_on=train_on, shared_experts=shared_experts, non_expert_modules=non_expert_modules, dtype=dtype,
-            seed=seed, check_weights=not any_weights, overwrite=overwrite, on_step=on_step,
-            lora=(RANK if rank is None else rank, ALPHA if alpha is None else alpha) if lora else None,
-        )  # fmt: skip
+            model,
+            config,
+            data,
+            out,
+            training,
+            held_out=held_out,
+            max_length=max_length,
+            packed=pack,
+            prompt=prompt,
+            train_on=train_on,
+            shared_experts=shared_experts,
+            non_expert_modules=non_expert_modules,
+            dtype=dtype,
+            seed=seed,
+            check_weights=not any_weights,
+            overwrite=overwrite,
+            on_step=on_step,
+            lora=(RANK if rank is None else rank, ALPHA if alpha is None else alpha)
+            if lora
+            else None,
+        )
     if console.is_main():
         share = receipt.trained_parameters / receipt.total_parameters
         typer.echo(
-            f"trained {receipt.trained_parameters:,} of {receipt.total_parameters:,} parameters ({share:.1%}), "
-            f"{receipt.steps} steps in {receipt.seconds:.0f} s, optimizer {receipt.optimizer_bytes / 1e6:,.1f} MB"
+            "trained "
+            f"{receipt.trained_parameters:,} "
+            "of "
+            f"{receipt.total_parameters:,} "
+            "parameters "
+            f"({share:.1%}), "
+            f"{receipt.steps} "
+            "steps "
+            "in "
+            f"{receipt.seconds:.0f} "
+            "s, "
+            "optimizer "
+            f"{receipt.optimizer_bytes / 1e6:,.1f} MB"
         )
         typer.echo(f"held-out loss: {receipt.loss_before:.4f} -> {receipt.loss:.4f}")
         typer.echo(f"wrote {receipt.path}")
@@ -178,20 +338,34 @@ def train(
 
 @verb(app, "olmoe law/adapter --data law-test.jsonl")
 def apply(
-    model: Source, adapter: Adapter,
-    data: Annotated[str | None, option("Examples on which to compute the loss, without and with the adapter.")] = None,
-    limit: Annotated[int, option("Examples of --data, at most.")] = 256, max_length: MaxLength = 4096,
-    batch_size: ForwardBatch = 1, prompt: Prompt = "plain", any_weights: AnyWeights = False,
-):  # fmt: skip
-    """Show the contents of an adapter and whether it fits a model; with --data, its effect on the loss. Writes nothing."""
+    model: Source,
+    adapter: Adapter,
+    data: Annotated[
+        str | None, option("Examples on which to compute the loss, without and with the adapter.")
+    ] = None,
+    limit: Annotated[int, option("Examples of --data, at most.")] = 256,
+    max_length: MaxLength = 4096,
+    batch_size: ForwardBatch = 1,
+    prompt: Prompt = "plain",
+    any_weights: AnyWeights = False,
+):
+    """Show the contents of an adapter and whether it fits a model; with --data, its effect on the
+    loss. Writes nothing.
+    """
     if data is not None:
         require("datasets")
     from moe_runtime.methods.esft.runs import check_folder
 
     found = check_folder(
-        model, adapter, data, limit=limit, max_length=max_length, batch_size=batch_size, prompt=prompt,
+        model,
+        adapter,
+        data,
+        limit=limit,
+        max_length=max_length,
+        batch_size=batch_size,
+        prompt=prompt,
         check_weights=not any_weights,
-    )  # fmt: skip
+    )
     _say_selection(found.adapter.selection)
     others = len(found.adapter.others)
     typer.echo(
@@ -200,28 +374,57 @@ def apply(
     )
     typer.echo(f"it fits {model}, and changes {found.tensors} of its tensors")
     if found.loss is not None:
-        typer.echo(f"loss of {found.rows} examples: {found.base_loss:.4f} without, {found.loss:.4f} with it")
+        typer.echo(
+            f"loss of {found.rows} "
+            "examples: "
+            f"{found.base_loss:.4f} "
+            "without, "
+            f"{found.loss:.4f} "
+            "with "
+            "it"
+        )
     return {
-        "selection": found.adapter.selection.to_dict(), "parameters": found.adapter.num_parameters,
-        "bytes": found.adapter.nbytes, "tensors": found.tensors, "rows": found.rows, "base_loss": found.base_loss,
+        "selection": found.adapter.selection.to_dict(),
+        "parameters": found.adapter.num_parameters,
+        "bytes": found.adapter.nbytes,
+        "tensors": found.tensors,
+        "rows": found.rows,
+        "base_loss": found.base_loss,
         "loss": found.loss,
-    }  # fmt: skip
+    }
 
 
 @verb(app, "olmoe law/adapter olmoe-law", Kept("{out}"), push="out")
 def merge(
-    base: Source, adapter: Adapter, out: Target, max_shard_size: ShardSize = "2GB", any_weights: AnyWeights = False,
+    base: Source,
+    adapter: Adapter,
+    out: Target,
+    max_shard_size: ShardSize = "2GB",
+    any_weights: AnyWeights = False,
     overwrite: Overwrite = False,
-):  # fmt: skip
-    """Write a copy of the base with the adapter's experts, without holding the whole model in memory."""
+):
+    """Write a copy of the base with the adapter's experts, without holding the whole model in
+    memory.
+    """
     from moe_runtime.methods.esft.folders import merge_folder
 
     receipt = with_bar(
-        "merging", merge_folder, base, adapter, out, max_shard_size=max_shard_size, overwrite=overwrite,
+        "merging",
+        merge_folder,
+        base,
+        adapter,
+        out,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
         check_weights=not any_weights,
-    )  # fmt: skip
+    )
     typer.echo(
-        f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB, {receipt.changed} of them with the "
+        f"wrote {receipt.path}: "
+        f"{receipt.tensors} "
+        "tensors, "
+        f"{receipt.bytes / 1e6:,.1f} "
+        "MB, "
+        f"{receipt.changed} of them with the "
         f"{receipt.experts} experts of {adapter}; and {', '.join(receipt.side_files)}"
     )
     return receipt
@@ -230,8 +433,20 @@ def merge(
 def _say_selection(selection) -> None:
     """Print the number of experts in a selection, and what else it trains."""
     counts = [len(ids) for ids in selection.experts.values()]
-    also = [flag.replace("_", " ") for flag in ("shared_experts", "non_expert_modules") if getattr(selection, flag)]
+    also = [
+        flag.replace("_", " ")
+        for flag in ("shared_experts", "non_expert_modules")
+        if getattr(selection, flag)
+    ]
     how = f"{sum(counts)} experts in {len(counts)} layers"
     if counts:
-        how += f", {min(counts)} to {max(counts)} in a layer, {sum(counts) / len(counts):.1f} on average"
+        how += (
+            f", {min(counts)} to {max(counts)} "
+            "in "
+            "a "
+            "layer, "
+            f"{sum(counts) / len(counts):.1f} "
+            "on "
+            "average"
+        )
     typer.echo(how + "".join(f", {name}" for name in also))

@@ -1,4 +1,6 @@
-"""moe-runtime stats, memory, doctor, tune, bench: router statistics, memory estimates, checks, launch configs, benchmarks."""
+"""moe-runtime stats, memory, doctor, tune, bench: router statistics, memory estimates, checks,
+launch configs, benchmarks.
+"""
 
 import contextlib
 import functools
@@ -9,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import (  # fmt: skip
+from moe_runtime.cli.verbs import (
     DTYPES,
     Bf16,
     Checkpointing,
@@ -29,25 +31,50 @@ from moe_runtime.cli.verbs import (  # fmt: skip
 from moe_runtime.io import console
 from moe_runtime.io.rows import require
 
-BITS, OPTIMIZERS, ENGINES = "4 8 16 nf4 mxfp4 fp8_block int8", "adamw adamw_torch sgd adafactor 8bit", "ddp fsdp2 zero3 ep"
+BITS = "4 8 16 nf4 mxfp4 fp8_block int8"
+OPTIMIZERS = "adamw adamw_torch sgd adafactor 8bit"
+ENGINES = "ddp fsdp2 zero3 ep"
 KINDS = ("op", "layer", "step", "tokens", "memory", "breakdown", "method")
 app = typer.Typer()  # its verbs are mounted at the top
 
 
-@verb(app, "olmoe --data pairs.jsonl --out runs/stats", Kept("{out}/router_load.csv", "{out}/router_load.png"))
+@verb(
+    app,
+    "olmoe --data pairs.jsonl --out runs/stats",
+    Kept("{out}/router_load.csv", "{out}/router_load.png"),
+)
 def stats(
-    source: Source, data: Data,
+    source: Source,
+    data: Data,
     out: Annotated[Path, option("Folder for the CSV file and the heat map.")] = Path("runs/stats"),
-    tokens: Annotated[int, option("Tokens to route, at most.")] = 131072, max_length: MaxLength = 1024,
-    batch_size: Annotated[int, option("Examples per forward pass.")] = 4, overwrite: Overwrite = False,
-):  # fmt: skip
-    """Show how the routers of any MoE model, stock or ours, distribute the tokens of a data set over the experts."""
+    tokens: Annotated[int, option("Tokens to route, at most.")] = 131072,
+    max_length: MaxLength = 1024,
+    batch_size: Annotated[int, option("Examples per forward pass.")] = 4,
+    overwrite: Overwrite = False,
+):
+    """Show how the routers of any MoE model, stock or ours, distribute the tokens of a data set
+    over the experts.
+    """
     require("datasets")
     require("matplotlib", "plot")
     from moe_runtime.tools.router_report import FILES, router_report
 
-    found = router_report(source, data, out, tokens=tokens, max_length=max_length, batch_size=batch_size, overwrite=overwrite)
-    columns = (found.layers, found.routed, found.dead.sum(1).tolist(), found.max_violation.tolist(), found.entropy.tolist())
+    found = router_report(
+        source,
+        data,
+        out,
+        tokens=tokens,
+        max_length=max_length,
+        batch_size=batch_size,
+        overwrite=overwrite,
+    )
+    columns = (
+        found.layers,
+        found.routed,
+        found.dead.sum(1).tolist(),
+        found.max_violation.tolist(),
+        found.entropy.tolist(),
+    )
     names = "layer", "slots", "dead", "max_violation", "entropy"
     layers = [dict(zip(names, row)) for row in zip(*columns)]
     typer.echo(f"{int(found.counts.sum()):,} slots; violation and entropy are 1 when balanced")
@@ -64,24 +91,51 @@ def stats(
 
 @verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --gradient-checkpointing")
 def memory(
-    model: Annotated[str, argument("Folder or Hub id, of which only the config is read, or a recipe.", words=(recipes,))],
-    lora: Annotated[int | None, option("Rank of LoRA on linear layers and experts (default: all weights train).")] = None,
-    bits: Annotated[str, option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or a format's name.", words=BITS)] = "16",
+    model: Annotated[
+        str,
+        argument(
+            "Folder or Hub id, of which only the config is read, or a recipe.", words=(recipes,)
+        ),
+    ],
+    lora: Annotated[
+        int | None,
+        option("Rank of LoRA on linear layers and experts (default: all weights train)."),
+    ] = None,
+    bits: Annotated[
+        str,
+        option("Frozen experts in 16, 8 (int8) or 4 (NF4) bits, or a format's name.", words=BITS),
+    ] = "16",
     batch: Annotated[int, option("Examples per device and forward pass.")] = 1,
     length: Annotated[int, option("Tokens per example.")] = 2048,
-    optimizer: Annotated[str, option("adamw (fused), adamw_torch, sgd, adafactor or 8bit.", words=OPTIMIZERS)] = "adamw",
-    checkpointing: Checkpointing = False, bf16: Bf16 = False,
-    dtype: Annotated[str | None, option("Dtype of the weights (default: the config's).", words=DTYPES)] = None,
-    backend: Annotated[str, option("Backend of the experts: triton, torch or cpp.", words="triton torch cpp")] = "triton",
+    optimizer: Annotated[
+        str, option("adamw (fused), adamw_torch, sgd, adafactor or 8bit.", words=OPTIMIZERS)
+    ] = "adamw",
+    checkpointing: Checkpointing = False,
+    bf16: Bf16 = False,
+    dtype: Annotated[
+        str | None, option("Dtype of the weights (default: the config's).", words=DTYPES)
+    ] = None,
+    backend: Annotated[
+        str, option("Backend of the experts: triton, torch or cpp.", words="triton torch cpp")
+    ] = "triton",
     gpus: Annotated[int, option("Number of GPUs.")] = 1,
-    gpu_memory: Annotated[float | None, option("Memory of each GPU in GB; exits with 1 if a stage does not fit.")] = None,
-    engine: Annotated[str | None, option("ddp, fsdp2, zero3 or ep (default: all that run).", words=ENGINES)] = None,
-    gpu: Annotated[str, option("GPU for the lower bounds of a step: H100, H200 or A800.", words="H100 H200 A800")] = "H100",
-):  # fmt: skip
-    """Estimate the memory of training from configs alone: weights, gradients, optimizer, activations, peak; and by engine.
+    gpu_memory: Annotated[
+        float | None, option("Memory of each GPU in GB; exits with 1 if a stage does not fit.")
+    ] = None,
+    engine: Annotated[
+        str | None, option("ddp, fsdp2, zero3 or ep (default: all that run).", words=ENGINES)
+    ] = None,
+    gpu: Annotated[
+        str,
+        option("GPU for the lower bounds of a step: H100, H200 or A800.", words="H100 H200 A800"),
+    ] = "H100",
+):
+    """Estimate the memory of training from configs alone: weights, gradients, optimizer,
+    activations, peak; and by engine.
 
-    A recipe has its own settings, stage by stage. Assumes examples without padding and balanced experts. The CUDA context and
-    fragmentation are not included (--gpu-memory reserves 1.5 GB for them).
+    A recipe has its own settings, stage by stage. Assumes examples without padding and balanced
+    experts. The CUDA context and fragmentation are not included (--gpu-memory reserves 1.5 GB for
+    them).
     """
     from moe_runtime.tools import memory as accounts
     from moe_runtime.tools import memory_plan as plans
@@ -89,35 +143,92 @@ def memory(
     how = {"optimizer": optimizer, "checkpointing": checkpointing, "bf16": bf16}
     recipe = plans.recipe_of(model)
     if recipe is not None:
-        given = [lora, bits != "16", batch != 1, length != 2048, optimizer != "adamw", checkpointing, bf16, dtype]
-        return _planned(plans, plans.Planner(recipe, gpu), gpus, gpu_memory, engine, "own settings" if any(given) else None)
+        given = [
+            lora,
+            bits != "16",
+            batch != 1,
+            length != 2048,
+            optimizer != "adamw",
+            checkpointing,
+            bf16,
+            dtype,
+        ]
+        return _planned(
+            plans,
+            plans.Planner(recipe, gpu),
+            gpus,
+            gpu_memory,
+            engine,
+            "own settings" if any(given) else None,
+        )
     load = functools.partial(accounts.load, model, lora=lora, bits=bits, dtype=dtype)
     if gpus > 1 or gpu_memory is not None:
         training = {"batch": batch, "length": length, "packed": accounts.BITS[bits], **how}
-        return _planned(plans, plans.Planner.of_model(load, gpu, gpus=gpus, **training), gpus, gpu_memory, engine)
+        return _planned(
+            plans,
+            plans.Planner.of_model(load, gpu, gpus=gpus, **training),
+            gpus,
+            gpu_memory,
+            engine,
+        )
     found = accounts.estimate(
-        load(), lambda: accounts.causal_batch(batch, length), packed=accounts.BITS[bits], backend=backend, **how
+        load(),
+        lambda: accounts.causal_batch(batch, length),
+        packed=accounts.BITS[bits],
+        backend=backend,
+        **how,
     )
     typer.echo(f"{found.parameters:,} parameters, of which {found.trained:,} train")
     typer.echo(accounts.as_text(accounts.table(found)))
     return found._asdict()
 
 
-def _planned(plans, planner, gpus: int, gpu_memory: float | None, engine: str | None, refused: str | None = None) -> Ends:
-    """Print a line for each stage and engine; exit with 1 if a stage that `run` includes fits with no engine."""
+def _planned(
+    plans,
+    planner,
+    gpus: int,
+    gpu_memory: float | None,
+    engine: str | None,
+    refused: str | None = None,
+) -> Ends:
+    """Print a line for each stage and engine; exit with 1 if a stage that `run` includes fits with
+    no engine.
+    """
     if refused or gpus < 1:
-        raise ValueError("A recipe sets batch, length, optimizer and dtype. Pass only --gpus, --gpu-memory, --engine, --gpu")
-    lines, misfits = [], []
+        raise ValueError(
+            "A recipe sets batch, length, optimizer and "
+            "dtype. "
+            "Pass "
+            "only "
+            "--gpus, "
+            "--gpu-memory, "
+            "--engine, --gpu"
+        )
+    lines = []
+    misfits = []
     typer.echo(plans.HEADER)
     for name, stage in planner.stages.items():
-        own = [planner.plan(name, planner.setting_of(name, one, gpus)) for one in planner.engines_for(name, engine, gpus)]
-        fits = [gpu_memory is None or one.share.total + plans.RESERVED <= gpu_memory * 1e9 for one in own]
+        own = [
+            planner.plan(name, planner.setting_of(name, one, gpus))
+            for one in planner.engines_for(name, engine, gpus)
+        ]
+        fits = [
+            gpu_memory is None or one.share.total + plans.RESERVED <= gpu_memory * 1e9
+            for one in own
+        ]
         for one, does in zip(own, fits, strict=True):
-            typer.echo(plans.as_text(one) + ("" if does else "  DOES NOT FIT") + ("" if stage.runs else "  (a baseline)"))
+            typer.echo(
+                plans.as_text(one)
+                + ("" if does else "  DOES NOT FIT")
+                + ("" if stage.runs else "  (a baseline)")
+            )
             lines.append(one.to_dict() | {"fits": does, "runs": stage.runs})
         if not any(fits):
             near = planner.nearest(name, own[0].setting, gpu_memory * 1e9)
-            remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB" if near else "no setting that runs fits"
+            if near:
+                remedy = f"{near.setting} fits, in {near.share.total / 1e9:.1f} GB"
+            else:
+                remedy = "no setting that runs fits"
             typer.echo(f"{name} does not fit into {gpu_memory:g} GB: {remedy}", err=True)
             misfits += [name] * stage.runs
     return Ends(lines, 1 if misfits else 0)
@@ -125,12 +236,19 @@ def _planned(plans, planner, gpus: int, gpu_memory: float | None, engine: str | 
 
 @verb(app, "--check")
 def doctor(
-    check: Annotated[bool, option("Also run every op on every backend that works here against float64.", "--check")] = False,
-    interpret: Annotated[bool, option("Check Triton's kernels in its interpreter, without a GPU.", "--interpret")] = False,
+    check: Annotated[
+        bool,
+        option("Also run every op on every backend that works here against float64.", "--check"),
+    ] = False,
+    interpret: Annotated[
+        bool, option("Check Triton's kernels in its interpreter, without a GPU.", "--interpret")
+    ] = False,
 ):
-    """Print versions, devices, and the backend of each op and why. If there are problems, print their fixes and exit with 1.
+    """Print versions, devices, and the backend of each op and why. If there are problems, print
+    their fixes and exit with 1.
 
-    With --check, also compare each op's outputs and gradients on small and unusual shapes with float64.
+    With --check, also compare each op's outputs and gradients on small and unusual shapes with
+    float64.
     """
     from moe_runtime.tools import doctor as diagnosis
 
@@ -150,41 +268,67 @@ def doctor(
 
 @verb(app, "--model llama-1b-moe")
 def tune(
-    shape: Annotated[str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")] = None,
+    shape: Annotated[
+        str | None, option("A published model's layer, such as mixtral-8x7b, several, or all.")
+    ] = None,
     model: Annotated[Path | None, option("Folder whose config.json has the sizes.")] = None,
-    hidden_size: Annotated[int | None, option("H (default of this and the next sizes: those of --model).")] = None,
-    intermediate_size: Annotated[int | None, option("I, the intermediate size of an expert.")] = None,
+    hidden_size: Annotated[
+        int | None, option("H (default of this and the next sizes: those of --model).")
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, option("I, the intermediate size of an expert.")
+    ] = None,
     num_experts: Annotated[int | None, option("Experts per layer, including a shared one.")] = None,
     top_k: Annotated[int | None, option("Experts per token, including a shared one.")] = None,
     shared: Annotated[bool | None, option("Expert 0 processes every token.")] = None,
     tokens: Annotated[str, option("Tokens per forward pass, comma-separated.")] = "4096,16384",
-    dtype: Annotated[str, option("bfloat16, float16, float32, or several of them.", words=DTYPES)] = "bfloat16",
-    out: Annotated[Path | None, option("File to write (default: the one that the kernels read).")] = None,
-    again: Annotated[bool, option("Repeat measurements that the file already has.", "--again")] = False,
+    dtype: Annotated[
+        str, option("bfloat16, float16, float32, or several of them.", words=DTYPES)
+    ] = "bfloat16",
+    out: Annotated[
+        Path | None, option("File to write (default: the one that the kernels read).")
+    ] = None,
+    again: Annotated[
+        bool, option("Repeat measurements that the file already has.", "--again")
+    ] = False,
     seconds: Annotated[float | None, option("Time after which no new measurement starts.")] = None,
 ):
-    """Measure launch configs of the experts' kernels on this GPU, for all processes that start later. Rerun to resume."""
+    """Measure launch configs of the experts' kernels on this GPU, for all processes that start
+    later. Rerun to resume.
+    """
     from moe_runtime.config import check_choice
     from moe_runtime.io.files import check_out_file
     from moe_runtime.tools import tune as tuning
 
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_experts": num_experts,
+    }
     sizes |= {"top_k": top_k, "shared": shared}
     layers = _layers(shape, model, {name: size for name, size in sizes.items() if size is not None})
     T = [int(part) if part.strip().isdigit() else 0 for part in tokens.split(",")]
     if not all(T):
-        raise ValueError(f"tokens must be integers of at least 1, such as 4096,16384, but got {tokens!r}")
+        raise ValueError(
+            f"tokens must be integers of at least 1, such as 4096,16384, but got {tokens!r}"
+        )
     dtypes = [part.strip() for part in dtype.split(",")]
     for part in dtypes:
         check_choice("dtype", part, tuning.DTYPES)
     read = None
-    with contextlib.suppress(ValueError) if out else contextlib.nullcontext():  # no home: the kernels read no file
+    # no home: the kernels read no file
+    with contextlib.suppress(ValueError) if out else contextlib.nullcontext():
         read = tuning.tiles.tuned_path()
     if out is not None:
         check_out_file(out, overwrite=True, reads=[model])
-    path, counts, kept = out or read, {}, Kept("{path}", resumes=True, drop=("--again",))
+    path = out or read
+    counts = {}
+    kept = Kept("{path}", resumes=True, drop=("--again",))
     try:
-        with leaving(lambda: kept.say({"path": path})), console.bar("measuring", "config") as update:
+        with (
+            leaving(lambda: kept.say({"path": path})),
+            console.bar("measuring", "config") as update,
+        ):
             for step in tuning.tune(layers, T, dtypes, path, again=again, seconds=seconds):
                 update(step.number, step.of)
                 counts[step.state] = counts.get(step.state, 0) + 1
@@ -194,9 +338,23 @@ def tune(
         return Ends({"path": path, **counts}, 3)
     typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
     if path != read:
-        typer.echo(f"the kernels read {read or 'no file (no home folder and no XDG_CACHE_HOME)'}, not this file")
+        typer.echo(
+            "the kernels "
+            "read "
+            f"{read or 'no file (no home folder and no XDG_CACHE_HOME)'}, "
+            "not "
+            "this file"
+        )
     if set(counts) == {"failed"}:
-        raise ValueError("No config could be measured, not even the built-in ones. Check the GPU with moe-runtime doctor")
+        raise ValueError(
+            "No config could be measured, not even the built-in "
+            "ones. "
+            "Check "
+            "the "
+            "GPU "
+            "with "
+            "moe-runtime doctor"
+        )
     return {"path": path, "read_by_kernels": path == read, **counts}
 
 
@@ -206,7 +364,10 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
 
     if shape is not None and model is None and not sizes:
         known = {name.lower(): name for name in LAYERS}
-        names = list(known) if shape.lower() == "all" else [part.strip().lower() for part in shape.split(",")]
+        if shape.lower() == "all":
+            names = list(known)
+        else:
+            names = [part.strip().lower() for part in shape.split(",")]
         for name in names:
             check_choice("shape", name, (*known, "all"))
         return {known[name]: LAYERS[known[name]] for name in names}
@@ -216,27 +377,46 @@ def _layers(shape: str | None, model: Path | None, sizes: dict) -> dict:
 
         layer = read_layer(model)
     layer = layer._replace(**sizes)
-    missing = [f"--{name.replace('_', '-')}" for name in Layer._fields[:4] if not getattr(layer, name)]
+    missing = [
+        f"--{name.replace('_', '-')}" for name in Layer._fields[:4] if not getattr(layer, name)
+    ]
     if missing or shape is not None:
-        why = f"{', '.join(missing)} is missing{f' in {model}' if model else ''}" if missing else f"shape {shape!r} is given"
+        if missing:
+            why = f"{', '.join(missing)} is missing{f' in {model}' if model else ''}"
+        else:
+            why = f"shape {shape!r} is given"
         raise ValueError(f"{why}. Pass only --shape, or --model or all four sizes of a layer")
     return {"layer" if model is None else model.name: layer}
 
 
 @verb(app, "--only layer,step")
 def bench(
-    only: Annotated[str | None, option(f"{', '.join(KINDS)}; or names: merging, xft, ...", words=KINDS)] = None,
-    tiny: Annotated[bool, option("Run each once on tiny shapes, as a smoke test.", "--tiny")] = False,
-    rounds: Annotated[int, option("Rounds per benchmark, at most; each round runs all variants in turn.")] = 15,
+    only: Annotated[
+        str | None, option(f"{', '.join(KINDS)}; or names: merging, xft, ...", words=KINDS)
+    ] = None,
+    tiny: Annotated[
+        bool, option("Run each once on tiny shapes, as a smoke test.", "--tiny")
+    ] = False,
+    rounds: Annotated[
+        int, option("Rounds per benchmark, at most; each round runs all variants in turn.")
+    ] = 15,
     seconds: Annotated[float, option("Seconds of timing per benchmark, on a GPU.")] = 3.0,
-    out: Annotated[Path | None, option("The .json file or its folder; bench/results or bench-results.")] = None,
-    compare: Annotated[tuple[Path, Path] | None, option("Only compare two results files.", metavar="A B")] = None,
-    overwrite: Annotated[bool, option("Repeat measurements that the file already has.", "--overwrite")] = False,
+    out: Annotated[
+        Path | None, option("The .json file or its folder; bench/results or bench-results.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, option("Only compare two results files.", metavar="A B")
+    ] = None,
+    overwrite: Annotated[
+        bool, option("Repeat measurements that the file already has.", "--overwrite")
+    ] = False,
 ):
-    """Benchmark our backends, transformers' implementations and other installed packages on this machine.
+    """Benchmark our backends, transformers' implementations and other installed packages on this
+    machine.
 
-    All variants run in turn, round after round, in one process. Reports medians, peak memory, and the share of the machine's
-    measured peak; prints tables, writes JSON and pictures. Rerun to resume. --compare exits with 1 if ours became slower.
+    All variants run in turn, round after round, in one process. Reports medians, peak memory, and
+    the share of the machine's measured peak; prints tables, writes JSON and pictures. Rerun to
+    resume. --compare exits with 1 if ours became slower.
     """
     if compare is not None:
         from moe_runtime.bench import compare as comparing
@@ -245,7 +425,15 @@ def bench(
         typer.echo(comparing.text(found))
         return Ends(comparing.as_json(found), 1 if found.regressions else 0)
     if rounds < 1 or not 0 < seconds < float("inf"):
-        raise ValueError(f"rounds must be at least 1 and seconds positive, but got rounds {rounds} and seconds {seconds}")
+        raise ValueError(
+            "rounds must be at least 1 and seconds positive, but "
+            "got "
+            "rounds "
+            f"{rounds} "
+            "and "
+            "seconds "
+            f"{seconds}"
+        )
     require("pytest", "bench")
     require("pytest_benchmark", "bench")
     from moe_runtime.bench import running
@@ -260,12 +448,22 @@ def bench(
     target = running.place(out, tiny)
     running.check(target.with_suffix(".jsonl"), target, tiny, rounds)
     running.resume(target.with_suffix(".jsonl"), target, overwrite)
-    kept, pictures = Kept("{target}"), []
+    kept = Kept("{target}")
+    pictures = []
     kept.begin({"target": target})
     with leaving(lambda: _left(target, kept)):
         outcome = _measure(paths, target, options)
         if outcome.path and find_spec("matplotlib") is None:
-            print("No plots were written: matplotlib is not installed. Run pip install 'moe-runtime[bench]'", file=sys.stderr)
+            print(
+                "No plots were written: matplotlib is "
+                "not "
+                "installed. "
+                "Run "
+                "pip "
+                "install "
+                "'moe-runtime[bench]'",
+                file=sys.stderr,
+            )
         elif outcome.path:
             from moe_runtime.bench.pictures import write_pictures
 
@@ -274,7 +472,9 @@ def bench(
 
 
 def _measure(paths: list[Path], target: Path, options: list[str]):
-    """Run the benchmarks missing from the records next to `target`, write `target`, and print its tables."""
+    """Run the benchmarks missing from the records next to `target`, write `target`, and print its
+    tables.
+    """
     from moe_runtime.bench import report, running
 
     lines = target.with_suffix(".jsonl")
@@ -287,7 +487,9 @@ def _measure(paths: list[Path], target: Path, options: list[str]):
 
 
 def _left(target: Path, kept: Kept) -> str:
-    """Describe the output of an interrupted run: the file if complete, else the records, from which a rerun resumes."""
+    """Describe the output of an interrupted run: the file if complete, else the records, from which
+    a rerun resumes.
+    """
     from moe_runtime.bench.records import Records
 
     lines = target.with_suffix(".jsonl")
@@ -308,7 +510,10 @@ def _report(outcome, pictures: list[Path], is_kept: bool) -> Ends:
     if outcome.failed and is_kept:
         print(f"{len(outcome.failed)} failed; rerun to try them again", file=sys.stderr)
     value = {
-        "path": outcome.path if is_kept else None, "pictures": pictures, "failed": outcome.failed,
-        "skipped": outcome.skipped, "benchmarks": benchmarks(outcome.path) if outcome.path else [],
-    }  # fmt: skip
+        "path": outcome.path if is_kept else None,
+        "pictures": pictures,
+        "failed": outcome.failed,
+        "skipped": outcome.skipped,
+        "benchmarks": benchmarks(outcome.path) if outcome.path else [],
+    }
     return Ends(value, 1 if outcome.failed else 0)

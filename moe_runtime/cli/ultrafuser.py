@@ -1,4 +1,6 @@
-"""moe-runtime ultrafuser: fuse specialists token by token, train the fused model on your own data, generate."""
+"""moe-runtime ultrafuser: fuse specialists token by token, train the fused model on your own data,
+generate.
+"""
 
 import json
 from pathlib import Path
@@ -6,11 +8,24 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import Kept, Overwrite, RecipeSeed, argument, group, one_gpu, option, verb
+from moe_runtime.cli.verbs import (
+    Kept,
+    Overwrite,
+    RecipeSeed,
+    argument,
+    group,
+    one_gpu,
+    option,
+    verb,
+)
 from moe_runtime.io.rows import read_rows
 
 FUSE = "ultralm-13b codellama-13b --template ultralm --template codellama --out fused"
-app = group("ultrafuser", "UltraFuser: fuse specialists with gates that weigh them token by token.", f"fuse {FUSE}")
+app = group(
+    "ultrafuser",
+    "UltraFuser: fuse specialists with gates that weigh them token by token.",
+    f"fuse {FUSE}",
+)
 
 
 def _check_push(options: dict) -> None:
@@ -28,14 +43,28 @@ def fuse(
     template: Annotated[
         list[str] | None,
         option(
-            "Template of each specialist, in order, or one for all: ultralm, codellama, wizardmath, chat, or a text with "
+            "Template of each specialist, in order, or "
+            "one "
+            "for "
+            "all: "
+            "ultralm, "
+            "codellama, "
+            "wizardmath, chat, or a text with "
             "{prompt} (default: its chat template, else the plain prompt)."
         ),
     ] = None,
-    name: Annotated[list[str] | None, option("Name of each specialist, in order (default: its folder's).")] = None,
-    gate: Annotated[str, option("mlp (the paper's appendix), or linear (its text).", words="mlp linear")] = "mlp",
-    joint: Annotated[bool, option("One gate on all hidden states, which may differ in size.", "--joint")] = False,
-    copy: Annotated[bool, option("Copy the specialists; otherwise the folder refers to them.", "--copy")] = False,
+    name: Annotated[
+        list[str] | None, option("Name of each specialist, in order (default: its folder's).")
+    ] = None,
+    gate: Annotated[
+        str, option("mlp (the paper's appendix), or linear (its text).", words="mlp linear")
+    ] = "mlp",
+    joint: Annotated[
+        bool, option("One gate on all hidden states, which may differ in size.", "--joint")
+    ] = False,
+    copy: Annotated[
+        bool, option("Copy the specialists; otherwise the folder refers to them.", "--copy")
+    ] = False,
     seed: Annotated[int, option("Seed of the gate, which is untrained.")] = 0,
     overwrite: Overwrite = False,
 ):
@@ -43,24 +72,54 @@ def fuse(
     from moe_runtime.methods.ultrafuser import folders
 
     receipt = folders.fuse_folders(
-        specialists, out, templates=template, names=name, gate=gate, joint=joint, copy=copy, seed=seed, overwrite=overwrite
+        specialists,
+        out,
+        templates=template,
+        names=name,
+        gate=gate,
+        joint=joint,
+        copy=copy,
+        seed=seed,
+        overwrite=overwrite,
     )
-    typer.echo(f"wrote {receipt.path}: {', '.join(receipt.names)}; a gate of {receipt.gate_parameters:,} parameters")
-    typer.echo("next: put its specialists and templates into a recipe, and run moe-runtime ultrafuser train --config RECIPE")
+    typer.echo(
+        f"wrote {receipt.path}: "
+        f"{', '.join(receipt.names)}; "
+        "a "
+        "gate "
+        "of "
+        f"{receipt.gate_parameters:,} "
+        "parameters"
+    )
+    typer.echo(
+        "next: put its specialists and templates into a "
+        "recipe, "
+        "and "
+        "run "
+        "moe-runtime "
+        "ultrafuser "
+        "train --config RECIPE"
+    )
     return receipt
 
 
 @verb(app, "--config mine.yaml --out runs/mine", Kept("{out}", resumes=True))
 def train(
-    config: Annotated[Path, option("A recipe: specialists, their templates, a data file per domain, two stages.")],
-    out: Annotated[Path, option("Folder for the stages; a rerun resumes there.")] = Path("runs/ultrafuser"),
+    config: Annotated[
+        Path, option("A recipe: specialists, their templates, a data file per domain, two stages.")
+    ],
+    out: Annotated[Path, option("Folder for the stages; a rerun resumes there.")] = Path(
+        "runs/ultrafuser"
+    ),
     seed: RecipeSeed = None,
 ):
-    """Fuse your own specialists: train the gate, then everything, on examples of each domain; rerun to resume.
+    """Fuse your own specialists: train the gate, then everything, on examples of each domain; rerun
+    to resume.
 
     OUT/model is the fused model.
 
-    On several GPUs: accelerate launch --config_file FILE -m moe_runtime ultrafuser train --config FILE --out OUT.
+    On several GPUs: accelerate launch --config_file FILE -m moe_runtime ultrafuser train --config
+    FILE --out OUT.
     """
     one_gpu()
     from moe_runtime.methods.ultrafuser import study
@@ -71,12 +130,22 @@ def train(
 @verb(app, 'fused --prompt "Write a function that reverses a list."', Kept("{out}"))
 def generate(
     folder: Annotated[Path, argument("Folder of a fused model.")],
-    prompt: Annotated[list[str] | None, option("A prompt; repeatable. Each specialist reads it in its own template.")] = None,
-    data: Annotated[Path | None, option("Instead of --prompt: a file of chats, pairs or texts to answer.")] = None,
-    out: Annotated[Path | None, option("With --data: .jsonl file to write, a line with prompt and answer each.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        option("A prompt; repeatable. Each specialist reads it in its own template."),
+    ] = None,
+    data: Annotated[
+        Path | None, option("Instead of --prompt: a file of chats, pairs or texts to answer.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        option("With --data: .jsonl file to write, a line with prompt and answer each."),
+    ] = None,
     batch_size: Annotated[int, option("With --data: prompts per batch, the longest first.")] = 16,
     max_new_tokens: Annotated[int, option("Tokens per answer, at most.")] = 256,
-    temperature: Annotated[float, option("Sampling temperature; 0 takes the most probable token.")] = 0.0,
+    temperature: Annotated[
+        float, option("Sampling temperature; 0 takes the most probable token.")
+    ] = 0.0,
     seed: Annotated[int, option("Seed of sampling.")] = 0,
     system: Annotated[str | None, option("System text, for templates with a place for it.")] = None,
     overwrite: Overwrite = False,
@@ -96,7 +165,10 @@ def generate(
     one_gpu()
     from moe_runtime.methods.ultrafuser import folders
 
-    settings = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    if temperature:
+        settings = {"do_sample": True, "temperature": temperature}
+    else:
+        settings = {"do_sample": False}
     settings |= {"system": system, "seed": seed, "max_new_tokens": max_new_tokens}
     if data is None:
         answers = folders.answer(folder, prompt, **settings)
@@ -108,13 +180,17 @@ def generate(
         for text in answers:
             typer.echo(text)
         return {"answers": answered}
-    files.atomic_write_text(out, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answered))
+    files.atomic_write_text(
+        out, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answered)
+    )
     typer.echo(f"wrote {out}: {len(answers)} answers")
     return {"path": out, "answers": answered}
 
 
 def _question(row: dict) -> str | list:
-    """Return the question of an example: its prompt, its text, or the turns of a chat up to the user's last one."""
+    """Return the question of an example: its prompt, its text, or the turns of a chat up to the
+    user's last one.
+    """
     turns = list(row.get("messages") or ())
     while turns and turns[-1]["role"] != "user":
         turns.pop()

@@ -1,4 +1,6 @@
-"""Common parts of all commands: help with an example, --json, completion of choices, and the message on interruption."""
+"""Common parts of all commands: help with an example, --json, completion of choices, and the
+message on interruption.
+"""
 
 import contextlib
 import functools
@@ -31,7 +33,9 @@ def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]
 
 
 def option(help: str, *names: str, words: Iterable = (), kind: Callable = typer.Option, **more):
-    """Return a typer option with this help text that completes to `words`, a list or a space-separated string."""
+    """Return a typer option with this help text that completes to `words`, a list or a
+    space-separated string.
+    """
     words = words.split() if isinstance(words, str) else words
     return kind(*names, help=help, autocompletion=choices(*words) if words else None, **more)
 
@@ -45,23 +49,48 @@ Target = Annotated[Path, argument("Folder to write; must not exist.")]
 Overwrite = Annotated[bool, option("Replace the target if it exists.", "--overwrite")]
 ShardSize = Annotated[str, option("Largest file of the target, such as 500MB or 2GB.")]
 Seed = Annotated[int, option("Seed of all random numbers.")]
-Data = Annotated[str, option("jsonl, parquet or a dataset's id: chats, pairs or text; docs/data.md lists the formats.")]
+Data = Annotated[
+    str,
+    option(
+        "jsonl, parquet or a dataset's id: chats, pairs or text; docs/data.md lists the formats."
+    ),
+]
 MaxLength = Annotated[int, option("Tokens per sample, at most.")]
-Prompt = Annotated[str, option("Prompt format: plain, deepseek, chat (the tokenizer's) or magicoder.", words=PROMPTS)]
-TrainOn = Annotated[str, option("Tokens to train on: the assistant's (of a pair, the completion's) or all.", words=TRAIN_ON)]
+Prompt = Annotated[
+    str,
+    option("Prompt format: plain, deepseek, chat (the tokenizer's) or magicoder.", words=PROMPTS),
+]
+TrainOn = Annotated[
+    str,
+    option(
+        "Tokens to train on: the assistant's (of a pair, the completion's) or all.", words=TRAIN_ON
+    ),
+]
 RecipeSeed = Annotated[int | None, option("Seed (default: the recipe's).")]
 Bf16 = Annotated[bool, option("Compute in bfloat16 (autocast).", "--bf16")]
-Checkpointing = Annotated[bool, option("Recompute activations to save memory.", "--gradient-checkpointing")]
-PushToHub = Annotated[str | None, option("Upload the result to this model repository, OWNER/NAME, with a model card.")]
-Json = Annotated[bool, option("Print the result as one JSON object; everything else goes to stderr.", "--json")]
+Checkpointing = Annotated[
+    bool, option("Recompute activations to save memory.", "--gradient-checkpointing")
+]
+PushToHub = Annotated[
+    str | None, option("Upload the result to this model repository, OWNER/NAME, with a model card.")
+]
+Json = Annotated[
+    bool, option("Print the result as one JSON object; everything else goes to stderr.", "--json")
+]
 
 
 def group(name: str, help: str, example: str) -> typer.Typer:
-    """Return an empty group of commands called `name`; the `example` follows the name in the help."""
+    """Return an empty group of commands called `name`; the `example` follows the name in
+    the help.
+    """
     return typer.Typer(
-        name=name, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=help,
+        name=name,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        help=help,
         epilog=f"Example: {' '.join(f'moe-runtime {name} {example}'.split())}",
-    )  # fmt: skip
+    )
 
 
 class Ends(NamedTuple):
@@ -72,13 +101,17 @@ class Ends(NamedTuple):
 
 
 class Kept:
-    """Paths that an interrupted command leaves either complete or unwritten, with the command's options in braces.
+    """Paths that an interrupted command leaves either complete or unwritten, with the command's
+    options in braces.
 
-    A command that `resumes` continues from the first path when it is rerun, without the options in `drop`.
+    A command that `resumes` continues from the first path when it is rerun, without the options in
+    `drop`.
     """
 
     def __init__(self, *paths: str, resumes: bool = False, drop: tuple[str, ...] = ()):
-        self.paths, self.resumes, self.drop = paths, resumes, drop
+        self.paths = paths
+        self.resumes = resumes
+        self.drop = drop
 
     def begin(self, options: dict) -> None:
         """Remember which of the paths exist before the verb runs."""
@@ -89,7 +122,9 @@ class Kept:
         named = self._named(options)
         if self.resumes:
             found = os.path.exists(named[0])
-            return f"completed work is in {named[0]}; {again(self.drop)}" if found else "nothing was written"
+            if found:
+                return f"completed work is in {named[0]}; {again(self.drop)}"
+            return "nothing was written"
         made = [path for path in named if _mark(path) != self.before[path]]
         return f"already complete: {', '.join(made)}" if made else "nothing was written"
 
@@ -104,18 +139,25 @@ def _mark(path: str) -> tuple | None:
         found = os.stat(path)
     except OSError:
         return None
-    return (found.st_dev, found.st_ino) if not Path(path).is_dir() or any(Path(path).iterdir()) else None
+    if not Path(path).is_dir() or any(Path(path).iterdir()):
+        return (found.st_dev, found.st_ino)
+    return None
 
 
 def again(drop: tuple[str, ...] = ()) -> str:
-    """Return the advice to rerun this command; under a launcher without the command, as the launcher's is unknown."""
+    """Return the advice to rerun this command; under a launcher without the command, as the
+    launcher's is unknown.
+    """
     if "LOCAL_RANK" in os.environ:
         return "rerun to resume"
-    return "rerun to resume: " + shlex.join(["moe-runtime", *(part for part in sys.argv[1:] if part not in drop)])
+    return "rerun to resume: " + shlex.join(
+        ["moe-runtime", *(part for part in sys.argv[1:] if part not in drop)]
+    )
 
 
 def one_gpu() -> None:
-    """Hide all GPUs except the first, unless a launcher is running; must be called before torch queries the GPUs.
+    """Hide all GPUs except the first, unless a launcher is running; must be called before torch
+    queries the GPUs.
 
     Trainer would otherwise use DataParallel over all visible GPUs in a single process.
     """
@@ -125,7 +167,9 @@ def one_gpu() -> None:
 
 @contextlib.contextmanager
 def leaving(say: Callable[[], str]) -> Iterator[None]:
-    """If the block is interrupted, print the result of `say` instead of that of the command's `Kept`."""
+    """If the block is interrupted, print the result of `say` instead of that of the command's
+    `Kept`.
+    """
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -134,40 +178,61 @@ def leaving(say: Callable[[], str]) -> Iterator[None]:
 
 
 def with_bar(name: str, function: Callable, *args, **options):
-    """Call a function that reports its progress in bytes with a progress bar of this name; return its result."""
+    """Call a function that reports its progress in bytes with a progress bar of this name; return
+    its result.
+    """
     with console.bar(name, "B") as update:
         return function(*args, progress=update, **options)
 
 
 def verb(
-    app: typer.Typer, example: str, kept: Kept | None = None, name: str | None = None, push: str | None = None,
-    check_push: Callable[[dict], None] | None = None, watch: bool = True, **more,
-) -> Callable:  # fmt: skip
-    """Add a function to `app` as a verb whose result --json prints; the `example` follows the verb's name in the help.
+    app: typer.Typer,
+    example: str,
+    kept: Kept | None = None,
+    name: str | None = None,
+    push: str | None = None,
+    check_push: Callable[[dict], None] | None = None,
+    watch: bool = True,
+    **more,
+) -> Callable:
+    """Add a function to `app` as a verb whose result --json prints; the `example` follows the
+    verb's name in the help.
 
-    `push` names the option with the folder that --push-to-hub uploads; without it there is no such option. `check_push` raises
-    ValueError for options whose result cannot be pushed. `watch=False` is for a verb that shows its own progress at all times.
+    `push` names the option with the folder that --push-to-hub uploads; without it there is no such
+    option. `check_push` raises ValueError for options whose result cannot be pushed. `watch=False`
+    is for a verb that shows its own progress at all times.
     """
 
     def add(function: Callable) -> Callable:
         words = f"moe-runtime {app.info.name or ''} {name or function.__name__.replace('_', '-')}"
         words = " ".join(words.split())
         wrapped = _wrapped(function, kept or Kept(), push, check_push, words if watch else None)
-        app.command(name, epilog=f"Example: {' '.join(f'{words} {example}'.split())}", **more)(wrapped)
+        app.command(name, epilog=f"Example: {' '.join(f'{words} {example}'.split())}", **more)(
+            wrapped
+        )
         return function
 
     return add
 
 
 def _wrapped(
-    function: Callable, kept: Kept, push: str | None, check_push: Callable[[dict], None] | None, watched: str | None
+    function: Callable,
+    kept: Kept,
+    push: str | None,
+    check_push: Callable[[dict], None] | None,
+    watched: str | None,
 ) -> Callable:
-    """Return the function with the options --push-to-hub and --json, and a message if it is interrupted.
+    """Return the function with the options --push-to-hub and --json, and a message if it is
+    interrupted.
 
     Unless `watched`, the verb's name, is None, a line says every minute that it works.
     """
     old = inspect.signature(function)
-    ids = [name for name, p in old.parameters.items() if HUB in getattr(p.annotation, "__metadata__", ())]
+    ids = [
+        name
+        for name, p in old.parameters.items()
+        if HUB in getattr(p.annotation, "__metadata__", ())
+    ]
 
     @functools.wraps(function)
     def run(*args, json: bool = False, push_to_hub: str | None = None, **options):
@@ -180,7 +245,10 @@ def _wrapped(
                 if push_to_hub is not None:
                     _hub().check_repository(push_to_hub)
                 given = {name: options[name] for name in ids}
-                value = function(*args, **options | {name: _downloaded(name, source) for name, source in given.items()})
+                value = function(
+                    *args,
+                    **options | {name: _downloaded(name, source) for name, source in given.items()},
+                )
                 if push_to_hub is not None and console.is_main() and not isinstance(value, Ends):
                     _push(Path(options[push]), push_to_hub, given, options, value)
         except KeyboardInterrupt as stop:
@@ -188,7 +256,8 @@ def _wrapped(
             with contextlib.suppress(OSError):  # Ctrl-C on a terminal also stops `2>&1 | tee log`
                 if console.is_main():
                     print(line, file=sys.stderr, flush=True)
-            json, value = False, Ends(None, signals.code_of(stop))
+            json = False
+            value = Ends(None, signals.code_of(stop))
         value, code = value if isinstance(value, Ends) else (value, 0)
         if json and console.is_main():
             print(json_module.dumps(console.jsonable(value), indent=2, allow_nan=False))
@@ -197,9 +266,16 @@ def _wrapped(
 
     added = {"push_to_hub": (None, PushToHub)} if push else {}
     added |= {"json": (False, Json)}
-    new = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=a) for n, (d, a) in added.items()]
-    run.__signature__ = old.replace(parameters=[*old.parameters.values(), *new], return_annotation=None)
-    run.__annotations__ = function.__annotations__ | {name: annotation for name, (_, annotation) in added.items()}
+    new = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=a)
+        for n, (d, a) in added.items()
+    ]
+    run.__signature__ = old.replace(
+        parameters=[*old.parameters.values(), *new], return_annotation=None
+    )
+    run.__annotations__ = function.__annotations__ | {
+        name: annotation for name, (_, annotation) in added.items()
+    }
     return run
 
 
@@ -216,17 +292,22 @@ def _push(folder: Path, repo: str, given: dict, options: dict, value) -> None:
     """Upload the output of a verb, with a model card that records the command."""
     words = [Path(word).name if os.path.exists(word) else word for word in sys.argv[1:]]
     url = _hub().push(
-        folder, repo, base=next((source for source in given.values()), None), command=shlex.join(["moe-runtime", *words]),
+        folder,
+        repo,
+        base=next((source for source in given.values()), None),
+        command=shlex.join(["moe-runtime", *words]),
         dataset=options.get("data") if _hub().is_id(options.get("data") or "") else None,
         method=words[0] if words and words[0] in _hub().PAPERS else None,
         facts=found if isinstance(found := console.jsonable(value), dict) else None,
-    )  # fmt: skip
+    )
     typer.echo(f"pushed to {url}")
 
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect all output to stderr, including that of C code (NCCL) and programs, so that stdout is one JSON object."""
+    """Redirect all output to stderr, including that of C code (NCCL) and programs, so that stdout
+    is one JSON object.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     kept = None

@@ -1,4 +1,6 @@
-"""moe-runtime xft: upcycle a dense model, make the tuned MoE model mergeable, merge it; from folder to folder."""
+"""moe-runtime xft: upcycle a dense model, make the tuned MoE model mergeable, merge it; from folder
+to folder.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,30 +9,63 @@ import typer
 
 from moe_runtime import config
 from moe_runtime.cli import verbs
-from moe_runtime.cli.verbs import Kept, Overwrite, Seed, ShardSize, Source, Target, group, option, verb, with_bar
+from moe_runtime.cli.verbs import (
+    Kept,
+    Overwrite,
+    Seed,
+    ShardSize,
+    Source,
+    Target,
+    group,
+    option,
+    verb,
+    with_bar,
+)
 from moe_runtime.io import console
 
-app = group("xft", "XFT: upcycle a dense model, tune the MoE model, merge it to a dense one.", "upcycle llama-1b moe")
+app = group(
+    "xft",
+    "XFT: upcycle a dense model, tune the MoE model, merge it to a dense one.",
+    "upcycle llama-1b moe",
+)
 GATE = "xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk."
-FOR = "Stock family for an exact `export --to`: selects gate and top-k, and rejects options that it does not support."
+FOR = (
+    "Stock family for an exact `export --to`: selects gate and "
+    "top-k, "
+    "and "
+    "rejects "
+    "options "
+    "that "
+    "it does not support."
+)
 PRESET = "Defaults of the options below: xft-paper, or xft-official for the released code's."
 
 
 @verb(app, "llama-1b llama-1b-moe --num-experts 8 --top-k 6", Kept("{target}"), push="target")
 def upcycle(
-    source: Source, target: Target, num_experts: Annotated[int, option("Experts per layer, including the shared one.")] = 8,
-    top_k: Annotated[int | None, option("Experts per token, including the shared one (default: 6).")] = None,
+    source: Source,
+    target: Target,
+    num_experts: Annotated[int, option("Experts per layer, including the shared one.")] = 8,
+    top_k: Annotated[
+        int | None, option("Experts per token, including the shared one (default: 6).")
+    ] = None,
     for_: Annotated[str | None, option(FOR, "--for", words=config.STOCK_FAMILIES)] = None,
     preset: Annotated[str, option(PRESET, words=tuple(config.PRESETS))] = "xft-paper",
     gate: Annotated[str | None, option(GATE, words=config.GATES)] = None,
     router: Annotated[str | None, option("linear or mlp.", words=config.ROUTERS)] = None,
     noisy_gate: Annotated[bool | None, option("Noise on the router logits in training.")] = None,
-    balance_loss: Annotated[str | None, option("none, cv2 or switch.", words=config.BALANCE_LOSSES)] = None,
+    balance_loss: Annotated[
+        str | None, option("none, cv2 or switch.", words=config.BALANCE_LOSSES)
+    ] = None,
     balance_loss_coef: Annotated[float | None, option("Weight of the balance loss.")] = None,
-    layers: Annotated[str | None, option("Layers to upcycle, such as 0-3,8 (default: all).")] = None,
+    layers: Annotated[
+        str | None, option("Layers to upcycle, such as 0-3,8 (default: all).")
+    ] = None,
     check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
-    max_shard_size: ShardSize = "2GB", seed: Seed = 42, overwrite: Overwrite = False,
-):  # fmt: skip
+    max_shard_size: ShardSize = "2GB",
+    seed: Seed = 42,
+    overwrite: Overwrite = False,
+):
     """Upcycle a dense model to an MoE model: copies of every MLP become experts with a router."""
     from moe_runtime.config import PRESETS, check_choice
     from moe_runtime.hf.models import stock
@@ -38,7 +73,9 @@ def upcycle(
 
     check_choice("preset", preset, tuple(PRESETS))
     if num_experts == 1:
-        raise ValueError("num_experts must be at least 2, but got 1, which is the dense model itself")
+        raise ValueError(
+            "num_experts must be at least 2, but got 1, which is the dense model itself"
+        )
     if for_ is not None:
         gate, top_k = stock.exact_settings(for_, gate, top_k)
     given = {"gate": gate, "router": router, "noisy_gate": noisy_gate, "balance_loss": balance_loss}
@@ -46,14 +83,29 @@ def upcycle(
     settings = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
     if (settings["balance_loss"] == "none") != (settings["balance_loss_coef"] == 0):
         raise ValueError(
-            f"balance_loss is {settings['balance_loss']!r} and balance_loss_coef is {settings['balance_loss_coef']}. Pass "
+            "balance_loss "
+            "is "
+            f"{settings['balance_loss']!r} "
+            "and "
+            "balance_loss_coef "
+            "is "
+            f"{settings['balance_loss_coef']}. Pass "
             "both or neither, such as --balance-loss cv2 --balance-loss-coef 0.01"
         )
     receipt = with_bar(
-        "upcycling", folders.upcycle_folder, source, target, layers=verbs.numbers(layers), seed=seed,
-        max_shard_size=max_shard_size, overwrite=overwrite, num_experts=num_experts, top_k=6 if top_k is None else top_k,
-        export_to=for_, **settings,
-    )  # fmt: skip
+        "upcycling",
+        folders.upcycle_folder,
+        source,
+        target,
+        layers=verbs.numbers(layers),
+        seed=seed,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        num_experts=num_experts,
+        top_k=6 if top_k is None else top_k,
+        export_to=for_,
+        **settings,
+    )
     _print_receipt(receipt)
     error = None
     if check:
@@ -63,16 +115,22 @@ def upcycle(
     exports = _exports(target)
     typer.echo("exports: " + "; ".join(f"{name}: {why or 'yes'}" for name, why in exports.items()))
     typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --output_dir tuned")
-    return console.jsonable(receipt) | {"logits_error": error, "exports": [name for name, why in exports.items() if not why]}
+    return console.jsonable(receipt) | {
+        "logits_error": error,
+        "exports": [name for name, why in exports.items() if not why],
+    }
 
 
 def _exports(folder: Path) -> dict[str, str | None]:
-    """Return the ways to export the model of a folder, each with the reason if it is not possible."""
+    """Return the ways to export the model of a folder, each with the reason if it is not
+    possible.
+    """
     from moe_runtime.hf.models.folders import read_config
     from moe_runtime.hf.models.stock import stock_config
     from moe_runtime.methods.xft.official_config import export_values
 
-    found, model = {}, read_config(folder)
+    found = {}
+    model = read_config(folder)
     for name in (*config.STOCK_FAMILIES, "official"):
         try:
             export_values(model) if name == "official" else stock_config(model, name)
@@ -81,25 +139,49 @@ def _exports(folder: Path) -> dict[str, str | None]:
             if name in ("mixtral", "official"):
                 found[f"xft export --to {name}"] = "no, " + str(error).partition(". ")[0]
     is_shared = model.moe_runtime["config"]["gate"] in config.SHARED_GATES
-    return {"xft merge to a dense model": None if is_shared else "after xft to-mergeable --soup"} | found
+    return {
+        "xft merge to a dense model": None if is_shared else "after xft to-mergeable --soup"
+    } | found
 
 
 @verb(app, "tuned mergeable --shared-rate 0.75", Kept("{target}"), push="target")
 def to_mergeable(
-    source: Source, target: Target,
-    shared_rate: Annotated[float, option("lambda: the mixing coefficient of the shared expert.")] = 0.75,
-    soup: Annotated[bool, option("Learn the coefficients of all experts (learned soup).", "--soup")] = False,
-    max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
-):  # fmt: skip
-    """Make a tuned MoE model mergeable: each MLP weight becomes a sum over the experts with trainable coefficients."""
+    source: Source,
+    target: Target,
+    shared_rate: Annotated[
+        float, option("lambda: the mixing coefficient of the shared expert.")
+    ] = 0.75,
+    soup: Annotated[
+        bool, option("Learn the coefficients of all experts (learned soup).", "--soup")
+    ] = False,
+    max_shard_size: ShardSize = "2GB",
+    overwrite: Overwrite = False,
+):
+    """Make a tuned MoE model mergeable: each MLP weight becomes a sum over the experts with
+    trainable coefficients.
+    """
     from moe_runtime.methods.xft import folders
 
     receipt = with_bar(
-        "writing", folders.mergeable_folder, source, target, shared_rate=shared_rate, soup=soup,
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+        "writing",
+        folders.mergeable_folder,
+        source,
+        target,
+        shared_rate=shared_rate,
+        soup=soup,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )
     _print_receipt(receipt)
-    typer.echo(f"next: moe-runtime train --model {target} --data pairs.jsonl --learning_rate 1e-2 --output_dir mixed")
+    typer.echo(
+        "next: moe-runtime train --model "
+        f"{target} "
+        "--data "
+        "pairs.jsonl "
+        "--learning_rate "
+        "1e-2 "
+        "--output_dir mixed"
+    )
     typer.echo("then: moe-runtime xft merge mixed dense")
     return receipt
 
@@ -114,17 +196,30 @@ Alpha = Annotated[str | None, option(ALPHA, parser=_alpha, metavar="<str>")]
 
 @verb(app, "mixed dense", Kept("{target}"), push="target")
 def merge(
-    source: Source, target: Target,
-    shared_rate: Annotated[float | None, option("lambda of a merge without training (default: 0.75).")] = None,
-    alpha: Alpha = None, max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
-):  # fmt: skip
-    """Merge the experts into a dense model of the base's architecture, with the learned or the initial coefficients."""
+    source: Source,
+    target: Target,
+    shared_rate: Annotated[
+        float | None, option("lambda of a merge without training (default: 0.75).")
+    ] = None,
+    alpha: Alpha = None,
+    max_shard_size: ShardSize = "2GB",
+    overwrite: Overwrite = False,
+):
+    """Merge the experts into a dense model of the base's architecture, with the learned or the
+    initial coefficients.
+    """
     from moe_runtime.methods.xft import folders
 
     receipt = with_bar(
-        "merging", folders.merge_folder, source, target, shared_rate=shared_rate, alpha=alpha,
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+        "merging",
+        folders.merge_folder,
+        source,
+        target,
+        shared_rate=shared_rate,
+        alpha=alpha,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )
     _print_receipt(receipt)
     typer.echo(receipt.mixing)
     for layer, row in zip(receipt.layers, receipt.alpha):
@@ -138,39 +233,76 @@ To = Annotated[str, option(TO, "--to", "--as", words=(*config.STOCK_FAMILIES, "o
 
 @verb(app, "moe mixtral --to mixtral", Kept("{target}"), push="target")
 def export(
-    source: Source, target: Target, to: To = "mixtral",
-    approximate: Annotated[bool, option("Allow a gate that the family does not compute.", "--approximate")] = False,
+    source: Source,
+    target: Target,
+    to: To = "mixtral",
+    approximate: Annotated[
+        bool, option("Allow a gate that the family does not compute.", "--approximate")
+    ] = False,
     check: Annotated[bool, option("Load both models and compare their logits.", "--check")] = False,
-    keep_rope: Annotated[bool, option("With --to official: keep a rotary base that it ignores.", "--keep-rope")] = False,
-    max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
-):  # fmt: skip
-    """Export an MoE model to a format that does not need this package. For a dense model, use merge."""
+    keep_rope: Annotated[
+        bool, option("With --to official: keep a rotary base that it ignores.", "--keep-rope")
+    ] = False,
+    max_shard_size: ShardSize = "2GB",
+    overwrite: Overwrite = False,
+):
+    """Export an MoE model to a format that does not need this package. For a dense model, use
+    merge.
+    """
     names = ("--approximate", approximate), ("--check", check)
-    if wrong := [name for name, given in (names if to == "official" else [("--keep-rope", keep_rope)]) if given]:
+    if wrong := [
+        name
+        for name, given in (names if to == "official" else [("--keep-rope", keep_rope)])
+        if given
+    ]:
         raise ValueError(f"{wrong[0]} is not valid with --to {to}")
     if to == "official":
         from moe_runtime.methods.xft.official import export_official
 
-        return convert(export_official, source, target, keep_rope=keep_rope, max_shard_size=max_shard_size, overwrite=overwrite)
+        return convert(
+            export_official,
+            source,
+            target,
+            keep_rope=keep_rope,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )
     return to_stock(
-        source, target, to, approximate=approximate, check=check, max_shard_size=max_shard_size, overwrite=overwrite
+        source,
+        target,
+        to,
+        approximate=approximate,
+        check=check,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
     )
 
 
 @verb(app, "official-moe moe", Kept("{target}"), push="target")
 def import_official(
-    source: Source, target: Target,
-    ffn_folder: Annotated[Path | None, option("Folder of ffn_layer files (default: the config's).")] = None,
-    rope_theta: Annotated[float | None, option("Rotary base (default: the released code's).")] = None,
-    max_shard_size: ShardSize = "2GB", overwrite: Overwrite = False,
-):  # fmt: skip
+    source: Source,
+    target: Target,
+    ffn_folder: Annotated[
+        Path | None, option("Folder of ffn_layer files (default: the config's).")
+    ] = None,
+    rope_theta: Annotated[
+        float | None, option("Rotary base (default: the released code's).")
+    ] = None,
+    max_shard_size: ShardSize = "2GB",
+    overwrite: Overwrite = False,
+):
     """Convert an MoE model saved by the released XFT code."""
     from moe_runtime.methods.xft.official import import_official
 
     return convert(
-        import_official, source, target, ffn_folder=ffn_folder, rope_theta=rope_theta, max_shard_size=max_shard_size,
+        import_official,
+        source,
+        target,
+        ffn_folder=ffn_folder,
+        rope_theta=rope_theta,
+        max_shard_size=max_shard_size,
         overwrite=overwrite,
-    )  # fmt: skip
+    )
 
 
 def to_stock(source: Path, target: Path, to: str, **options):
@@ -178,8 +310,14 @@ def to_stock(source: Path, target: Path, to: str, **options):
     from moe_runtime.hf.models.stock import export_stock
 
     receipt = convert(export_stock, source, target, to=to, **options)
-    error = "" if receipt.logits_error is None else f"; the logits differ by {receipt.logits_error:.1e} relative"
-    typer.echo(f"{to} computes {'the same' if receipt.exact else 'an approximation; train it before use'}{error}")
+    if receipt.logits_error is None:
+        error = ""
+    else:
+        error = f"; the logits differ by {receipt.logits_error:.1e} relative"
+    typer.echo(
+        f"{to} computes "
+        f"{'the same' if receipt.exact else 'an approximation; train it before use'}{error}"
+    )
     return receipt
 
 
@@ -196,6 +334,14 @@ def _print_receipt(receipt) -> None:
         f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB"
         + (f", and {', '.join(receipt.side_files)}" if receipt.side_files else "")
     )
-    typer.echo(f"experts: {c.num_experts}, {c.top_k} per token, gate {c.gate}, {c.hidden_size} x {c.intermediate_size}")
+    typer.echo(
+        f"experts: {c.num_experts}, {c.top_k} per "
+        "token, "
+        "gate "
+        f"{c.gate}, "
+        f"{c.hidden_size} "
+        "x "
+        f"{c.intermediate_size}"
+    )
     if receipt.mlp_error is not None:
         typer.echo(f"the MLPs against the formula: largest relative error {receipt.mlp_error:.1e}")

@@ -1,12 +1,14 @@
 """Paired tests of whether one model's held-out loss is lower than another's.
 
-    d_r = (t_r / mean t) (x_r - y_r)       row r: its label tokens t_r, and the mean losses of the two models on it
+    d_r = (t_r / mean t) (x_r - y_r)       row r: its label tokens t_r, and the mean losses of the
+                                           two models on it
     mean d                                 the difference of the two losses per label token
 
-x_r and y_r are means over the seeds, so each row counts once, however many seeds were trained. Wilcoxon's
-signed-rank test asks whether the d_r lie around 0, Holm's correction keeps the chance of any false verdict in a family of
-comparisons at `level`, and Student's t gives the interval of the mean. A verdict requires both: a few long rows can move the
-mean on their own, and many small ones the ranks.
+x_r and y_r are means over the seeds, so each row counts once, however many seeds were trained.
+Wilcoxon's signed-rank test asks whether the d_r lie around 0, Holm's correction keeps the chance of
+any false verdict in a family of comparisons at `level`, and Student's t gives the interval of the
+mean. A verdict requires both: a few long rows can move the mean on their own, and many small ones
+the ranks.
 """
 
 import math
@@ -43,26 +45,45 @@ class Comparison:
         """Return the comparison as a sentence."""
         if self.verdict == VERDICTS[3]:
             return f"{self.name} against {self.reference}: a loss is not finite"
-        what = self.verdict if self.verdict == VERDICTS[2] else f"{self.verdict} by {signed(self.difference)[1:]}"
-        interval = "" if math.isnan(self.low) else f"interval {signed(self.low)} to {signed(self.high)}, "
+        if self.verdict == VERDICTS[2]:
+            what = self.verdict
+        else:
+            what = f"{self.verdict} by {signed(self.difference)[1:]}"
+        if math.isnan(self.low):
+            interval = ""
+        else:
+            interval = f"interval {signed(self.low)} to {signed(self.high)}, "
         return (
-            f"{self.name} against {self.reference}: {what} ({interval}corrected p {self.p_corrected:.2g}, {self.rows} rows; "
+            f"{self.name} "
+            "against "
+            f"{self.reference}: "
+            f"{what} "
+            f"({interval}corrected "
+            "p "
+            f"{self.p_corrected:.2g}, {self.rows} rows; "
             f"lower with {self.seeds_lower} of {self.seeds} seeds)"
         )
 
 
 def signed(value: float) -> str:
-    """Format a difference of losses with four decimals, or with an exponent if they would all be 0."""
+    """Format a difference of losses with four decimals, or with an exponent if they would
+    all be 0.
+    """
     return f"{value:+.0e}" if 0 < abs(value) < 5e-5 else f"{value:+.4f}"
 
 
 def compare(
-    losses: Mapping[str, Sequence[Sequence[float]]], reference: str, tokens: Sequence[int] | None = None, level: float = LEVEL
+    losses: Mapping[str, Sequence[Sequence[float]]],
+    reference: str,
+    tokens: Sequence[int] | None = None,
+    level: float = LEVEL,
 ) -> list[Comparison]:
-    """Compare every method in `losses`, name -> [seeds, rows], with the method `reference`, in the given order.
+    """Compare every method in `losses`, name -> [seeds, rows], with the method `reference`, in the
+    given order.
 
-    `tokens` [rows] are the label tokens of each row, the same for all methods; without them all rows weigh the same. Raises
-    ValueError for an unknown reference, arrays of different shapes, no rows, or weights below 1.
+    `tokens` [rows] are the label tokens of each row, the same for all methods; without them all
+    rows weigh the same. Raises ValueError for an unknown reference, arrays of different shapes, no
+    rows, or weights below 1.
     """
     if reference not in losses:
         raise ValueError(f"reference must be one of {', '.join(losses)}, but got {reference!r}")
@@ -71,9 +92,21 @@ def compare(
     shape = arrays[reference].shape
     weight = np.ones(shape[1:]) if tokens is None else np.asarray(tokens, dtype=np.float64)
     shapes = {array.shape for array in arrays.values()}
-    if len(shapes) > 1 or len(shape) != 2 or 0 in shape or weight.shape != shape[1:] or not (weight >= 1).all():
+    if (
+        len(shapes) > 1
+        or len(shape) != 2
+        or 0 in shape
+        or weight.shape != shape[1:]
+        or not (weight >= 1).all()
+    ):
         raise ValueError(
-            f"Expected losses [seeds, examples] of the same shape for every method, and tokens [examples] of at least 1, but "
+            "Expected losses [seeds, examples] of the same shape "
+            "for "
+            "every "
+            "method, "
+            "and "
+            "tokens "
+            "[examples] of at least 1, but "
             f"losses are {', '.join(map(str, shapes))} and tokens {weight.shape}"
         )
     weight = weight / weight.mean()
@@ -82,56 +115,85 @@ def compare(
     corrected = holm([p for _, _, _, p, _ in found])
     return [
         Comparison(
-            name=name, reference=reference, difference=mean, low=low, high=high, p=p, p_corrected=q,
-            verdict=_verdict(low, high, direction, q, level), rows=shape[1], seeds=shape[0],
+            name=name,
+            reference=reference,
+            difference=mean,
+            low=low,
+            high=high,
+            p=p,
+            p_corrected=q,
+            verdict=_verdict(low, high, direction, q, level),
+            rows=shape[1],
+            seeds=shape[0],
             seeds_lower=int(((arrays[name] - arrays[reference]) @ weight < 0).sum()),
         )
         for name, (mean, low, high, p, direction), q in zip(names, found, corrected, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Correct one family of p-values by Holm's step-down: sorted p_(i) times m - i + 1, made monotone; NaN counts as 1."""
+    """Correct one family of p-values by Holm's step-down: sorted p_(i) times m - i + 1, made
+    monotone; NaN counts as 1.
+    """
     filled = [1.0 if math.isnan(value) else value for value in p]
-    corrected, largest = [0.0] * len(filled), 0.0
+    corrected = [0.0] * len(filled)
+    largest = 0.0
     for rank, i in enumerate(sorted(range(len(filled)), key=filled.__getitem__)):
         largest = max(largest, min((len(filled) - rank) * filled[i], 1.0))
         corrected[i] = largest
     return [math.nan if math.isnan(value) else q for value, q in zip(p, corrected, strict=True)]
 
 
-def mcnemar(right: Mapping[str, Sequence[Sequence[int]]], reference: str) -> dict[str, tuple[int, int, float]]:
-    """Compare every method in `right`, name -> 0 or 1 [seeds, problems], with `reference`: problems gained, lost, and p.
+def mcnemar(
+    right: Mapping[str, Sequence[Sequence[int]]], reference: str
+) -> dict[str, tuple[int, int, float]]:
+    """Compare every method in `right`, name -> 0 or 1 [seeds, problems], with `reference`: problems
+    gained, lost, and p.
 
-    A problem is gained if more seeds solve it. p is that of McNemar's exact test on these, corrected by Holm.
+    A problem is gained if more seeds solve it. p is that of McNemar's exact test on these,
+    corrected by Holm.
     """
     solved = {name: np.asarray(flags).sum(0) for name, flags in right.items()}
-    moved = {name: np.sign(of - solved[reference]) for name, of in solved.items() if name != reference}
+    moved = {
+        name: np.sign(of - solved[reference]) for name, of in solved.items() if name != reference
+    }
     counts = [(int((one > 0).sum()), int((one < 0).sum())) for one in moved.values()]
     test = require("scipy.stats").binomtest
-    p = holm([float(test(gained, gained + lost).pvalue) if gained + lost else 1.0 for gained, lost in counts])
+    p = holm(
+        [
+            float(test(gained, gained + lost).pvalue) if gained + lost else 1.0
+            for gained, lost in counts
+        ]
+    )
     return {name: (*count, q) for name, count, q in zip(moved, counts, p, strict=True)}
 
 
 def _difference(weight, method, reference, level: float) -> tuple[float, float, float, float, int]:
-    """Return the mean difference, its interval, Wilcoxon's p and the sign of the rank sum: -1, 0 or 1."""
+    """Return the mean difference, its interval, Wilcoxon's p and the sign of the rank sum: -1, 0 or
+    1.
+    """
     with np.errstate(invalid="ignore"):
         plain = method.mean(0) - reference.mean(0)
     if not np.isfinite(plain).all():
         return math.nan, math.nan, math.nan, math.nan, 0
     d = weight * np.where(np.abs(plain) < TIE, 0.0, plain)
-    mean, n = float(d.mean()), len(d)
-    low, high = (math.nan, math.nan)
+    mean = float(d.mean())
+    n = len(d)
+    low = math.nan
+    high = math.nan
     stats = require("scipy.stats")
     if n > 1:
-        # `mean` is sum t x / sum t, so a row contributes t (x - mean) to its error; otherwise the spread of lengths would count
+        # `mean` is sum t x / sum t, so a row contributes t (x - mean) to its error; otherwise the
+        # spread of lengths would count
         left = d - weight * mean
         margin = float(stats.t.ppf(1 - level / 2, n - 1) * left.std(ddof=1) / math.sqrt(n))
-        low, high = mean - margin, mean + margin
+        low = mean - margin
+        high = mean + margin
     moved = d[d != 0]
     if not len(moved):
         return mean, low, high, 1.0, 0
-    # ties are evidence for neither side and are left out of the ranks, as in Wilcoxon's original test
+    # ties are evidence for neither side and are left out of the ranks, as in Wilcoxon's original
+    # test
     p = float(stats.wilcoxon(moved, zero_method="wilcox").pvalue)
     ranks = stats.rankdata(np.abs(moved))
     return mean, low, high, p, int(np.sign((np.sign(moved) * ranks).sum()))

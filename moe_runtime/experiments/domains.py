@@ -1,6 +1,7 @@
 """Evaluation by domain: losses are ordered by domain, and tables show each domain and all together.
 
-Also which experts each domain's tokens go to (UpIT, Figure 5): counts, distances between domains, and the picture.
+Also which experts each domain's tokens go to (UpIT, Figure 5): counts, distances between domains,
+and the picture.
 
 share_e(domain) = slots of expert e / slots of all experts          per layer; 1 / E without a preference
 distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|               total variation, mean over the layers, 0 to 1
@@ -21,7 +22,14 @@ from moe_runtime.experiments.compare import LEVEL, signed
 from moe_runtime.experiments.corpora import SOURCES, domains_key
 from moe_runtime.experiments.plots import INK, figure_of, grouped, legend_below
 from moe_runtime.experiments.recipe import Training
-from moe_runtime.experiments.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
+from moe_runtime.experiments.stages import (
+    KeptStages,
+    course_of,
+    files_print,
+    hash_of,
+    loss_of,
+    sizes_of,
+)
 from moe_runtime.experiments.tables import MARKS, Entry, Report, compared, finite, over_seeds
 from moe_runtime.hf.dropin.stats import collect_router_stats, expert_load
 from moe_runtime.hf.training import fit as trainers
@@ -57,14 +65,20 @@ class Judged(NamedTuple):
         return by_domain(self.losses, self.tokens, self.rows)
 
 
-def by_domain(losses: Sequence[float], tokens: Sequence[int], rows: Mapping[str, int]) -> dict[str, float]:
+def by_domain(
+    losses: Sequence[float], tokens: Sequence[int], rows: Mapping[str, int]
+) -> dict[str, float]:
     """Return each domain's mean loss per label token, for examples ordered by domain."""
-    return {domain: trainers.mean_loss(losses[place], tokens[place]) for domain, place in places_of(rows).items()}
+    return {
+        domain: trainers.mean_loss(losses[place], tokens[place])
+        for domain, place in places_of(rows).items()
+    }
 
 
 def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
     """Return the slice of each domain's examples."""
-    places, start = {}, 0
+    places = {}
+    start = 0
     for domain, count in rows.items():
         places[domain] = slice(start, start + count)
         start += count
@@ -74,13 +88,17 @@ def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
 def of_domain(result, domain: str):
     """Return a result restricted to the examples of one domain."""
     place = places_of(result.rows)[domain]
-    losses, tokens, exact = result.losses[place], result.tokens[place], result.exact and result.exact[place]
+    losses = result.losses[place]
+    tokens = result.tokens[place]
+    exact = result.exact and result.exact[place]
     return result._replace(rows={domain: len(losses)}, history=[], **loss_of(losses, tokens, exact))
 
 
 @dataclass(kw_only=True)
 class DomainReport(Report):
-    """A table of models evaluated on several domains; its own losses are over all held-out examples."""
+    """A table of models evaluated on several domains; its own losses are over all held-out
+    examples.
+    """
 
     label = "held-out loss per label token, all domains (lower is better)"
 
@@ -95,12 +113,15 @@ class DomainReport(Report):
         names = ("command", "title", "source", "settings", "seeds", "reference")
         shared = {name: getattr(self, name) for name in names}
         return {
-            domain: Report(entries=[_entry_of(entry, domain) for entry in self.entries], **shared) for domain in self.domains
+            domain: Report(entries=[_entry_of(entry, domain) for entry in self.entries], **shared)
+            for domain in self.domains
         }
 
     @property
     def solved(self) -> tuple[str, ...]:
-        """The domains with at least one exact match by any model; only these have a column of exact matches."""
+        """The domains with at least one exact match by any model; only these have a column of exact
+        matches.
+        """
         return tuple(domain for domain, table in self.of_domains.items() if table.is_solved)
 
     def domain_loss(self, name: str, domain: str) -> float:
@@ -111,26 +132,51 @@ class DomainReport(Report):
         """Return the report as JSON-ready values."""
         values = super().to_dict()
         for method, entry in zip(values["methods"], self.entries, strict=True):
-            method["domains"] = {domain: self.domain_loss(entry.name, domain) for domain in self.domains}
+            method["domains"] = {
+                domain: self.domain_loss(entry.name, domain) for domain in self.domains
+            }
             for seed, result in zip(method["seeds"], entry.results, strict=True):
                 seed["domains"] = by_domain(result.losses, result.tokens, result.rows)
-            method["exact_of_domains"] = {domain: table.entry(entry.name).exact for domain, table in self.of_domains.items()}
-        comparisons = {domain: [asdict(one) for one in table.comparisons] for domain, table in self.of_domains.items()}
-        exact = {domain: [asdict(one) for one in table.exact_comparisons] for domain, table in self.of_domains.items()}
+            method["exact_of_domains"] = {
+                domain: table.entry(entry.name).exact for domain, table in self.of_domains.items()
+            }
+        comparisons = {
+            domain: [asdict(one) for one in table.comparisons]
+            for domain, table in self.of_domains.items()
+        }
+        exact = {
+            domain: [asdict(one) for one in table.exact_comparisons]
+            for domain, table in self.of_domains.items()
+        }
         more = {"comparisons_of_domains": comparisons, "exact_comparisons_of_domains": exact}
         return finite(values | {"rows": self.entries[0].results[0].rows} | more)
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and their alignment."""
-        names = (*self.domains, *(f"exact {domain}" for domain in self.solved), "all", f"vs {self.reference}", "p")
+        names = (
+            *self.domains,
+            *(f"exact {domain}" for domain in self.solved),
+            "all",
+            f"vs {self.reference}",
+            "p",
+        )
         costs = ("parameters", "trained", "train s")
         right = [(name, "right") for name in names]
-        return [("method", "left"), *right, ("verdict", "left"), *((name, "right") for name in costs)]
+        return [
+            ("method", "left"),
+            *right,
+            ("verdict", "left"),
+            *((name, "right") for name in costs),
+        ]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
-        one, first = self.comparison(entry.name), entry.results[0]
+        one = self.comparison(entry.name)
+        first = entry.results[0]
         trained = statistics.fmean(result.trained_parameters for result in entry.results)
-        costs = f"{trained:,.0f}" if trained else "", f"{entry.seconds:,.0f}" if entry.seconds else ""
+        costs = (
+            f"{trained:,.0f}" if trained else "",
+            f"{entry.seconds:,.0f}" if entry.seconds else "",
+        )
         return (
             entry.name,
             *(self._cell(entry.name, domain) for domain in self.domains),
@@ -151,10 +197,28 @@ class DomainReport(Report):
         first = self.entries[0].results[0]
         rows = ", ".join(f"{count} of {domain}" for domain, count in first.rows.items())
         return (
-            f"held-out rows: {rows}; {sum(first.tokens):,} label tokens, over which `all` is the mean; "
+            f"held-out rows: {rows}; {sum(first.tokens):,} label tokens, "
+            "over "
+            "which "
+            "`all` "
+            "is "
+            "the "
+            "mean; "
             f"{over_seeds(self.seeds)}.\n"
-            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
-            f"corrected by Holm for the {len(self.comparisons)} comparisons of a column; - and + at a domain's loss: lower and "
+            f"vs {self.reference}: difference of the losses "
+            "with "
+            "its "
+            f"{1 - LEVEL:.0%} "
+            "interval; "
+            "p: "
+            "Wilcoxon over the rows, "
+            f"corrected by Holm for the {len(self.comparisons)} comparisons of "
+            "a "
+            "column; "
+            "- "
+            "and "
+            "+ "
+            "at a domain's loss: lower and "
             f"higher than {self.reference}'s by the same test.\ntrain s: all stages after the base."
             + self.exact_legend([domain for domain in self.domains if domain not in self.solved])
         )
@@ -171,13 +235,17 @@ class Routed(NamedTuple):
 
 
 class DomainStages(KeptStages):
-    """The stages of a recipe with `domains`: trained on all together, evaluated on each; examples are ordered by domain."""
+    """The stages of a recipe with `domains`: trained on all together, evaluated on each; examples
+    are ordered by domain.
+    """
 
     result = Judged
     share = 1.0  # of each domain's training rows used for tuning
 
     def change(self, share: float | None = None, **changes):
-        """Return stages with the same rows and base, but another share of the rows or changed values of the recipe."""
+        """Return stages with the same rows and base, but another share of the rows or changed
+        values of the recipe.
+        """
         other = super().change(**changes)
         other.share = self.share if share is None else share
         return other
@@ -214,7 +282,9 @@ class DomainStages(KeptStages):
         return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
 
     def judged(self, name: str, parent: Judged, folder: Path, **how) -> Judged:
-        """Return the evaluation of a model that the stage `parent` has in `folder`, loaded with the arguments `how`."""
+        """Return the evaluation of a model that the stage `parent` has in `folder`, loaded with the
+        arguments `how`.
+        """
 
         def make(tmp: Path, checkpoints: Path) -> dict:
             return self._judge(lambda: self._load(folder, **how))
@@ -225,46 +295,78 @@ class DomainStages(KeptStages):
         return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
 
     def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
-        """Return a training's result; if saving rounded the weights, the model returned by `load` is evaluated instead."""
+        """Return a training's result; if saving rounded the weights, the model returned by `load`
+        is evaluated instead.
+        """
         course = course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
         if self._is_saved_as_trained(model):
-            return course | {"rows": self.counts} | loss_of(trained.losses, trained.tokens, trained.exact) | sizes_of(model)
+            return (
+                course
+                | {"rows": self.counts}
+                | loss_of(trained.losses, trained.tokens, trained.exact)
+                | sizes_of(model)
+            )
         del model, trained
         return course | self._judge(load)
 
     def _judge(self, load: Callable) -> dict:
         """Return the held-out losses of the model of `load`; the processes share the examples."""
         ranks.free_memory()
-        model, training = load(), self.judging
+        model = load()
+        training = self.judging
         batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
-        found = trainers.row_losses(model, self.held_out, self.tokenizer, batch_size=batch, bf16=training.bf16)
+        found = trainers.row_losses(
+            model, self.held_out, self.tokenizer, batch_size=batch, bf16=training.bf16
+        )
         return {"rows": self.counts} | loss_of(*found) | sizes_of(model)
 
     def _documents(self) -> list[str]:
-        return stages.domain_documents(self.recipe.pretrain, [s for d in self.recipe.domains.values() for s in d.sources])
+        return stages.domain_documents(
+            self.recipe.pretrain, [s for d in self.recipe.domains.values() for s in d.sources]
+        )
 
     def data_key(self) -> str:
-        """Return a hash of the base, every domain's rows, and the versions of what built-in domains are made from."""
-        r, built_in = self.recipe, domains_key()
+        """Return a hash of the base, every domain's rows, and the versions of what built-in domains
+        are made from.
+        """
+        r = self.recipe
+        built_in = domains_key()
         sources = [source for d in r.domains.values() for source in d.sources]
         rows = [built_in if source in SOURCES else files_print(source) for source in sources]
         base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
         domains = {name: domain.to_dict() for name, domain in r.domains.items()}
-        return hash_of({"format": self.FORMAT, "domains": domains, "length": r.max_length, "base": base, "rows": rows})
+        return hash_of(
+            {
+                "format": self.FORMAT,
+                "domains": domains,
+                "length": r.max_length,
+                "base": base,
+                "rows": rows,
+            }
+        )
 
     def make_data(self, folder: Path) -> dict:
         """Write the tokenizer, and each domain's training and evaluation examples."""
         r = self.recipe
         tokenizer = self._base_tokenizer(self._documents)
-        self.say("reading and tokenizing " + ", ".join(f"{name}: {domain}" for name, domain in r.domains.items()))
+        self.say(
+            "reading and tokenizing "
+            + ", ".join(f"{name}: {domain}" for name, domain in r.domains.items())
+        )
         counts = {}
         for part, rows in stages.tokenized_domains(tokenizer, r.domains, r.max_length).items():
             data.save_rows(rows, folder / part)
             counts[part] = len(rows)
         tokenizer.save_pretrained(folder / "tokenizer")
-        listed = ", ".join(f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)" for n in r.domains)
+        listed = ", ".join(
+            f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)"
+            for n in r.domains
+        )
         self.say(f"rows to tune on: {listed}")
-        return {"rows": counts, "domains": {name: domain.to_dict() for name, domain in r.domains.items()}}
+        return {
+            "rows": counts,
+            "domains": {name: domain.to_dict() for name, domain in r.domains.items()},
+        }
 
 
 def with_difference(one) -> str:
@@ -282,9 +384,12 @@ LAYERS = 4  # maximum number of plotted layers, evenly spaced from the first to 
 
 def count(model, tokenizer, rows: Mapping) -> tuple[dict[str, list], list[str]]:
     """Return the slots [L][E] of each domain's tokenized rows, and the layers' names."""
-    counts, layers = {}, []
+    counts = {}
+    layers = []
     for domain, of_domain in rows.items():
-        stats = collect_router_stats(model, _batches(tokenizer, of_domain["input_ids"], model.device))
+        stats = collect_router_stats(
+            model, _batches(tokenizer, of_domain["input_ids"], model.device)
+        )
         counts[domain], layers = [row.tolist() for row in stats.routed], list(stats.layers)
     return counts, layers
 
@@ -301,21 +406,31 @@ def shares(counts: Mapping[str, list]) -> dict[str, torch.Tensor]:
 
 
 def mean_distance(counts: Mapping[str, list]) -> float:
-    """Return the mean distance between two domains; 0 if all are routed equally or there is only one."""
+    """Return the mean distance between two domains; 0 if all are routed equally or there is only
+    one.
+    """
     pairs = itertools.combinations(shares(counts).values(), 2)
     distances = [(a - b).abs().sum(-1).mean().item() / 2 for a, b in pairs]
     return statistics.fmean(distances) if distances else 0.0
 
 
 def picture(report, routed: Mapping[str, Sequence]):
-    """Plot each method's shares by domain, a row per method and a column per layer; means over the seeds.
+    """Plot each method's shares by domain, a row per method and a column per layer; means over the
+    seeds.
 
     `routed` holds a stage's result for every seed. Methods may have different numbers of experts.
     """
     columns = [_spaced(len(results[0].layers)) for results in routed.values()]
-    rows, widest = len(routed), max(map(len, columns))
+    rows = len(routed)
+    widest = max(map(len, columns))
     figure, axes = figure_of(
-        report, (2.2 + 2.9 * widest, 1.4 + 2.0 * rows), rows=rows, columns=widest, sharex=False, sharey=True, squeeze=False
+        report,
+        (2.2 + 2.9 * widest, 1.4 + 2.0 * rows),
+        rows=rows,
+        columns=widest,
+        sharex=False,
+        sharey=True,
+        squeeze=False,
     )
     for row, (name, results), layers in zip(axes, routed.items(), columns, strict=True):
         for axis, layer in zip(row, layers):
@@ -329,9 +444,14 @@ def picture(report, routed: Mapping[str, Sequence]):
 
 
 def _bars(axes, results: Sequence, layer: int) -> None:
-    """Plot one layer: a group of bars per expert, a bar per domain, and the balanced share as a line."""
+    """Plot one layer: a group of bars per expert, a bar per domain, and the balanced share as a
+    line.
+    """
     by_seed = [shares(result.counts) for result in results]
-    means = {name: torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist() for name in by_seed[0]}
+    means = {
+        name: torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist()
+        for name in by_seed[0]
+    }
     E = len(next(iter(means.values())))
     grouped(axes, range(E), means)
     axes.axhline(1 / E, color=INK, linestyle="--", linewidth=1)
@@ -339,7 +459,9 @@ def _bars(axes, results: Sequence, layer: int) -> None:
 
 
 def _spaced(layers: int) -> list[int]:
-    """Return at most LAYERS evenly spaced indices below `layers`, including the first and the last."""
+    """Return at most LAYERS evenly spaced indices below `layers`, including the first and
+    the last.
+    """
     if layers <= LAYERS:
         return list(range(layers))
     return [round(i * (layers - 1) / (LAYERS - 1)) for i in range(LAYERS)]

@@ -2,12 +2,14 @@
 
 intent      a request in a user's words -> one of ten labels
 json        a sentence about an order, a trip or a meeting -> its named parts as a JSON object
-arithmetic  the domain of `moe_runtime.experiments.corpora`: word problems -> every step and the answer
-function    signature and docstring of a function in Python's standard library -> its single return statement
+arithmetic  the domain of `moe_runtime.experiments.corpora`: word problems -> every step and the
+            answer
+function    signature and docstring of a function in Python's standard library -> its single return
+            statement
 
-Held-out requests and sentences have wordings that no training example has, held-out functions come from other files, and
-held-out problems have other questions. The examples depend on `seed` and, for functions, on the version of Python; which ones
-are held out does not depend on the seed.
+Held-out requests and sentences have wordings that no training example has, held-out functions come
+from other files, and held-out problems have other questions. The examples depend on `seed` and, for
+functions, on the version of Python; which ones are held out does not depend on the seed.
 """
 
 import ast
@@ -47,20 +49,29 @@ INTENTS = {
 }
 # the last four are held out
 SENTENCES = (
-    "On {day} {name} travels to {city}.", "{name} in {city} needs {number} {thing} by {day}.",
-    "The meeting with {name} is on {day} at {time}.", "Please send {number} {thing} to {name}.",
-    "{name} orders {number} {thing}.", "{name} will meet us in {city} at {time}.",
-    "By {day} we want {number} {thing} in {city}.", "A parcel of {number} {thing} left {city} on {day}.",
-    "At {time} the train to {city} leaves.", "Our guest on {day} is {name}, who comes from {city}.",
-    "It was {time} when {name} sold {number} {thing}.", "{city} asks for {thing}, {number} of them.",
-    "For {day}, {name} has asked for {number} {thing}.", "{name} reaches {city} at {time} on {day}.",
-    "There are {number} {thing} in {city}, says {name}.", "Can we see {name} at {time} on {day}?",
-)  # fmt: skip
+    "On {day} {name} travels to {city}.",
+    "{name} in {city} needs {number} {thing} by {day}.",
+    "The meeting with {name} is on {day} at {time}.",
+    "Please send {number} {thing} to {name}.",
+    "{name} orders {number} {thing}.",
+    "{name} will meet us in {city} at {time}.",
+    "By {day} we want {number} {thing} in {city}.",
+    "A parcel of {number} {thing} left {city} on {day}.",
+    "At {time} the train to {city} leaves.",
+    "Our guest on {day} is {name}, who comes from {city}.",
+    "It was {time} when {name} sold {number} {thing}.",
+    "{city} asks for {thing}, {number} of them.",
+    "For {day}, {name} has asked for {number} {thing}.",
+    "{name} reaches {city} at {time} on {day}.",
+    "There are {number} {thing} in {city}, says {name}.",
+    "Can we see {name} at {time} on {day}?",
+)
 WORDS = {
-    "name": NAMES, "thing": THINGS,
+    "name": NAMES,
+    "thing": THINGS,
     "city": ("Athens", "Bern", "Cairo", "Delhi", "Lima", "Oslo", "Paris", "Quito", "Rome", "Tokyo"),
     "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
-}  # fmt: skip
+}
 LONGEST = 160  # characters of a function's prompt
 
 
@@ -68,20 +79,27 @@ def _intents(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str,
     while True:
         label = generator.choice(list(INTENTS))
         lines = [line.split(" | ") for line in INTENTS[label].splitlines()]
-        wording = generator.choice([w.strip() for line in lines for w in (line[-1:] if is_held_out else line[:-1])])
+        wording = generator.choice(
+            [w.strip() for line in lines for w in (line[-1:] if is_held_out else line[:-1])]
+        )
         yield f"What is the intent of this request?\n{_filled(wording, generator)[0]}", label
 
 
 def _objects(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
     while True:
-        text, values = _filled(generator.choice(SENTENCES[-4:] if is_held_out else SENTENCES[:-4]), generator)
+        text, values = _filled(
+            generator.choice(SENTENCES[-4:] if is_held_out else SENTENCES[:-4]), generator
+        )
         yield f"Write {', '.join(values)} of this text as JSON.\n{text}", json.dumps(values)
 
 
 def _filled(wording: str, generator: random.Random) -> tuple[str, dict]:
     """Return a wording with its placeholders filled, and the values."""
     values = {name: generator.choice(words) for name, words in WORDS.items()}
-    values |= {"number": generator.randint(2, 60), "time": f"{generator.randint(1, 12)}:{generator.randrange(0, 60, 5):02}"}
+    values |= {
+        "number": generator.randint(2, 60),
+        "time": f"{generator.randint(1, 12)}:{generator.randrange(0, 60, 5):02}",
+    }
     used = [name for _, name, _, _ in string.Formatter().parse(wording) if name]
     return wording.format(**values), {name: values[name] for name in used}
 
@@ -91,8 +109,15 @@ def _functions(generator: random.Random, is_held_out: bool) -> Iterator[tuple[st
     generator.shuffle(rows)
     for row in rows:
         function = ast.parse(row["completion"]).body[0]
-        if len(row["prompt"]) <= LONGEST and not function.decorator_list and isinstance(function.body[0], ast.Return):
-            yield f"Answer with the return statement alone.\n{row['prompt']}".rstrip(), ast.unparse(function.body[0])
+        if (
+            len(row["prompt"]) <= LONGEST
+            and not function.decorator_list
+            and isinstance(function.body[0], ast.Return)
+        ):
+            yield (
+                f"Answer with the return statement alone.\n{row['prompt']}".rstrip(),
+                ast.unparse(function.body[0]),
+            )
 
 
 def _sums(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
@@ -121,26 +146,41 @@ def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> Pairs:
                 break
         if len(found) < count:
             where = "held out" if is_held_out else "to train on"
-            raise ValueError(f"There are only {len(found)} examples of {name} {where}, but {count} are requested")
-        parts.append([{"prompt": prompt, "completion": completion} for prompt, completion in found.items()])
+            raise ValueError(
+                f"There are only {len(found)} examples of {name} {where}, but {count} are requested"
+            )
+        parts.append(
+            [{"prompt": prompt, "completion": completion} for prompt, completion in found.items()]
+        )
     return Pairs(*parts)
 
 
 def write_tasks(
-    folder: str | Path, *, train: int = 80, held_out: int = 40, seed: int = 0, more: dict[str, Pairs] | None = None,
+    folder: str | Path,
+    *,
+    train: int = 80,
+    held_out: int = 40,
+    seed: int = 0,
+    more: dict[str, Pairs] | None = None,
     overwrite: bool = False,
-) -> dict[str, int]:  # fmt: skip
-    """Write train.jsonl and held_out.jsonl with all tasks, shuffled, and TASK-train.jsonl and TASK-held_out.jsonl for each.
+) -> dict[str, int]:
+    """Write train.jsonl and held_out.jsonl with all tasks, shuffled, and TASK-train.jsonl and
+    TASK-held_out.jsonl for each.
 
     `more` holds additional tasks by name. Returns the number of lines of each file.
     """
-    tasks = {name: task_rows(name, train=train, held_out=held_out, seed=seed) for name in TASKS} | (more or {})
-    files, generator = {}, random.Random(f"order {seed}")
+    tasks = {name: task_rows(name, train=train, held_out=held_out, seed=seed) for name in TASKS} | (
+        more or {}
+    )
+    files = {}
+    generator = random.Random(f"order {seed}")
     for place, part in enumerate(Pairs._fields):
         files[part] = [row for rows in tasks.values() for row in rows[place]]
         generator.shuffle(files[part])
         files |= {f"{name}-{part}": rows[place] for name, rows in tasks.items()}
     with atomic_folder(folder, overwrite) as tmp:
         for name, rows in files.items():
-            (tmp / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            (tmp / f"{name}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+            )
     return {f"{name}.jsonl": len(rows) for name, rows in files.items()}

@@ -1,7 +1,8 @@
 """Common parts of the methods' recipes: one YAML file per run, checked by pydantic models.
 
-methods/METHOD/recipe.py defines a method's whole recipe; keys follow mergekit where it has them (base_model, dtype). Any
-mistake raises a one-line ValueError with the file, the key, the expected value and the given one.
+methods/METHOD/recipe.py defines a method's whole recipe; keys follow mergekit where it has them
+(base_model, dtype). Any mistake raises a one-line ValueError with the file, the key, the expected
+value and the given one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from moe_runtime.config import one_line, shown
@@ -50,9 +59,20 @@ class Node(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        unknown = [key for key in values if key not in cls.model_fields] if isinstance(values, dict) else []
+        if isinstance(values, dict):
+            unknown = [key for key in values if key not in cls.model_fields]
+        else:
+            unknown = []
         if unknown:
-            raise ValueError(f"{one_line(unknown[0], 200)} is not a valid key. Use any of {', '.join(cls.model_fields)}")
+            raise ValueError(
+                f"{one_line(unknown[0], 200)} is not a "
+                "valid "
+                "key. "
+                "Use "
+                "any "
+                "of "
+                f"{', '.join(cls.model_fields)}"
+            )
         return values
 
     def to_dict(self) -> dict:
@@ -68,7 +88,9 @@ class Node(BaseModel):
             raise ValueError(_sentence(error)) from None
 
     def change(self, **changes):
-        """Return a recipe with other values; keys are dotted, with __ for the dot: change(data__limit=8, seed=1)."""
+        """Return a recipe with other values; keys are dotted, with __ for the dot:
+        change(data__limit=8, seed=1).
+        """
         values = self.to_dict()
         for key, value in changes.items():
             *path, last = key.split("__")
@@ -83,7 +105,8 @@ def _sentence(error: ValidationError) -> str:
     """Format pydantic's first error as one line: the key, the expected value and the given one."""
     first = error.errors(include_url=False)[0]
     key = ".".join(one_line(part, 200) for part in first["loc"] if part != "[key]")
-    if first["type"] == "value_error":  # from our own checks, which already name the key within their node
+    # from our own checks, which already name the key within their node
+    if first["type"] == "value_error":
         return f"{key}{'.' if key else ''}{first['ctx']['error']}"
     if first["type"] == "missing":
         return f"{key} is missing from the recipe"
@@ -93,12 +116,23 @@ def _sentence(error: ValidationError) -> str:
 
 MAX_VALUES = 100_000  # limit after expanding aliases, as nine lines can expand to a billion values
 _MERGE = "tag:yaml.org,2002:merge"
-# exceptions of PyYAML's constructors for a value that does not match its tag, and of its parser for deep nesting
-_NAKED = (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError, RecursionError)
+# exceptions of PyYAML's constructors for a value that does not match its tag, and of its parser for
+# deep nesting
+_NAKED = (
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 def read_yaml(path: Path) -> Any:
-    """Read the single document of a YAML file; raises a ValueError that names the file if it is not valid."""
+    """Read the single document of a YAML file; raises a ValueError that names the file if it is not
+    valid.
+    """
     check_regular(path)
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
@@ -114,15 +148,26 @@ def read_yaml(path: Path) -> Any:
 
 
 def _check_nodes(node: yaml.Node | None) -> None:
-    """Raise ValueError for duplicate keys, of which YAML silently keeps the last, and for unbounded aliases."""
-    stack, count = [] if node is None else [node], 0
+    """Raise ValueError for duplicate keys, of which YAML silently keeps the last, and for unbounded
+    aliases.
+    """
+    stack = [] if node is None else [node]
+    count = 0
     while stack:
-        node, count = stack.pop(), count + 1
+        node = stack.pop()
+        count = count + 1
         if count > MAX_VALUES:
             raise ValueError(f"it has more than {MAX_VALUES} values after expanding aliases")
         if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
-            twice = next((key for key in keys if keys.count(key) > 1), None) if len(set(keys)) < len(keys) else None
+            keys = [
+                key.value
+                for key, _ in node.value
+                if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE
+            ]
+            if len(set(keys)) < len(keys):
+                twice = next((key for key in keys if keys.count(key) > 1), None)
+            else:
+                twice = None
             if twice is not None:
                 raise ValueError(f"duplicate key {shown(twice, 80)}{node.start_mark}")
             stack += [part for pair in node.value for part in pair]
@@ -134,7 +179,8 @@ class Source(Node):
     """One of several sources of rows; each has its own columns."""
 
     source: str
-    weight: Positive | None = None  # relative number of rows; given for all sources, or for none to use all rows
+    # relative number of rows; given for all sources, or for none to use all rows
+    weight: Positive | None = None
     limit: Count | None = None  # maximum number of rows, drawn from all
     split: str | None = None  # None: that of the recipe
 
@@ -148,12 +194,24 @@ def _as_sources(value: Any) -> str | list[Source]:
     found = []
     for place, one in enumerate(value):
         try:
-            found.append(one if isinstance(one, Source) else Source.from_dict({"source": one} if isinstance(one, str) else one))
+            found.append(
+                one
+                if isinstance(one, Source)
+                else Source.from_dict({"source": one} if isinstance(one, str) else one)
+            )
         except ValueError as error:
             raise ValueError(f"{place}.{error}") from None
     weighed = sum(one.weight is not None for one in found)
     if weighed not in (0, len(found)):
-        raise ValueError(f"weight must be given for all sources or for none, but {weighed} of {len(found)} have one")
+        raise ValueError(
+            "weight must be given for all sources or for "
+            "none, "
+            "but "
+            f"{weighed} "
+            "of "
+            f"{len(found)} "
+            "have one"
+        )
     return found
 
 
@@ -163,9 +221,11 @@ Sources = Annotated[Any, PlainValidator(_as_sources)]  # str | list[Source]
 class Rows(Node):
     """Training and held-out rows: their sources and numbers."""
 
-    train: Sources  # a built-in source, a .jsonl, .json or .parquet file, a folder of them, or a Hub id; or several
+    # a built-in source, a .jsonl, .json or .parquet file, a folder of them, or a Hub id; or several
+    train: Sources
     split: str = "train"
-    held_out: Sources | None = None  # None: `held_out_rows` of the train rows, which are then not trained on
+    # None: `held_out_rows` of the train rows, which are then not trained on
+    held_out: Sources | None = None
     held_out_split: str = "test"
     held_out_rows: Count = 256
     limit: Count | None = None  # maximum number of training rows
@@ -173,8 +233,11 @@ class Rows(Node):
     repeat: bool = Field(False, exclude_if=lambda repeats: not repeats)
 
     def listed(self, part: str = "train") -> list[Source]:
-        """Return the sources of `train` or `held_out`, each with its split; an empty list if not given."""
-        value, split = getattr(self, part), self.split if part == "train" else self.held_out_split
+        """Return the sources of `train` or `held_out`, each with its split; an empty list if not
+        given.
+        """
+        value = getattr(self, part)
+        split = self.split if part == "train" else self.held_out_split
         found = value if isinstance(value, list) else [Source(source=value)] if value else []
         return [one.change(split=one.split or split) for one in found]
 
@@ -188,7 +251,9 @@ class Rows(Node):
 
 
 class Training(Node):
-    """Settings of one training run. The defaults are the official XFT code's: Adafactor, a linear schedule, no clipping."""
+    """Settings of one training run. The defaults are the official XFT code's: Adafactor, a linear
+    schedule, no clipping.
+    """
 
     epochs: Positive | None = None
     steps: Count | None = None
@@ -202,24 +267,38 @@ class Training(Node):
     max_grad_norm: AnyNumber = -1.0  # -1: no clipping
     bf16: bool = False
     gradient_checkpointing: bool = False
-    save_steps: Count | None = None  # steps between checkpoints, from which an interrupted run resumes
-    ep_size: Count = Field(1, exclude_if=lambda size: size == 1)  # processes that share each layer's experts
-    # steps after which the held-out loss is measured, instead of the recipe's evenly spaced `evaluations`
+    # steps between checkpoints, from which an interrupted run resumes
+    save_steps: Count | None = None
+    # processes that share each layer's experts
+    ep_size: Count = Field(1, exclude_if=lambda size: size == 1)
+    # steps after which the held-out loss is measured, instead of the recipe's evenly spaced
+    # `evaluations`
     evaluations: list[Count] | None = Field(None, exclude_if=lambda steps: steps is None)
-    keep_best: bool = Field(False, exclude_if=lambda keep: not keep)  # restore the weights with the lowest held-out loss
+    # restore the weights with the lowest held-out loss
+    keep_best: bool = Field(False, exclude_if=lambda keep: not keep)
 
     @model_validator(mode="after")
     def _check_training(self):
         both = (self.epochs is None) == (self.steps is None)
         if both or not (self.max_grad_norm == -1 or self.max_grad_norm > 0):
-            clipping = f"max_grad_norm must be a number above 0, or -1 for no clipping, but got {self.max_grad_norm}"
+            clipping = (
+                "max_grad_norm must be a number above 0, or -1 "
+                "for "
+                "no "
+                "clipping, "
+                "but "
+                "got "
+                f"{self.max_grad_norm}"
+            )
             found = f"epochs is {self.epochs} and steps is {self.steps}. Set exactly one of the two"
             raise ValueError(found if both else clipping)
         return self
 
 
 class Pretrain(Node):
-    """A small Llama to start from, pre-trained here on the source text of Python's standard library."""
+    """A small Llama to start from, pre-trained here on the source text of Python's standard
+    library.
+    """
 
     vocab_size: Count
     hidden_size: Count
@@ -239,8 +318,19 @@ class Pretrain(Node):
 def check_base(recipe) -> None:
     """Raise ValueError unless a recipe has one of base_model and pretrain."""
     if (recipe.base_model is None) == (recipe.pretrain is None):
-        given = "neither" if recipe.pretrain is None else f"both (base_model is {recipe.base_model!r})"
-        raise ValueError(f"pretrain or base_model must be given, but got {given}. With pretrain, set base_model: null")
+        if recipe.pretrain is None:
+            given = "neither"
+        else:
+            given = f"both (base_model is {recipe.base_model!r})"
+        raise ValueError(
+            "pretrain or base_model must be given, but "
+            "got "
+            f"{given}. "
+            "With "
+            "pretrain, "
+            "set "
+            "base_model: null"
+        )
 
 
 def check_names(of: str, names: Iterable[str], least: int = 1) -> None:
@@ -249,12 +339,18 @@ def check_names(of: str, names: Iterable[str], least: int = 1) -> None:
     bad = [name for name in names if not name.replace("-", "").replace("_", "").isalnum()]
     if len(names) < least or bad:
         few = f"must have at least {least}, but got {', '.join(names) or 'none'}"
-        named = f"must be named with letters, digits, - and _, as folders are, but got {bad[0]!r}" if bad else few
+        if bad:
+            named = (
+                f"must be named with letters, digits, - and _, as folders are, but got {bad[0]!r}"
+            )
+        else:
+            named = few
         raise ValueError(f"{of} {named}")
 
 
 def load_recipe(kind: type[Node], path_or_name: str | Path | Node):
-    """Read a YAML file, or a shipped recipe by name, as the recipe `kind` of a method; a recipe is returned unchanged.
+    """Read a YAML file, or a shipped recipe by name, as the recipe `kind` of a method; a recipe is
+    returned unchanged.
 
     Raises a ValueError that names the file and the key of a mistake.
     """
@@ -274,7 +370,8 @@ def shipped_recipes(method: str) -> list[str]:
 
 
 def recipe_path(path_or_name: str | Path, *methods: str) -> Path:
-    """Return the file of a recipe: the path itself, or the shipped recipe of that name in the first of `methods` that has it.
+    """Return the file of a recipe: the path itself, or the shipped recipe of that name in the first
+    of `methods` that has it.
 
     The name may include the method: esft/tiny.
     """
@@ -285,7 +382,9 @@ def recipe_path(path_or_name: str | Path, *methods: str) -> Path:
         if name in known:
             return METHODS / known[name] / "recipes" / f"{name.partition('/')[2]}.yaml"
     names = ", ".join(name if len(methods) > 1 else name.partition("/")[2] for name in known)
-    raise ValueError(f"Recipe {str(path_or_name)!r} does not exist. Pass a YAML file or one of {names}")
+    raise ValueError(
+        f"Recipe {str(path_or_name)!r} does not exist. Pass a YAML file or one of {names}"
+    )
 
 
 def method_of(path: Path) -> str:

@@ -1,4 +1,6 @@
-"""Word problems with every step of the answer: `sums_of` yields an endless stream of distinct ones of a kind."""
+"""Word problems with every step of the answer: `sums_of` yields an endless stream of distinct ones
+of a kind.
+"""
 
 import random
 import zlib
@@ -6,11 +8,37 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 NAMES = (
-    "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Iris", "Jon", "Kim", "Lena", "Max", "Nora", "Omar", "Pia",
-)  # fmt: skip
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gita",
+    "Hugo",
+    "Iris",
+    "Jon",
+    "Kim",
+    "Lena",
+    "Max",
+    "Nora",
+    "Omar",
+    "Pia",
+)
 THINGS = (
-    "apples", "books", "cards", "coins", "eggs", "marbles", "pens", "plums", "shells", "stamps", "stones", "tickets",
-)  # fmt: skip
+    "apples",
+    "books",
+    "cards",
+    "coins",
+    "eggs",
+    "marbles",
+    "pens",
+    "plums",
+    "shells",
+    "stamps",
+    "stones",
+    "tickets",
+)
 CASES = ("bags", "baskets", "jars", "rows", "trays")
 
 
@@ -27,8 +55,11 @@ KINDS = {"arithmetic": Kind(60, 3, 40, 999), "sums": Kind(9, 1, 0, 9), "steps": 
 
 
 def sums_of(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str, str]]:
-    """Yield an endless stream of distinct problems; one question in ten is held out, independently of the seed."""
-    generator, known = random.Random(f"sums {seed}"), set()
+    """Yield an endless stream of distinct problems; one question in ten is held out, independently
+    of the seed.
+    """
+    generator = random.Random(f"sums {seed}")
+    known = set()
     while True:
         question, answer = _sum(generator, KINDS[name])
         if question not in known and (zlib.crc32(question.encode()) % 10 == 0) == is_held_out:
@@ -39,16 +70,28 @@ def sums_of(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str
 def _sum(generator: random.Random, kind: Kind) -> tuple[str, str]:
     """Make one problem: a first number, one or more changes of it, and a question."""
     name, other = generator.sample(NAMES, 2)
-    thing, case = generator.choice(THINGS), generator.choice(CASES)
-    count, steps, story = generator.randint(2, kind.largest), [], []
+    thing = generator.choice(THINGS)
+    case = generator.choice(CASES)
+    count = generator.randint(2, kind.largest)
+    steps = []
+    story = []
     for _ in range(1 if kind.steps == 1 else generator.randint(1, kind.steps)):
         event, sign, number, count_then = _change(generator, count, kind)
-        story.append(event.format(name=name, other=other, thing=thing, case=case, a_case=case[:-1], number=number))
+        story.append(
+            event.format(
+                name=name, other=other, thing=thing, case=case, a_case=case[:-1], number=number
+            )
+        )
         steps.append(f"{count} {sign} {number} = {count_then}.")
         count = count_then
     first = steps[0].partition(" ")[0]
-    question = f"{name} has {first} {thing}. {' '.join(story)} How many {thing} does {name} have now?\n"
-    return question, f"{' '.join(steps)} {name} has {count} {thing if count != 1 else thing[:-1]} now."
+    question = (
+        f"{name} has {first} {thing}. {' '.join(story)} How many {thing} does {name} have now?\n"
+    )
+    return (
+        question,
+        f"{' '.join(steps)} {name} has {count} {thing if count != 1 else thing[:-1]} now.",
+    )
 
 
 def _change(generator: random.Random, count: int, of: Kind) -> tuple[str, str, int, int]:
@@ -59,14 +102,26 @@ def _change(generator: random.Random, count: int, of: Kind) -> tuple[str, str, i
     if kind == "share":
         number = generator.choice(parts)
         event = "{name} puts them into {number} {case}, the same in each, and keeps one {a_case}."
-        return event if of.largest > 9 else "{name} keeps one of {number} equal {case}.", "/", number, count // number
+        return (
+            event if of.largest > 9 else "{name} keeps one of {number} equal {case}.",
+            "/",
+            number,
+            count // number,
+        )
     if kind == "times":
         number = generator.randint(2, 5)
         event = "{other} brings so many that {name} has {number} times as many."
-        return event if of.largest > 9 else "{other} makes it {number} times as many.", "*", number, count * number
+        return (
+            event if of.largest > 9 else "{other} makes it {number} times as many.",
+            "*",
+            number,
+            count * number,
+        )
     if kind == "less":
         number = generator.randint(1, min(count - 1, of.taken))
-        event = generator.choice(("{name} gives {number} to {other}.", "{name} loses {number} of them."))
+        event = generator.choice(
+            ("{name} gives {number} to {other}.", "{name} loses {number} of them.")
+        )
         return event, "-", number, count - number
     number = generator.randint(1, of.largest)
     event = generator.choice(("{name} buys {number} more.", "{other} gives {number} to {name}."))

@@ -1,8 +1,9 @@
-"""Make a paper's table by one command: a plan for every seed, and the resulting report, picture and JSON.
+"""Make a paper's table by one command: a plan for every seed, and the resulting report, picture and
+JSON.
 
-methods/METHOD/tables.py has a Command per table; all share a folder of stages. An existing stage is read instead of trained,
-whichever command made it, so a killed command resumes. The loss of a method is its mean over the seeds; verdicts
-come only from `moe_runtime.experiments.compare`.
+methods/METHOD/tables.py has a Command per table; all share a folder of stages. An existing stage is
+read instead of trained, whichever command made it, so a killed command resumes. The loss of a
+method is its mean over the seeds; verdicts come only from `moe_runtime.experiments.compare`.
 """
 
 import math
@@ -22,7 +23,8 @@ from moe_runtime.experiments.recipe import load_recipe
 from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.io.rows import require
 
-OF_SOME = ("alpha", "general_loss", "trained_parameters", "optimizer_bytes", "experts")  # fields that some results lack
+# fields that some results lack
+OF_SOME = ("alpha", "general_loss", "trained_parameters", "optimizer_bytes", "experts")
 MARKS = {"lower": "-", "higher": "+"}  # than the reference's number, by the test
 
 
@@ -47,11 +49,15 @@ class Entry:
     def sd(self) -> float:
         """Standard deviation over the seeds; NaN for one seed or a loss that is not finite."""
         losses = self.losses
-        return statistics.stdev(losses) if len(losses) > 1 and all(map(math.isfinite, losses)) else math.nan
+        if len(losses) > 1 and all(map(math.isfinite, losses)):
+            return statistics.stdev(losses)
+        return math.nan
 
     @property
     def exact(self) -> float | None:
-        """Share of the held-out examples with an exact match, mean over the seeds; None if a seed did not record it."""
+        """Share of the held-out examples with an exact match, mean over the seeds; None if a seed
+        did not record it.
+        """
         rates = [exact_match(result) for result in self.results]
         return None if None in rates else statistics.fmean(rates)
 
@@ -81,7 +87,10 @@ class Entry:
             "parameters": first.parameters,
             "active_parameters": first.active_parameters,
             "train_seconds": self.seconds,
-            "seeds": [{"seed": seed, **_of_seed(result)} for seed, result in zip(seeds, self.results, strict=True)],
+            "seeds": [
+                {"seed": seed, **_of_seed(result)}
+                for seed, result in zip(seeds, self.results, strict=True)
+            ],
         }
 
 
@@ -89,11 +98,17 @@ def _of_seed(result) -> dict:
     """Return the numbers of one result, without the rows' losses, which are in its own folder."""
     names = ("loss", "steps", "seconds", "total_seconds", "steps_per_second", "history", *OF_SOME)
     known = {name: getattr(result, name) for name in names if hasattr(result, name)}
-    return {"folder": "/".join(Path(result.folder).parts[-2:])} | known | {"exact_match": exact_match(result)}
+    return (
+        {"folder": "/".join(Path(result.folder).parts[-2:])}
+        | known
+        | {"exact_match": exact_match(result)}
+    )
 
 
 def exact_match(result) -> float | None:
-    """Return the share of the held-out examples for which greedy decoding gives the label; None if it is not recorded."""
+    """Return the share of the held-out examples for which greedy decoding gives the label; None if
+    it is not recorded.
+    """
     flags = getattr(result, "exact", None)
     return None if flags is None else statistics.fmean(flags)
 
@@ -111,7 +126,9 @@ class Finding:
 
     def to_dict(self) -> dict:
         """Return all fields as JSON-ready values."""
-        return finite({f.name: getattr(self, f.name) for f in fields(self)} | {"environment": environment()})
+        return finite(
+            {f.name: getattr(self, f.name) for f in fields(self)} | {"environment": environment()}
+        )
 
 
 @dataclass(kw_only=True)
@@ -124,11 +141,21 @@ class Report(Finding):
 
     def __post_init__(self):
         tokens = self.entries[0].results[0].tokens
-        if any(list(result.tokens) != list(tokens) for entry in self.entries for result in entry.results):
-            raise ValueError("The methods are evaluated on different held-out examples. Use one recipe for all")
+        if any(
+            list(result.tokens) != list(tokens)
+            for entry in self.entries
+            for result in entry.results
+        ):
+            raise ValueError(
+                "The methods are evaluated on different held-out examples. Use one recipe for all"
+            )
         losses = {entry.name: [result.losses for result in entry.results] for entry in self.entries}
         self.comparisons: list[Comparison] = compare(losses, self.reference, tokens)
-        exact = {entry.name: [result.exact for result in entry.results] for entry in self.entries if entry.exact is not None}
+        exact = {
+            entry.name: [result.exact for result in entry.results]
+            for entry in self.entries
+            if entry.exact is not None
+        }
         self.exact_comparisons = compare(exact, self.reference) if self.reference in exact else []
 
     def entry(self, name: str) -> Entry:
@@ -163,7 +190,16 @@ class Report(Finding):
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and their alignment."""
         exact = ("exact match",) * self.is_solved
-        names = ("held-out loss", "perplexity", *exact, "parameters", "per token", "train s", f"vs {self.reference}", "p")
+        names = (
+            "held-out loss",
+            "perplexity",
+            *exact,
+            "parameters",
+            "per token",
+            "train s",
+            f"vs {self.reference}",
+            "p",
+        )
         return [("method", "left"), *((name, "right") for name in names), ("verdict", "left")]
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -171,11 +207,16 @@ class Report(Finding):
         return [self._row(entry) for entry in self.entries]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
-        one, first = self.comparison(entry.name), entry.results[0]
+        one = self.comparison(entry.name)
+        first = entry.results[0]
         numbers = (
-            entry.mean_sd(), f"{entry.perplexity:,.2f}", *(self.exact_cell(entry.name),) * self.is_solved,
-            f"{first.parameters:,}", f"{first.active_parameters:,}", f"{entry.seconds:,.0f}",
-        )  # fmt: skip
+            entry.mean_sd(),
+            f"{entry.perplexity:,.2f}",
+            *(self.exact_cell(entry.name),) * self.is_solved,
+            f"{first.parameters:,}",
+            f"{first.active_parameters:,}",
+            f"{entry.seconds:,.0f}",
+        )
         return entry.name, *numbers, *compared(one)
 
     @property
@@ -184,33 +225,65 @@ class Report(Finding):
         return any(entry.exact for entry in self.entries)
 
     def exact_cell(self, name: str) -> str:
-        """Return a method's share of exact matches as text, with the test's mark; empty if not recorded."""
+        """Return a method's share of exact matches as text, with the test's mark; empty if not
+        recorded.
+        """
         rate = self.entry(name).exact
         verdicts = [one.verdict for one in self.exact_comparisons if one.name == name]
-        return "" if rate is None else f"{rate:.3f}" + "".join(MARKS.get(verdict, "") for verdict in verdicts)
+        if rate is None:
+            return ""
+        return f"{rate:.3f}" + "".join(MARKS.get(verdict, "") for verdict in verdicts)
 
     def exact_legend(self, zero: Sequence[str] = ()) -> str:
-        """Return a line that explains exact matches, empty without any records; `zero` names parts that have none."""
+        """Return a line that explains exact matches, empty without any records; `zero` names parts
+        that have none.
+        """
         if all(entry.exact is None for entry in self.entries):
             return ""
-        marks = f"- and +: lower and higher than {self.reference}'s by the same test" if self.is_solved else ""
+        if self.is_solved:
+            marks = f"- and +: lower and higher than {self.reference}'s by the same test"
+        else:
+            marks = ""
         found = "; ".join(filter(None, (marks, f"0 on {', '.join(zero)}" if zero else "")))
-        return f"\nexact match: rows whose label tokens are all the most probable ones, as in greedy decoding, of all; {found}."
+        return (
+            "\nexact match: rows whose label tokens are all the "
+            "most "
+            "probable "
+            "ones, "
+            "as "
+            "in "
+            f"greedy decoding, of all; {found}."
+        )
 
     def legend(self) -> str:
         """Return lines that explain the table's numbers."""
-        rows, tokens = len(self.entries[0].results[0].tokens), sum(self.entries[0].results[0].tokens)
+        rows = len(self.entries[0].results[0].tokens)
+        tokens = sum(self.entries[0].results[0].tokens)
         return (
-            f"{rows} held-out rows, {tokens:,} label tokens; {over_seeds(self.seeds)}; train s: all stages after the base, "
+            f"{rows} held-out rows, {tokens:,} "
+            "label "
+            "tokens; "
+            f"{over_seeds(self.seeds)}; "
+            "train "
+            "s: "
+            "all stages after the base, "
             "which has its own.\n"
-            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
+            f"vs {self.reference}: difference of the losses "
+            "with "
+            "its "
+            f"{1 - LEVEL:.0%} "
+            "interval; "
+            "p: "
+            "Wilcoxon over the rows, "
             f"corrected by Holm for {len(self.comparisons)} comparisons."
             + self.exact_legend([] if self.is_solved else ["all rows"])
         )
 
 
 def compared(one: Comparison | None) -> tuple[str, str, str]:
-    """Return a comparison's difference with its interval, its p-value and its verdict as text, empty if missing."""
+    """Return a comparison's difference with its interval, its p-value and its verdict as text,
+    empty if missing.
+    """
     if one is None:
         return "", "", "reference"
     interval = "" if math.isnan(one.low) else f" [{signed(one.low)}, {signed(one.high)}]"
@@ -228,13 +301,17 @@ def over_seeds(seeds: Sequence[int]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean of some values as text, with their standard deviation if there are several."""
+    """Return the mean of some values as text, with their standard deviation if there are
+    several.
+    """
     sd = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.3f}{sd}"
 
 
 def verdict(report: Report, name: str) -> str:
-    """Return a sentence or two on whether the method `name` is better than the report's reference."""
+    """Return a sentence or two on whether the method `name` is better than the report's
+    reference.
+    """
     one = report.comparison(name)
     if one.verdict == "lower":
         return f"{name} gained. {one}."
@@ -273,7 +350,13 @@ def check_report(path: Path, settings: dict, overwrite: bool = False) -> None:
     if old != settings:
         changed = _changed(old if isinstance(old, dict) else {}, settings)
         raise ValueError(
-            f"{path.name} in {path.parent} was created with other settings ({', '.join(changed)}). Choose another "
+            f"{path.name} in {path.parent} "
+            "was "
+            "created "
+            "with "
+            "other "
+            "settings "
+            f"({', '.join(changed)}). Choose another "
             "folder or pass overwrite=True"
         )
 
@@ -282,7 +365,8 @@ def _changed(old: dict, new: dict, prefix: str = "") -> list[str]:
     """Name the keys in which two settings differ."""
     names = []
     for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
+        a = old.get(key)
+        b = new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             names += _changed(a, b, f"{prefix}{key}.")
         elif a != b:
@@ -293,18 +377,30 @@ def _changed(old: dict, new: dict, prefix: str = "") -> list[str]:
 class Run:
     """The seeds of a command, with their stages and progress output."""
 
-    def __init__(self, stages: type, settings: dict, recipe, out: Path, seeds: Sequence[int], say: Callable[[str], None]):
+    def __init__(
+        self,
+        stages: type,
+        settings: dict,
+        recipe,
+        out: Path,
+        seeds: Sequence[int],
+        say: Callable[[str], None],
+    ):
         self.settings, self.recipe, self.out, self.seeds = settings, recipe, out, tuple(seeds)
         self.all = [stages(recipe, out, seed=seed, say=say) for seed in self.seeds]
         self.is_main = self.all[0].is_main
         self.say = say if self.is_main else lambda text: None
 
     def collect(self, plan: Callable[[Any], Iterator[tuple[str, Any]]]) -> list[Entry]:
-        """Run a plan, which yields names and results, for the stages of every seed; return an entry per name, in its order."""
+        """Run a plan, which yields names and results, for the stages of every seed; return an entry
+        per name, in its order.
+        """
         found: dict[str, list] = {}
         for number, stages in enumerate(self.all, 1):
             for name, result in plan(stages):
-                self.say(f"seed {number} of {len(self.all)}: {name}, held-out loss {result.loss:.4f}")
+                self.say(
+                    f"seed {number} of {len(self.all)}: {name}, held-out loss {result.loss:.4f}"
+                )
                 found.setdefault(name, []).append(result)
         return [Entry(name, results) for name, results in found.items()]
 
@@ -321,20 +417,30 @@ class Command(NamedTuple):
 
 
 def run(
-    commands: Mapping[str, Command], stages: type, command: str, recipe="tiny", out: str | Path | None = None, *,
-    seeds: int = 3, say: Callable[[str], None] = print, overwrite: bool = False, **options,
-):  # fmt: skip
-    """Run one of `commands`: train the stages missing in `out`, write OUT/<command>.json and .png, return the report.
+    commands: Mapping[str, Command],
+    stages: type,
+    command: str,
+    recipe="tiny",
+    out: str | Path | None = None,
+    *,
+    seeds: int = 3,
+    say: Callable[[str], None] = print,
+    overwrite: bool = False,
+    **options,
+):
+    """Run one of `commands`: train the stages missing in `out`, write OUT/<command>.json and .png,
+    return the report.
 
-    `recipe` is a recipe of the class `stages`, its file or its name; `out` defaults to runs/METHOD; `seeds` is the number of
-    seeds, counted from the recipe's own. A report with other settings is replaced only with `overwrite`; stages never are.
-    Raises ValueError before anything is trained.
+    `recipe` is a recipe of the class `stages`, its file or its name; `out` defaults to runs/METHOD;
+    `seeds` is the number of seeds, counted from the recipe's own. A report with other settings is
+    replaced only with `overwrite`; stages never are. Raises ValueError before anything is trained.
     """
     check_choice("command", command, tuple(commands))
     recipe = load_recipe(stages.Recipe, recipe)
     check_positive("seeds", seeds)
     out = Path("runs", recipe.method) if out is None else out
-    kind, out = commands[command], Path(out)
+    kind = commands[command]
+    out = Path(out)
     options = kind.check(recipe, **options)
     seeds = tuple(range(recipe.seed, recipe.seed + seeds))
     settings = finite({"recipe": recipe.to_dict(), "seeds": seeds, **options})
@@ -345,7 +451,14 @@ def run(
     process = Run(stages, settings, recipe, out, seeds, say)
     made = kind.make(process, **options)
     summary = made.pop("summary")
-    report = kind.report(command=command, title=kind.title, source=kind.source, settings=settings, seeds=seeds, **made)
+    report = kind.report(
+        command=command,
+        title=kind.title,
+        source=kind.source,
+        settings=settings,
+        seeds=seeds,
+        **made,
+    )
     report.summary = summary(report)
     if process.is_main:
         plots.save(kind.draw(report), path.with_suffix(".png"))
@@ -355,10 +468,20 @@ def run(
 
 
 def different(name: str, values: Sequence, check: Callable) -> tuple:
-    """Return the values of an option, each checked; raises ValueError for an empty list and for duplicates."""
+    """Return the values of an option, each checked; raises ValueError for an empty list and for
+    duplicates.
+    """
     values = tuple(values)
     if not values or len(set(values)) < len(values):
-        raise ValueError(f"{name} must have one or more different values, but got {', '.join(map(str, values)) or 'none'}")
+        raise ValueError(
+            f"{name} must have one or "
+            "more "
+            "different "
+            "values, "
+            "but "
+            "got "
+            f"{', '.join(map(str, values)) or 'none'}"
+        )
     for value in values:
         check(value)
     return values
@@ -370,14 +493,21 @@ def each(report: Report) -> list[str]:
 
 
 def against(entries: Sequence[Entry], reference: str, names: Sequence[str]) -> list[str]:
-    """Return sentences that compare the methods `names` with `reference` instead of the table's own."""
+    """Return sentences that compare the methods `names` with `reference` instead of the table's
+    own.
+    """
     found = {entry.name: [result.losses for result in entry.results] for entry in entries}
     tokens = entries[0].results[0].tokens
-    return [f"{one}." for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens)]
+    return [
+        f"{one}."
+        for one in compare({name: found[name] for name in (reference, *names)}, reference, tokens)
+    ]
 
 
 def best(names: Iterable[str]) -> Callable[[Report], list[str]]:
-    """Return a summary function that names the lowest loss of a sweep, and those below the reference by the test."""
+    """Return a summary function that names the lowest loss of a sweep, and those below the
+    reference by the test.
+    """
 
     def summary(report: Report) -> list[str]:
         losses = {name: report.entry(name).loss for name in names}

@@ -1,9 +1,13 @@
-"""Integration with Hugging Face's libraries, shared by the methods; the names below are imported on first use.
+"""Integration with Hugging Face's libraries, shared by the methods; the names below are imported on
+first use.
 
-    dropin      stock MoE models on our kernels: their experts, gates and layers, expert parallelism, routing replay,
+    dropin      stock MoE models on our kernels: their experts, gates and layers, expert
+                parallelism, routing replay,
                 balance losses, router statistics
-    models      dense models to MoE models and back, in memory and as folders: the families, the generated classes, config.json
-    training    transformers' Trainer and TRL's SFTTrainer for both, trainable experts, and the files that training writes
+    models      dense models to MoE models and back, in memory and as folders: the families, the
+                generated classes, config.json
+    training    transformers' Trainer and TRL's SFTTrainer for both, trainable experts, and the
+                files that training writes
 
 models and dropin do not depend on training.
 """

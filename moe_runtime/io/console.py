@@ -1,4 +1,6 @@
-"""Printed output: progress bars, tables with borders on a terminal and plain elsewhere, and values as JSON."""
+"""Printed output: progress bars, tables with borders on a terminal and plain elsewhere, and values
+as JSON.
+"""
 
 import dataclasses
 import math
@@ -10,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-FIRST, EVERY = 10.0, 60.0  # seconds before the first line in a log, and between lines
+# seconds before the first line in a log, and between lines
+FIRST = 10.0
+EVERY = 60.0
 SILENCE = 60.0  # seconds without a line, after which one says that the work goes on
 
 
@@ -20,10 +24,13 @@ def is_main() -> bool:
 
 
 class _Watch:
-    """A thread that prints a line about the innermost of the works in progress after a minute without one."""
+    """A thread that prints a line about the innermost of the works in progress after a minute
+    without one.
+    """
 
     def __init__(self):
-        self.works: list[Callable[[], str | None]] = []  # each describes how far a work is; None if that is on the screen
+        # each describes how far a work is; None if that is on the screen
+        self.works: list[Callable[[], str | None]] = []
         self.woken, self.lock = threading.Event(), threading.Lock()
 
     def begin(self, describe: Callable[[], str | None]) -> None:
@@ -32,7 +39,9 @@ class _Watch:
             self.works.append(describe)
             if len(self.works) == 1:
                 self.woken.clear()
-                threading.Thread(target=self._run, args=(sys.stderr, self.woken), daemon=True).start()
+                threading.Thread(
+                    target=self._run, args=(sys.stderr, self.woken), daemon=True
+                ).start()
 
     def end(self, describe: Callable[[], str | None]) -> None:
         """Stop watching a work; the last one ends the thread."""
@@ -59,7 +68,8 @@ _watch = _Watch()
 
 @contextmanager
 def watched(title: str) -> Iterator[None]:
-    """While the block runs, print to stderr every minute that it still does, unless a `bar` within it prints.
+    """While the block runs, print to stderr every minute that it still does, unless a `bar` within
+    it prints.
 
     Only the first process of a run prints.
     """
@@ -87,10 +97,11 @@ def _interval(seconds: float) -> str:
 
 @contextmanager
 def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable[..., None]]:
-    """Yield `update(done, total, loss=None)`: a bar on a terminal, or in a log a line after ten seconds and then every minute.
+    """Yield `update(done, total, loss=None)`: a bar on a terminal, or in a log a line after ten
+    seconds and then every minute.
 
-    Without updates a line says every minute that the work goes on. All go to stderr. The unit "B" is for bytes. Only the first
-    process of a run prints, and only if `shown`.
+    Without updates a line says every minute that the work goes on. All go to stderr. The unit "B"
+    is for bytes. Only the first process of a run prints, and only if `shown`.
     """
     if not (shown and is_main()):
         yield lambda *_: None
@@ -98,7 +109,10 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
     from tqdm import tqdm
 
     stream = sys.stderr
-    terminal, began, start, following = stream.isatty(), None, time.monotonic(), FIRST
+    terminal = stream.isatty()
+    began = None
+    start = time.monotonic()
+    following = FIRST
     latest: tuple[int, int | None] = 0, None
     units = {"unit": unit, "unit_scale": unit == "B"}
 
@@ -119,8 +133,14 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
             progress.update(done - progress.n)
         elif now - start >= following:
             following = now - start + EVERY
-            options = units | {"prefix": title, "initial": began[1], "bar_format": LOG if total else None}
-            line = tqdm.format_meter(done, total, now - began[0], postfix=f"loss {loss:.3f}" if loss else None, **options)
+            options = units | {
+                "prefix": title,
+                "initial": began[1],
+                "bar_format": LOG if total else None,
+            }
+            line = tqdm.format_meter(
+                done, total, now - began[0], postfix=f"loss {loss:.3f}" if loss else None, **options
+            )
             print(line, file=stream, flush=True)
             _watch.woken.set()
 
@@ -131,11 +151,15 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
             progress.refresh()
             return None
         following = now - start + EVERY
-        done, total = (tqdm.format_sizeof(value) if unit == "B" and value else value for value in latest)
+        done, total = (
+            tqdm.format_sizeof(value) if unit == "B" and value else value for value in latest
+        )
         reached = f" at {done}/{total}" if total else ""
         return f"{title}: still working{reached} after {_interval(now - start)}"
 
-    with tqdm(desc=title, leave=False, dynamic_ncols=True, disable=not terminal, file=stream, **units) as progress:
+    with tqdm(
+        desc=title, leave=False, dynamic_ncols=True, disable=not terminal, file=stream, **units
+    ) as progress:
         _watch.begin(describe)
         try:
             yield update
@@ -150,25 +174,39 @@ LOG = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {ra
 
 
 def print_table(
-    title: str, columns: Iterable[tuple[str, str]], rows: Iterable[Sequence[str]], width: int | None = None
+    title: str,
+    columns: Iterable[tuple[str, str]],
+    rows: Iterable[Sequence[str]],
+    width: int | None = None,
 ) -> None:
-    """Print a table of (name, "left" | "right") columns, with boxes and bold on terminals only; NO_COLOR is respected."""
+    """Print a table of (name, "left" | "right") columns, with boxes and bold on terminals only;
+    NO_COLOR is respected.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     is_terminal = sys.stdout.isatty()
     # elsewhere a line under the header, and the full width, so that grep finds whole rows
-    table = Table(title=title, title_justify="left", box=box.HEAVY_HEAD if is_terminal else box.SIMPLE, show_edge=is_terminal)
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.HEAVY_HEAD if is_terminal else box.SIMPLE,
+        show_edge=is_terminal,
+    )
     for name, justify in columns:
         table.add_column(name, justify=justify, no_wrap=width is not None or not is_terminal)
     for row in rows:
         table.add_row(*row)
-    Console(width=width if is_terminal else 400, force_terminal=is_terminal, emoji=False, markup=False).print(table)
+    Console(
+        width=width if is_terminal else 400, force_terminal=is_terminal, emoji=False, markup=False
+    ).print(table)
 
 
 def jsonable(value):
-    """Convert a value for JSON: records to objects, tensors to lists, paths to strings, NaN and infinities to None."""
+    """Convert a value for JSON: records to objects, tensors to lists, paths to strings, NaN and
+    infinities to None.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):

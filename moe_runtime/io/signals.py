@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM: a training stops after the current step with a checkpoint, anything else stops immediately."""
+"""Ctrl-C and SIGTERM: a training stops after the current step with a checkpoint, anything else
+stops immediately.
+"""
 
 import os
 import signal
@@ -8,7 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-REPEAT = 2.0  # seconds; a scheduler signals both the launcher and the workers, and the launcher signals the workers again
+# seconds; a scheduler signals both the launcher and the workers, and the launcher signals the
+# workers again
+REPEAT = 2.0
 
 
 class Terminated(KeyboardInterrupt):
@@ -32,8 +36,11 @@ def word_of(stop: KeyboardInterrupt) -> str:
 
 @contextmanager
 def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
-    """Handle signals in the main thread during the block, except those that are ignored or handled outside Python."""
-    process, before = os.getpid(), {}
+    """Handle signals in the main thread during the block, except those that are ignored or handled
+    outside Python.
+    """
+    process = os.getpid()
+    before = {}
 
     def ours(number, frame):
         if os.getpid() == process:
@@ -53,13 +60,16 @@ def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
             signal.signal(one, old)
 
 
-# per command: the signal that arrived in the last step of a training; it is raised after the result is saved
+# per command: the signal that arrived in the last step of a training; it is raised after the result
+# is saved
 _command: dict[str, KeyboardInterrupt | None] = {}
 
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise Terminated during the block (a command), so that no partial output is left."""
+    """Let SIGTERM raise Terminated during the block (a command), so that no partial output
+    is left.
+    """
 
     def stop(number, frame):
         raise Terminated
@@ -73,20 +83,26 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def raise_later(stop: KeyboardInterrupt) -> None:
-    """Raise `stop` when the command's next training begins, after the interrupted one is finished and saved."""
+    """Raise `stop` when the command's next training begins, after the interrupted one is finished
+    and saved.
+    """
     if "late" in _command:
         _command["late"] = stop
 
 
 class Stopping:
-    """A stop requested during a training: `asked` is the exception to raise after the current step, or None."""
+    """A stop requested during a training: `asked` is the exception to raise after the current step,
+    or None.
+    """
 
     def __init__(self):
         self.asked: KeyboardInterrupt | None = None
         self._since = 0.0
 
     def handle(self, number, frame) -> None:
-        """Record the first signal and raise at the second; a repetition within REPEAT seconds is ignored."""
+        """Record the first signal and raise at the second; a repetition within REPEAT seconds is
+        ignored.
+        """
         stop = of(128 + number)
         if self.asked is not None:
             if type(stop) is type(self.asked) and time.monotonic() - self._since < REPEAT:
@@ -95,7 +111,10 @@ class Stopping:
         self.asked, self._since = stop, time.monotonic()
         # the signal may have interrupted print itself; Ctrl-C on a terminal also stops `| tee log`
         with suppress(OSError, ValueError, AttributeError):
-            os.write(sys.__stderr__.fileno(), b"\nstopping after this step with a checkpoint; again: at once\n")
+            os.write(
+                sys.__stderr__.fileno(),
+                b"\nstopping after this step with a checkpoint; again: at once\n",
+            )
 
 
 @contextmanager

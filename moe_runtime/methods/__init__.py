@@ -6,9 +6,10 @@
     ultrafuser    fuse specialists with a gate, token by token                   arXiv 2403.08281
     lora          LoRA experts: part of upit, and a baseline of xft and esft
 
-In each folder `__init__` holds the paper's algorithm and the public names, and the other files its steps; `folders` does the
-same from disk to disk, and `official` reads and writes the released code's files. `recipe` holds the settings of the paper's
-experiments, `study` their stages, `tables` their tables.
+In each folder `__init__` holds the paper's algorithm and the public names, and the other files its
+steps; `folders` does the same from disk to disk, and `official` reads and writes the released
+code's files. `recipe` holds the settings of the paper's experiments, `study` their stages, `tables`
+their tables.
 """
 
 from importlib import import_module

@@ -1,14 +1,17 @@
-"""EWA (arXiv 2308.06093), a baseline of XFT: experts without a router that are pulled towards their mean after each step.
+"""EWA (arXiv 2308.06093), a baseline of XFT: experts without a router that are pulled towards their
+mean after each step.
 
-`EWAMLP`, the layer: in training, the batch's tokens are randomly divided into equal parts, one per expert; in eval mode
-a single expert runs, whose weights are the experts' mean.
+`EWAMLP`, the layer: in training, the batch's tokens are randomly divided into equal parts, one per
+expert; in eval mode a single expert runs, whose weights are the experts' mean.
 
 `average_experts_`, one step of averaging:  W_i <- (1 - b) W_i + b / (E - 1) sum_{j != i} W_j
 with the mean m = mean_j W_j:               W_i <- W_i + c (m - W_i),  c = b E / (E - 1)
-The mean is preserved, and each expert's difference from it shrinks by 1 - c; b = (E - 1) / E makes all experts equal.
+The mean is preserved, and each expert's difference from it shrinks by 1 - c; b = (E - 1) / E makes
+all experts equal.
 
-m is computed as W_0 + sum_j (W_j - W_0) / E, and torch.lerp switches its formula at c = 1/2: equal experts stay unchanged and
-c = 1 makes them equal, bit by bit. For a DTensor m is the plain sum divided by E, equal up to float32 rounding.
+m is computed as W_0 + sum_j (W_j - W_0) / E, and torch.lerp switches its formula at c = 1/2: equal
+experts stay unchanged and c = 1 makes them equal, bit by bit. For a DTensor m is the plain sum
+divided by E, equal up to float32 rounding.
 """
 
 import torch
@@ -24,15 +27,21 @@ from moe_runtime.ops.merging import block_size, merge_experts, uniform_mixture
 
 @torch.no_grad()
 def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
-    """Apply one averaging step to `weight` [E, ...] in place, in float32, and return it. Not differentiable.
+    """Apply one averaging step to `weight` [E, ...] in place, in float32, and return it. Not
+    differentiable.
 
-    `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks. Raises ValueError for another share, experts
-    that overlap in memory and stacks that DeepSpeed ZeRO-3 has partitioned.
+    `share` is b, from 0 to 1. A DTensor's experts are averaged over all ranks. Raises ValueError
+    for another share, experts that overlap in memory and stacks that DeepSpeed ZeRO-3 has
+    partitioned.
     """
     check_share(share)
-    if getattr(weight, "ds_id", None) is not None and weight.numel() != getattr(weight, "ds_numel", weight.numel()):
+    if getattr(weight, "ds_id", None) is not None and weight.numel() != getattr(
+        weight, "ds_numel", weight.numel()
+    ):
         got = f"weight is {tuple(weight.shape)} of DeepSpeed's {tuple(weight.ds_shape)}"
-        raise ValueError(f"Expected the whole stack, but {got}. Train with FSDP2 or DDP instead of ZeRO-3")
+        raise ValueError(
+            f"Expected the whole stack, but {got}. Train with FSDP2 or DDP instead of ZeRO-3"
+        )
     E = weight.shape[0]
     pull = 0.0 if E == 1 else share * E / (E - 1)
     if pull == 0.0:
@@ -42,7 +51,9 @@ def average_experts_(weight: torch.Tensor, share: float) -> torch.Tensor:
         return weight
     row = weight[0]
     if weight.stride(0) == 0 or (row.is_contiguous() and weight.stride(0) < row.numel()):
-        raise ValueError(f"The experts in weight overlap in memory (strides {weight.stride()}). Pass a clone")
+        raise ValueError(
+            f"The experts in weight overlap in memory (strides {weight.stride()}). Pass a clone"
+        )
     stack = weight if row.is_contiguous() else weight.contiguous()
     _average_by_blocks(stack.view(E, row.numel()), pull)
     if stack is not weight:
@@ -68,15 +79,21 @@ def _average_by_blocks(rows: torch.Tensor, pull: float) -> None:
 
 
 def _average_over_ranks(weight, pull: float) -> None:
-    """Average a DTensor sharded over experts or columns, or replicated; only means are exchanged."""
+    """Average a DTensor sharded over experts or columns, or replicated; only means are
+    exchanged.
+    """
     from torch.distributed.tensor import Partial
 
     if any(isinstance(placement, Partial) for placement in weight.placements):
-        raise ValueError(f"The placements of weight must be shards or replicas, but are {weight.placements}")
-    local, E = weight.to_local(), weight.shape[0]
+        raise ValueError(
+            f"The placements of weight must be shards or replicas, but are {weight.placements}"
+        )
+    local = weight.to_local()
+    E = weight.shape[0]
     mean = local.sum(0, dtype=wide_dtype(local.dtype))
     for dim, placement in enumerate(weight.placements):
-        if getattr(placement, "dim", None) == 0:  # Shard, and _StridedShard, for which is_shard is False
+        # Shard, and _StridedShard, for which is_shard is False
+        if getattr(placement, "dim", None) == 0:
             dist.all_reduce(mean, group=weight.device_mesh.get_group(dim))
     mean.div_(E)
     for expert in local:
@@ -86,8 +103,9 @@ def _average_over_ranks(weight, pull: float) -> None:
 class EWAMLP(nn.Module):
     """E stacked MLPs; the gate, router and top_k of `config` are not used.
 
-    Padding counts as tokens. The partition is drawn from the device's default generator, so that it is repeated by a seed, and
-    by gradient checkpointing that preserves the generator (preserve_rng_state) of the input's device.
+    Padding counts as tokens. The partition is drawn from the device's default generator, so that it
+    is repeated by a seed, and by gradient checkpointing that preserves the generator
+    (preserve_rng_state) of the input's device.
     """
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):
@@ -109,9 +127,14 @@ class EWAMLP(nn.Module):
         return self.experts(x, idx, one).view_as(hidden_states)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the mean expert, recomputed in each call, so that it is never stale after an optimizer step."""
-        alpha, up = self.alpha(), self.experts.up_name
-        mean = {name: merge_experts(weight, alpha) for name, weight in self.experts.named_parameters()}
+        """Run the mean expert, recomputed in each call, so that it is never stale after an
+        optimizer step.
+        """
+        alpha = self.alpha()
+        up = self.experts.up_name
+        mean = {
+            name: merge_experts(weight, alpha) for name, weight in self.experts.named_parameters()
+        }
         mean = {name: weight.to(compute_dtype(weight)) for name, weight in mean.items()}
         z = F.linear(x.to(compute_dtype(x)), mean[up], mean.get(f"{up}_bias"))
         h = self.experts.activation().apply(z)
@@ -120,11 +143,18 @@ class EWAMLP(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
         c = self.config
-        return f"num_experts={c.num_experts}, hidden_size={c.hidden_size}, intermediate_size={c.intermediate_size}"
+        return (
+            f"num_experts={c.num_experts}, "
+            f"hidden_size={c.hidden_size}, "
+            f"intermediate_size={c.intermediate_size}"
+        )
 
 
 def random_partition(tokens: int, num_experts: int, device=None) -> torch.Tensor:
-    """Return an expert for each token [T] int32, uniformly over all partitions into groups of equal size up to one token."""
-    # also draw which experts get one more token; otherwise the last ones would never train with fewer tokens than experts
+    """Return an expert for each token [T] int32, uniformly over all partitions into groups of equal
+    size up to one token.
+    """
+    # also draw which experts get one more token; otherwise the last ones would never train with
+    # fewer tokens than experts
     order = torch.randperm(num_experts, device=device)
     return order[torch.randperm(tokens, device=device) % num_experts].to(torch.int32)

@@ -2,8 +2,8 @@
 
 UltraFuser, Sec. 3 and App. A:  z_s = g(h_s),  g = Linear(H, H), ReLU, Linear(H, 1), one g for all specialists
 UltraFuser, Eq. (1):            w = softmax_s(z),  o = sum_s w_s o_s
-The last bias shifts all z_s equally, so its gradient is 0. `joint` is a gate on all states at once, z = g(h_1 : ... : h_S),
-which supports specialists with different hidden sizes.
+The last bias shifts all z_s equally, so its gradient is 0. `joint` is a gate on all states at once,
+z = g(h_1 : ... : h_S), which supports specialists with different hidden sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,27 +15,48 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.ops.fusion import CHUNK, REDUCTIONS, check_labels, fused_cross_entropy, mean_of, mix
+from moe_runtime.ops.fusion import (
+    CHUNK,
+    REDUCTIONS,
+    check_labels,
+    fused_cross_entropy,
+    mean_of,
+    mix,
+)
 from moe_runtime.ops.library import wide_dtype
 
 GATES = ("mlp", "linear")
 
 
 class FuserGate(nn.Module):
-    """Map last hidden states S of [..., H_s] to weights [..., S] float32 that sum to 1, with float32 parameters.
+    """Map last hidden states S of [..., H_s] to weights [..., S] float32 that sum to 1, with
+    float32 parameters.
 
-    `kind` "mlp" is App. A of the paper, "linear" is its Sec. 3. With `joint` each specialist has a row of the last layer
-    instead of sharing the gate. Raises ValueError for different hidden sizes without it.
+    `kind` "mlp" is App. A of the paper, "linear" is its Sec. 3. With `joint` each specialist has a
+    row of the last layer instead of sharing the gate. Raises ValueError for different hidden sizes
+    without it.
     """
 
-    def __init__(self, hidden_sizes: Sequence[int], *, kind: str = "mlp", joint: bool = False, device=None):
+    def __init__(
+        self, hidden_sizes: Sequence[int], *, kind: str = "mlp", joint: bool = False, device=None
+    ):
         super().__init__()
         check_choice("kind", kind, GATES)
         for size in hidden_sizes:
             check_positive("hidden_sizes", size)
-        self.hidden_sizes, self.kind, self.joint = tuple(hidden_sizes), kind, joint
+        self.hidden_sizes = tuple(hidden_sizes)
+        self.kind = kind
+        self.joint = joint
         if not self.hidden_sizes or (not joint and len(set(self.hidden_sizes)) > 1):
-            raise ValueError(f"hidden_sizes must be the same for all specialists, but got {self.hidden_sizes}. Pass joint=True")
+            raise ValueError(
+                "hidden_sizes must be the same for "
+                "all "
+                "specialists, "
+                "but "
+                "got "
+                f"{self.hidden_sizes}. "
+                "Pass joint=True"
+            )
         width = max(self.hidden_sizes)
         inputs, outputs = (sum(self.hidden_sizes), len(self.hidden_sizes)) if joint else (width, 1)
         like = {"dtype": torch.float32, "device": device}
@@ -43,20 +64,31 @@ class FuserGate(nn.Module):
         self.score = nn.Linear(width if kind == "mlp" else inputs, outputs, **like)
 
     def _apply(self, fn, recurse=True):
-        """Keep the parameters float32 whatever the module is cast to, as gates are float32 end to end."""
+        """Keep the parameters float32 whatever the module is cast to, as gates are float32 end to
+        end.
+        """
         super()._apply(fn, recurse)
         for parameter in self.parameters():
             parameter.data = parameter.data.float()
         return self
 
     def forward(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute [..., S] from `hidden` S of [..., H_s] of any float dtype, not affected by autocast.
+        """Compute [..., S] from `hidden` S of [..., H_s] of any float dtype, not affected by
+        autocast.
 
         The weights are float32, and float64 with float64 parameters.
         """
         sizes = tuple(h.shape[-1] for h in hidden)
         if sizes != self.hidden_sizes:
-            raise ValueError(f"Expected hidden states of sizes {self.hidden_sizes}, one per specialist, but got {sizes}")
+            raise ValueError(
+                "Expected hidden states of sizes "
+                f"{self.hidden_sizes}, "
+                "one "
+                "per "
+                "specialist, "
+                "but "
+                f"got {sizes}"
+            )
         dtype = self.score.weight.dtype
         with torch.autocast(self.score.weight.device.type, enabled=False):
             states = [h.to(dtype) for h in hidden]
@@ -83,21 +115,32 @@ class FuserLoss(NamedTuple):
 
 
 def fuser_loss(
-    gate: FuserGate, hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], labels: torch.Tensor, *,
-    reduction: str = "mean", ignore_index: int = -100, scales: Sequence[float] | None = None, backend: str | None = None,
-) -> FuserLoss:  # fmt: skip
-    """Compute Eq. (2) for responses `labels` [B, R] from `hidden` S of [B, R, H_s], the states before each token, and `heads`.
+    gate: FuserGate,
+    hidden: Sequence[torch.Tensor],
+    heads: Sequence[torch.Tensor],
+    labels: torch.Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    scales: Sequence[float] | None = None,
+    backend: str | None = None,
+) -> FuserLoss:
+    """Compute Eq. (2) for responses `labels` [B, R] from `hidden` S of [B, R, H_s], the states
+    before each token, and `heads`.
 
-    `reduction`: "mean" over tokens, "sum", "none", or "sample", the paper's: the sum over tokens, the mean over samples.
-    `scales` multiply the specialists' logits, as some families require. Specialists whose states and heads need no gradient
-    are frozen (stage 1): only the gate is trained, without a matrix product in the backward pass.
+    `reduction`: "mean" over tokens, "sum", "none", or "sample", the paper's: the sum over tokens,
+    the mean over samples. `scales` multiply the specialists' logits, as some families require.
+    Specialists whose states and heads need no gradient are frozen (stage 1): only the gate is
+    trained, without a matrix product in the backward pass.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     weight = gate(hidden)
     if scales is not None:
         hidden = [h if scale == 1.0 else h * scale for h, scale in zip(hidden, scales, strict=True)]
     inner = "sum" if reduction == "sample" else reduction
-    loss = fused_cross_entropy(hidden, heads, weight, labels, ignore_index=ignore_index, reduction=inner, backend=backend)
+    loss = fused_cross_entropy(
+        hidden, heads, weight, labels, ignore_index=ignore_index, reduction=inner, backend=backend
+    )
     return FuserLoss(loss / labels.shape[0] if reduction == "sample" else loss, weight.detach())
 
 
@@ -105,25 +148,40 @@ Logits = Callable[[torch.Tensor], torch.Tensor]  # [..., H_s] -> [..., V_s], on 
 
 
 def chunked_loss(
-    gate: FuserGate, hidden: Sequence[torch.Tensor], heads: Sequence[Logits], labels: torch.Tensor, *, reduction: str = "mean",
-    ignore_index: int = -100, chunk: int | None = None,
-) -> FuserLoss:  # fmt: skip
-    """Return `fuser_loss` for heads that are arbitrary functions from states to logits, on any devices.
+    gate: FuserGate,
+    hidden: Sequence[torch.Tensor],
+    heads: Sequence[Logits],
+    labels: torch.Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    chunk: int | None = None,
+) -> FuserLoss:
+    """Return `fuser_loss` for heads that are arbitrary functions from states to logits, on any
+    devices.
 
     `hidden` S times [..., H_s], `labels` [...] of the same tokens.
 
-    `chunk` tokens are processed at a time, by default as many as in ops.fusion's chunk on the CPU; the backward pass recomputes
-    their logits and then holds three or four copies of them per specialist.
+    `chunk` tokens are processed at a time, by default as many as in ops.fusion's chunk on the CPU;
+    the backward pass recomputes their logits and then holds three or four copies of them per
+    specialist.
     """
     check_choice("reduction", reduction, (*REDUCTIONS, "sample"))
     device = gate.score.weight.device
     weight = gate([h.to(device) for h in hidden])
-    flat, states = weight.flatten(0, -2), [h.flatten(0, -2) for h in hidden]
+    flat = weight.flatten(0, -2)
+    states = [h.flatten(0, -2) for h in hidden]
     targets = labels.to(device).flatten()
     T = len(targets)
     if T and chunk is None:
         with torch.no_grad():
-            chunk = max(CHUNK // mix((head(h[:1]) for h, head in zip(states, heads, strict=True)), flat[:1]).shape[-1], 1)
+            chunk = max(
+                CHUNK
+                // mix(
+                    (head(h[:1]) for h, head in zip(states, heads, strict=True)), flat[:1]
+                ).shape[-1],
+                1,
+            )
 
     def nll_of(target: torch.Tensor, part: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
         logits = mix((head(h) for h, head in zip(states, heads, strict=True)), part)
@@ -134,7 +192,11 @@ def chunked_loss(
     for start in range(0, T, chunk or 1):
         rows = slice(start, start + chunk)
         inputs = (targets[rows], flat[rows], *(h[rows] for h in states))
-        parts.append(checkpoint(nll_of, *inputs, use_reentrant=False) if torch.is_grad_enabled() else nll_of(*inputs))
+        parts.append(
+            checkpoint(nll_of, *inputs, use_reentrant=False)
+            if torch.is_grad_enabled()
+            else nll_of(*inputs)
+        )
     nll = torch.cat(parts) if parts else flat.sum(-1)
     total = nll.sum()
     if reduction == "none":

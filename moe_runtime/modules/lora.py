@@ -1,7 +1,8 @@
 """Experts that are low-rank changes of one dense MLP, which is frozen and shared by all of them.
 
-UpIT's LoRA experts: FFN_e = base + scaling B_e A_e in each projection, and a router selects top_k of them. LoRAMoE (arXiv
-2312.09979) selects every expert. For the equations, and why the base runs once per token, see `moe_runtime.ops.lora`.
+UpIT's LoRA experts: FFN_e = base + scaling B_e A_e in each projection, and a router selects top_k
+of them. LoRAMoE (arXiv 2312.09979) selects every expert. For the equations, and why the base runs
+once per token, see `moe_runtime.ops.lora`.
 """
 
 import math
@@ -18,7 +19,9 @@ TARGETS = ("gate_proj", "up_proj", "down_proj")
 
 
 class DrawnHalves(nn.ParameterDict):
-    """The a of each target, [E, r, in]; a separate class tells transformers how to initialize it."""
+    """The a of each target, [E, r, in]; a separate class tells transformers how to
+    initialize it.
+    """
 
 
 class ZeroHalves(nn.ParameterDict):
@@ -26,17 +29,27 @@ class ZeroHalves(nn.ParameterDict):
 
 
 class LoRAExperts(nn.Module):
-    """E low-rank experts over `base`, a gated MLP with the linear layers of TARGETS, which is referenced and frozen.
+    """E low-rank experts over `base`, a gated MLP with the linear layers of TARGETS, which is
+    referenced and frozen.
 
-    `lora_a[target]` [E, r, in] is initialized as in nn.Linear and `lora_b[target]` [E, r, out] to zero, so that every expert
-    starts as the base. The update is alpha / rank times b^T a. Its dtype may differ from the base's, in which it computes.
-    The base's weights are read directly and its layers never called: each must be a plain nn.Linear.
+    `lora_a[target]` [E, r, in] is initialized as in nn.Linear and `lora_b[target]` [E, r, out] to
+    zero, so that every expert starts as the base. The update is alpha / rank times b^T a. Its dtype
+    may differ from the base's, in which it computes. The base's weights are read directly and its
+    layers never called: each must be a plain nn.Linear.
     """
 
     def __init__(
-        self, base: nn.Module, num_experts: int, rank: int = 8, *, alpha: float = 16.0, hidden_act: str = "silu",
-        targets: tuple[str, ...] = TARGETS, recompute: bool = False, dtype=None,
-    ):  # fmt: skip
+        self,
+        base: nn.Module,
+        num_experts: int,
+        rank: int = 8,
+        *,
+        alpha: float = 16.0,
+        hidden_act: str = "silu",
+        targets: tuple[str, ...] = TARGETS,
+        recompute: bool = False,
+        dtype=None,
+    ):
         super().__init__()
         check_positive("num_experts", num_experts)
         check_positive("rank", rank)
@@ -46,9 +59,11 @@ class LoRAExperts(nn.Module):
         if not targets or set(targets) - set(TARGETS):
             raise ValueError(f"targets must be some of {', '.join(TARGETS)}, but got {targets!r}")
         self.base = base.requires_grad_(False)
-        self.num_experts, self.rank, self.alpha, self.hidden_act, self.recompute = (
-            num_experts, rank, alpha, hidden_act, recompute
-        )  # fmt: skip
+        self.num_experts = num_experts
+        self.rank = rank
+        self.alpha = alpha
+        self.hidden_act = hidden_act
+        self.recompute = recompute
         self.targets = tuple(target for target in TARGETS if target in targets)
         self.lora_a, self.lora_b = DrawnHalves(), ZeroHalves()
         for target in self.targets:
@@ -61,9 +76,11 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw every a from U(-1, 1) / sqrt(in), the distribution of nn.Linear, and set every b to zero.
+        """Draw every a from U(-1, 1) / sqrt(in), the distribution of nn.Linear, and set every b to
+        zero.
 
-        A `generator` draws in float32 on its device, so that the numbers do not depend on the layer's device and dtype.
+        A `generator` draws in float32 on its device, so that the numbers do not depend on the
+        layer's device and dtype.
         """
         for target in self.targets:
             draw_as_linear(self.lora_a[target], generator)
@@ -86,27 +103,45 @@ class LoRAExperts(nn.Module):
     def _weight(self, target: str) -> torch.Tensor:
         return self._linear(target).weight
 
-    def forward(self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weight: torch.Tensor) -> torch.Tensor:
-        """Sum topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) over k: `x` [T, H], `topk_idx`, `topk_weight` [T, K].
+    def forward(
+        self, x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) over k: `x` [T, H], `topk_idx`,
+        `topk_weight` [T, K].
 
-        With `topk_idx` None every expert runs, with weights [T, E]. Computes in the base's or autocast's dtype.
+        With `topk_idx` None every expert runs, with weights [T, E]. Computes in the base's or
+        autocast's dtype.
         """
         linears = [self._linear(target) for target in TARGETS]
         dtype = autocast_dtype(x) or linears[-1].weight.dtype
         weights = [linear.weight.to(dtype) for linear in linears]
-        gate_bias, up_bias, down_bias = (None if lin.bias is None else lin.bias.to(dtype) for lin in linears)
+        gate_bias, up_bias, down_bias = (
+            None if lin.bias is None else lin.bias.to(dtype) for lin in linears
+        )
         pairs = {
-            target.removesuffix("_proj"): LoRA(self.lora_a[target].to(dtype), self.lora_b[target].to(dtype))
+            target.removesuffix("_proj"): LoRA(
+                self.lora_a[target].to(dtype), self.lora_b[target].to(dtype)
+            )
             for target in self.targets
         }
         return lora_mlp(
-            x.to(dtype), *weights, topk_weight, topk_idx, **pairs, scaling=self.scaling, act=self.hidden_act,
-            gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias, recompute=self.recompute,
-        )  # fmt: skip
+            x.to(dtype),
+            *weights,
+            topk_weight,
+            topk_idx,
+            **pairs,
+            scaling=self.scaling,
+            act=self.hidden_act,
+            gate_bias=gate_bias,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            recompute=self.recompute,
+        )
 
     @torch.no_grad()
     def whole_weight(self, target: str, expert: int) -> torch.Tensor:
-        """Return the weight [out, in] of `expert` in the projection `target`, summed in float32, in the base's dtype.
+        """Return the weight [out, in] of `expert` in the projection `target`, summed in float32, in
+        the base's dtype.
 
         Raises ValueError for an expert out of range.
         """
@@ -119,7 +154,9 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self, target: str, alpha: torch.Tensor) -> torch.Tensor:
-        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in the base's dtype."""
+        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in
+        the base's dtype.
+        """
         weight = self._weight(target)
         if target not in self.targets:
             return weight.clone()
@@ -127,9 +164,11 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def merged_experts(self) -> dict[str, torch.Tensor]:
-        """Return whole experts with the names of `modules.moe.Experts`: gate_up_proj [E, 2I, H], down_proj [E, H, I].
+        """Return whole experts with the names of `modules.moe.Experts`: gate_up_proj [E, 2I, H],
+        down_proj [E, H, I].
 
-        If the base has biases, each expert gets a copy: gate_up_proj_bias [E, 2I], down_proj_bias [E, H].
+        If the base has biases, each expert gets a copy: gate_up_proj_bias [E, 2I], down_proj_bias
+        [E, H].
         """
         gate, _, down = (self._weight(target) for target in TARGETS)
         (I, H), E = gate.shape, self.num_experts
@@ -150,7 +189,12 @@ class LoRAExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
-        return f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, targets={', '.join(self.targets)}"
+        return (
+            f"num_experts={self.num_experts}, "
+            f"rank={self.rank}, "
+            f"alpha={self.alpha}, "
+            f"targets={', '.join(self.targets)}"
+        )
 
 
 def check_expert(expert: int, num_experts: int) -> None:
@@ -160,36 +204,59 @@ def check_expert(expert: int, num_experts: int) -> None:
 
 
 class LoRAMoE(MoE):
-    """A router and LoRA experts that replace the dense MLP `base`, with the same inputs and outputs.
+    """A router and LoRA experts that replace the dense MLP `base`, with the same inputs and
+    outputs.
 
-    `config.top_k` experts process each token; with gate="softmax_topk" and top_k = num_experts all do, weighted by the softmax
-    (LoRAMoE). The sizes and the activation of `config` are those of the base.
+    `config.top_k` experts process each token; with gate="softmax_topk" and top_k = num_experts all
+    do, weighted by the softmax (LoRAMoE). The sizes and the activation of `config` are those of the
+    base.
     """
 
     def __init__(
-        self, base: nn.Module, config: MoEConfig, rank: int = 8, *, alpha: float = 16.0, targets: tuple[str, ...] = TARGETS,
+        self,
+        base: nn.Module,
+        config: MoEConfig,
+        rank: int = 8,
+        *,
+        alpha: float = 16.0,
+        targets: tuple[str, ...] = TARGETS,
         dtype=None,
-    ):  # fmt: skip
+    ):
         nn.Module.__init__(self)  # MoE's own experts are full ones
         check_base(base)
         sizes = (config.intermediate_size, config.hidden_size)
         if base.gate_proj.weight.shape != sizes or not config.gated:
             raise ValueError(
-                f"Expected a gated config of base's sizes, but gate_proj is {tuple(base.gate_proj.weight.shape)} and the "
+                "Expected a gated config of "
+                "base's "
+                "sizes, "
+                "but "
+                "gate_proj "
+                "is "
+                f"{tuple(base.gate_proj.weight.shape)} and the "
                 f"config has {sizes}, gated={config.gated}"
             )
         weight = base.gate_proj.weight
         self.config = config
         self.gate = Router(config, dtype=weight.dtype, device=weight.device)
         self.experts = LoRAExperts(
-            base, config.num_experts, rank, alpha=alpha, hidden_act=config.hidden_act, targets=targets,
-            recompute=config.recompute, dtype=dtype,
-        )  # fmt: skip
+            base,
+            config.num_experts,
+            rank,
+            alpha=alpha,
+            hidden_act=config.hidden_act,
+            targets=targets,
+            recompute=config.recompute,
+            dtype=dtype,
+        )
         self.records = None
-        self.forced: torch.Tensor | None = None  # [B] the single expert of each row of a batch, instead of the router's
+        # [B] the single expert of each row of a batch, instead of the router's
+        self.forced: torch.Tensor | None = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute [..., H] from `hidden_states` [..., H]; with `forced`, row b of [B, ..., H] uses expert forced[b]."""
+        """Compute [..., H] from `hidden_states` [..., H]; with `forced`, row b of [B, ..., H] uses
+        expert forced[b].
+        """
         if self.forced is None:
             return super().forward(hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -197,7 +264,9 @@ class LoRAMoE(MoE):
 
     @torch.no_grad()
     def to_moe(self) -> MoE:
-        """Return an equivalent layer (up to rounding) with whole experts and a copy of the router."""
+        """Return an equivalent layer (up to rounding) with whole experts and a copy of the
+        router.
+        """
         config = MoEConfig.from_dict(self.config.to_dict() | {"bias": self.experts.has_bias()})
         weight = self.experts.base.down_proj.weight
         with torch.device("meta"):
@@ -209,7 +278,9 @@ class LoRAMoE(MoE):
 
 
 def draw_as_linear(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
-    """Fill `weight` [..., in] from U(-1, 1) / sqrt(in), in float32 on the generator's device if there is one."""
+    """Fill `weight` [..., in] from U(-1, 1) / sqrt(in), in float32 on the generator's device if
+    there is one.
+    """
     bound = 1 / math.sqrt(weight.shape[-1])
     if generator is None:
         weight.uniform_(-bound, bound)
@@ -218,53 +289,108 @@ def draw_as_linear(weight: torch.Tensor, generator: torch.Generator | None = Non
         weight.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
 
-def add_pairs(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return weight + sum_e scale_e b_e^T a_e [out, in], summed in float32, in weight's dtype; a [E, r, in], b [E, r, out]."""
+def add_pairs(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Return weight + sum_e scale_e b_e^T a_e [out, in], summed in float32, in weight's dtype; a
+    [E, r, in], b [E, r, out].
+    """
     wide = wide_dtype(weight.dtype)
     scaled = b.to(wide) * scale.to(device=weight.device, dtype=wide)[:, None, None]
-    return torch.addmm(weight.to(wide), scaled.flatten(0, 1).t(), a.to(wide).flatten(0, 1)).to(weight.dtype)
+    return torch.addmm(weight.to(wide), scaled.flatten(0, 1).t(), a.to(wide).flatten(0, 1)).to(
+        weight.dtype
+    )
 
 
 def forced_slots(forced: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return topk_idx, topk_weight [T, 1] that send every token of row b of `x` [B, ..., H] to expert forced[b], weight 1."""
+    """Return topk_idx, topk_weight [T, 1] that send every token of row b of `x` [B, ..., H] to
+    expert forced[b], weight 1.
+    """
     if x.shape[0] != forced.shape[0]:
-        raise ValueError(f"forced must have one expert for each of {x.shape[0]} rows, but has {forced.shape[0]}")
+        raise ValueError(
+            f"forced must have one expert for each of {x.shape[0]} rows, but has {forced.shape[0]}"
+        )
     tokens = x[..., 0].numel() // max(x.shape[0], 1)
     idx = forced.to(device=x.device, dtype=torch.int32).repeat_interleave(tokens)[:, None]
     return idx, torch.ones(idx.shape, dtype=wide_dtype(x.dtype), device=x.device)
 
 
 def check_base(base: nn.Module) -> None:
-    """Raise ValueError unless `base` is a gated MLP of plain linear layers, of one dtype on one device."""
+    """Raise ValueError unless `base` is a gated MLP of plain linear layers, of one dtype on one
+    device.
+    """
     layers = [getattr(base, target, None) for target in TARGETS]
     weights = [getattr(layer, "weight", None) for layer in layers]
-    shapes = [tuple(weight.shape) if isinstance(weight, torch.Tensor) else None for weight in weights]
-    if None in shapes or shapes[0] != shapes[1] or shapes[0] != shapes[2][::-1] or len(shapes[0]) != 2:
-        raise ValueError(f"{', '.join(TARGETS)} of base must be linear layers [I, H], [I, H], [H, I], but got {shapes}")
-    if len({(weight.dtype, weight.device) for weight in weights}) != 1 or not weights[0].is_floating_point():
+    shapes = [
+        tuple(weight.shape) if isinstance(weight, torch.Tensor) else None for weight in weights
+    ]
+    if (
+        None in shapes
+        or shapes[0] != shapes[1]
+        or shapes[0] != shapes[2][::-1]
+        or len(shapes[0]) != 2
+    ):
+        raise ValueError(
+            f"{', '.join(TARGETS)} of base must be linear layers [I, H], [I, "
+            "H], "
+            "[H, "
+            "I], "
+            "but "
+            "got "
+            f"{shapes}"
+        )
+    if (
+        len({(weight.dtype, weight.device) for weight in weights}) != 1
+        or not weights[0].is_floating_point()
+    ):
         kinds = [f"{weight.dtype} on {weight.device}" for weight in weights]
-        raise ValueError(f"The weights of base must have one floating dtype and one device, but are {', '.join(kinds)}")
+        raise ValueError(
+            "The weights of base must have one floating dtype "
+            "and "
+            "one "
+            "device, "
+            "but "
+            "are "
+            f"{', '.join(kinds)}"
+        )
     for layer, target in zip(layers, TARGETS):
         check_plain(layer, target)
 
 
 def check_plain(linear: nn.Module, name: str) -> None:
-    """Raise ValueError unless `linear` is exactly an nn.Linear without hooks, so that its weight and bias define its output.
+    """Raise ValueError unless `linear` is exactly an nn.Linear without hooks, so that its weight
+    and bias define its output.
 
     accelerate's hooks are allowed if they do not move the weights (a device_map over several GPUs).
     """
     if is_plain(linear, nn.Linear):
         return
     hooks = linear._forward_hooks or linear._forward_pre_hooks
-    if type(linear) is nn.Linear and hasattr(linear, "_hf_hook") and not (linear.weight.is_meta or hooks):
+    if (
+        type(linear) is nn.Linear
+        and hasattr(linear, "_hf_hook")
+        and not (linear.weight.is_meta or hooks)
+    ):
         return
     kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
     raise ValueError(
-        f"{name} of base must be a plain torch.nn.Linear without hooks, as its weights are read directly, but is {kind}"
-        f"{' with hooks' if type(linear) is nn.Linear else ''}. Merge adapters (merge_and_unload) or exclude the MLPs"
+        f"{name} of base must be a plain torch.nn.Linear without hooks, "
+        "as "
+        "its "
+        "weights "
+        "are "
+        "read "
+        f"directly, but is {kind}"
+        f"{' with hooks' if type(linear) is nn.Linear else ''}. "
+        "Merge "
+        "adapters "
+        "(merge_and_unload) "
+        "or exclude the MLPs"
     )
 
 
 def _bias(linear: nn.Linear) -> torch.Tensor:
     """Return the layer's bias, zeros if it has none."""
-    return linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias.detach()
+    if linear.bias is None:
+        return linear.weight.new_zeros(linear.weight.shape[0])
+    return linear.bias.detach()

@@ -1,13 +1,16 @@
-"""LoRA experts of one linear layer with a separate router, as in LoRAMoE (arXiv 2312.09979, Eq. (5) and its code).
+"""LoRA experts of one linear layer with a separate router, as in LoRAMoE (arXiv 2312.09979, Eq. (5)
+and its code).
 
     y = W x + s sum_i w_i(x) B_i A_i x,   w(x) = softmax(G x) over all experts,   s = alpha / r
 
-LoRAMoE's experts process every token; with config.top_k below num_experts, w are the weights of `config.gate` for the top_k.
-`modules.lora.LoRAMoE` routes once for a whole MLP and mixes the outputs of its activation; here each linear layer routes its
-input, and the activation is applied to the mixture. G and A are initialized as in nn.Linear, B to zero, as in LoRAMoE's code.
+LoRAMoE's experts process every token; with config.top_k below num_experts, w are the weights of
+`config.gate` for the top_k. `modules.lora.LoRAMoE` routes once for a whole MLP and mixes the
+outputs of its activation; here each linear layer routes its input, and the activation is applied to
+the mixture. G and A are initialized as in nn.Linear, B to zero, as in LoRAMoE's code.
 
-LoRAMoE's localized balancing constraint, a cv2 of importances weighted by the type of an example's task, is not implemented, as
-examples have no type in this package; config.balance_loss applies to all routers.
+LoRAMoE's localized balancing constraint, a cv2 of importances weighted by the type of an example's
+task, is not implemented, as examples have no type in this package; config.balance_loss applies to
+all routers.
 """
 
 import dataclasses
@@ -17,7 +20,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe_runtime.config import MoEConfig, check_choice, check_number, check_positive
-from moe_runtime.modules.lora import TARGETS, LoRAMoE, add_pairs, check_plain, draw_as_linear, forced_slots
+from moe_runtime.modules.lora import (
+    TARGETS,
+    LoRAMoE,
+    add_pairs,
+    check_plain,
+    draw_as_linear,
+    forced_slots,
+)
 from moe_runtime.modules.moe import Router, RouterOutput
 from moe_runtime.ops.lora import mixed_weight
 
@@ -25,32 +35,44 @@ FORMS = ("block", "linear")
 
 
 class LoRALinear(nn.Module):
-    """A frozen nn.Linear `base`, kept by reference, and E low-rank changes of it that are weighted by a router.
+    """A frozen nn.Linear `base`, kept by reference, and E low-rank changes of it that are weighted
+    by a router.
 
-    `lora_a` [E, r, in], `lora_b` [E, r, out]. Same inputs and outputs as `base`. Only the router settings of `config` are used;
-    its hidden_size is replaced by the layer's in_features. `records` works as in MoE, `forced` as in LoRAMoE.
+    `lora_a` [E, r, in], `lora_b` [E, r, out]. Same inputs and outputs as `base`. Only the router
+    settings of `config` are used; its hidden_size is replaced by the layer's in_features. `records`
+    works as in MoE, `forced` as in LoRAMoE.
     """
 
-    def __init__(self, base: nn.Module, config: MoEConfig, rank: int = 8, *, alpha: float = 16.0, dtype=None):
+    def __init__(
+        self, base: nn.Module, config: MoEConfig, rank: int = 8, *, alpha: float = 16.0, dtype=None
+    ):
         super().__init__()
         check_positive("rank", rank)
         check_number("alpha", alpha, positive=True)
         weight = getattr(base, "weight", None)
         if not isinstance(base, nn.Linear) or not weight.is_floating_point():
-            raise ValueError(f"base must be an nn.Linear of a floating dtype, but is a {type(base).__name__}")
+            raise ValueError(
+                f"base must be an nn.Linear of a floating dtype, but is a {type(base).__name__}"
+            )
         self.config = dataclasses.replace(config, hidden_size=base.in_features)
-        self.base, self.rank, self.alpha = base.requires_grad_(False), rank, alpha
+        self.base = base.requires_grad_(False)
+        self.rank = rank
+        self.alpha = alpha
         self.gate = Router(self.config, dtype=weight.dtype, device=weight.device)
         where = {"dtype": dtype or weight.dtype, "device": weight.device}
         self.lora_a = nn.Parameter(torch.empty(config.num_experts, rank, base.in_features, **where))
-        self.lora_b = nn.Parameter(torch.empty(config.num_experts, rank, base.out_features, **where))
+        self.lora_b = nn.Parameter(
+            torch.empty(config.num_experts, rank, base.out_features, **where)
+        )
         self.records: list[RouterOutput] | None = None
         self.forced: torch.Tensor | None = None
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the router and every a from U(-1, 1) / sqrt(in); set every b to zero. `generator` as LoRAExperts'."""
+        """Draw the router and every a from U(-1, 1) / sqrt(in); set every b to zero. `generator` as
+        LoRAExperts'.
+        """
         for weight in (*self.gate.parameters(), self.lora_a):
             draw_as_linear(weight, generator)
         self.lora_b.zero_()
@@ -66,9 +88,11 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute [..., out] from `x` [..., in], in the dtype in which `base` computes."""
-        out, rows = self.base(x), x.reshape(-1, x.shape[-1])
+        out = self.base(x)
+        rows = x.reshape(-1, x.shape[-1])
         weight = self._weights(x, rows)
-        E, dtype = self.config.num_experts, out.dtype
+        E = self.config.num_experts
+        dtype = out.dtype
         low = F.linear(rows.to(dtype), self.lora_a.to(dtype).flatten(0, 1)).view(-1, E, self.rank)
         # the weights are float32 in this product, as in the experts' op
         low = (low * (weight * self.scaling)[:, :, None]).to(dtype)
@@ -87,26 +111,42 @@ class LoRALinear(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
         c = self.config
-        return f"num_experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, rank={self.rank}, alpha={self.alpha}"
+        return (
+            f"num_experts={c.num_experts}, "
+            f"top_k={c.top_k}, "
+            f"gate={c.gate}, "
+            f"rank={self.rank}, "
+            f"alpha={self.alpha}"
+        )
 
 
 class LinearExperts:
-    """The LoRALinears of one MLP with the interface of LoRAExperts: by target, a [E, r, in] and b [E, r, out]."""
+    """The LoRALinears of one MLP with the interface of LoRAExperts: by target, a [E, r, in] and b
+    [E, r, out].
+    """
 
     def __init__(self, mlp: nn.Module):
         self.base = mlp
-        self.linears = {name: module for name, module in mlp.named_children() if isinstance(module, LoRALinear)}
+        self.linears = {
+            name: module for name, module in mlp.named_children() if isinstance(module, LoRALinear)
+        }
         if not self.linears:
-            raise ValueError(f"mlp must have LoRALinear layers, but is a {type(mlp).__name__} without any")
+            raise ValueError(
+                f"mlp must have LoRALinear layers, but is a {type(mlp).__name__} without any"
+            )
         first = next(iter(self.linears.values()))
-        self.num_experts, self.rank, self.alpha = first.config.num_experts, first.rank, first.alpha
+        self.num_experts = first.config.num_experts
+        self.rank = first.rank
+        self.alpha = first.alpha
         self.scaling, self.targets = first.scaling, tuple(self.linears)
         self.lora_a = {name: linear.lora_a for name, linear in self.linears.items()}
         self.lora_b = {name: linear.lora_b for name, linear in self.linears.items()}
 
     @torch.no_grad()
     def merged_weight(self, target: str, alpha: torch.Tensor) -> torch.Tensor:
-        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in the base's dtype."""
+        """Return W + scaling sum_e alpha_e b_e^T a_e [out, in], `alpha` [E], summed in float32, in
+        the base's dtype.
+        """
         check_plain(self.linears[target].base, target)
         weight = self.linears[target].base.weight
         return add_pairs(weight, self.lora_a[target], self.lora_b[target], alpha * self.scaling)
@@ -119,12 +159,23 @@ class LinearExperts:
 
 
 def add_experts(
-    mlp: nn.Module, config: MoEConfig, *, form: str, rank: int, alpha: float, targets: tuple[str, ...] = TARGETS, dtype=None
+    mlp: nn.Module,
+    config: MoEConfig,
+    *,
+    form: str,
+    rank: int,
+    alpha: float,
+    targets: tuple[str, ...] = TARGETS,
+    dtype=None,
 ) -> nn.Module:
-    """Return the replacement of the MLP: a LoRAMoE over it (form "block"), or the MLP with LoRALinears in it ("linear")."""
+    """Return the replacement of the MLP: a LoRAMoE over it (form "block"), or the MLP with
+    LoRALinears in it ("linear").
+    """
     check_choice("form", form, FORMS)
     if form == "block":
         return LoRAMoE(mlp, config, rank, alpha=alpha, targets=targets, dtype=dtype)
     for target in targets:
-        mlp.set_submodule(target, LoRALinear(getattr(mlp, target), config, rank, alpha=alpha, dtype=dtype))
+        mlp.set_submodule(
+            target, LoRALinear(getattr(mlp, target), config, rank, alpha=alpha, dtype=dtype)
+        )
     return mlp

@@ -1,7 +1,8 @@
 """The mergeable layer: a dense MLP whose weights are a learned mixture of frozen experts.
 
-XFT, Eq. (4) and (6): only the mixing logits are trained, one vector per layer for all projections. The mixture changes once per
-optimizer step, so it is computed once per step and cached for the forward passes until the next one.
+XFT, Eq. (4) and (6): only the mixing logits are trained, one vector per layer for all projections.
+The mixture changes once per optimizer step, so it is computed once per step and cached for the
+forward passes until the next one.
 """
 
 from typing import NamedTuple
@@ -27,21 +28,34 @@ class _Mixture(NamedTuple):
     key: tuple
     storages: tuple[StorageWeakRef, ...]  # keep the addresses in `key` from being reused
     seen: torch.Tensor  # [E], the alpha in `weights`
-    weights: dict[str, torch.Tensor]  # [out, in] by the stack's name, in the dtype that F.linear computes in
+    # [out, in] by the stack's name, in the dtype that F.linear computes in
+    weights: dict[str, torch.Tensor]
 
 
 class MergedMLP(nn.Module):
-    """An MLP act(gate x) * (up x), then `down`, with W = sum_e alpha_e W_e and alpha = mixing(mixing_logits, shared_rate).
+    """An MLP act(gate x) * (up x), then `down`, with W = sum_e alpha_e W_e and alpha =
+    mixing(mixing_logits, shared_rate).
 
-    `mixing_logits` is float32: [E - 1] for XFT (expert 0 gets `shared_rate`), [E] for a learned soup (`soup=True`).
+    `mixing_logits` is float32: [E - 1] for XFT (expert 0 gets `shared_rate`), [E] for a learned
+    soup (`soup=True`).
     """
 
     _mixture: _Mixture | None = None
 
-    def __init__(self, config: MoEConfig, *, shared_rate: float = 0.75, soup: bool = False, dtype=None, device=None):
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        shared_rate: float = 0.75,
+        soup: bool = False,
+        dtype=None,
+        device=None,
+    ):
         super().__init__()
         check_shared_rate(shared_rate)
-        self.config, self.shared_rate, self.soup = config, shared_rate, soup
+        self.config = config
+        self.shared_rate = shared_rate
+        self.soup = soup
         self.experts = Experts(config, dtype=dtype, device=device).requires_grad_(False)
         size = config.num_experts if soup else config.num_experts - 1
         self.mixing_logits = nn.Parameter(torch.empty(size, dtype=torch.float32, device=device))
@@ -49,12 +63,19 @@ class MergedMLP(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the logits to the INIT mixture: alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...]."""
-        logits = soup_logits(self.config.num_experts, self.shared_rate) if self.soup else torch.ones(self.mixing_logits.shape)
+        """Set the logits to the INIT mixture: alpha = [shared_rate, (1 - shared_rate) / (E - 1),
+        ...].
+        """
+        if self.soup:
+            logits = soup_logits(self.config.num_experts, self.shared_rate)
+        else:
+            logits = torch.ones(self.mixing_logits.shape)
         self.mixing_logits.copy_(logits)
 
     def _apply(self, fn, recurse=True):
-        """Keep the logits float32 whatever the module is cast to, as updates of 1e-5 are lost in bfloat16 near 1."""
+        """Keep the logits float32 whatever the module is cast to, as updates of 1e-5 are lost in
+        bfloat16 near 1.
+        """
         self.release()
         super()._apply(fn, recurse)
         self.mixing_logits.data = self.mixing_logits.data.float()
@@ -65,10 +86,11 @@ class MergedMLP(nn.Module):
         return self.__dict__ | {"_mixture": None}
 
     def release(self) -> None:
-        """Free the cached mixture, which has the size of a dense MLP; the next forward pass recomputes it.
+        """Free the cached mixture, which has the size of a dense MLP; the next forward pass
+        recomputes it.
 
-        Call it after changing the experts without updating autograd's version counter, for example by `weight.data.copy_()`.
-        Changes of the mixing logits are always detected.
+        Call it after changing the experts without updating autograd's version counter, for example
+        by `weight.data.copy_()`. Changes of the mixing logits are always detected.
         """
         self._mixture = None
 
@@ -77,54 +99,93 @@ class MergedMLP(nn.Module):
         return mixing(self.mixing_logits, None if self.soup else self.shared_rate)
 
     def merged_weights(self) -> dict[str, torch.Tensor]:
-        """Return one dense weight per expert stack, under the stack's name, in its dtype; differentiable in alpha."""
+        """Return one dense weight per expert stack, under the stack's name, in its dtype;
+        differentiable in alpha.
+        """
         alpha = self.alpha()
-        return {name: merge_experts(weight, alpha) for name, weight in self.experts.named_parameters()}
+        return {
+            name: merge_experts(weight, alpha) for name, weight in self.experts.named_parameters()
+        }
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute [..., H] from `hidden_states` [..., H]."""
         linear = self._linear()
-        h = Activation(self.config.hidden_act, self.config.gated).apply(linear(hidden_states, self.experts.up_name))
+        h = Activation(self.config.hidden_act, self.config.gated).apply(
+            linear(hidden_states, self.experts.up_name)
+        )
         return linear(h, "down_proj")
 
     def _linear(self):
-        """Return a function of (x, name of a stack) that computes x W^T + b with the merged weight and bias of that name."""
-        stacks, alpha = dict(self.experts.named_parameters()), self.alpha()
+        """Return a function of (x, name of a stack) that computes x W^T + b with the merged weight
+        and bias of that name.
+        """
+        stacks = dict(self.experts.named_parameters())
+        alpha = self.alpha()
         weights = {name: stack for name, stack in stacks.items() if not name.endswith("_bias")}
-        bias = {name: merge_experts(stacks[f"{name}_bias"], alpha) for name in weights if f"{name}_bias" in stacks}
-        if any(weight.requires_grad for weight in weights.values()) or torch._C._are_functorch_transforms_active():
+        bias = {
+            name: merge_experts(stacks[f"{name}_bias"], alpha)
+            for name in weights
+            if f"{name}_bias" in stacks
+        }
+        if (
+            any(weight.requires_grad for weight in weights.values())
+            or torch._C._are_functorch_transforms_active()
+        ):
             merged = {name: merge_experts(weight, alpha) for name, weight in weights.items()}
             return lambda x, name: F.linear(x, merged[name], bias.get(name))
-        # when ops are traced, faked or counted, the result of one call must not become a constant of another
-        watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
+        # when ops are traced, faked or counted, the result of one call must not become a constant
+        # of another
+        watched = (
+            torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
+        )
         merged = {} if watched else self._merged(weights, alpha)
-        return lambda x, name: merged_linear(x, weights[name], alpha, merged.get(name), bias.get(name))
+        return lambda x, name: merged_linear(
+            x, weights[name], alpha, merged.get(name), bias.get(name)
+        )
 
     @torch.inference_mode(False)  # tensors made under inference_mode cannot be saved for backward
     @torch.no_grad()
-    def _merged(self, weights: dict[str, torch.Tensor], alpha: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return `weights` merged with `alpha`, recomputed if any of their inputs changed; {} if they cannot be cached."""
-        sources, device = (self.mixing_logits, *weights.values()), alpha.device
+    def _merged(
+        self, weights: dict[str, torch.Tensor], alpha: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return `weights` merged with `alpha`, recomputed if any of their inputs changed; {} if
+        they cannot be cached.
+        """
+        sources = (self.mixing_logits, *weights.values())
+        device = alpha.device
         backend = backends.pick("merge_experts", weights["down_proj"])
-        plain = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_inference() for t in sources)
-        if not plain or (backend == "torch" and device.type != "cpu"):  # comparing alpha would wait for the GPU
+        plain = all(
+            type(t) in (torch.Tensor, nn.Parameter) and not t.is_inference() for t in sources
+        )
+        # comparing alpha would wait for the GPU
+        if not plain or (backend == "torch" and device.type != "cpu"):
             return {}
         # another stream would not wait for the merging one, and a CUDA graph capture runs no kernel
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return {}
         dtypes = {name: compute_dtype(weight) for name, weight in weights.items()}
-        key = (self.shared_rate, self.soup, backend, stream_of(device), *dtypes.values(), *map(_identity, sources))
+        key = (
+            self.shared_rate,
+            self.soup,
+            backend,
+            stream_of(device),
+            *dtypes.values(),
+            *map(_identity, sources),
+        )
         kept = self._mixture  # read once, as other threads may write it
         if kept is not None and kept.key != key:
             kept = None
-        # fused optimizers and writes through .data do not change the version counter, so alpha itself is compared, on a GPU by
-        # the kernel, in place and without a sync
+        # fused optimizers and writes through .data do not change the version counter, so alpha
+        # itself is compared, on a GPU by the kernel, in place and without a sync
         if kept is not None and backend not in ("torch", "cpp"):
             for name, weight in weights.items():
                 kept.weights[name].kept.remerge(kept.weights[name], weight, alpha)
         elif kept is None or not torch.equal(alpha, kept.seen):
             kept = self._mixture = None  # frees memory for the new weights
-            new = {name: merge_experts(weight, alpha).to(dtypes[name]) for name, weight in weights.items()}
+            new = {
+                name: merge_experts(weight, alpha).to(dtypes[name])
+                for name, weight in weights.items()
+            }
             for weight in new.values():
                 weight.kept = Kept(alpha.clone(), backend)
             storages = tuple(StorageWeakRef(t.untyped_storage()) for t in sources)
@@ -133,9 +194,20 @@ class MergedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the mixture's settings in print(model)."""
-        return f"experts={self.config.num_experts}, " + ("soup" if self.soup else f"shared_rate={self.shared_rate}")
+        return f"experts={self.config.num_experts}, " + (
+            "soup" if self.soup else f"shared_rate={self.shared_rate}"
+        )
 
 
 def _identity(t: torch.Tensor) -> tuple:
     """Return a key that changes if `t` is replaced, moved, cast or written to."""
-    return id(t), t._version, t.untyped_storage()._cdata, t.data_ptr(), t.dtype, t.device, t.shape, t.stride()
+    return (
+        id(t),
+        t._version,
+        t.untyped_storage()._cdata,
+        t.data_ptr(),
+        t.dtype,
+        t.device,
+        t.shape,
+        t.stride(),
+    )

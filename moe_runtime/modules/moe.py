@@ -1,7 +1,8 @@
 """The Mixture-of-Experts layer that replaces a dense MLP: router, experts and their combination.
 
-The parameter names are those of transformers: `gate.weight`, `experts.gate_up_proj` [E, 2I, H] (gate first) and
-`experts.down_proj` [E, H, I]. With the gates xft and nonorm, expert 0 is the shared one and the router has E - 1 rows.
+The parameter names are those of transformers: `gate.weight`, `experts.gate_up_proj` [E, 2I, H]
+(gate first) and `experts.down_proj` [E, H, I]. With the gates xft and nonorm, expert 0 is the
+shared one and the router has E - 1 rows.
 """
 
 from collections.abc import Sequence
@@ -29,10 +30,12 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes
 class RouterOutput(NamedTuple):
     """Output of a router; the first three fields are in the order of transformers' routers."""
 
-    router_logits: torch.Tensor  # [T, E or E - 1], before noise, in the router's dtype; float32 in MoE.records
+    # [T, E or E - 1], before noise, in the router's dtype; float32 in MoE.records
+    router_logits: torch.Tensor
     topk_weight: torch.Tensor  # [T, K] float32
     topk_idx: torch.Tensor  # [T, K] int32
-    balance_loss: torch.Tensor | None  # [] float32, times its coefficient; None without a balance loss
+    # [] float32, times its coefficient; None without a balance loss
+    balance_loss: torch.Tensor | None
 
     def widened(self) -> "RouterOutput":
         """Return a copy with logits in float32 or wider."""
@@ -41,15 +44,18 @@ class RouterOutput(NamedTuple):
 
 
 class Router(nn.Module):
-    """Compute router logits, optional noise in training, and the top-k. `weight` [R, H], R = routed experts.
+    """Compute router logits, optional noise in training, and the top-k. `weight` [R, H], R = routed
+    experts.
 
     router="mlp" computes weight_out tanh(weight x), weight_out [R, R]; noisy_gate adds
-    eps * (softplus(x noise_weight^T) + noise_epsilon), eps ~ N(0, 1), while training (XFT, official code).
+    eps * (softplus(x noise_weight^T) + noise_epsilon), eps ~ N(0, 1), while training (XFT, official
+    code).
     """
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):
         super().__init__()
-        R, H = config.num_routed_experts, config.hidden_size
+        R = config.num_routed_experts
+        H = config.hidden_size
         where = {"dtype": dtype, "device": device}
         self.config = config
         self.weight = nn.Parameter(torch.empty(R, H, **where))
@@ -65,8 +71,11 @@ class Router(nn.Module):
         for weight in self.parameters():
             weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
-    def forward(self, x: torch.Tensor, eps: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None) -> RouterOutput:
-        """Route `x` [T, H]; `topk_idx` [T, K] replaces the router's selection, with the router's weights for these experts.
+    def forward(
+        self, x: torch.Tensor, eps: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
+    ) -> RouterOutput:
+        """Route `x` [T, H]; `topk_idx` [T, K] replaces the router's selection, with the router's
+        weights for these experts.
 
         `eps` [T, R] replaces the normal draw of the noise; without noisy_gate it must be None.
         """
@@ -76,7 +85,13 @@ class Router(nn.Module):
             logits = F.linear(torch.tanh(logits), self.weight_out)
         if eps is not None and not (config.noisy_gate and eps.shape == logits.shape):
             raise ValueError(
-                f"Expected eps {tuple(logits.shape)} and noisy_gate=True, but eps is {tuple(eps.shape)} and noisy_gate is "
+                f"Expected eps {tuple(logits.shape)} "
+                "and "
+                "noisy_gate=True, "
+                "but "
+                "eps "
+                "is "
+                f"{tuple(eps.shape)} and noisy_gate is "
                 f"{config.noisy_gate}"
             )
         noise = scale = None
@@ -91,11 +106,15 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E stacked MLPs: act(gate x) * (up x), or act(up x) when not gated, then `down`; biases as configured."""
+    """E stacked MLPs: act(gate x) * (up x), or act(up x) when not gated, then `down`; biases as
+    configured.
+    """
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):
         super().__init__()
-        E, H, I = config.num_experts, config.hidden_size, config.intermediate_size
+        E = config.num_experts
+        H = config.hidden_size
+        I = config.intermediate_size
         where = {"dtype": dtype, "device": device}
         up, rows = ("gate_up_proj", 2 * I) if config.gated else ("up_proj", I)
         self.config = config
@@ -111,24 +130,36 @@ class Experts(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the weights from N(0, initializer_range), set the biases to zero."""
         for name, weight in self.named_parameters():
-            weight.zero_() if name.endswith("_bias") else weight.normal_(
-                0.0, self.config.initializer_range, generator=generator
-            )
+            if name.endswith("_bias"):
+                weight.zero_()
+            else:
+                (weight.normal_(0.0, self.config.initializer_range, generator=generator))
 
-    def forward(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor) -> torch.Tensor:
-        """Compute sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) [T, H] of `x` [T, H], `topk_idx`, `topk_weight` [T, K].
+    def forward(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute sum_k topk_weight[t, k] expert_{topk_idx[t, k]}(x[t]) [T, H] of `x` [T, H],
+        `topk_idx`, `topk_weight` [T, K].
 
         Computes and returns the dtype of the weights or, under autocast, that of autocast.
         """
         return forward_experts(
-            self, x, topk_idx, topk_weight, self.stacks(), self.activation(), shared=self.config.shared,
+            self,
+            x,
+            topk_idx,
+            topk_weight,
+            self.stacks(),
+            self.activation(),
+            shared=self.config.shared,
             recompute=self.config.recompute,
-        )[0]  # fmt: skip
+        )[0]
 
     def stacks(self) -> tuple[str, ...]:
         """Return the names of the stacked parameters: up and down projection, then their biases."""
         up = self.up_name
-        return (up, "down_proj", f"{up}_bias", "down_proj_bias") if self.config.bias else (up, "down_proj")
+        if self.config.bias:
+            return (up, "down_proj", f"{up}_bias", "down_proj_bias")
+        return (up, "down_proj")
 
     def activation(self) -> Activation:
         """Return the activation between the two projections."""
@@ -136,36 +167,68 @@ class Experts(nn.Module):
 
 
 def forward_experts(
-    module: nn.Module, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor, names: Sequence[str],
-    activation: Activation | None, *, transposed: bool = False, shared: str = "group", recompute: bool = False, run=None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Run x [T, H] through the experts of `module` (ours or transformers') with `moe_mlp` on its parameters.
+    module: nn.Module,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weight: torch.Tensor,
+    names: Sequence[str],
+    activation: Activation | None,
+    *,
+    transposed: bool = False,
+    shared: str = "group",
+    recompute: bool = False,
+    run=None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run x [T, H] through the experts of `module` (ours or transformers') with `moe_mlp` on its
+    parameters.
 
-    `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in, out]), then any biases. Trained
-    experts may be stored separately (`modules.trainable`), and experts may be distributed over ranks (`ops.all_to_all`). With
-    adapters (`modules.frozen`) or packed stacks (`modules.packed`) `frozen_mlp` runs. `run(x, topk_idx, topk_weight, experts)`
-    replaces `moe_mlp` or `frozen_mlp`. Returns [T, H] in the dtype of the weights (x's if packed) or, under autocast, that of
-    autocast, and the expert_offsets [E + 1] of x's slots.
+    `names` are those of its stacks: up [E, 2I or I, H], down [E, H, I] (`transposed`: [E, in,
+    out]), then any biases. Trained experts may be stored separately (`modules.trainable`), and
+    experts may be distributed over ranks (`ops.all_to_all`). With adapters (`modules.frozen`) or
+    packed stacks (`modules.packed`) `frozen_mlp` runs. `run(x, topk_idx, topk_weight, experts)`
+    replaces `moe_mlp` or `frozen_mlp`. Returns [T, H] in the dtype of the weights (x's if packed)
+    or, under autocast, that of autocast, and the expert_offsets [E + 1] of x's slots.
     """
-    adapters, rows = frozen.take(module), trainable.trained_parameters(module)
+    adapters = frozen.take(module)
+    rows = trainable.trained_parameters(module)
     if adapters and rows:
-        raise ValueError(f"{type(module).__name__} has both adapters and separately trained experts. Call fold_rows(model)")
+        raise ValueError(
+            f"{type(module).__name__} has both adapters "
+            "and "
+            "separately "
+            "trained "
+            "experts. "
+            "Call "
+            "fold_rows(model)"
+        )
     is_packed = packed.is_packed(module, names[0])
     if is_packed and activation is None:
-        raise ValueError(f"{type(module).__name__} is packed and has an unknown activation. Call moe_runtime.patch(model)")
-    # each is read once, as reading a parameter may compute it under FSDP, PEFT or tensor parallelism
+        raise ValueError(
+            f"{type(module).__name__} is packed and "
+            "has "
+            "an "
+            "unknown "
+            "activation. "
+            "Call "
+            "moe_runtime.patch(model)"
+        )
+    # each is read once, as reading a parameter may compute it under FSDP, PEFT or tensor
+    # parallelism
     tensors = [getattr(module, name) for name in names] + [rows[name] for name in names if rows]
     stacks = [packed.stack_of(module, name, transposed) for name in names[: 2 * is_packed]]
     if not is_packed:
         check_floats(tensors, type(module).__name__)
     if transposed and not is_packed:
         tensors = [tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for tensor in tensors]
-    tensors, owners = all_to_all.local_parts(tensors, module.__dict__.get(all_to_all.GRADIENTS_OF, "mean"))
+    tensors, owners = all_to_all.local_parts(
+        tensors, module.__dict__.get(all_to_all.GRADIENTS_OF, "mean")
+    )
     dtype = autocast_dtype(x) or (x.dtype if is_packed else tensors[1].dtype)
     is_frozen = is_packed or bool(adapters)
     if not is_frozen:
         tensors = [tensor.to(dtype) for tensor in tensors]
-    stacks, trained = [*stacks, *tensors[len(stacks) : len(names)]], tensors[len(names) :]
+    stacks = [*stacks, *tensors[len(stacks) : len(names)]]
+    trained = tensors[len(names) :]
     if is_frozen:
         experts = frozen.experts_of(names, stacks, adapters, activation, dtype, owners)
     elif rows:
@@ -188,9 +251,13 @@ def forward_experts(
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is quantized: of integers, or of a subclass from another package such as torchao."""
+    """Return whether a tensor is quantized: of integers, or of a subclass from another package such
+    as torchao.
+    """
     kind = type(tensor)
-    return tensor.dtype not in FLOATS or (hasattr(kind, "__tensor_flatten__") and _package(kind) != "torch")
+    return tensor.dtype not in FLOATS or (
+        hasattr(kind, "__tensor_flatten__") and _package(kind) != "torch"
+    )
 
 
 def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
@@ -198,15 +265,29 @@ def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
     found = next((tensor for tensor in tensors if is_quantized(tensor)), None)
     if found is not None:
         raise ValueError(
-            f"The experts of {name} must be float16, bfloat16, float32 or float64, but are {named(found)}. Load them without "
-            "that quantization, then use moe_runtime.quantize_experts, or load with moe_runtime.load_quantized"
+            f"The experts of {name} must be float16, bfloat16, "
+            "float32 "
+            "or "
+            "float64, "
+            "but "
+            "are "
+            f"{named(found)}. Load them without "
+            "that quantization, then "
+            "use "
+            "moe_runtime.quantize_experts, "
+            "or "
+            "load "
+            "with "
+            "moe_runtime.load_quantized"
         )
 
 
 def named(tensor: torch.Tensor) -> str:
     """Return a tensor's dtype, preceded by its class if that is not from torch."""
     kind = type(tensor)
-    return f"{kind.__module__}.{kind.__name__} ({tensor.dtype})" if _package(kind) != "torch" else str(tensor.dtype)
+    if _package(kind) != "torch":
+        return f"{kind.__module__}.{kind.__name__} ({tensor.dtype})"
+    return str(tensor.dtype)
 
 
 def _package(kind: type) -> str:
@@ -215,16 +296,22 @@ def _package(kind: type) -> str:
 
 def is_plain(module: nn.Module, kind: type) -> bool:
     """Return whether calling `module` only calls kind.forward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return type(module) is kind and "forward" not in module.__dict__ and not any(hooks)
 
 
 class MoE(nn.Module):
     """Router and experts, with the inputs and outputs of the dense MLP.
 
-    `records` collects RouterOutputs while it is a list: set it for one forward pass and reset it before the backward pass, in
-    which gradient checkpointing runs the layer again. Router and experts run as one op if nothing can observe them separately:
-    a linear router without noise, the same dtype, no hook, wrapper or subclass on either, and no global hook.
+    `records` collects RouterOutputs while it is a list: set it for one forward pass and reset it
+    before the backward pass, in which gradient checkpointing runs the layer again. Router and
+    experts run as one op if nothing can observe them separately: a linear router without noise, the
+    same dtype, no hook, wrapper or subclass on either, and no global hook.
     """
 
     def __init__(self, config: MoEConfig, *, dtype=None, device=None):
@@ -247,7 +334,9 @@ class MoE(nn.Module):
         config = self.config
         if config.router != "linear" or (config.noisy_gate and self.training):
             return False
-        if _has_any_global_hook() or not (is_plain(self.gate, Router) and is_plain(self.experts, Experts)):
+        if _has_any_global_hook() or not (
+            is_plain(self.gate, Router) and is_plain(self.experts, Experts)
+        ):
             return False
         if all_to_all.is_distributed(self.experts.down_proj) or trainable.split_of(self.experts):
             return False
@@ -257,12 +346,18 @@ class MoE(nn.Module):
         return len(dtypes) == 1 or autocast_dtype(x) is not None
 
     def _forward_whole(self, x: torch.Tensor) -> torch.Tensor:
-        config, dtype = self.config, autocast_dtype(x) or x.dtype
+        config = self.config
+        dtype = autocast_dtype(x) or x.dtype
         stacks = (getattr(self.experts, name).to(dtype) for name in self.experts.stacks())
-        experts = expert_rows.Experts(*stacks, activation=self.experts.activation(), shared=config.shared)
+        experts = expert_rows.Experts(
+            *stacks, activation=self.experts.activation(), shared=config.shared
+        )
         weight = self.gate.weight.to(dtype)
-        output = moe_layer(x.to(dtype), weight, experts, config.top_k, config.gate, recompute=config.recompute)
-        # with or without records, as checkpointing needs the same graph when it runs the layer again
+        output = moe_layer(
+            x.to(dtype), weight, experts, config.top_k, config.gate, recompute=config.recompute
+        )
+        # with or without records, as checkpointing needs the same graph when it runs the layer
+        # again
         loss = balance_loss(config, output.router_logits, output.topk_idx)
         self._record(RouterOutput(*output[1:], loss))
         return output.out

@@ -1,16 +1,19 @@
-"""Packed stacks of an experts module: their parameter and buffers, and their saved form (`ops.packed` has the formats).
+"""Packed stacks of an experts module: their parameter and buffers, and their saved form
+(`ops.packed` has the formats).
 
-A packed stack keeps its name. Its bytes are a parameter that cannot be trained, its scales are buffers of bytes, which casts
-of the module do not change. `ds_shape` of the parameter is the shape of the stack that it replaces, from which PEFT creates
-adapters, as for a partitioned parameter. A state_dict has the names of the library that defines the format:
+A packed stack keeps its name. Its bytes are a parameter that cannot be trained, its scales are
+buffers of bytes, which casts of the module do not change. `ds_shape` of the parameter is the shape
+of the stack that it replaces, from which PEFT creates adapters, as for a partitioned parameter. A
+state_dict has the names of the library that defines the format:
 
-    nf4        bitsandbytes: <name>, .absmax, .nested_absmax, .nested_quant_map, .quant_map, .quant_state.bitsandbytes__nf4
+    nf4        bitsandbytes: <name>, .absmax, .nested_absmax, .nested_quant_map, .quant_map,
+               .quant_state.bitsandbytes__nf4
     mxfp4      GPT-OSS: <name>_blocks, <name>_scales          fp8_block   FP8Experts: <name>, <name>_scale_inv
     int8       <name>, and <name>.SCB, bitsandbytes' name of the largest values
 
-If experts are sharded over ranks (hf.dropin.parallel), the bytes are a DTensor, and each rank has only its experts' scales. A
-state_dict holds the parameter and buffers of such a stack, or of one sharded by FSDP2, unchanged, for
-torch.distributed.checkpoint; `whole` gathers it.
+If experts are sharded over ranks (hf.dropin.parallel), the bytes are a DTensor, and each rank has
+only its experts' scales. A state_dict holds the parameter and buffers of such a stack, or of one
+sharded by FSDP2, unchanged, for torch.distributed.checkpoint; `whole` gathers it.
 """
 
 import functools
@@ -32,8 +35,10 @@ PACKED = "moe_runtime_packed"  # attribute of an experts module: name of a stack
 STATE = ".quant_state.bitsandbytes__nf4"
 KEYS = {
     "nf4": ("", ".absmax", ".nested_absmax", ".nested_quant_map"),
-    "mxfp4": ("_blocks", "_scales"), "fp8_block": ("", "_scale_inv"), "int8": ("", ".SCB"),
-}  # fmt: skip
+    "mxfp4": ("_blocks", "_scales"),
+    "fp8_block": ("", "_scale_inv"),
+    "int8": ("", ".SCB"),
+}
 
 
 class Layout(NamedTuple):
@@ -54,10 +59,13 @@ class Layout(NamedTuple):
 class PackedParameter(nn.Parameter):
     """The bytes of a packed stack, permanently frozen; `packed_parameter` creates one."""
 
-    ds_shape: torch.Size  # of the stack; an attribute of a class per shape, which copies by other packages keep
+    # of the stack; an attribute of a class per shape, which copies by other packages keep
+    ds_shape: torch.Size
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = False):
-        """Create the parameter; raises RuntimeError if it should require a gradient, as torch does for integers."""
+        """Create the parameter; raises RuntimeError if it should require a gradient, as torch does
+        for integers.
+        """
         return super().__new__(cls, data, requires_grad)
 
     def __deepcopy__(self, memo):
@@ -77,7 +85,9 @@ def _class_of(shape: torch.Size) -> type[PackedParameter]:
 
 
 def packed_parameter(data: torch.Tensor, shape) -> nn.Parameter:
-    """Return the parameter with the bytes `data` that replaces one of this shape; a DTensor stays one."""
+    """Return the parameter with the bytes `data` that replaces one of this shape; a DTensor stays
+    one.
+    """
     shape = torch.Size(shape)
     parameter = _class_of(shape)(data)
     if not isinstance(parameter, PackedParameter):
@@ -92,21 +102,38 @@ def layouts(module: nn.Module) -> dict[str, Layout]:
 
 def is_packed(module: nn.Module, name: str) -> bool:
     """Return whether the stack `name` is packed, by us or by transformers' FP8Experts."""
-    return name in layouts(module) or getattr(getattr(module, name, None), "dtype", None) == torch.float8_e4m3fn
+    return (
+        name in layouts(module)
+        or getattr(getattr(module, name, None), "dtype", None) == torch.float8_e4m3fn
+    )
 
 
-def put(module: nn.Module, name: str, stack: Packed, shape, dtype: torch.dtype, spread: tuple | None = None) -> None:
+def put(
+    module: nn.Module,
+    name: str,
+    stack: Packed,
+    shape,
+    dtype: torch.dtype,
+    spread: tuple | None = None,
+) -> None:
     """Replace the parameter `name` of this shape and dtype by a packed stack.
 
-    With `spread`, a mesh and placements, `stack` holds only this rank's experts; the shape is that of all.
+    With `spread`, a mesh and placements, `stack` holds only this rank's experts; the shape is that
+    of all.
     """
-    layout = Layout(stack.format, tuple(shape), dtype, tuple(scale.dtype for scale in stack.scales), spread)
+    layout = Layout(
+        stack.format, tuple(shape), dtype, tuple(scale.dtype for scale in stack.scales), spread
+    )
     module._parameters.pop(name, None)
     data = stack.data.view(torch.uint8)
-    module.register_parameter(name, packed_parameter(data if spread is None else _spread(data, spread), shape))
+    module.register_parameter(
+        name, packed_parameter(data if spread is None else _spread(data, spread), shape)
+    )
     for i, scale in enumerate(stack.scales):
         # NF4's fifth tensor differs between ranks, so checkpoints omit it
-        module.register_buffer(f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=i < 4)
+        module.register_buffer(
+            f"{name}_packed{i}", scale.contiguous().view(torch.uint8), persistent=i < 4
+        )
     if not layouts(module):
         module.__dict__[PACKED] = {}
         module.register_state_dict_post_hook(_save)
@@ -121,13 +148,19 @@ def _spread(local: torch.Tensor, spread: tuple) -> torch.Tensor:
 
 
 def pack(stack: torch.Tensor, format: str, spread: tuple | None = None) -> Packed:
-    """Pack a stack as `ops.packed.pack` does; with `spread`, this rank's experts are packed as if one process packed all."""
+    """Pack a stack as `ops.packed.pack` does; with `spread`, this rank's experts are packed as if
+    one process packed all.
+    """
     if spread is None:
         return packed.pack(stack, format)
-    mesh, count = spread[0], stack.shape[0]
-    n, rank, group = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+    mesh = spread[0]
+    count = stack.shape[0]
+    n = mesh.size(-1)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    group = mesh.get_group(mesh.ndim - 1)
 
-    def double(largest: torch.Tensor) -> list[torch.Tensor]:  # every rank computes the second-level scales of all experts
+    # every rank computes the second-level scales of all experts
+    def double(largest: torch.Tensor) -> list[torch.Tensor]:
         own = largest.to(mesh.device_type)
         everyone = [torch.empty_like(own) for _ in range(n)]
         dist.all_gather(everyone, own, group=group)
@@ -139,15 +172,26 @@ def pack(stack: torch.Tensor, format: str, spread: tuple | None = None) -> Packe
 
 def get(module: nn.Module, name: str) -> Packed:
     """Return views of the packed stack `name` for the ops, with this rank's experts."""
-    layout, data = layouts(module)[name], getattr(module, name)
-    data = (data.to_local() if is_distributed(data) else data.data).view(packed.of_name(layout.format).dtype)
-    scales = [getattr(module, f"{name}_packed{i}").view(dtype) for i, dtype in enumerate(layout.scales)]
+    layout = layouts(module)[name]
+    data = getattr(module, name)
+    data = (data.to_local() if is_distributed(data) else data.data).view(
+        packed.of_name(layout.format).dtype
+    )
+    scales = [
+        getattr(module, f"{name}_packed{i}").view(dtype) for i, dtype in enumerate(layout.scales)
+    ]
     return Packed(data, scales, layout.format)
 
 
 def whole(module: nn.Module, name: str) -> Packed:
-    """Return the packed stack `name` with all of its experts; if it is sharded, every rank must call this."""
-    layout, data, (own, (head, *rest), form) = layouts(module)[name], getattr(module, name), get(module, name)
+    """Return the packed stack `name` with all of its experts; if it is sharded, every rank must
+    call this.
+    """
+    layout, data, (own, (head, *rest), form) = (
+        layouts(module)[name],
+        getattr(module, name),
+        get(module, name),
+    )
     if layout.spread is not None:
         head = _spread(head.view(torch.uint8), layout.spread).full_tensor().view(head.dtype)
     if is_distributed(data):
@@ -156,21 +200,30 @@ def whole(module: nn.Module, name: str) -> Packed:
 
 
 def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
-    """Return the packed stack `name` [E, out, in] for `frozen_mlp`: one of ours, or FP8Experts' own parameters.
+    """Return the packed stack `name` [E, out, in] for `frozen_mlp`: one of ours, or FP8Experts' own
+    parameters.
 
-    With sharded experts it holds this rank's. Raises ValueError for a stack that is distributed in another way.
+    With sharded experts it holds this rank's. Raises ValueError for a stack that is distributed in
+    another way.
     """
     layout = layouts(module).get(name)
     if is_distributed(getattr(module, name)) and (layout is None or layout.spread is None):
         raise ValueError(
-            f"{name} is quantized and distributed over ranks, but every rank needs every expert, or experts distributed by "
+            f"{name} is quantized and distributed over ranks, but "
+            "every "
+            "rank "
+            "needs "
+            "every "
+            "expert, "
+            "or experts distributed by "
             "parallel.shard_experts (FSDP2: shard the layer)"
         )
     if layout is not None:
         stack = get(module, name)
         return Stack(*stack, (stack.data.shape[0], *layout.logical(transposed)[1:]))
     data = getattr(module, name).detach()
-    # transformers' scales may be powers of two in 8 bits, or in 16 bits after a cast of the model; the kernels read float32
+    # transformers' scales may be powers of two in 8 bits, or in 16 bits after a cast of the model;
+    # the kernels read float32
     scale = getattr(module, f"{name}_scale_inv").detach().float().contiguous()
     return Stack(data, [scale], "fp8_block", tuple(data.shape))
 
@@ -199,37 +252,59 @@ def to_saved(stack: Packed, name: str, layout: Layout) -> dict[str, torch.Tensor
         data = data.view(*scales[0].shape, 16)
     if form != "nf4":
         return {f"{name}{suffix}": tensor for suffix, tensor in zip(KEYS[form], (data, *scales))}
-    saved = {f"{name}{suffix}": tensor for suffix, tensor in zip(KEYS[form], (data.view(-1, 1), *scales))}
+    saved = {
+        f"{name}{suffix}": tensor for suffix, tensor in zip(KEYS[form], (data.view(-1, 1), *scales))
+    }
     state = {
-        "quant_type": "nf4", "blocksize": 64, "dtype": str(layout.dtype).removeprefix("torch."), "shape": list(layout.shape),
-        "nested_blocksize": packed.NESTED, "nested_dtype": "float32", "nested_offset": float(scales[3]),
-    }  # fmt: skip
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "shape": list(layout.shape),
+        "nested_blocksize": packed.NESTED,
+        "nested_dtype": "float32",
+        "nested_offset": float(scales[3]),
+    }
     saved[f"{name}.quant_map"] = torch.tensor(packed.NF4, device=data.device)
     saved[name + STATE] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     return saved
 
 
-def bytes_of_saved(saved: Mapping[str, torch.Tensor], name: str, form: str, shape: torch.Size) -> torch.Tensor:
-    """Return the stack `name` of a state_dict as the bytes of its parameter, which has this shape."""
+def bytes_of_saved(
+    saved: Mapping[str, torch.Tensor], name: str, form: str, shape: torch.Size
+) -> torch.Tensor:
+    """Return the stack `name` of a state_dict as the bytes of its parameter, which has this
+    shape.
+    """
     key = name + KEYS[form.removesuffix(packed.TRANSPOSED)][0]
     return saved[key].contiguous().view(torch.uint8).view(shape)
 
 
-def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], experts: int | None = None) -> Packed:
+def from_saved(
+    name: str, form: str, shape, tensors: dict[str, torch.Tensor], experts: int | None = None
+) -> Packed:
     """Return the packed stack [E, P, Q] from the tensors of `to_saved`.
 
-    `experts` is the number of experts in the tensors, by default all; NF4's second-level scales are always those of all.
-    Raises ValueError, with the name of the tensor, if one is missing or does not fit format and shape.
+    `experts` is the number of experts in the tensors, by default all; NF4's second-level scales are
+    always those of all. Raises ValueError, with the name of the tensor, if one is missing or does
+    not fit format and shape.
     """
     base, (E, P, Q) = form.removesuffix(packed.TRANSPOSED), shape
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
     if name in tensors and tensors[name].dtype in (*packed.FLOATS, torch.float64):
         raise ValueError(
-            f"{name} must be packed as {base}, but is {list(tensors[name].shape)} {tensors[name].dtype}, which is not "
+            f"{name} must be packed "
+            "as "
+            f"{base}, "
+            "but "
+            "is "
+            f"{list(tensors[name].shape)} "
+            f"{tensors[name].dtype}, which is not "
             "quantized. Load such weights into the model before quantize_experts"
         )
     if missing := [key for key in keys if key not in tensors]:
-        raise ValueError(f"{name} is packed as {base}, but {missing[0]} is missing from {', '.join(keys)}")
+        raise ValueError(
+            f"{name} is packed as {base}, but {missing[0]} is missing from {', '.join(keys)}"
+        )
     data, *scales = (tensors[key] for key in keys)
     if base == "nf4":
         offset = _offset_of(keys[-1], scales.pop(), shape)
@@ -237,7 +312,8 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], ex
         _check_map(keys[3], scales[2], packed.dynamic_map())
         if f"{name}.quant_map" in tensors:
             _check_map(f"{name}.quant_map", tensors[f"{name}.quant_map"], torch.tensor(packed.NF4))
-    fmt, E = packed.of_name(base), experts or E
+    fmt = packed.of_name(base)
+    E = experts or E
     width = Q * fmt.data_bits // 8
     if data.numel() != E * P * width or data.dtype != fmt.dtype:
         expected = f"{E * P * width} elements of {fmt.dtype} for {[E, P, Q]}"
@@ -246,42 +322,65 @@ def from_saved(name: str, form: str, shape, tensors: dict[str, torch.Tensor], ex
     if shape[0] > E and base == "nf4":
         whole = stack.scales[1]
         if whole.numel() != -(-shape[0] * P * Q // 64 // packed.NESTED):
-            raise ValueError(f"{keys[2]} must be that of {shape[0]} experts, but has {whole.numel()} elements")
-        wrong = packed.wrong_tensor(*stack._replace(scales=[*stack.scales, torch.zeros(1, dtype=torch.int64)]))
+            raise ValueError(
+                f"{keys[2]} must be that of {shape[0]} experts, but has {whole.numel()} elements"
+            )
+        wrong = packed.wrong_tensor(
+            *stack._replace(scales=[*stack.scales, torch.zeros(1, dtype=torch.int64)])
+        )
     else:
         wrong = packed.wrong_tensor(*stack)
     if wrong is not None:
         raise ValueError(f"{keys[wrong[0]]} {wrong[1]}")
-    return stack._replace(scales=[as_read(key, scale) for key, scale in zip(keys[1:], stack.scales)])
+    return stack._replace(
+        scales=[as_read(key, scale) for key, scale in zip(keys[1:], stack.scales)]
+    )
 
 
 def as_read(key: str, scale: torch.Tensor) -> torch.Tensor:
-    """Return scales as the kernels read them: float32, or bytes; raises ValueError if one is NaN or infinite."""
+    """Return scales as the kernels read them: float32, or bytes; raises ValueError if one is NaN or
+    infinite.
+    """
     scale = scale if scale.dtype == torch.uint8 else scale.float()
     if scale.is_floating_point() and not scale.isfinite().all():
-        raise ValueError(f"{key} has elements that are NaN or infinite. Download or quantize the model again")
+        raise ValueError(
+            f"{key} has elements that are NaN or infinite. Download or quantize the model again"
+        )
     return scale
 
 
 def _offset_of(key: str, tensor: torch.Tensor, shape) -> float:
-    """Return the offset in the JSON of NF4's state; raises ValueError if its fields are not those of our NF4."""
+    """Return the offset in the JSON of NF4's state; raises ValueError if its fields are not those
+    of our NF4.
+    """
     expected = {
-        "quant_type": "nf4", "blocksize": 64, "nested_blocksize": packed.NESTED, "nested_dtype": "float32",
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "nested_blocksize": packed.NESTED,
+        "nested_dtype": "float32",
         "shape": list(shape),
-    }  # fmt: skip
+    }
     try:
         state = json.loads(bytes(tensor.flatten().tolist()))
         fields = {field: state[field] for field in (*expected, "nested_offset", "dtype")}
     except (TypeError, ValueError, KeyError, RecursionError) as error:
-        raise ValueError(f"{key} must be the bytes of an NF4 state in JSON, but cannot be read: {error}") from error
+        raise ValueError(
+            f"{key} must be the bytes of an NF4 state in JSON, but cannot be read: {error}"
+        ) from error
     offset = fields["nested_offset"]
     known = {str(dtype).removeprefix("torch.") for dtype in packed.FLOATS}
-    fits = {field: json.dumps(fields[field]) == json.dumps(value) for field, value in expected.items()}
-    fits["nested_offset"] = type(offset) in (int, float) and abs(offset) <= torch.finfo(torch.float32).max
+    fits = {
+        field: json.dumps(fields[field]) == json.dumps(value) for field, value in expected.items()
+    }
+    fits["nested_offset"] = (
+        type(offset) in (int, float) and abs(offset) <= torch.finfo(torch.float32).max
+    )
     fits["dtype"] = isinstance(fields["dtype"], str) and fields["dtype"] in known
     for field, fit in fits.items():
         if not fit:
-            valid = expected.get(field, "a finite number" if field == "nested_offset" else f"one of {sorted(known)}")
+            valid = expected.get(
+                field, "a finite number" if field == "nested_offset" else f"one of {sorted(known)}"
+            )
             raise ValueError(f"{field} in {key} must be {valid}, but is {shown(fields[field])}")
     return float(offset)
 
@@ -290,29 +389,60 @@ def _check_map(key: str, table: torch.Tensor, expected: torch.Tensor) -> None:
     same = table.shape == expected.shape and table.dtype == expected.dtype
     if not same or not torch.allclose(table.cpu(), expected.cpu(), rtol=1e-5, atol=0):
         raise ValueError(
-            f"{key} must be bitsandbytes' {list(expected.shape)} {expected.dtype} values, but is {list(table.shape)} "
+            f"{key} must be bitsandbytes' "
+            f"{list(expected.shape)} "
+            f"{expected.dtype} "
+            "values, "
+            "but "
+            "is "
+            f"{list(table.shape)} "
             f"{table.dtype} with other values"
         )
 
 
-def _load(module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors) -> None:
+def _load(
+    module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors
+) -> None:
     for name, layout in layouts(module).items():
-        names = [key for key in state_dict if key.startswith(prefix + name) and not key.startswith(prefix + name + "_bias")]
+        names = [
+            key
+            for key in state_dict
+            if key.startswith(prefix + name) and not key.startswith(prefix + name + "_bias")
+        ]
         given = {key.removeprefix(prefix): state_dict.pop(key) for key in names}
-        tensors = {name: getattr(module, name).data} | {key: getattr(module, key) for key in _buffers(layout, name)}
+        tensors = {name: getattr(module, name).data} | {
+            key: getattr(module, key) for key in _buffers(layout, name)
+        }
         try:
-            if is_distributed(tensors[name]):  # DTensors with a stack's bytes are loaded like any others
-                here = {key: t.to_local() if key != name and is_distributed(t) else t for key, t in given.items()}
+            # DTensors with a stack's bytes are loaded like any others
+            if is_distributed(tensors[name]):
+                here = {
+                    key: t.to_local() if key != name and is_distributed(t) else t
+                    for key, t in given.items()
+                }
                 tensors |= {key: here[key] for key in tensors if given}
             elif given:
-                shape = packed.shape_of(get(module, name).data, layout.format.removesuffix(packed.TRANSPOSED))
+                shape = packed.shape_of(
+                    get(module, name).data, layout.format.removesuffix(packed.TRANSPOSED)
+                )
                 stack = from_saved(name, layout.format, shape, given)
-                tensors = dict(zip(tensors, (tensor.view(torch.uint8) for tensor in (stack.data, *stack.scales))))
+                tensors = dict(
+                    zip(
+                        tensors,
+                        (tensor.view(torch.uint8) for tensor in (stack.data, *stack.scales)),
+                    )
+                )
             else:  # left to strict=True to report
                 continue
         except KeyError as error:
             errors.append(
-                f"{prefix}{name} is quantized and distributed, but {error} is missing. Pass the state_dict of such a model"
+                f"{prefix}{name} is quantized and distributed, but "
+                f"{error} "
+                "is "
+                "missing. "
+                "Pass "
+                "the "
+                "state_dict of such a model"
             )
         except ValueError as error:
             errors.append(f"{prefix}{error}")

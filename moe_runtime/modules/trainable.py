@@ -1,13 +1,16 @@
-"""Trained experts of a layer, whose weights are stored separately from the stacks of the frozen ones.
+"""Trained experts of a layer, whose weights are stored separately from the stacks of the frozen
+ones.
 
     W_e = trained_<stack>[trained_row[e]]  where trained_row[e] >= 0,   <stack>[e]  elsewhere
 
-ESFT (arXiv 2407.01906, Sec. 3.3) trains the experts that a task selects. The stacks [E, ...] of an experts module (ours or
-transformers') are frozen, and each gets a separate parameter [n, ...] of the n trained experts in the same layout: gradients
-and optimizer states have the size of n experts, and weight decay does not affect the others. The same holds for biases.
+ESFT (arXiv 2407.01906, Sec. 3.3) trains the experts that a task selects. The stacks [E, ...] of an
+experts module (ours or transformers') are frozen, and each gets a separate parameter [n, ...] of
+the n trained experts in the same layout: gradients and optimizer states have the size of n experts,
+and weight decay does not affect the others. The same holds for biases.
 
-A state_dict has the rows in the order of the ids, and the ids in its metadata, which torch.save stores, so that rows of other
-experts cannot be loaded. Safetensors files have no such metadata, and their rows are loaded in order.
+A state_dict has the rows in the order of the ids, and the ids in its metadata, which torch.save
+stores, so that rows of other experts cannot be loaded. Safetensors files have no such metadata, and
+their rows are loaded in order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +23,9 @@ from moe_runtime.ops.activation import Activation
 from moe_runtime.ops.expert_rows import Experts
 
 PREFIX = "trained_"
-ROW, EXPERT = "trained_row", "trained_expert"  # buffers: an expert's row [E] int32, or -1; a row's expert [n] int64
+# buffers: an expert's row [E] int32, or -1; a row's expert [n] int64
+ROW = "trained_row"
+EXPERT = "trained_expert"
 SPLIT = "moe_runtime_split"  # attribute of an experts module with separate rows
 
 
@@ -29,7 +34,8 @@ class Split:
     """The trained experts of a module, and the state to restore afterwards."""
 
     ids: tuple[int, ...]  # in the requested order
-    places: tuple[int, ...]  # their rows in the whole parameters: 0 .. n - 1 unless experts are sharded over ranks
+    # their rows in the whole parameters: 0 .. n - 1 unless experts are sharded over ranks
+    places: tuple[int, ...]
     requires_grad: dict[str, bool]  # of the stacks, to be restored
     hooks: tuple = field(default=(), compare=False, repr=False)  # of state_dict and load_state_dict
 
@@ -40,12 +46,19 @@ def split_of(module: nn.Module) -> Split | None:
 
 
 @torch.no_grad()
-def split_rows(module: nn.Module, names: Iterable[str], ids: Sequence[int], dtype: torch.dtype | None = None) -> None:
-    """Copy the rows `ids` of the stacks `names` to separate parameters, in `dtype` or the stack's, and freeze the stacks."""
+def split_rows(
+    module: nn.Module, names: Iterable[str], ids: Sequence[int], dtype: torch.dtype | None = None
+) -> None:
+    """Copy the rows `ids` of the stacks `names` to separate parameters, in `dtype` or the stack's,
+    and freeze the stacks.
+    """
     stacks = {name: getattr(module, name) for name in names}
     first = next(iter(stacks.values()))
     index = torch.tensor(ids, dtype=torch.int64, device=first.device)
-    rows = {name: stack.detach().index_select(0, index).to(dtype or stack.dtype) for name, stack in stacks.items()}
+    rows = {
+        name: stack.detach().index_select(0, index).to(dtype or stack.dtype)
+        for name, stack in stacks.items()
+    }
     if first.is_meta:  # another rank will send the weights, but not the maps
         index = torch.tensor(ids, dtype=torch.int64)
     register_maps(module, first.shape[0], index)  # the last step that can run out of memory
@@ -55,7 +68,9 @@ def split_rows(module: nn.Module, names: Iterable[str], ids: Sequence[int], dtyp
 
 
 def register_maps(module: nn.Module, num_experts: int, index: torch.Tensor) -> None:
-    """Register the row numbers of the experts `index` [n] int64 as non-persistent buffers, both or none."""
+    """Register the row numbers of the experts `index` [n] int64 as non-persistent buffers, both or
+    none.
+    """
     row = torch.full((num_experts,), -1, dtype=torch.int32, device=index.device)
     row[index] = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
     module.register_buffer(ROW, row, persistent=False)
@@ -67,7 +82,10 @@ def remember(module: nn.Module, stacks: dict[str, nn.Parameter], split: Split) -
     before = {name: stack.requires_grad for name, stack in stacks.items()}
     for stack in stacks.values():
         stack.requires_grad_(False)
-    hooks = module.register_state_dict_post_hook(_note_ids), module.register_load_state_dict_pre_hook(_check_ids)
+    hooks = (
+        module.register_state_dict_post_hook(_note_ids),
+        module.register_load_state_dict_pre_hook(_check_ids),
+    )
     setattr(module, SPLIT, Split(split.ids, split.places, before, hooks))
 
 
@@ -76,19 +94,32 @@ def _note_ids(module: nn.Module, state_dict, prefix: str, metadata) -> None:
     metadata[SPLIT] = {"ids": split.ids, "places": split.places}
 
 
-def _check_ids(module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors) -> None:
-    split, saved = split_of(module), metadata.get(SPLIT)
+def _check_ids(
+    module: nn.Module, state_dict, prefix: str, metadata, strict, missing, unexpected, errors
+) -> None:
+    split = split_of(module)
+    saved = metadata.get(SPLIT)
     if saved is not None and saved != {"ids": split.ids, "places": split.places}:
         errors.append(
-            f"{prefix[:-1]}: state_dict must have the experts {list(split.ids)}, in this order, but has {list(saved['ids'])}. "
+            f"{prefix[:-1]}: state_dict must have the "
+            "experts "
+            f"{list(split.ids)}, "
+            "in "
+            "this "
+            "order, "
+            f"but has {list(saved['ids'])}. "
             "Call train_rows with the same experts"
         )
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the trained experts by the names of their stacks; {} if there are none."""
+    """Return the parameters of the trained experts by the names of their stacks; {} if there are
+    none.
+    """
     split = split_of(module)
-    return {} if split is None else {name: getattr(module, PREFIX + name) for name in split.requires_grad}
+    if split is None:
+        return {}
+    return {name: getattr(module, PREFIX + name) for name in split.requires_grad}
 
 
 @torch.no_grad()
@@ -109,20 +140,29 @@ def fold_rows(module: nn.Module) -> None:
     """Write the separate rows into their stacks, rounded to the stacks' dtype, and remove them."""
     index = getattr(module, EXPERT)
     for name, rows in trained_parameters(module).items():
-        stack, rows = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (getattr(module, name), rows))
+        stack, rows = (
+            tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            for tensor in (getattr(module, name), rows)
+        )
         stack.index_copy_(0, index, rows[: index.numel()].to(stack.dtype))
     drop_rows(module)
 
 
-def experts_of(module: nn.Module, stacks: Sequence, trained: Sequence, activation: Activation | None) -> Experts:
-    """Return the experts for `moe_mlp` from the frozen `stacks` [E, ...] (up, down and any biases) and the trained rows.
+def experts_of(
+    module: nn.Module, stacks: Sequence, trained: Sequence, activation: Activation | None
+) -> Experts:
+    """Return the experts for `moe_mlp` from the frozen `stacks` [E, ...] (up, down and any biases)
+    and the trained rows.
 
-    `trained` [n, ...] or longer are in the order of `stacks`. Each pair of biases becomes one [E, ...], differentiable in the
-    trained rows.
+    `trained` [n, ...] or longer are in the order of `stacks`. Each pair of biases becomes one [E,
+    ...], differentiable in the trained rows.
     """
     index = getattr(module, EXPERT)
     n = index.numel()
     # on a rank with fewer trained experts than others, the last rows belong to no expert
     up, down, *biases = (part if part.shape[0] == n else part[:n] for part in trained)
-    biases = [stack.index_copy(0, index, bias) for stack, bias in zip(stacks[2:], biases)] or [None, None]
+    biases = [stack.index_copy(0, index, bias) for stack, bias in zip(stacks[2:], biases)] or [
+        None,
+        None,
+    ]
     return Experts(*stacks[:2], *biases, getattr(module, ROW), up, down, activation)

@@ -1,11 +1,13 @@
-"""Write a repository for the pip package `kernels` and the Hub: `python -m moe_runtime.native.hub OUT` (docs/build.md).
+"""Write a repository for the pip package `kernels` and the Hub: `python -m moe_runtime.native.hub
+OUT` (docs/build.md).
 
-A kernel is loaded from any folder under the id in its metadata, possibly several versions in one process. A variant therefore
-holds the files of this package that its functions need, with relative imports and torch.ops.<id> instead of
-torch.ops.moe_runtime:
+A kernel is loaded from any folder under the id in its metadata, possibly several versions in one
+process. A variant therefore holds the files of this package that its functions need, with relative
+imports and torch.ops.<id> instead of torch.ops.moe_runtime:
 
     OUT/README.md
-    OUT/build/torch-cuda/                                  Triton, any torch with CUDA; torch-cpu/ is the same without a GPU
+    OUT/build/torch-cuda/                                  Triton, any torch with CUDA; torch-cpu/
+                                                           is the same without a GPU
     OUT/build/torch-stable-abi211-cu130-x86_64-linux/      with the CUDA library as well: --library
         __init__.py  metadata.json  ops/  kernels/  ...  moe_runtime/__init__.py (for versions of `kernels` that look there)
 """
@@ -36,10 +38,10 @@ FUNCTIONS = {  # the public functions: name -> module
     "lora_mlp": "ops.lora",
     "fused_cross_entropy": "ops.fusion",
 }
-TORCH, CUDA = (
-    "211",
-    "cu130",
-)  # the library depends on neither, but a variant's name must state the oldest torch and the CUDA version
+# the library depends on neither, but a variant's name must state the oldest torch and the CUDA
+# version
+TORCH = "211"
+CUDA = "cu130"
 ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0+PTX", "12.0")
 GLIBC = (2, 28)  # the newest that the Hub accepts
 IMPORT = re.compile(r"^(\s*)from moe_runtime(\.[\w.]+)? import ", re.M)
@@ -93,7 +95,10 @@ def needed(functions: dict[str, str] = FUNCTIONS) -> dict[str, str]:
             continue
         found[path] = (PACKAGE / path).read_text()
         for node in ast.walk(ast.parse(found[path])):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "moe_runtime":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "moe_runtime"
+            ):
                 stem = "/".join(node.module.split(".")[1:])
                 names = [f"{stem}/{alias.name}.py".lstrip("/") for alias in node.names]
                 waiting += [name for name in [f"{stem}.py", *names] if (PACKAGE / name).is_file()]
@@ -103,8 +108,12 @@ def needed(functions: dict[str, str] = FUNCTIONS) -> dict[str, str]:
 def relocated(path: str, text: str, unique: str) -> str:
     """Return a module's text with relative imports and its ops in torch.ops.<unique>."""
     dots = "." * (path.count("/") + 1)
-    text = IMPORT.sub(lambda found: f"{found[1]}from {dots}{(found[2] or '').lstrip('.')} import ", text)
-    text = text.replace("torch.ops.moe_runtime", f"torch.ops.{unique}").replace('"moe_runtime::', f'"{unique}::')
+    text = IMPORT.sub(
+        lambda found: f"{found[1]}from {dots}{(found[2] or '').lstrip('.')} import ", text
+    )
+    text = text.replace("torch.ops.moe_runtime", f"torch.ops.{unique}").replace(
+        '"moe_runtime::', f'"{unique}::'
+    )
     return text.replace('Library("moe_runtime"', f'Library("{unique}"')
 
 
@@ -117,7 +126,9 @@ def glibc(library: Path) -> tuple[int, int]:
 def write_variant(folder: Path, backend: str, library: Path | None = None) -> None:
     """Write one build variant for `backend`, "cuda" or "cpu"."""
     modules = needed()
-    digest = hashlib.sha256(repr((backend, modules)).encode() + (library.read_bytes() if library else b""))
+    digest = hashlib.sha256(
+        repr((backend, modules)).encode() + (library.read_bytes() if library else b"")
+    )
     unique = f"_moe_runtime_{backend}_{digest.hexdigest()[:12]}"
     files = {path: relocated(path, text, unique) for path, text in modules.items()}
     lines = [f"from .{module} import {name}" for name, module in FUNCTIONS.items()]
@@ -136,17 +147,28 @@ def write_variant(folder: Path, backend: str, library: Path | None = None) -> No
             if source.suffix in SUFFIXES["cuda"]:
                 shutil.copyfile(source, folder / "_csrc" / source.name)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    hashes = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).digest() for path in paths}
+    hashes = {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).digest()
+        for path in paths
+    }
     metadata = {
-        "name": "moe-runtime", "id": unique, "version": VERSION, "license": "apache-2.0", "python-depends": [],
+        "name": "moe-runtime",
+        "id": unique,
+        "version": VERSION,
+        "license": "apache-2.0",
+        "python-depends": [],
         "backend": {"type": backend} | ({"archs": list(ARCHS)} if backend == "cuda" else {}),
-        "digest": {"algorithm": "sha256", "files": {name: base64.b64encode(value).decode() for name, value in hashes.items()}},
-    }  # fmt: skip
+        "digest": {
+            "algorithm": "sha256",
+            "files": {name: base64.b64encode(value).decode() for name, value in hashes.items()},
+        },
+    }
     (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
 
 def write_repository(out: Path, library: Path | None = None, overwrite: bool = False) -> None:
-    """Write the repository `out` atomically, with a variant for the CUDA library `library` if given.
+    """Write the repository `out` atomically, with a variant for the CUDA library `library` if
+    given.
 
     Raises ValueError for a library that the Hub would reject, and for a folder that is not empty.
     """
@@ -161,15 +183,23 @@ def write_repository(out: Path, library: Path | None = None, overwrite: bool = F
         for name, backend in (("torch-cuda", "cuda"), ("torch-cpu", "cpu")):
             write_variant(folder / "build" / name, backend)
         if library is not None:
-            write_variant(folder / "build" / f"torch-stable-abi{TORCH}-{CUDA}-x86_64-linux", "cuda", library)
-        (folder / "README.md").write_text(CARD.format(version=VERSION, functions=", ".join(FUNCTIONS)))
+            write_variant(
+                folder / "build" / f"torch-stable-abi{TORCH}-{CUDA}-x86_64-linux", "cuda", library
+            )
+        (folder / "README.md").write_text(
+            CARD.format(version=VERSION, functions=", ".join(FUNCTIONS))
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the repository and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m moe_runtime.native.hub", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_runtime.native.hub", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("out", type=Path, help="new folder for the repository")
-    parser.add_argument("--library", type=Path, help=f"{NAMES['cuda']} linked for glibc {'.'.join(map(str, GLIBC))}")
+    parser.add_argument(
+        "--library", type=Path, help=f"{NAMES['cuda']} linked for glibc {'.'.join(map(str, GLIBC))}"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     options = parser.parse_args(arguments)
     try:
@@ -178,9 +208,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {str(error).replace('overwrite=True', '--overwrite')}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error.filename or options.out} cannot be read or written ({error.strerror})", file=sys.stderr)
+        print(
+            f"error: {error.filename or options.out} cannot be read or written ({error.strerror})",
+            file=sys.stderr,
+        )
         return 2
-    print(f"{options.out}: {', '.join(sorted(path.name for path in (options.out / 'build').iterdir()))}")
+    print(
+        f"{options.out}: "
+        f"{', '.join(sorted(path.name for path in (options.out / 'build').iterdir()))}"
+    )
     return 0
 
 

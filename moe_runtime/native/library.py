@@ -1,8 +1,9 @@
 """Find, check and load the compiled libraries, and launch their kernels.
 
-`cpp` is the library of csrc/cpu (backend "cpp"), `cuda` that of csrc/ (backend "cuda"). The argument types are read from each
-library's C header, so that they are listed only once. Nothing is loaded before the first use. The libraries are optional: the
-backends "triton" and "torch" do not need them.
+`cpp` is the library of csrc/cpu (backend "cpp"), `cuda` that of csrc/ (backend "cuda"). The
+argument types are read from each library's C header, so that they are listed only once. Nothing is
+loaded before the first use. The libraries are optional: the backends "triton" and "torch" do not
+need them.
 """
 
 import contextlib
@@ -20,31 +21,47 @@ from moe_runtime.io.files import distrust, distrusted
 from moe_runtime.native import build, selftest
 
 _TYPES = {
-    "void": None, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
+    "void": None,
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
     "double": ctypes.c_double,
-}  # fmt: skip
+}
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-WHEEL = Path(__file__).resolve().parents[1] / "_lib"  # installed with this code, and trusted equally
+# installed with this code, and trusted equally
+WHEEL = Path(__file__).resolve().parents[1] / "_lib"
 NO_OPENMP = "none: torch has loaded no OpenMP runtime"
 
 
 def read_header(text: str) -> dict[str, tuple[type | None, list[type]]]:
-    """Return name -> (result type, argument types) of each MOERT_API function declared in a C header."""
+    """Return name -> (result type, argument types) of each MOERT_API function declared in a C
+    header.
+    """
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
-    declared = re.findall(r"^\s*MOERT_API\s+([\w\s]+?[\s*]+)(moert_\w+)\s*\(([^)]*)\)\s*;", text, re.M)
+    declared = re.findall(
+        r"^\s*MOERT_API\s+([\w\s]+?[\s*]+)(moert_\w+)\s*\(([^)]*)\)\s*;", text, re.M
+    )
     found = {}
     for result, name, arguments in declared:
         parts = [part.strip() for part in arguments.split(",") if part.strip() not in ("", "void")]
-        found[name] = (ctypes.c_char_p if "char" in result else _type(result), [_type(part) for part in parts])
+        found[name] = (
+            ctypes.c_char_p if "char" in result else _type(result),
+            [_type(part) for part in parts],
+        )
     return found
 
 
 def _type(declaration: str) -> type | None:
-    return ctypes.c_void_p if "*" in declaration else _TYPES[declaration.replace("const ", "").split()[0]]
+    if "*" in declaration:
+        return ctypes.c_void_p
+    return _TYPES[declaration.replace("const ", "").split()[0]]
 
 
 class Loaded(NamedTuple):
-    """A loaded library; `info` describes its build: hash of the sources, compiler or nvcc, instruction sets or archs."""
+    """A loaded library; `info` describes its build: hash of the sources, compiler or nvcc,
+    instruction sets or archs.
+    """
 
     handle: ctypes.CDLL
     path: Path
@@ -58,15 +75,18 @@ class Loaded(NamedTuple):
 
     @property
     def emulated(self) -> bool:
-        """Whether the CUDA kernels run on CPU tensors: the library of the test emulator lists no archs."""
+        """Whether the CUDA kernels run on CPU tensors: the library of the test emulator lists no
+        archs.
+        """
         return not self.info.get("archs")
 
 
 def _open(path: Path) -> int:
-    """Open a library in the cache; raises OSError, before any of its code runs, if another user could have written it.
+    """Open a library in the cache; raises OSError, before any of its code runs, if another user
+    could have written it.
 
-    This open file is what gets loaded, so that it cannot be exchanged in between. It stays open, as glibc identifies libraries
-    by name.
+    This open file is what gets loaded, so that it cannot be exchanged in between. It stays open, as
+    glibc identifies libraries by name.
     """
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     if why := distrust(path, os.fstat(opened)) or distrusted(path.parent):
@@ -76,7 +96,9 @@ def _open(path: Path) -> int:
 
 
 class Library:
-    """One library of csrc/, searched for at first use, in the wheel and where the build command writes it."""
+    """One library of csrc/, searched for at first use, in the wheel and where the build command
+    writes it.
+    """
 
     kind: str  # of moe_runtime.native.build
     prefix: str  # of the functions, and the name of the header
@@ -87,18 +109,24 @@ class Library:
         self._found: Loaded | str | None = None  # a string says why there is none
 
     def bind(self, path: Path, csrc: Path | None = None, opened: int | None = None) -> Loaded:
-        """Load the library at `path`, or the file `opened` there, with the types of the header in `csrc`.
+        """Load the library at `path`, or the file `opened` there, with the types of the header in
+        `csrc`.
 
         Raises OSError if it does not load or was built from other sources.
         """
-        csrc, file = csrc or build.csrc_dir(self.kind), f"/proc/self/fd/{opened}"
+        csrc = csrc or build.csrc_dir(self.kind)
+        file = f"/proc/self/fd/{opened}"
         file = file if opened is not None and os.path.exists(file) else str(path)
-        text, handle = (csrc / f"{self.prefix}.h").read_text(), ctypes.CDLL(file)
-        functions, sources = read_header(text), build.source_hash(self.kind, csrc)
+        text = (csrc / f"{self.prefix}.h").read_text()
+        handle = ctypes.CDLL(file)
+        functions = read_header(text)
+        sources = build.source_hash(self.kind, csrc)
         for name, (result, arguments) in functions.items():
             if hasattr(handle, name):
-                getattr(handle, name).restype, getattr(handle, name).argtypes = result, arguments
-        missing, info = [name for name in functions if not hasattr(handle, name)], {}
+                getattr(handle, name).restype = result
+                getattr(handle, name).argtypes = arguments
+        missing = [name for name in functions if not hasattr(handle, name)]
+        info = {}
         if not missing:
             info = json.loads(getattr(handle, f"{self.prefix}_build_info")())
             version = re.search(rf"#define {self.prefix.upper()}_ABI_VERSION (\d+)", text)
@@ -108,13 +136,24 @@ class Library:
             or getattr(handle, f"{self.prefix}_abi_version")() != int(version[1])
         ):
             lacks = f" and has no {missing[0]}" if missing else ""
-            raise OSError(f"{path} was built from other sources than {csrc}{lacks}. To rebuild it, run {self.command}")
+            raise OSError(
+                f"{path} was built from other sources than "
+                f"{csrc}{lacks}. "
+                "To "
+                "rebuild "
+                "it, "
+                "run "
+                f"{self.command}"
+            )
         return Loaded(handle, Path(path), info)
 
     def places(self) -> list[Path]:
-        """Return where to search for the library: in the wheel, and in the cache if this user has one."""
+        """Return where to search for the library: in the wheel, and in the cache if this user has
+        one.
+        """
         places = [WHEEL / build.NAMES[self.kind]]
-        with contextlib.suppress(OSError, RuntimeError):  # no home, as in containers that run under a numeric user id
+        # no home, as in containers that run under a numeric user id
+        with contextlib.suppress(OSError, RuntimeError):
             places.append(build.library_path(self.kind))
         return places
 
@@ -125,13 +164,18 @@ class Library:
         return self._found
 
     def check(self, path: Path, opened: int | None) -> None:
-        """Raise OSError if the library at `path`, or the file `opened` there, must not be loaded into this process."""
+        """Raise OSError if the library at `path`, or the file `opened` there, must not be loaded
+        into this process.
+        """
 
     def _search(self) -> Loaded | str:
-        reasons, header = [], build.csrc_dir(self.kind) / f"{self.prefix}.h"
+        reasons = []
+        header = build.csrc_dir(self.kind) / f"{self.prefix}.h"
         try:
             if not header.is_file():
-                return f"{header.parent} has no {header.name}, as a checkout or an installed wheel has"
+                return (
+                    f"{header.parent} has no {header.name}, as a checkout or an installed wheel has"
+                )
         except OSError as error:
             return str(error)
         for path in self.places():
@@ -142,7 +186,10 @@ class Library:
                     return self.bind(path, opened=opened)
             except (OSError, RuntimeError, ValueError) as error:
                 reasons.append(str(error))
-        return "; ".join(reasons) or f"the {self.title} library is not built. To build it, run {self.command}"
+        return (
+            "; ".join(reasons)
+            or f"the {self.title} library is not built. To build it, run {self.command}"
+        )
 
     def use(self, library: Loaded | None) -> None:
         """Use `library`, which `bind` has loaded, from now on; with None, search again."""
@@ -158,30 +205,43 @@ class Library:
     def describe(self) -> str:
         """Describe the library in use, or say why there is none."""
         found = self.find()
-        return f"none: {found}" if isinstance(found, str) else f"{found.path}: {self._describe(found)}"
+        if isinstance(found, str):
+            return f"none: {found}"
+        return f"{found.path}: {self._describe(found)}"
 
 
 class CppLibrary(Library):
     """The library of csrc/cpu."""
 
-    kind, prefix, title = "cpu", "moert_cpu", "CPU"
+    kind = "cpu"
+    prefix = "moert_cpu"
+    title = "CPU"
     DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # as in moert_cpu.h
-    ACTS = {name: number for number, name in enumerate(("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))}
+    ACTS = {
+        name: number
+        for number, name in enumerate(("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))
+    }
     IDX_KINDS = {torch.uint8: 1, torch.int8: -1, torch.int16: -2, torch.int32: -4, torch.int64: -8}
 
     def bind(self, path: Path, csrc: Path | None = None, opened: int | None = None) -> Loaded:
-        """Load the library at `path`, as `Library.bind` does, and connect it to the OpenMP runtime that torch uses."""
+        """Load the library at `path`, as `Library.bind` does, and connect it to the OpenMP runtime
+        that torch uses.
+        """
         library = super().bind(path, csrc, opened)
         # two OpenMP runtimes in one process would compete for the cores
         for runtime in _openmp_runtimes():
             if all(hasattr(runtime, name) for name in OPENMP):
-                addresses = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in OPENMP]
+                addresses = [
+                    ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in OPENMP
+                ]
                 library.handle.moert_cpu_use_openmp(*addresses)
                 return library._replace(openmp=_file_at(addresses[0].value))
         return library
 
     def check(self, path: Path, opened: int | None) -> None:
-        """Raise OSError if the library fails its self-test on this processor, which it runs once, in a child process."""
+        """Raise OSError if the library fails its self-test on this processor, which it runs once,
+        in a child process.
+        """
         if wrong := selftest.ensure(path, opened=opened):
             if opened is not None:
                 os.close(opened)
@@ -211,7 +271,8 @@ def _openmp_runtimes() -> Iterator[ctypes.CDLL]:
     torch_lib = Path(torch.__file__).parent / "lib"
     if os.environ.get("LD_PRELOAD"):
         yield ctypes.CDLL(None)  # preloaded libraries take precedence for torch too
-    # a symbol looked up through torch resolves to what torch is linked with; other packages may load another runtime
+    # a symbol looked up through torch resolves to what torch is linked with; other packages may
+    # load another runtime
     paths = [torch_lib / "libtorch_cpu.so"]
     names = {Path(line[5]) for line in _maps() if len(line) > 5}
     found = [path for path in names if re.match(r"lib(g|i)?omp\d*[-.]", path.name)]
@@ -222,9 +283,13 @@ def _openmp_runtimes() -> Iterator[ctypes.CDLL]:
 
 
 def _maps() -> list[list[str]]:
-    """Return the mappings of this process: the addresses, four columns, and the file if there is one."""
+    """Return the mappings of this process: the addresses, four columns, and the file if there is
+    one.
+    """
     maps = Path("/proc/self/maps")
-    return [line.split(maxsplit=5) for line in maps.read_text().splitlines()] if maps.is_file() else []
+    if maps.is_file():
+        return [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
+    return []
 
 
 def _file_at(address: int) -> str:
@@ -239,11 +304,15 @@ def _file_at(address: int) -> str:
 class CudaLibrary(Library):
     """The library of csrc/'s kernels."""
 
-    kind, prefix, title = "cuda", "moert", "CUDA"
+    kind = "cuda"
+    prefix = "moert"
+    title = "CUDA"
     DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in moert.h
 
     def why_not(self, device: torch.device) -> str | None:
-        """Return why the library's kernels cannot run on `device`, the CPU or a CUDA GPU; None if they can."""
+        """Return why the library's kernels cannot run on `device`, the CPU or a CUDA GPU; None if
+        they can.
+        """
         found = self.find()
         emulated = isinstance(found, Loaded) and found.emulated
         if device.type == "cpu":
@@ -254,7 +323,15 @@ class CudaLibrary(Library):
             return "the CUDA library in use is the emulator, which runs on the CPU"
         major, minor = torch.cuda.get_device_capability(device)
         if not covers(found.info["archs"], major, minor):
-            return f"{found.path} is for {', '.join(found.info['archs'])}, not for sm_{major}{minor}. Run {self.command}"
+            return (
+                f"{found.path} "
+                "is "
+                "for "
+                f"{', '.join(found.info['archs'])}, "
+                "not "
+                "for "
+                f"sm_{major}{minor}. Run {self.command}"
+            )
         return None
 
     # what torch.compiler.assume_constant_result sets: loading a library would break the graph
@@ -264,12 +341,18 @@ class CudaLibrary(Library):
         driver, runtime, devices = (ctypes.c_int() for _ in range(3))
         code = found.handle.moert_probe(*map(ctypes.byref, (driver, runtime, devices)))
         state = f"; {found.handle.moert_error_string(code).decode()}" if code else ""
-        return ("emulated" if found.emulated else f"nvcc {found.info['nvcc']} for {', '.join(found.info['archs'])}") + state
+        return (
+            "emulated"
+            if found.emulated
+            else f"nvcc {found.info['nvcc']} for {', '.join(found.info['archs'])}"
+        ) + state
 
     def launch(self, name: str, tensor: torch.Tensor, *args) -> None:
-        """Call the launcher `name` on the current stream of `tensor`'s device, with that device as the current one.
+        """Call the launcher `name` on the current stream of `tensor`'s device, with that device as
+        the current one.
 
-        `args` are all arguments except the last, the stream; tensors are passed as pointers. Raises RuntimeError on failure.
+        `args` are all arguments except the last, the stream; tensors are passed as pointers. Raises
+        RuntimeError on failure.
         """
         handle = self.library().handle
         function = getattr(handle, name)
@@ -280,11 +363,15 @@ class CudaLibrary(Library):
         else:
             code = function(*values, None)
         if code:
-            raise RuntimeError(f"{name} failed: {handle.moert_error_string(code).decode()} ({code})")
+            raise RuntimeError(
+                f"{name} failed: {handle.moert_error_string(code).decode()} ({code})"
+            )
 
 
 def covers(archs: list[str], major: int, minor: int) -> bool:
-    """Return whether a GPU of this compute capability runs code for `archs`: machine code of its major version, or PTX."""
+    """Return whether a GPU of this compute capability runs code for `archs`: machine code of its
+    major version, or PTX.
+    """
 
     def fits(arch: str) -> bool:
         kind, _, number = arch.partition("_")
@@ -297,4 +384,5 @@ def covers(archs: list[str], major: int, minor: int) -> bool:
     return any(map(fits, archs))
 
 
-cpp, cuda = CppLibrary(), CudaLibrary()
+cpp = CppLibrary()
+cuda = CudaLibrary()

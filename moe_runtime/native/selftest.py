@@ -1,9 +1,11 @@
-"""Test the CPU library on this machine's processor, in a child process, before anything else loads it.
+"""Test the CPU library on this machine's processor, in a child process, before anything else loads
+it.
 
-A library that contains an instruction which the processor lacks would end the process that uses it. The child loads it and
-runs each variant that the processor has, forward, backward and merging, against sums in double (csrc/cpu/self_test.cpp). The
-processors on which a library has passed are remembered in the user's cache. Only the standard library is used, and the child
-runs this file by its path.
+A library that contains an instruction which the processor lacks would end the process that uses it.
+The child loads it and runs each variant that the processor has, forward, backward and merging,
+against sums in double (csrc/cpu/self_test.cpp). The processors on which a library has passed are
+remembered in the user's cache. Only the standard library is used, and the child runs this file by
+its path.
 """
 
 import contextlib
@@ -18,17 +20,31 @@ import sys
 from pathlib import Path
 
 PATIENCE = 600  # seconds for what takes 0.05; an emulated or overloaded machine is much slower
-TESTING, WRONG = "testing ", "wrong: "  # how the lines begin that the child prints
+# how the lines begin that the child prints
+TESTING = "testing "
+WRONG = "wrong: "
 CPUINFO = Path("/proc/cpuinfo")
 # of the first processor in CPUINFO: x86's, then Arm's
 IDENTITY = (
-    "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
-    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features",
-)  # fmt: skip
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "flags",
+    "CPU implementer",
+    "CPU architecture",
+    "CPU variant",
+    "CPU part",
+    "CPU revision",
+    "Features",
+)
 
 
 def processor() -> tuple[str, str]:
-    """Return the name of this machine's processor, and a hash (16 hex digits) of its model and instruction sets."""
+    """Return the name of this machine's processor, and a hash (16 hex digits) of its model and
+    instruction sets.
+    """
     fields = {}
     with contextlib.suppress(OSError):
         for line in CPUINFO.read_text(errors="replace").split("\n\n")[0].splitlines():
@@ -39,10 +55,14 @@ def processor() -> tuple[str, str]:
     return name, hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
 
 
-def run(file: str | os.PathLike, *, opened: int | None = None, command: tuple[str, ...] = ()) -> str | None:
-    """Test the library `file` in a child process; return what is wrong with it, or None if every variant passes.
+def run(
+    file: str | os.PathLike, *, opened: int | None = None, command: tuple[str, ...] = ()
+) -> str | None:
+    """Test the library `file` in a child process; return what is wrong with it, or None if every
+    variant passes.
 
-    `opened` is the file descriptor behind a `file` of /proc/self/fd. `command` runs programs for another processor.
+    `opened` is the file descriptor behind a `file` of /proc/self/fd. `command` runs programs for
+    another processor.
     """
     if not sys.executable:
         return "it cannot be tested, because sys.executable names no Python to run"
@@ -50,7 +70,13 @@ def run(file: str | os.PathLike, *, opened: int | None = None, command: tuple[st
     files = () if opened is None else (opened,)
     try:
         done = subprocess.run(
-            child, pass_fds=files, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=PATIENCE
+            child,
+            pass_fds=files,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PATIENCE,
         )
     except subprocess.TimeoutExpired:
         return f"its self-test did not end within {PATIENCE} seconds"
@@ -77,7 +103,8 @@ def _end_of(code: int) -> str:
 
 
 def ensure(path: Path, *, opened: int | None = None) -> str | None:
-    """Test the library at `path` unless it has passed on this processor; return what is wrong with it, or None.
+    """Test the library at `path` unless it has passed on this processor; return what is wrong with
+    it, or None.
 
     If `opened` is given, that open file is tested instead of the one that is now at `path`.
     """
@@ -87,7 +114,10 @@ def ensure(path: Path, *, opened: int | None = None) -> str | None:
     name, identity = processor()
     contents = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     home = cache_home()
-    mark = None if home is None else home / "moe_runtime" / "cpu" / "tested" / f"{contents}-{identity}"
+    if home is None:
+        mark = None
+    else:
+        mark = home / "moe_runtime" / "cpu" / "tested" / f"{contents}-{identity}"
     if mark is not None:
         with contextlib.suppress(OSError):
             if not (distrust(mark, mark.stat()) or distrusted(mark.parent)):
@@ -98,12 +128,16 @@ def ensure(path: Path, *, opened: int | None = None) -> str | None:
     # without a writable cache, each process tests the library again
     if mark is not None:
         with contextlib.suppress(OSError, ValueError):
-            (own_folder(mark.parent) / mark.name).write_text(f"{path.name} passed its self-test on {name}\n")
+            (own_folder(mark.parent) / mark.name).write_text(
+                f"{path.name} passed its self-test on {name}\n"
+            )
     return None
 
 
 def _test(path: str) -> int:
-    """Run the self-test of each variant that this processor has; print what is tested, and what is wrong. The child's part."""
+    """Run the self-test of each variant that this processor has; print what is tested, and what is
+    wrong. The child's part.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         library = ctypes.CDLL(path)

@@ -3,8 +3,8 @@
 gated      h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset),   z = [gate; up] [R, 2I]
 otherwise  h = act(z),                                                           z [R, I]
 
-Without a limit nothing is clamped. With `interleaved`, z is gate_0, up_0, gate_1, up_1, ... The gradient of a clamp is 1 up to
-and at the limit, and 0 beyond it.
+Without a limit nothing is clamped. With `interleaved`, z is gate_0, up_0, gate_1, up_1, ... The
+gradient of a clamp is 1 up to and at the limit, and 0 beyond it.
 """
 
 import math
@@ -18,21 +18,27 @@ from moe_runtime.config import ACTIVATIONS, check_choice
 QUICK = 1.702  # x sigmoid(1.702 x): Hendrycks and Gimpel, Gaussian error linear units, section 2
 
 ACT = {
-    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x), "relu": F.relu, "relu2": lambda x: F.relu(x).square(),
-}  # fmt: skip
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 aten = torch.ops.aten
 ACT_BACKWARD = {  # d act(x) / dx times grad
     "silu": aten.silu_backward,
     "gelu": aten.gelu_backward,
     "gelu_tanh": lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
-    "quick_gelu": lambda grad, x: aten.silu_backward(grad, QUICK * x),  # silu(c x) / c has the slope of silu at c x
+    # silu(c x) / c has the slope of silu at c x
+    "quick_gelu": lambda grad, x: aten.silu_backward(grad, QUICK * x),
     "relu": lambda grad, x: aten.threshold_backward(grad, x, 0),
     "relu2": lambda grad, x: grad * 2 * F.relu(x),
 }
 
 
-FORM = "str act, bool gated, float? limit, float up_offset, bool interleaved"  # schema of an `Activation` in the ops
+# schema of an `Activation` in the ops
+FORM = "str act, bool gated, float? limit, float up_offset, bool interleaved"
 
 
 class Activation(NamedTuple):
@@ -48,14 +54,28 @@ class Activation(NamedTuple):
         """Raise ValueError for an unknown act or invalid parameters."""
         check_choice("act", self.act, ACTIVATIONS)
         # math.isfinite would break the graph for a number that dynamo treats as a variable
-        if (self.limit is not None and not 0 < self.limit < math.inf) or not -math.inf < self.up_offset < math.inf:
+        if (
+            self.limit is not None and not 0 < self.limit < math.inf
+        ) or not -math.inf < self.up_offset < math.inf:
             got = f"limit is {self.limit} and up_offset is {self.up_offset}"
-            raise ValueError(f"Expected a finite limit above 0 or None, and a finite up_offset, but {got}")
+            raise ValueError(
+                f"Expected a finite limit above 0 or None, and a finite up_offset, but {got}"
+            )
         if not self.gated and (self.limit or self.up_offset or self.interleaved):
-            raise ValueError(f"limit, up_offset and interleaved require gated experts, but gated is False in {self}")
+            raise ValueError(
+                "limit, up_offset and interleaved require gated experts, "
+                "but "
+                "gated "
+                "is "
+                "False "
+                "in "
+                f"{self}"
+            )
 
     def gate_form(self) -> dict[str, object]:
-        """Return the parameters other than act and gated, which the launchers accept as keywords."""
+        """Return the parameters other than act and gated, which the launchers accept as
+        keywords.
+        """
         return dict(zip(self._fields[2:], self[2:]))
 
     def split(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -69,7 +89,9 @@ class Activation(NamedTuple):
         return gate if self.limit is None else gate.clamp(max=self.limit)
 
     def shifted(self, up: torch.Tensor) -> torch.Tensor:
-        """Return clamp(up, -limit, limit) + up_offset of `up` [..., I], or up itself with neither."""
+        """Return clamp(up, -limit, limit) + up_offset of `up` [..., I], or up itself with
+        neither.
+        """
         if self.limit is not None:
             up = up.clamp(-self.limit, self.limit)
         return up + self.up_offset if self.up_offset else up

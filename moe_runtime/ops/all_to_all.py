@@ -1,18 +1,20 @@
 """Expert parallelism by all-to-all: send tokens to experts on other ranks, and the results back.
 
-Rank r of n holds the experts e with e // (E / n) = r, so slots in expert order are also in the order of their owners:
+Rank r of n holds the experts e with e // (E / n) = r, so slots in expert order are also in the
+order of their owners:
 
     there[i] = x[row_token[i]]                                  i over this rank's slots, sent to the owner of their expert
     out[t] = sum_k topk_weight[t, k] back[slot_row[t * K + k]]  back = outputs of the owners' experts for `there`
 
-The routing weights stay on the sender, in float32. Every slot on another rank sends a row of H there and back, and the same
-for the gradients: T K H (n - 1) / n elements per rank and direction if slots are evenly distributed. The host synchronizes
-once per call, for the 2 n split sizes of the all-to-all. All ranks must call together, forward and backward; a rank or an
-expert without tokens takes part with empty buffers and gets zero gradients.
+The routing weights stay on the sender, in float32. Every slot on another rank sends a row of H
+there and back, and the same for the gradients: T K H (n - 1) / n elements per rank and direction if
+slots are evenly distributed. The host synchronizes once per call, for the 2 n split sizes of the
+all-to-all. All ranks must call together, forward and backward; a rank or an expert without tokens
+takes part with empty buffers and gets zero gradients.
 
-An expert processes the tokens of all n ranks, so its gradient is the sum of those under data parallelism, where engines
-average. `local_parts` therefore divides it by n, or the steps of experts would be n times as large as those of other
-parameters.
+An expert processes the tokens of all n ranks, so its gradient is the sum of those under data
+parallelism, where engines average. `local_parts` therefore divides it by n, or the steps of experts
+would be n times as large as those of other parameters.
 """
 
 from collections.abc import Callable
@@ -40,31 +42,51 @@ class Owners(NamedTuple):
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a DTensor, without importing the class, which takes half a second."""
+    """Return whether `tensor` is a DTensor, without importing the class, which takes half a
+    second.
+    """
     return hasattr(tensor, "placements")
 
 
-def local_parts(tensors: list[torch.Tensor | None], gradients: str = "mean") -> tuple[list[torch.Tensor | None], Owners | None]:
-    """Return this rank's experts of the stacks `tensors` [E, ...], and the owners of all; None if nothing is sharded.
+def local_parts(
+    tensors: list[torch.Tensor | None], gradients: str = "mean"
+) -> tuple[list[torch.Tensor | None], Owners | None]:
+    """Return this rank's experts of the stacks `tensors` [E, ...], and the owners of all; None if
+    nothing is sharded.
 
-    Stacks are DTensors with Shard(0) on one dimension of their mesh and Replicate on the others. Their gradients are
-    averaged over all ranks of the mesh, or summed with gradients="sum". Raises ValueError for other placements.
+    Stacks are DTensors with Shard(0) on one dimension of their mesh and Replicate on the others.
+    Their gradients are averaged over all ranks of the mesh, or summed with gradients="sum". Raises
+    ValueError for other placements.
     """
     spread = [tensor for tensor in tensors if tensor is not None and is_distributed(tensor)]
     if not spread:
         return tensors, None
-    mesh, placements = spread[0].device_mesh, tuple(spread[0].placements)
+    mesh = spread[0].device_mesh
+    placements = tuple(spread[0].placements)
     shards = [dim for dim, placement in enumerate(placements) if placement.is_shard(0)]
     others = [dim for dim in range(mesh.ndim) if dim not in shards]
     if len(shards) > 1 or not all(placements[dim].is_replicate() for dim in others):
-        raise ValueError(f"Experts must be Shard(0) on one dimension and Replicate on the others, but are {placements}")
-    alike = all(tensor.device_mesh == mesh and tuple(tensor.placements) == placements for tensor in spread)
+        raise ValueError(
+            "Experts must be Shard(0) on one dimension and Replicate "
+            "on "
+            "the "
+            "others, "
+            "but "
+            "are "
+            f"{placements}"
+        )
+    alike = all(
+        tensor.device_mesh == mesh and tuple(tensor.placements) == placements for tensor in spread
+    )
     if not alike or len(spread) < sum(tensor is not None for tensor in tensors):
-        raise ValueError("All stacks of a layer must have the same placements, but they are placed differently")
+        raise ValueError(
+            "All stacks of a layer must have the same placements, but they are placed differently"
+        )
     local = [None if tensor is None else tensor.to_local() for tensor in tensors]
     if not shards:
         return local, None
-    E, n = spread[0].shape[0], mesh.size(shards[0])
+    E = spread[0].shape[0]
+    n = mesh.size(shards[0])
     if E % n:
         raise ValueError(f"Expected num_experts to be divisible by the {n} ranks, but got {E}")
     groups = [mesh.get_group(dim) for dim in others if mesh.size(dim) > 1]
@@ -78,7 +100,8 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, part, groups, scale):
-        ctx.groups, ctx.scale = groups, scale
+        ctx.groups = groups
+        ctx.scale = scale
         return part.view_as(part)
 
     @staticmethod
@@ -92,7 +115,9 @@ class _Reduced(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, send, receive, group):
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+        ctx.send = send
+        ctx.receive = receive
+        ctx.group = group
         return _exchange(rows, send, receive, group)
 
     @staticmethod
@@ -106,8 +131,11 @@ def _exchange(rows, send, receive, group):
     return received
 
 
-def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Send the first send[0] of `rows` [sum(send), ...] to rank 0 and so on -> [sum(receive), ...] in the senders' order.
+def all_to_all(
+    rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send the first send[0] of `rows` [sum(send), ...] to rank 0 and so on -> [sum(receive), ...]
+    in the senders' order.
 
     Differentiable: the gradient is sent back by the reverse all-to-all.
     """
@@ -119,15 +147,17 @@ def _split_sizes(sent: torch.Tensor, received: torch.Tensor) -> tuple[list[int],
     return tuple(torch.stack((sent.sum(1), received.sum(1))).tolist())
 
 
-# the split sizes are data-dependent, which a graph cannot hold; torch.compiler.disable would import the compiler (one second)
+# the split sizes are data-dependent, which a graph cannot hold; torch.compiler.disable would import
+# the compiler (one second)
 @torch._disable_dynamo
 def run_at_owners(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor, owners: Owners, run: Run
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run x [T, H] through the experts topk_idx [T, K] of all ranks -> out [T, H], this rank's expert_offsets [E + 1].
+    """Run x [T, H] through the experts topk_idx [T, K] of all ranks -> out [T, H], this rank's
+    expert_offsets [E + 1].
 
-    `run` computes rows with this rank's experts by their local ids. Slots with ids outside 0..E-1 are not sent and contribute
-    nothing. Differentiable in x, topk_weight and in whatever `run` is.
+    `run` computes rows with this rank's experts by their local ids. Slots with ids outside 0..E-1
+    are not sent and contribute nothing. Differentiable in x, topk_weight and in whatever `run` is.
     """
     group, E = owners
     n = dist.get_world_size(group)
@@ -136,7 +166,8 @@ def run_at_owners(
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent.contiguous(), group=group)
     send, receive = _split_sizes(sent, received)
-    rows, dropped = gather_rows(x, row_token, slot_row), topk_idx.numel() - sum(send)
+    rows = gather_rows(x, row_token, slot_row)
+    dropped = topk_idx.numel() - sum(send)
     if dropped:  # dropped slots are sorted after the last expert
         rows = rows[: sum(send)]
         topk_weight = live_weights(topk_weight, topk_idx, E)
@@ -146,4 +177,6 @@ def run_at_owners(
     ones = torch.ones(sum(receive), 1, dtype=wide_dtype(x.dtype), device=x.device)
     y, _ = run(rows, experts[:, None], ones)
     y = all_to_all(y, receive, send, group)
-    return combine(F.pad(y, (0, 0, 0, dropped)) if dropped else y, topk_weight, slot_row), expert_offsets
+    return combine(
+        F.pad(y, (0, 0, 0, dropped)) if dropped else y, topk_weight, slot_row
+    ), expert_offsets

@@ -4,20 +4,22 @@
     switch   R sum_r f_r P_r,  f_r = share of slots sent to r, P_r = mean_t softmax(router_logits)[t, r]     Switch; UpIT
     top_k    E sum_e F_e P_e,  F_e = mean_t [e is among the top_k of token t] = top_k f_e    stock models of transformers
 
-importance_r = sum of the softmax probabilities of the tokens that selected r; with topk_softmax, of their weights, whose
-softmax runs over the selected. load_r is the number of those tokens or,
-with noise, the sum over all tokens of the probability that a new draw of the noise selects r:
+importance_r = sum of the softmax probabilities of the tokens that selected r; with topk_softmax, of
+their weights, whose softmax runs over the selected. load_r is the number of those tokens or, with
+noise, the sum over all tokens of the probability that a new draw of the noise selects r:
 
     P = Phi((clean - (k+1)-th noisy logit) / scale)  if r is among the selected,  else Phi((clean - k-th) / scale)
 
-The official code decides "is among the selected" by comparing the noise (not the noisy logit) with the (k+1)-th noisy logit:
-`load_quirk=True`. cv2 and switch do not mask padding, as in the official code.
+The official code decides "is among the selected" by comparing the noise (not the noisy logit) with
+the (k+1)-th noisy logit: `load_quirk=True`. cv2 and switch do not mask padding, as in the official
+code.
 
 Losses are float32, those of float64 logits float64.
 
-The top_k loss equals top_k when balanced. transformers averages over the tokens of all layers together (pooled), so imbalances
-of different layers cancel: four layers that have each collapsed to another pair of 8 experts give 2, like balanced ones. The
-mean of the losses of the layers (per_layer) gives 8.
+The top_k loss equals top_k when balanced. transformers averages over the tokens of all layers
+together (pooled), so imbalances of different layers cancel: four layers that have each collapsed to
+another pair of 8 experts give 2, like balanced ones. The mean of the losses of the layers
+(per_layer) gives 8.
 """
 
 from collections.abc import Sequence
@@ -29,23 +31,32 @@ from moe_runtime.ops.library import wide_dtype
 
 
 def cv2(v: torch.Tensor) -> torch.Tensor:
-    """Compute the squared coefficient of variation of `v` [R] with the unbiased variance; 0 for R = 1."""
+    """Compute the squared coefficient of variation of `v` [R] with the unbiased variance; 0 for R =
+    1.
+    """
     v = v.to(wide_dtype(v.dtype))
     return v.new_zeros(()) if v.numel() < 2 else v.var() / (v.mean().square() + 1e-10)
 
 
 def selection_mask(config: MoEConfig, topk_idx: torch.Tensor) -> torch.Tensor:
-    """Return which routed experts each token selected, [T, R] bool without the shared expert, from `topk_idx` [T, K]."""
-    mask = torch.zeros(topk_idx.shape[0], config.num_experts, dtype=torch.bool, device=topk_idx.device)
+    """Return which routed experts each token selected, [T, R] bool without the shared expert, from
+    `topk_idx` [T, K].
+    """
+    mask = torch.zeros(
+        topk_idx.shape[0], config.num_experts, dtype=torch.bool, device=topk_idx.device
+    )
     mask.scatter_(1, topk_idx.long(), True)
     return mask[:, int(config.has_shared_expert) :]
 
 
 def noisy_load(router_logits, noise, scale, k: int, quirk: bool) -> torch.Tensor:
-    """Compute the smooth load [R] of k of R experts from clean logits, noise and its scale, [T, R] each; differentiable."""
+    """Compute the smooth load [R] of k of R experts from clean logits, noise and its scale, [T, R]
+    each; differentiable.
+    """
     noisy = router_logits + noise
     top = noisy.topk(k + 1, -1).values
-    threshold_in, threshold_out = top[:, k : k + 1], top[:, k - 1 : k]
+    threshold_in = top[:, k : k + 1]
+    threshold_out = top[:, k - 1 : k]
     is_in = (noise if quirk else noisy) > threshold_in
     z = (router_logits - torch.where(is_in, threshold_in, threshold_out)) / scale
     return torch.special.ndtr(z).sum(0)
@@ -75,9 +86,17 @@ def switch_loss(config: MoEConfig, router_logits, topk_idx) -> torch.Tensor:
     return config.num_routed_experts * (f * router_logits.softmax(-1).mean(0)).sum()
 
 
-def balance_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=None) -> torch.Tensor | None:
-    """Return the layer's loss times its coefficient, []; None if config.balance_loss is "none" or there are no tokens."""
-    if config.balance_loss == "none" or config.num_routed_experts == 0 or router_logits.shape[0] == 0:
+def balance_loss(
+    config: MoEConfig, router_logits, topk_idx, noise=None, scale=None
+) -> torch.Tensor | None:
+    """Return the layer's loss times its coefficient, []; None if config.balance_loss is "none" or
+    there are no tokens.
+    """
+    if (
+        config.balance_loss == "none"
+        or config.num_routed_experts == 0
+        or router_logits.shape[0] == 0
+    ):
         return None
     if config.balance_loss == "switch":
         loss = switch_loss(config, router_logits, topk_idx)
@@ -86,31 +105,51 @@ def balance_loss(config: MoEConfig, router_logits, topk_idx, noise=None, scale=N
     return config.balance_loss_coef * loss
 
 
-def top_k_loss(router_logits: torch.Tensor, top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute E sum_e F_e P_e of `router_logits` [T, E], []; tokens with `token_mask` [T] 0 are excluded from both means.
+def top_k_loss(
+    router_logits: torch.Tensor, top_k: int, token_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute E sum_e F_e P_e of `router_logits` [T, E], []; tokens with `token_mask` [T] 0 are
+    excluded from both means.
 
     Differentiable through P; 0 without tokens.
     """
     return _top_k_loss(*_top_k_sums(router_logits, top_k, token_mask))
 
 
-def pooled_loss(router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `top_k_loss` over the tokens of all layers together, `router_logits` L of [T, E], `token_mask` [T] -> []."""
+def pooled_loss(
+    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute `top_k_loss` over the tokens of all layers together, `router_logits` L of [T, E],
+    `token_mask` [T] -> [].
+    """
     sums = [_top_k_sums(logits, top_k, token_mask) for logits in router_logits]
-    return _top_k_loss(*(sum(part.to(sums[0][0].device) for part in parts) for parts in zip(*sums, strict=True)))
+    return _top_k_loss(
+        *(sum(part.to(sums[0][0].device) for part in parts) for parts in zip(*sums, strict=True))
+    )
 
 
-def per_layer_loss(router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the mean of the layers' `top_k_loss`, `router_logits` L of [T, E], `token_mask` [T] -> []."""
+def per_layer_loss(
+    router_logits: Sequence[torch.Tensor], top_k: int, token_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the mean of the layers' `top_k_loss`, `router_logits` L of [T, E], `token_mask` [T]
+    -> [].
+    """
     losses = [top_k_loss(logits, top_k, token_mask) for logits in router_logits]
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
-def _top_k_sums(router_logits, top_k: int, token_mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum over the tokens: the selections [E], the probabilities [E], and the number of tokens []."""
+def _top_k_sums(
+    router_logits, top_k: int, token_mask
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum over the tokens: the selections [E], the probabilities [E], and the number of
+    tokens [].
+    """
     probability = router_logits.to(wide_dtype(router_logits.dtype)).softmax(-1)
     chosen = torch.zeros_like(probability).scatter_(1, probability.topk(top_k, -1).indices, 1.0)
-    weight = probability.new_ones(len(probability)) if token_mask is None else token_mask.to(probability)
+    if token_mask is None:
+        weight = probability.new_ones(len(probability))
+    else:
+        weight = token_mask.to(probability)
     # not weight @ chosen, which autocast would compute in low precision
     return (weight[:, None] * chosen).sum(0), (weight[:, None] * probability).sum(0), weight.sum()
 

@@ -12,17 +12,29 @@ from moe_runtime.ops.dispatch import INTEGERS
 from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
 
 
-def combine(y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None) -> torch.Tensor:
-    """Combine `y` [R, H] with `topk_weight` [T, K] and `slot_row` [R = T * K] or [T, K] of integers -> [T, H] in y's dtype.
+def combine(
+    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, backend: str | None = None
+) -> torch.Tensor:
+    """Combine `y` [R, H] with `topk_weight` [T, K] and `slot_row` [R = T * K] or [T, K] of integers
+    -> [T, H] in y's dtype.
 
-    Sums in float32, or float64 for float64 y. Differentiable in y and topk_weight. Raises ValueError for mismatched shapes.
+    Sums in float32, or float64 for float64 y. Differentiable in y and topk_weight. Raises
+    ValueError for mismatched shapes.
     """
-    fits = y.dim() == 2 and topk_weight.dim() == 2 and y.shape[0] == topk_weight.numel() == slot_row.numel()
+    fits = (
+        y.dim() == 2
+        and topk_weight.dim() == 2
+        and y.shape[0] == topk_weight.numel() == slot_row.numel()
+    )
     if not fits or slot_row.dtype not in INTEGERS:
         got = f"y is {kind(y)}, topk_weight {kind(topk_weight)}, slot_row {kind(slot_row)}"
-        raise ValueError(f"Expected y [T * K, H], topk_weight [T, K] and slot_row [T * K] of integers, but {got}")
+        raise ValueError(
+            f"Expected y [T * K, H], topk_weight [T, K] and slot_row [T * K] of integers, but {got}"
+        )
     topk_weight = topk_weight.to(wide_dtype(y.dtype))
-    return torch.ops.moe_runtime.combine(y, topk_weight, slot_row, backends.pick("combine", y, backend))
+    return torch.ops.moe_runtime.combine(
+        y, topk_weight, slot_row, backends.pick("combine", y, backend)
+    )
 
 
 class _GatherRows(torch.autograd.Function):
@@ -51,19 +63,34 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(x: torch.Tensor, row_token: torch.Tensor, slot_row: torch.Tensor) -> torch.Tensor:
-    """Gather rows `row_token` [R] of `x` [T, H] -> [R, H]; the gradient sums each token's rows `slot_row` [R], no scatter."""
+    """Gather rows `row_token` [R] of `x` [T, H] -> [R, H]; the gradient sums each token's rows
+    `slot_row` [R], no scatter.
+    """
     return _GatherRows.apply(x, row_token, slot_row)
 
 
 LIB.define("combine(Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> Tensor")
-LIB.define("combine_backward(Tensor dout, Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> (Tensor, Tensor)")
+LIB.define(
+    "combine_backward(Tensor dout, Tensor y, Tensor topk_weight, "
+    "Tensor "
+    "slot_row, "
+    "str "
+    "backend) "
+    "-> "
+    "(Tensor, Tensor)"
+)
 
 
-def weighted_sum(y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: torch.Tensor) -> torch.Tensor:
-    """Sum rows of y by `slot_row` [T, K] -> [T, H] in y's dtype; weights must have y's dtype, None means ones."""
+def weighted_sum(
+    y: torch.Tensor, topk_weight: torch.Tensor | None, slot_row: torch.Tensor
+) -> torch.Tensor:
+    """Sum rows of y by `slot_row` [T, K] -> [T, H] in y's dtype; weights must have y's dtype, None
+    means ones.
+    """
     if slot_row.numel() == 0 or y.shape[1] == 0:
         return y.new_zeros(slot_row.shape[0], y.shape[1])
-    # one pass, parallel over tokens, float32 inside; a gather and a bmm are ten times slower on the CPU
+    # one pass, parallel over tokens, float32 inside; a gather and a bmm are ten times slower on the
+    # CPU
     return F.embedding_bag(slot_row, y, mode="sum", per_sample_weights=topk_weight)
 
 
@@ -88,7 +115,8 @@ def _backward(dout, y, topk_weight, slot_row, backend):
         return cuda_kernels.combine_backward(dout, y, topk_weight, slot_row)
     T, K = topk_weight.shape
     wide = dout.to(topk_weight.dtype)
-    H, slot_row = y.shape[1], slot_row.reshape(-1).long()
+    H = y.shape[1]
+    slot_row = slot_row.reshape(-1).long()
     dy = y.new_empty(y.shape)
     dy[slot_row] = (topk_weight[:, :, None] * wide[:, None]).reshape(T * K, H).to(y.dtype)
     dweight = torch.einsum("tkh,th->tk", y[slot_row].view(T, K, H).to(wide.dtype), wide)
@@ -101,7 +129,11 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, dout):
-    return *torch.ops.moe_runtime.combine_backward(dout, *ctx.saved_tensors, ctx.backend), None, None
+    return (
+        *torch.ops.moe_runtime.combine_backward(dout, *ctx.saved_tensors, ctx.backend),
+        None,
+        None,
+    )
 
 
 def _fake(y, topk_weight, slot_row, backend):

@@ -1,7 +1,9 @@
-"""The backend "cuda": kernels of csrc/ with the names and signatures of the Triton launchers in kernels/.
+"""The backend "cuda": kernels of csrc/ with the names and signatures of the Triton launchers in
+kernels/.
 
-The file of each op states what its kernel computes; csrc/moert.h is the interface. Outputs are allocated here, as the library
-allocates nothing, and no launch waits for the GPU. Any strides are accepted; tensors are copied where the kernels need it.
+The file of each op states what its kernel computes; csrc/moert.h is the interface. Outputs are
+allocated here, as the library allocates nothing, and no launch waits for the GPU. Any strides are
+accepted; tensors are copied where the kernels need it.
 """
 
 import ctypes
@@ -18,7 +20,11 @@ MAX_EXPERTS = 1024  # limit of the route and dispatch kernels
 class _Tiles(ctypes.Structure):
     """moert_tiles: one map of row tiles."""
 
-    _fields_ = [("map", ctypes.c_void_p), ("block_m", ctypes.c_int32), ("first_expert", ctypes.c_int32)]
+    _fields_ = [
+        ("map", ctypes.c_void_p),
+        ("block_m", ctypes.c_int32),
+        ("first_expert", ctypes.c_int32),
+    ]
 
 
 def fits(num_experts: int) -> bool:
@@ -29,33 +35,59 @@ def fits(num_experts: int) -> bool:
 def check_experts(num_experts: int) -> None:
     """Raise ValueError for more experts than the kernels of route and dispatch support."""
     if not fits(num_experts):
-        raise ValueError(f"num_experts must be at most {MAX_EXPERTS} for backend 'cuda', but got {num_experts}")
+        raise ValueError(
+            f"num_experts must be at most {MAX_EXPERTS} for backend 'cuda', but got {num_experts}"
+        )
 
 
 def route_forward(
-    router_logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, gate: str, shared: int,
-    topk_idx: torch.Tensor | None = None, block_count: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Route `router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1.
+    router_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    gate: str,
+    shared: int,
+    topk_idx: torch.Tensor | None = None,
+    block_count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Route `router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32;
+    `shared` is 0 or 1.
 
-    `topk_idx` [T, top_k] int32 are the ids if the caller has selected them. `block_count` of `new_block_count` is filled with
-    the number of slots of each block of tokens for each expert, for `route_plan`.
+    `topk_idx` [T, top_k] int32 are the ids if the caller has selected them. `block_count` of
+    `new_block_count` is filled with the number of slots of each block of tokens for each expert,
+    for `route_plan`.
     """
     T, E = router_logits.shape
     router_logits = _rows(router_logits)
     weight = router_logits.new_empty(T, top_k, dtype=torch.float32)
-    idx = router_logits.new_empty(T, top_k, dtype=torch.int32) if topk_idx is None else topk_idx.int().contiguous()
+    if topk_idx is None:
+        idx = router_logits.new_empty(T, top_k, dtype=torch.int32)
+    else:
+        idx = topk_idx.int().contiguous()
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
     cuda.launch(
-        "moert_route_forward", router_logits, router_logits, _dtype(router_logits), router_logits.stride(0), bias, T, E,
-        top_k, GATES.index(gate), int(topk_idx is not None), weight, idx, block_count,
-    )  # fmt: skip
+        "moert_route_forward",
+        router_logits,
+        router_logits,
+        _dtype(router_logits),
+        router_logits.stride(0),
+        bias,
+        T,
+        E,
+        top_k,
+        GATES.index(gate),
+        int(topk_idx is not None),
+        weight,
+        idx,
+        block_count,
+    )
     return weight, idx
 
 
 def new_block_count(router_logits: torch.Tensor, shared: int) -> torch.Tensor:
-    """Return an uninitialized [blocks of tokens, E + shared] int32 for `route_forward` of these logits."""
+    """Return an uninitialized [blocks of tokens, E + shared] int32 for `route_forward` of these
+    logits.
+    """
     T, E = router_logits.shape
     return router_logits.new_empty(-(-T // block_tokens(T, E)), E + shared, dtype=torch.int32)
 
@@ -66,128 +98,248 @@ def block_tokens(T: int, E: int) -> int:
 
 
 def route_backward(
-    dweight: torch.Tensor, router_logits: torch.Tensor, topk_idx: torch.Tensor, gate: str, shared: int, is_forced: bool = False
+    dweight: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    gate: str,
+    shared: int,
+    is_forced: bool = False,
 ) -> torch.Tensor:
-    """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
+    """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E],
+    in their dtype.
+    """
     (T, E), K = router_logits.shape, topk_idx.shape[1]
-    router_logits, dweight = _rows(router_logits), dweight.contiguous()
+    router_logits = _rows(router_logits)
+    dweight = dweight.contiguous()
     dlogits = router_logits.new_empty(T, E)
     cuda.launch(
-        "moert_route_backward", router_logits, dweight, _dtype(dweight), router_logits, _dtype(router_logits),
-        router_logits.stride(0), topk_idx.int().contiguous(), T, E, K, GATES.index(gate), int(is_forced), dlogits,
-    )  # fmt: skip
+        "moert_route_backward",
+        router_logits,
+        dweight,
+        _dtype(dweight),
+        router_logits,
+        _dtype(router_logits),
+        router_logits.stride(0),
+        topk_idx.int().contiguous(),
+        T,
+        E,
+        K,
+        GATES.index(gate),
+        int(is_forced),
+        dlogits,
+    )
     return dlogits
 
 
-def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], all int32."""
+def dispatch_forward(
+    topk_idx: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R],
+    slot_row [R], all int32.
+    """
     return route_plan(topk_idx, num_experts)[:4]
 
 
 def route_plan(
-    topk_idx: torch.Tensor, num_experts: int, block_rows: Sequence[int] = (), first_expert: int = 0,
-    block_count: torch.Tensor | None = None, count_tokens: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """Compute `dispatch_forward` and the `tile_map` of each of up to 4 `block_rows` in a single launch.
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    block_rows: Sequence[int] = (),
+    first_expert: int = 0,
+    block_count: torch.Tensor | None = None,
+    count_tokens: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Compute `dispatch_forward` and the `tile_map` of each of up to 4 `block_rows` in a single
+    launch.
 
-    `block_count` [blocks, E] contains the counts of `route_forward` for these ids, `count_tokens` is the tokens of a block.
+    `block_count` [blocks, E] contains the counts of `route_forward` for these ids, `count_tokens`
+    is the tokens of a block.
     """
     idx, id_bytes = _index(topk_idx)
-    R, E, K = idx.numel(), num_experts, topk_idx.shape[1]
+    R = idx.numel()
+    E = num_experts
+    K = topk_idx.shape[1]
     offsets = idx.new_empty(E + 1, dtype=torch.int32)
     rows = [idx.new_empty(R, dtype=torch.int32) for _ in range(3)]
     maps = _new_maps(offsets, R, block_rows)
     # with the router's counts, blocks need not count again
-    workspace_bytes = 0 if block_count is not None else cuda.library().handle.moert_route_plan_workspace(R, E)
+    if block_count is not None:
+        workspace_bytes = 0
+    else:
+        workspace_bytes = cuda.library().handle.moert_route_plan_workspace(R, E)
     workspace = idx.new_empty(workspace_bytes, dtype=torch.uint8) if workspace_bytes else None
     cuda.launch(
-        "moert_route_plan", idx, idx, id_bytes, R, E, K, block_count, count_tokens * K, offsets, *rows,
-        _tiles(maps, block_rows, first_expert), len(maps), workspace, workspace_bytes,
-    )  # fmt: skip
+        "moert_route_plan",
+        idx,
+        idx,
+        id_bytes,
+        R,
+        E,
+        K,
+        block_count,
+        count_tokens * K,
+        offsets,
+        *rows,
+        _tiles(maps, block_rows, first_expert),
+        len(maps),
+        workspace,
+        workspace_bytes,
+    )
     return offsets, *rows, maps
 
 
-def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
-    """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
+def tile_map(
+    expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0
+) -> torch.Tensor:
+    """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its
+    expert's end row.
 
-    Tiles are in row order; after the last one the expert is -1. No tile contains rows of experts below `first_expert`, or
-    dropped rows.
+    Tiles are in row order; after the last one the expert is -1. No tile contains rows of experts
+    below `first_expert`, or dropped rows.
     """
     expert_offsets = expert_offsets.contiguous()
     maps = _new_maps(expert_offsets, R, (BLOCK_M,))
     tiles = _tiles(maps, (BLOCK_M,), first_expert)
-    cuda.launch("moert_tile_map", expert_offsets, expert_offsets, R, expert_offsets.numel() - 1, tiles, 1)
+    cuda.launch(
+        "moert_tile_map", expert_offsets, expert_offsets, R, expert_offsets.numel() - 1, tiles, 1
+    )
     return maps[0]
 
 
 def merge_experts_forward(
-    weight: torch.Tensor, alpha: torch.Tensor, out: torch.Tensor | None = None, seen: torch.Tensor | None = None
+    weight: torch.Tensor,
+    alpha: torch.Tensor,
+    out: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's dtype unless given.
+    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's
+    dtype unless given.
 
-    With `seen` [E] float32 the kernel leaves `out` unchanged if alpha equals it, without synchronizing with the host.
+    With `seen` [E] float32 the kernel leaves `out` unchanged if alpha equals it, without
+    synchronizing with the host.
     """
     weight, stride_e, P = _experts(weight)
     out = weight.new_empty(weight.shape[1:]) if out is None else out
     cuda.launch(
-        "moert_merge_forward", weight, weight, _dtype(weight), alpha.contiguous(), seen, weight.shape[0], P, stride_e, out,
+        "moert_merge_forward",
+        weight,
+        weight,
+        _dtype(weight),
+        alpha.contiguous(),
+        seen,
+        weight.shape[0],
+        P,
+        stride_e,
+        out,
         _dtype(out),
-    )  # fmt: skip
+    )
     return out
 
 
 def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32."""
     weight, stride_e, P = _experts(weight)
-    dout, E = dout.contiguous(), weight.shape[0]
+    dout = dout.contiguous()
+    E = weight.shape[0]
     dalpha = weight.new_empty(E, dtype=torch.float32)
     workspace_bytes = cuda.library().handle.moert_merge_backward_alpha_workspace(E, P)
     workspace = weight.new_empty(workspace_bytes, dtype=torch.uint8)
     cuda.launch(
-        "moert_merge_backward_alpha", weight, dout, _dtype(dout), weight, _dtype(weight), E, P, stride_e, dalpha, workspace,
+        "moert_merge_backward_alpha",
+        weight,
+        dout,
+        _dtype(dout),
+        weight,
+        _dtype(weight),
+        E,
+        P,
+        stride_e,
+        dalpha,
+        workspace,
         workspace_bytes,
-    )  # fmt: skip
+    )
     return dalpha
 
 
 def combine_forward(
-    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, num_rows: torch.Tensor | None = None
+    y: torch.Tensor,
+    topk_weight: torch.Tensor,
+    slot_row: torch.Tensor,
+    num_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's dtype.
+    """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's
+    dtype.
 
-    `num_rows` [1] int32 is read on the device: slots whose row is not below it contribute nothing, whatever their values.
+    `num_rows` [1] int32 is read on the device: slots whose row is not below it contribute nothing,
+    whatever their values.
     """
     (T, K), H = topk_weight.shape, y.shape[1]
     y, (slot_row, row_bytes), out = y.contiguous(), _index(slot_row), y.new_empty(T, H)
     weight = topk_weight.contiguous()
-    cuda.launch("moert_combine_forward", y, y, _dtype(y), weight, slot_row, row_bytes, num_rows, T, K, H, out)
+    cuda.launch(
+        "moert_combine_forward",
+        y,
+        y,
+        _dtype(y),
+        weight,
+        slot_row,
+        row_bytes,
+        num_rows,
+        T,
+        K,
+        H,
+        out,
+    )
     return out
 
 
 def combine_backward(
     dout: torch.Tensor, y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of `combine_forward`."""
+    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of
+    `combine_forward`.
+    """
     if dout.dtype != y.dtype:  # autograd passes y's dtype
         dy, dweight = combine_backward(dout.float(), y.float(), topk_weight, slot_row)
         return dy.to(y.dtype), dweight
     (T, K), H = topk_weight.shape, y.shape[1]
-    dout, y, (slot_row, row_bytes), weight = (dout.contiguous(), y.contiguous(), _index(slot_row), topk_weight.contiguous())
-    dy, dweight = y.new_empty(y.shape), weight.new_empty(T, K)
+    dout, y, (slot_row, row_bytes), weight = (
+        dout.contiguous(),
+        y.contiguous(),
+        _index(slot_row),
+        topk_weight.contiguous(),
+    )
+    dy = y.new_empty(y.shape)
+    dweight = weight.new_empty(T, K)
     cuda.launch(
-        "moert_combine_backward", y, dout, y, _dtype(y), weight, slot_row, row_bytes, T, K, H, dy, dweight
-    )  # fmt: skip
+        "moert_combine_backward",
+        y,
+        dout,
+        y,
+        _dtype(y),
+        weight,
+        slot_row,
+        row_bytes,
+        T,
+        K,
+        H,
+        dy,
+        dweight,
+    )
     return dy, dweight
 
 
 def _dtype(tensor: torch.Tensor) -> int:
     if tensor.dtype not in cuda.DTYPES:
-        raise ValueError(f"dtype must be float32, float16 or bfloat16 for backend 'cuda', but got {tensor.dtype}")
+        raise ValueError(
+            f"dtype must be float32, float16 or bfloat16 for backend 'cuda', but got {tensor.dtype}"
+        )
     return cuda.DTYPES[tensor.dtype]
 
 
 def _index(index: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return `index` as contiguous int32 or int64, widened if narrower, and its item size in bytes."""
+    """Return `index` as contiguous int32 or int64, widened if narrower, and its item size
+    in bytes.
+    """
     index = index if index.dtype in (torch.int32, torch.int64) else index.int()
     return index.contiguous(), index.element_size()
 
@@ -211,4 +363,6 @@ def _new_maps(like: torch.Tensor, R: int, block_rows: Sequence[int]) -> list[tor
 
 def _tiles(maps: list[torch.Tensor], block_rows: Sequence[int], first_expert: int) -> ctypes.Array:
     tiles = zip(maps, block_rows, strict=True)
-    return (_Tiles * len(maps))(*(_Tiles(out.data_ptr(), rows, first_expert) for out, rows in tiles))
+    return (_Tiles * len(maps))(
+        *(_Tiles(out.data_ptr(), rows, first_expert) for out, rows in tiles)
+    )

@@ -1,11 +1,13 @@
 """Dispatch tokens to experts: a stable counting sort of the T * K slots by expert.
 
-Slot t * K + k holds expert topk_idx[t, k]. Rows are the slots in expert order; slots of one expert keep their order:
+Slot t * K + k holds expert topk_idx[t, k]. Rows are the slots in expert order; slots of one expert
+keep their order:
 
     row_slot[r] = slot of row r,  row_token[r] = row_slot[r] // K,  slot_row[s] = row of slot s
     rows of expert e: expert_offsets[e] <= r < expert_offsets[e + 1]
 
-A slot with an id outside 0..E-1 (-1 by convention) is dropped: it is sorted after all experts, and no expert owns its row.
+A slot with an id outside 0..E-1 (-1 by convention) is dropped: it is sorted after all experts, and
+no expert owns its row.
 """
 
 from typing import NamedTuple
@@ -29,36 +31,51 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(topk_idx: torch.Tensor, num_experts: int, backend: str | None = None) -> Dispatch:
-    """Sort the slots of `topk_idx` [T, K] (any integer dtype) by expert. Raises ValueError for a bad shape or dtype."""
+    """Sort the slots of `topk_idx` [T, K] (any integer dtype) by expert. Raises ValueError for a
+    bad shape or dtype.
+    """
     if topk_idx.dim() != 2 or topk_idx.dtype not in INTEGERS or num_experts < 1:
         got = f"topk_idx is {kind(topk_idx)}, num_experts is {num_experts}"
-        raise ValueError(f"Expected topk_idx [T, K] of integers and num_experts of at least 1, but {got}")
+        raise ValueError(
+            f"Expected topk_idx [T, K] of integers and num_experts of at least 1, but {got}"
+        )
     chosen = backends.pick("dispatch", topk_idx, backend, cuda_fits=cuda_kernels.fits(num_experts))
     if chosen == "cuda":
         cuda_kernels.check_experts(num_experts)
     return Dispatch(*torch.ops.moe_runtime.dispatch(topk_idx, num_experts, chosen))
 
 
-LIB.define("dispatch(Tensor topk_idx, int num_experts, str backend) -> (Tensor, Tensor, Tensor, Tensor)")
+LIB.define(
+    "dispatch(Tensor topk_idx, int num_experts, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return expert_offsets [E + 1] int32 and row_slot [R] int64."""
-    expert = topk_idx.reshape(-1).long()  # a narrower dtype might not hold num_experts, the marker of a dropped slot
+    # a narrower dtype might not hold num_experts, the marker of a dropped slot
+    expert = topk_idx.reshape(-1).long()
     expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert)
     # 16-bit keys halve the radix sort's work
-    expert, row_slot = expert.to(torch.int16 if num_experts < 32767 else torch.int32).sort(stable=True)
+    expert, row_slot = expert.to(torch.int16 if num_experts < 32767 else torch.int32).sort(
+        stable=True
+    )
     experts = torch.arange(num_experts + 1, dtype=expert.dtype, device=expert.device)
     return torch.searchsorted(expert, experts, out_int32=True), row_slot
 
 
 def invert(row_slot: torch.Tensor) -> torch.Tensor:
     """Return slot_row, the inverse permutation of `row_slot` [R], in its dtype."""
-    return torch.empty_like(row_slot).scatter_(0, row_slot, torch.arange(row_slot.numel(), device=row_slot.device))
+    return torch.empty_like(row_slot).scatter_(
+        0, row_slot, torch.arange(row_slot.numel(), device=row_slot.device)
+    )
 
 
-def live_weights(topk_weight: torch.Tensor, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return `topk_weight` [T, K] with zeros for dropped slots (ids outside 0..E-1), whose weights may be arbitrary."""
+def live_weights(
+    topk_weight: torch.Tensor, topk_idx: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """Return `topk_weight` [T, K] with zeros for dropped slots (ids outside 0..E-1), whose weights
+    may be arbitrary.
+    """
     return topk_weight.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), 0)
 
 
@@ -70,7 +87,12 @@ def _dispatch(topk_idx, num_experts, backend):
     if backend == "cuda":
         return cuda_kernels.dispatch_forward(topk_idx, num_experts)
     offsets, row_slot = sort_slots(topk_idx, num_experts)
-    return offsets, (row_slot // max(topk_idx.shape[1], 1)).int(), row_slot.int(), invert(row_slot).int()
+    return (
+        offsets,
+        (row_slot // max(topk_idx.shape[1], 1)).int(),
+        row_slot.int(),
+        invert(row_slot).int(),
+    )
 
 
 def _fake(topk_idx, num_experts, backend):

@@ -7,9 +7,10 @@ UpIT, Algorithm 2 (the paper omits its body; every assumption is an option of th
 DARE (arXiv 2311.03099, Eq. 1):  D(d) = (1 - m) d / (1 - p),  m ~ Bernoulli(p) for each element;  D(d) = 0 for p = 1;
                                  without rescaling  D(d) = (1 - m) d
 
-Element i of a tensor has one 64-bit number of Philox 4x64-10 (Salmon et al., 2011): output i % 4 at the counter
-(i // 4 + 1, 0, 0, 0) with the key (seed, stream), one stream per tensor. The low 32 bits are for j, the high ones for k:
-dropped if below p 2^32. A child is therefore bit-identical for any order of tensors, block size and device.
+Element i of a tensor has one 64-bit number of Philox 4x64-10 (Salmon et al., 2011): output i % 4 at
+the counter (i // 4 + 1, 0, 0, 0) with the key (seed, stream), one stream per tensor. The low 32
+bits are for j, the high ones for k: dropped if below p 2^32. A child is therefore bit-identical for
+any order of tensors, block size and device.
 """
 
 import hashlib
@@ -31,13 +32,18 @@ WHOLE = 1 << 24  # the same on a GPU, where separate experts are stacked first
 
 @torch.no_grad()
 def gram(
-    experts: torch.Tensor | Sequence[torch.Tensor], base: torch.Tensor | None = None, *, backend: str | None = None
+    experts: torch.Tensor | Sequence[torch.Tensor],
+    base: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
 ) -> torch.Tensor:
-    """Return G [n, n] float64 of `experts` [n, ...], or n tensors [...], minus `base` [...]; each is read once.
+    """Return G [n, n] float64 of `experts` [n, ...], or n tensors [...], minus `base` [...]; each
+    is read once.
 
-    Products and short sums are in float32, long sums in float64 (everything for float64). Add the results of a model's tensors
-    to compare whole experts. A sequence of more than FEW tensors is read several times. Not differentiable. Raises ValueError
-    for different shapes, dtypes or devices.
+    Products and short sums are in float32, long sums in float64 (everything for float64). Add the
+    results of a model's tensors to compare whole experts. A sequence of more than FEW tensors is
+    read several times. Not differentiable. Raises ValueError for different shapes, dtypes or
+    devices.
     """
     is_stack = isinstance(experts, torch.Tensor)
     if len(experts) > FEW and not is_stack:
@@ -52,7 +58,9 @@ def gram(
     chosen = backends.pick("gram", first, backend)
     base = None if base is None else base.reshape(-1)
     if is_stack:
-        return torch.ops.moe_runtime.gram(experts.reshape(len(experts), first.numel()), base, chosen)
+        return torch.ops.moe_runtime.gram(
+            experts.reshape(len(experts), first.numel()), base, chosen
+        )
     rows = [tensor.reshape(-1) for tensor in experts]
     step = WHOLE if first.device.type != "cpu" else max(BLOCK // len(rows), 1024)
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=first.device)
@@ -64,27 +72,39 @@ def gram(
 
 
 def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor, how: str) -> None:
-    """Raise ValueError unless `tensor` has the shape, the floating dtype and the device of `first`."""
+    """Raise ValueError unless `tensor` has the shape, the floating dtype and the device of
+    `first`.
+    """
     wanted = (first.shape, first.dtype, first.device)
     if (tensor.shape, tensor.dtype, tensor.device) != wanted or not first.is_floating_point():
-        raise ValueError(f"Expected {kind(first)}, {how}, of a floating dtype, but {name} is {kind(tensor)}")
+        raise ValueError(
+            f"Expected {kind(first)}, {how}, of a floating dtype, but {name} is {kind(tensor)}"
+        )
 
 
-def _gram_of_many(experts: Sequence[torch.Tensor], base: torch.Tensor | None, backend: str | None) -> torch.Tensor:
+def _gram_of_many(
+    experts: Sequence[torch.Tensor], base: torch.Tensor | None, backend: str | None
+) -> torch.Tensor:
     """Return G of more than FEW experts, computed for every two groups of them."""
-    n, size = len(experts), FEW // 2
+    n = len(experts)
+    size = FEW // 2
     groups = [range(start, min(start + size, n)) for start in range(0, n, size)]
     total = torch.zeros(n, n, dtype=torch.float64, device=experts[0].device)
     for i, rows in enumerate(groups):
         for columns in groups[i + 1 :]:
             places = [*rows, *columns]
-            total[torch.tensor(places)[:, None], places] = gram([experts[e] for e in places], base, backend=backend)
+            total[torch.tensor(places)[:, None], places] = gram(
+                [experts[e] for e in places], base, backend=backend
+            )
     return total
 
 
 @torch.no_grad()
-def gram_row(experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the last row [n + 1] float64 of G of the n `experts` and of `child`, all [...], in the precision of `gram`.
+def gram_row(
+    experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the last row [n + 1] float64 of G of the n `experts` and of `child`, all [...], in the
+    precision of `gram`.
 
     Each is read once. Runs in torch on any device. Not differentiable.
     """
@@ -102,7 +122,9 @@ def gram_row(experts: Sequence[torch.Tensor], child: torch.Tensor, base: torch.T
 
 
 def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
-    """Return the distances [n, n] float64 of all pairs, 0 on the diagonal. A zero vector has cosine distance 1 to others."""
+    """Return the distances [n, n] float64 of all pairs, 0 on the diagonal. A zero vector has cosine
+    distance 1 to others.
+    """
     check_choice("metric", metric, METRICS)
     gram = gram.double()
     square = gram.diagonal().clamp_min(0)
@@ -116,11 +138,15 @@ def distances(gram: torch.Tensor, metric: str = "cosine") -> torch.Tensor:
 
 
 def farthest_pair(distance: torch.Tensor) -> tuple[int, int]:
-    """Return the pair i < j with the largest `distance` [n, n], the first of equals; raises ValueError for NaN."""
+    """Return the pair i < j with the largest `distance` [n, n], the first of equals; raises
+    ValueError for NaN.
+    """
     values = distance.detach().double().cpu().numpy()
     i, j = np.triu_indices(len(values), 1)
     if len(values) < 2 or np.isnan(values[i, j]).any():
-        raise ValueError(f"distance must be [n, n] with n >= 2 and without NaN, but got {values.shape} or NaN")
+        raise ValueError(
+            f"distance must be [n, n] with n >= 2 and without NaN, but got {values.shape} or NaN"
+        )
     best = int(values[i, j].argmax())
     return int(i[best]), int(j[best])
 
@@ -132,15 +158,26 @@ def check_drop(drop: float) -> None:
 
 @torch.no_grad()
 def dare_merge(
-    first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None = None, *, weights: tuple[float, float],
-    drop: float = 0.5, rescale: bool = True, seed: int, tensor: str | int, start: int = 0, backend: str | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return the child [...] of `first` and `second` [...], which were trained from `base` (None: zero, as for LoRA matrices).
+    first: torch.Tensor,
+    second: torch.Tensor,
+    base: torch.Tensor | None = None,
+    *,
+    weights: tuple[float, float],
+    drop: float = 0.5,
+    rescale: bool = True,
+    seed: int,
+    tensor: str | int,
+    start: int = 0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return the child [...] of `first` and `second` [...], which were trained from `base` (None:
+    zero, as for LoRA matrices).
 
-    `weights` are a and b, `drop` is p. `tensor` selects the stream of random numbers for `seed`: a tensor's name or any
-    number. A part of a tensor that begins at its element `start`, a multiple of 4, gets that part of the child. Computed in
-    float32 (float64 for float64) and rounded once. Not differentiable. Raises ValueError for different shapes, dtypes or
-    devices, and for numbers out of range.
+    `weights` are a and b, `drop` is p. `tensor` selects the stream of random numbers for `seed`: a
+    tensor's name or any number. A part of a tensor that begins at its element `start`, a multiple
+    of 4, gets that part of the child. Computed in float32 (float64 for float64) and rounded once.
+    Not differentiable. Raises ValueError for different shapes, dtypes or devices, and for numbers
+    out of range.
     """
     for name, other in (("second", second), ("base", first if base is None else base)):
         _check_like(name, other, first, "as first")
@@ -151,29 +188,49 @@ def dare_merge(
     for name, number in (("seed", seed), ("tensor", stream)):
         check_seed(name, number)
     if start < 0 or start % 4:
-        raise ValueError(f"start (the first element of this part) must be a multiple of 4, but got {start}")
-    threshold, scale = round(drop * (1 << 32)), 1.0 if drop == 1 or not rescale else 1 / (1 - drop)
+        raise ValueError(
+            f"start (the first element of this part) must be a multiple of 4, but got {start}"
+        )
+    threshold = round(drop * (1 << 32))
+    scale = 1.0 if drop == 1 or not rescale else 1 / (1 - drop)
     scales = [weight * scale for weight in weights]
     backend = backends.pick("dare_merge", first, backend)
-    return torch.ops.moe_runtime.dare_merge(first, second, base, seed, stream, threshold, *scales, backend, start)
+    return torch.ops.moe_runtime.dare_merge(
+        first, second, base, seed, stream, threshold, *scales, backend, start
+    )
 
 
 def stream_of(tensor: str | int) -> int:
-    """Return the number of a tensor's stream: the number itself, or 63 bits of the BLAKE2b hash of its name."""
+    """Return the number of a tensor's stream: the number itself, or 63 bits of the BLAKE2b hash of
+    its name.
+    """
     if not isinstance(tensor, str):
         return tensor
     return int.from_bytes(hashlib.blake2b(tensor.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def draws(seed: int, stream: int, start: int, count: int) -> np.ndarray:
-    """Return the random numbers [count, 2] uint32 of elements [start, start + count), for both parents; 4 divides `start`."""
+    """Return the random numbers [count, 2] uint32 of elements [start, start + count), for both
+    parents; 4 divides `start`.
+    """
     bits = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=[start // 4, 0, 0, 0])
-    return bits.random_raw(-(-count // 4) * 4)[:count].astype("<u8", copy=False).view("<u4").reshape(count, 2)
+    return (
+        bits.random_raw(-(-count // 4) * 4)[:count]
+        .astype("<u8", copy=False)
+        .view("<u4")
+        .reshape(count, 2)
+    )
 
 
 LIB.define("gram(Tensor experts, Tensor? base, str backend) -> Tensor")
 LIB.define(
-    "dare_merge(Tensor first, Tensor second, Tensor? base, int seed, int stream, int threshold, float first_scale, "
+    "dare_merge(Tensor first, Tensor second, Tensor? base, int "
+    "seed, "
+    "int "
+    "stream, "
+    "int "
+    "threshold, "
+    "float first_scale, "
     "float second_scale, str backend, int start=0) -> Tensor"
 )
 
@@ -203,24 +260,31 @@ def _gram_by_blocks(rows, base):
     return total
 
 
-def _dare_merge(first, second, base, seed, stream, threshold, first_scale, second_scale, backend, start=0):
+def _dare_merge(
+    first, second, base, seed, stream, threshold, first_scale, second_scale, backend, start=0
+):
     first, second, base = (None if t is None else t.contiguous() for t in (first, second, base))
     if backend == "triton":
         from moe_runtime.kernels.expansion import dare_merge_forward
 
-        return dare_merge_forward(first, second, base, seed, stream, threshold, first_scale, second_scale, start)
+        return dare_merge_forward(
+            first, second, base, seed, stream, threshold, first_scale, second_scale, start
+        )
     out = torch.empty_like(first)
     flat = [None if t is None else t.view(-1) for t in (first, second, base)]
     for at in range(0, first.numel(), BLOCK):
         part = [None if t is None else t[at : at + BLOCK] for t in flat]
         numbers = draws(seed, stream, start + at, part[0].numel())
-        out.view(-1)[at : at + BLOCK] = _dare_merge_block(*part, numbers, threshold, first_scale, second_scale)
+        out.view(-1)[at : at + BLOCK] = _dare_merge_block(
+            *part, numbers, threshold, first_scale, second_scale
+        )
     return out
 
 
 def _dare_merge_block(first, second, base, numbers, threshold, first_scale, second_scale):
     wide = wide_dtype(first.dtype)
-    origin, total = None if base is None else base.to(wide), None
+    origin = None if base is None else base.to(wide)
+    total = None
     for parent, column, scale in ((first, 0, first_scale), (second, 1, second_scale)):
         delta = parent.to(wide, copy=True)
         delta = (delta if origin is None else delta.sub_(origin)).mul_(scale)
@@ -230,5 +294,9 @@ def _dare_merge_block(first, second, base, numbers, threshold, first_scale, seco
     return total if origin is None else total.add_(origin)
 
 
-register("gram", _gram, lambda experts, *_: experts.new_empty(len(experts), len(experts), dtype=torch.float64))
+register(
+    "gram",
+    _gram,
+    lambda experts, *_: experts.new_empty(len(experts), len(experts), dtype=torch.float64),
+)
 register("dare_merge", _dare_merge, lambda first, *_: first.new_empty(first.shape))

@@ -1,4 +1,5 @@
-"""Common parts of the backends of `moe_mlp`: the experts' weights, their rows in expert order, and their gradients.
+"""Common parts of the backends of `moe_mlp`: the experts' weights, their rows in expert order, and
+their gradients.
 
     rows of expert e: expert_offsets[e] <= r < expert_offsets[e + 1];  d down_e = dy^T wh,  d gate_up_e = dz^T x  over them
 
@@ -17,13 +18,17 @@ from moe_runtime.ops.activation import FORM, Activation
 from moe_runtime.ops.library import kind
 from moe_runtime.ops.workspace import lease
 
-ROWS = 8  # a matmul of 255 rows takes 15 % longer than one of 256 in float32; 2 cores, torch 2.13, 2026-11-20
+# a matmul of 255 rows takes 15 % longer than one of 256 in float32; 2 cores, torch 2.13, 2026-11-20
+ROWS = 8
 PADDED_FROM = 4  # rows; fewer use matrix-vector products, which are faster
 GROUP_ELEMENTS = 1 << 19  # rows of the experts in a group times the columns of the widest buffer
 
 
-def check_trained(stack: torch.Tensor, trainable, trained, name: str = "trained", masks: bool = True) -> None:
-    """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...], called `name`, match the frozen `stack` [E, ...].
+def check_trained(
+    stack: torch.Tensor, trainable, trained, name: str = "trained", masks: bool = True
+) -> None:
+    """Raise ValueError unless `trainable` [E] int32 and `trained` [n, ...], called `name`, match
+    the frozen `stack` [E, ...].
 
     Without `trained`, `trainable` is a mask [E] bool if the op supports `masks`.
     """
@@ -37,15 +42,29 @@ def check_trained(stack: torch.Tensor, trainable, trained, name: str = "trained"
         raise ValueError(f"Expected {wanted}, but trainable is {kind(trainable)}")
     if trained is None:
         return
-    if trained.shape[1:] != stack.shape[1:] or trained.dtype != stack.dtype or trained.device != stack.device:
+    if (
+        trained.shape[1:] != stack.shape[1:]
+        or trained.dtype != stack.dtype
+        or trained.device != stack.device
+    ):
         wanted = f"[n, *{list(stack.shape[1:])}] {stack.dtype} on {stack.device}"
         raise ValueError(f"Expected {wanted}, but {name} is {kind(trained)}")
     if stack.requires_grad:
-        raise ValueError(f"The stack of {name} must be frozen, as only `trained` is trained, but it requires a gradient")
+        raise ValueError(
+            f"The stack of {name} must be frozen, as only `trained` is "
+            "trained, "
+            "but "
+            "it "
+            "requires "
+            "a "
+            "gradient"
+        )
 
 
 def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
-    """Return each expert's row in the trained weights, -1 if it is frozen; `trainable` [E] is bools or such rows."""
+    """Return each expert's row in the trained weights, -1 if it is frozen; `trainable` [E] is bools
+    or such rows.
+    """
     if trainable is None:
         return list(range(E))
     if trainable.dtype == torch.bool:
@@ -54,13 +73,21 @@ def trained_rows(E: int, trainable: torch.Tensor | None) -> list[int]:
 
 
 def weight_at(e: int, row: int, stack: torch.Tensor, separate: torch.Tensor | None) -> torch.Tensor:
-    """Return expert e's weight [out, in]: `row` of `separate` [n, out, in] if trained there, else from `stack` [E, out, in]."""
+    """Return expert e's weight [out, in]: `row` of `separate` [n, out, in] if trained there, else
+    from `stack` [E, out, in].
+    """
     return stack[e] if separate is None or row < 0 else separate[row]
 
 
 # schema of an `Experts` in the ops
 SCHEMA = (
-    f"Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? up_trained, Tensor? down_trained, "
+    "Tensor up, Tensor down, Tensor? up_bias, "
+    "Tensor? "
+    "down_bias, "
+    "Tensor? "
+    "trainable, "
+    "Tensor? "
+    "up_trained, Tensor? down_trained, "
     f"{FORM}, str shared"
 )
 
@@ -69,13 +96,16 @@ _NONE = Activation(*[None] * len(Activation._fields))  # the gradient of an acti
 
 
 class Experts(NamedTuple):
-    """The experts of a layer, passed from the public function through the ops to the kernels, in the order of SCHEMA."""
+    """The experts of a layer, passed from the public function through the ops to the kernels, in
+    the order of SCHEMA.
+    """
 
     up: torch.Tensor  # [E, 2I or I, H]
     down: torch.Tensor  # [E, H, I]
     up_bias: torch.Tensor | None = None  # [E, 2I or I]
     down_bias: torch.Tensor | None = None  # [E, H]
-    trainable: torch.Tensor | None = None  # [E] bool; with the two below int32: the expert's row in them, or -1
+    # [E] bool; with the two below int32: the expert's row in them, or -1
+    trainable: torch.Tensor | None = None
     up_trained: torch.Tensor | None = None  # [n, 2I or I, H]
     down_trained: torch.Tensor | None = None  # [n, H, I]
     activation: Activation = Activation()
@@ -88,7 +118,9 @@ class Experts(NamedTuple):
 
     @classmethod
     def unpack(cls, arguments: Sequence) -> "Experts":
-        """Build the experts from the op arguments of SCHEMA, or from one value of autograd per argument."""
+        """Build the experts from the op arguments of SCHEMA, or from one value of autograd per
+        argument.
+        """
         *values, shared = arguments
         tensors = len(values) - len(Activation._fields)
         return cls(*values[:tensors], Activation(*values[tensors:]), shared)
@@ -99,19 +131,31 @@ class Experts(NamedTuple):
         return any([t.requires_grad for t in tensors if t is not None])
 
     def learned(self) -> "Gradients":
-        """Return the tensors that may get a gradient; of weights stored in two places, only the trained ones."""
-        up, down = (self.up, self.down) if self.up_trained is None else (self.up_trained, self.down_trained)
+        """Return the tensors that may get a gradient; of weights stored in two places, only the
+        trained ones.
+        """
+        if self.up_trained is None:
+            up, down = (self.up, self.down)
+        else:
+            up, down = (self.up_trained, self.down_trained)
         return Gradients(None, up, down, None, self.up_bias, self.down_bias)
 
     def needs(self, x: bool, topk_weight: bool, flags: Sequence) -> "Gradients":
-        """Return which of x, topk_weight and `learned` need a gradient, from autograd's flag for each op argument of SCHEMA."""
+        """Return which of x, topk_weight and `learned` need a gradient, from autograd's flag for
+        each op argument of SCHEMA.
+        """
         of = Experts.unpack(flags)
         up, down = (of.up, of.down) if self.up_trained is None else (of.up_trained, of.down_trained)
         return Gradients(x, up, down, topk_weight, of.up_bias, of.down_bias)
 
     def in_place(self, grads: "Gradients") -> tuple:
         """Return `grads` in the positions of the op arguments of SCHEMA."""
-        biases = {"up_bias": grads.up_bias, "down_bias": grads.down_bias, "activation": _NONE, "shared": None}
+        biases = {
+            "up_bias": grads.up_bias,
+            "down_bias": grads.down_bias,
+            "activation": _NONE,
+            "shared": None,
+        }
         if self.up_trained is None:
             return Experts(grads.up, grads.down, **biases).pack()
         return Experts(None, None, up_trained=grads.up, down_trained=grads.down, **biases).pack()
@@ -122,11 +166,15 @@ class Experts(NamedTuple):
 
     def at(self, e: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return up and down of expert e, whose row in the trained weights is `row`."""
-        return weight_at(e, row, self.up, self.up_trained), weight_at(e, row, self.down, self.down_trained)
+        return weight_at(e, row, self.up, self.up_trained), weight_at(
+            e, row, self.down, self.down_trained
+        )
 
 
 class Gradients(NamedTuple):
-    """Gradients of `moe_mlp`, None if the input is absent or needs none; as `needs`, flags of the requested ones."""
+    """Gradients of `moe_mlp`, None if the input is absent or needs none; as `needs`, flags of the
+    requested ones.
+    """
 
     x: torch.Tensor | None
     up: torch.Tensor | None
@@ -159,7 +207,8 @@ class Member(NamedTuple):
     def wide(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a view of its rows up to the padded end, [rows, ...].
 
-        Results for rows of later experts are overwritten when these are computed, as experts are processed in ascending order.
+        Results for rows of later experts are overwritten when these are computed, as experts are
+        processed in ascending order.
         """
         return rows[self.start : self.padded]
 
@@ -174,8 +223,11 @@ class Group(NamedTuple):
 
 
 def groups(bounds: list[int], everyone: list[bool], R: int, width: int):
-    """Yield groups of experts with rows, limited by GROUP_ELEMENTS; `everyone` marks experts that process every token."""
-    members, start = [], 0
+    """Yield groups of experts with rows, limited by GROUP_ELEMENTS; `everyone` marks experts that
+    process every token.
+    """
+    members = []
+    start = 0
     for e, (a, b) in enumerate(itertools.pairwise(bounds)):
         if a == b:
             continue
@@ -196,11 +248,14 @@ NOWHERE = Gradients(*[None] * len(Gradients._fields))
 
 
 def accumulate_into_grad(parameters: Iterable[torch.Tensor], enabled: bool = True) -> None:
-    """Make the backward pass add to the `.grad` (or `main_grad`) of the stacks [E, ., .] among `parameters` in place.
+    """Make the backward pass add to the `.grad` (or `main_grad`) of the stacks [E, ., .] among
+    `parameters` in place.
 
-    From the second micro-batch on, no separate gradient of a stack's size is allocated. The result equals autograd's sum up to
-    one rounding of each element. Autograd then sees no gradient and runs no hooks, so this is not for DDP or FSDP, which reduce
-    in hooks, nor for torch.autograd.grad. Code of torch.compile, or with create_graph=True, gets its gradient as usual.
+    From the second micro-batch on, no separate gradient of a stack's size is allocated. The result
+    equals autograd's sum up to one rounding of each element. Autograd then sees no gradient and
+    runs no hooks, so this is not for DDP or FSDP, which reduce in hooks, nor for
+    torch.autograd.grad. Code of torch.compile, or with create_graph=True, gets its gradient as
+    usual.
     """
     for parameter in parameters:
         if parameter.dim() == 3:
@@ -211,7 +266,9 @@ _ACCUMULATES = "moe_runtime_accumulates"
 
 
 def accumulating(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the parameter of `accumulate_into_grad` that `tensor` is or transposes; None for any other tensor."""
+    """Return the parameter of `accumulate_into_grad` that `tensor` is or transposes; None for any
+    other tensor.
+    """
     leaf = tensor if tensor.is_leaf else tensor._base
     if not getattr(leaf, _ACCUMULATES, False):
         return None
@@ -219,39 +276,64 @@ def accumulating(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two views of the same memory are equal; strides alone do not tell [E, 1, H] from [E, H, 1]."""
+    """Return whether two views of the same memory are equal; strides alone do not tell [E, 1, H]
+    from [E, H, 1].
+    """
     return a.shape == b.shape and a.stride() == b.stride()
 
 
 def gradients_so_far(learned: Gradients, leaves: Sequence[torch.Tensor | None]) -> Gradients:
-    """Return the existing gradients of `leaves`, the parameters of up and down; NOWHERE if there are none yet."""
+    """Return the existing gradients of `leaves`, the parameters of up and down; NOWHERE if there
+    are none yet.
+    """
     found = []
     for tensor, leaf in zip((learned.up, learned.down), leaves, strict=True):
-        grad = None if leaf is None or torch.is_grad_enabled() else getattr(leaf, "main_grad", leaf.grad)
+        if leaf is None or torch.is_grad_enabled():
+            grad = None
+        else:
+            grad = getattr(leaf, "main_grad", leaf.grad)
         found.append(grad if grad is None or _same_view(leaf, tensor) else grad.transpose(1, 2))
-    return NOWHERE if all(grad is None for grad in found) else NOWHERE._replace(up=found[0], down=found[1])
+    if all(grad is None for grad in found):
+        return NOWHERE
+    return NOWHERE._replace(up=found[0], down=found[1])
 
 
 def new_gradients(
-    experts: Experts, bounds: list[int], trained: list[int], needs: Gradients, into: Gradients = NOWHERE
+    experts: Experts,
+    bounds: list[int],
+    trained: list[int],
+    needs: Gradients,
+    into: Gradients = NOWHERE,
 ) -> Gradients:
-    """Allocate the gradients of the weights and biases requested by `needs`; zeros for experts without rows.
+    """Allocate the gradients of the weights and biases requested by `needs`; zeros for experts
+    without rows.
 
     `into` contains the gradients that are accumulated in place.
     """
     learned = experts.learned().only(needs)
     # page faults of fresh memory would take a sixth of the time of a pass with 64 experts
-    grads = Gradients(*(
-        old if t is None or old is not None else in_layout_of(t, lambda shape, t=t: lease(shape, t))
-        for t, old in zip(learned, into)
-    ))  # fmt: skip
+    grads = Gradients(
+        *(
+            old
+            if t is None or old is not None
+            else in_layout_of(t, lambda shape, t=t: lease(shape, t))
+            for t, old in zip(learned, into)
+        )
+    )
     E = len(trained)
     idle = [e for e in range(E) if bounds[e] == bounds[e + 1] or trained[e] < 0]
     # rows of trained weights that belong to no expert also get zeros
     busy = {e if experts.up_trained is None else trained[e] for e in set(range(E)).difference(idle)}
     unused = set(range(experts.learned().up.shape[0])).difference(busy)
-    for part, rows in ((grads.up, unused), (grads.down, unused), (grads.up_bias, idle), (grads.down_bias, idle)):
-        for row in rows if part is not None and part is not into.up and part is not into.down else ():
+    for part, rows in (
+        (grads.up, unused),
+        (grads.down, unused),
+        (grads.up_bias, idle),
+        (grads.down_bias, idle),
+    ):
+        for row in (
+            rows if part is not None and part is not into.up and part is not into.down else ()
+        ):
             part[row].zero_()
     return grads
 
@@ -261,13 +343,17 @@ def is_transposed(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 3 and tensor.stride(1) == 1 and tensor.stride(2) != 1
 
 
-def in_layout_of(tensor: torch.Tensor, new: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
+def in_layout_of(
+    tensor: torch.Tensor, new: Callable[[tuple[int, ...]], torch.Tensor]
+) -> torch.Tensor:
     """Return a tensor of this shape, allocated by `new`, with the memory order of `tensor` [...].
 
     Autograd uses a gradient in its parameter's layout as `.grad` directly, and copies any other.
     """
     shape = tuple(tensor.shape)
-    return new((shape[0], shape[2], shape[1])).transpose(1, 2) if is_transposed(tensor) else new(shape)
+    if is_transposed(tensor):
+        return new((shape[0], shape[2], shape[1])).transpose(1, 2)
+    return new(shape)
 
 
 def add_product(dy, x, out, adds: bool) -> None:
@@ -275,12 +361,17 @@ def add_product(dy, x, out, adds: bool) -> None:
     out.add_(torch.mm(dy.t(), x)) if adds else torch.mm(dy.t(), x, out=out)
 
 
-def weight_gradients(grads: Gradients, member: Member, row: int, dy, wh, dz, rows, row_weight, into=NOWHERE) -> None:
-    """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the rows.
+def weight_gradients(
+    grads: Gradients, member: Member, row: int, dy, wh, dz, rows, row_weight, into=NOWHERE
+) -> None:
+    """Fill an expert's gradients: down[row] = dy^T wh, up[row] = dz^T x; biases are sums over the
+    rows.
 
     Gradients in `into` are accumulated.
     """
-    e, dy, dz = member.expert, member.own(dy), member.own(dz)
+    e = member.expert
+    dy = member.own(dy)
+    dz = member.own(dz)
     if grads.down is not None:
         add_product(dy, member.own(wh), grads.down[row], into.down is not None)
     if grads.up is not None:

@@ -1,8 +1,10 @@
-"""FLOP formulas of the ops for torch.utils.flop_counter.FlopCounterMode, which count matrix products.
+"""FLOP formulas of the ops for torch.utils.flop_counter.FlopCounterMode, which count matrix
+products.
 
-A product of [m, k] and [k, n] counts 2 m n k, and elementwise ops count 0, as in torch. T tokens with K slots are R = T K rows
-for any routing: a dropped slot, or the weight gradient of a frozen expert, is counted as if it were computed, as the formulas
-see shapes but no values. A pre-activation that the backward pass recomputes is counted again.
+A product of [m, k] and [k, n] counts 2 m n k, and elementwise ops count 0, as in torch. T tokens
+with K slots are R = T K rows for any routing: a dropped slot, or the weight gradient of a frozen
+expert, is counted as if it were computed, as the formulas see shapes but no values. A
+pre-activation that the backward pass recomputes is counted again.
 """
 
 import sys
@@ -50,10 +52,15 @@ def _merged_linear_backward(dout, x, weight, merged, *_, **__) -> int:
 
 
 def _lora(x, base, halves, E: int, K: int) -> tuple[int, list[int]]:
-    """Count one of the base's three products, and each half's: over all tokens on the H side, over their rows on the I side."""
-    T, rows = x[0], x[0] * min(K, E)
+    """Count one of the base's three products, and each half's: over all tokens on the H side, over
+    their rows on the I side.
+    """
+    T = x[0]
+    rows = x[0] * min(K, E)
     each = [0 if half is None else 2 * prod(half[1:]) for half in halves]
-    return 2 * T * prod(base), [n * (T * E if at in (0, 2, 5) else rows) for at, n in enumerate(each)]
+    return 2 * T * prod(base), [
+        n * (T * E if at in (0, 2, 5) else rows) for at, n in enumerate(each)
+    ]
 
 
 def _lora_mlp(x, gate, up, down, gate_bias, up_bias, topk_weight, topk_idx, *rest, **_) -> int:
@@ -61,28 +68,59 @@ def _lora_mlp(x, gate, up, down, gate_bias, up_bias, topk_weight, topk_idx, *res
     return 3 * base + sum(halves)
 
 
-def _lora_mlp_backward(dout, z, low, need_x, needs, x, gate, up, down, gate_bias, up_bias, topk_weight, topk_idx, *rest, **_):
+def _lora_mlp_backward(
+    dout,
+    z,
+    low,
+    need_x,
+    needs,
+    x,
+    gate,
+    up,
+    down,
+    gate_bias,
+    up_bias,
+    topk_weight,
+    topk_idx,
+    *rest,
+    **_,
+):
     base, halves = _lora(x, gate, rest[:6], rest[6], topk_weight[1])
     again = 2 * base if z[0] != x[0] else 0
     first = halves[0] + halves[2]
-    # the rows' pre-activation again, and the gradient of every product's input; dx and the halves' gradients if needed
+    # the rows' pre-activation again, and the gradient of every product's input; dx and the halves'
+    # gradients if needed
     inner = 2 * (halves[1] + halves[3]) + halves[4] + halves[5]
-    return base + again + inner + need_x * (2 * base + first) + sum(n for n, need in zip(halves, needs) if need)
+    return (
+        base
+        + again
+        + inner
+        + need_x * (2 * base + first)
+        + sum(n for n, need in zip(halves, needs) if need)
+    )
 
 
 def _pairs(R: int, arguments, needs=None) -> int:
-    """Count the products of rank r: one with each half, and in the backward pass also those of their gradients."""
+    """Count the products of rank r: one with each half, and in the backward pass also those of
+    their gradients.
+    """
     halves = [prod(half) // half[0] for half in arguments[10:14] if half is not None]
-    return 2 * R * sum(halves) if needs is None else 2 * R * (sum(halves) + sum(n for n, need in zip(halves, needs) if need))
+    if needs is None:
+        return 2 * R * sum(halves)
+    return 2 * R * (sum(halves) + sum(n for n, need in zip(halves, needs) if need))
 
 
 def _frozen_mlp(x, topk_weight, topk_idx, *arguments, **_) -> int:
-    up, down = arguments[3], arguments[7]
+    up = arguments[3]
+    down = arguments[7]
     return 2 * prod(topk_idx) * (prod(up[1:]) + prod(down[1:])) + _pairs(prod(topk_idx), arguments)
 
 
 def _frozen_mlp_backward(dout, x, topk_weight, *arguments, **_) -> int:
-    R, up, down, needs = prod(topk_weight), arguments[3], arguments[7], arguments[-2]
+    R = prod(topk_weight)
+    up = arguments[3]
+    down = arguments[7]
+    needs = arguments[-2]
     return 2 * R * (prod(up[1:]) * needs[0] + prod(down[1:])) + _pairs(R, arguments, needs[4:])
 
 
@@ -97,32 +135,45 @@ def _fused_gradients(*args, **_) -> int:
 
 
 FORMULAS = {
-    "moe_mlp": _moe_mlp, "moe_mlp_backward": _moe_mlp_backward, "moe_layer": _moe_layer,
-    "moe_layer_backward": _moe_layer_backward, "grouped_gemm": lambda x, weight, *_, **__: 2 * x[0] * prod(weight[1:]),
-    "grouped_gemm_backward": _grouped_gemm_backward, "frozen_mlp": _frozen_mlp, "frozen_mlp_backward": _frozen_mlp_backward,
+    "moe_mlp": _moe_mlp,
+    "moe_mlp_backward": _moe_mlp_backward,
+    "moe_layer": _moe_layer,
+    "moe_layer_backward": _moe_layer_backward,
+    "grouped_gemm": lambda x, weight, *_, **__: 2 * x[0] * prod(weight[1:]),
+    "grouped_gemm_backward": _grouped_gemm_backward,
+    "frozen_mlp": _frozen_mlp,
+    "frozen_mlp_backward": _frozen_mlp_backward,
     "merge_experts": lambda weight, *_, **__: 2 * prod(weight),
     "merge_experts_backward_alpha": lambda dout, weight, *_, **__: 2 * prod(weight),
     "merged_linear": lambda x, weight, alpha, merged, *_, **__: 2 * prod(x[:-1]) * prod(merged),
-    "merged_linear_backward": _merged_linear_backward, "lora_mlp": _lora_mlp, "lora_mlp_backward": _lora_mlp_backward,
+    "merged_linear_backward": _merged_linear_backward,
+    "lora_mlp": _lora_mlp,
+    "lora_mlp_backward": _lora_mlp_backward,
     "fused_nll": lambda gate, labels, hidden, heads, *_, **__: _heads(hidden, heads),
-    "fused_nll_backward": _fused_gradients, "fused_loss": _fused_gradients,
+    "fused_nll_backward": _fused_gradients,
+    "fused_loss": _fused_gradients,
     "gram": lambda experts, *_, **__: 2 * experts[0] * prod(experts),
-}  # fmt: skip
+}
 
 
 def announce(*_, **__):
-    """Register the formulas with torch's counter, which asks each op whether it decomposes before it looks for a formula.
+    """Register the formulas with torch's counter, which asks each op whether it decomposes before
+    it looks for a formula.
 
-    This is not done at import, as the counter's module imports triton (130 ms). Our ops do not decompose (NotImplemented).
+    This is not done at import, as the counter's module imports triton (130 ms). Our ops do not
+    decompose (NotImplemented).
     """
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is not None:
         ops = torch.ops.moe_runtime
         formulas = {
-            getattr(ops, name): counter.shape_wrapper(formula) for name, formula in FORMULAS.items() if hasattr(ops, name)
+            getattr(ops, name): counter.shape_wrapper(formula)
+            for name, formula in FORMULAS.items()
+            if hasattr(ops, name)
         }
         counter.flop_registry |= formulas
-        for mode in _get_current_dispatch_mode_stack():  # a counter copies the registry when it is created
+        # a counter copies the registry when it is created
+        for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, counter._FlopCounterMode):
                 mode.counter.flop_registry |= formulas
     return NotImplemented

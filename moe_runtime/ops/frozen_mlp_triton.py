@@ -1,9 +1,13 @@
-"""The Triton backend of `frozen_mlp`: the kernels of `moe_mlp_triton`, whose products add a low-rank term in their epilogues.
+"""The Triton backend of `frozen_mlp`: the kernels of `moe_mlp_triton`, whose products add a
+low-rank term in their epilogues.
 
-forward   low of up (gathers), up with its term and the activation, low of down, down with its term, combine
-backward  d_low of down (gathers), dz with its term, d_low of up, dx with its term, sum of each token's rows, dA, dB
+forward   low of up (gathers), up with its term and the activation, low of down, down with its term,
+          combine
+backward  d_low of down (gathers), dz with its term, d_low of up, dx with its term, sum of each
+          token's rows, dA, dB
 
-A term is low[r] B_e, a product of rank r with a separate accumulator that is added after the loop over the base's sum.
+A term is low[r] B_e, a product of rank r with a separate accumulator that is added after the loop
+over the base's sum.
 """
 
 import torch
@@ -19,7 +23,9 @@ from moe_runtime.ops.moe_mlp_triton import Layer, sum_rows
 
 
 class _Layer(Layer):
-    """A layer of `moe_mlp_triton` over frozen stacks, and the products with its low-rank matrices."""
+    """A layer of `moe_mlp_triton` over frozen stacks, and the products with its low-rank
+    matrices.
+    """
 
     def __init__(self, experts: FrozenExperts, offsets, row_slot, slots: int):
         stacks = (_operand(stack) for stack in (experts.up, experts.down))
@@ -27,17 +33,23 @@ class _Layer(Layer):
         super().__init__(stacks, offsets, row_slot, slots)
 
     def choose(self, kernel: str, x, N: int, K: int):
-        """Return the launch config; packed weights are read through pointers, with steps of at most 64 along the sum."""
+        """Return the launch config; packed weights are read through pointers, with steps of at most
+        64 along the sum.
+        """
         tile = super().choose(kernel, x, N, K)
         up = self.experts.up
-        return fit_packed(tile, kernel, up.format) if isinstance(up, PackedWeight) and kernel != "dw" else tile
+        if isinstance(up, PackedWeight) and kernel != "dw":
+            return fit_packed(tile, kernel, up.format)
+        return tile
 
     def gathered(self, x, half):
-        """Return x[token] half[e]^T [R, r] of all rows: the up projection without an activation's gate is this product."""
+        """Return x[token] half[e]^T [R, r] of all rows: the up projection without an activation's
+        gate is this product.
+        """
         tile = self.choose("down", x, half.shape[1], half.shape[2])
         return grouped_gemm.up_forward(
             x, half, None, self.row_slot, self.map(tile), self.slots, "relu", False, True, tile
-        )[0]  # fmt: skip
+        )[0]
 
     def of_rows(self, rows, half):
         """Return rows[r] half[e]^T [R, r] of rows in expert order."""
@@ -47,20 +59,29 @@ class _Layer(Layer):
     def gradient(self, low, rows, gather: str | None, like):
         """Return low^T rows [E, r, n], in the order of `like`."""
         tile = self.choose("dw", rows, rows.shape[1], low.shape[1])
-        grad = backwards.weight_backward(low, rows, self.row_slot, self.offsets, self.slots, gather, tile)
+        grad = backwards.weight_backward(
+            low, rows, self.row_slot, self.offsets, self.slots, gather, tile
+        )
         out = in_order_of(like)
         return grad if out.stride() == grad.stride() else out.copy_(grad)
 
 
 def _operand(stack: Stack):
-    """Return the launchers' arguments for a stack; the scales of a packed one are converted to float32, one per group."""
+    """Return the launchers' arguments for a stack; the scales of a packed one are converted to
+    float32, one per group.
+    """
     if not stack.format:
         return stack.data
-    data, name = stack.data.contiguous(), stack.format  # the kernels read the bytes of a row one after the other
+    # the kernels read the bytes of a row one after the other
+    data = stack.data.contiguous()
+    name = stack.format
     return PackedWeight(
-        data if data.dtype == torch.uint8 else data.view(torch.uint8), packed.scale_of(data, stack.scales, name).contiguous(),
-        packed.of_name(name).number, tuple(stack.shape), name.endswith(packed.TRANSPOSED),
-    )  # fmt: skip
+        data if data.dtype == torch.uint8 else data.view(torch.uint8),
+        packed.scale_of(data, stack.scales, name).contiguous(),
+        packed.of_name(name).number,
+        tuple(stack.shape),
+        name.endswith(packed.TRANSPOSED),
+    )
 
 
 def _low(pair: Pair | None, product, rows):
@@ -68,7 +89,9 @@ def _low(pair: Pair | None, product, rows):
 
 
 def forward(x, experts: FrozenExperts, topk_weight, topk_idx, save: bool, backend: str):
-    """Return out [T, H], z [R, 2I or I], the low [R, r] of up and of down (empty unless `save`), offsets [E + 1], row_slot."""
+    """Return out [T, H], z [R, 2I or I], the low [R, r] of up and of down (empty unless `save`),
+    offsets [E + 1], row_slot.
+    """
     E, (up, down) = experts.up.shape[0], (experts.up_lora, experts.down_lora)
     offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
     layer = _Layer(experts, offsets, row_slot, topk_idx.shape[1])
@@ -76,17 +99,42 @@ def forward(x, experts: FrozenExperts, topk_weight, topk_idx, save: bool, backen
     z, h = layer.up(x, save, None if up is None else LowRank(up_low, up.b))
     down_low = _low(down, layer.of_rows, h)
     y = layer.down(h, None if down is None else LowRank(down_low, down.b))
-    lows = [x.new_empty(layer.R if save else 0, 0) if low is None else low if save else low[:0] for low in (up_low, down_low)]
-    return combine.combine_forward(y, topk_weight, slot_row, offsets[E:]), z, *lows, offsets, row_slot
+    lows = [
+        x.new_empty(layer.R if save else 0, 0) if low is None else low if save else low[:0]
+        for low in (up_low, down_low)
+    ]
+    return (
+        combine.combine_forward(y, topk_weight, slot_row, offsets[E:]),
+        z,
+        *lows,
+        offsets,
+        row_slot,
+    )
 
 
-def backward(dout, x, experts: FrozenExperts, topk_weight, z, lows, offsets, row_slot, needs: FrozenGradients,
-             backend: str) -> FrozenGradients:  # fmt: skip
+def backward(
+    dout,
+    x,
+    experts: FrozenExperts,
+    topk_weight,
+    z,
+    lows,
+    offsets,
+    row_slot,
+    needs: FrozenGradients,
+    backend: str,
+) -> FrozenGradients:
     """Compute the gradients requested by `needs` from `dout` [T, H]; stacks get none."""
-    (T, K), E, (up, down) = topk_weight.shape, experts.up.shape[0], (experts.up_lora, experts.down_lora)
+    (T, K), E, (up, down) = (
+        topk_weight.shape,
+        experts.up.shape[0],
+        (experts.up_lora, experts.down_lora),
+    )
     layer, (up_low, down_low) = _Layer(experts, offsets, row_slot, K), lows
     down_dlow = None if down is None else layer.gathered(dout, down.b)
-    dz, wh, partial = layer.dz(dout, z, topk_weight, needs.down_a, None if down is None else LowRank(down_dlow, down.a))
+    dz, wh, partial = layer.dz(
+        dout, z, topk_weight, needs.down_a, None if down is None else LowRank(down_dlow, down.a)
+    )
     up_dlow = None if up is None else layer.of_rows(dz, up.b)
     rows = layer.dx(dz, None if up is None else LowRank(up_dlow, up.a)) if needs.x else None
     dx, dweight = sum_rows(rows, dispatch.invert(row_slot), partial, T, K, offsets[E:], None)
@@ -94,11 +142,14 @@ def backward(dout, x, experts: FrozenExperts, topk_weight, z, lows, offsets, row
         down_low = down_low * topk_weight.reshape(-1)[row_slot.long()].to(down_low.dtype)[:, None]
     order = (row_slot, offsets, K)
     return FrozenGradients(
-        x=dx, topk_weight=dweight,
+        x=dx,
+        topk_weight=dweight,
         up_bias=backwards.bias_backward(dz, None, *order, False) if needs.up_bias else None,
-        down_bias=backwards.bias_backward(dout, topk_weight, *order, True) if needs.down_bias else None,
+        down_bias=backwards.bias_backward(dout, topk_weight, *order, True)
+        if needs.down_bias
+        else None,
         up_a=layer.gradient(up_dlow, x, "x", up.a) if needs.up_a else None,
         up_b=layer.gradient(up_low, dz, None, up.b) if needs.up_b else None,
         down_a=layer.gradient(down_dlow, wh, None, down.a) if needs.down_a else None,
         down_b=layer.gradient(down_low, dout, "x", down.b) if needs.down_b else None,
-    )  # fmt: skip
+    )

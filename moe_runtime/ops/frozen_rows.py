@@ -1,6 +1,8 @@
-"""Common parts of the backends of `frozen_mlp`: frozen stacks (dense or packed), low-rank terms, and an expert's weight.
+"""Common parts of the backends of `frozen_mlp`: frozen stacks (dense or packed), low-rank terms,
+and an expert's weight.
 
-A stack is never converted as a whole: `weight_of` returns one expert's weight, as a view or in reused memory.
+A stack is never converted as a whole: `weight_of` returns one expert's weight, as a view or in
+reused memory.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,13 @@ from moe_runtime.ops.workspace import scratch
 _STACK = "Tensor {0}, Tensor[] {0}_scales, str {0}_format, SymInt[] {0}_shape"
 # schema of a `FrozenExperts` in the ops
 SCHEMA = (
-    f"{_STACK.format('up')}, {_STACK.format('down')}, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, "
+    f"{_STACK.format('up')}, {_STACK.format('down')}, "
+    "Tensor? "
+    "up_bias, "
+    "Tensor? "
+    "down_bias, "
+    "Tensor? "
+    "up_a, Tensor? up_b, "
     f"Tensor? down_a, Tensor? down_b, {FORM}"
 )
 
@@ -23,7 +31,8 @@ SCHEMA = (
 class Stack(NamedTuple):
     """A frozen stack of E weights [out, in]."""
 
-    data: torch.Tensor  # dense: [E, out, in] with any strides; else the packed bytes in the layout of `format`
+    # dense: [E, out, in] with any strides; else the packed bytes in the layout of `format`
+    data: torch.Tensor
     scales: Sequence[torch.Tensor] = ()
     format: str = ""  # "" for a dense stack
     shape: Sequence[int] = ()  # E, out, in
@@ -59,7 +68,14 @@ class FrozenExperts(NamedTuple):
     def pack(self) -> tuple:
         """Return the op arguments of SCHEMA."""
         pairs = [half for pair in (self.up_lora, self.down_lora) for half in pair or (None, None)]
-        return *self.up.pack(), *self.down.pack(), self.up_bias, self.down_bias, *pairs, *self.activation
+        return (
+            *self.up.pack(),
+            *self.down.pack(),
+            self.up_bias,
+            self.down_bias,
+            *pairs,
+            *self.activation,
+        )
 
     @classmethod
     def unpack(cls, arguments: Sequence) -> "FrozenExperts":
@@ -67,7 +83,14 @@ class FrozenExperts(NamedTuple):
         n = len(Stack._fields)
         up_bias, down_bias, *rest = arguments[2 * n :]
         pairs = [None if rest[at] is None else Pair(*rest[at : at + 2]) for at in (0, 2)]
-        return cls(Stack(*arguments[:n]), Stack(*arguments[n : 2 * n]), up_bias, down_bias, *pairs, Activation(*rest[4:]))
+        return cls(
+            Stack(*arguments[:n]),
+            Stack(*arguments[n : 2 * n]),
+            up_bias,
+            down_bias,
+            *pairs,
+            Activation(*rest[4:]),
+        )
 
     def learned(self) -> "FrozenGradients":
         """Return the tensors that may get a gradient."""
@@ -76,7 +99,9 @@ class FrozenExperts(NamedTuple):
 
 
 class FrozenGradients(NamedTuple):
-    """Gradients of `frozen_mlp`, None if the input is absent or needs none; as `needs`, flags of the requested ones."""
+    """Gradients of `frozen_mlp`, None if the input is absent or needs none; as `needs`, flags of
+    the requested ones.
+    """
 
     x: torch.Tensor | None
     topk_weight: torch.Tensor | None
@@ -92,10 +117,13 @@ class FrozenGradients(NamedTuple):
         return FrozenGradients(*[grad if need else None for grad, need in zip(self, needs)])
 
 
-def weight_of(stack: Stack, e: int, dtype: torch.dtype, name: str, backend: str | None = None) -> torch.Tensor:
+def weight_of(
+    stack: Stack, e: int, dtype: torch.dtype, name: str, backend: str | None = None
+) -> torch.Tensor:
     """Return expert e's weight [out, in] in `dtype`: a view, or `scratch` memory of this `name`.
 
-    `backend` is that of the op, by which `packed.unpack` decides whether to use the compiled library.
+    `backend` is that of the op, by which `packed.unpack` decides whether to use the compiled
+    library.
     """
     if stack.format:
         shape = stack.shape[:0:-1] if stack.format.endswith(packed.TRANSPOSED) else stack.shape[1:]
@@ -110,7 +138,9 @@ def weight_of(stack: Stack, e: int, dtype: torch.dtype, name: str, backend: str 
 
 
 def in_order_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Allocate the gradient of a pair's `tensor` [E, r, n] in its memory order, which is [r, E, n] for PEFT's B."""
+    """Allocate the gradient of a pair's `tensor` [E, r, n] in its memory order, which is [r, E, n]
+    for PEFT's B.
+    """
     if tensor.dim() == 3 and tensor.stride(0) < tensor.stride(1):
         return tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1)
     return tensor.new_empty(tensor.shape)

@@ -1,19 +1,22 @@
-"""Mix the logits of several language models per token, and compute the mixture's cross-entropy without materializing it.
+"""Mix the logits of several language models per token, and compute the mixture's cross-entropy
+without materializing it.
 
 UltraFuser, Eq. (1):  o = sum_s w_s o_s,  o_s = h_s W_s^T;  w is the softmax of the gate's scores (`modules.fuser`)
 UltraFuser, Eq. (2):  L = sum_t CE(o_t, y_t)
 
-`hidden` h_s [..., H_s] are the specialists' last hidden states, whose logits predict the label; `heads` are W_s [V_s, H_s];
-`gate_weight` is w [..., S]. Vocabularies of different sizes are truncated to the common ids. With p = softmax(o) and do the
-gradient of a token's loss times (p - onehot(y)):
+`hidden` h_s [..., H_s] are the specialists' last hidden states, whose logits predict the label;
+`heads` are W_s [V_s, H_s]; `gate_weight` is w [..., S]. Vocabularies of different sizes are
+truncated to the common ids. With p = softmax(o) and do the gradient of a token's loss times (p -
+onehot(y)):
 
   dw_s = E_p[o_s] - o_s[y] = <do W_s, h_s>      dh_s = w_s do W_s      dW_s = do^T (w_s h_s)
 
-The first form of dw is a by-product of the softmax and suffices if the specialists are frozen (stage 1 of the paper): the
-backward pass then has no matrix product. If specialists train, chunks of tokens run forward and backward while their logits
-are in memory: during the forward pass if the loss is a scalar, by which the backward pass only scales the gradients; during
-the backward pass if reduction is "none", as the forward pass does not know the gradient. Matrix products are always torch's,
-whichever backend mixes the logits and computes their gradient.
+The first form of dw is a by-product of the softmax and suffices if the specialists are frozen
+(stage 1 of the paper): the backward pass then has no matrix product. If specialists train, chunks
+of tokens run forward and backward while their logits are in memory: during the forward pass if the
+loss is a scalar, by which the backward pass only scales the gradients; during the backward pass if
+reduction is "none", as the forward pass does not know the gradient. Matrix products are always
+torch's, whichever backend mixes the logits and computes their gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,11 +28,20 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from moe_runtime import backends
 from moe_runtime.config import check_choice
 from moe_runtime.ops import fusion_torch
-from moe_runtime.ops.library import LIB, compute_dtype, inputs_of, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import (
+    LIB,
+    compute_dtype,
+    inputs_of,
+    kind,
+    register,
+    register_backward,
+    wide_dtype,
+)
 from moe_runtime.ops.workspace import scratch
 
 REDUCTIONS = ("mean", "sum", "none")
-CHUNK = 1 << 24  # logits in memory at a time on the CPU; 8 times as many on a GPU, whose products need more rows
+# logits in memory at a time on the CPU; 8 times as many on a GPU, whose products need more rows
+CHUNK = 1 << 24
 
 
 def common_vocabulary(heads: Sequence[torch.Tensor]) -> int:
@@ -38,7 +50,9 @@ def common_vocabulary(heads: Sequence[torch.Tensor]) -> int:
 
 
 def kept(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a sum over tokens before it is scaled by the loss's gradient, about 1 / tokens."""
+    """Return the dtype of a sum over tokens before it is scaled by the loss's gradient, about 1 /
+    tokens.
+    """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -51,20 +65,26 @@ def kernels_of(backend: str):
     return fusion
 
 
-def fuse_logits(hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tensor:
-    """Compute Eq. (1): `hidden` S of [..., H_s], `heads` S of [V_s, H_s], `gate_weight` [..., S] -> [..., V] float32.
+def fuse_logits(
+    hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor
+) -> torch.Tensor:
+    """Compute Eq. (1): `hidden` S of [..., H_s], `heads` S of [V_s, H_s], `gate_weight` [..., S] ->
+    [..., V] float32.
 
-    For generation, with few positions: each specialist's logits are materialized, first on its device, then on gate_weight's.
-    Differentiable.
+    For generation, with few positions: each specialist's logits are materialized, first on its
+    device, then on gate_weight's. Differentiable.
     """
     _check(hidden, heads, gate_weight)
     V = common_vocabulary(heads)
     pairs = zip(hidden, heads, strict=True)
-    return mix((F.linear(h, head if len(head) == V else head[:V]) for h, head in pairs), gate_weight)
+    return mix(
+        (F.linear(h, head if len(head) == V else head[:V]) for h, head in pairs), gate_weight
+    )
 
 
 def mix(parts: Iterable[torch.Tensor], gate_weight: torch.Tensor) -> torch.Tensor:
-    """Compute Eq. (1) from logits: `parts` S of [..., V_s], consumed one by one, `gate_weight` [..., S] -> [..., V] >= float32.
+    """Compute Eq. (1) from logits: `parts` S of [..., V_s], consumed one by one, `gate_weight`
+    [..., S] -> [..., V] >= float32.
 
     The result has the common ids, on gate_weight's device. Differentiable.
     """
@@ -83,28 +103,42 @@ def _first(logits: torch.Tensor, V: int) -> torch.Tensor:
 
 
 def fused_cross_entropy(
-    hidden: Sequence[torch.Tensor], heads: Sequence[torch.Tensor], gate_weight: torch.Tensor, labels: torch.Tensor, *,
-    ignore_index: int = -100, reduction: str = "mean", backend: str | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Compute F.cross_entropy of `fuse_logits` and `labels` [...]: a scalar, or [...] if reduction is "none"; float32.
+    hidden: Sequence[torch.Tensor],
+    heads: Sequence[torch.Tensor],
+    gate_weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Compute F.cross_entropy of `fuse_logits` and `labels` [...]: a scalar, or [...] if reduction
+    is "none"; float32.
 
-    Differentiable in hidden, heads and gate_weight; supports autocast as F.linear does. Raises ValueError for mismatched
-    shapes, dtypes and devices, and on the CPU for labels outside the common vocabulary, which make the loss NaN on a GPU.
+    Differentiable in hidden, heads and gate_weight; supports autocast as F.linear does. Raises
+    ValueError for mismatched shapes, dtypes and devices, and on the CPU for labels outside the
+    common vocabulary, which make the loss NaN on a GPU.
     """
     _check(hidden, heads, gate_weight, labels)
     check_choice("reduction", reduction, REDUCTIONS)
-    S, shape = len(hidden), labels.shape
+    S = len(hidden)
+    shape = labels.shape
     hidden = [h.to(compute_dtype(h)).reshape(shape.numel(), h.shape[-1]) for h in hidden]
     heads = [head.to(compute_dtype(head)) for head in heads]
     gate = gate_weight.to(wide_dtype(hidden[0].dtype)).reshape(shape.numel(), S)
-    labels, chosen = labels.reshape(-1).long(), backends.pick("fused_cross_entropy", hidden[0], backend)
+    labels = labels.reshape(-1).long()
+    chosen = backends.pick("fused_cross_entropy", hidden[0], backend)
     grad = torch.is_grad_enabled() and not backends.exporting()
     needs = [[grad and t.requires_grad for t in tensors] for tensors in (hidden, heads)]
     if reduction != "none" and any(needs[0] + needs[1]):
-        total = torch.ops.moe_runtime.fused_loss(gate, labels, hidden, heads, ignore_index, *needs, chosen)[0]
+        total = torch.ops.moe_runtime.fused_loss(
+            gate, labels, hidden, heads, ignore_index, *needs, chosen
+        )[0]
     else:
         need_score = grad and gate.requires_grad and not any(needs[0] + needs[1])
-        nll, _ = torch.ops.moe_runtime.fused_nll(gate, labels, hidden, heads, ignore_index, need_score, chosen)
+        nll, _ = torch.ops.moe_runtime.fused_nll(
+            gate, labels, hidden, heads, ignore_index, need_score, chosen
+        )
         if reduction == "none":
             return nll.view(shape)
         total = nll.sum()
@@ -112,7 +146,9 @@ def fused_cross_entropy(
 
 
 def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return `total` [] divided by the number of `labels` [...] not ignored; NaN with zero gradients if none, as in torch."""
+    """Return `total` [] divided by the number of `labels` [...] not ignored; NaN with zero
+    gradients if none, as in torch.
+    """
     count = (labels != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp_min(1), torch.nan)
 
@@ -120,43 +156,73 @@ def mean_of(total: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tor
 def _check(hidden, heads, gate_weight, labels=None) -> None:
     """Raise ValueError for mismatched shapes, dtypes or devices."""
     shape = hidden[0].shape[:-1] if len(hidden) else ()
-    want = f"Expected hidden [..., H_s], heads [V_s, H_s] and gate_weight [..., {len(hidden)}] of the same positions"
+    want = (
+        "Expected hidden [..., H_s], heads [V_s, H_s] "
+        "and "
+        "gate_weight "
+        "[..., "
+        f"{len(hidden)}] "
+        "of "
+        "the same positions"
+    )
     if not 0 < len(hidden) == len(heads) or gate_weight.shape != (*shape, len(hidden)):
         got = f"there are {len(hidden)} hidden states [{tuple(shape)}, H_s] and {len(heads)} heads"
         raise ValueError(f"{want}, but gate_weight is {tuple(gate_weight.shape)} and {got}")
     for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
         fits = h.dim() > 0 and head.dim() == 2 and len(head) and h.shape[-1] == head.shape[1]
         if not fits or h.shape[:-1] != shape:
-            raise ValueError(f"{want}, but hidden[{s}] is {tuple(h.shape)} and heads[{s}] is {tuple(head.shape)}")
+            raise ValueError(
+                f"{want}, but hidden[{s}] is {tuple(h.shape)} and heads[{s}] is {tuple(head.shape)}"
+            )
     if labels is None:
         return
     if labels.shape != shape or labels.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"Expected labels {tuple(shape)} of int64 or int32, but labels is {kind(labels)}")
-    dtypes, devices = (
-        {compute_dtype(t) for t in (*hidden, *heads)},
-        {t.device for t in (*hidden, *heads, gate_weight, labels)},
-    )
+        raise ValueError(
+            f"Expected labels {tuple(shape)} of int64 or int32, but labels is {kind(labels)}"
+        )
+    dtypes = {compute_dtype(t) for t in (*hidden, *heads)}
+    devices = {t.device for t in (*hidden, *heads, gate_weight, labels)}
     if len(dtypes) > 1 or len(devices) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
         dtypes, devices = (", ".join(sorted(map(str, found))) for found in (dtypes, devices))
         got = f"hidden and heads are {dtypes}, with gate_weight and labels on {devices}"
-        raise ValueError(f"Expected one floating dtype and one device, but {got}. Cast the specialists or move the heads")
+        raise ValueError(
+            f"Expected one floating dtype and one device, but {got}. "
+            "Cast "
+            "the "
+            "specialists "
+            "or "
+            "move "
+            "the heads"
+        )
 
 
 def gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend):
-    """Return the loss of each token [T] and the gradients of sum(scale * loss): gate's, hidden's, heads'.
+    """Return the loss of each token [T] and the gradients of sum(scale * loss): gate's, hidden's,
+    heads'.
 
-    They are empty if not needed. Those of heads are float32 if a sum in a narrow dtype would be rounded more than once.
+    They are empty if not needed. Those of heads are float32 if a sum in a narrow dtype would be
+    rounded more than once.
     """
-    kernels, V, T = kernels_of(backend), common_vocabulary(heads), len(labels)
-    gate, hidden, heads = gate.contiguous(), [h.contiguous() for h in hidden], [head.contiguous() for head in heads]
-    nll, dgate = gate.new_empty(T), torch.empty_like(gate)
-    dhidden = [torch.empty_like(h) if need else h.new_empty(0) for h, need in zip(hidden, need_hidden, strict=True)]
+    kernels = kernels_of(backend)
+    V = common_vocabulary(heads)
+    T = len(labels)
+    gate = gate.contiguous()
+    hidden = [h.contiguous() for h in hidden]
+    heads = [head.contiguous() for head in heads]
+    nll = gate.new_empty(T)
+    dgate = torch.empty_like(gate)
+    dhidden = [
+        torch.empty_like(h) if need else h.new_empty(0)
+        for h, need in zip(hidden, need_hidden, strict=True)
+    ]
     # slices of equally many tokens whose mixed logits are in memory together
     most = max((CHUNK if gate.device.type == "cpu" else 8 * CHUNK) // V, 1)
     step = max(-(-T // max(-(-T // most), 1)), 1)
     chunks = [slice(start, min(start + step, T)) for start in range(0, T, step)]
     sums = [
-        head.new_zeros(head.shape, dtype=wide_dtype(head.dtype) if len(chunks) > 1 else kept(head.dtype))
+        head.new_zeros(
+            head.shape, dtype=wide_dtype(head.dtype) if len(chunks) > 1 else kept(head.dtype)
+        )
         if need
         else head.new_empty(0)
         for head, need in zip(heads, need_heads, strict=True)
@@ -187,7 +253,8 @@ def _add_product(total, a, b) -> None:
         total.addmm_(a, b)
     elif total.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # the product may overflow before the loss's gradient scales it down
+    # the product may overflow before the loss's gradient scales it down
+    elif a.dtype == torch.float16:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
     else:
         total.add_(torch.mm(a, b, out=scratch("fusion dhead", total.shape, b)))
@@ -195,30 +262,67 @@ def _add_product(total, a, b) -> None:
 
 LISTS = "Tensor[] hidden, Tensor[] heads, int ignore_index"
 NEEDS = "bool[] need_hidden, bool[] need_heads, str backend"
-LIB.define(f"fused_nll(Tensor gate, Tensor labels, {LISTS}, bool need_score, str backend) -> (Tensor, Tensor)")
-LIB.define("fused_nll_backward_gate(Tensor dnll, Tensor score, Tensor gate, str backend) -> Tensor")
-LIB.define(f"fused_nll_backward(Tensor dnll, Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, Tensor[], Tensor[])")
-LIB.define(f"fused_loss(Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, Tensor, Tensor[], Tensor[])")
 LIB.define(
-    "fused_loss_backward(Tensor dloss, Tensor gate, Tensor[] hidden, Tensor[] heads, Tensor dgate, Tensor[] dhidden, "
+    f"fused_nll(Tensor gate, Tensor labels, {LISTS}, bool "
+    "need_score, "
+    "str "
+    "backend) "
+    "-> "
+    "(Tensor, "
+    "Tensor)"
+)
+LIB.define("fused_nll_backward_gate(Tensor dnll, Tensor score, Tensor gate, str backend) -> Tensor")
+LIB.define(
+    "fused_nll_backward(Tensor dnll, Tensor gate, Tensor "
+    "labels, "
+    f"{LISTS}, "
+    f"{NEEDS}) "
+    "-> "
+    "(Tensor, "
+    "Tensor[], Tensor[])"
+)
+LIB.define(
+    f"fused_loss(Tensor gate, Tensor labels, {LISTS}, "
+    f"{NEEDS}) "
+    "-> "
+    "(Tensor, "
+    "Tensor, "
+    "Tensor[], "
+    "Tensor[])"
+)
+LIB.define(
+    "fused_loss_backward(Tensor dloss, Tensor gate, "
+    "Tensor[] "
+    "hidden, "
+    "Tensor[] "
+    "heads, "
+    "Tensor "
+    "dgate, Tensor[] dhidden, "
     "Tensor[] dheads, str backend) -> (Tensor, Tensor[], Tensor[])"
 )
-NLLInputs, LossInputs = inputs_of("fused_nll"), inputs_of("fused_loss")
+NLLInputs = inputs_of("fused_nll")
+LossInputs = inputs_of("fused_loss")
 
 
 def check_labels(labels, ignore_index, V) -> None:
-    """Raise ValueError for a label outside the common vocabulary; on the CPU only, as it would synchronize a GPU."""
+    """Raise ValueError for a label outside the common vocabulary; on the CPU only, as it would
+    synchronize a GPU.
+    """
     if labels.device.type == "cpu":
         bad = (labels != ignore_index) & ((labels < 0) | (labels >= V))
         if bad.any():
             got = f"got {int(labels[bad][0])} (ignore_index is {ignore_index})"
-            raise ValueError(f"labels must be below {V}, the size of the smallest vocabulary, but {got}")
+            raise ValueError(
+                f"labels must be below {V}, the size of the smallest vocabulary, but {got}"
+            )
 
 
 def _nll(gate, labels, hidden, heads, ignore_index, need_score, backend):
     V = common_vocabulary(heads)
     check_labels(labels, ignore_index, V)
-    return kernels_of(backend).fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score)
+    return kernels_of(backend).fused_loss_forward(
+        gate, labels, hidden, heads, V, ignore_index, need_score
+    )
 
 
 def _nll_fake(gate, labels, hidden, heads, ignore_index, need_score, backend):
@@ -230,10 +334,14 @@ def _only(grads, needs) -> list:
 
 
 def _nll_setup_context(ctx, inputs, output):
-    i, score = NLLInputs(*inputs), output[1]
+    i = NLLInputs(*inputs)
+    score = output[1]
     ctx.mark_non_differentiable(score)
     ctx.set_materialize_grads(False)
-    ctx.S, ctx.ignore_index, ctx.need_score, ctx.backend = len(i.hidden), i.ignore_index, i.need_score, i.backend
+    ctx.S = len(i.hidden)
+    ctx.ignore_index = i.ignore_index
+    ctx.need_score = i.need_score
+    ctx.backend = i.backend
     ctx.save_for_backward(i.gate, *(score,) if i.need_score else (i.labels, *i.hidden, *i.heads))
 
 
@@ -246,22 +354,41 @@ def _nll_autograd(ctx, dnll, _):
     elif dnll is not None:
         needs, (labels, *tensors) = NLLInputs(*ctx.needs_input_grad), saved
         dgate, dhidden, dheads = torch.ops.moe_runtime.fused_nll_backward(
-            dnll, gate, labels, tensors[:S], tensors[S:], ctx.ignore_index, needs.hidden, needs.heads, ctx.backend
+            dnll,
+            gate,
+            labels,
+            tensors[:S],
+            tensors[S:],
+            ctx.ignore_index,
+            needs.hidden,
+            needs.heads,
+            ctx.backend,
         )
-        grads = NLLInputs(gate=dgate, hidden=_only(dhidden, needs.hidden), heads=_only(dheads, needs.heads))
+        grads = NLLInputs(
+            gate=dgate, hidden=_only(dhidden, needs.hidden), heads=_only(dheads, needs.heads)
+        )
     return tuple(grads)
 
 
-def _nll_backward(dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+def _nll_backward(
+    dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend
+):
     scale = torch.where(labels != ignore_index, dnll, 0.0)
-    _, *grads, sums = gradients(gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend)
+    _, *grads, sums = gradients(
+        gate, labels, scale, hidden, heads, ignore_index, need_hidden, need_heads, backend
+    )
     return *grads, [total.to(head.dtype) for total, head in zip(sums, heads, strict=True)]
 
 
-def _gradients_fake(dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
+def _gradients_fake(
+    dnll, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend
+):
     pairs = zip((hidden, heads), (need_hidden, need_heads), strict=True)
     return torch.empty_like(gate), *(
-        [torch.empty_like(t, memory_format=torch.contiguous_format) if need else t.new_empty(0) for t, need in zip(*p)]
+        [
+            torch.empty_like(t, memory_format=torch.contiguous_format) if need else t.new_empty(0)
+            for t, need in zip(*p)
+        ]
         for p in pairs
     )
 
@@ -269,18 +396,29 @@ def _gradients_fake(dnll, gate, labels, hidden, heads, ignore_index, need_hidden
 def _loss(gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
     check_labels(labels, ignore_index, common_vocabulary(heads))
     valid = (labels != ignore_index).to(gate.dtype)
-    nll, *grads, sums = gradients(gate, labels, valid, hidden, heads, ignore_index, need_hidden, need_heads, backend)
-    return nll.sum(), *grads, [total.to(kept(head.dtype)) for total, head in zip(sums, heads, strict=True)]
+    nll, *grads, sums = gradients(
+        gate, labels, valid, hidden, heads, ignore_index, need_hidden, need_heads, backend
+    )
+    return (
+        nll.sum(),
+        *grads,
+        [total.to(kept(head.dtype)) for total, head in zip(sums, heads, strict=True)],
+    )
 
 
 def _loss_fake(gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend):
-    *grads, dheads = _gradients_fake(None, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend)
+    *grads, dheads = _gradients_fake(
+        None, gate, labels, hidden, heads, ignore_index, need_hidden, need_heads, backend
+    )
     return gate.new_empty(()), *grads, [grad.to(kept(grad.dtype)) for grad in dheads]
 
 
 def _loss_setup_context(ctx, inputs, output):
     i, (_, dgate, dhidden, dheads) = LossInputs(*inputs), output
-    ctx.S, ctx.need_hidden, ctx.need_heads, ctx.backend = len(i.hidden), i.need_hidden, i.need_heads, i.backend
+    ctx.S = len(i.hidden)
+    ctx.need_hidden = i.need_hidden
+    ctx.need_heads = i.need_heads
+    ctx.backend = i.backend
     ctx.mark_non_differentiable(dgate, *dhidden, *dheads)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(dgate, i.gate, *dhidden, *dheads, *i.hidden, *i.heads)
@@ -292,14 +430,23 @@ def _loss_autograd(ctx, dloss, *_):
         return tuple(LossInputs(hidden=[None] * S, heads=[None] * S))
     dgate, gate, *lists = ctx.saved_tensors
     dhidden, dheads, hidden, heads = (lists[at : at + S] for at in range(0, 4 * S, S))
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _graph_is_kept():
+    if (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or _graph_is_kept()
+    ):
         dgate, dhidden, dheads = torch.ops.moe_runtime.fused_loss_backward(
             dloss, gate, hidden, heads, dgate, dhidden, dheads, ctx.backend
         )
     else:  # not needed again, so the heads' gradients need not be in memory twice
         dgate, *dhidden = (_scale_in_place(grad, dloss) for grad in (dgate, *dhidden))
-        dheads = [_scale_in_place(grad, dloss).to(head.dtype) for grad, head in zip(dheads, heads, strict=True)]
-    dhidden, dheads = _only(dhidden, ctx.need_hidden), _only(dheads, ctx.need_heads)
+        dheads = [
+            _scale_in_place(grad, dloss).to(head.dtype)
+            for grad, head in zip(dheads, heads, strict=True)
+        ]
+    dhidden = _only(dhidden, ctx.need_hidden)
+    dheads = _only(dheads, ctx.need_heads)
     return tuple(LossInputs(gate=dgate, hidden=dhidden, heads=dheads))
 
 
@@ -313,12 +460,17 @@ _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph
 
 def _loss_backward(dloss, gate, hidden, heads, dgate, dhidden, dheads, backend):
     pairs = [([dgate], [gate]), (dhidden, hidden), (dheads, heads)]
-    (dgate,), *rest = ([(grad * _factor(dloss, grad)).to(t.dtype) for grad, t in zip(*pair, strict=True)] for pair in pairs)
+    (dgate,), *rest = (
+        [(grad * _factor(dloss, grad)).to(t.dtype) for grad, t in zip(*pair, strict=True)]
+        for pair in pairs
+    )
     return dgate, *rest
 
 
 def _factor(dloss, grad):
-    """Return `dloss` [] so that a product is rounded once; torch would convert a scalar to `grad`'s narrow dtype."""
+    """Return `dloss` [] so that a product is rounded once; torch would convert a scalar to `grad`'s
+    narrow dtype.
+    """
     return dloss.view([1] * grad.dim())
 
 

@@ -1,8 +1,8 @@
-"""The torch backend of `moe_runtime.ops.fusion`: the loss is computed over blocks of the vocabulary, gradients per chunk of
-tokens.
+"""The torch backend of `moe_runtime.ops.fusion`: the loss is computed over blocks of the
+vocabulary, gradients per chunk of tokens.
 
-Products are written to reused memory; elementwise ops run on pieces that stay in the cache. The functions have the signatures
-of those in kernels/fusion.py.
+Products are written to reused memory; elementwise ops run on pieces that stay in the cache. The
+functions have the signatures of those in kernels/fusion.py.
 """
 
 import math
@@ -17,9 +17,12 @@ ON_GPU = 1 << 26  # the same on a GPU, where a launch costs more than memory
 
 
 def fused_loss_forward(gate, labels, hidden, heads, V, ignore_index, need_score):
-    """Return the loss of each token [T] and, if requested, its gradient in the gate's weights [T, S], else [0]."""
+    """Return the loss of each token [T] and, if requested, its gradient in the gate's weights [T,
+    S], else [0].
+    """
     T, S = gate.shape
-    nll, score = gate.new_empty(T), gate.new_empty((T, S) if need_score else 0)
+    nll = gate.new_empty(T)
+    score = gate.new_empty((T, S) if need_score else 0)
     on_cpu = gate.device.type == "cpu"
     step = ROWS if on_cpu else max(ON_GPU // (S * 1024), 1)
     width = max((CACHED if on_cpu else ON_GPU) // (S * step) // 64 * 64, 64)
@@ -45,7 +48,10 @@ class _Sums:
         self.top, self.total = gate.new_full((T, 1), -math.inf), gate.new_zeros(T, 1)
         self.target = gate.new_full((T, 1), math.nan)  # stays NaN for a label that is in no block
         # E_p[o_s] times the total, and o_s of the label
-        self.mean, self.targets = (gate.new_zeros(S, T), gate.new_full((S, T), math.nan)) if need_score else (None, None)
+        if need_score:
+            self.mean, self.targets = (gate.new_zeros(S, T), gate.new_full((S, T), math.nan))
+        else:
+            self.mean, self.targets = (None, None)
 
     def add(self, parts, gate, labels):
         """Add a block: `parts` [S, T, n] is overwritten, `labels` are relative to its first id."""
@@ -53,7 +59,8 @@ class _Sums:
         mix = torch.mul(parts[0], gate[:, :1], out=scratch("fusion mix", parts.shape[1:], parts))
         for s in range(1, len(parts)):
             mix.addcmul_(parts[s], gate[:, s : s + 1])
-        inside, label = ((labels >= 0) & (labels < n))[:, None], labels.clamp(0, n - 1)[:, None]
+        inside = ((labels >= 0) & (labels < n))[:, None]
+        label = labels.clamp(0, n - 1)[:, None]
         self.target = torch.where(inside, mix.gather(1, label), self.target)
         top = torch.maximum(self.top, mix.amax(1, keepdim=True))
         shrink = torch.exp(self.top - top)
@@ -75,7 +82,8 @@ class _Sums:
 
 def _parts(hidden, heads, ids, gate):
     """Return each specialist's logits [S, T, n] of a slice of ids, in gate's dtype."""
-    T, n = len(hidden[0]), ids.stop - ids.start
+    T = len(hidden[0])
+    n = ids.stop - ids.start
     parts = scratch("fusion parts", (len(heads), T, n), gate)
     for part, h, head in zip(parts, hidden, heads, strict=True):
         if h.dtype == part.dtype:
@@ -86,16 +94,20 @@ def _parts(hidden, heads, ids, gate):
 
 
 def fused_logits_backward(gate, labels, scale, hidden, heads, V, ignore_index):
-    """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed logits [T, V].
+    """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed
+    logits [T, V].
 
     The gradient has hidden's dtype and is scratch memory, which the next call overwrites.
     """
     T = len(labels)
     logits, dlogits = _mixed_logits(gate, hidden, heads, V)
-    nll, label = gate.new_empty(T), labels.clamp(0, V - 1)[:, None]
+    nll = gate.new_empty(T)
+    label = labels.clamp(0, V - 1)[:, None]
     inside = (labels >= 0) & (labels < V)
     for rows in _cached_rows(T, V, gate.device):
-        block, y, weight = logits[rows], label[rows], scale[rows, None]
+        block = logits[rows]
+        y = label[rows]
+        weight = scale[rows, None]
         target = block.gather(1, y)
         top = block.amax(1, keepdim=True)
         total = block.sub_(top).exp_().sum(1, keepdim=True)
@@ -108,7 +120,9 @@ def fused_logits_backward(gate, labels, scale, hidden, heads, V, ignore_index):
 
 
 def _mixed_logits(gate, hidden, heads, V):
-    """Return the mixed logits [T, V] in gate's dtype, and memory for their gradient in hidden's dtype, possibly the same."""
+    """Return the mixed logits [T, V] in gate's dtype, and memory for their gradient in hidden's
+    dtype, possibly the same.
+    """
     T = len(gate)
     logits = scratch("fusion logits", (T, V), gate)
     if hidden[0].dtype == logits.dtype:
@@ -120,7 +134,8 @@ def _mixed_logits(gate, hidden, heads, V):
     for s, (h, head) in enumerate(zip(hidden, heads, strict=True)):
         torch.mm(h, head[:V].t(), out=part)
         for rows in _cached_rows(T, V, gate.device):
-            block, weight = logits[rows], gate[rows, s : s + 1]
+            block = logits[rows]
+            weight = gate[rows, s : s + 1]
             if s == 0:
                 torch.mul(part[rows], weight, out=block)
             else:
@@ -136,7 +151,9 @@ def _cached_rows(T, V, device):
 
 
 def fused_hidden_backward(dx, hidden, gate, dgate, dhidden, scaled):
-    """Write <dx, hidden> into `dgate` [T], gate * dx into `dhidden` [T, H] and gate * hidden into `scaled` [T, H]."""
+    """Write <dx, hidden> into `dgate` [T], gate * dx into `dhidden` [T, H] and gate * hidden into
+    `scaled` [T, H].
+    """
     product = scratch("fusion product", dx.shape, gate).copy_(dx)
     torch.sum(product.mul_(hidden), 1, out=dgate)
     if dhidden is not None:

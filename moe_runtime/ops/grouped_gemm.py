@@ -2,8 +2,9 @@
 
     y[r] = weight[e] x[r] + bias[e]   for expert_offsets[e] <= r < expert_offsets[e + 1];  y[r] = 0 after the last expert
 
-The building block of `moe_mlp`, for other computations between dispatch and combine. Also here the weights of trained experts
-may be stored separately: trained[trainable[e]] is then the weight of e if trainable[e] >= 0.
+The building block of `moe_mlp`, for other computations between dispatch and combine. Also here the
+weights of trained experts may be stored separately: trained[trainable[e]] is then the weight of e
+if trainable[e] >= 0.
 """
 
 import itertools
@@ -16,15 +17,23 @@ from moe_runtime.ops.library import LIB, inputs_of, kind, register, register_bac
 
 
 def grouped_gemm(
-    x: torch.Tensor, weight: torch.Tensor, expert_offsets: torch.Tensor, bias: torch.Tensor | None = None,
-    backend: str | None = None, *, trainable: torch.Tensor | None = None, trained: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Multiply `x` [R, in] by `weight` [E, out, in] with `expert_offsets` [E + 1] of integers and `bias` [E, out] -> [R, out].
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    backend: str | None = None,
+    *,
+    trainable: torch.Tensor | None = None,
+    trained: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply `x` [R, in] by `weight` [E, out, in] with `expert_offsets` [E + 1] of integers and
+    `bias` [E, out] -> [R, out].
 
-    Differentiable in x, weight and bias. With `trained` [n, out, in] and `trainable` [E] int32 (an expert's row there, or -1)
-    it is differentiable in trained instead of weight, and a frozen expert's bias gets a zero gradient. Raises ValueError for
-    mismatched shapes and dtypes. Offsets that do not ascend from 0 to at most R are detected by the torch backend only, as the
-    kernels do not synchronize with the GPU.
+    Differentiable in x, weight and bias. With `trained` [n, out, in] and `trainable` [E] int32 (an
+    expert's row there, or -1) it is differentiable in trained instead of weight, and a frozen
+    expert's bias gets a zero gradient. Raises ValueError for mismatched shapes and dtypes. Offsets
+    that do not ascend from 0 to at most R are detected by the torch backend only, as the kernels do
+    not synchronize with the GPU.
     """
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
     if not fits or weight.dtype != x.dtype or weight.device != x.device:
@@ -32,19 +41,54 @@ def grouped_gemm(
         raise ValueError(f"Expected {want}, but x is {kind(x)} and weight is {kind(weight)}")
     fits = expert_offsets.shape == (weight.shape[0] + 1,) and not expert_offsets.is_floating_point()
     if not fits or (bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype)):
-        got = f"expert_offsets is {kind(expert_offsets)}, bias is {bias if bias is None else kind(bias)}"
-        want = f"expert_offsets [{weight.shape[0] + 1}] of integers and bias {tuple(weight.shape[:2])} {x.dtype} or None"
+        got = (
+            "expert_offsets "
+            "is "
+            f"{kind(expert_offsets)}, "
+            "bias "
+            "is "
+            f"{bias if bias is None else kind(bias)}"
+        )
+        want = (
+            "expert_offsets "
+            f"[{weight.shape[0] + 1}] "
+            "of "
+            "integers "
+            "and "
+            "bias "
+            f"{tuple(weight.shape[:2])} {x.dtype} or None"
+        )
         raise ValueError(f"Expected {want}, but {got}")
     check_trained(weight, trainable, trained, masks=False)
     return torch.ops.moe_runtime.grouped_gemm(
-        x, weight, expert_offsets, bias, trainable, trained, backends.pick("grouped_gemm", x, backend)
+        x,
+        weight,
+        expert_offsets,
+        bias,
+        trainable,
+        trained,
+        backends.pick("grouped_gemm", x, backend),
     )
 
 
 _TRAINED = "Tensor? trainable, Tensor? trained"
-LIB.define(f"grouped_gemm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias, {_TRAINED}, str backend) -> Tensor")
 LIB.define(
-    f"grouped_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor expert_offsets, {_TRAINED}, bool[3] needs, str backend) "
+    "grouped_gemm(Tensor x, Tensor weight, Tensor "
+    "expert_offsets, "
+    "Tensor? "
+    "bias, "
+    f"{_TRAINED}, "
+    "str "
+    "backend) -> Tensor"
+)
+LIB.define(
+    "grouped_gemm_backward(Tensor dy, Tensor "
+    "x, "
+    "Tensor "
+    "weight, "
+    "Tensor "
+    "expert_offsets, "
+    f"{_TRAINED}, bool[3] needs, str backend) "
     "-> (Tensor, Tensor, Tensor)"
 )
 Inputs = inputs_of("grouped_gemm")
@@ -66,7 +110,9 @@ def _tile(kernel: str, x, out: int, length: int, E: int, expert_offsets):
 
 
 def one_layout(stack: torch.Tensor, separate: torch.Tensor | None):
-    """Return `stack` [E, N, K], copied unless contiguous in either order, and `separate` [n, N, K] with equal inner strides."""
+    """Return `stack` [E, N, K], copied unless contiguous in either order, and `separate` [n, N, K]
+    with equal inner strides.
+    """
     if separate is None or separate.stride()[1:] == stack.stride()[1:]:
         return stack, separate
     if stack[0].is_contiguous():
@@ -91,7 +137,10 @@ def _forward_triton(x, weight, expert_offsets, bias, trainable, trained):
 
     E, N, K = weight.shape
     tile, tile_map = _tile("down", x, N, K, E, expert_offsets)
-    bias, (weight, trained) = None if bias is None else bias.contiguous(), _separate(weight, trainable, trained)
+    bias, (weight, trained) = (
+        None if bias is None else bias.contiguous(),
+        _separate(weight, trainable, trained),
+    )
     y = x.new_zeros(x.shape[0], N)
     return grouped_gemm_forward(x.contiguous(), weight, bias, tile_map, True, tile, trained, y=y)
 
@@ -104,17 +153,24 @@ def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
     (R, K), (E, N, _) = x.shape, weight.shape
     weight, separate = _separate(weight, trainable, trained)
     place, n = (None, None) if separate is None else (separate.place, trained.shape[0])
-    dy, x, offsets = dy.contiguous(), x.contiguous(), expert_offsets.int().contiguous()
+    dy = dy.contiguous()
+    x = x.contiguous()
+    offsets = expert_offsets.int().contiguous()
     dx, dweight, dbias = (x.new_empty(0) for _ in range(3))
     need_x, need_weight, need_bias = needs
     if need_x:
         tile, tile_map = _tile("dx", dy, K, N, E, offsets)
-        dx = grouped_gemm_forward(dy, weight, None, tile_map, False, tile, separate, y=torch.zeros_like(x))
+        dx = grouped_gemm_forward(
+            dy, weight, None, tile_map, False, tile, separate, y=torch.zeros_like(x)
+        )
     if need_weight:
         if not need_x:
-            # the first launch creates the CUDA context of autograd's thread, which tensor descriptors need
+            # the first launch creates the CUDA context of autograd's thread, which tensor
+            # descriptors need
             x.new_zeros(1)
-        dweight = weight_backward(dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E), place, n)
+        dweight = weight_backward(
+            dy, x, None, offsets, 1, None, tiles.choose("dw", x, K, N, R, E), place, n
+        )
     if need_bias:
         dbias = bias_backward(dy, None, None, offsets, 1, False, place)
     return dx, dweight, dbias
@@ -140,13 +196,18 @@ def _shapes(x, weight, trained) -> tuple:
 
 
 def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
-    """Compute the gradients of x [R, in], weight [E, out, in] (or trained) and bias [E, out]; empty if not in `needs`."""
+    """Compute the gradients of x [R, in], weight [E, out, in] (or trained) and bias [E, out]; empty
+    if not in `needs`.
+    """
     if backend == "triton":
         return _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs)
     need_x, need_weight, need_bias = needs
     segments, end = _segments(expert_offsets, x.shape[0])
-    shapes, rows = _shapes(x, weight, trained), trained_rows(weight.shape[0], trainable)
-    dx, dweight, dbias = (x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
+    shapes = _shapes(x, weight, trained)
+    rows = trained_rows(weight.shape[0], trainable)
+    dx, dweight, dbias = (
+        x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True)
+    )
     for row in set(range(dweight.shape[0])).difference(rows):  # rows of no expert
         dweight[row].zero_()
     for e, (a, b) in enumerate(segments):
@@ -164,7 +225,9 @@ def _backward(dy, x, weight, expert_offsets, trainable, trained, needs, backend)
 
 def _backward_fake(dy, x, weight, expert_offsets, trainable, trained, needs, backend):
     shapes = _shapes(x, weight, trained)
-    return tuple(x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True))
+    return tuple(
+        x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs, strict=True)
+    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -174,11 +237,16 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, dy):
-    saved, needs = ctx.saved_tensors, Inputs(*ctx.needs_input_grad)
+    saved = ctx.saved_tensors
+    needs = Inputs(*ctx.needs_input_grad)
     learned = "weight" if saved[-1] is None else "trained"
     wanted = {name: getattr(needs, name) for name in ("x", learned, "bias")}
-    grads = torch.ops.moe_runtime.grouped_gemm_backward(dy, *saved, list(wanted.values()), ctx.backend)
-    return tuple(Inputs(**{name: grad for (name, need), grad in zip(wanted.items(), grads) if need}))
+    grads = torch.ops.moe_runtime.grouped_gemm_backward(
+        dy, *saved, list(wanted.values()), ctx.backend
+    )
+    return tuple(
+        Inputs(**{name: grad for (name, need), grad in zip(wanted.items(), grads) if need})
+    )
 
 
 def _fake(x, weight, expert_offsets, bias, trainable, trained, backend):

@@ -1,8 +1,10 @@
-"""The torch backend of `lora_mlp`'s mixed activation: a block of tokens at a time, in reused memory.
+"""The torch backend of `lora_mlp`'s mixed activation: a block of tokens at a time, in reused
+memory.
 
-A row is a pair of a token and an expert that it selected. A block's rows are gathered in expert order, so that each expert's
-products are over neighbouring rows; `embedding_bag` sums their contributions to each token, without a scatter. Experts that no
-token of a block selected cost nothing and are not read.
+A row is a pair of a token and an expert that it selected. A block's rows are gathered in expert
+order, so that each expert's products are over neighbouring rows; `embedding_bag` sums their
+contributions to each token, without a scatter. Experts that no token of a block selected cost
+nothing and are not read.
 """
 
 import itertools
@@ -16,7 +18,8 @@ from moe_runtime.ops.activation import ACT, ACT_BACKWARD
 from moe_runtime.ops.library import wide_dtype
 from moe_runtime.ops.workspace import lease, scratch
 
-# rows of one expert in a block, times I: smaller blocks lose more in calls than the cache saves; one core, 2 MB L2, 2026-11-21
+# rows of one expert in a block, times I: smaller blocks lose more in calls than the cache saves;
+# one core, 2 MB L2, 2026-11-21
 EXPERT_ELEMENTS = 1 << 19
 BLOCK_ELEMENTS = 1 << 22  # maximum of a block's rows times I
 
@@ -33,8 +36,14 @@ class Base(NamedTuple):
     def first(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Fill z [T, 2I] with z0 = [gate; up], and return it."""
         I = self.gate.shape[0]
-        for half, weight, bias in ((z[:, :I], self.gate, self.gate_bias), (z[:, I:], self.up, self.up_bias)):
-            torch.mm(x, weight.t(), out=half) if bias is None else torch.addmm(bias, x, weight.t(), out=half)
+        for half, weight, bias in (
+            (z[:, :I], self.gate, self.gate_bias),
+            (z[:, I:], self.up, self.up_bias),
+        ):
+            if bias is None:
+                torch.mm(x, weight.t(), out=half)
+            else:
+                (torch.addmm(bias, x, weight.t(), out=half))
         return z
 
     def first_backward(self, dz: torch.Tensor) -> torch.Tensor:
@@ -44,7 +53,9 @@ class Base(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The experts' A and B of each projection, in the order of the op; both None for a projection without pairs."""
+    """The experts' A and B of each projection, in the order of the op; both None for a projection
+    without pairs.
+    """
 
     gate_a: torch.Tensor | None  # [E, r, H]
     gate_b: torch.Tensor | None  # [E, r, I]
@@ -54,7 +65,9 @@ class Pairs(NamedTuple):
     down_b: torch.Tensor | None  # [E, r, H]
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [3, T, E r]: x A^T of gate and of up (zeros without pairs), and zeros for q, which is filled later."""
+        """Return [3, T, E r]: x A^T of gate and of up (zeros without pairs), and zeros for q, which
+        is filled later.
+        """
         some = next(t for t in self if t is not None)
         low = x.new_zeros(3, x.shape[0], some.shape[0] * some.shape[1])
         for plane, a in zip(low, (self.gate_a, self.up_a)):
@@ -72,8 +85,12 @@ def flat(half: torch.Tensor) -> torch.Tensor:
     return half.view(-1, half.shape[2])
 
 
-def mixed_weight(topk_weight: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> torch.Tensor:
-    """Return w [T, E], each token's weight of each expert: the sum over its slots, 0 if not selected."""
+def mixed_weight(
+    topk_weight: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int
+) -> torch.Tensor:
+    """Return w [T, E], each token's weight of each expert: the sum over its slots, 0 if not
+    selected.
+    """
     if topk_idx is None:
         return topk_weight
     experts = torch.arange(num_experts, device=topk_idx.device)
@@ -82,7 +99,9 @@ def mixed_weight(topk_weight: torch.Tensor, topk_idx: torch.Tensor | None, num_e
 
 
 class Gradients(NamedTuple):
-    """Result of `mixed_backward`, from the gradients of h and q; None for gradients that are not requested."""
+    """Result of `mixed_backward`, from the gradients of h and q; None for gradients that are not
+    requested.
+    """
 
     dz: torch.Tensor  # [T, 2I] of z0
     dlow: torch.Tensor  # [2, T, E r] of x A^T of gate and of up
@@ -111,7 +130,9 @@ class Block(NamedTuple):
 
 
 def _blocks(topk_idx, T: int, E: int, I: int, device) -> Iterator[Block]:
-    """Yield the tokens in blocks, such that an expert's rows in a block, times I, are about EXPERT_ELEMENTS."""
+    """Yield the tokens in blocks, such that an expert's rows in a block, times I, are about
+    EXPERT_ELEMENTS.
+    """
     chosen = torch.ones(T, E, dtype=torch.bool, device=device)
     if topk_idx is not None:
         chosen = (topk_idx[:, :, None] == torch.arange(E, device=device)).any(1)
@@ -125,9 +146,13 @@ def _blocks(topk_idx, T: int, E: int, I: int, device) -> Iterator[Block]:
         row[token, expert] = torch.arange(token.numel(), device=device)
         each = part.sum(1)
         yield Block(
-            slice(start, start + part.shape[0]), token + start, expert,
-            [(e, slice(a, b)) for e, (a, b) in enumerate(ends) if a < b], row[part], each.cumsum(0) - each,
-        )  # fmt: skip
+            slice(start, start + part.shape[0]),
+            token + start,
+            expert,
+            [(e, slice(a, b)) for e, (a, b) in enumerate(ends) if a < b],
+            row[part],
+            each.cumsum(0) - each,
+        )
 
 
 def _ranks(plane, E: int):
@@ -136,7 +161,9 @@ def _ranks(plane, E: int):
 
 
 def _expert_z(z, token, ranks, halves, e: int, scaling: float, out):
-    """Fill `out` [n, 2I] with expert e's pre-activation, from `ranks` [n, r] and B of gate and up; return gate and up."""
+    """Fill `out` [n, 2I] with expert e's pre-activation, from `ranks` [n, r] and B of gate and up;
+    return gate and up.
+    """
     gate, up = torch.index_select(z, 0, token, out=out).chunk(2, 1)
     for rows, rank, half in zip((gate, up), ranks, halves):
         if half is not None:
@@ -144,18 +171,42 @@ def _expert_z(z, token, ranks, halves, e: int, scaling: float, out):
     return gate, up
 
 
-def mixed(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scaling: float, act: str, save: bool):
+def mixed(
+    x,
+    base: Base,
+    pairs: Pairs,
+    low,
+    topk_weight,
+    topk_idx,
+    E: int,
+    scaling: float,
+    act: str,
+    save: bool,
+):
     """Return z0 [T, 2I] (empty unless `save`) and h [T, I]; fills low[2] with q."""
-    T, I, wide = x.shape[0], base.gate.shape[0], wide_dtype(x.dtype)
+    T = x.shape[0]
+    I = base.gate.shape[0]
+    wide = wide_dtype(x.dtype)
     z = base.first(x, lease((T, 2 * I), x) if save else scratch("lora z", (T, 2 * I), x))
-    weight, h = mixed_weight(topk_weight, topk_idx, E), scratch("lora h", (T, I), x)
+    weight = mixed_weight(topk_weight, topk_idx, E)
+    h = scratch("lora h", (T, I), x)
     for block in _blocks(topk_idx, T, E, I, x.device):
-        at, rows = (block.token, block.expert), scratch("lora rows", (block.token.numel(), I), x)
-        p, row_weight = [_ranks(plane, E)[at] for plane in low[:2]], weight[at]
+        at = (block.token, block.expert)
+        rows = scratch("lora rows", (block.token.numel(), I), x)
+        p = [_ranks(plane, E)[at] for plane in low[:2]]
+        row_weight = weight[at]
         q = torch.empty_like(p[0])
         for e, own in block.members:
             out = scratch("lora z rows", (own.stop - own.start, 2 * I), x)
-            gate, up = _expert_z(z, block.token[own], (p[0][own], p[1][own]), (pairs.gate_b, pairs.up_b), e, scaling, out)
+            gate, up = _expert_z(
+                z,
+                block.token[own],
+                (p[0][own], p[1][own]),
+                (pairs.gate_b, pairs.up_b),
+                e,
+                scaling,
+                out,
+            )
             value = ACT[act](gate.to(wide))
             # apply the weight to narrow rows before they are rounded
             if x.dtype == wide:
@@ -170,11 +221,28 @@ def mixed(x, base: Base, pairs: Pairs, low, topk_weight, topk_idx, E: int, scali
     return (z if save else x.new_empty(0, 2 * I)), h
 
 
-def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: Pairs, E: int, scaling: float, act: str):
-    """Compute gradients from those of h and q, `dh` [T, I] and `dq` [T, E r], which include the scaling."""
-    T, I, wide = dh.shape[0], dh.shape[1], wide_dtype(dh.dtype)
+def mixed_backward(
+    dh,
+    dq,
+    z,
+    pairs: Pairs,
+    low,
+    topk_weight,
+    topk_idx,
+    needs: Pairs,
+    E: int,
+    scaling: float,
+    act: str,
+):
+    """Compute gradients from those of h and q, `dh` [T, I] and `dq` [T, E r], which include the
+    scaling.
+    """
+    T = dh.shape[0]
+    I = dh.shape[1]
+    wide = wide_dtype(dh.dtype)
     weight = mixed_weight(topk_weight, topk_idx, E)
-    dz, dweight = scratch("lora dz", (T, 2 * I), z), torch.zeros(T, E, dtype=wide, device=z.device)
+    dz = scratch("lora dz", (T, 2 * I), z)
+    dweight = torch.zeros(T, E, dtype=wide, device=z.device)
     dlow = z.new_zeros(2, T, low.shape[2])
     halves = (pairs.gate_b, pairs.up_b, pairs.down_a)
     grads = [
@@ -182,12 +250,16 @@ def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: P
         for half, need in zip(halves, (needs.gate_b, needs.up_b, needs.down_a))
     ]
     for block in _blocks(topk_idx, T, E, I, z.device):
-        at, n = (block.token, block.expert), block.token.numel()
-        rows, dots = scratch("lora z rows", (n, 2 * I), z), dweight.new_empty(n)
+        at = (block.token, block.expert)
+        n = block.token.numel()
+        rows = scratch("lora z rows", (n, 2 * I), z)
+        dots = dweight.new_empty(n)
         ranks = [None if plane is None else _ranks(plane, E)[at] for plane in (low[0], low[1], dq)]
-        row_weight, dranks = weight[at], ranks[0].new_empty(2, *ranks[0].shape)
+        row_weight = weight[at]
+        dranks = ranks[0].new_empty(2, *ranks[0].shape)
         for e, own in block.members:
-            token, mine = block.token[own], [None if rank is None else rank[own] for rank in ranks]
+            token = block.token[own]
+            mine = [None if rank is None else rank[own] for rank in ranks]
             gate, up = _expert_z(z, token, mine, halves[:2], e, scaling, rows[own])
             da = torch.index_select(dh, 0, token, out=scratch("lora rows", gate.shape, z))
             if dq is not None:
@@ -204,13 +276,19 @@ def mixed_backward(dh, dq, z, pairs: Pairs, low, topk_weight, topk_idx, needs: P
                 _ranks(plane, E)[at] = drank.mul_(scaling)
         dweight[at] = dots
         dz[block.tokens] = block.total(rows)
-    return Gradients(dz, dlow, dweight, *(None if grad is None else grad.to(z.dtype) for grad in grads))
+    return Gradients(
+        dz, dlow, dweight, *(None if grad is None else grad.to(z.dtype) for grad in grads)
+    )
 
 
 def _activation_backward(gate, up, da, weight, act: str, dots):
-    """Return weight * act(gate) * up in da's memory; `dots` gets <da, act(gate) * up>; gate and up become their gradients."""
+    """Return weight * act(gate) * up in da's memory; `dots` gets <da, act(gate) * up>; gate and up
+    become their gradients.
+    """
     wide = wide_dtype(gate.dtype)
-    g, u, grad = gate.to(wide), up.to(wide), da.to(wide)
+    g = gate.to(wide)
+    u = up.to(wide)
+    grad = da.to(wide)
     value = ACT[act](g)
     h = value * u
     product = h * grad

@@ -1,12 +1,14 @@
 """Merge experts into one dense weight, and apply the linear layer with it.
 
 XFT, Eq. (3):  W = sum_e alpha_e W_e
-XFT, Eq. (5):  alpha_0 = lambda for the shared expert (`shared_rate`), alpha_{e>0} = (1 - lambda) softmax(logits)_e
+XFT, Eq. (5):  alpha_0 = lambda for the shared expert (`shared_rate`), alpha_{e>0} = (1 - lambda)
+               softmax(logits)_e
 Learned soup:  alpha = softmax(logits) over all experts
-XFT, Eq. (4) and (6) learn the logits through these ops, which are differentiable in alpha; `merge_experts` in W_e as well.
+XFT, Eq. (4) and (6) learn the logits through these ops, which are differentiable in alpha;
+`merge_experts` in W_e as well.
 
-`merged_linear` computes y = x W^T + b with a given W, so that one W serves many calls: dx = dy W, and dalpha_e = <dW, W_e> with
-dW = dy^T x, of which the Triton kernel never holds more than a tile.
+`merged_linear` computes y = x W^T + b with a given W, so that one W serves many calls: dx = dy W,
+and dalpha_e = <dW, W_e> with dW = dy^T x, of which the Triton kernel never holds more than a tile.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,17 +20,28 @@ from moe_runtime import backends
 from moe_runtime.config import MoEConfig, check_choice, check_shared_rate
 from moe_runtime.native.library import cpp
 from moe_runtime.ops import cuda_kernels
-from moe_runtime.ops.library import LIB, compute_dtype, kind, register, register_backward, wide_dtype
+from moe_runtime.ops.library import (
+    LIB,
+    compute_dtype,
+    kind,
+    register,
+    register_backward,
+    wide_dtype,
+)
 from moe_runtime.ops.workspace import scratch
 
 
 def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
-    """Compute Eq. (5): `logits` [E - 1] of the routed experts -> alpha [E] float32 (or float64), shared expert first, sum 1.
+    """Compute Eq. (5): `logits` [E - 1] of the routed experts -> alpha [E] float32 (or float64),
+    shared expert first, sum 1.
 
-    shared_rate=None is the learned soup: `logits` [E] -> softmax over all. Raises ValueError for a rate outside 0..1.
+    shared_rate=None is the learned soup: `logits` [E] -> softmax over all. Raises ValueError for a
+    rate outside 0..1.
     """
     if logits.dim() != 1:
-        raise ValueError(f"Expected one-dimensional logits, one per expert, but got shape {tuple(logits.shape)}")
+        raise ValueError(
+            f"Expected one-dimensional logits, one per expert, but got shape {tuple(logits.shape)}"
+        )
     if shared_rate is None:
         return logits.to(wide_dtype(logits.dtype)).softmax(-1)
     check_shared_rate(shared_rate)
@@ -39,7 +52,9 @@ def mixing(logits: torch.Tensor, shared_rate: float | None) -> torch.Tensor:
 
 
 def soup_logits(num_experts: int, shared_rate: float) -> torch.Tensor:
-    """Return logits [E] whose softmax is [shared_rate, (1 - shared_rate) / (E - 1), ...], to initialize a learned soup."""
+    """Return logits [E] whose softmax is [shared_rate, (1 - shared_rate) / (E - 1), ...], to
+    initialize a learned soup.
+    """
     if num_experts == 1:
         return torch.zeros(1)
     rest = (1 - shared_rate) / (num_experts - 1)
@@ -53,21 +68,37 @@ def uniform_mixture(num_experts: int, device=None) -> torch.Tensor:
 
 
 def init_mixture(config: MoEConfig, shared_rate: float) -> torch.Tensor:
-    """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs a shared expert."""
+    """Return alpha [E] before any training: [shared_rate, (1 - shared_rate) / (E - 1), ...]; needs
+    a shared expert.
+    """
     if not config.has_shared_expert:
-        raise ValueError(f"Gate {config.gate!r} has no shared expert. Pass alpha, or use to_mergeable(soup=True)")
+        raise ValueError(
+            f"Gate {config.gate!r} has no shared expert. Pass alpha, or use to_mergeable(soup=True)"
+        )
     return mixing(torch.ones(config.num_experts - 1), shared_rate)
 
 
 def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
-    """Return the learned coefficients `alpha` [E]; raises a ValueError that names the layer if any is not finite."""
+    """Return the learned coefficients `alpha` [E]; raises a ValueError that names the layer if any
+    is not finite.
+    """
     if not alpha.isfinite().all():
-        raise ValueError(f"alpha of {place} must be finite, but is {alpha.tolist()}. Train the mixing logits again")
+        raise ValueError(
+            f"alpha of {place} must be finite, but is "
+            f"{alpha.tolist()}. "
+            "Train "
+            "the "
+            "mixing "
+            "logits "
+            "again"
+        )
     return alpha
 
 
 def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
-    """Return an alpha [E] float32 per layer from alpha [E], [L, E] or "uniform"; raises ValueError unless each sums to 1."""
+    """Return an alpha [E] float32 per layer from alpha [E], [L, E] or "uniform"; raises ValueError
+    unless each sums to 1.
+    """
     if isinstance(alpha, str):
         check_choice("alpha", alpha, ("uniform",))
         alpha = uniform_mixture(num_experts)
@@ -76,26 +107,40 @@ def alpha_rows(alpha, num_layers: int, num_experts: int) -> list[torch.Tensor]:
     fits = alpha.shape == (num_layers, num_experts)
     if not fits or not (alpha.sum(1) - 1).abs().max().item() < 1e-4:
         got = f"alpha sums to {alpha.sum(1).tolist()}" if fits else f"alpha is {tuple(alpha.shape)}"
-        want = f"alpha [{num_experts}] or [{num_layers}, {num_experts}] with a sum of 1 in every layer"
+        want = (
+            f"alpha [{num_experts}] or [{num_layers}, {num_experts}] with a sum of 1 in every layer"
+        )
         raise ValueError(f"Expected {want}, but {got}")
     return list(alpha)
 
 
-def merge_experts(weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """Compute Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype, summed in float32; differentiable in both."""
+def merge_experts(
+    weight: torch.Tensor, alpha: torch.Tensor, *, backend: str | None = None
+) -> torch.Tensor:
+    """Compute Eq. (3): `weight` [E, ...], `alpha` [E] -> [...] in weight's dtype, summed in
+    float32; differentiable in both.
+    """
     if weight.dim() == 0 or weight.shape[0] == 0 or alpha.shape != weight.shape[:1]:
         got = f"alpha is {tuple(alpha.shape)}, weight {tuple(weight.shape)}"
         raise ValueError(f"Expected alpha [E] and weight [E, ...] with E >= 1, but {got}")
     alpha = alpha.to(wide_dtype(weight.dtype))
     if backends.portable() is not None:
-        return (alpha.view(-1, *[1] * (weight.dim() - 1)) * weight.to(alpha.dtype)).sum(0).to(weight.dtype)
-    return torch.ops.moe_runtime.merge_experts(weight, alpha, backends.pick("merge_experts", weight, backend))
+        return (
+            (alpha.view(-1, *[1] * (weight.dim() - 1)) * weight.to(alpha.dtype))
+            .sum(0)
+            .to(weight.dtype)
+        )
+    return torch.ops.moe_runtime.merge_experts(
+        weight, alpha, backends.pick("merge_experts", weight, backend)
+    )
 
 
 def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tensor:
-    """Compute Eq. (3) for experts given one by one: `rows` E of [...], overwritten, `alpha` [E] -> [...]; not differentiable.
+    """Compute Eq. (3) for experts given one by one: `rows` E of [...], overwritten, `alpha` [E] ->
+    [...]; not differentiable.
 
-    The result is bit-identical to `merge_experts` of the stack. Raises ValueError unless there are as many rows as alphas.
+    The result is bit-identical to `merge_experts` of the stack. Raises ValueError unless there are
+    as many rows as alphas.
     """
     out = None
     for row, a in zip(rows, alpha, strict=True):
@@ -106,11 +151,17 @@ def merge_rows(rows: Iterable[torch.Tensor], alpha: torch.Tensor) -> torch.Tenso
 
 
 def remerge_experts(
-    merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, seen: torch.Tensor, backend: str = "triton"
+    merged: torch.Tensor,
+    weight: torch.Tensor,
+    alpha: torch.Tensor,
+    seen: torch.Tensor,
+    backend: str = "triton",
 ) -> None:
-    """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 differs from `seen` [E], which is not changed.
+    """Write sum_e alpha[e] weight[e] into `merged` [...] if `alpha` [E] float32 differs from `seen`
+    [E], which is not changed.
 
-    A kernel ("triton", "cuda") compares the two, so that the host does not synchronize. Not differentiable.
+    A kernel ("triton", "cuda") compares the two, so that the host does not synchronize. Not
+    differentiable.
     """
     if backend == "cuda":
         cuda_kernels.merge_experts_forward(weight, alpha, out=merged, seen=seen)
@@ -121,14 +172,17 @@ def remerge_experts(
 
 
 class Kept:
-    """The attribute `kept` of merged weights that are overwritten in place: their alpha, and the number of overwrites.
+    """The attribute `kept` of merged weights that are overwritten in place: their alpha, and the
+    number of overwrites.
 
-    Autograd's version counter is not used, as the host does not know whether alpha has changed. The backward pass of an older
-    graph merges again with its own alpha.
+    Autograd's version counter is not used, as the host does not know whether alpha has changed. The
+    backward pass of an older graph merges again with its own alpha.
     """
 
     def __init__(self, seen: torch.Tensor, backend: str):
-        self.seen, self.backend, self.times = seen, backend, 0
+        self.seen = seen
+        self.backend = backend
+        self.times = 0
 
     def remerge(self, merged: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor) -> None:
         """Update `merged`, which has this attribute, to the mixture of `alpha`."""
@@ -138,14 +192,21 @@ class Kept:
 
 
 def merged_linear(
-    x: torch.Tensor, weight: torch.Tensor, alpha: torch.Tensor, merged: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, *, backend: str | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Compute x merged^T + bias [..., out] of `x` [..., in], experts `weight` [E, out, in] and `alpha` [E].
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    alpha: torch.Tensor,
+    merged: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Compute x merged^T + bias [..., out] of `x` [..., in], experts `weight` [E, out, in] and
+    `alpha` [E].
 
-    `merged` [out, in] is the detached result of `merge_experts(weight, alpha)` in x's dtype (autocast's under autocast); None
-    merges here. Differentiable in x, alpha and `bias` [out], and in `weight` if it requires a gradient, which materializes dW.
-    Supports autocast as F.linear does. Raises ValueError for mismatched shapes and dtypes.
+    `merged` [out, in] is the detached result of `merge_experts(weight, alpha)` in x's dtype
+    (autocast's under autocast); None merges here. Differentiable in x, alpha and `bias` [out], and
+    in `weight` if it requires a gradient, which materializes dW. Supports autocast as F.linear
+    does. Raises ValueError for mismatched shapes and dtypes.
     """
     _check_linear(x, weight, alpha, merged, bias)
     if (torch.is_grad_enabled() and weight.requires_grad) or backends.portable() is not None:
@@ -164,19 +225,35 @@ def _check_linear(x, weight, alpha, merged, bias) -> None:
     fits = weight.dim() == 3 and weight.shape[0] > 0 and alpha.shape == weight.shape[:1]
     if not fits or x.dim() == 0 or x.shape[-1] != weight.shape[2]:
         got = f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}, alpha {tuple(alpha.shape)}"
-        raise ValueError(f"Expected x [..., in], weight [E, out, in] and alpha [E] with E >= 1, but {got}")
+        raise ValueError(
+            f"Expected x [..., in], weight [E, out, in] and alpha [E] with E >= 1, but {got}"
+        )
     if merged is not None and merged.requires_grad:
-        raise ValueError("merged requires grad, but must be detached: alpha's gradient is computed from x and the experts")
-    dtype, shapes = compute_dtype(x), {"merged": weight.shape[1:], "bias": weight.shape[1:2]}
+        raise ValueError(
+            "merged requires grad, but must be detached: alpha's gradient "
+            "is "
+            "computed "
+            "from "
+            "x "
+            "and "
+            "the experts"
+        )
+    dtype = compute_dtype(x)
+    shapes = {"merged": weight.shape[1:], "bias": weight.shape[1:2]}
     tensors = {"weight": weight, "alpha": alpha, "merged": merged, "bias": bias}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         # weight and alpha may have other dtypes, unless weight is merged here
         own_dtype = name == "alpha" or (name == "weight" and merged is not None)
-        fits = tensor.shape == shapes.get(name, tensor.shape) and (own_dtype or compute_dtype(tensor) == dtype)
+        fits = tensor.shape == shapes.get(name, tensor.shape) and (
+            own_dtype or compute_dtype(tensor) == dtype
+        )
         if not fits or tensor.device != x.device:
-            want = f"{tuple(shapes.get(name, tensor.shape))} {tensor.dtype if own_dtype else dtype} on {x.device}"
+            want = (
+                f"{tuple(shapes.get(name, tensor.shape))} "
+                f"{tensor.dtype if own_dtype else dtype} on {x.device}"
+            )
             raise ValueError(f"Expected {want}, as x, but {name} is {kind(tensor)}")
 
 
@@ -194,11 +271,14 @@ def _merge(weight, alpha, backend):
     if backend == "cpp":
         return _merge_cpp(weight, alpha)
     out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
-    rows, flat = weight.reshape(weight.shape[0], out.numel()), out.view(-1)
+    rows = weight.reshape(weight.shape[0], out.numel())
+    flat = out.view(-1)
     total, term = torch.empty(2, block_size(out), dtype=alpha.dtype, device=weight.device)
-    # expert by expert, in blocks that stay in the cache; the rounding does not depend on the block size
+    # expert by expert, in blocks that stay in the cache; the rounding does not depend on the block
+    # size
     for block in blocks(out):
-        acc, part = total[: block.stop - block.start], term[: block.stop - block.start]
+        acc = total[: block.stop - block.start]
+        part = term[: block.stop - block.start]
         for e, row in enumerate(rows):
             scaled = acc if e == 0 else part
             narrow = row.dtype != acc.dtype
@@ -210,24 +290,42 @@ def _merge(weight, alpha, backend):
 
 
 def block_size(one: torch.Tensor) -> int:
-    """Return the number of elements of `one` expert to process at a time, which fit into each core's cache."""
-    return max(min((1 << 15) * torch.get_num_threads() if one.device.type == "cpu" else 1 << 24, one.numel()), 1)
+    """Return the number of elements of `one` expert to process at a time, which fit into each
+    core's cache.
+    """
+    return max(
+        min(
+            (1 << 15) * torch.get_num_threads() if one.device.type == "cpu" else 1 << 24,
+            one.numel(),
+        ),
+        1,
+    )
 
 
 def blocks(one: torch.Tensor) -> Iterator[slice]:
     """Return slices of `block_size` that cover one expert's elements."""
-    step, size = block_size(one), one.numel()
+    step = block_size(one)
+    size = one.numel()
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 def _merge_cpp(weight, alpha):
-    """Run `merge_experts` with csrc/cpu/merging.h, which reads each expert once, bit-identical to the torch backend."""
+    """Run `merge_experts` with csrc/cpu/merging.h, which reads each expert once, bit-identical to
+    the torch backend.
+    """
     stack, order = _as_stored(weight)
-    alpha, out = alpha.contiguous(), stack.new_empty(stack.shape[1:])
+    alpha = alpha.contiguous()
+    out = stack.new_empty(stack.shape[1:])
     cpp.library().handle.moert_cpu_merge(
-        cpp.DTYPES[weight.dtype], stack.data_ptr(), stack.stride(0), alpha.data_ptr(), stack.shape[0], out.numel(),
-        out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        cpp.DTYPES[weight.dtype],
+        stack.data_ptr(),
+        stack.stride(0),
+        alpha.data_ptr(),
+        stack.shape[0],
+        out.numel(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out.permute(sorted(range(out.dim()), key=order.__getitem__)).contiguous()
 
 
@@ -236,18 +334,30 @@ def _merge_backward_alpha_cpp(dout, weight):
     stack, order = _as_stored(weight)
     dout = dout.permute(order).contiguous()
     dout = dout if dout.dtype in cpp.DTYPES else dout.float()
-    E, P, calls = stack.shape[0], dout.numel(), cpp.library().handle
+    E = stack.shape[0]
+    P = dout.numel()
+    calls = cpp.library().handle
     dalpha = dout.new_empty(E, dtype=torch.float32)
     space = scratch("dalpha", (calls.moert_cpu_merge_gradient_bytes(E, P),), dout, torch.uint8)
     calls.moert_cpu_merge_gradient(
-        cpp.DTYPES[weight.dtype], cpp.DTYPES[dout.dtype], dout.data_ptr(), stack.data_ptr(), stack.stride(0), E, P,
-        space.data_ptr(), dalpha.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        cpp.DTYPES[weight.dtype],
+        cpp.DTYPES[dout.dtype],
+        dout.data_ptr(),
+        stack.data_ptr(),
+        stack.stride(0),
+        E,
+        P,
+        space.data_ptr(),
+        dalpha.data_ptr(),
+        torch.get_num_threads(),
+    )
     return dalpha
 
 
 def _as_stored(weight) -> tuple[torch.Tensor, list[int]]:
-    """Return the experts as contiguous blocks with their dims in memory order, and the permutation of the dims."""
+    """Return the experts as contiguous blocks with their dims in memory order, and the permutation
+    of the dims.
+    """
     order = sorted(range(1, weight.dim()), key=weight.stride, reverse=True)
     stack = weight.permute(0, *order)
     if not stack[0].is_contiguous():
@@ -268,7 +378,8 @@ def _merge_backward_alpha(dout, weight, backend):
     if torch.is_grad_enabled():  # a graph that may be differentiated again must not write in place
         dout = dout.reshape(-1).to(dtype)
         return torch.stack([dout.dot(w.reshape(-1).to(dtype)) for w in weight])
-    rows, dout = weight.reshape(weight.shape[0], dout.numel()), dout.reshape(-1).to(dtype)
+    rows = weight.reshape(weight.shape[0], dout.numel())
+    dout = dout.reshape(-1).to(dtype)
     if weight.dtype == dtype:
         return rows.mv(dout)
     dalpha = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device)
@@ -310,25 +421,49 @@ def _alpha_dtype(dout, weight) -> torch.dtype:
 
 
 # contiguous, however the stack is stored
-register("merge_experts", _merge, lambda weight, *_: weight.new_empty(weight.shape[1:]), _autograd, _setup_context)
+register(
+    "merge_experts",
+    _merge,
+    lambda weight, *_: weight.new_empty(weight.shape[1:]),
+    _autograd,
+    _setup_context,
+)
 register_backward("merge_experts_backward_alpha", _merge_backward_alpha, _fake_alpha)
 
 
-LIB.define("merged_linear(Tensor x, Tensor weight, Tensor alpha, Tensor merged, Tensor? bias, str backend) -> Tensor")
 LIB.define(
-    "merged_linear_backward(Tensor dout, Tensor? x, Tensor? weight, Tensor? merged, bool bias, str backend) "
+    "merged_linear(Tensor x, Tensor weight, Tensor alpha, "
+    "Tensor "
+    "merged, "
+    "Tensor? "
+    "bias, "
+    "str "
+    "backend) -> Tensor"
+)
+LIB.define(
+    "merged_linear_backward(Tensor dout, Tensor? x, Tensor? "
+    "weight, "
+    "Tensor? "
+    "merged, "
+    "bool "
+    "bias, "
+    "str backend) "
     "-> (Tensor, Tensor, Tensor)"
 )
 
 
 def _linear_backward(dout, x, weight, merged, bias, backend):
-    """Return dx if `merged` is given, dalpha if x and the experts are, dbias with `bias`; empty tensors otherwise."""
+    """Return dx if `merged` is given, dalpha if x and the experts are, dbias with `bias`; empty
+    tensors otherwise.
+    """
     dout = dout.reshape(dout.shape[:-1].numel(), dout.shape[-1])
     dx, dalpha, dbias = (dout.new_empty(0) for _ in range(3))
     if merged is not None:
         dx = dout @ merged
     if x is not None:
-        dalpha = _linear_backward_alpha(dout, x.reshape(dout.shape[0], x.shape[-1]), weight, backend)
+        dalpha = _linear_backward_alpha(
+            dout, x.reshape(dout.shape[0], x.shape[-1]), weight, backend
+        )
     if bias:
         dbias = dout.sum(0)
     return dx, dalpha, dbias
@@ -356,24 +491,39 @@ def _linear_setup_context(ctx, inputs, output):
     need_x, _, need_alpha, _, ctx.need_bias, *_ = ctx.needs_input_grad
     ctx.x_shape, ctx.kept = x.shape, getattr(merged, "kept", None)
     ctx.times = ctx.kept and ctx.kept.times
-    ctx.save_for_backward(*(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None)
+    ctx.save_for_backward(
+        *(x, weight, alpha) if need_alpha else (None,) * 3, merged if need_x else None
+    )
 
 
 def _linear_autograd(ctx, dout):
     x, weight, alpha, merged = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
-        again = merged if merged is None or alpha is None else merge_experts(weight, alpha).to(dout.dtype)
+        if merged is None or alpha is None:
+            again = merged
+        else:
+            again = merge_experts(weight, alpha).to(dout.dtype)
         dx, dalpha, dbias = _linear_backward(dout, x, weight, again, ctx.need_bias, "torch")
     else:
-        if ctx.kept is not None and ctx.kept.times != ctx.times and merged is not None and alpha is not None:
+        if (
+            ctx.kept is not None
+            and ctx.kept.times != ctx.times
+            and merged is not None
+            and alpha is not None
+        ):
             ctx.kept.remerge(merged, weight, alpha)
-        dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(dout, x, weight, merged, ctx.need_bias, ctx.backend)
+        dx, dalpha, dbias = torch.ops.moe_runtime.merged_linear_backward(
+            dout, x, weight, merged, ctx.need_bias, ctx.backend
+        )
     dx = None if merged is None else dx.view(ctx.x_shape)
     return dx, None, None if x is None else dalpha, None, dbias if ctx.need_bias else None, None
 
 
 register(
-    "merged_linear", lambda x, weight, alpha, merged, bias, backend: F.linear(x, merged, bias),
-    lambda x, weight, alpha, merged, *_: x.new_empty(*x.shape[:-1], merged.shape[0]), _linear_autograd, _linear_setup_context,
-)  # fmt: skip
+    "merged_linear",
+    lambda x, weight, alpha, merged, bias, backend: F.linear(x, merged, bias),
+    lambda x, weight, alpha, merged, *_: x.new_empty(*x.shape[:-1], merged.shape[0]),
+    _linear_autograd,
+    _linear_setup_context,
+)
 register_backward("merged_linear_backward", _linear_backward, _linear_backward_fake)

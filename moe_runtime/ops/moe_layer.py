@@ -1,10 +1,11 @@
-"""A whole MoE layer with a linear router as one op: one graph node, and the router's part of dx needs no separate pass.
+"""A whole MoE layer with a linear router as one op: one graph node, and the router's part of dx
+needs no separate pass.
 
     router_logits = x W_router^T;   topk_weight, topk_idx = route(router_logits);   out = moe_mlp(x, ...)
     dx[t] = sum_k dx_row[slot_row[t, k]] + dlogits[t] W_router,   dW_router = dlogits^T x
 
-See `moe_runtime.ops.routing` and `moe_runtime.ops.moe_mlp` for the equations. dlogits is the gradient of the weights through
-`route`, plus that of a balance loss.
+See `moe_runtime.ops.routing` and `moe_runtime.ops.moe_mlp` for the equations. dlogits is the
+gradient of the weights through `route`, plus that of a balance loss.
 """
 
 from typing import NamedTuple
@@ -14,9 +15,24 @@ import torch
 from moe_runtime import backends
 from moe_runtime.config import GATES, SHARED_GATES, check_choice
 from moe_runtime.ops import routing
-from moe_runtime.ops.expert_rows import NOWHERE, SCHEMA, Experts, Gradients, accumulating, gradients_so_far, in_layout_of
+from moe_runtime.ops.expert_rows import (
+    NOWHERE,
+    SCHEMA,
+    Experts,
+    Gradients,
+    accumulating,
+    gradients_so_far,
+    in_layout_of,
+)
 from moe_runtime.ops.library import LIB, kind, register, register_backward, wide_dtype
-from moe_runtime.ops.moe_mlp import absent_as_empty, adding_to, check_experts, kernels_of, pick, run_experts
+from moe_runtime.ops.moe_mlp import (
+    absent_as_empty,
+    adding_to,
+    check_experts,
+    kernels_of,
+    pick,
+    run_experts,
+)
 
 
 class MoEOutput(NamedTuple):
@@ -29,22 +45,37 @@ class MoEOutput(NamedTuple):
 
 
 def moe_layer(
-    x: torch.Tensor, router_weight: torch.Tensor, experts: Experts, top_k: int, gate: str = "xft", *, recompute: bool = False,
+    x: torch.Tensor,
+    router_weight: torch.Tensor,
+    experts: Experts,
+    top_k: int,
+    gate: str = "xft",
+    *,
+    recompute: bool = False,
     backend: str | None = None,
-) -> MoEOutput:  # fmt: skip
-    """Route x [T, H] by `router_weight` [E, H] ([E - 1, H] for xft, nonorm) and run it through `experts`, all trainable.
+) -> MoEOutput:
+    """Route x [T, H] by `router_weight` [E, H] ([E - 1, H] for xft, nonorm) and run it through
+    `experts`, all trainable.
 
-    The other arguments are those of `route` and `moe_mlp`; router and experts have x's dtype. Raises ValueError for mismatched
-    shapes, dtypes or devices.
+    The other arguments are those of `route` and `moe_mlp`; router and experts have x's dtype.
+    Raises ValueError for mismatched shapes, dtypes or devices.
     """
     check_choice("gate", gate, GATES)
     check_experts(x, experts)
     wanted = (experts.up.shape[0] - (gate in SHARED_GATES), x.shape[1])
-    if router_weight.shape != wanted or router_weight.dtype != x.dtype or router_weight.device != x.device:
-        raise ValueError(f"Expected {wanted} {x.dtype} on {x.device}, but router_weight is {kind(router_weight)}")
+    if (
+        router_weight.shape != wanted
+        or router_weight.dtype != x.dtype
+        or router_weight.device != x.device
+    ):
+        raise ValueError(
+            f"Expected {wanted} {x.dtype} on {x.device}, but router_weight is {kind(router_weight)}"
+        )
     routing.check_top_k(top_k, wanted[0], gate)
     if experts.shared == "dense" and gate not in SHARED_GATES:
-        raise ValueError(f"shared='dense' requires gate to be one of {', '.join(SHARED_GATES)}, but got {gate!r}")
+        raise ValueError(
+            f"shared='dense' requires gate to be one of {', '.join(SHARED_GATES)}, but got {gate!r}"
+        )
     if backends.portable() is not None:
         logits = torch.mm(x, router_weight.t())
         routed = routing.route(logits, top_k, gate)
@@ -52,17 +83,37 @@ def moe_layer(
     save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or router_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend, ("route", "dispatch", "combine"))
-    outputs = torch.ops.moe_runtime.moe_layer(x, router_weight, *experts.pack(), top_k, gate, save, backend)
+    outputs = torch.ops.moe_runtime.moe_layer(
+        x, router_weight, *experts.pack(), top_k, gate, save, backend
+    )
     return MoEOutput(*outputs[:4])
 
 
 LIB.define(
-    f"moe_layer(Tensor x, Tensor router_weight, {SCHEMA}, int top_k, str gate, bool save, str backend) "
+    f"moe_layer(Tensor x, Tensor router_weight, {SCHEMA}, int top_k, "
+    "str "
+    "gate, "
+    "bool "
+    "save, "
+    "str "
+    "backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
-    f"moe_layer_backward(Tensor dout, Tensor? dlogits, Tensor? dweight, Tensor x, Tensor router_weight, {SCHEMA}, "
-    "Tensor router_logits, Tensor topk_weight, Tensor topk_idx, Tensor z, Tensor expert_offsets, Tensor row_slot, "
+    "moe_layer_backward(Tensor dout, Tensor? dlogits, "
+    "Tensor? "
+    "dweight, "
+    "Tensor "
+    "x, "
+    "Tensor "
+    f"router_weight, {SCHEMA}, "
+    "Tensor router_logits, Tensor topk_weight, Tensor "
+    "topk_idx, "
+    "Tensor "
+    "z, "
+    "Tensor "
+    "expert_offsets, "
+    "Tensor row_slot, "
     "bool need_router, bool[6] needs, str gate, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -77,7 +128,8 @@ def _forward(x, router_weight, *arguments):
     *experts, top_k, gate, save, backend = arguments
     x = x.contiguous()
     logits = torch.mm(x, router_weight.t())
-    experts, kernels = Experts.unpack(experts), kernels_of(backend)
+    experts = Experts.unpack(experts)
+    kernels = kernels_of(backend)
     if backend == "triton":
         weight, idx, *rest = kernels.layer_forward(x, experts, logits, top_k, gate, save)
     else:
@@ -92,25 +144,52 @@ def _forward_fake(x, router_weight, *arguments):
     (E, Z, _), T, R = experts[0].shape, x.shape[0], x.shape[0] * top_k
     indices = [x.new_empty(size, dtype=torch.int32) for size in ((T, top_k), (E + 1,), (R,))]
     return (
-        x.new_empty(x.shape), x.new_empty(T, router_weight.shape[0]),
-        x.new_empty(T, top_k, dtype=wide_dtype(x.dtype)), indices[0], x.new_empty(R if save else 0, Z),
+        x.new_empty(x.shape),
+        x.new_empty(T, router_weight.shape[0]),
+        x.new_empty(T, top_k, dtype=wide_dtype(x.dtype)),
+        indices[0],
+        x.new_empty(R if save else 0, Z),
         *indices[1:],
-    )  # fmt: skip
+    )
 
 
 def _backward(dout, dlogits, dweight, x, router_weight, *arguments, into: Gradients = NOWHERE):
-    *experts, router_logits, topk_weight, topk_idx, z, expert_offsets, row_slot, need_router, needs, gate, backend = arguments
-    x, total = x.contiguous(), None
+    (
+        *experts,
+        router_logits,
+        topk_weight,
+        topk_idx,
+        z,
+        expert_offsets,
+        row_slot,
+        need_router,
+        needs,
+        gate,
+        backend,
+    ) = arguments
+    x = x.contiguous()
+    total = None
 
     def router(drow_weight):
         nonlocal total
         through = drow_weight if dweight is None else drow_weight + dweight
-        total = routing.route_backward_kernel(through, router_logits, topk_idx, gate, _router(backend))
+        total = routing.route_backward_kernel(
+            through, router_logits, topk_idx, gate, _router(backend)
+        )
         total = total if dlogits is None else total + dlogits
         return total, router_weight
 
     grads = kernels_of(backend).backward(
-        dout.contiguous(), x, Experts.unpack(experts), topk_weight, z, expert_offsets, row_slot, Gradients(*needs), router, into
+        dout.contiguous(),
+        x,
+        Experts.unpack(experts),
+        topk_weight,
+        z,
+        expert_offsets,
+        row_slot,
+        Gradients(*needs),
+        router,
+        into,
     )
     drouter = torch.mm(total.t(), x) if need_router else None
     return absent_as_empty((drouter, *grads._replace(topk_weight=None)), x)
@@ -119,7 +198,10 @@ def _backward(dout, dlogits, dweight, x, router_weight, *arguments, into: Gradie
 def _backward_fake(dout, dlogits, dweight, x, router_weight, *arguments):
     *experts, _, _, _, _, _, _, need_router, needs, _, _ = arguments
     inputs = Experts.unpack(experts).learned()._replace(x=x).only(Gradients(*needs))
-    grads = (None if t is None else in_layout_of(t, t.new_empty) for t in (router_weight if need_router else None, *inputs))
+    grads = (
+        None if t is None else in_layout_of(t, t.new_empty)
+        for t in (router_weight if need_router else None, *inputs)
+    )
     return absent_as_empty(grads, x)
 
 
@@ -145,11 +227,33 @@ def _autograd(ctx, dout, dlogits, dweight, *_):
     into = gradients_so_far(experts.learned(), ctx.accumulating)
     op = torch.ops.moe_runtime.moe_layer_backward if into is NOWHERE else adding_to(into, _backward)
     drouter, *grads = op(
-        dout, dlogits, dweight, x, router_weight, *experts.pack(), logits, weight, idx, z, offsets, row_slot, need_router,
-        needs, ctx.gate, ctx.backend,
-    )  # fmt: skip
+        dout,
+        dlogits,
+        dweight,
+        x,
+        router_weight,
+        *experts.pack(),
+        logits,
+        weight,
+        idx,
+        z,
+        offsets,
+        row_slot,
+        need_router,
+        needs,
+        ctx.gate,
+        ctx.backend,
+    )
     grads = Gradients(*grads).only(needs).besides(into)
-    return grads.x, drouter if need_router else None, *experts.in_place(grads), None, None, None, None
+    return (
+        grads.x,
+        drouter if need_router else None,
+        *experts.in_place(grads),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 register("moe_layer", _forward, _forward_fake, _autograd, _setup_context)

@@ -3,10 +3,12 @@
     out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t])
     FFN_e(x) = W_down_e h + b_down_e,  h = act(gate) * up,  [gate; up] = W_gate_up_e x + b_gate_up_e     (gated)
                                        h = act(W_up_e x + b_up_e)                                        (otherwise)
-    gate-up forms of later models:     h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
+    gate-up forms of later models:     h = act(min(gate, limit)) * (clamp(up, -limit, limit) +
+                                       up_offset)
 
-XFT, Eq. (2), UpIT, ESFT: the sum over the selected experts, whose outputs are multiplied by the weights. A slot with an id
-outside 0..E-1 contributes nothing. Only x, the pre-activation, weights and indices are saved for the backward pass.
+XFT, Eq. (2), UpIT, ESFT: the sum over the selected experts, whose outputs are multiplied by the
+weights. A slot with an id outside 0..E-1 contributes nothing. Only x, the pre-activation, weights
+and indices are saved for the backward pass.
 """
 
 import torch
@@ -32,39 +34,73 @@ _NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
 
 def moe_mlp(
-    x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, topk_weight: torch.Tensor, topk_idx: torch.Tensor, *,
-    act: str = "silu", gated: bool = True, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False,
-    gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, trainable: torch.Tensor | None = None,
-    trained: tuple[torch.Tensor, torch.Tensor] | None = None, shared: str = "group", recompute: bool = False,
+    x: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    topk_weight: torch.Tensor,
+    topk_idx: torch.Tensor,
+    *,
+    act: str = "silu",
+    gated: bool = True,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    trainable: torch.Tensor | None = None,
+    trained: tuple[torch.Tensor, torch.Tensor] | None = None,
+    shared: str = "group",
+    recompute: bool = False,
     backend: str | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Run x [T, H] through its experts -> [T, H] in x's dtype, which must be that of the weights.
 
-    `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I], biases [E, 2I], [E, H],
-    `topk_weight` [T, K] (used in float32, or float64 with float64 x), `topk_idx` [T, K] of integers. Differentiable in all but
-    topk_idx. `recompute` saves only x and recomputes the pre-activation in the backward pass.
+    `gate_up_proj` [E, 2I, H] (gate first; [E, I, H] with gated=False), `down_proj` [E, H, I],
+    biases [E, 2I], [E, H], `topk_weight` [T, K] (used in float32, or float64 with float64 x),
+    `topk_idx` [T, K] of integers. Differentiable in all but topk_idx. `recompute` saves only x and
+    recomputes the pre-activation in the backward pass.
 
-    `limit` clamps gate and up, `up_offset` is added to up. With `interleaved`, the rows of gate_up_proj and gate_up_bias are
-    gate_0, up_0, gate_1, up_1, ... All three require gated experts. GPT-OSS uses all three, with act="quick_gelu", limit=7.0
-    and up_offset=1.0; its stacks are transposed views, as stacks need not be contiguous.
+    `limit` clamps gate and up, `up_offset` is added to up. With `interleaved`, the rows of
+    gate_up_proj and gate_up_bias are gate_0, up_0, gate_1, up_1, ... All three require gated
+    experts. GPT-OSS uses all three, with act="quick_gelu", limit=7.0 and up_offset=1.0; its stacks
+    are transposed views, as stacks need not be contiguous.
 
-    Frozen experts (ESFT): those with `trainable` [E] bool False get a zero weight gradient at no cost. With `trained`, the
-    weights (gate_up [n, 2I, H], down [n, H, I]) of the trained experts are stored separately and get compact gradients:
-    `trainable` is then [E] int32, each expert's row in them (all different), or -1 for an expert of the frozen stacks.
+    Frozen experts (ESFT): those with `trainable` [E] bool False get a zero weight gradient at no
+    cost. With `trained`, the weights (gate_up [n, 2I, H], down [n, H, I]) of the trained experts
+    are stored separately and get compact gradients: `trainable` is then [E] int32, each expert's
+    row in them (all different), or -1 for an expert of the frozen stacks.
 
-    `shared="dense"` (Triton) runs expert 0 with torch's matmul. It must be in the last slot of every token and in no other.
-    Raises ValueError for mismatched shapes, dtypes or devices.
+    `shared="dense"` (Triton) runs expert 0 with torch's matmul. It must be in the last slot of
+    every token and in no other. Raises ValueError for mismatched shapes, dtypes or devices.
     """
     up_trained, down_trained = trained or (None, None)
     activation = Activation(act, gated, limit, up_offset, interleaved)
-    experts = Experts(gate_up_proj, down_proj, gate_up_bias, down_bias, trainable, up_trained, down_trained, activation, shared)
+    experts = Experts(
+        gate_up_proj,
+        down_proj,
+        gate_up_bias,
+        down_bias,
+        trainable,
+        up_trained,
+        down_trained,
+        activation,
+        shared,
+    )
     return run_experts(x, experts, topk_weight, topk_idx, recompute=recompute, backend=backend)[0]
 
 
 def run_experts(
-    x: torch.Tensor, experts: Experts, topk_weight: torch.Tensor, topk_idx: torch.Tensor, *, recompute=False, backend=None
+    x: torch.Tensor,
+    experts: Experts,
+    topk_weight: torch.Tensor,
+    topk_idx: torch.Tensor,
+    *,
+    recompute=False,
+    backend=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `moe_mlp` with `experts` and return out [T, H] and its dispatch's expert_offsets [E + 1] int32."""
+    """Run `moe_mlp` with `experts` and return out [T, H] and its dispatch's expert_offsets [E + 1]
+    int32.
+    """
     check_experts(x, experts)
     check_slots(x, topk_weight, topk_idx)
     _check_shared(experts, topk_idx)
@@ -72,19 +108,30 @@ def run_experts(
     if backends.portable() is not None:
         up, down = (_whole(experts, name) for name in ("up", "down"))
         biases = {"gate_up_bias": experts.up_bias, "down_bias": experts.down_bias}
-        out = moe_mlp_reference(x, up, down, topk_weight, topk_idx, **biases, **experts.activation._asdict())
+        out = moe_mlp_reference(
+            x, up, down, topk_weight, topk_idx, **biases, **experts.activation._asdict()
+        )
         return out, x.new_zeros(up.shape[0] + 1, dtype=torch.int32)
     save = torch.is_grad_enabled() and not recompute and not backends.exporting()
     save = save and (x.requires_grad or topk_weight.requires_grad or experts.requires_grad())
     backend = pick(x, experts.up.shape[0], backend)
-    out, _, offsets, _ = torch.ops.moe_runtime.moe_mlp(x, topk_weight, topk_idx, *experts.pack(), save, backend)
+    out, _, offsets, _ = torch.ops.moe_runtime.moe_mlp(
+        x, topk_weight, topk_idx, *experts.pack(), save, backend
+    )
     return out, offsets
 
 
-def pick(x: torch.Tensor, num_experts: int, backend: str | None, ops: tuple[str, ...] = ("dispatch", "combine")) -> str:
-    """Return the backend of the experts; "cuda" means Triton's products with csrc/'s `ops` around them.
+def pick(
+    x: torch.Tensor,
+    num_experts: int,
+    backend: str | None,
+    ops: tuple[str, ...] = ("dispatch", "combine"),
+) -> str:
+    """Return the backend of the experts; "cuda" means Triton's products with csrc/'s `ops` around
+    them.
 
-    It cannot be requested: it is used if no backend is named and "cuda" is the default of each of `ops`.
+    It cannot be requested: it is used if no backend is named and "cuda" is the default of each of
+    `ops`.
     """
     chosen = backends.pick("moe_mlp", x, backend)
     if backend is not None or chosen != "triton" or not cuda_kernels.fits(num_experts):
@@ -98,31 +145,70 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
     check_choice("shared", experts.shared, SHARED_MODES)
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"Expected x [T, H] of a floating dtype, but x is {kind(x)}")
-    up, down, gated, H = experts.up, experts.down, experts.activation.gated, x.shape[1]
+    up = experts.up
+    down = experts.down
+    gated = experts.activation.gated
+    H = x.shape[1]
     E, _, I = down.shape if down.dim() == 3 else (0, 0, 0)
     Z = I * (1 + gated)
     if E == 0 or I == 0 or up.shape != (E, Z, H) or down.shape != (E, H, I):
-        got = f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x {tuple(x.shape)}"
-        want = f"gate_up_proj [E, {'2I' if gated else 'I'}, H], down_proj [E, H, I] and x [T, H] with E >= 1 and I >= 1"
+        got = (
+            f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x {tuple(x.shape)}"
+        )
+        want = (
+            f"gate_up_proj [E, {'2I' if gated else 'I'}, H], down_proj [E, H, "
+            "I] "
+            "and "
+            "x "
+            "[T, "
+            "H] "
+            "with E >= 1 and I >= 1"
+        )
         raise ValueError(f"Expected {want}, but {got}")
-    dtype, device, biases = x.dtype, x.device, ((experts.up_bias, (E, Z)), (experts.down_bias, (E, H)))
+    dtype = x.dtype
+    device = x.device
+    biases = ((experts.up_bias, (E, Z)), (experts.down_bias, (E, H)))
     for name, (tensor, shape) in zip(_NAMES, ((up, None), (down, None), *biases)):
         if tensor is None:
             continue
-        if tensor.dtype != dtype or tensor.device != device or (shape is not None and tensor.shape != shape):
-            raise ValueError(f"Expected {shape or tuple(tensor.shape)} {dtype} on {device}, as x, but {name} is {kind(tensor)}")
+        if (
+            tensor.dtype != dtype
+            or tensor.device != device
+            or (shape is not None and tensor.shape != shape)
+        ):
+            raise ValueError(
+                f"Expected {shape or tuple(tensor.shape)} {dtype} on "
+                f"{device}, "
+                "as "
+                "x, "
+                "but "
+                f"{name} "
+                f"is {kind(tensor)}"
+            )
     if experts.trainable is None and experts.up_trained is None:
         return
     check_trained(up, experts.trainable, experts.up_trained, "trained gate_up")
     check_trained(down, experts.trainable, experts.down_trained, "trained down")
-    if experts.up_trained is not None and experts.up_trained.shape[0] != experts.down_trained.shape[0]:
-        got = f"trained gate_up is {tuple(experts.up_trained.shape)}, trained down {tuple(experts.down_trained.shape)}"
+    if (
+        experts.up_trained is not None
+        and experts.up_trained.shape[0] != experts.down_trained.shape[0]
+    ):
+        got = (
+            "trained "
+            "gate_up "
+            "is "
+            f"{tuple(experts.up_trained.shape)}, "
+            "trained "
+            "down "
+            f"{tuple(experts.down_trained.shape)}"
+        )
         raise ValueError(f"Expected the same number of trained experts in both stacks, but {got}")
 
 
 def _whole(experts: Experts, name: str) -> torch.Tensor:
     """Return the stack `name` with the rows of the trained experts inserted."""
-    stack, trained = getattr(experts, name), getattr(experts, f"{name}_trained")
+    stack = getattr(experts, name)
+    trained = getattr(experts, f"{name}_trained")
     if trained is None:
         return stack
     row = experts.trainable.long()
@@ -131,11 +217,17 @@ def _whole(experts: Experts, name: str) -> torch.Tensor:
 
 def check_slots(x, topk_weight, topk_idx) -> None:
     """Raise ValueError unless weights and ids [T, K] match x [T, H]."""
-    fits = topk_idx.dim() == 2 and topk_weight.shape == topk_idx.shape and topk_idx.shape[0] == x.shape[0]
+    fits = (
+        topk_idx.dim() == 2
+        and topk_weight.shape == topk_idx.shape
+        and topk_idx.shape[0] == x.shape[0]
+    )
     fits = fits and topk_idx.dtype in INTEGERS and topk_weight.is_floating_point()
     if not fits or not x.device == topk_weight.device == topk_idx.device:
         want = f"[{x.shape[0]}, K] floats and integers on {x.device}"
-        raise ValueError(f"Expected {want}, but topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}")
+        raise ValueError(
+            f"Expected {want}, but topk_weight is {kind(topk_weight)}, topk_idx {kind(topk_idx)}"
+        )
 
 
 def _check_shared(experts: Experts, topk_idx) -> None:
@@ -144,15 +236,37 @@ def _check_shared(experts: Experts, topk_idx) -> None:
     # not checked on a GPU, as it would synchronize
     knows = topk_idx.device.type == "cpu" and not torch.compiler.is_compiling()
     is_shared = topk_idx == 0 if knows and topk_idx.shape[1] else None
-    misplaced = topk_idx.shape[1] == 0 or (knows and not (is_shared[:, -1].all() and is_shared.sum() == topk_idx.shape[0]))
+    misplaced = topk_idx.shape[1] == 0 or (
+        knows and not (is_shared[:, -1].all() and is_shared.sum() == topk_idx.shape[0])
+    )
     if experts.trainable is not None or misplaced:
-        got = f"topk_idx {tuple(topk_idx.shape)} must have expert 0 in the last slot of every token and in no other"
+        got = (
+            f"topk_idx {tuple(topk_idx.shape)} must have expert 0 in "
+            "the "
+            "last "
+            "slot "
+            "of "
+            "every "
+            "token and in no other"
+        )
         got = got if experts.trainable is None else "trainable must be None"
         raise ValueError(f"With shared='dense', {got}. Use shared='group'")
 
 
-def moe_mlp_reference(x, gate_up_proj, down_proj, topk_weight, topk_idx, *, gate_up_bias=None, down_bias=None, **activation):
-    """Compute the equation above as a sum over experts, in the inputs' dtype, with autograd; `activation` as in `moe_mlp`."""
+def moe_mlp_reference(
+    x,
+    gate_up_proj,
+    down_proj,
+    topk_weight,
+    topk_idx,
+    *,
+    gate_up_bias=None,
+    down_bias=None,
+    **activation,
+):
+    """Compute the equation above as a sum over experts, in the inputs' dtype, with autograd;
+    `activation` as in `moe_mlp`.
+    """
     out = torch.zeros_like(x)
     for e in range(gate_up_proj.shape[0]):
         z = x @ gate_up_proj[e].t()
@@ -169,8 +283,20 @@ LIB.define(
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
-    f"moe_mlp_backward(Tensor dout, Tensor x, Tensor topk_weight, {SCHEMA}, Tensor z, Tensor expert_offsets, "
-    "Tensor row_slot, bool[6] needs, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "moe_mlp_backward(Tensor dout, Tensor x, Tensor "
+    "topk_weight, "
+    f"{SCHEMA}, "
+    "Tensor "
+    "z, "
+    "Tensor "
+    "expert_offsets, "
+    "Tensor row_slot, bool[6] needs, str backend) -> "
+    "(Tensor, "
+    "Tensor, "
+    "Tensor, "
+    "Tensor, "
+    "Tensor, "
+    "Tensor)"
 )
 
 
@@ -188,20 +314,30 @@ def kernels_of(backend: str):
 def _forward(x, topk_weight, topk_idx, *arguments):
     *experts, save, backend = arguments
     run = kernels_of(backend).forward
-    return run(x.contiguous(), Experts.unpack(experts), topk_weight.contiguous(), topk_idx.contiguous(), save)
+    return run(
+        x.contiguous(),
+        Experts.unpack(experts),
+        topk_weight.contiguous(),
+        topk_idx.contiguous(),
+        save,
+    )
 
 
 def _forward_fake(x, topk_weight, topk_idx, *arguments):
     *experts, save, _ = arguments
     (E, Z, _), R = experts[0].shape, topk_idx.shape[0] * topk_idx.shape[1]
     return (
-        x.new_empty(x.shape), x.new_empty(R if save else 0, Z), topk_idx.new_empty(E + 1, dtype=torch.int32),
+        x.new_empty(x.shape),
+        x.new_empty(R if save else 0, Z),
+        topk_idx.new_empty(E + 1, dtype=torch.int32),
         topk_idx.new_empty(R, dtype=torch.int32),
-    )  # fmt: skip
+    )
 
 
 def adding_to(into: Gradients, backward):
-    """Return the kernel `backward` of an op with the op's arguments, which adds to `into` in place, as ops cannot do."""
+    """Return the kernel `backward` of an op with the op's arguments, which adds to `into` in place,
+    as ops cannot do.
+    """
 
     def run(dout, *args):
         with torch.autocast(dout.device.type, enabled=False):
@@ -213,9 +349,16 @@ def adding_to(into: Gradients, backward):
 def _backward(dout, x, topk_weight, *arguments, into: Gradients = NOWHERE):
     *experts, z, expert_offsets, row_slot, needs, backend = arguments
     grads = kernels_of(backend).backward(
-        dout.contiguous(), x.contiguous(), Experts.unpack(experts), topk_weight.contiguous(), z, expert_offsets, row_slot,
-        Gradients(*needs), into=into,
-    )  # fmt: skip
+        dout.contiguous(),
+        x.contiguous(),
+        Experts.unpack(experts),
+        topk_weight.contiguous(),
+        z,
+        expert_offsets,
+        row_slot,
+        Gradients(*needs),
+        into=into,
+    )
     return absent_as_empty(grads, x)
 
 
@@ -223,7 +366,9 @@ def _backward_fake(dout, x, topk_weight, *arguments):
     *experts, _, _, _, needs, _ = arguments
     inputs = Experts.unpack(experts).learned()._replace(x=x, topk_weight=topk_weight)
     needs = Gradients(*needs)._replace(topk_weight=True)
-    return absent_as_empty([None if t is None else in_layout_of(t, t.new_empty) for t in inputs.only(needs)], x)
+    return absent_as_empty(
+        [None if t is None else in_layout_of(t, t.new_empty) for t in inputs.only(needs)], x
+    )
 
 
 def absent_as_empty(grads, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -235,7 +380,8 @@ def _setup_context(ctx, inputs, output):
     x, topk_weight, _, *experts, _, ctx.backend = inputs
     _, z, expert_offsets, row_slot = output
     ctx.mark_non_differentiable(z, expert_offsets, row_slot)
-    ctx.set_materialize_grads(False)  # otherwise autograd would fill a gradient of z's size with zeros
+    # otherwise autograd would fill a gradient of z's size with zeros
+    ctx.set_materialize_grads(False)
     experts = Experts.unpack(experts)
     ctx.accumulating = tuple(map(accumulating, experts.learned()[1:3]))
     *tensors, ctx.activation, ctx.shared = experts
@@ -252,7 +398,9 @@ def _autograd(ctx, dout, *_):
     needs = experts.needs(need_x, need_weight, flags)
     into = gradients_so_far(experts.learned(), ctx.accumulating)
     op = torch.ops.moe_runtime.moe_mlp_backward if into is NOWHERE else adding_to(into, _backward)
-    grads = op(dout, x, topk_weight, *experts.pack(), z, expert_offsets, row_slot, needs, ctx.backend)
+    grads = op(
+        dout, x, topk_weight, *experts.pack(), z, expert_offsets, row_slot, needs, ctx.backend
+    )
     grads = Gradients(*grads).only(needs).besides(into)
     return grads.x, grads.topk_weight, None, *experts.in_place(grads), None, None
 

@@ -1,8 +1,9 @@
-"""The torch backend of `moe_mlp`: slots sorted by expert, one `mm(out=)` per expert and projection, reused memory.
+"""The torch backend of `moe_mlp`: slots sorted by expert, one `mm(out=)` per expert and projection,
+reused memory.
 
-No index_add, no gathered copy of all rows, no buffer of size [R, ...] except z (saved for the backward pass), y and dx. Small
-experts are gathered and activated together, as operator calls would dominate; large ones in blocks of rows that stay in the
-cache between the passes.
+No index_add, no gathered copy of all rows, no buffer of size [R, ...] except z (saved for the
+backward pass), y and dx. Small experts are gathered and activated together, as operator calls would
+dominate; large ones in blocks of rows that stay in the cache between the passes.
 """
 
 import itertools
@@ -13,12 +14,22 @@ import torch.nn.functional as F
 from moe_runtime.ops.activation import ACT, ACT_BACKWARD
 from moe_runtime.ops.combine import weighted_sum
 from moe_runtime.ops.dispatch import invert, live_weights, sort_slots
-from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, Group, groups, new_gradients, weight_gradients
+from moe_runtime.ops.expert_rows import (
+    NOWHERE,
+    Experts,
+    Gradients,
+    Group,
+    groups,
+    new_gradients,
+    weight_gradients,
+)
 from moe_runtime.ops.workspace import lease, scratch
 
 ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
-GROUPED = 48  # average rows per expert up to which torch's grouped_mm is faster than our loop; 2026-11-22
-BLOCK_ELEMENTS = 1 << 18  # rows of one elementwise block times I; measured on 2 cores with 1 MB of L2 each, 2026-11-20
+# average rows per expert up to which torch's grouped_mm is faster than our loop; 2026-11-22
+GROUPED = 48
+# rows of one elementwise block times I; measured on 2 cores with 1 MB of L2 each, 2026-11-20
+BLOCK_ELEMENTS = 1 << 18
 
 
 def _blocks(start: int, end: int, width: int):
@@ -28,20 +39,28 @@ def _blocks(start: int, end: int, width: int):
 
 
 def gather(name: str, x: torch.Tensor, tokens: torch.Tensor, everyone: bool) -> torch.Tensor:
-    """Return rows `tokens` of x in scratch memory, or x itself if the expert processes every token once, in order."""
+    """Return rows `tokens` of x in scratch memory, or x itself if the expert processes every token
+    once, in order.
+    """
     if everyone:
         return x
     return torch.index_select(x, 0, tokens, out=scratch(name, (tokens.numel(), x.shape[1]), x))
 
 
-def activate(experts: Experts, z: torch.Tensor, weight: torch.Tensor | None, h: torch.Tensor) -> None:
-    """Compute h = act(gate) * up [* weight] from rows of z [n, 2I or I], in float32 between the passes."""
-    activation, wide = experts.activation, z.dtype in (torch.float32, torch.float64)
+def activate(
+    experts: Experts, z: torch.Tensor, weight: torch.Tensor | None, h: torch.Tensor
+) -> None:
+    """Compute h = act(gate) * up [* weight] from rows of z [n, 2I or I], in float32 between the
+    passes.
+    """
+    activation = experts.activation
+    wide = z.dtype in (torch.float32, torch.float64)
     act = ACT[activation.act]
     for a, b in _blocks(0, z.shape[0], h.shape[1]):
         (gate, up), block = activation.split(z[a:b]), h[a:b]
         if activation.interleaved:  # strided by 2: one copy costs less than strided passes
-            gate, up = gate.contiguous(), up.contiguous()
+            gate = gate.contiguous()
+            up = up.contiguous()
         value = act(activation.below(gate if wide else gate.float()))
         if up is not None:
             plain = activation.limit is None and not activation.up_offset
@@ -54,30 +73,36 @@ def activate(experts: Experts, z: torch.Tensor, weight: torch.Tensor | None, h: 
 
 
 def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
-    """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R] int32."""
+    """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R]
+    int32.
+    """
     E, Z, H = experts.up.shape
     T, K = topk_idx.shape
-    R, I = T * K, experts.down.shape[2]
+    R = T * K
+    I = experts.down.shape[2]
     offsets, row_slot = sort_slots(topk_idx, E)
     if _grouped(experts, x, R):
         return _forward_grouped(x, experts, topk_weight, topk_idx, offsets, row_slot, save)
     bounds = offsets.tolist()
     row_token = row_slot // max(K, 1)
-    # float32 applies the weights in the weighted sum; narrower dtypes apply them to h before rounding, so they stay float32
+    # float32 applies the weights in the weighted sum; narrower dtypes apply them to h before
+    # rounding, so they stay float32
     fold = x.dtype not in (torch.float32, torch.float64)
     row_weight = topk_weight.reshape(-1)[row_slot]
     z_all = lease((R, Z), x) if save else x.new_empty(0, Z)
     y = scratch("y", (R, H), x)
     trained = experts.rows()
     for group in groups(bounds, sees_everyone(bounds, row_token, T), R, max(Z, H)):
-        a, b = group.start, group.end
+        a = group.start
+        b = group.end
         rows = gather("x", x, row_token[a:b], group.everyone)
         z = z_all[a:b] if save else scratch("z", (b - a, Z), x)
         _up(group, experts, trained, rows, z)
         h = scratch("h", (b - a, I), x)
         activate(experts, z, row_weight[a:b] if fold else None, h)
         for member in group.members:
-            e, out = member.expert, member.wide(y[a:b])
+            e = member.expert
+            out = member.wide(y[a:b])
             torch.mm(member.wide(h), experts.at(e, trained[e])[1].t(), out=out)
             if experts.down_bias is not None:
                 add_bias(out, experts.down_bias[e], member.wide(row_weight[a:b]) if fold else None)
@@ -88,11 +113,18 @@ def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
 
 
 def _grouped(experts: Experts, x: torch.Tensor, R: int) -> bool:
-    """Return whether torch's grouped_mm supports these experts and is faster than our loop, as they have few rows."""
+    """Return whether torch's grouped_mm supports these experts and is faster than our loop, as they
+    have few rows.
+    """
     # rows of its operands must be multiples of 16 bytes
     whole = 16 // x.element_size()
-    fits = x.shape[1] % whole == 0 == experts.down.shape[2] % whole and x.dtype in (torch.float32, torch.bfloat16)
-    contiguous = experts.up_trained is None and experts.up.is_contiguous() and experts.down.is_contiguous()
+    fits = x.shape[1] % whole == 0 == experts.down.shape[2] % whole and x.dtype in (
+        torch.float32,
+        torch.bfloat16,
+    )
+    contiguous = (
+        experts.up_trained is None and experts.up.is_contiguous() and experts.down.is_contiguous()
+    )
     return fits and contiguous and x.device.type == "cpu" and 0 < R <= GROUPED * experts.up.shape[0]
 
 
@@ -132,32 +164,53 @@ def sees_everyone(bounds: list[int], row_token: torch.Tensor, T: int) -> list[bo
     if T < ALONE_FROM:
         return [False] * (len(bounds) - 1)
     everyone = torch.arange(T, device=row_token.device)
-    return [0 < b - a == T and bool((row_token[a:b] == everyone).all()) for a, b in itertools.pairwise(bounds)]
+    return [
+        0 < b - a == T and bool((row_token[a:b] == everyone).all())
+        for a, b in itertools.pairwise(bounds)
+    ]
 
 
 def add_bias(y, bias, weight) -> None:
     """Add `bias` [H], times each row's weight if given, to the rows of `y`."""
-    y.add_(bias) if weight is None else y.add_((weight[:, None] * bias.to(weight.dtype)).to(y.dtype))
+    if weight is None:
+        y.add_(bias)
+    else:
+        (y.add_((weight[:, None] * bias.to(weight.dtype)).to(y.dtype)))
 
 
 def combine_rows(y, row_slot, topk_weight, folded: bool):
-    """Return the sum of each token's rows of `y` [R, H], times their weights unless these are `folded` into y."""
+    """Return the sum of each token's rows of `y` [R, H], times their weights unless these are
+    `folded` into y.
+    """
     slot_row = invert(row_slot).view(topk_weight.shape)
     return weighted_sum(y, None if folded else topk_weight.to(y.dtype), slot_row)
 
 
-def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, needs: Gradients, router=None,
-             into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
+def backward(
+    dout,
+    x,
+    experts: Experts,
+    topk_weight,
+    z_all,
+    offsets,
+    row_slot,
+    needs: Gradients,
+    router=None,
+    into: Gradients = NOWHERE,
+) -> Gradients:
     """Compute the gradients requested by `needs` from `dout` [T, H].
 
-    `z_all` [0, ...] is recomputed. Frozen experts cost nothing and get zeros; if trained weights are stored separately, the
-    gradients of up and down are theirs. `router(dweight)` returns dlogits [T, R] and the router's weight [R, H], whose product
-    is added to dx. Gradients in `into` are accumulated in place.
+    `z_all` [0, ...] is recomputed. Frozen experts cost nothing and get zeros; if trained weights
+    are stored separately, the gradients of up and down are theirs. `router(dweight)` returns
+    dlogits [T, R] and the router's weight [R, H], whose product is added to dx. Gradients in `into`
+    are accumulated in place.
     """
     E, Z, H = experts.up.shape
     T, K = topk_weight.shape
-    R, I = T * K, experts.down.shape[2]
-    bounds, row_slot = offsets.tolist(), row_slot.long()
+    R = T * K
+    I = experts.down.shape[2]
+    bounds = offsets.tolist()
+    row_slot = row_slot.long()
     row_token = row_slot // max(K, 1)
     row_weight = topk_weight.reshape(-1)[row_slot]
     drow_weight = torch.zeros_like(row_weight)
@@ -167,10 +220,14 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
         z_all = _up_grouped(x, experts, offsets, row_slot, row_token)
     dx = scratch("y", (R, H), x) if needs.x else None
     for group in groups(bounds, sees_everyone(bounds, row_token, T), R, max(Z, H)):
-        a, b = group.start, group.end
+        a = group.start
+        b = group.end
         dy = gather("dy", dout, row_token[a:b], group.everyone)
         rows = gather("x", x, row_token[a:b], group.everyone)
-        z = z_all[a:b] if z_all.shape[0] else _up(group, experts, trained, rows, scratch("z", (b - a, Z), x))
+        if z_all.shape[0]:
+            z = z_all[a:b]
+        else:
+            z = _up(group, experts, trained, rows, scratch("z", (b - a, Z), x))
         dh, dz, wh = (scratch(name, (b - a, n), x) for name, n in (("dh", I), ("dz", Z), ("h", I)))
         for member in group.members:
             e = member.expert
@@ -182,7 +239,9 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
                 torch.mm(member.wide(dz), experts.at(e, trained[e])[0], out=member.wide(dx[a:b]))
             if experts.down_bias is not None:
                 bias = experts.down_bias[e].to(drow_weight.dtype)
-                member.own(drow_weight[a:b]).add_((member.own(dy).to(drow_weight.dtype) * bias).sum(1))
+                member.own(drow_weight[a:b]).add_(
+                    (member.own(dy).to(drow_weight.dtype) * bias).sum(1)
+                )
             if trained[e] >= 0:
                 weight_gradients(grads, member, trained[e], dy, wh, dz, rows, row_weight[a:b], into)
     drow_weight[bounds[E] :].zero_()
@@ -199,7 +258,8 @@ def backward(dout, x, experts: Experts, topk_weight, z_all, offsets, row_slot, n
 def _up(group: Group, experts: Experts, trained: list[int], rows, z):
     """Write the pre-activation of a group's `rows` into z, and return it."""
     for member in group.members:
-        e, out = member.expert, member.wide(z)
+        e = member.expert
+        out = member.wide(z)
         torch.mm(member.wide(rows), experts.at(e, trained[e])[0].t(), out=out)
         if experts.up_bias is not None:
             out.add_(experts.up_bias[e])
@@ -207,16 +267,22 @@ def _up(group: Group, experts: Experts, trained: list[int], rows, z):
 
 
 def activate_backward(experts: Experts, z, dh, weight, dz, wh, dweight) -> None:
-    """Compute dweight = <dh, h>, wh = weight * h and dz = weight * dh * h'(z) from z and dh = dy W_down, in blocks of rows."""
+    """Compute dweight = <dh, h>, wh = weight * h and dz = weight * dh * h'(z) from z and dh = dy
+    W_down, in blocks of rows.
+    """
     activation = experts.activation
-    act, act_backward, limit = ACT[activation.act], ACT_BACKWARD[activation.act], activation.limit
+    act = ACT[activation.act]
+    act_backward = ACT_BACKWARD[activation.act]
+    limit = activation.limit
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     for a, b in _blocks(0, z.shape[0], dh.shape[1]):
         gate, up = (None if part is None else part.to(wide) for part in activation.split(z[a:b]))
         if activation.interleaved:
-            gate, up = gate.contiguous(), up.contiguous()
+            gate = gate.contiguous()
+            up = up.contiguous()
         dgate, dup = activation.split(dz[a:b])
-        grad, w = dh[a:b].to(wide), weight[a:b, None]
+        grad = dh[a:b].to(wide)
+        w = weight[a:b, None]
         below = activation.below(gate)
         h = act(below)
         if up is not None:

@@ -1,10 +1,13 @@
-"""The Triton backend of `moe_mlp`: the sequence of kernels. No host synchronization, no atomics, no buffer of [T, E].
+"""The Triton backend of `moe_mlp`: the sequence of kernels. No host synchronization, no atomics, no
+buffer of [T, E].
 
 forward   dispatch, up projection (gather, activation), down projection, combine
-backward  dz (gather, the activation's gradient, the weights' gradient), dx, sum of each token's rows, dW_up, dW_down
+backward  dz (gather, the activation's gradient, the weights' gradient), dx, sum of each token's
+          rows, dW_up, dW_down
 
-If csrc/'s kernels are selected, `BESIDE_CUDA` uses their sort, maps (one launch) and combine in the forward pass. With
-shared="dense" the rows of expert 0, the first T of every buffer in expert order, are computed with torch's matmul.
+If csrc/'s kernels are selected, `BESIDE_CUDA` uses their sort, maps (one launch) and combine in the
+forward pass. With shared="dense" the rows of expert 0, the first T of every buffer in expert order,
+are computed with torch's matmul.
 """
 
 from types import SimpleNamespace
@@ -12,7 +15,15 @@ from types import SimpleNamespace
 import torch
 
 from moe_runtime.config import SHARED_GATES
-from moe_runtime.kernels import combine, decode, dispatch, grouped_gemm, operands, shared_expert, tiles
+from moe_runtime.kernels import (
+    combine,
+    decode,
+    dispatch,
+    grouped_gemm,
+    operands,
+    shared_expert,
+    tiles,
+)
 from moe_runtime.kernels import grouped_gemm_backward as backwards
 from moe_runtime.ops import cuda_kernels, routing
 from moe_runtime.ops.expert_rows import NOWHERE, Experts, Gradients, add_product, is_transposed
@@ -23,13 +34,22 @@ class Layer:
     """The experts and the order of the rows; computes the tile map of every block size once."""
 
     def __init__(self, experts: Experts, offsets, row_slot, slots: int, maps: dict | None = None):
-        self.experts, self.offsets, self.row_slot, self.slots = _in_order(experts), offsets, row_slot, slots
+        self.experts = _in_order(experts)
+        self.offsets = offsets
+        self.row_slot = row_slot
+        self.slots = slots
         self.learned = experts.learned()
         self.R, self.first, self.maps = row_slot.numel(), _first(experts), maps or {}
         self.T = self.R // max(slots, 1)
         e = self.experts
-        self.up_trained = None if e.up_trained is None else operands.Trained(e.trainable, e.up_trained)
-        self.down_trained = None if e.down_trained is None else operands.Trained(e.trainable, e.down_trained)
+        if e.up_trained is None:
+            self.up_trained = None
+        else:
+            self.up_trained = operands.Trained(e.trainable, e.up_trained)
+        if e.down_trained is None:
+            self.down_trained = None
+        else:
+            self.down_trained = operands.Trained(e.trainable, e.down_trained)
 
     def choose(self, kernel: str, x, N: int, K: int) -> tiles.Tile:
         """Return the launch config of a product."""
@@ -37,19 +57,37 @@ class Layer:
 
     def map(self, tile: tiles.Tile):
         """Return the tile map of a config's rows."""
-        # in the backward pass this launch is the first and creates the CUDA context of autograd's thread for tensor descriptors
+        # in the backward pass this launch is the first and creates the CUDA context of autograd's
+        # thread for tensor descriptors
         if tile.BLOCK_M not in self.maps:
-            self.maps[tile.BLOCK_M] = dispatch.tile_map(self.offsets, self.R, tile.BLOCK_M, self.first)
+            self.maps[tile.BLOCK_M] = dispatch.tile_map(
+                self.offsets, self.R, tile.BLOCK_M, self.first
+            )
         return self.maps[tile.BLOCK_M]
 
     def up(self, x, save: bool, lora: operands.LowRank | None = None):
         """Return z (empty unless `save`) and h of all rows."""
         e, (_, H, I) = self.experts, self.experts.down.shape
-        tile, (act, gated, *_), form = self.choose("up", x, I, H), e.activation, e.activation.gate_form()
+        tile, (act, gated, *_), form = (
+            self.choose("up", x, I, H),
+            e.activation,
+            e.activation.gate_form(),
+        )
         z, h = grouped_gemm.up_forward(
-            x, e.up, e.up_bias, self.row_slot, self.map(tile), self.slots, act, gated, save, tile, self.up_trained, **form,
+            x,
+            e.up,
+            e.up_bias,
+            self.row_slot,
+            self.map(tile),
+            self.slots,
+            act,
+            gated,
+            save,
+            tile,
+            self.up_trained,
+            **form,
             lora=lora,
-        )  # fmt: skip
+        )
         if self.first and self.T:
             dense = z[: self.T] if save else x.new_empty(self.T, e.up.shape[1])
             _product(x, e.up[0].t(), e.up_bias, dense)
@@ -67,17 +105,38 @@ class Layer:
         return y
 
     def dz(self, dout, z, topk_weight, need_wh: bool, lora: operands.LowRank | None = None):
-        """Return dz, weight * h (empty unless need_wh) and the partial gradients of the weights, of all rows."""
+        """Return dz, weight * h (empty unless need_wh) and the partial gradients of the weights, of
+        all rows.
+        """
         e, (_, H, I) = self.experts, self.experts.down.shape
-        tile, (act, gated, *_), form = self.choose("dz", dout, I, H), e.activation, e.activation.gate_form()
+        tile, (act, gated, *_), form = (
+            self.choose("dz", dout, I, H),
+            e.activation,
+            e.activation.gate_form(),
+        )
         dz, wh, partial = backwards.dz_backward(
-            dout, e.down, e.down_bias, topk_weight, self.row_slot, self.map(tile), z, act, gated, need_wh, tile,
-            self.down_trained, **form, lora=lora,
-        )  # fmt: skip
+            dout,
+            e.down,
+            e.down_bias,
+            topk_weight,
+            self.row_slot,
+            self.map(tile),
+            z,
+            act,
+            gated,
+            need_wh,
+            tile,
+            self.down_trained,
+            **form,
+            lora=lora,
+        )
         if self.first and self.T:
-            T, shared_wh = self.T, wh[: self.T] if need_wh else None
+            T = self.T
+            shared_wh = wh[: self.T] if need_wh else None
             dh = dout @ e.down[0]
-            shared_expert.shared_dz_backward(dh, topk_weight, z, dz, shared_wh, partial, act, gated, tile.BLOCK_N, **form)
+            shared_expert.shared_dz_backward(
+                dh, topk_weight, z, dz, shared_wh, partial, act, gated, tile.BLOCK_N, **form
+            )
             if e.down_bias is not None:
                 partial[:T, 0] += dout.float() @ e.down_bias[0].float()
         return dz, wh, partial
@@ -93,11 +152,13 @@ class Layer:
         return rows
 
     def dw(self, dy, x, gather: str, trained, into=None):
-        """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which is gathered.
+        """Return the gradient of a stack, or of the weights stored separately: dy^T x, one of which
+        is gathered.
 
         It is added to `into` in place if given.
         """
-        if is_transposed(self.learned.up if gather == "x" else self.learned.down):  # x^T dy, in the layout of the parameter
+        # x^T dy, in the layout of the parameter
+        if is_transposed(self.learned.up if gather == "x" else self.learned.down):
             into = None if into is None else into.transpose(1, 2)
             return self._dw(x, dy, {"x": "dy", "dy": "x"}[gather], trained, into).transpose(1, 2)
         return self._dw(dy, x, gather, trained, into)
@@ -108,9 +169,18 @@ class Layer:
         tile = self.choose("dw", x, x.shape[1], dy.shape[1])
         separate = self.experts.up_trained
         dw = backwards.weight_backward(
-            dy, x, self.row_slot, self.offsets, self.slots, gather, tile, trained,
-            None if separate is None else separate.shape[0], self.first, into,
-        )  # fmt: skip
+            dy,
+            x,
+            self.row_slot,
+            self.offsets,
+            self.slots,
+            gather,
+            tile,
+            trained,
+            None if separate is None else separate.shape[0],
+            self.first,
+            into,
+        )
         if self.first:
             add_product(dy[: self.T], x[: self.T], dw[0], into is not None)
         return dw
@@ -127,12 +197,16 @@ def _choose(experts: Experts, R: int, kernel: str, x, N: int, K: int) -> tiles.T
 
 
 def _in_order(experts: Experts) -> Experts:
-    """Return the kernel arguments without separate strides: biases, the map, separate weights in the stacks' layout."""
+    """Return the kernel arguments without separate strides: biases, the map, separate weights in
+    the stacks' layout.
+    """
     up, up_trained = one_layout(experts.up, experts.up_trained)
     down, down_trained = one_layout(experts.down, experts.down_trained)
     flat = {name: getattr(experts, name) for name in ("up_bias", "down_bias", "trainable")}
     flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in flat.items()}
-    return experts._replace(up=up, down=down, up_trained=up_trained, down_trained=down_trained, **flat)
+    return experts._replace(
+        up=up, down=down, up_trained=up_trained, down_trained=down_trained, **flat
+    )
 
 
 def _product(x, weight, bias, out) -> None:
@@ -151,10 +225,15 @@ def sum_rows(rows, slot_row, partial, T: int, K: int, num_rows, router):
 
 
 def forward(x, experts: Experts, topk_weight, topk_idx, save: bool):
-    """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R] int32."""
-    E, R = experts.down.shape[0], topk_idx.numel()
+    """Return out [T, H], z [R, 2I or I] (empty unless `save`), expert_offsets [E + 1], row_slot [R]
+    int32.
+    """
+    E = experts.down.shape[0]
+    R = topk_idx.numel()
     if 0 < R <= decode.SMALL:
-        _, _, plan = decode.plan_forward(topk_idx, E, _up_tile(x, experts, R).BLOCK_M, _first(experts))
+        _, _, plan = decode.plan_forward(
+            topk_idx, E, _up_tile(x, experts, R).BLOCK_M, _first(experts)
+        )
         return _small_forward(x, experts, topk_weight, plan, save)
     offsets, _, row_slot, slot_row = dispatch.dispatch_forward(topk_idx, E)
     layer = Layer(experts, offsets, row_slot, topk_idx.shape[1])
@@ -168,12 +247,19 @@ def layer_forward(x, experts: Experts, logits, top_k: int, gate: str, save: bool
 
     Returns topk_weight, topk_idx [T, K] and what `forward` returns.
     """
-    shared, R = int(gate in SHARED_GATES), logits.shape[0] * top_k
+    shared = int(gate in SHARED_GATES)
+    R = logits.shape[0] * top_k
     if 0 < R <= decode.SMALL and logits.shape[1]:
         weight, idx, plan = decode.plan_forward(
-            None, experts.down.shape[0], _up_tile(x, experts, R).BLOCK_M, _first(experts),
-            logits=logits, top_k=top_k, gate=gate, shared=shared,
-        )  # fmt: skip
+            None,
+            experts.down.shape[0],
+            _up_tile(x, experts, R).BLOCK_M,
+            _first(experts),
+            logits=logits,
+            top_k=top_k,
+            gate=gate,
+            shared=shared,
+        )
         return weight, idx, *_small_forward(x, experts, weight, plan, save)
     weight, idx = routing.route_kernel(logits, None, top_k, gate, "triton")
     return weight, idx, *forward(x, experts, weight, idx, save)
@@ -188,31 +274,57 @@ def _small_forward(x, experts: Experts, topk_weight, plan: decode.Plan, save: bo
     up_rows = _up_tile(x, experts, plan.row_slot.numel()).BLOCK_M
     layer = Layer(experts, offsets, plan.row_slot, K, {up_rows: plan.tile_map})
     z, h = layer.up(x, save)
-    tile, plain = layer.choose("down", h, H, I), layer.down_trained is None and not layer.first
+    tile = layer.choose("down", h, H, I)
+    plain = layer.down_trained is None and not layer.first
     if layer.R <= decode.TINY and plain and up_rows == tile.BLOCK_M:
-        out = decode.down_combine_forward(h, layer.experts.down, layer.experts.down_bias, topk_weight, plan, tile)
+        out = decode.down_combine_forward(
+            h, layer.experts.down, layer.experts.down_bias, topk_weight, plan, tile
+        )
     else:
-        out = combine.combine_forward(layer.down(h), topk_weight, plan.slot_row, offsets[offsets.numel() - 1 :])
+        out = combine.combine_forward(
+            layer.down(h), topk_weight, plan.slot_row, offsets[offsets.numel() - 1 :]
+        )
     return out, z, offsets, plan.row_slot
 
 
 def _forward_beside_cuda(x, experts: Experts, topk_weight, topk_idx, save: bool):
     E, H, I = experts.down.shape
-    R, K = topk_idx.numel(), topk_idx.shape[1]
-    blocks = {_choose(experts, R, *product).BLOCK_M for product in (("up", x, I, H), ("down", x, H, I))}
-    offsets, _, row_slot, slot_row, maps = cuda_kernels.route_plan(topk_idx, E, list(blocks), _first(experts))
+    R = topk_idx.numel()
+    K = topk_idx.shape[1]
+    blocks = {
+        _choose(experts, R, *product).BLOCK_M for product in (("up", x, I, H), ("down", x, H, I))
+    }
+    offsets, _, row_slot, slot_row, maps = cuda_kernels.route_plan(
+        topk_idx, E, list(blocks), _first(experts)
+    )
     layer = Layer(experts, offsets, row_slot, K, dict(zip(blocks, maps)))
     z, h = layer.up(x, save)
-    return cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:]), z, offsets, row_slot
+    return (
+        cuda_kernels.combine_forward(layer.down(h), topk_weight, slot_row, offsets[E:]),
+        z,
+        offsets,
+        row_slot,
+    )
 
 
-def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs: Gradients, router=None,
-             into: Gradients = NOWHERE) -> Gradients:  # fmt: skip
+def backward(
+    dout,
+    x,
+    experts: Experts,
+    topk_weight,
+    z,
+    offsets,
+    row_slot,
+    needs: Gradients,
+    router=None,
+    into: Gradients = NOWHERE,
+) -> Gradients:
     """Compute the gradients requested by `needs` from `dout` [T, H]; `z` [0, ...] is recomputed.
 
-    Frozen experts cost nothing and get zeros; if trained weights are stored separately, gradients of up and down are theirs.
-    `router(dweight)` returns dlogits [T, R] and the router's weight [R, H], whose product is added to dx when its rows are
-    summed. Gradients in `into` are accumulated in place.
+    Frozen experts cost nothing and get zeros; if trained weights are stored separately, gradients
+    of up and down are theirs. `router(dweight)` returns dlogits [T, R] and the router's weight [R,
+    H], whose product is added to dx when its rows are summed. Gradients in `into` are accumulated
+    in place.
     """
     (T, K), E = topk_weight.shape, experts.down.shape[0]
     layer = Layer(experts, offsets, row_slot, K)
@@ -228,11 +340,17 @@ def backward(dout, x, experts: Experts, topk_weight, z, offsets, row_slot, needs
         trained = trained.to(torch.int32) - 1
     order = (row_slot, offsets, K)
     return Gradients(
-        x=dx, up=layer.dw(dz, x, "x", trained, into.up) if needs.up else None,
-        down=layer.dw(dout, wh, "dy", trained, into.down) if needs.down else None, topk_weight=dweight,
-        up_bias=backwards.bias_backward(dz, None, *order, False, trained) if needs.up_bias else None,
-        down_bias=backwards.bias_backward(dout, topk_weight, *order, True, trained) if needs.down_bias else None,
-    )  # fmt: skip
+        x=dx,
+        up=layer.dw(dz, x, "x", trained, into.up) if needs.up else None,
+        down=layer.dw(dout, wh, "dy", trained, into.down) if needs.down else None,
+        topk_weight=dweight,
+        up_bias=backwards.bias_backward(dz, None, *order, False, trained)
+        if needs.up_bias
+        else None,
+        down_bias=backwards.bias_backward(dout, topk_weight, *order, True, trained)
+        if needs.down_bias
+        else None,
+    )
 
 
 BESIDE_CUDA = SimpleNamespace(forward=_forward_beside_cuda, backward=backward)

@@ -1,15 +1,20 @@
-"""Stacks of frozen weights in 4 and 8 bits: four formats, byte for byte those of the libraries that define them.
+"""Stacks of frozen weights in 4 and 8 bits: four formats, byte for byte those of the libraries that
+define them.
 
     W[e, p, q] = decode(data[e, p, q]) * scale[e, p, q // group]          rounded once, to the requested dtype
 
-nf4        bitsandbytes' NormalFloat (QLoRA, arXiv 2305.14314): 16 values, blocks of 64, the first of two in the high nibble;
-           the scales are quantized to 8 bits, in blocks of 256 over the whole stack (double quantization)
-mxfp4      OCP microscaling E2M1 as in GPT-OSS: blocks of 32, the first of two in the low nibble, scale 2^(s - 127)
+nf4        bitsandbytes' NormalFloat (QLoRA, arXiv 2305.14314): 16 values, blocks of 64, the first
+           of two in the high nibble;
+           the scales are quantized to 8 bits, in blocks of 256 over the whole stack (double
+           quantization)
+mxfp4      OCP microscaling E2M1 as in GPT-OSS: blocks of 32, the first of two in the low nibble,
+           scale 2^(s - 127)
 fp8_block  DeepSeek-V3's E4M3 in blocks of 128 x 128, with the factor to multiply by (scale_inv)
 int8       rows in 127 steps of their largest absolute value, as in bitsandbytes' vector-wise int8
 
-A stack [E, P, Q] is packed along its last dimension; its rows are whole blocks. The ops get `data`, a list `scales`, and a
-format's name; a name with TRANSPOSED means that [E, P, Q] is [E, in, out], as GPT-OSS stores its experts.
+A stack [E, P, Q] is packed along its last dimension; its rows are whole blocks. The ops get `data`,
+a list `scales`, and a format's name; a name with TRANSPOSED means that [E, P, Q] is [E, in, out],
+as GPT-OSS stores its experts.
 """
 
 import functools
@@ -27,13 +32,27 @@ TRANSPOSED = "_t"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes to pack from and unpack to
 NESTED = 256  # NF4 scales that share a second-level scale
 BLOCK = 128  # rows and columns of an fp8 block
-# dtypes of fp8 scales: float32 in DeepSeek-V3, powers of two in V3.1, 16 bits after a cast of the model
+# dtypes of fp8 scales: float32 in DeepSeek-V3, powers of two in V3.1, 16 bits after a cast of the
+# model
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # bit 3 is the sign
 
 
@@ -60,11 +79,15 @@ class Packed(NamedTuple):
 
     def to(self, device: torch.device | str) -> "Packed":
         """Return the stack on a device."""
-        return self._replace(data=self.data.to(device), scales=[scale.to(device) for scale in self.scales])
+        return self._replace(
+            data=self.data.to(device), scales=[scale.to(device) for scale in self.scales]
+        )
 
 
 def of_name(name: str) -> Format:
-    """Return the format of a name, with or without TRANSPOSED; raises ValueError for unknown names."""
+    """Return the format of a name, with or without TRANSPOSED; raises ValueError for
+    unknown names.
+    """
     base = name.removesuffix(TRANSPOSED) if isinstance(name, str) else str(name)
     check_choice("format", base, FORMATS)
     return FORMATS[base]
@@ -84,10 +107,20 @@ def shape_of(data: torch.Tensor, name: str) -> tuple[int, int, int]:
 
 
 def why_not(shape: Sequence[int], name: str, halves: bool = False) -> str | None:
-    """Return why a stack [E, P, Q] cannot be packed, or None; `halves`: its P rows are those of gate, then those of up."""
+    """Return why a stack [E, P, Q] cannot be packed, or None; `halves`: its P rows are those of
+    gate, then those of up.
+    """
     *_, P, Q = shape
     if Q % of_name(name).multiple:
-        return f"{name} requires rows of a multiple of {of_name(name).multiple} elements, but they have {Q}"
+        return (
+            f"{name} requires rows of a "
+            "multiple "
+            "of "
+            f"{of_name(name).multiple} "
+            "elements, "
+            "but "
+            f"they have {Q}"
+        )
     if name.endswith(TRANSPOSED) and halves and Q // 2 % 64:
         return f"a block of 64 elements would contain both gate and up, which have {Q // 2} each"
     if name == "fp8_block" and halves and P // 2 % BLOCK:
@@ -95,14 +128,29 @@ def why_not(shape: Sequence[int], name: str, halves: bool = False) -> str | None
     return None
 
 
-def wrong_tensor(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> tuple[int, str] | None:
-    """Return which tensor of a packed stack does not fit the format, 0 for `data`, and why; None if all fit.
+def wrong_tensor(
+    data: torch.Tensor, scales: Sequence[torch.Tensor], name: str
+) -> tuple[int, str] | None:
+    """Return which tensor of a packed stack does not fit the format, 0 for `data`, and why; None if
+    all fit.
 
-    Scales of FP8 may be of a narrower dtype (FP8_SCALES). NF4's second-level scales may be those of a larger stack.
+    Scales of FP8 may be of a narrower dtype (FP8_SCALES). NF4's second-level scales may be those of
+    a larger stack.
     """
     fmt = of_name(name)
     if data.dim() != 3 or data.dtype != fmt.dtype:
-        return 0, f"must have three dimensions and be {fmt.dtype}, but is {list(data.shape)} {data.dtype}"
+        return (
+            0,
+            (
+                "must have three dimensions and "
+                "be "
+                f"{fmt.dtype}, "
+                "but "
+                "is "
+                f"{list(data.shape)} "
+                f"{data.dtype}"
+            ),
+        )
     shape = shape_of(data, name.removesuffix(TRANSPOSED))
     reason = why_not(shape, name)
     if reason is not None:
@@ -112,16 +160,36 @@ def wrong_tensor(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) 
         return 0, f"needs {len(expected)} tensors of scales, but has {len(scales)}"
     for i, (scale, (size, dtype)) in enumerate(zip(scales, expected)):
         is_part = len(scales) > len(expected) and i == 1
-        fits = scale.dim() == 1 and scale.numel() >= size[0] if is_part else tuple(scale.shape) == size
-        if not fits or (scale.dtype != dtype and not (fmt.group == BLOCK and scale.dtype in FP8_SCALES)):
-            return i + 1, f"must be {list(size)} {dtype} for {list(shape)}, but is {list(scale.shape)} {scale.dtype}"
+        if is_part:
+            fits = scale.dim() == 1 and scale.numel() >= size[0]
+        else:
+            fits = tuple(scale.shape) == size
+        if not fits or (
+            scale.dtype != dtype and not (fmt.group == BLOCK and scale.dtype in FP8_SCALES)
+        ):
+            return (
+                i + 1,
+                (
+                    f"must be {list(size)} {dtype} "
+                    "for "
+                    f"{list(shape)}, "
+                    "but "
+                    "is "
+                    f"{list(scale.shape)} "
+                    f"{scale.dtype}"
+                ),
+            )
         if scale.device != data.device:
             return i + 1, f"is on {scale.device}, but the codes are on {data.device}"
     return None
 
 
-def check_tensors(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str, stack: str) -> None:
-    """Raise ValueError unless the tensors of a packed stack fit its format; `stack` names it in the message."""
+def check_tensors(
+    data: torch.Tensor, scales: Sequence[torch.Tensor], name: str, stack: str
+) -> None:
+    """Raise ValueError unless the tensors of a packed stack fit its format; `stack` names it in the
+    message.
+    """
     wrong = wrong_tensor(data, scales, name)
     if wrong is not None:
         tensor = "data" if wrong[0] == 0 else f"scales[{wrong[0] - 1}]"
@@ -131,8 +199,9 @@ def check_tensors(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str,
 def pack(stack: torch.Tensor, name: str, double: Callable | None = None) -> Packed:
     """Pack `stack` [E, P, Q] of a dtype in FLOATS, one expert at a time.
 
-    Raises ValueError for unsupported stacks and for weights that are NaN or infinite, which no format can hold.
-    `double` replaces `nest` if the stack is part of a larger one, whose other experts share NF4's second-level scales.
+    Raises ValueError for unsupported stacks and for weights that are NaN or infinite, which no
+    format can hold. `double` replaces `nest` if the stack is part of a larger one, whose other
+    experts share NF4's second-level scales.
     """
     fmt = of_name(name)
     reason = why_not(stack.shape, name) if stack.dim() == 3 else "it must have three dimensions"
@@ -150,11 +219,13 @@ def part_of(stack: Packed, first: int, last: int) -> Packed:
     return Packed(stack.data[first:last].clone(), scales, stack.format)
 
 
-def part_of_scales(scales: Sequence[torch.Tensor], E: int, first: int, last: int) -> list[torch.Tensor]:
+def part_of_scales(
+    scales: Sequence[torch.Tensor], E: int, first: int, last: int
+) -> list[torch.Tensor]:
     """Return the scales of the experts from `first` to `last` of E.
 
-    NF4's blocks of scales may span experts, so the second-level scales stay whole (4 bytes per 16,384 weights), and a fifth
-    tensor has `first`.
+    NF4's blocks of scales may span experts, so the second-level scales stay whole (4 bytes per
+    16,384 weights), and a fifth tensor has `first`.
     """
     head, *rest = scales
     own = head.unflatten(0, (E, -1))[first:last].flatten(0, 1).clone()
@@ -162,16 +233,22 @@ def part_of_scales(scales: Sequence[torch.Tensor], E: int, first: int, last: int
 
 
 def unpack(
-    data: torch.Tensor, scales: Sequence[torch.Tensor], name: str, e: int, dtype: torch.dtype,
-    out: torch.Tensor | None = None, backend: str | None = None,
-) -> torch.Tensor:  # fmt: skip
+    data: torch.Tensor,
+    scales: Sequence[torch.Tensor],
+    name: str,
+    e: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
     """Return expert e's weight [out, in] in `dtype`; written into `out` [P, Q] if given.
 
-    On a CPU the compiled library is used if it is available and the backend is "cpp" or the default, with bit-identical
-    results. Raises ValueError if data and scales do not fit the format.
+    On a CPU the compiled library is used if it is available and the backend is "cpp" or the
+    default, with bit-identical results. Raises ValueError if data and scales do not fit the format.
     """
     check_tensors(data, scales, name, "a stack")
-    fmt, shape = of_name(name), shape_of(data, name.removesuffix(TRANSPOSED))[1:]
+    fmt = of_name(name)
+    shape = shape_of(data, name.removesuffix(TRANSPOSED))[1:]
     out = torch.empty(shape, dtype=dtype, device=data.device) if out is None else out
     if _is_for_library(fmt, data, scales, out, backend):
         _unpack_cpp(fmt, data, scales, e, out)
@@ -183,7 +260,9 @@ def unpack(
 
 
 def reference(data: torch.Tensor, scales: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-    """Return the stack [E, out, in] in float64, in which every product of a code and a scale is exact."""
+    """Return the stack [E, out, in] in float64, in which every product of a code and a scale is
+    exact.
+    """
     return torch.stack([unpack(data, scales, name, e, torch.float64) for e in range(data.shape[0])])
 
 
@@ -204,47 +283,80 @@ def decode(data: torch.Tensor, name: str) -> torch.Tensor:
 def _pairs(name: str, device: torch.device) -> torch.Tensor:
     """Return the two values of each byte, [256, 2]."""
     codes = torch.tensor(NF4 if name == "nf4" else (*E2M1, *(-v for v in E2M1)), device="cpu")
-    high, low = codes.repeat_interleave(16), codes.repeat(16)
+    high = codes.repeat_interleave(16)
+    low = codes.repeat(16)
     return torch.stack([high, low] if name == "nf4" else [low, high], 1).to(device)
 
 
 def _is_for_library(fmt: Format, data, scales, out: torch.Tensor, backend: str | None) -> bool:
-    """Return whether the compiled library unpacks this stack: it reads the scales' memory in the dtype of the format."""
+    """Return whether the compiled library unpacks this stack: it reads the scales' memory in the
+    dtype of the format.
+    """
     if backends.requested(backend) not in (None, "cpp") or out.dtype not in cpp.DTYPES:
         return False
     dtypes = [dtype for _, dtype in fmt.scales(*data.shape)]
     if any(scale.dtype != dtype for scale, dtype in zip(scales, dtypes)):
         return False
-    return all(tensor.is_contiguous() for tensor in (data, *scales, out)) and cpp.why_not(data.device) is None
+    return (
+        all(tensor.is_contiguous() for tensor in (data, *scales, out))
+        and cpp.why_not(data.device) is None
+    )
 
 
 def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
     _, P, q = data.shape
     offset = float(scales[3]) if fmt.number == 0 else 0.0
     first = int(scales[4]) if len(scales) > 4 else 0
-    if fmt.number == 0 and (first < 0 or (first + data.shape[0]) * P * q > 32 * NESTED * scales[1].numel()):
+    if fmt.number == 0 and (
+        first < 0 or (first + data.shape[0]) * P * q > 32 * NESTED * scales[1].numel()
+    ):
         raise ValueError(
-            f"The stack starts at expert {first}, for which {scales[1].numel()} second-level scales do not suffice"
+            "The stack starts at expert "
+            f"{first}, "
+            "for "
+            "which "
+            f"{scales[1].numel()} "
+            "second-level "
+            "scales do not suffice"
         )
     # the library indexes experts from the start of the whole stack, so pass that address
     cpp.library().handle.moert_cpu_unpack(
-        fmt.number, cpp.DTYPES[out.dtype], data.data_ptr() - first * P * q, scales[0].data_ptr() - first * P * q // 32,
-        scales[1].data_ptr() if offset or len(scales) > 1 else None, scales[2].data_ptr() if len(scales) > 2 else None,
-        offset, first + e, P, q * 8 // fmt.data_bits, out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        fmt.number,
+        cpp.DTYPES[out.dtype],
+        data.data_ptr() - first * P * q,
+        scales[0].data_ptr() - first * P * q // 32,
+        scales[1].data_ptr() if offset or len(scales) > 1 else None,
+        scales[2].data_ptr() if len(scales) > 2 else None,
+        offset,
+        first + e,
+        P,
+        q * 8 // fmt.data_bits,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
 
 
 def _weight(stack, e: int) -> torch.Tensor:
     """Return the weight of expert e to be packed; raises ValueError for NaN and infinities."""
     weight = stack[e]
     if not torch.isfinite(weight).all():
-        raise ValueError(f"Expert {e} of a stack {list(stack.shape)} has weights that are NaN or infinite. Repair the model")
+        raise ValueError(
+            f"Expert {e} of a stack {list(stack.shape)} has weights "
+            "that "
+            "are "
+            "NaN "
+            "or "
+            "infinite. "
+            "Repair the model"
+        )
     return weight
 
 
 @functools.cache
 def dynamic_map() -> torch.Tensor:
-    """Return bitsandbytes' signed 8-bit map [256]: seven decades, the d-th of which from the top has 2^(6 - d) steps."""
+    """Return bitsandbytes' signed 8-bit map [256]: seven decades, the d-th of which from the top
+    has 2^(6 - d) steps.
+    """
     values = [torch.tensor([0.0, 1.0], device="cpu")]  # cached, so not on a default device
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
@@ -254,8 +366,12 @@ def dynamic_map() -> torch.Tensor:
 
 
 def _nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return for each of `x` the index of the nearest value in the ascending `table`; ties go to the lower one."""
-    return torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+    """Return for each of `x` the index of the nearest value in the ascending `table`; ties go to
+    the lower one.
+    """
+    return torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True).to(
+        torch.uint8
+    )
 
 
 def _pack_nf4(stack, double):
@@ -267,18 +383,27 @@ def _pack_nf4(stack, double):
         blocks = _weight(stack, e).reshape(-1, 64).float()
         torch.amax(blocks.abs(), 1, out=largest[e])
         # a block of zeros gets the code of zero
-        code = _nearest(blocks / largest[e, :, None].clamp_min(torch.finfo(torch.float32).tiny), table)
+        code = _nearest(
+            blocks / largest[e, :, None].clamp_min(torch.finfo(torch.float32).tiny), table
+        )
         data[e] = (code[:, ::2] << 4 | code[:, 1::2]).view(P, -1)
     return data, double(largest.view(-1))
 
 
 def nest(largest: torch.Tensor) -> list[torch.Tensor]:
-    """Quantize the scales of NF4 blocks, float32 [n] -> bytes [n], float32 [n / 256], the map [256] and the mean [1]."""
-    n, table, mean = largest.numel(), dynamic_map().to(largest.device), largest.mean()
+    """Quantize the scales of NF4 blocks, float32 [n] -> bytes [n], float32 [n / 256], the map [256]
+    and the mean [1].
+    """
+    n = largest.numel()
+    table = dynamic_map().to(largest.device)
+    mean = largest.mean()
     blocks = F.pad(largest - mean, (0, -n % NESTED)).view(-1, NESTED)
     top = blocks.abs().amax(1)
-    # bitsandbytes' CPU library first rounds to one of 65536 evenly spaced values, then looks up its code
-    step = torch.round((blocks / top.clamp_min(torch.finfo(torch.float32).tiny)[:, None] + 1) * 32767.5)
+    # bitsandbytes' CPU library first rounds to one of 65536 evenly spaced values, then looks up its
+    # code
+    step = torch.round(
+        (blocks / top.clamp_min(torch.finfo(torch.float32).tiny)[:, None] + 1) * 32767.5
+    )
     code = _nearest(step.double() / 32767.5 - 1, table.double())
     return [code.view(-1)[:n], top, table, mean.view(1)]
 
@@ -293,7 +418,9 @@ def _scale_nf4(scales, data, first, last):
 
 
 def _pack_mxfp4(stack):
-    """Pack with scales rounded up, to avoid overflow, and ties away from zero, as in GPT-OSS's triton_kernels."""
+    """Pack with scales rounded up, to avoid overflow, and ties away from zero, as in GPT-OSS's
+    triton_kernels.
+    """
     E, P, Q = stack.shape
     data = torch.empty(E, P, Q // 2, dtype=torch.uint8, device=stack.device)
     scales = torch.empty(E, P, Q // 32, dtype=torch.uint8, device=stack.device)
@@ -304,7 +431,9 @@ def _pack_mxfp4(stack):
         factor = torch.where(bits == 0, 0.0, 1 / (bits << 23).view(torch.float32))
         value = blocks * factor[:, :, None]
         edges = (torch.tensor(E2M1[1:]) + torch.tensor(E2M1[:-1])) / 2
-        code = torch.bucketize(value.abs().contiguous(), edges.to(value), right=True, out_int32=True)
+        code = torch.bucketize(
+            value.abs().contiguous(), edges.to(value), right=True, out_int32=True
+        )
         code = (code | torch.signbit(value).int() << 3).to(torch.uint8).view(P, -1)
         data[e] = code[:, ::2] | code[:, 1::2] << 4
     return data, [scales]
@@ -326,12 +455,19 @@ def _pack_fp8(stack):
         top = tiles.abs().amax((1, 3))
         factor = torch.where(top > 0, 448 / top, 1.0)
         inverse[e] = 1 / factor
-        data[e] = (tiles * factor[:, None, :, None]).clamp_(-448, 448).view(padded.shape)[:P, :Q].to(data.dtype)
+        data[e] = (
+            (tiles * factor[:, None, :, None])
+            .clamp_(-448, 448)
+            .view(padded.shape)[:P, :Q]
+            .to(data.dtype)
+        )
     return data, [inverse]
 
 
 def _scale_fp8(scales, data, first, last):
-    return scales[0][first:last].float().repeat_interleave(BLOCK, 1)[:, : data.shape[1]].contiguous()
+    return (
+        scales[0][first:last].float().repeat_interleave(BLOCK, 1)[:, : data.shape[1]].contiguous()
+    )
 
 
 def _pack_int8(stack):
@@ -351,7 +487,12 @@ def _scale_int8(scales, data, first, last):
 
 def _scales_nf4(E, P, Q):
     n = E * P * Q // 64
-    return ((n,), torch.uint8), ((-(-n // NESTED),), torch.float32), ((256,), torch.float32), ((1,), torch.float32)
+    return (
+        ((n,), torch.uint8),
+        ((-(-n // NESTED),), torch.float32),
+        ((256,), torch.float32),
+        ((1,), torch.float32),
+    )
 
 
 def _scales_mxfp4(E, P, Q):
@@ -367,8 +508,12 @@ def _scales_int8(E, P, Q):
 
 
 FORMATS = {
-    "nf4": Format(0, 4, 8 / 64 + 32 / 64 / NESTED, 64, torch.uint8, 64, _pack_nf4, _scale_nf4, _scales_nf4),
+    "nf4": Format(
+        0, 4, 8 / 64 + 32 / 64 / NESTED, 64, torch.uint8, 64, _pack_nf4, _scale_nf4, _scales_nf4
+    ),
     "mxfp4": Format(1, 4, 8 / 32, 32, torch.uint8, 32, _pack_mxfp4, _scale_mxfp4, _scales_mxfp4),
-    "fp8_block": Format(2, 8, 32 / BLOCK**2, BLOCK, torch.float8_e4m3fn, 1, _pack_fp8, _scale_fp8, _scales_fp8),
+    "fp8_block": Format(
+        2, 8, 32 / BLOCK**2, BLOCK, torch.float8_e4m3fn, 1, _pack_fp8, _scale_fp8, _scales_fp8
+    ),
     "int8": Format(3, 8, 0.0, None, torch.int8, 1, _pack_int8, _scale_int8, _scales_int8),
 }

@@ -1,6 +1,7 @@
 """Token-to-expert routing: select K experts and their weights per token from router logits.
 
-With s = softmax_r(router_logits[t, r]) over the routed experts, s_max = max_r s_r and S = the experts of the largest logits:
+With s = softmax_r(router_logits[t, r]) over the routed experts, s_max = max_r s_r and S = the
+experts of the largest logits:
 
     xft                  w_r = softmax_{r in S}(s_r) * s_max,  shared expert 1 - s_max      XFT, Eq. (2)
     nonorm               w_r = s_r,                            shared expert 1 - s_max      XFT, Table 4 "- Normalization"
@@ -9,12 +10,13 @@ With s = softmax_r(router_logits[t, r]) over the routed experts, s_max = max_r s
     softmax_topk_renorm  w_r = s_r / sum_{r in S} s_r                                       Mixtral, UpIT
     sigmoid_topk         w_r = sigmoid(router_logits_r)                                     DeepSeek-V3 without its scale
 
-The softmax of the XFT paper is over the selected *probabilities*, not over the logits. With xft and nonorm, expert 0 is
-shared: router_logits has E - 1 columns, column r belongs to expert r + 1, and K includes the shared expert, which comes last.
-Experts are in descending order of logit, ties to the lower id, NaN first. The math is float32 for every dtype of the logits
-(float64 stays float64), without a float32 copy of the logits. Experts selected by the caller, topk_idx, replace S in their
-order, and s_max is that of the first one: passing the ids that `route` returned does not change the result. An expert may
-be given several times in a row; S then contains it as often.
+The softmax of the XFT paper is over the selected *probabilities*, not over the logits. With xft and
+nonorm, expert 0 is shared: router_logits has E - 1 columns, column r belongs to expert r + 1, and K
+includes the shared expert, which comes last. Experts are in descending order of logit, ties to the
+lower id, NaN first. The math is float32 for every dtype of the logits (float64 stays float64),
+without a float32 copy of the logits. Experts selected by the caller, topk_idx, replace S in their
+order, and s_max is that of the first one: passing the ids that `route` returned does not change the
+result. An expert may be given several times in a row; S then contains it as often.
 """
 
 from typing import NamedTuple
@@ -35,14 +37,20 @@ class Routing(NamedTuple):
 
 
 def route(
-    router_logits: torch.Tensor, top_k: int, gate: str = "xft", noise: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, backend: str | None = None, topk_idx: torch.Tensor | None = None,
-) -> Routing:  # fmt: skip
-    """Route T tokens: `router_logits` [T, E] ([T, E - 1] for xft, nonorm) -> weights and ids [T, K], best expert first.
+    router_logits: torch.Tensor,
+    top_k: int,
+    gate: str = "xft",
+    noise: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    backend: str | None = None,
+    topk_idx: torch.Tensor | None = None,
+) -> Routing:
+    """Route T tokens: `router_logits` [T, E] ([T, E - 1] for xft, nonorm) -> weights and ids [T,
+    K], best expert first.
 
-    `noise`, of the same shape, is added to the logits; `bias` [E] affects the selection of experts but not their weights
-    (sigmoid_topk only). `topk_idx` [T, K] replaces the selection. The weights are differentiable in logits and noise.
-    Raises ValueError for a bad shape or top_k.
+    `noise`, of the same shape, is added to the logits; `bias` [E] affects the selection of experts
+    but not their weights (sigmoid_topk only). `topk_idx` [T, K] replaces the selection. The weights
+    are differentiable in logits and noise. Raises ValueError for a bad shape or top_k.
     """
     _check(router_logits, top_k, gate, noise, bias, topk_idx)
     if noise is not None:
@@ -51,75 +59,150 @@ def route(
         router_logits = router_logits.float()
     if backends.portable() is not None:
         return route_reference(_wide(router_logits), top_k, gate, bias, topk_idx)
-    chosen = backends.pick("route", router_logits, backend, cuda_fits=cuda_kernels.fits(router_logits.shape[1]))
+    chosen = backends.pick(
+        "route", router_logits, backend, cuda_fits=cuda_kernels.fits(router_logits.shape[1])
+    )
     if chosen == "cuda":
         cuda_kernels.check_experts(router_logits.shape[1])
     if topk_idx is not None:
         topk_idx = topk_idx.to(router_logits.device, torch.int32)
-        return Routing(torch.ops.moe_runtime.route_to(router_logits, topk_idx, gate, chosen), topk_idx)
+        return Routing(
+            torch.ops.moe_runtime.route_to(router_logits, topk_idx, gate, chosen), topk_idx
+        )
     return Routing(*torch.ops.moe_runtime.route(router_logits, bias, top_k, gate, chosen))
 
 
 def check_top_k(top_k: int, routed: int, gate: str) -> None:
-    """Raise ValueError unless `gate` can select top_k experts, including the shared one, with `routed` logits per token."""
+    """Raise ValueError unless `gate` can select top_k experts, including the shared one, with
+    `routed` logits per token.
+    """
     shared = int(gate in SHARED_GATES)
     if not (1 <= top_k - shared <= routed or (top_k == shared == 1 and routed == 0)):
         want = "from 2 to E, including the shared expert," if shared else "from 1 to E"
-        raise ValueError(f"top_k must be {want} for gate {gate!r} and router_logits [T, {routed}], but got {top_k}")
+        raise ValueError(
+            f"top_k must be {want} for gate {gate!r} and "
+            "router_logits "
+            "[T, "
+            f"{routed}], "
+            "but "
+            "got "
+            f"{top_k}"
+        )
 
 
 def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
     check_choice("gate", gate, GATES)
     if router_logits.dim() != 2 or not router_logits.is_floating_point():
-        raise ValueError(f"Expected router_logits [T, E] of a floating dtype, but router_logits is {kind(router_logits)}")
+        raise ValueError(
+            "Expected router_logits [T, E] of a "
+            "floating "
+            "dtype, "
+            "but "
+            "router_logits "
+            "is "
+            f"{kind(router_logits)}"
+        )
     routed = router_logits.shape[1]
     check_top_k(top_k, routed, gate)
-    shape, problem = (router_logits.shape[0], top_k), None
+    shape = (router_logits.shape[0], top_k)
+    problem = None
     if noise is not None and noise.shape != router_logits.shape:
-        problem = f"Expected noise {tuple(router_logits.shape)}, as router_logits, but noise is {tuple(noise.shape)}"
+        problem = (
+            f"Expected noise {tuple(router_logits.shape)}, "
+            "as "
+            "router_logits, "
+            "but "
+            "noise "
+            "is "
+            f"{tuple(noise.shape)}"
+        )
     elif bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
-        problem = f"Expected bias [{routed}] with gate 'sigmoid_topk', but bias is {tuple(bias.shape)} and gate is {gate!r}"
+        problem = (
+            f"Expected bias [{routed}] with "
+            "gate "
+            "'sigmoid_topk', "
+            "but "
+            "bias "
+            "is "
+            f"{tuple(bias.shape)} and gate is {gate!r}"
+        )
     elif topk_idx is not None and (topk_idx.shape != shape or topk_idx.is_floating_point()):
-        problem = f"Expected topk_idx {shape} of integers, but topk_idx is {tuple(topk_idx.shape)}, {topk_idx.dtype}"
+        problem = (
+            f"Expected topk_idx {shape} "
+            "of "
+            "integers, "
+            "but "
+            "topk_idx "
+            "is "
+            f"{tuple(topk_idx.shape)}, {topk_idx.dtype}"
+        )
     if problem:
         raise ValueError(problem)
 
 
 def route_reference(
-    router_logits: torch.Tensor, top_k: int, gate: str = "xft", bias: torch.Tensor | None = None,
+    router_logits: torch.Tensor,
+    top_k: int,
+    gate: str = "xft",
+    bias: torch.Tensor | None = None,
     topk_idx: torch.Tensor | None = None,
-) -> Routing:  # fmt: skip
-    """Compute the equations above line by line, in the logits' dtype, with autograd: `router_logits` [T, E or E - 1].
+) -> Routing:
+    """Compute the equations above line by line, in the logits' dtype, with autograd:
+    `router_logits` [T, E or E - 1].
 
     `bias` and `topk_idx` are as in `route`.
     """
     k = top_k - (gate in SHARED_GATES)
     if topk_idx is None:
         choice = router_logits if bias is None else router_logits.sigmoid() + bias
-        # sort instead of topk, as it orders equal values and gives distinct ids for NaN rows; other runtimes use topk
+        # sort instead of topk, as it orders equal values and gives distinct ids for NaN rows; other
+        # runtimes use topk
         stable = backends.portable() is None
-        idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k] if stable else choice.topk(k, -1).indices
+        if stable:
+            idx = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        else:
+            idx = choice.topk(k, -1).indices
     else:
         idx = topk_idx[:, :k].long() - int(gate in SHARED_GATES)
     selected_logits = router_logits.gather(1, idx)
     s = router_logits.softmax(-1).gather(1, idx)
     s_max = s[:, :1] if k else s.new_zeros(s.shape[0], 1)
     weight = {
-        "xft": lambda: s.softmax(-1) * s_max, "nonorm": lambda: s, "topk_softmax": lambda: selected_logits.softmax(-1),
-        # s / sum of s, without dividing 0 by 0 where every probability of the caller's experts underflows
-        "softmax_topk": lambda: s, "softmax_topk_renorm": lambda: selected_logits.softmax(-1),
+        "xft": lambda: s.softmax(-1) * s_max,
+        "nonorm": lambda: s,
+        "topk_softmax": lambda: selected_logits.softmax(-1),
+        # s / sum of s, without dividing 0 by 0 where every probability of the caller's experts
+        # underflows
+        "softmax_topk": lambda: s,
+        "softmax_topk_renorm": lambda: selected_logits.softmax(-1),
         "sigmoid_topk": lambda: selected_logits.sigmoid(),
-    }[gate]()  # fmt: skip
+    }[gate]()
     if gate in SHARED_GATES:
         weight = torch.cat([weight, 1 - s_max], -1)
-        idx = torch.cat([idx + 1, torch.zeros_like(idx[:, :1]) if k else idx.new_zeros(idx.shape[0], 1)], -1)
+        idx = torch.cat(
+            [idx + 1, torch.zeros_like(idx[:, :1]) if k else idx.new_zeros(idx.shape[0], 1)], -1
+        )
     return Routing(weight, idx.int())
 
 
-LIB.define("route(Tensor router_logits, Tensor? bias, int top_k, str gate, str backend) -> (Tensor, Tensor)")
+LIB.define(
+    "route(Tensor router_logits, Tensor? bias, int top_k, str "
+    "gate, "
+    "str "
+    "backend) "
+    "-> "
+    "(Tensor, "
+    "Tensor)"
+)
 LIB.define("route_to(Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
 LIB.define(
-    "route_backward(Tensor dweight, Tensor router_logits, Tensor topk_idx, str gate, str backend, bool forced=False) -> Tensor"
+    "route_backward(Tensor dweight, Tensor router_logits, Tensor "
+    "topk_idx, "
+    "str "
+    "gate, "
+    "str "
+    "backend, "
+    "bool forced=False) -> Tensor"
 )
 
 
@@ -128,7 +211,9 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _kernels(backend: str, router_logits: torch.Tensor):
-    """Return the module of the launchers; None if torch computes, also if the shared expert is the only one."""
+    """Return the module of the launchers; None if torch computes, also if the shared expert is the
+    only one.
+    """
     if backend == "torch" or not router_logits.shape[1]:
         return None
     if backend == "cuda":
@@ -139,7 +224,9 @@ def _kernels(backend: str, router_logits: torch.Tensor):
 
 
 def route_kernel(router_logits, bias, top_k, gate, backend):
-    """Run the op `route` without checks: `router_logits` [T, E or E - 1] -> topk_weight, topk_idx [T, K]."""
+    """Run the op `route` without checks: `router_logits` [T, E or E - 1] -> topk_weight, topk_idx
+    [T, K].
+    """
     if kernels := _kernels(backend, router_logits):
         return kernels.route_forward(router_logits, bias, top_k, gate, int(gate in SHARED_GATES))
     return tuple(t.contiguous() for t in route_reference(_wide(router_logits), top_k, gate, bias))
@@ -155,19 +242,29 @@ def route_to_kernel(router_logits, topk_idx, gate, backend):
     """Return topk_weight [T, K] of the given experts `topk_idx` [T, K]."""
     K = topk_idx.shape[1]
     if kernels := _kernels(backend, router_logits):
-        return kernels.route_forward(router_logits, None, K, gate, int(gate in SHARED_GATES), topk_idx)[0]
-    return route_reference(_wide(router_logits), K, gate, topk_idx=topk_idx).topk_weight.contiguous()
+        return kernels.route_forward(
+            router_logits, None, K, gate, int(gate in SHARED_GATES), topk_idx
+        )[0]
+    return route_reference(
+        _wide(router_logits), K, gate, topk_idx=topk_idx
+    ).topk_weight.contiguous()
 
 
 def route_backward_kernel(dweight, router_logits, topk_idx, gate, backend, forced=False):
-    """Return the gradient of router_logits from `dweight` [T, K]; `forced` means that the caller passed `topk_idx`."""
+    """Return the gradient of router_logits from `dweight` [T, K]; `forced` means that the caller
+    passed `topk_idx`.
+    """
     if kernels := _kernels(backend, router_logits):
-        return kernels.route_backward(dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES), forced)
+        return kernels.route_backward(
+            dweight, router_logits, topk_idx, gate, int(gate in SHARED_GATES), forced
+        )
     return _logits_gradient(dweight, router_logits.contiguous(), topk_idx, gate)
 
 
 def _logits_gradient(dweight, router_logits, topk_idx, gate):
-    """Compute the gradient of `route` in closed form, itself differentiable, for all logits including unselected ones."""
+    """Compute the gradient of `route` in closed form, itself differentiable, for all logits
+    including unselected ones.
+    """
     return _wide_gradient(dweight, _wide(router_logits), topk_idx, gate).to(router_logits.dtype)
 
 
@@ -181,7 +278,9 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
     # the gradients of slots with the same expert add up: the caller's ids may repeat
     if gate in ("topk_softmax", "softmax_topk_renorm"):
         w = router_logits.gather(1, idx).softmax(-1)
-        return torch.zeros_like(router_logits).scatter_add(1, idx, w * (dw - (w * dw).sum(-1, keepdim=True)))
+        return torch.zeros_like(router_logits).scatter_add(
+            1, idx, w * (dw - (w * dw).sum(-1, keepdim=True))
+        )
     if gate == "sigmoid_topk":
         w = router_logits.gather(1, idx).sigmoid()
         return torch.zeros_like(router_logits).scatter_add(1, idx, dw * w * (1 - w))
@@ -189,7 +288,8 @@ def _wide_gradient(dweight, router_logits, topk_idx, gate):
     ds = dw.clone()
     if gate == "xft":
         s = p.gather(1, idx)
-        q, s_max = s.softmax(-1), s[:, :1]
+        q = s.softmax(-1)
+        s_max = s[:, :1]
         ds = s_max * q * (dw - (q * dw).sum(-1, keepdim=True))
         ds[:, 0] += (q * dw).sum(-1)
     if shared:
@@ -215,7 +315,9 @@ def _dlogits(ctx, dweight, forced: bool):
     router_logits, topk_idx = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True: the op has no gradient of its own
         return _logits_gradient(dweight, router_logits, topk_idx, ctx.gate)
-    return torch.ops.moe_runtime.route_backward(dweight, router_logits, topk_idx, ctx.gate, ctx.backend, forced)
+    return torch.ops.moe_runtime.route_backward(
+        dweight, router_logits, topk_idx, ctx.gate, ctx.backend, forced
+    )
 
 
 def _setup_context_to(ctx, inputs, output):
@@ -225,8 +327,16 @@ def _setup_context_to(ctx, inputs, output):
 
 register("route", route_kernel, _route_fake, _autograd, _setup_context)
 register(
-    "route_to", route_to_kernel,
-    lambda logits, topk_idx, gate, backend: logits.new_empty(topk_idx.shape, dtype=wide_dtype(logits.dtype)),
-    lambda ctx, dweight: (_dlogits(ctx, dweight, True), None, None, None), _setup_context_to,
-)  # fmt: skip
-register_backward("route_backward", route_backward_kernel, lambda dweight, logits, *_: logits.new_empty(logits.shape))
+    "route_to",
+    route_to_kernel,
+    lambda logits, topk_idx, gate, backend: logits.new_empty(
+        topk_idx.shape, dtype=wide_dtype(logits.dtype)
+    ),
+    lambda ctx, dweight: (_dlogits(ctx, dweight, True), None, None, None),
+    _setup_context_to,
+)
+register_backward(
+    "route_backward",
+    route_backward_kernel,
+    lambda dweight, logits, *_: logits.new_empty(logits.shape),
+)

@@ -1,7 +1,8 @@
 """Memory that the torch backend reuses instead of allocating it again.
 
-A new 138 MB buffer costs 52 ms of page faults on the CPU, a reused one 4 ms (2 cores, 2026-11-20): at XFT's shape that is a
-fifth of the forward pass. `scratch` is for buffers used within one call, `lease` for CPU tensors that outlive it.
+A new 138 MB buffer costs 52 ms of page faults on the CPU, a reused one 4 ms (2 cores, 2026-11-20):
+at XFT's shape that is a fifth of the forward pass. `scratch` is for buffers used within one call,
+`lease` for CPU tensors that outlive it.
 """
 
 import ctypes
@@ -13,18 +14,26 @@ import torch
 
 
 class _Buffers(dict):
-    """A thread's scratch memory by name, dtype, device and stream; a dict that supports weak references."""
+    """A thread's scratch memory by name, dtype, device and stream; a dict that supports weak
+    references.
+    """
 
 
 _local = threading.local()
-_threads: weakref.WeakValueDictionary[int, _Buffers] = weakref.WeakValueDictionary()  # autograd has one per GPU
+# autograd has one per GPU
+_threads: weakref.WeakValueDictionary[int, _Buffers] = weakref.WeakValueDictionary()
 LEASE_FROM = 1 << 20  # bytes; smaller tensors come from the allocator's own free lists
 
 
-def scratch(name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return an uninitialized tensor of `shape`, valid until the next call with this `name` in this thread and stream."""
+def scratch(
+    name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return an uninitialized tensor of `shape`, valid until the next call with this `name` in this
+    thread and stream.
+    """
     dtype = dtype or like.dtype
-    if like.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph needs its own memory
+    # a CUDA graph needs its own memory
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
         return torch.empty(shape, dtype=dtype, device=like.device)
     size = 1
     for n in shape:
@@ -35,14 +44,19 @@ def scratch(name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.
     if buffer is None or buffer.numel() < size:
         buffer = None
         buffers.pop(key, None)  # frees the smaller one first
-        with torch.inference_mode(False):  # otherwise the buffer could not be written outside of inference mode
+        # otherwise the buffer could not be written outside of inference mode
+        with torch.inference_mode(False):
             buffers[key] = buffer = torch.empty(size, dtype=dtype, device=like.device)
     return buffer[:size].view(shape)
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Return the stream in whose order `device` runs this thread's work; None for devices without streams."""
-    if device.type in ("cpu", "meta") or not hasattr(streams := torch.get_device_module(device), "current_stream"):
+    """Return the stream in whose order `device` runs this thread's work; None for devices without
+    streams.
+    """
+    if device.type in ("cpu", "meta") or not hasattr(
+        streams := torch.get_device_module(device), "current_stream"
+    ):
         return None
     return streams.current_stream(device).stream_id
 
@@ -56,7 +70,9 @@ def _buffers() -> _Buffers:
 
 
 class _Pool:
-    """Free blocks of memory. Used and free bytes together never exceed the most that was in use at once."""
+    """Free blocks of memory. Used and free bytes together never exceed the most that was in use at
+    once.
+    """
 
     def __init__(self):
         # reentrant, as the garbage collector may return a block while this thread takes one
@@ -65,7 +81,9 @@ class _Pool:
         self.used = self.peak = 0
 
     def take(self, size: int) -> mmap.mmap:
-        """Return a block of at least `size` bytes: the smallest free one that fits without wasting half, or a new one."""
+        """Return a block of at least `size` bytes: the smallest free one that fits without wasting
+        half, or a new one.
+        """
         with self.lock:
             fitting = [block for block in self.free if size <= len(block) <= 2 * size]
             block = min(fitting, key=len, default=None)
@@ -101,7 +119,9 @@ _pool = _Pool()
 
 
 def lease(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor of `shape`, whose memory is reused after it is freed (CPU only)."""
+    """Return an uninitialized tensor of `shape`, whose memory is reused after it is freed (CPU
+    only).
+    """
     count = 1
     for n in shape:
         count *= n
@@ -115,7 +135,9 @@ def lease(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def release() -> None:
-    """Return all memory that no tensor uses to the system: every thread's scratch and every free lease."""
+    """Return all memory that no tensor uses to the system: every thread's scratch and every free
+    lease.
+    """
     for one in _threads.valuerefs():
         if (buffers := one()) is not None:
             buffers.clear()  # a running call keeps its own buffers alive

@@ -1,8 +1,10 @@
-"""Check every op on every available backend against float64, on small and unusual shapes: `moe-runtime doctor --check`.
+"""Check every op on every available backend against float64, on small and unusual shapes:
+`moe-runtime doctor --check`.
 
-The error of an output or a gradient is the norm of its difference from float64 relative to the norm. A slice along the first
-dimension (a token, an expert) may have four times the error; integers must be equal. `python -m moe_runtime.tools.check` does
-the same without the command line's packages.
+The error of an output or a gradient is the norm of its difference from float64 relative to the
+norm. A slice along the first dimension (a token, an expert) may have four times the error; integers
+must be equal. `python -m moe_runtime.tools.check` does the same without the command line's
+packages.
 """
 
 import argparse
@@ -30,18 +32,24 @@ from moe_runtime.tools.doctor import interpreter_problem
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = {
-    "torch": [*TOLERANCE], "cpp": [*cpp.DTYPES], "cuda": [*cuda.DTYPES],
+    "torch": [*TOLERANCE],
+    "cpp": [*cpp.DTYPES],
+    "cuda": [*cuda.DTYPES],
     "triton": [torch.bfloat16, torch.float32, torch.float16],  # the first one has all cases
-}  # fmt: skip
+}
 SLICE = 4.0  # factor on the tolerance for a slice
 SHOWN = 20  # maximum number of printed failures
-CASES_A_PART = 2  # of a process on a GPU: a case compiles about 9 variants of kernels, a second each on one core
+# of a process on a GPU: a case compiles about 9 variants of kernels, a second each on one core
+CASES_A_PART = 2
 LAST = 1.2  # a process that runs at this multiple of `seconds` is killed
-SMALL = 1.0  # lower bound of the root mean square in a relative error, as some gradients cancel to zero
+# lower bound of the root mean square in a relative error, as some gradients cancel to zero
+SMALL = 1.0
 
 
 class Result(NamedTuple):
-    """Outcome of an op's cases on a backend: the largest error over its tolerance, where it occurred, and the failures."""
+    """Outcome of an op's cases on a backend: the largest error over its tolerance, where it
+    occurred, and the failures.
+    """
 
     op: str
     backend: str
@@ -52,18 +60,35 @@ class Result(NamedTuple):
 
 
 def _with_gradients(outputs: dict, leaves: dict) -> dict[str, torch.Tensor]:
-    """Return `outputs` on the CPU and, as d<leaf>, the gradients of their sum with random weights."""
-    floats, rng = {n: t for n, t in leaves.items() if t.requires_grad}, torch.Generator().manual_seed(21)
-    weights = {n: torch.randn(t.shape, generator=rng, dtype=torch.float64).to(t) for n, t in sorted(outputs.items())}
+    """Return `outputs` on the CPU and, as d<leaf>, the gradients of their sum with random
+    weights.
+    """
+    floats = {n: t for n, t in leaves.items() if t.requires_grad}
+    rng = torch.Generator().manual_seed(21)
+    weights = {
+        n: torch.randn(t.shape, generator=rng, dtype=torch.float64).to(t)
+        for n, t in sorted(outputs.items())
+    }
     roots = [n for n, t in outputs.items() if t.requires_grad]
     into = [weights[n] for n in roots]
-    grads = torch.autograd.grad([outputs[n] for n in roots], [*floats.values()], into, allow_unused=True) if roots else []
-    found = {f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(floats.items(), grads)}
+    if roots:
+        grads = torch.autograd.grad(
+            [outputs[n] for n in roots], [*floats.values()], into, allow_unused=True
+        )
+    else:
+        grads = []
+    found = {
+        f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(floats.items(), grads)
+    }
     return {n: t.detach().cpu() for n, t in (outputs | found).items()}
 
 
-def _errors(case: tuple, backend: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Return each output's and gradient's error divided by its tolerance, infinite if it is missing or NaN."""
+def _errors(
+    case: tuple, backend: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Return each output's and gradient's error divided by its tolerance, infinite if it is missing
+    or NaN.
+    """
     tensors, run, want = case
     learns = {n: t.is_floating_point() and not n.startswith("_") for n, t in tensors.items()}
     leaves = {n: t.detach().to(device).requires_grad_(learns[n]) for n, t in tensors.items()}
@@ -71,7 +96,10 @@ def _errors(case: tuple, backend: str, device: torch.device, dtype: torch.dtype)
     leaves = {n: t.detach().double() if t.is_floating_point() else t for n, t in tensors.items()}
     leaves = {n: t.requires_grad_(learns[n]) for n, t in leaves.items()}
     true = _with_gradients(want(leaves, got), leaves)
-    return {n: _error(got[n], true[n], dtype) if n in got and n in true else math.inf for n in got | true}
+    return {
+        n: _error(got[n], true[n], dtype) if n in got and n in true else math.inf
+        for n in got | true
+    }
 
 
 def _error(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:
@@ -79,31 +107,44 @@ def _error(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:
         return 0.0 if torch.equal(got, want.to(got.dtype)) else math.inf
     if got.numel() == 0:
         return 0.0
-    off, want = (t.reshape(len(t) if t.dim() else 1, -1) for t in (got.double() - want, want.double()))
-    small = max(want.square().mean().sqrt().item(), SMALL) * want.shape[1] ** 0.5  # norm of an average slice
+    off, want = (
+        t.reshape(len(t) if t.dim() else 1, -1) for t in (got.double() - want, want.double())
+    )
+    # norm of an average slice
+    small = max(want.square().mean().sqrt().item(), SMALL) * want.shape[1] ** 0.5
     slices = (off.norm(dim=1) / want.norm(dim=1).clamp_min(small)).max().item()
-    error = max(off.norm().item() / (small * len(off) ** 0.5), slices / SLICE) / max(TOLERANCE[dtype], TOLERANCE[got.dtype])
+    error = max(off.norm().item() / (small * len(off) ** 0.5), slices / SLICE) / max(
+        TOLERANCE[dtype], TOLERANCE[got.dtype]
+    )
     return error if math.isfinite(error) else math.inf
 
 
 def check(
-    ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS, part: tuple[int, int] = (0, 1)
+    ops: Iterable[str] = CASES,
+    only: Iterable[str] = backends.BACKENDS,
+    part: tuple[int, int] = (0, 1),
 ) -> tuple[list[Result], dict[str, str]]:
     """Check `ops` on the backends in `only`; return the results, and why a backend cannot run here.
 
     `part` (i, n) checks every n-th case of an op from the i-th on.
     """
-    gpu = torch.device("cuda" if torch.cuda.is_available() and not backends.interpreted() else "cpu")
-    found, reasons, threads = [], {}, torch.get_num_threads()
+    gpu = torch.device(
+        "cuda" if torch.cuda.is_available() and not backends.interpreted() else "cpu"
+    )
+    found = []
+    reasons = {}
+    threads = torch.get_num_threads()
     for op, backend in itertools.product(ops, only):
-        kernel, device = CASES[op][1], torch.device("cpu") if backend == "cpp" else gpu
+        kernel = CASES[op][1]
+        device = torch.device("cpu") if backend == "cpp" else gpu
         if backend != "torch" and kernel not in backends.KERNELS[backend]:
             continue
         reason = None if backend == "torch" else backends.why_not(backend, kernel, device)
         if reason is not None:
             reasons[backend] = reason
             continue
-        torch.set_num_threads(threads if backend == "cpp" else 1)  # the sizes are small; only the library uses threads
+        # the sizes are small; only the library uses threads
+        torch.set_num_threads(threads if backend == "cpp" else 1)
         found.append(_check_op(op, backend, device, part))
         torch.set_num_threads(threads)
     return found, reasons
@@ -112,23 +153,39 @@ def check(
 def _cases_of(op: str, backend: str, device: torch.device) -> list[tuple[torch.dtype, tuple]]:
     """Return the dtype and the arguments of each case."""
     _, _, first, second = CASES[op]
-    pairs, dtypes, few = itertools.product(first, second), DTYPES[backend], backend == "triton"
-    if few:  # interpreting and compiling are slow: each argument once in the first dtype, a third of them in the others
+    pairs = itertools.product(first, second)
+    dtypes = DTYPES[backend]
+    few = backend == "triton"
+    # interpreting and compiling are slow: each argument once in the first dtype, a third of them in
+    # the others
+    if few:
         first = [one for one in first if one != LAYERS[-1] or device.type != "cpu"]
         n = max(len(first), len(second))
         pairs = [(first[i % len(first)], second[i % len(second)]) for i in range(n)]
         known = device.type != "cpu" or backends.interpreter_knows_bfloat16
         dtypes = [dtype for dtype in dtypes if dtype != torch.bfloat16 or known]
     cases = [(*a, *b) for a, b in pairs]
-    return [(d, c) for i, d in enumerate(dtypes) for j, c in enumerate(cases) if not few or i == 0 or j % 3 == i % 3]
+    return [
+        (d, c)
+        for i, d in enumerate(dtypes)
+        for j, c in enumerate(cases)
+        if not few or i == 0 or j % 3 == i % 3
+    ]
 
 
 def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]) -> Result:
     make, number, parts = CASES[op][0], *part
     chosen = _cases_of(op, backend, device)[number::parts]
-    worst, at, failures = 0.0, "", []
+    worst = 0.0
+    at = ""
+    failures = []
     for dtype, arguments in chosen:
-        where = f"{op} on {backend}, {str(dtype).removeprefix('torch.')}, {' '.join(map(str, arguments))}"
+        where = (
+            f"{op} on "
+            f"{backend}, "
+            f"{str(dtype).removeprefix('torch.')}, "
+            f"{' '.join(map(str, arguments))}"
+        )
         try:
             errors = _errors(make(Draw(dtype), *arguments), backend, device, dtype)
         except Exception as error:
@@ -137,7 +194,8 @@ def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]
         if errors[name] > 1:
             failures.append(f"{where}: {name}: the error is {errors[name]:.3g} times its tolerance")
         if errors[name] >= worst:
-            worst, at = errors[name], f"{where}: {name}"
+            worst = errors[name]
+            at = f"{where}: {name}"
     return Result(op, backend, len(chosen), worst, at, failures)
 
 
@@ -157,15 +215,31 @@ def _parts(interpreted: bool) -> list[Child]:
     children = []
     for op in CASES:
         # an interpreter compiles nothing, and starting a process takes longer than a case
-        cases = 0 if interpreted or CASES[op][1] is None else len(_cases_of(op, "triton", torch.device("cuda")))
+        if interpreted or CASES[op][1] is None:
+            cases = 0
+        else:
+            cases = len(_cases_of(op, "triton", torch.device("cuda")))
         parts = max(-(-cases // CASES_A_PART), 1)
         children += [Child(op, number, parts) for number in range(parts)]
     return sorted(children, key=lambda child: -child.parts)
 
 
-def _run_child(child: Child, only: list[str], interpreted: bool, timeout: float | None) -> list[Result]:
+def _run_child(
+    child: Child, only: list[str], interpreted: bool, timeout: float | None
+) -> list[Result]:
     """Return what a process finds; a process that fails is a failure of its op."""
-    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--json", "--ops", child.op, "--backends", *only]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        __spec__.name,
+        "--json",
+        "--ops",
+        child.op,
+        "--backends",
+        *only,
+    ]
     command += ["--part", f"{child.number}/{child.parts}"]
     env = os.environ | {"TRITON_INTERPRET": str(int(interpreted))}
     try:
@@ -174,22 +248,38 @@ def _run_child(child: Child, only: list[str], interpreted: bool, timeout: float 
         problem = f"the process was killed after {timeout:.0f} s"
     else:
         if done.returncode in (0, 1) and done.stdout:
-            found = [Result(**one)._replace(worst=float(one["worst"])) for one in json.loads(done.stdout)["results"]]
+            found = [
+                Result(**one)._replace(worst=float(one["worst"]))
+                for one in json.loads(done.stdout)["results"]
+            ]
             return [one._replace(backend="interpreter") for one in found] if interpreted else found
         last = (done.stderr.strip() or "no output").splitlines()[-1]
         problem = f"the process failed with exit code {done.returncode}: {last}"
-    return [Result(child.op, "interpreter" if interpreted else only[-1], 0, math.inf, "", [f"{child}: {problem}"])]
+    return [
+        Result(
+            child.op,
+            "interpreter" if interpreted else only[-1],
+            0,
+            math.inf,
+            "",
+            [f"{child}: {problem}"],
+        )
+    ]
 
 
 def _children(
     only: list[str], interpreted: bool, seconds: float | None = None, lines: Path | None = None
 ) -> tuple[list[Result], list[Child]]:
-    """Check the ops in separate processes, as many at a time as there are cores, as compiling takes most of the time.
+    """Check the ops in separate processes, as many at a time as there are cores, as compiling takes
+    most of the time.
 
-    This also separates interpreted from compiled kernels, which one process cannot mix. What a process found is printed, and
-    appended to `lines`, as it ends. After `seconds` no process is started. Return the results, and what was not started.
+    This also separates interpreted from compiled kernels, which one process cannot mix. What a
+    process found is printed, and appended to `lines`, as it ends. After `seconds` no process is
+    started. Return the results, and what was not started.
     """
-    began, lock, left = time.monotonic(), threading.Lock(), []
+    began = time.monotonic()
+    lock = threading.Lock()
+    left = []
 
     def run(child: Child) -> list[Result]:
         start = time.monotonic()
@@ -212,9 +302,19 @@ def _tell(child: Child, found: list[Result], seconds: float, lines: Path | None)
     failures = [line for one in found for line in one.failures]
     cases = sum(one.cases for one in found)
     outcome = "failed" if failures else "passed"
-    print(f"{child}: {cases} cases in {seconds:.0f} s, {outcome}", *failures[:1], sep="\n  ", flush=True)
+    print(
+        f"{child}: {cases} cases in {seconds:.0f} s, {outcome}",
+        *failures[:1],
+        sep="\n  ",
+        flush=True,
+    )
     if lines is not None:
-        line = {"name": f"check {child}", "outcome": outcome, "seconds": round(seconds, 1), "why": "\n".join(failures[:SHOWN])}
+        line = {
+            "name": f"check {child}",
+            "outcome": outcome,
+            "seconds": round(seconds, 1),
+            "why": "\n".join(failures[:SHOWN]),
+        }
         with lines.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -226,18 +326,27 @@ def _joined(results: list[Result]) -> list[Result]:
         before = joined.get((one.op, one.backend))
         if before is not None:
             worse = max(before, one, key=lambda result: result.worst)
-            one = worse._replace(cases=before.cases + one.cases, failures=before.failures + one.failures)
+            one = worse._replace(
+                cases=before.cases + one.cases, failures=before.failures + one.failures
+            )
         joined[one.op, one.backend] = one
     return list(joined.values())
 
 
 def report(
-    ops: Iterable[str] = CASES, only: Iterable[str] = backends.BACKENDS, interpret: bool = False, apart: bool = True, *,
-    part: tuple[int, int] = (0, 1), seconds: float | None = None, lines: Path | None = None,
-) -> dict:  # fmt: skip
+    ops: Iterable[str] = CASES,
+    only: Iterable[str] = backends.BACKENDS,
+    interpret: bool = False,
+    apart: bool = True,
+    *,
+    part: tuple[int, int] = (0, 1),
+    seconds: float | None = None,
+    lines: Path | None = None,
+) -> dict:
     """Run the checks, print a table of the worst errors and each failure, and return them.
 
-    On a GPU each op runs in processes of its own, unless `apart` is False; `seconds` and `lines` are those of `_children`.
+    On a GPU each op runs in processes of its own, unless `apart` is False; `seconds` and `lines`
+    are those of `_children`.
     """
     if interpret and (problem := interpreter_problem()):
         raise ValueError(problem)
@@ -245,45 +354,92 @@ def report(
     on_gpu = apart and torch.cuda.is_available() and not backends.interpreted()
     gpu = [name for name in only if on_gpu and name != "cpp"]
     results, reasons = check(ops, [name for name in only if name not in gpu], part)
-    reasons |= {name: why for name in gpu if (why := backends.why_not(name, "route", torch.device("cuda")))}
+    reasons |= {
+        name: why for name in gpu if (why := backends.why_not(name, "route", torch.device("cuda")))
+    }
     left = []
     for names, interpreted in ((gpu, False), (["triton"] if interpret else [], True)):
         if names:
             found, late = _children(names, interpreted, seconds, lines)
             results += found
             left += late
-    names = [name for name in (*backends.BACKENDS, "interpreter") if any(one.backend == name for one in results)]
-    cells = {(one.op, one.backend): "FAILED" if one.failures else f"{one.worst:.2f}" for one in results}
-    rows = [[op, *(cells.get((op, name), "-") for name in names)] for op in dict.fromkeys(one.op for one in results)]
+    names = [
+        name
+        for name in (*backends.BACKENDS, "interpreter")
+        if any(one.backend == name for one in results)
+    ]
+    cells = {
+        (one.op, one.backend): "FAILED" if one.failures else f"{one.worst:.2f}" for one in results
+    }
+    rows = [
+        [op, *(cells.get((op, name), "-") for name in names)]
+        for op in dict.fromkeys(one.op for one in results)
+    ]
     failures = [line for one in results for line in one.failures]
-    print_table("worst error / tolerance", [("op", "left"), *((name, "right") for name in names)], rows)
+    print_table(
+        "worst error / tolerance", [("op", "left"), *((name, "right") for name in names)], rows
+    )
     for name in sorted(reasons.keys() - names):
-        print(f"not checked: {name}: {reasons[name]}{'. Pass --interpret' * (name == 'triton' and not interpret)}")
+        print(
+            "not checked: "
+            f"{name}: "
+            f"{reasons[name]}{'. Pass --interpret' * (name == 'triton' and not interpret)}"
+        )
     if left:
         print(f"not checked in {seconds:.0f} s: {', '.join(map(str, left))}")
-    total, more = sum(one.cases for one in results), [f"and {len(failures) - SHOWN} more"] * (len(failures) > SHOWN)
-    print(f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed", *failures[:SHOWN], *more, sep="\n  ")
-    results = [one._asdict() | {"worst": one.worst if math.isfinite(one.worst) else "inf"} for one in results]
+    total = sum(one.cases for one in results)
+    more = [f"and {len(failures) - SHOWN} more"] * (len(failures) > SHOWN)
+    print(
+        f"{total} cases in {time.monotonic() - began:.0f} s, {len(failures)} failed",
+        *failures[:SHOWN],
+        *more,
+        sep="\n  ",
+    )
+    results = [
+        one._asdict() | {"worst": one.worst if math.isfinite(one.worst) else "inf"}
+        for one in results
+    ]
     return {"results": results, "not checked": reasons, "failures": failures}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks and return the exit code, 1 if one fails."""
-    parser = argparse.ArgumentParser(prog="python -m moe_runtime.tools.check", description=__doc__.splitlines()[0])
-    parser.add_argument("--interpret", action="store_true", help="also run the Triton kernels in its interpreter")
-    parser.add_argument("--json", action="store_true", help="print one JSON object; everything else goes to stderr")
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_runtime.tools.check", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--interpret", action="store_true", help="also run the Triton kernels in its interpreter"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; everything else goes to stderr"
+    )
     parser.add_argument("--ops", nargs="+", default=CASES, choices=CASES)
-    parser.add_argument("--part", default="0/1", help="I/N: every N-th case of an op from the I-th on")
-    parser.add_argument("--seconds", type=float, help="on a GPU, start no process after so many seconds")
-    parser.add_argument("--lines", type=Path, help="on a GPU, append each process's outcome to this file of JSON lines")
-    parser.add_argument("--backends", nargs="+", default=backends.BACKENDS, choices=backends.BACKENDS)
+    parser.add_argument(
+        "--part", default="0/1", help="I/N: every N-th case of an op from the I-th on"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="on a GPU, start no process after so many seconds"
+    )
+    parser.add_argument(
+        "--lines",
+        type=Path,
+        help="on a GPU, append each process's outcome to this file of JSON lines",
+    )
+    parser.add_argument(
+        "--backends", nargs="+", default=backends.BACKENDS, choices=backends.BACKENDS
+    )
     given = parser.parse_args(arguments)
     with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
         number, _, parts = given.part.partition("/")
         found = report(
-            given.ops, given.backends, given.interpret, apart=given.ops is CASES, part=(int(number), int(parts)),
-            seconds=given.seconds, lines=given.lines,
-        )  # fmt: skip
+            given.ops,
+            given.backends,
+            given.interpret,
+            apart=given.ops is CASES,
+            part=(int(number), int(parts)),
+            seconds=given.seconds,
+            lines=given.lines,
+        )
     if given.json:
         print(json.dumps(found))
     return int(bool(found["failures"]))

@@ -1,8 +1,12 @@
-"""Remove benchmark problems from training data: examples that contain one of their texts are dropped and listed.
+"""Remove benchmark problems from training data: examples that contain one of their texts are
+dropped and listed.
 
-substring   drops an example that contains any text of a benchmark, in lower case, as XFT's data were filtered (the Magicoder
-            code's find_substrings.py); texts shorter than `min_chars`, such as `return a + b`, are ignored
-ngram       drops an example that shares `n` consecutive words with a benchmark, in lower case and without punctuation.
+substring   drops an example that contains any text of a benchmark, in lower case, as XFT's data
+            were filtered (the Magicoder
+            code's find_substrings.py); texts shorter than `min_chars`, such as `return a + b`, are
+            ignored
+ngram       drops an example that shares `n` consecutive words with a benchmark, in lower case and
+            without punctuation.
             UltraFuser filters by 13-grams (arXiv 2403.08281, App. A) of unspecified units
 """
 
@@ -36,14 +40,23 @@ class Report(NamedTuple):
 
 
 def decontaminate(
-    rows: str | Path, against: Sequence[str], out: str | Path, *, method: str = "substring", n: int = 13, min_chars: int = 20,
-    columns: Sequence[str] = (), overwrite: bool = False,
-) -> Report:  # fmt: skip
-    """Write the examples of a .jsonl, .json or .parquet file without texts of the files `against` to the .jsonl file `out`.
+    rows: str | Path,
+    against: Sequence[str],
+    out: str | Path,
+    *,
+    method: str = "substring",
+    n: int = 13,
+    min_chars: int = 20,
+    columns: Sequence[str] = (),
+    overwrite: bool = False,
+) -> Report:
+    """Write the examples of a .jsonl, .json or .parquet file without texts of the files `against`
+    to the .jsonl file `out`.
 
-    `against` are benchmarks, FILE or FILE:column,column; without columns all texts of a problem count. `columns` of the
-    examples are searched, by default all texts, including chats. The dropped examples are listed in OUT.dropped.json. Raises
-    ValueError for a benchmark whose texts are all too short to be searched for.
+    `against` are benchmarks, FILE or FILE:column,column; without columns all texts of a problem
+    count. `columns` of the examples are searched, by default all texts, including chats. The
+    dropped examples are listed in OUT.dropped.json. Raises ValueError for a benchmark whose texts
+    are all too short to be searched for.
     """
     check_choice("method", method, METHODS)
     for name, value in (("n", n), ("min_chars", min_chars)):
@@ -58,12 +71,23 @@ def decontaminate(
     found = Substrings(benchmarks, min_chars) if method == "substring" else NGrams(benchmarks, n)
     for name, searched in found.searched.items():
         if searched == 0:
-            reason = f"{min_chars} characters (--min-chars)" if method == "substring" else f"{n} words (--n)"
+            if method == "substring":
+                reason = f"{min_chars} characters (--min-chars)"
+            else:
+                reason = f"{n} words (--n)"
             raise ValueError(
-                f"None of the {len(benchmarks[name])} texts of {name} has {reason}, so none would be searched for. Pass a "
+                f"None of the {len(benchmarks[name])} texts of {name} "
+                "has "
+                f"{reason}, "
+                "so "
+                "none "
+                "would "
+                "be searched for. Pass a "
                 "smaller number, or the columns with the problems as FILE:column"
             )
-    count, counts, dropped = 0, Counter(), []
+    count = 0
+    counts = Counter()
+    dropped = []
     # both are written before either is moved to its name, so that a full disk leaves neither
     with atomic_file(out) as beside, atomic_file(listing) as listing_beside:
         with open(beside, "w", encoding="utf-8") as file:
@@ -78,26 +102,40 @@ def decontaminate(
             os.fsync(file.fileno())
         if count == len(dropped):
             raise ValueError(
-                f"All {count} examples of {rows} contain benchmark texts. Check for texts that are too common: {hit[1]!r}"
+                f"All {count} examples of {rows} contain benchmark "
+                "texts. "
+                "Check "
+                "for "
+                "texts "
+                "that "
+                f"are too common: {hit[1]!r}"
             )
         texts = {name: len(given) for name, given in benchmarks.items()}
         by_benchmark = {name: counts[name] for name in benchmarks}
-        report = Report(Path(out), count, count - len(dropped), by_benchmark, dropped, texts, found.searched)
+        report = Report(
+            Path(out), count, count - len(dropped), by_benchmark, dropped, texts, found.searched
+        )
         settings = {"against": list(against), "method": method}
         settings |= {"n": n} if method == "ngram" else {"min_chars": min_chars}
         values = settings | report._asdict() | {"path": str(out)}
-        listing_beside.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        listing_beside.write_text(
+            json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
     return report
 
 
 def texts_of(value: Any, columns: Sequence[str] = ()) -> list[str]:
-    """Return the texts in an example, including those in lists and mappings; only those of `columns` if given."""
+    """Return the texts in an example, including those in lists and mappings; only those of
+    `columns` if given.
+    """
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
         missing = [name for name in columns if name not in value]
         if missing:
-            raise ValueError(f"Column {missing[0]!r} does not exist. The columns are {', '.join(value)}")
+            raise ValueError(
+                f"Column {missing[0]!r} does not exist. The columns are {', '.join(value)}"
+            )
         return [text for name in columns or value for text in texts_of(value[name])]
     return [text for one in value for text in texts_of(one)] if isinstance(value, Iterable) else []
 
@@ -120,7 +158,8 @@ class Substrings:
     """Search for texts of benchmarks within other texts."""
 
     def __init__(self, benchmarks: Mapping[str, Iterable[str]], min_chars: int):
-        self.short, self.long = {}, {}
+        self.short = {}
+        self.long = {}
         self.searched = {}
         for name, texts in benchmarks.items():
             texts = [text.strip().lower() for text in texts]
@@ -133,7 +172,9 @@ class Substrings:
                     self.long.setdefault(text[:SHINGLE], []).append((text, name))
 
     def first(self, texts: Sequence[str]) -> tuple[str, str] | None:
-        """Return a benchmark and its text that `texts`, joined by blank lines, contain; None if there is none."""
+        """Return a benchmark and its text that `texts`, joined by blank lines, contain; None if
+        there is none.
+        """
         text = "\n\n".join(texts).lower()
         for own, name in self.short.items():
             if own in text:
@@ -149,7 +190,8 @@ class NGrams:
     """Search for `n` consecutive words that also occur in a benchmark."""
 
     def __init__(self, benchmarks: Mapping[str, Iterable[str]], n: int):
-        self.n, self.known = n, {}
+        self.n = n
+        self.known = {}
         self.searched = {}
         for name, texts in benchmarks.items():
             grams = [dict.fromkeys(self._of(text), name) for text in texts]
@@ -162,7 +204,15 @@ class NGrams:
         return zip(*(words[i:] for i in range(self.n)), strict=False)
 
     def first(self, texts: Sequence[str]) -> tuple[str, str] | None:
-        """Return a benchmark and the words that one of `texts` has in common with it; None if there are none."""
+        """Return a benchmark and the words that one of `texts` has in common with it; None if there
+        are none.
+        """
         return next(
-            ((self.known[gram], " ".join(gram)) for text in texts for gram in self._of(text) if gram in self.known), None
+            (
+                (self.known[gram], " ".join(gram))
+                for text in texts
+                for gram in self._of(text)
+                if gram in self.known
+            ),
+            None,
         )

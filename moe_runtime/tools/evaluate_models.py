@@ -1,11 +1,15 @@
-"""The models of `moe-runtime eval`: every kind of folder as a language model of lm-eval, with recorded answers.
+"""The models of `moe-runtime eval`: every kind of folder as a language model of lm-eval, with
+recorded answers.
 
-FOLDER               a model of transformers, dense or MoE, or one of ours, upcycled or with LoRA experts: lm-eval's HFLM
-FOLDER               with adapter_config.json (PEFT) on the base that it names; BASE+FOLDER, on another base
+FOLDER               a model of transformers, dense or MoE, or one of ours, upcycled or with LoRA
+                     experts: lm-eval's HFLM
+FOLDER               with adapter_config.json (PEFT) on the base that it names; BASE+FOLDER, on
+                     another base
 BASE+FOLDER          with expert_cfg.json (ESFT)
 FOLDER               with fuser_config.json (UltraFuser): `FusedLM`
 
-`RecordedLM` wraps each of them: it renders chats, and appends every answer to a file, from which a rerun reads it.
+`RecordedLM` wraps each of them: it renders chats, and appends every answer to a file, from which a
+rerun reads it.
 """
 
 import contextlib
@@ -32,12 +36,16 @@ from moe_runtime.methods.esft import adapters
 from moe_runtime.methods.lora.baseline import load_lora
 from moe_runtime.methods.ultrafuser import folders
 
-KINDS = {"fused": folders.CONFIG, "esft": "expert_cfg.json", "peft": "adapter_config.json"}  # files that identify a folder
-RESULTS = ("results.json", "results.png")  # files of the folder that also has a folder for each model
+# files that identify a folder
+KINDS = {"fused": folders.CONFIG, "esft": "expert_cfg.json", "peft": "adapter_config.json"}
+# files of the folder that also has a folder for each model
+RESULTS = ("results.json", "results.png")
 
 
 class Model(NamedTuple):
-    """A model as given to the command: a folder or a Hub id, or an adapter's folder and its base."""
+    """A model as given to the command: a folder or a Hub id, or an adapter's folder and its
+    base.
+    """
 
     name: str
     folder: str
@@ -49,17 +57,25 @@ class Model(NamedTuple):
         parts = [self.kind, files_print(self.folder), files_print(self.base) if self.base else None]
         parts += [self.folder if self.kind == "model" and not os.path.isdir(self.folder) else None]
         if self.kind == "fused":
-            parts += [files_print(part.path) for part in folders.locate(self.folder, folders.read(self.folder), {})]
+            parts += [
+                files_print(part.path)
+                for part in folders.locate(self.folder, folders.read(self.folder), {})
+            ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
 def find_models(words: Sequence[str]) -> list[Model]:
-    """Parse words such as FOLDER, BASE+ADAPTER and NAME=FOLDER; raises ValueError for one that is not a model."""
+    """Parse words such as FOLDER, BASE+ADAPTER and NAME=FOLDER; raises ValueError for one that is
+    not a model.
+    """
     models = []
     for word in words:
         name, is_named, rest = word.partition("=") if not os.path.exists(word) else ("", "", word)
         place = rest if is_named else word
-        base, plus, folder = place.partition("+") if not os.path.exists(place) else (None, "", place)
+        if not os.path.exists(place):
+            base, plus, folder = place.partition("+")
+        else:
+            base, plus, folder = (None, "", place)
         base, folder = (base, folder) if plus else (None, place)
         kind = _kind(folder, base)
         if kind == "peft" and base is None:
@@ -70,41 +86,82 @@ def find_models(words: Sequence[str]) -> list[Model]:
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1 or not is_plain_name(name):
-            raise ValueError(f"Model names must be unique file names, but got {name!r}. Name the models, as in NAME=FOLDER")
+            raise ValueError(
+                f"Model names must be unique file names, but got {name!r}. "
+                "Name "
+                "the "
+                "models, "
+                "as "
+                "in "
+                "NAME=FOLDER"
+            )
         if name in RESULTS:
-            raise ValueError(f"{name!r} is the name of a file of results. Name the model otherwise, as in NAME=FOLDER")
+            raise ValueError(
+                f"{name!r} is the name of a file of results. Name "
+                "the "
+                "model "
+                "otherwise, "
+                "as "
+                "in "
+                "NAME=FOLDER"
+            )
     return models
 
 
 def _name(place: str) -> str:
-    """Return the last part of a path, with its parent if the last part is generic, such as "model"."""
+    """Return the last part of a path, with its parent if the last part is generic, such as
+    "model".
+    """
     parts = []
     for one in place.split("+"):
         path = Path(os.path.realpath(one) if os.path.isdir(one) else one)
-        parts.append(f"{path.parent.name}-{path.name}" if path.name == "model" and path.parent.name else path.name)
+        parts.append(
+            f"{path.parent.name}-{path.name}"
+            if path.name == "model" and path.parent.name
+            else path.name
+        )
     return "+".join(parts)
 
 
 def _kind(folder: str, base: str | None) -> str:
-    """Return the kind of a folder; raises ValueError if there is a base and the folder is not an adapter."""
+    """Return the kind of a folder; raises ValueError if there is a base and the folder is not an
+    adapter.
+    """
     path = Path(folder)
     found = [kind for kind, mark in KINDS.items() if (path / mark).is_file()]
     is_model = (path / "config.json").is_file() or not path.is_dir()
     if base is not None:
         found = [kind for kind in found if kind != "fused"]
         if not found:
-            raise ValueError(f"Adapter {folder!r} has no {KINDS['esft']} or {KINDS['peft']}. Pass the folder of an adapter")
+            raise ValueError(
+                f"Adapter {folder!r} has no {KINDS['esft']} "
+                "or "
+                f"{KINDS['peft']}. "
+                "Pass "
+                "the "
+                "folder "
+                "of an adapter"
+            )
         return found[0]
     for source in (folder, base):
         if source is not None:
             check_source(source)
     if not found and not is_model:
-        raise ValueError(f"{folder!r} has no config.json, {', '.join(KINDS.values())}. Pass the folder of a model")
+        raise ValueError(
+            f"{folder!r} has no config.json, {', '.join(KINDS.values())}. "
+            "Pass "
+            "the "
+            "folder "
+            "of "
+            "a "
+            "model"
+        )
     return found[0] if found and ("fused" in found or not is_model) else "model"
 
 
 def tokenizer_of(model: Model, prompt: str):
-    """Return a model's tokenizer, or its base's for an adapter without one, with the chat template of `prompt`.
+    """Return a model's tokenizer, or its base's for an adapter without one, with the chat template
+    of `prompt`.
 
     Raises ValueError if there is no tokenizer, or no chat template that `prompt` needs.
     """
@@ -112,19 +169,30 @@ def tokenizer_of(model: Model, prompt: str):
     place = model.folder
     if model.kind != "fused" and os.path.isdir(model.base or place):
         with Checkpoint(model.base or place):
-            read_config(model.base or place)  # raises an error that names what is wrong with the folder
+            # raises an error that names what is wrong with the folder
+            read_config(model.base or place)
     if model.kind in ("esft", "peft") and not Path(place, "tokenizer_config.json").is_file():
         place = model.base
     if model.kind == "fused":
         part = folders.locate(place, folders.read(place), {})[0]
         place = part.tokenizer or part.path
-    if os.path.isdir(place) and not any(Path(place, name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
-        raise ValueError(f"Model {model.name!r} has no tokenizer in {place}. Save its tokenizer there")
+    if os.path.isdir(place) and not any(
+        Path(place, name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")
+    ):
+        raise ValueError(
+            f"Model {model.name!r} has no tokenizer in {place}. Save its tokenizer there"
+        )
     tokenizer = ranks.load_tokenizer(place, f"tokenizer of {model.name!r}")
     tokenizer.chat_template = TEMPLATES.get(prompt, tokenizer.chat_template)
     if prompt == "chat" and not tokenizer.chat_template and model.kind != "fused":
         raise ValueError(
-            f"Model {model.name!r} has no chat template. Put a chat_template.jinja into {place}, or pass --prompt plain"
+            f"Model {model.name!r} has no chat template. "
+            "Put "
+            "a "
+            "chat_template.jinja "
+            "into "
+            f"{place}, "
+            "or pass --prompt plain"
         )
     return tokenizer
 
@@ -133,7 +201,10 @@ def load_lm(model: Model, tokenizer, dtype: str, batch_size: int):
     """Load a model as a language model of lm-eval, on the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if model.kind == "fused":
-        return FusedLM(folders.load(model.folder, dtype=None if dtype == "auto" else dtype, device=device), batch_size)
+        return FusedLM(
+            folders.load(model.folder, dtype=None if dtype == "auto" else dtype, device=device),
+            batch_size,
+        )
     loaded = ranks.load_model(model.base or model.folder, dtype, name="model")
     if model.kind == "esft":
         adapters.apply(loaded, model.folder)
@@ -142,50 +213,81 @@ def load_lm(model: Model, tokenizer, dtype: str, batch_size: int):
     with contextlib.suppress(ValueError):  # dense: there is nothing to speed up
         patch(loaded)
     hflm = require("lm_eval.models.huggingface", "eval").HFLM
-    return hflm(loaded.to(device).eval(), backend="causal", tokenizer=tokenizer, batch_size=batch_size)
+    return hflm(
+        loaded.to(device).eval(), backend="causal", tokenizer=tokenizer, batch_size=batch_size
+    )
 
 
 class RecordedLM:
-    """A model of lm-eval whose answers are appended to `path`, and which is loaded only if an answer is missing there.
+    """A model of lm-eval whose answers are appended to `path`, and which is loaded only if an
+    answer is missing there.
 
     `progress(done, total)` counts the requests of a call.
     """
 
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
 
-    def __init__(self, model: Model, tokenizer, prompt: str, path: Path, load: Callable[[], object]):
-        self.model, self.tokenizer, self.prompt, self.path, self._load = model, tokenizer, prompt, path, load
-        self.is_rendered, self.progress = False, lambda done, total: None
-        self.truncated, self.cut = 0, 0  # questions and answers, counted since they were set to 0
+    def __init__(
+        self, model: Model, tokenizer, prompt: str, path: Path, load: Callable[[], object]
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.path = path
+        self._load = load
+        self.is_rendered = False
+        self.progress = lambda done, total: None
+        # questions and answers, counted since they were set to 0
+        self.truncated = 0
+        self.cut = 0
         self.tokenizer_name = model.name
         self._lm, self._done, self._total, self._answers = None, 0, 0, _read(path)
 
-    def apply_chat_template(self, chat: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a chat as text to continue, with the tokenizer's template, or in the format of `FusedLM`."""
+    def apply_chat_template(
+        self, chat: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Render a chat as text to continue, with the tokenizer's template, or in the format of
+        `FusedLM`.
+        """
         if self.model.kind == "fused":
             return FUSED + json.dumps(chat)
         if self.prompt == "plain":
             turns = [turn["content"] for turn in chat]
-            if len(turns) > 1:  # few-shot examples: answers start on a new line and are followed by a blank line
-                turns = [text.rstrip("\n") + ("\n" if i % 2 == 0 else "\n\n") for i, text in enumerate(turns)]
+            # few-shot examples: answers start on a new line and are followed by a blank line
+            if len(turns) > 1:
+                turns = [
+                    text.rstrip("\n") + ("\n" if i % 2 == 0 else "\n\n")
+                    for i, text in enumerate(turns)
+                ]
             return (self.tokenizer.bos_token or "") + "".join(turns)
-        more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        more = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
         try:
             return self.tokenizer.apply_chat_template(chat, tokenize=False, **more)
         except Exception as error:  # a template is a program and may raise anything
-            raise ValueError(f"The chat template of {self.model.name!r} failed: {one_line(error, 300)}") from error
+            raise ValueError(
+                f"The chat template of {self.model.name!r} failed: {one_line(error, 300)}"
+            ) from error
 
     def generate_until(self, requests: list) -> list[str]:
-        """Return the continuation of each context, up to a stop sequence; count those that reach the limit in `cut`."""
+        """Return the continuation of each context, up to a stop sequence; count those that reach
+        the limit in `cut`.
+        """
         answers = self._answered("generate_until", requests)
         for request, answer in zip(requests, answers, strict=True):
             limit = request.args[1].get("max_gen_toks", 256)
             count = len(self.tokenizer.encode(answer, add_special_tokens=False))
-            self.cut += count >= limit - limit // 32  # the answer's text may take slightly fewer tokens than were generated
+            # the answer's text may take slightly fewer tokens than were generated
+            self.cut += count >= limit - limit // 32
         return answers
 
     def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
-        """Return the log probability of each continuation, and whether greedy decoding generates it."""
+        """Return the log probability of each continuation, and whether greedy decoding generates
+        it.
+        """
         return [tuple(answer) for answer in self._answered("loglikelihood", requests)]
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
@@ -203,7 +305,11 @@ class RecordedLM:
         self.progress(self._done, self._total)
 
     def _answered(self, kind: str, requests: list) -> list:
-        missing = [one for one in requests if _is_sampled(one.args) or _key(kind, one.args) not in self._answers]
+        missing = [
+            one
+            for one in requests
+            if _is_sampled(one.args) or _key(kind, one.args) not in self._answers
+        ]
         self._done, self._total = len(requests) - len(missing), len(requests)
         self.progress(self._done, self._total)
         if missing:
@@ -213,18 +319,38 @@ class RecordedLM:
             self._lm.add_bos_token = False if self.is_rendered else None
             if kind == "generate_until":
                 self._check_lengths(missing)
-            fresh = dict(zip(map(id, missing), getattr(self._lm, kind)(missing, disable_tqdm=True), strict=True))
-        return [fresh[id(one)] if missing and id(one) in fresh else self._answers[_key(kind, one.args)] for one in requests]
+            fresh = dict(
+                zip(
+                    map(id, missing),
+                    getattr(self._lm, kind)(missing, disable_tqdm=True),
+                    strict=True,
+                )
+            )
+        return [
+            fresh[id(one)] if missing and id(one) in fresh else self._answers[_key(kind, one.args)]
+            for one in requests
+        ]
 
     def _check_lengths(self, requests: list) -> None:
-        """Count the contexts that lm-eval truncates on the left; raises ValueError if no token of one would be left."""
-        longest, lm = max(one.args[1].get("max_gen_toks", 256) for one in requests), self._lm
+        """Count the contexts that lm-eval truncates on the left; raises ValueError if no token of
+        one would be left.
+        """
+        longest = max(one.args[1].get("max_gen_toks", 256) for one in requests)
+        lm = self._lm
         if longest >= lm.max_length:
             raise ValueError(
-                f"Answers of {longest} tokens do not fit into the {lm.max_length} positions of model {self.model.name!r}. "
+                f"Answers of {longest} tokens do not fit "
+                "into "
+                "the "
+                f"{lm.max_length} "
+                "positions "
+                "of "
+                f"model {self.model.name!r}. "
                 "Lower --max-new-tokens"
             )
-        self.truncated += sum(len(lm.tok_encode(one.args[0])) > lm.max_length - longest for one in requests)
+        self.truncated += sum(
+            len(lm.tok_encode(one.args[0])) > lm.max_length - longest for one in requests
+        )
 
 
 def _is_sampled(args: Sequence) -> bool:
@@ -237,7 +363,8 @@ def _key(kind: str, args: Sequence) -> str:
 
 def _read(path: Path) -> dict:
     """Read the answers in a file; an incomplete last line of a killed process is removed."""
-    answers, whole = {}, 0
+    answers = {}
+    whole = 0
     if path.is_file():
         for line in path.read_bytes().splitlines(keepends=True):
             try:
@@ -254,18 +381,25 @@ FUSED = "\0chat "  # prefix of a context that is a chat as JSON; it occurs in no
 
 
 class FusedLM:
-    """A fused model as a language model of lm-eval: each specialist reads a context in its own template.
+    """A fused model as a language model of lm-eval: each specialist reads a context in its own
+    template.
 
-    A context is a chat rendered by `RecordedLM`, or a text, which becomes the user's turn; a final turn of the assistant is
-    the beginning of the answer. Context and continuation are tokenized separately, as in training.
+    A context is a chat rendered by `RecordedLM`, or a text, which becomes the user's turn; a final
+    turn of the assistant is the beginning of the answer. Context and continuation are tokenized
+    separately, as in training.
     """
 
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
 
     def __init__(self, fuser, batch_size: int):
-        self.fuser, self.batch_size, self.cache_hook = fuser, batch_size, None
+        self.fuser = fuser
+        self.batch_size = batch_size
+        self.cache_hook = None
         configs = [model.config.get_text_config() for model in fuser.specialists]
-        self.max_length = min(getattr(config, "max_position_embeddings", None) or 2048 for config in configs)
+        self.max_length = min(
+            getattr(config, "max_position_embeddings", None) or 2048 for config in configs
+        )
 
     def tok_encode(self, context: str) -> list[int]:
         """Return the longest of the specialists' prompts with the beginning of the answer."""
@@ -274,10 +408,14 @@ class FusedLM:
 
     def _ids(self, context: str, before: int = 0) -> tuple[list[list[int]], list[int]]:
         """Return the ids of a context for each specialist, and those of the answer's beginning."""
-        encoder, chat = self.fuser.encoder, [{"role": "user", "content": context}]
+        encoder = self.fuser.encoder
+        chat = [{"role": "user", "content": context}]
         if context.startswith(FUSED):
             chat = json.loads(context.removeprefix(FUSED))
-        begun = encoder.answer(chat.pop()["content"], end=False) if chat[-1]["role"] == "assistant" else []
+        if chat[-1]["role"] == "assistant":
+            begun = encoder.answer(chat.pop()["content"], end=False)
+        else:
+            begun = []
         if not context:  # as in lm-eval: BOS, or EOS
             return [[self._first()]] * len(self.fuser.names), []
         return encoder.prompt(chat), begun
@@ -296,60 +434,86 @@ class FusedLM:
                 yield alike[i : i + self.batch_size]
 
     def _inputs(self, batch: list[tuple], has_answers: bool) -> dict:
-        rows = [{"prompt_ids": row[1]} | ({"response_ids": row[2]} if has_answers else {}) for row in batch]
+        rows = [
+            {"prompt_ids": row[1]} | ({"response_ids": row[2]} if has_answers else {})
+            for row in batch
+        ]
         device = self.fuser.gate.score.weight.device
         inputs = self.fuser.encoder.collate(rows)
-        return {k: [t.to(device) for t in v] if isinstance(v, list) else v.to(device) for k, v in inputs.items()}
+        return {
+            k: [t.to(device) for t in v] if isinstance(v, list) else v.to(device)
+            for k, v in inputs.items()
+        }
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list[str]:
         """Return the generated answers, without their given beginnings, up to a stop sequence."""
-        rows = [(i, *self._ids(one.args[0]), json.dumps(one.args[1])) for i, one in enumerate(requests)]
-        out, tokenizer = [""] * len(requests), self.fuser.encoder.tokenizer
+        rows = [
+            (i, *self._ids(one.args[0]), json.dumps(one.args[1])) for i, one in enumerate(requests)
+        ]
+        out = [""] * len(requests)
+        tokenizer = self.fuser.encoder.tokenizer
         # answers whose given beginnings have the same length are generated in one batch
         for batch in self._batches(rows, lambda row: (len(row[2]), row[3])):
             settings = json.loads(batch[0][3])
-            until, most = settings.pop("until", None) or [], settings.pop("max_gen_toks", 256)
+            until = settings.pop("until", None) or []
+            most = settings.pop("max_gen_toks", 256)
             until = [until] if isinstance(until, str) else until
             settings = {"do_sample": False} | settings
             if not settings["do_sample"]:
                 settings.pop("temperature", None)
-            inputs, begun = self._inputs(batch, bool(batch[0][2])), len(batch[0][2])
+            inputs = self._inputs(batch, bool(batch[0][2]))
+            begun = len(batch[0][2])
             inputs.pop("labels", None)
             more = {"stop_strings": until, "tokenizer": tokenizer} if until else {}
             ids = self.fuser.generate(**inputs, max_new_tokens=most, **settings, **more)
-            for row, answer in zip(batch, tokenizer.batch_decode(ids[:, begun:], skip_special_tokens=True), strict=True):
+            for row, answer in zip(
+                batch, tokenizer.batch_decode(ids[:, begun:], skip_special_tokens=True), strict=True
+            ):
                 out[row[0]] = _cut(answer, until)
                 self.cache_hook.add_partial("generate_until", requests[row[0]].args, out[row[0]])
         return out
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return the log probability of each continuation, and whether each of its tokens is the most probable one."""
+        """Return the log probability of each continuation, and whether each of its tokens is the
+        most probable one.
+        """
         rows = []
         for i, (context, continuation) in enumerate(one.args for one in requests):
-            stripped = context if context.startswith(FUSED) else context.rstrip()  # lm-eval moves spaces to the continuation
+            # lm-eval moves spaces to the continuation
+            stripped = context if context.startswith(FUSED) else context.rstrip()
             prompt, begun = self._ids(stripped)
             answer = self.fuser.encoder.answer(context[len(stripped) :] + continuation, end=False)
             rows.append((i, prompt, begun + answer, len(answer)))
         return self._scores(rows, requests, "loglikelihood")
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = True) -> list[float]:
-        """Return the log probability of each text, in windows of `max_length` with as much context as fits."""
-        utils, rows = require("lm_eval.utils", "eval"), []
+        """Return the log probability of each text, in windows of `max_length` with as much context
+        as fits.
+        """
+        utils = require("lm_eval.utils", "eval")
+        rows = []
         for i, (text,) in enumerate(one.args for one in requests):
-            ids = self.fuser.encoder.tokenizer.encode(text)  # as lm-eval: with the tokenizer's own BOS
+            # as lm-eval: with the tokenizer's own BOS
+            ids = self.fuser.encoder.tokenizer.encode(text)
             windows = utils.get_rolling_token_windows(ids, self._first(), self.max_length, 1)
             for context, continuation in map(utils.make_disjoint_window, windows):
                 rows.append((i, [context] * len(self.fuser.names), continuation, len(continuation)))
         sums = [0.0] * len(requests)
-        for row, (score, _) in zip(rows, self._scores([(j, *row[1:]) for j, row in enumerate(rows)])):
+        for row, (score, _) in zip(
+            rows, self._scores([(j, *row[1:]) for j, row in enumerate(rows)])
+        ):
             sums[row[0]] += score
         for one, total in zip(requests, sums):
             self.cache_hook.add_partial("loglikelihood_rolling", one.args, total)
         return sums
 
     @torch.no_grad()
-    def _scores(self, rows: list[tuple], requests: Sequence = (), kind: str = "") -> list[tuple[float, bool]]:
-        """Return for rows (place, prompts, answer, n) the log probability of the last n tokens of each answer."""
+    def _scores(
+        self, rows: list[tuple], requests: Sequence = (), kind: str = ""
+    ) -> list[tuple[float, bool]]:
+        """Return for rows (place, prompts, answer, n) the log probability of the last n tokens of
+        each answer.
+        """
         out: list = [None] * len(rows)
         for batch in self._batches(rows, lambda row: None):
             inputs = self._inputs(batch, True)

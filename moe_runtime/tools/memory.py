@@ -1,14 +1,19 @@
-"""Estimate the memory that training a model needs from its config, without reading weights or computing anything.
+"""Estimate the memory that training a model needs from its config, without reading weights or
+computing anything.
 
-The model is built on the meta device, and one training step runs on fake tensors, which have shapes but no data. All that the
-step allocates and frees is counted storage by storage: what each layer saves for its backward pass, the logits, and gradients
-that appear as activations are freed. The estimate therefore follows what transformers, PEFT and our ops do, including
-checkpointing and autocast. What a fake step cannot show is added: packed weights, optimizer state, our kernels' scratch memory.
+The model is built on the meta device, and one training step runs on fake tensors, which have shapes
+but no data. All that the step allocates and frees is counted storage by storage: what each layer
+saves for its backward pass, the logits, and gradients that appear as activations are freed. The
+estimate therefore follows what transformers, PEFT and our ops do, including checkpointing and
+autocast. What a fake step cannot show is added: packed weights, optimizer state, our kernels'
+scratch memory.
 
-    peak = weights + adapters + optimizer + max(the step at its peak, gradients + the optimizer's temporaries)
+    peak = weights + adapters + optimizer + max(the step at its peak, gradients + the optimizer's
+    temporaries)
 
-Assumed: no padding, balanced experts, attention that keeps no matrix of scores (SDPA's flash kernels), gradients set to None
-after each optimizer step. Not counted: the CUDA context, the allocator's fragments, NCCL's buffers.
+Assumed: no padding, balanced experts, attention that keeps no matrix of scores (SDPA's flash
+kernels), gradients set to None after each optimizer step. Not counted: the CUDA context, the
+allocator's fragments, NCCL's buffers.
 """
 
 import contextlib
@@ -40,10 +45,18 @@ OPTIMIZERS = ("adamw", "adamw_torch", "sgd", "adafactor", "8bit")
 BITS = {"16": None, "4": "nf4", "8": "int8"} | {name: name for name in FORMATS}
 # part of a class name -> kind of its activations; the innermost module with a match decides
 KINDS = {
-    "Attention": "attention", "Rotary": "attention", "Norm": "norms", "Experts": "experts", "MoeBlock": "experts",
-    "MoE": "experts", "Router": "experts", "MLP": "dense MLPs", "Mlp": "dense MLPs",
-}  # fmt: skip
-LOGITS, OTHER = "logits and loss", "residual stream"
+    "Attention": "attention",
+    "Rotary": "attention",
+    "Norm": "norms",
+    "Experts": "experts",
+    "MoeBlock": "experts",
+    "MoE": "experts",
+    "Router": "experts",
+    "MLP": "dense MLPs",
+    "Mlp": "dense MLPs",
+}
+LOGITS = "logits and loss"
+OTHER = "residual stream"
 
 
 class Step(NamedTuple):
@@ -79,13 +92,22 @@ class Estimate(NamedTuple):
 
 
 class _Ledger(TorchDispatchMode):
-    """Count the storages that operators allocate, by kind, until they are freed, except those of `known` tensors."""
+    """Count the storages that operators allocate, by kind, until they are freed, except those of
+    `known` tensors.
+    """
 
     def __init__(self, known: Sequence[torch.Tensor], backend: str, head: nn.Module | None):
         super().__init__()
         self.live = {tensor.untyped_storage()._cdata: (0, "") for tensor in known}
-        self.by_kind, self.scratch, self.now, self.peak, self.gradients, self.active = {}, {}, 0, 0, 0, 0
-        self.backend, self.head, self.kinds = backend, head, [OTHER]
+        self.by_kind = {}
+        self.scratch = {}
+        self.now = 0
+        self.peak = 0
+        self.gradients = 0
+        self.active = 0
+        self.backend = backend
+        self.head = head
+        self.kinds = [OTHER]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -93,7 +115,9 @@ class _Ledger(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
         own, lasting = scratch_bytes(func, args, self.backend)
-        self.scratch |= {name: max(size, self.scratch.get(name, 0)) for name, size in lasting.items()}
+        self.scratch |= {
+            name: max(size, self.scratch.get(name, 0)) for name, size in lasting.items()
+        }
         now = self.now + own + sum(self.scratch.values())
         self.peak, self.active = max(self.peak, now), max(self.active, now - self.gradients)
         return out
@@ -117,12 +141,17 @@ class _Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Attribute each storage to the kind of the running module, without hooks, which would change what our layers run."""
+        """Attribute each storage to the kind of the running module, without hooks, which would
+        change what our layers run.
+        """
         original = nn.Module.__call__
 
         def call(module, *args, **kwargs):
             name = type(module).__name__
-            kind = LOGITS if module is self.head else next((kind for part, kind in KINDS.items() if part in name), None)
+            if module is self.head:
+                kind = LOGITS
+            else:
+                kind = next((kind for part, kind in KINDS.items() if part in name), None)
             self.kinds.append(kind or self.kinds[-1])
             try:
                 return original(module, *args, **kwargs)
@@ -136,17 +165,25 @@ class _Ledger(TorchDispatchMode):
 
 
 def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, int]]:
-    """Return the scratch bytes of one of our ops on `backend`: used while it runs, and by name, reused by later calls."""
+    """Return the scratch bytes of one of our ops on `backend`: used while it runs, and by name,
+    reused by later calls.
+    """
     name = getattr(func, "_opname", "") if getattr(func, "namespace", "") == "moe_runtime" else ""
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) if name else {}
     if not {"x", "up", "gated"} <= given.keys():
         return 0, {}
     x, (E, Z), weight = given["x"], given["up"].shape[:2], given.get("topk_weight")
-    (T, H), K, I = x.shape, given["top_k"] if weight is None else weight.shape[-1], Z // (1 + given["gated"])
-    R, is_backward = T * K, name.endswith("backward")
+    (T, H), K, I = (
+        x.shape,
+        given["top_k"] if weight is None else weight.shape[-1],
+        Z // (1 + given["gated"]),
+    )
+    R = T * K
+    is_backward = name.endswith("backward")
     if backend == "triton":
         return R * x.element_size() * (Z + I + H if is_backward else I + H), {}
-    alone = T if given.get("gate") in SHARED_GATES else 0  # rows of the shared expert, which are not gathered
+    # rows of the shared expert, which are not gathered
+    alone = T if given.get("gate") in SHARED_GATES else 0
     one_call = {}
     if backend == "cpp" and given.get("up_trained") is None:
         # the largest expert, which decides, has at least `alone` or the average, and at most T rows
@@ -156,7 +193,8 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
         if one_call and few >= T:
             return 0, one_call
     group = min(R - alone, max(math.ceil(R / E), GROUP_ELEMENTS // max(Z, H)))
-    widest, s = max(group, alone), x.element_size()
+    widest = max(group, alone)
+    s = x.element_size()
     # the torch backend holds three to four float32 tensors per block of rows
     block = 14 * min(widest * I, BLOCK_ELEMENTS) * (is_backward and backend == "torch")
     matmuls = {"y": s * R * H, "x": s * group * H, "h": s * widest * I}
@@ -165,8 +203,12 @@ def scratch_bytes(func, args: Sequence, backend: str) -> tuple[int, dict[str, in
     return block, one_call | matmuls
 
 
-def _one_call_scratch(given: Mapping[str, Any], name: str, sizes: tuple[int, int, int, int, int]) -> dict[str, int]:
-    """Return the scratch bytes of an op that the CPU library computes in one call; empty if it does not."""
+def _one_call_scratch(
+    given: Mapping[str, Any], name: str, sizes: tuple[int, int, int, int, int]
+) -> dict[str, int]:
+    """Return the scratch bytes of an op that the CPU library computes in one call; empty if it does
+    not.
+    """
     T, H, I, E, K = sizes
     dtype = given["x"].dtype
     if name in ("moe_mlp", "moe_layer"):
@@ -174,14 +216,21 @@ def _one_call_scratch(given: Mapping[str, Any], name: str, sizes: tuple[int, int
     has_bias = given.get("up_bias") is not None or given.get("down_bias") is not None
     if name not in ("moe_mlp_backward", "moe_layer_backward") or has_bias:
         return {}
-    rows = (ctypes.c_int32 * (E + 1))(*[T * K * e // E for e in range(E + 1)])  # not a tensor, as all tensors are fake here
+    # not a tensor, as all tensors are fake here
+    rows = (ctypes.c_int32 * (E + 1))(*[T * K * e // E for e in range(E + 1)])
     recompute = given["z"].shape[0] == 0
     form = int(given["gated"])
-    return {"one call": moe_mlp_cpp.one_call_back_bytes(dtype, form, ctypes.addressof(rows), T, H, I, E, K, recompute)}
+    return {
+        "one call": moe_mlp_cpp.one_call_back_bytes(
+            dtype, form, ctypes.addressof(rows), T, H, I, E, K, recompute
+        )
+    }
 
 
 def model_of(source: str, dtype: str | None = None) -> nn.Module:
-    """Build the model of a folder or Hub id on the meta device, by default in its config's dtype, with our experts."""
+    """Build the model of a folder or Hub id on the meta device, by default in its config's dtype,
+    with our experts.
+    """
     return built(load_config(source, "model"), dtype)
 
 
@@ -196,7 +245,9 @@ def built(config, dtype: str | None = None) -> nn.Module:
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """Freeze a model and add LoRA matrices by PEFT to all linear layers and expert stacks except the head and routers."""
+    """Freeze a model and add LoRA matrices by PEFT to all linear layers and expert stacks except
+    the head and routers.
+    """
     from moe_runtime.io.rows import require
     from moe_runtime.methods.lora import baseline
 
@@ -204,12 +255,16 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
         if stacks_of(model):
             return baseline.add_lora(model, rank, 2.0)
         peft = require("peft")
-        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
         return peft.get_peft_model(model, config)
 
 
 def _give_shapes(model: nn.Module) -> None:
-    """Replace a model's tensors by fake ones on the CPU, in place; must be called under FakeTensorMode."""
+    """Replace a model's tensors by fake ones on the CPU, in place; must be called under
+    FakeTensorMode.
+    """
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -217,8 +272,13 @@ def _give_shapes(model: nn.Module) -> None:
                 if old is None:
                     continue
                 if id(old) not in made:
-                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
-                    made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                    new = torch.empty_strided(
+                        old.shape, old.stride(), dtype=old.dtype, device="cpu"
+                    )
+                    if isinstance(old, nn.Parameter):
+                        made[id(old)] = nn.Parameter(new, old.requires_grad)
+                    else:
+                        made[id(old)] = new
                 tensors[name] = made[id(old)]
 
 
@@ -231,27 +291,44 @@ def causal_batch(batch: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def step_of(
-    model: nn.Module, inputs, *, checkpointing: bool = False, bf16: bool = False, accumulate: bool = False,
-    backend: str = "triton", prepare: Callable[[nn.Module], Any] | None = None,
-) -> Step:  # fmt: skip
-    """Count one training step of a model on the meta device, which is unusable afterwards; `inputs()` returns the batch.
+    model: nn.Module,
+    inputs,
+    *,
+    checkpointing: bool = False,
+    bf16: bool = False,
+    accumulate: bool = False,
+    backend: str = "triton",
+    prepare: Callable[[nn.Module], Any] | None = None,
+) -> Step:
+    """Count one training step of a model on the meta device, which is unusable afterwards;
+    `inputs()` returns the batch.
 
-    `prepare(model)` may shard and freeze the weights, which then have shapes. `accumulate` is for micro-batches after the first
-    of an optimizer step, when gradients already exist.
+    `prepare(model)` may shard and freeze the weights, which then have shapes. `accumulate` is for
+    micro-batches after the first of an optimizer step, when gradients already exist.
     """
     check_choice("backend", backend, ("triton", "torch", "cpp"))
     if checkpointing:
         checkpoint(model)
     # transformers searches position ids for packed examples, which fake ones cannot answer
-    packed = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None, create=True)
+    packed = mock.patch(
+        "transformers.masking_utils.find_packed_sequence_indices", return_value=None, create=True
+    )
     with FakeTensorMode(), packed:
         _give_shapes(model)
         if prepare is not None:
             prepare(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         batch = inputs()
-        known = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor))]
-        ledger = _Ledger(known, backend, model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None)
+        known = [
+            *model.parameters(),
+            *model.buffers(),
+            *(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)),
+        ]
+        ledger = _Ledger(
+            known,
+            backend,
+            model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None,
+        )
         with ledger:
             for p in trained:
                 if accumulate:
@@ -265,12 +342,20 @@ def step_of(
             kept = dict(ledger.by_kind)
             kept[OTHER] = kept.get(OTHER, 0) - before
             loss.backward()
-    return Step({kind: size for kind, size in kept.items() if size}, ledger.peak, sum(map(nbytes, trained)), ledger.active)
+    return Step(
+        {kind: size for kind, size in kept.items() if size},
+        ledger.peak,
+        sum(map(nbytes, trained)),
+        ledger.active,
+    )
 
 
 def checkpoint(model: nn.Module) -> None:
     """Turn on gradient checkpointing, under the name that the installed transformers has for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
 
 
@@ -280,76 +365,134 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 def optimizer_bytes(parameters: Sequence[torch.Tensor], optimizer: str) -> tuple[int, int]:
-    """Return the bytes of the optimizer state for these parameters, and of its temporaries in a step.
+    """Return the bytes of the optimizer state for these parameters, and of its temporaries in a
+    step.
 
-    adamw is torch's fused AdamW, adamw_torch the one that updates all parameters at once (the default on GPUs), 8bit is
-    bitsandbytes' AdamW8bit, adafactor is transformers' Adafactor.
+    adamw is torch's fused AdamW, adamw_torch the one that updates all parameters at once (the
+    default on GPUs), 8bit is bitsandbytes' AdamW8bit, adafactor is transformers' Adafactor.
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
     largest = max((p.numel() for p in parameters), default=0)
     if optimizer.startswith("adamw"):
-        return sum(2 * nbytes(p) + 4 for p in parameters), sum(map(nbytes, parameters)) * (optimizer == "adamw_torch")
+        return sum(2 * nbytes(p) + 4 for p in parameters), sum(map(nbytes, parameters)) * (
+            optimizer == "adamw_torch"
+        )
     if optimizer == "sgd":
         return 0, 0
     if optimizer == "8bit":  # small parameters stay in float32; two shared maps of 256 values
-        sizes = [8 * n if (n := p.numel()) < 4096 else 2 * n + 8 * math.ceil(n / 256) for p in parameters]
+        sizes = [
+            8 * n if (n := p.numel()) < 4096 else 2 * n + 8 * math.ceil(n / 256) for p in parameters
+        ]
         return sum(sizes) + 2048 * any(p.numel() >= 4096 for p in parameters), 0
-    rows = [math.prod(p.shape[:-1]) + p.numel() // max(p.shape[-2], 1) if p.dim() > 1 else p.numel() for p in parameters]
+    rows = [
+        math.prod(p.shape[:-1]) + p.numel() // max(p.shape[-2], 1) if p.dim() > 1 else p.numel()
+        for p in parameters
+    ]
     wide = all(p.dtype == torch.float32 for p in parameters)
     return sum(4 * n + 4 for n in rows), 4 * largest * (2 if wide else 4)
 
 
-def estimate(model: nn.Module, inputs, *, optimizer: str = "adamw", packed: str | None = None, **how: Any) -> Estimate:
-    """Return the memory in bytes for training a model on the meta device, which is unusable afterwards.
+def estimate(
+    model: nn.Module, inputs, *, optimizer: str = "adamw", packed: str | None = None, **how: Any
+) -> Estimate:
+    """Return the memory in bytes for training a model on the meta device, which is unusable
+    afterwards.
 
-    `inputs` and `how` are those of `step_of`. `packed` is the format in which frozen stacks are stored; in the step they count
-    unpacked, as what an op saves does not depend on it.
+    `inputs` and `how` are those of `step_of`. `packed` is the format in which frozen stacks are
+    stored; in the step they count unpacked, as what an op saves does not depend on it.
     """
     step = step_of(model, inputs, **how)
-    stacks, names = stacks_of(model), dict(model.named_parameters())
+    stacks = stacks_of(model)
+    names = dict(model.named_parameters())
     trained = [p for p in names.values() if p.requires_grad]
-    adapters, plain = sum(nbytes(p) for name, p in names.items() if "lora_" in name), sum(map(nbytes, stacks))
+    adapters = sum(nbytes(p) for name, p in names.items() if "lora_" in name)
+    plain = sum(map(nbytes, stacks))
     rest = sum(map(nbytes, {*names.values(), *model.buffers()})) - adapters - plain
-    experts = plain if packed is None else sum(
-        round(p.numel() * bytes_per_weight(packed)) if p.dim() == 3 and not p.requires_grad else nbytes(p) for p in stacks
-    )  # fmt: skip
+    if packed is None:
+        experts = plain
+    else:
+        experts = sum(
+            round(p.numel() * bytes_per_weight(packed))
+            if p.dim() == 3 and not p.requires_grad
+            else nbytes(p)
+            for p in stacks
+        )
     state, temporary = optimizer_bytes(trained, optimizer)
-    kept, top = sum(step.kept.values()), max(step.peak, step.gradients + temporary)
+    kept = sum(step.kept.values())
+    top = max(step.peak, step.gradients + temporary)
     return Estimate(
-        experts=experts, rest=rest, adapters=adapters, gradients=step.gradients, optimizer=state, activations=kept,
-        temporary=max(0, top - step.gradients - kept), overlap=max(0, step.gradients + kept - top),
-        peak=experts + rest + adapters + state + top, kept=step.kept, parameters=sum(p.numel() for p in names.values()),
-        trained=sum(p.numel() for p in trained), active=step.active,
-    )  # fmt: skip
+        experts=experts,
+        rest=rest,
+        adapters=adapters,
+        gradients=step.gradients,
+        optimizer=state,
+        activations=kept,
+        temporary=max(0, top - step.gradients - kept),
+        overlap=max(0, step.gradients + kept - top),
+        peak=experts + rest + adapters + state + top,
+        kept=step.kept,
+        parameters=sum(p.numel() for p in names.values()),
+        trained=sum(p.numel() for p in trained),
+        active=step.active,
+    )
 
 
 def stacks_of(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a model's experts, also through wrappers."""
     found = [m for m in model.modules() if dropin.is_experts(m) or isinstance(m, Experts)]
-    return list({id(p): p for m in found for name, p in m.named_parameters() if "lora_" not in name}.values())
+    return list(
+        {
+            id(p): p for m in found for name, p in m.named_parameters() if "lora_" not in name
+        }.values()
+    )
 
 
-def load(source: str, *, lora: int | None = None, bits: str = "16", dtype: str | None = None) -> nn.Module:
-    """Build the model of a folder or Hub id on the meta device; all of it trains, or LoRA matrices of rank `lora`.
+def load(
+    source: str, *, lora: int | None = None, bits: str = "16", dtype: str | None = None
+) -> nn.Module:
+    """Build the model of a folder or Hub id on the meta device; all of it trains, or LoRA matrices
+    of rank `lora`.
 
-    `bits` is the format of the frozen stacks of experts: 16, 8 (int8), 4 (nf4), or a format's name. Raises ValueError if
-    nothing can be packed: without lora, as packed stacks cannot be trained, or without experts.
+    `bits` is the format of the frozen stacks of experts: 16, 8 (int8), 4 (nf4), or a format's name.
+    Raises ValueError if nothing can be packed: without lora, as packed stacks cannot be trained, or
+    without experts.
     """
     check_choice("bits", bits, tuple(BITS))
     if lora is not None:
         check_positive("lora", lora)
     model = model_of(source, dtype)
     if BITS[bits] and (lora is None or not stacks_of(model)):
-        why = "as all weights train" if lora is None else f"as {source} has no stacks of experts to pack"
-        raise ValueError(f"bits must be 16, {why}, but got {bits}. Pass {'--lora, or ' * (lora is None)}--bits 16")
+        if lora is None:
+            why = "as all weights train"
+        else:
+            why = f"as {source} has no stacks of experts to pack"
+        raise ValueError(
+            f"bits must be 16, {why}, "
+            "but "
+            "got "
+            f"{bits}. "
+            "Pass "
+            f"{'--lora, or ' * (lora is None)}--bits "
+            "16"
+        )
     return model if lora is None else add_lora(model, lora)
 
 
 def table(found: Estimate) -> list[tuple[str, int]]:
     """Return the printed lines as (name, bytes); those of activations by kind are indented."""
-    lines = [("weights, experts", found.experts), ("weights, rest", found.rest), ("adapters", found.adapters)]
-    lines += [("gradients", found.gradients), ("optimizer", found.optimizer), ("activations", found.activations)]
-    lines += [(f"  {kind}", size) for kind, size in sorted(found.kept.items(), key=lambda item: -item[1])]
+    lines = [
+        ("weights, experts", found.experts),
+        ("weights, rest", found.rest),
+        ("adapters", found.adapters),
+    ]
+    lines += [
+        ("gradients", found.gradients),
+        ("optimizer", found.optimizer),
+        ("activations", found.activations),
+    ]
+    lines += [
+        (f"  {kind}", size) for kind, size in sorted(found.kept.items(), key=lambda item: -item[1])
+    ]
     lines += [("temporary", found.temporary), ("not at the same time", -found.overlap)]
     return [line for line in lines if line[1]] + [("peak", found.peak)]
 

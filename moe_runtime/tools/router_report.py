@@ -1,4 +1,6 @@
-"""Report the routing of a model folder on a file of text: numbers per layer, a CSV file, a heat map."""
+"""Report the routing of a model folder on a file of text: numbers per layer, a CSV file, a heat
+map.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -20,14 +22,22 @@ FILES = ("router_load.csv", "router_load.png")
 
 
 def router_report(
-    source: str | Path, data: str | Path, out: str | Path, *, tokens: int = 131072, max_length: int = 1024,
-    batch_size: int = 4, overwrite: bool = False,
-) -> RouterStats:  # fmt: skip
-    """Route at most `tokens` tokens of `data` through the model in folder `source`, and write FILES to `out`.
+    source: str | Path,
+    data: str | Path,
+    out: str | Path,
+    *,
+    tokens: int = 131072,
+    max_length: int = 1024,
+    batch_size: int = 4,
+    overwrite: bool = False,
+) -> RouterStats:
+    """Route at most `tokens` tokens of `data` through the model in folder `source`, and write FILES
+    to `out`.
 
-    `data` is anything that `read_rows` reads; examples are truncated to max_length tokens. Runs on the GPU if there is one.
-    Raises ValueError, with nothing written, for a folder or data that cannot be read, data without tokens or with unknown ones,
-    a model without routers, and existing FILES unless `overwrite`.
+    `data` is anything that `read_rows` reads; examples are truncated to max_length tokens. Runs on
+    the GPU if there is one. Raises ValueError, with nothing written, for a folder or data that
+    cannot be read, data without tokens or with unknown ones, a model without routers, and existing
+    FILES unless `overwrite`.
     """
     for name, value in (("tokens", tokens), ("max_length", max_length), ("batch_size", batch_size)):
         check_positive(name, value)
@@ -60,7 +70,9 @@ def _known(model, tokenizer, batches: Iterator[dict]) -> Iterator[dict]:
 
 
 def _reported(batches: Iterator[dict], tokens: int, rows: int, update) -> Iterator[dict]:
-    """Yield the batches, and report their tokens once they are processed, of those that the data is estimated to have."""
+    """Yield the batches, and report their tokens once they are processed, of those that the data is
+    estimated to have.
+    """
     done = examples = 0
     for batch in batches:
         yield batch
@@ -70,7 +82,9 @@ def _reported(batches: Iterator[dict], tokens: int, rows: int, update) -> Iterat
         update(done, min(tokens, expected))
 
 
-def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str) -> Iterator[dict]:
+def _batches(
+    rows, tokenizer, tokens: int, max_length: int, batch_size: int, device: str
+) -> Iterator[dict]:
     """Yield padded batches of `tokens` tokens in all; the last example is truncated accordingly."""
     found = token_ids(tokenizer, rows, max_length)
     while ids := list(itertools.islice(found, batch_size)):
@@ -81,7 +95,9 @@ def _batches(rows, tokenizer, tokens: int, max_length: int, batch_size: int, dev
         length = max(map(len, ids))
         # any id works, as the mask excludes padding from attention and from the counts
         padded = torch.tensor([row + row[-1:] * (length - len(row)) for row in ids], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in ids], device=device)
+        mask = torch.tensor(
+            [[1] * len(row) + [0] * (length - len(row)) for row in ids], device=device
+        )
         yield {"input_ids": padded, "attention_mask": mask, "use_cache": False}
         if tokens <= 0:
             return

@@ -1,12 +1,15 @@
-"""Run programs written by a model, each in a child process, and report which of them run to their end.
+"""Run programs written by a model, each in a child process, and report which of them run to their
+end.
 
-A child has an empty temporary folder, an almost empty environment, no open files of the parent, a session of its own, and
-limits on CPU time, memory, open files and written bytes. Where bubblewrap (`bwrap`) is installed, or else where `unshare` may
-create user namespaces, it also has no network and can signal no process outside; under bubblewrap it can write to its folder
-alone. It is killed when it times out, and dies with its parent.
+A child has an empty temporary folder, an almost empty environment, no open files of the parent, a
+session of its own, and limits on CPU time, memory, open files and written bytes. Where bubblewrap
+(`bwrap`) is installed, or else where `unshare` may create user namespaces, it also has no network
+and can signal no process outside; under bubblewrap it can write to its folder alone. It is killed
+when it times out, and dies with its parent.
 
-This limits what models write by accident. It does not hold a program that was written to break out: such a program can read
-what the user can read, without bubblewrap write it too, and can forge its verdict. Use a container or a virtual machine.
+This limits what models write by accident. It does not hold a program that was written to break out:
+such a program can read what the user can read, without bubblewrap write it too, and can forge its
+verdict. Use a container or a virtual machine.
 """
 
 import contextlib
@@ -35,12 +38,28 @@ PROBE = 30  # seconds in which a way to confine a program must work
 # ways to confine a program, the strongest first; {} is its folder
 CONFINED = {
     "bwrap": (
-        "bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--bind", "{}", "{}", "--chdir", "{}",
-        "--unshare-all", "--cap-drop", "ALL", "--new-session", "--die-with-parent",
+        "bwrap",
+        "--ro-bind",
+        "/",
+        "/",
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        "--bind",
+        "{}",
+        "{}",
+        "--chdir",
+        "{}",
+        "--unshare-all",
+        "--cap-drop",
+        "ALL",
+        "--new-session",
+        "--die-with-parent",
     ),
     "unshare": ("unshare", "--user", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child"),
     "limits": (),
-}  # fmt: skip
+}
 
 
 class Verdict(NamedTuple):
@@ -50,7 +69,8 @@ class Verdict(NamedTuple):
     reason: str
 
 
-# limits the process, which then becomes the program's; the limits and the signal at the parent's death outlive exec
+# limits the process, which then becomes the program's; the limits and the signal at the parent's
+# death outlive exec
 _START = """
 import ctypes, json, os, resource, sys
 given = json.loads(sys.argv[1])
@@ -66,7 +86,8 @@ if sys.platform == "linux":
 if os.getppid() == given["parent"]:
     os.execvp(given["command"][0], given["command"])
 """
-# the rest of stdin is the token of a pass, which is read after the program's last line: no frame has it while the program runs
+# the rest of stdin is the token of a pass, which is read after the program's last line: no frame
+# has it while the program runs
 _RUN = """
 import os, resource, signal, sys, types
 size, processes = map(int, sys.argv[1:])
@@ -111,25 +132,40 @@ def confinement() -> str:
             contextlib.suppress(OSError, subprocess.SubprocessError),
         ):
             words = [word.format(folder) for word in command]
-            done = subprocess.run([*words, sys.executable, "-I", "-c", "pass"], capture_output=True, timeout=PROBE, cwd=folder)
+            done = subprocess.run(
+                [*words, sys.executable, "-I", "-c", "pass"],
+                capture_output=True,
+                timeout=PROBE,
+                cwd=folder,
+            )
             if done.returncode == 0:
                 return name
     return "limits"
 
 
 def run_programs(
-    programs: Sequence[str], *, seconds: int = 10, memory: int = MEMORY, progress: Callable[[int, int], None] | None = None
+    programs: Sequence[str],
+    *,
+    seconds: int = 10,
+    memory: int = MEMORY,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Verdict]:
-    """Run Python programs in parallel, at most one per CPU and at most 8; return a verdict for each, in order.
+    """Run Python programs in parallel, at most one per CPU and at most 8; return a verdict for
+    each, in order.
 
-    A program passes if its last line was executed; an exception, an early exit and an exceeded limit count as failures. Each
-    has `seconds` of CPU time, WALL times as much wall-clock time, and `memory` bytes. `__name__` is "answer", so that a block
-    for "__main__" does not run. `confinement` says what else limits them. Raises OSError on Windows.
+    A program passes if its last line was executed; an exception, an early exit and an exceeded
+    limit count as failures. Each has `seconds` of CPU time, WALL times as much wall-clock time, and
+    `memory` bytes. `__name__` is "answer", so that a block for "__main__" does not run.
+    `confinement` says what else limits them. Raises OSError on Windows.
     """
     if os.name != "posix":
-        raise OSError(f"Generated code can only run with limits on Linux and macOS, not on {sys.platform}")
+        raise OSError(
+            f"Generated code can only run with limits on Linux and macOS, not on {sys.platform}"
+        )
     limits = {"seconds": seconds, "memory": memory, "written": WRITTEN, "parent": os.getpid()}
-    children, lock, done = _Children(), threading.Lock(), 0
+    children = _Children()
+    lock = threading.Lock()
+    done = 0
 
     def run(program: str) -> Verdict:
         nonlocal done
@@ -185,17 +221,32 @@ def _kill(child: subprocess.Popen) -> None:
 
 def _run(program: str, limits: dict, children: _Children) -> Verdict:
     """Run one program and read what its child reports."""
-    token, how = secrets.token_hex(16), confinement()
+    token = secrets.token_hex(16)
+    how = confinement()
     text = program.encode("utf-8", "surrogatepass")
-    with tempfile.TemporaryDirectory(prefix="moe-runtime-") as folder, tempfile.TemporaryFile() as given, \
-            tempfile.TemporaryFile() as result:  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory(prefix="moe-runtime-") as folder,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as result,
+    ):
         given.write(text + token.encode())
         given.seek(0)
         python = [sys.executable, "-I", "-B", "-c"]
         processes = 0 if how == "limits" else PROCESSES
-        command = [*(word.format(folder) for word in CONFINED[how]), *python, _RUN, str(len(text)), str(processes)]
+        command = [
+            *(word.format(folder) for word in CONFINED[how]),
+            *python,
+            _RUN,
+            str(len(text)),
+            str(processes),
+        ]
         start = [*python, _START, json.dumps(limits | {"command": command})]
-        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         files = {"stdin": given, "stdout": result, "stderr": subprocess.DEVNULL}
         with children.started(start, cwd=Path(folder), env=environment, **files) as child:
             try:

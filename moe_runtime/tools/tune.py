@@ -1,8 +1,9 @@
 """Measure launch configs on this GPU, for `kernels.tiles` to look up: `moe-runtime tune`.
 
-A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, and the mean number of rows per expert as a power
-of two. Each candidate runs on random rows and must match the result of the built-in config; then all are timed in turn. The
-file is written after every problem, so an interrupted run can be resumed. A process reads it at its first launch.
+A config belongs to a `tiles.Problem`: kernel, GPU, dtype, the layer's sizes, and the mean number of
+rows per expert as a power of two. Each candidate runs on random rows and must match the result of
+the built-in config; then all are timed in turn. The file is written after every problem, so an
+interrupted run can be resumed. A process reads it at its first launch.
 """
 
 import contextlib
@@ -33,11 +34,15 @@ from moe_runtime.kernels.grouped_gemm_backward import dz_backward, weight_backwa
 from moe_runtime.kernels.tiles import Problem, Tile
 
 DTYPES = ("bfloat16", "float16", "float32")
-PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")  # dw is one kernel with two problems per layer
-# largest error of a row against the built-in config relative to the rows' mean norm: both round to the dtype once
+# dw is one kernel with two problems per layer
+PRODUCTS = ("up", "down", "dz", "dx", "dw_up", "dw_down")
+# largest error of a row against the built-in config relative to the rows' mean norm: both round to
+# the dtype once
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 4e-3}
 GAIN = 0.01  # smallest relative gain for which a candidate replaces the built-in config
-ROUNDS, SECONDS = 15, 1.5  # limits on the timing of one problem
+# limits on the timing of one problem
+ROUNDS = 15
+SECONDS = 1.5
 LOSER = 1.25  # configs slower than the best by this factor after three rounds are not timed further
 
 
@@ -49,24 +54,44 @@ class ContextLost(RuntimeError):
     """A config broke the CUDA context, so nothing can run in this process anymore."""
 
     def __init__(self, tile: Tile, note: str):
-        super().__init__(f"{tile} broke the CUDA context ({note}). Rerun the command, which will skip this config")
+        super().__init__(
+            f"{tile} broke the CUDA context ({note}). Rerun the "
+            "command, "
+            "which "
+            "will "
+            "skip "
+            "this "
+            "config"
+        )
         self.tile = tile
 
 
 class Results:
-    """The file of measured configs for one GPU: finished problems, and configs that must not be tried again.
+    """The file of measured configs for one GPU: finished problems, and configs that must not be
+    tried again.
 
-    A process records what it tries in a new marker file, which it keeps locked; an unlocked marker belongs to a dead process.
+    A process records what it tries in a new marker file, which it keeps locked; an unlocked marker
+    belongs to a dead process.
     """
 
     def __init__(self, path: Path, device: str):
-        self.path, self.device, self.host = files.check_out_file(path, overwrite=True), device, socket.gethostname()
+        self.path, self.device, self.host = (
+            files.check_out_file(path, overwrite=True),
+            device,
+            socket.gethostname(),
+        )
         tiles.read_tuned.__wrapped__(path)  # raises ValueError if it is not a file of ours
         with files.alone_in(path.parent):
             for marker in list(path.parent.glob(f".{path.name}.trying-*")):
-                with files.locked(marker, wait=False) as free, contextlib.suppress(FileNotFoundError, ValueError):
-                    died = json.loads(marker.read_text() or "{}")  # empty if it died before it tried anything
-                    alive = free is False or (free is None and Path(f"/proc/{died.get('pid')}").exists())
+                with (
+                    files.locked(marker, wait=False) as free,
+                    contextlib.suppress(FileNotFoundError, ValueError),
+                ):
+                    # empty if it died before it tried anything
+                    died = json.loads(marker.read_text() or "{}")
+                    alive = free is False or (
+                        free is None and Path(f"/proc/{died.get('pid')}").exists()
+                    )
                     if not alive and died.get("host", self.host) == self.host:
                         if died:
                             self.save_broken(died["key"], died["tile"], "the process died")
@@ -77,8 +102,13 @@ class Results:
         return self._load()["devices"].get(self.device, {"tiles": {}})
 
     def broken(self, key: str) -> list[Tile | None]:
-        """Return the configs that killed a process on this problem; None stands for compiling many at once."""
-        return [entry["tile"] and Tile(**entry["tile"]) for entry in self.read().get("broken", {}).get(key, ())]
+        """Return the configs that killed a process on this problem; None stands for compiling many
+        at once.
+        """
+        return [
+            entry["tile"] and Tile(**entry["tile"])
+            for entry in self.read().get("broken", {}).get(key, ())
+        ]
 
     def save(self, key: str, entry: dict) -> None:
         """Write the entry of a problem."""
@@ -86,20 +116,32 @@ class Results:
 
     def save_broken(self, key: str, tile: dict | None, note: str) -> None:
         """Record a config that killed a process, None for compiling many at once."""
-        self._change(lambda d: d.setdefault("broken", {}).setdefault(key, []).append({"tile": tile, "note": note}))
+        self._change(
+            lambda d: (
+                d.setdefault("broken", {}).setdefault(key, []).append({"tile": tile, "note": note})
+            )
+        )
 
     @contextlib.contextmanager
     def trying(self, key: str, tile: Tile | None) -> Iterator[None]:
         """Create a marker file that remains only if the process dies in this block."""
-        marker = self.path.with_name(f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}")
+        marker = self.path.with_name(
+            f".{self.path.name}.trying-{self.host}-{os.getpid()}-{time.monotonic_ns()}"
+        )
         with contextlib.ExitStack() as stack:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with files.alone_in(self.path.parent):  # so that no process finds it before it is locked
+                # so that no process finds it before it is locked
+                with files.alone_in(self.path.parent):
                     marker.touch()
                     stack.enter_context(files.locked(marker))
                     stack.callback(marker.unlink)
-                    trying = {"key": key, "tile": tile and tile._asdict(), "host": self.host, "pid": os.getpid()}
+                    trying = {
+                        "key": key,
+                        "tile": tile and tile._asdict(),
+                        "host": self.host,
+                        "pid": os.getpid(),
+                    }
                     marker.write_text(json.dumps(trying))
             except OSError as error:
                 raise Unwritten(error.errno, error.strerror, str(self.path)) from error
@@ -109,24 +151,27 @@ class Results:
         return files.read_json(self.path) if self.path.exists() else {"format": 1, "devices": {}}
 
     def _change(self, change: Callable[[dict], object]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)  # reread, as another process may have changed the file
+        # reread, as another process may have changed the file
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with files.alone_in(self.path.parent):
             values = self._load()
             change(values["devices"].setdefault(self.device, {"tiles": {}}))
             files.atomic_write_json(self.path, values)
-            self.path.chmod(self.path.stat().st_mode & 0o755)  # whatever the umask, as the kernels refuse writable files
+            # whatever the umask, as the kernels refuse writable files
+            self.path.chmod(self.path.stat().st_mode & 0o755)
 
 
 class EventTimer:
     """Measure milliseconds of GPU work between two events, with a cold L2 cache for every call.
 
-    The GPU sleeps before each call while its launches are queued, so that launch overhead is not measured, as it would be with
-    triton.testing.do_bench.
+    The GPU sleeps before each call while its launches are queued, so that launch overhead is not
+    measured, as it would be with triton.testing.do_bench.
     """
 
     def __init__(self, device: torch.device, ahead_ms: float = 0.2):
         size = max(torch.cuda.get_device_properties(device).L2_cache_size, 1 << 24)
-        self.other = torch.zeros(size, dtype=torch.float32, device=device)  # four times the size of the cache
+        # four times the size of the cache
+        self.other = torch.zeros(size, dtype=torch.float32, device=device)
         self.cycles = int(ahead_ms * 2e6)  # at most 2 GHz, so it sleeps at least this long
         self.device = device
 
@@ -144,79 +189,127 @@ class EventTimer:
         return [start.elapsed_time(end) for start, end in pairs]
 
 
-def time_all(functions: dict[Hashable, Callable], timer, rounds: int, seconds: float) -> dict[Hashable, float]:
-    """Return the median milliseconds of each, timed in turn; losers drop out after 3 rounds, `seconds` limits from 5 on."""
+def time_all(
+    functions: dict[Hashable, Callable], timer, rounds: int, seconds: float
+) -> dict[Hashable, float]:
+    """Return the median milliseconds of each, timed in turn; losers drop out after 3 rounds,
+    `seconds` limits from 5 on.
+    """
     times = {name: [] for name in functions}
-    left, spent, medians = list(functions), 0.0, {}
+    left = list(functions)
+    spent = 0.0
+    medians = {}
     for n in range(1, rounds + 1):
         for name, ms in zip(left, timer.round([functions[name] for name in left])):
             times[name].append(ms)
             spent += ms / 1e3
         medians = {name: statistics.median(values) for name, values in times.items()}
         if n == 3:
-            left = [name for i, name in enumerate(left) if i == 0 or medians[name] <= LOSER * min(medians.values())]
+            left = [
+                name
+                for i, name in enumerate(left)
+                if i == 0 or medians[name] <= LOSER * min(medians.values())
+            ]
         if n >= 5 and spent > seconds:
             break
     return medians
 
 
 def worst_row(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the largest row error relative to the rows' root mean square norm, of tensors [..., n]; inf for other shapes."""
+    """Return the largest row error relative to the rows' root mean square norm, of tensors [...,
+    n]; inf for other shapes.
+    """
     if got.shape != want.shape or not want.numel():
         return 0.0 if got.shape == want.shape else float("inf")
     got, want = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[:, None] for t in (got, want))
     step = max(1, (1 << 28) // want.shape[1])  # a float32 copy of everything could be too large
-    errors, norms = [], []
+    errors = []
+    norms = []
     for a, b in zip(got.split(step), want.split(step)):
         b = b.float()
         norms.append(b.square().sum())
         errors.append((a.float() - b).square().sum(1).max())
-    return float((torch.stack(errors).max() / (torch.stack(norms).sum() / len(want)).clamp_min(1e-30)).sqrt())
+    return float(
+        (torch.stack(errors).max() / (torch.stack(norms).sum() / len(want)).clamp_min(1e-30)).sqrt()
+    )
 
 
 def problem_of(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Problem:
-    """Return the key that `ops.moe_mlp_triton` looks up for this matrix product of the layer with T tokens."""
+    """Return the key that `ops.moe_mlp_triton` looks up for this matrix product of the layer with T
+    tokens.
+    """
     H, I, E, K, _, gated = layer
     Z = I * (1 + gated)
-    N, length = {"up": (I, H), "down": (H, I), "dz": (I, H), "dx": (H, Z), "dw_up": (H, Z), "dw_down": (I, H)}[product]
+    N, length = {
+        "up": (I, H),
+        "down": (H, I),
+        "dz": (I, H),
+        "dx": (H, Z),
+        "dw_up": (H, Z),
+        "dw_down": (I, H),
+    }[product]
     kernel = product.partition("_")[0]
-    return tiles.problem_of(kernel, device, getattr(torch, dtype), N, length, T * K, E, kernel == "up" and gated)
+    return tiles.problem_of(
+        kernel, device, getattr(torch, dtype), N, length, T * K, E, kernel == "up" and gated
+    )
 
 
-def runner(product: str, layer: Layer, T: int, dtype: str, device: torch.device) -> Callable[[Tile], tuple]:
-    """Return a function that runs this product with a config on random rows and weights; results are about 1."""
+def runner(
+    product: str, layer: Layer, T: int, dtype: str, device: torch.device
+) -> Callable[[Tile], tuple]:
+    """Return a function that runs this product with a config on random rows and weights; results
+    are about 1.
+    """
     H, I, E, K, shared, gated = layer
-    R, Z = T * K, I * (1 + gated)
+    R = T * K
+    Z = I * (1 + gated)
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(size, generator=generator, dtype=getattr(torch, dtype), device=device).mul_(scale)
+        return torch.randn(
+            size, generator=generator, dtype=getattr(torch, dtype), device=device
+        ).mul_(scale)
 
-    slots = torch.rand(T, E - shared, generator=generator, device=device).topk(K - shared).indices + shared
+    slots = (
+        torch.rand(T, E - shared, generator=generator, device=device).topk(K - shared).indices
+        + shared
+    )
     slots = torch.cat([slots, slots.new_zeros(T, int(shared))], 1)
     offsets, _, row_slot, _ = dispatch.dispatch_forward(slots, E)
     # allocated here, as no kernel runs inside `compile_ahead`
-    rows_of = {BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)}
+    rows_of = {
+        BLOCK_M: dispatch.tile_map(offsets, R, BLOCK_M) for BLOCK_M in (16, 32, 64, 128, 256)
+    }
     if product == "up":
-        x, w = random(T, H), random(E, Z, H, scale=H**-0.5)
-        return lambda tile: up_forward(x, w, None, row_slot, rows_of[tile.BLOCK_M], K, "silu", gated, True, tile)
+        x = random(T, H)
+        w = random(E, Z, H, scale=H**-0.5)
+        return lambda tile: up_forward(
+            x, w, None, row_slot, rows_of[tile.BLOCK_M], K, "silu", gated, True, tile
+        )
     if product in ("down", "dx"):
         down = product == "down"
         a = random(R, I if down else Z)
         w = random(E, H, I, scale=I**-0.5) if down else random(E, Z, H, scale=Z**-0.5)
         return lambda tile: (grouped_gemm_forward(a, w, None, rows_of[tile.BLOCK_M], down, tile),)
     if product == "dz":
-        dout, w, z = random(T, H), random(E, H, I, scale=H**-0.5), random(R, Z)
+        dout = random(T, H)
+        w = random(E, H, I, scale=H**-0.5)
+        z = random(R, Z)
         weight = torch.rand(T, K, generator=generator, device=device)
-        return lambda tile: dz_backward(dout, w, None, weight, row_slot, rows_of[tile.BLOCK_M], z, "silu", gated, True, tile)
+        return lambda tile: dz_backward(
+            dout, w, None, weight, row_slot, rows_of[tile.BLOCK_M], z, "silu", gated, True, tile
+        )
     gather = "x" if product == "dw_up" else "dy"
     dy, x = (random(R, Z), random(T, H)) if product == "dw_up" else (random(T, H), random(R, I))
     return lambda tile: (weight_backward(dy, x, row_slot, offsets, K, gather, tile),)
 
 
 def find_gpu() -> tuple[torch.device, EventTimer]:
-    """Return the GPU to measure and its timer; raises ValueError without a GPU that runs the kernels."""
-    reason, device = "torch.cuda.is_available() is False", None
+    """Return the GPU to measure and its timer; raises ValueError without a GPU that runs the
+    kernels.
+    """
+    reason = "torch.cuda.is_available() is False"
+    device = None
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         reason = backends.why_not("triton", "moe_mlp", device)
@@ -225,18 +318,24 @@ def find_gpu() -> tuple[torch.device, EventTimer]:
     return device, EventTimer(device)
 
 
-def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], timer, trying) -> dict:
+def measure(
+    run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], timer, trying
+) -> dict:
     """Check and time `pool`, the built-in config first; return the file's entry for this problem.
 
-    `trying(tile)` is entered around each config's first run. Raises RuntimeError if the built-in config does not run.
+    `trying(tile)` is entered around each config's first run. Raises RuntimeError if the built-in
+    config does not run.
     """
-    notes, good, want = {}, [], None
+    notes = {}
+    good = []
+    want = None
     for tile in pool:
         got = None
         try:
             with trying(tile), _poisoned():
                 got = run(tile)
-                if problem.kernel == "dz":  # the partial sums depend on BLOCK_N, but their sum does not
+                # the partial sums depend on BLOCK_N, but their sum does not
+                if problem.kernel == "dz":
                     got = (*got[:2], got[2].sum(1))
                 error = 0.0 if want is None else max(worst_row(a, b) for a, b in zip(got, want))
         except Unwritten:
@@ -256,15 +355,23 @@ def measure(run: Callable[[Tile], tuple], problem: Problem, pool: list[Tile], ti
     times = time_all({tile: functools.partial(run, tile) for tile in good}, timer, ROUNDS, SECONDS)
     best = min(good, key=times.get)
     best = pool[0] if times[best] > times[pool[0]] * (1 - GAIN) else best
-    tried = [{"tile": tile._asdict(), "ms": times.get(tile), "note": notes.get(tile, "")} for tile in pool]
+    tried = [
+        {"tile": tile._asdict(), "ms": times.get(tile), "note": notes.get(tile, "")}
+        for tile in pool
+    ]
     table = {"tile": pool[0]._asdict(), "ms": times[pool[0]]}
     return {"tile": best._asdict(), "ms": times[best], "table": table, "candidates": tried}
 
 
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
-    """Fill torch.empty with NaN, as reused memory with the right result could hide a tile that was never written."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """Fill torch.empty with NaN, as reused memory with the right result could hide a tile that was
+    never written.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -276,14 +383,22 @@ def _poisoned() -> Iterator[None]:
 
 
 def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
-    """Compile the kernels of all configs in parallel threads; a config that fails here fails again when it is measured."""
+    """Compile the kernels of all configs in parallel threads; a config that fails here fails again
+    when it is measured.
+    """
     if not isinstance(tiles.tile_of, triton.JITFunction):  # interpreted
         return
-    launch, workers = KernelInterface.__getitem__, min(len(pool), os.cpu_count() or 1, 8)
+    launch = KernelInterface.__getitem__
+    workers = min(len(pool), os.cpu_count() or 1, 8)
     try:
-        with ThreadPoolExecutor(workers) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        with (
+            ThreadPoolExecutor(workers) as threads,
+            triton.AsyncCompileMode(threads, ignore_errors=True),
+        ):
             # launches only compile
-            KernelInterface.__getitem__ = lambda kernel, grid: functools.partial(kernel.warmup, grid=grid)
+            KernelInterface.__getitem__ = lambda kernel, grid: functools.partial(
+                kernel.warmup, grid=grid
+            )
             for tile in pool:
                 with contextlib.suppress(Exception):
                     run(tile)
@@ -292,7 +407,8 @@ def compile_ahead(run: Callable[[Tile], tuple], pool: list[Tile]) -> None:
         pass
     finally:
         KernelInterface.__getitem__ = launch
-        with contextlib.suppress(ImportError, AttributeError):  # Triton 3.6 leaves it set if exiting raises
+        # Triton 3.6 leaves it set if exiting raises
+        with contextlib.suppress(ImportError, AttributeError):
             from triton.runtime._async_compile import active_mode
 
             active_mode.set(None)
@@ -307,11 +423,15 @@ def _check_context(tile: Tile, note: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line((str(error).strip().splitlines() or [''])[0], 200)}".rstrip(": ")
+    return (
+        f"{type(error).__name__}: {one_line((str(error).strip().splitlines() or [''])[0], 200)}"
+    ).rstrip(": ")
 
 
 class Step(NamedTuple):
-    """The outcome for one problem: measured, kept (from the file), failed, or left for the next run."""
+    """The outcome for one problem: measured, kept (from the file), failed, or left for the next
+    run.
+    """
 
     state: str
     title: str
@@ -323,18 +443,34 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         if self.entry is None:
             return f"{self.title}: {self.state}" + (f", {self.note}" if self.note else "")
-        ms, table = self.entry["ms"], self.entry["table"]["ms"]
-        return f"{self.title}: {Tile(**self.entry['tile']).short()}, {ms:.3f} ms; built in {table:.3f} ms ({self.state})"
+        ms = self.entry["ms"]
+        table = self.entry["table"]["ms"]
+        return (
+            f"{self.title}: "
+            f"{Tile(**self.entry['tile']).short()}, "
+            f"{ms:.3f} "
+            "ms; "
+            "built "
+            "in "
+            f"{table:.3f} ms ({self.state})"
+        )
 
 
 def tune(
-    layers: dict[str, Layer], tokens: list[int], dtypes: list[str], path: Path | None = None, *, again: bool = False,
+    layers: dict[str, Layer],
+    tokens: list[int],
+    dtypes: list[str],
+    path: Path | None = None,
+    *,
+    again: bool = False,
     seconds: float | None = None,
-) -> Iterator[Step]:  # fmt: skip
-    """Measure every problem of `layers` with `tokens` in `dtypes`, one step each, into `path` (`tiles.tuned_path()`).
+) -> Iterator[Step]:
+    """Measure every problem of `layers` with `tokens` in `dtypes`, one step each, into `path`
+    (`tiles.tuned_path()`).
 
-    Problems that are already in the file are skipped unless `again`. After `seconds` no new problem is started. Raises
-    ValueError without a GPU or for an invalid file, and ContextLost if nothing can run anymore.
+    Problems that are already in the file are skipped unless `again`. After `seconds` no new problem
+    is started. Raises ValueError without a GPU or for an invalid file, and ContextLost if nothing
+    can run anymore.
     """
     for layer in layers.values():
         layer.check()
@@ -342,11 +478,15 @@ def tune(
     results = Results(path or tiles.tuned_path(), tiles.device_name(device))
     if again and "broken" in results.read():  # these are tried again
         results._change(lambda device: device.pop("broken"))
-    begin, done = time.monotonic(), {} if again else results.read()["tiles"]
+    begin = time.monotonic()
+    done = {} if again else results.read()["tiles"]
     todo = {}  # key -> what to run; layers and tokens may share problems
-    for T, dtype, (name, layer), product in itertools.product(tokens, dtypes, layers.items(), PRODUCTS):
+    for T, dtype, (name, layer), product in itertools.product(
+        tokens, dtypes, layers.items(), PRODUCTS
+    ):
         problem = problem_of(product, layer, T, dtype, device)
-        title, work = f"{name}, {T} tokens, {dtype}: {product}", (product, layer, T, dtype, device)
+        title = f"{name}, {T} tokens, {dtype}: {product}"
+        work = (product, layer, T, dtype, device)
         todo.setdefault(problem.key(), (problem, title, work))
     for n, (key, (problem, title, work)) in enumerate(todo.items(), 1):
         step = Step("failed", title, n, len(todo))
@@ -360,10 +500,13 @@ def tune(
 
 def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple) -> Step:
     """Measure one problem and save its entry; return `step` with it, or with what failed."""
-    trying, broken = functools.partial(results.trying, problem.key()), results.broken(problem.key())
+    trying = functools.partial(results.trying, problem.key())
+    broken = results.broken(problem.key())
     pool = [tile for tile in candidates(problem) if tile not in broken]
     if tiles.heuristic(problem) not in pool:
-        return step._replace(note="the built-in config killed an earlier process. Pass --again to retry it")
+        return step._replace(
+            note="the built-in config killed an earlier process. Pass --again to retry it"
+        )
     try:
         run = runner(*work)
         if None not in broken:
@@ -382,7 +525,9 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
             with contextlib.suppress(RuntimeError):  # the context may be lost
                 torch.cuda.empty_cache()
     _, layer, T, dtype, _ = work
-    results.save(problem.key(), entry | {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions())
+    results.save(
+        problem.key(), entry | {"layer": layer._asdict(), "tokens": T, "dtype": dtype} | versions()
+    )
     return step._replace(state="measured", entry=entry)
 
 
@@ -390,6 +535,12 @@ def _measured(step: Step, results: Results, timer, problem: Problem, work: tuple
 def versions() -> dict[str, str]:
     """Return the versions that a measurement depends on, and the date."""
     driver = collect_env.get_nvidia_driver_version(collect_env.run) or "unknown"
-    commit = {"commit": os.environ["COMMIT"]} if "COMMIT" in os.environ else {}  # as bench/gpu.sh sets it
-    found = {"torch": torch.__version__, "triton": triton.__version__, "driver": driver, "date": time.strftime("%Y-%m-%d")}
+    # as bench/gpu.sh sets it
+    commit = {"commit": os.environ["COMMIT"]} if "COMMIT" in os.environ else {}
+    found = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "driver": driver,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     return commit | found

@@ -1,9 +1,11 @@
-"""Compile the kernels that a model will launch, in parallel and before its first step: `moe_runtime.warmup(model)`.
+"""Compile the kernels that a model will launch, in parallel and before its first step:
+`moe_runtime.warmup(model)`.
 
-Triton compiles a kernel at its first launch with arguments of new types or constants, about a second each. Here each layer of
-the model runs on tensors of the meta device, which have no memory, and its launches are recorded instead of executed; processes
-then compile the recorded variants into Triton's cache, where the launches of the real model find them. As a program, this is
-such a process.
+Triton compiles a kernel at its first launch with arguments of new types or constants, about a
+second each. Here each layer of the model runs on tensors of the meta device, which have no memory,
+and its launches are recorded instead of executed; processes then compile the recorded variants into
+Triton's cache, where the launches of the real model find them. As a program, this is such a
+process.
 """
 
 import contextlib
@@ -27,7 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_runtime import backends
 
 A_PROCESS = 3  # variants at least: starting a process takes as long as compiling so many
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # fields of configs
+# fields of configs
+TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
 
 
 class Warmup(NamedTuple):
@@ -40,21 +50,29 @@ class Warmup(NamedTuple):
 
 
 def warmup(
-    model: nn.Module, tokens: int | Iterable[int] = (1, 4096), *, backward: bool = False, arch: int | None = None,
+    model: nn.Module,
+    tokens: int | Iterable[int] = (1, 4096),
+    *,
+    backward: bool = False,
+    arch: int | None = None,
     processes: int | None = None,
-) -> Warmup:  # fmt: skip
-    """Compile what the MoE layers of `model` will launch, in parallel processes, without launching anything.
+) -> Warmup:
+    """Compile what the MoE layers of `model` will launch, in parallel processes, without launching
+    anything.
 
     Args:
-        model: a model whose layers run on moe_runtime (`moe_runtime.patch`, or one of ours), in the dtype that it will run in.
-        tokens: numbers of tokens of a forward pass; launch configs depend on them.
-        backward: whether to compile for training too, for the parameters that require a gradient.
-        arch: 10 * major + minor of the compute capability to compile for, such as 90; by default this machine's GPU.
-        processes: how many compile at a time; by default one for each core.
+        model: a model whose layers run on moe_runtime (`moe_runtime.patch`, or one of ours), in the
+        dtype that it will run in. tokens: numbers of tokens of a forward pass; launch configs
+        depend on them. backward: whether to compile for training too, for the parameters that
+        require a gradient. arch: 10 * major + minor of the compute capability to compile for, such
+        as 90; by default this machine's GPU. processes: how many compile at a time; by default one
+        for each core.
 
-    Returns: what was compiled; all zeros, after a printed line, without a GPU that runs the kernels.
+    Returns: what was compiled; all zeros, after a printed line, without a GPU that runs the
+    kernels.
 
-    Raises: ValueError if no layer of the model runs on moe_runtime, or for numbers of tokens below 1.
+    Raises: ValueError if no layer of the model runs on moe_runtime, or for numbers of tokens below
+    1.
     """
     tokens = [tokens] if isinstance(tokens, int) else [*tokens]
     if not tokens or min(tokens) < 1:
@@ -82,24 +100,47 @@ def _problem(arch: int | None) -> str | None:
 
 
 def record(model: nn.Module, tokens: list[int], backward: bool, arch: int) -> list[dict]:
-    """Return the launches of the model's MoE layers with each of `tokens`, one of each variant, as JSON describes them."""
+    """Return the launches of the model's MoE layers with each of `tokens`, one of each variant, as
+    JSON describes them.
+    """
     layers = _layers(model)
     if not layers:
-        raise ValueError(f"No layer of {type(model).__name__} runs on moe_runtime. Call moe_runtime.patch(model) first")
+        raise ValueError(
+            "No layer of "
+            f"{type(model).__name__} "
+            "runs "
+            "on "
+            "moe_runtime. "
+            "Call "
+            "moe_runtime.patch(model) first"
+        )
     memo = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
-    variants, seen = {}, set()
+    variants = {}
+    seen = set()
     with _recording(variants, arch):
         for name, layer in layers.items():
             parameters = layer.module.named_parameters()
-            shapes = tuple((n, t.shape, t.stride(), t.dtype, t.requires_grad) for n, t in parameters)
+            shapes = tuple(
+                (n, t.shape, t.stride(), t.dtype, t.requires_grad) for n, t in parameters
+            )
             if shapes in seen:
                 continue
             seen.add(shapes)
             try:
                 for T in tokens:
-                    _run(layer._replace(module=copy.deepcopy(layer.module, dict(memo))), T, backward)
+                    _run(
+                        layer._replace(module=copy.deepcopy(layer.module, dict(memo))), T, backward
+                    )
             except Exception as error:
-                print(f"moe_runtime.warmup: {name} cannot run without memory: {type(error).__name__}: {error}")
+                print(
+                    "moe_runtime.warmup: "
+                    f"{name} "
+                    "cannot "
+                    "run "
+                    "without "
+                    "memory: "
+                    f"{type(error).__name__}: {error}"
+                )
     return [*variants.values()]
 
 
@@ -112,7 +153,9 @@ class _Layer(NamedTuple):
 
 
 def _layers(model: nn.Module) -> dict[str, _Layer]:
-    """Return the MoE layers that run on moe_runtime: our own, and experts of stock models with PEFT's wrappers around them."""
+    """Return the MoE layers that run on moe_runtime: our own, and experts of stock models with
+    PEFT's wrappers around them.
+    """
     from moe_runtime.hf.dropin.gates import NAME, is_experts
     from moe_runtime.modules.moe import MoE
 
@@ -123,7 +166,11 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
         elif is_experts(module) and getattr(module.config, "_experts_implementation", None) == NAME:
             while name.endswith(".base_layer"):
                 name = name.removesuffix(".base_layer")
-            top_k = next(getattr(module.config, field) for field in TOP_K if getattr(module.config, field, None))
+            top_k = next(
+                getattr(module.config, field)
+                for field in TOP_K
+                if getattr(module.config, field, None)
+            )
             found[name] = _Layer(model.get_submodule(name), module.config.hidden_size, top_k)
     return found
 
@@ -148,7 +195,9 @@ def _run(layer: _Layer, T: int, backward: bool) -> None:
         out.sum().backward()
 
 
-def _inputs(layer: _Layer, T: int, dtype: torch.dtype, requires_grad: bool) -> tuple[torch.Tensor, ...]:
+def _inputs(
+    layer: _Layer, T: int, dtype: torch.dtype, requires_grad: bool
+) -> tuple[torch.Tensor, ...]:
     floats = {"dtype": dtype, "device": "meta", "requires_grad": requires_grad}
     if layer.top_k is None:
         return (torch.empty(1, T, layer.hidden_size, **floats),)
@@ -161,23 +210,31 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "moe_runtime":
-            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
+            return func._op_dk(
+                torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {})
+            )
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def _recording(variants: dict[str, dict], arch: int) -> Iterator[None]:
-    """Record launches into `variants` instead of executing them, as on a GPU of this architecture."""
+    """Record launches into `variants` instead of executing them, as on a GPU of this
+    architecture.
+    """
     from moe_runtime.kernels import tiles
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
     def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool = True) -> str:
-        return backend or ("triton" if op in backends.TRITON_OPS and x.dtype != torch.float64 else "torch")
+        return backend or (
+            "triton" if op in backends.TRITON_OPS and x.dtype != torch.float64 else "torch"
+        )
 
     changed = [
-        (backends, "choose", choose), (backends, "why_not", lambda *_: None), (tiles, "_device", lambda _: (arch, name)),
-    ]  # fmt: skip
+        (backends, "choose", choose),
+        (backends, "why_not", lambda *_: None),
+        (tiles, "_device", lambda _: (arch, name)),
+    ]
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in changed:
             stack.callback(setattr, owner, attribute, getattr(owner, attribute))
@@ -208,19 +265,31 @@ def kernels() -> dict[str, object]:
 def _note(variants: dict[str, dict], kernel: str, function, *args, grid, warmup, **kwargs) -> None:
     """Record a launch, in the place of JITFunction.run."""
     names = [parameter.name for parameter in function.params]
-    given = dict(zip(names, args)) | {name: value for name, value in kwargs.items() if name in names}
+    given = dict(zip(names, args)) | {
+        name: value for name, value in kwargs.items() if name in names
+    }
     options = {name: value for name, value in kwargs.items() if name not in names}
-    launch = {"kernel": kernel, "arguments": {name: _describe(value) for name, value in given.items()}, "options": options}
-    types = {parameter.name: _type(launch["arguments"].get(parameter.name), parameter) for parameter in function.params}
+    launch = {
+        "kernel": kernel,
+        "arguments": {name: _describe(value) for name, value in given.items()},
+        "options": options,
+    }
+    types = {
+        parameter.name: _type(launch["arguments"].get(parameter.name), parameter)
+        for parameter in function.params
+    }
     variants.setdefault(json.dumps([kernel, types, options]), launch)
 
 
 def _describe(value):
-    """Return an argument as JSON holds it: a tensor by its dtype, as its memory is always aligned."""
+    """Return an argument as JSON holds it: a tensor by its dtype, as its memory is always
+    aligned.
+    """
     if isinstance(value, torch.Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch.")}
     if hasattr(value, "block_shape"):
-        shape, strides = [*map(int, value.shape)], [*map(int, value.strides)]
+        shape = [*map(int, value.shape)]
+        strides = [*map(int, value.strides)]
         return {
             "descriptor": _describe(value.base)["tensor"],
             "shape": shape,
@@ -248,26 +317,50 @@ def _compile_all(launches: list[dict], arch: int, processes: int) -> Warmup:
     """Compile the launches' variants, and say so."""
     began = time.monotonic()
     count = max(min(processes, len(launches) // A_PROCESS), 1)
-    print(f"moe_runtime.warmup: {len(launches)} variants of kernels for sm_{arch}, in {count} processes", flush=True)
+    print(
+        f"moe_runtime.warmup: {len(launches)} variants of "
+        "kernels "
+        "for "
+        f"sm_{arch}, "
+        "in "
+        f"{count} "
+        "processes",
+        flush=True,
+    )
     with ThreadPoolExecutor(count) as pool:
-        parts = pool.map(lambda part: _compile_part(part, arch), [launches[i::count] for i in range(count)])
+        parts = pool.map(
+            lambda part: _compile_part(part, arch), [launches[i::count] for i in range(count)]
+        )
         states = [state for part in parts for state in part]
     failed = tuple(state for state in states if state not in ("compiled", "cached"))
     done = Warmup(len(launches), states.count("compiled"), states.count("cached"), failed)
     seconds = time.monotonic() - began
     print(
-        f"moe_runtime.warmup: {done.compiled} compiled, {done.cached} already cached, {len(failed)} failed in {seconds:.0f} s",
-        *failed, sep="\n  ",
-    )  # fmt: skip
+        "moe_runtime.warmup: "
+        f"{done.compiled} "
+        "compiled, "
+        f"{done.cached} "
+        "already "
+        "cached, "
+        f"{len(failed)} failed in {seconds:.0f} s",
+        *failed,
+        sep="\n  ",
+    )
     return done
 
 
 def _compile_part(launches: list[dict], arch: int) -> list[str]:
-    """Return what became of each launch; a compiler that dies leaves the others of its process uncompiled."""
+    """Return what became of each launch; a compiler that dies leaves the others of its process
+    uncompiled.
+    """
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, str(arch)]
     text = "".join(json.dumps(launch) + "\n" for launch in launches)
     done = subprocess.run(command, input=text, capture_output=True, text=True)
-    states = [line.removeprefix("warmup ") for line in done.stdout.splitlines() if line.startswith("warmup ")]
+    states = [
+        line.removeprefix("warmup ")
+        for line in done.stdout.splitlines()
+        if line.startswith("warmup ")
+    ]
     last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
     missing = launches[len(states) :]
     return states + [f"{launch['kernel']}: the compiler died: {last}" for launch in missing]
@@ -309,7 +402,9 @@ def _restore(value):
 
 
 def compile_one(launch: dict) -> str:
-    """Compile a launch's variant for the active driver; return "compiled", "cached" or the error."""
+    """Compile a launch's variant for the active driver; return "compiled", "cached" or the
+    error.
+    """
     from triton import knobs
 
     hits = []
@@ -318,7 +413,11 @@ def compile_one(launch: dict) -> str:
     try:
         kernels()[launch["kernel"]].warmup(**arguments, grid=(1,), **launch["options"])
     except Exception as error:
-        return f"{launch['kernel']}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+        return (
+            f"{launch['kernel']}: "
+            f"{type(error).__name__}: "
+            f"{(str(error).strip().splitlines() or [''])[-1]}"
+        )
     return "cached" if all(hits) else "compiled"
 
 

@@ -1,4 +1,6 @@
-"""`moe-runtime bench`: what it runs, keeps and compares; from a clone, interrupted, with a benchmark that dies."""
+"""`moe-runtime bench`: what it runs, keeps and compares; from a clone, interrupted, with a
+benchmark that dies.
+"""
 
 import json
 import os
@@ -24,7 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def file_of(path: Path, rows: dict, **info) -> Path:
     """A results file of one benchmark, or of several: {name: {variant: row}}."""
     names = rows if all(name.startswith("bench_") for name in rows) else {"bench_x[a]": rows}
-    about = {"machine": "M", "torch": "2.11", "rounds": 9, "kind": "layer", "ceilings": {"GB/s": 10.0}} | info
+    about = {
+        "machine": "M",
+        "torch": "2.11",
+        "rounds": 9,
+        "kind": "layer",
+        "ceilings": {"GB/s": 10.0},
+    } | info
     found = [{"name": name, "extra_info": about | {"rows": rows}} for name, rows in names.items()]
     path.write_text(json.dumps({"benchmarks": found}))
     return path
@@ -47,31 +55,56 @@ def both(tmp_path, a: dict, b: dict, **info) -> compare.Comparison:
         pytest.param(row(10.0, 1.2), row(10.1, 1.5), "", id="the-floor-is-faster"),
         pytest.param(row(10.0, 1.2, iqr=0.15), row(12.0, 1.44, iqr=0.1), "", id="within-the-noise"),
         pytest.param(row(10.0, 1.2), row(8.0, 0.96), "faster", id="faster"),
-        pytest.param(row(10.0, **{"peak MiB": 100.0}), row(10.0, **{"peak MiB": 120.0}), "peak MiB x1.20", id="memory"),
-        pytest.param(row(10.0, **{"peak MiB": 1.0}), row(10.0, **{"peak MiB": 4.0}), "", id="little-memory"),
         pytest.param(
-            row(1.0, **{"saved KiB/token": 50.0}), row(1.0, **{"saved KiB/token": 51.0}), "saved KiB/token x1.02", id="saved"
+            row(10.0, **{"peak MiB": 100.0}),
+            row(10.0, **{"peak MiB": 120.0}),
+            "peak MiB x1.20",
+            id="memory",
+        ),
+        pytest.param(
+            row(10.0, **{"peak MiB": 1.0}), row(10.0, **{"peak MiB": 4.0}), "", id="little-memory"
+        ),
+        pytest.param(
+            row(1.0, **{"saved KiB/token": 50.0}),
+            row(1.0, **{"saved KiB/token": 51.0}),
+            "saved KiB/token x1.02",
+            id="saved",
         ),
     ],
 )
 def test_what_is_a_regression(tmp_path, a, b, says):
     """The floor is as fast as before: its pace is in the ratios."""
-    found = both(tmp_path, {"floor": row(8.0), "moe_runtime": a}, {"floor": row(8.0), "moe_runtime": b})
+    found = both(
+        tmp_path, {"floor": row(8.0), "moe_runtime": a}, {"floor": row(8.0), "moe_runtime": b}
+    )
     assert [row.verdict for row in found.rows] == ["", says]
-    assert [row.variant for row in found.regressions] == (["moe_runtime"] if says not in ("", "faster") else [])
+    assert [row.variant for row in found.regressions] == (
+        ["moe_runtime"] if says not in ("", "faster") else []
+    )
 
 
 def test_a_peer_that_is_slower_is_no_regression_of_ours(tmp_path):
-    found = both(tmp_path, {"floor": row(8.0), "official": row(8.0)}, {"floor": row(8.0), "official": row(16.0, 2.0)})
+    found = both(
+        tmp_path,
+        {"floor": row(8.0), "official": row(8.0)},
+        {"floor": row(8.0), "official": row(16.0, 2.0)},
+    )
     assert found.rows[1].verdict == "slower x2.00" and found.regressions == []
 
 
 def test_what_is_missing_in_the_second_file_is_named(tmp_path):
-    a = {"floor": row(1.0), "moe_runtime": row(1.0), "moe_runtime cuda": row(1.0), "eager": row(1.0)}
+    a = {
+        "floor": row(1.0),
+        "moe_runtime": row(1.0),
+        "moe_runtime cuda": row(1.0),
+        "eager": row(1.0),
+    }
     names = ("bench_a", "bench_b", "bench_c")
     one = file_of(tmp_path / "a.json", dict.fromkeys(names, a))
     rest = {"floor": row(1.0), "moe_runtime": row(1.0)}
-    other = file_of(tmp_path / "b.json", {"bench_a": rest}, notes={"moe_runtime cuda": "no compiler"})
+    other = file_of(
+        tmp_path / "b.json", {"bench_a": rest}, notes={"moe_runtime cuda": "no compiler"}
+    )
     other.write_text(json.dumps(json.loads(other.read_text()) | {"failed": {"bench_b": "boom"}}))
     found = compare.compare(one, other)
     assert [(lost.benchmark, lost.variant, lost.verdict) for lost in found.regressions] == [
@@ -79,10 +112,18 @@ def test_what_is_missing_in_the_second_file_is_named(tmp_path):
         ("bench_b", "moe_runtime", "missing: the benchmark failed: boom"),
         ("bench_b", "moe_runtime cuda", "missing: the benchmark failed: boom"),
     ]
-    text, whole = compare.text(found), compare.as_json(found)
-    assert "missing in B: bench_a: eager: no note says why" in text and "no regression of ours" not in text
+    text = compare.text(found)
+    whole = compare.as_json(found)
+    assert (
+        "missing in B: bench_a: eager: no note says why" in text
+        and "no regression of ours" not in text
+    )
     assert "regression: bench_a: moe_runtime cuda: missing: no compiler" in text
-    assert len(whole["missing"]) == 6 and len(whole["regressions"]) == 3 and found.alone[0] == ["bench_b", "bench_c"]
+    assert (
+        len(whole["missing"]) == 6
+        and len(whole["regressions"]) == 3
+        and found.alone[0] == ["bench_b", "bench_c"]
+    )
 
 
 def test_other_machines_versions_and_paces_are_named(tmp_path):
@@ -91,14 +132,21 @@ def test_other_machines_versions_and_paces_are_named(tmp_path):
     found = both(tmp_path, same, same, torch="2.12", ceilings={"GB/s": 5.0})
     slower = "the machine's own GB/s are 0.50 times as many in the second file"
     assert found.warnings == ["torch differs: 2.11 and 2.12", slower]
-    assert both(tmp_path, {"bench_a": same}, {"bench_b": same}).warnings == ["the files have no benchmark in common"]
+    assert both(tmp_path, {"bench_a": same}, {"bench_b": same}).warnings == [
+        "the files have no benchmark in common"
+    ]
 
 
 def test_ratios_of_a_kind(tmp_path):
     a = {f"bench_x[{n}]": {"floor": row(1.0), "moe_runtime": row(1.0)} for n in range(3)}
-    b = {name: {"floor": row(1.0), "moe_runtime": row(n + 1.0, n + 1.0)} for n, name in enumerate(a)}
+    b = {
+        name: {"floor": row(1.0), "moe_runtime": row(n + 1.0, n + 1.0)} for n, name in enumerate(a)
+    }
     found = both(tmp_path, a, b | {"bench_y": {"moe_runtime": row(1.0)}})
-    assert compare.by_kind(found) == [("layer", "floor", 3, 1.0, 1.0, 1.0), ("layer", "moe_runtime", 3, 1.0, 2.0, 3.0)]
+    assert compare.by_kind(found) == [
+        ("layer", "floor", 3, 1.0, 1.0, 1.0),
+        ("layer", "moe_runtime", 3, 1.0, 2.0, 3.0),
+    ]
     assert found.alone == ([], ["bench_y"])
     assert "| layer | moe_runtime | 3 | 1.000 | 2.000 | 3.000 |" in compare.text(found)
     assert "only in B: bench_y" in compare.text(found)
@@ -111,7 +159,9 @@ def test_compare_on_the_command_line(tmp_path):
     assert good.exit_code == 0 and "no regression of ours" in good.stdout
     bad = CliRunner().invoke(main_app, ["bench", "--compare", str(a), str(b), "--json"])
     assert bad.exit_code == 1
-    assert json.loads(bad.stdout)["regressions"] == [{"benchmark": "bench_x[a]", "variant": "moe_runtime"}]
+    assert json.loads(bad.stdout)["regressions"] == [
+        {"benchmark": "bench_x[a]", "variant": "moe_runtime"}
+    ]
 
 
 def test_the_results_of_the_repository_compare():
@@ -123,41 +173,61 @@ def test_the_results_of_the_repository_compare():
 def test_kinds_and_names_choose_files():
     every = {path.name for path in (ROOT / "bench").glob("bench_*.py")}
     assert {path.name for path in running.files(None)} == every
-    assert {path.name for path in running.files("merging,routing")} == {"bench_merging.py", "bench_routing.py"}
+    assert {path.name for path in running.files("merging,routing")} == {
+        "bench_merging.py",
+        "bench_routing.py",
+    }
     groups = running.kinds()
     assert running.files("layer, step") == sorted(groups["layer"] + groups["step"])
-    with pytest.raises(ValueError, match="only must list kinds .*layer.* or names .*merging.* but got 'layers'"):
+    with pytest.raises(
+        ValueError, match="only must list kinds .*layer.* or names .*merging.* but got 'layers'"
+    ):
         running.files("op,layers")
 
 
 def test_kinds_are_those_that_the_help_names():
-    assert tuple(described.KINDS) == cli_tools.KINDS and set(running.kinds()) <= set(described.KINDS)
+    assert tuple(described.KINDS) == cli_tools.KINDS and set(running.kinds()) <= set(
+        described.KINDS
+    )
 
 
 def test_file_is_named_by_date_commit_and_device(tmp_path):
     path = running.place(tmp_path)
-    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{re.escape(machine.commit())}-{running.DEVICE}\.json", path.name)
+    assert re.fullmatch(
+        rf"\d{{4}}-\d\d-\d\d-{re.escape(machine.commit())}-{running.DEVICE}\.json", path.name
+    )
     assert running.place(tmp_path / "my.json") == tmp_path / "my.json"
     begun = tmp_path / f"2020-01-01-{machine.commit()}-{running.DEVICE}.jsonl"
     begun.touch()
     assert running.place(tmp_path) == begun.with_suffix(".json")
-    with pytest.raises(ValueError, match="is a file. Choose a folder, or a name that ends in .json"):
+    with pytest.raises(
+        ValueError, match="is a file. Choose a folder, or a name that ends in .json"
+    ):
         running.place(begun)
 
 
 @pytest.mark.parametrize(
     "there, arguments, says",
     [
-        pytest.param({"tiny": False}, ["--tiny"], "contains real results. Choose another file", id="tiny"),
+        pytest.param(
+            {"tiny": False}, ["--tiny"], "contains real results. Choose another file", id="tiny"
+        ),
         pytest.param({"tiny": True}, [], "contains tiny results. Choose another file", id="real"),
-        pytest.param({"asked": 15}, ["--rounds", "5"], "rounds is 5, but .* was started with 15. Pass the same", id="rounds"),
+        pytest.param(
+            {"asked": 15},
+            ["--rounds", "5"],
+            "rounds is 5, but .* was started with 15. Pass the same",
+            id="rounds",
+        ),
     ],
 )
 def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says):
     path = tmp_path / "r.jsonl"
     Records(path).write("bench_x", extra_info={"rows": {"moe_runtime": row(1.0)}} | there)
     before = path.read_text()
-    done = CliRunner().invoke(main_app, ["bench", "--only", "merging", "--out", str(tmp_path / "r.json"), *arguments])
+    done = CliRunner().invoke(
+        main_app, ["bench", "--only", "merging", "--out", str(tmp_path / "r.json"), *arguments]
+    )
     assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception))
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
 
@@ -165,22 +235,34 @@ def test_results_of_another_kind_are_not_mixed(tmp_path, there, arguments, says)
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        pytest.param(["--rounds", "0"], "rounds must be at least 1 and seconds positive, but got rounds 0", id="rounds"),
         pytest.param(
-            ["--seconds", "-1"], "rounds must be at least 1 and seconds positive, but got .* seconds -1.0", id="seconds"
+            ["--rounds", "0"],
+            "rounds must be at least 1 and seconds positive, but got rounds 0",
+            id="rounds",
+        ),
+        pytest.param(
+            ["--seconds", "-1"],
+            "rounds must be at least 1 and seconds positive, but got .* seconds -1.0",
+            id="seconds",
         ),
         pytest.param(["--only", "what"], "only must list kinds .* but got 'what'", id="only"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, arguments, says):
     done = CliRunner().invoke(main_app, ["bench", *arguments, "--out", str(tmp_path / "x")])
-    assert isinstance(done.exception, ValueError) and re.search(says, str(done.exception)) and not list(tmp_path.iterdir())
+    assert (
+        isinstance(done.exception, ValueError)
+        and re.search(says, str(done.exception))
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_without_pytest_benchmark_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pytest_benchmark", None)
     done = CliRunner().invoke(main_app, ["bench", "--out", str(tmp_path)])
-    assert isinstance(done.exception, ImportError) and "pip install 'moe-runtime[bench]'" in str(done.exception)
+    assert isinstance(done.exception, ImportError) and "pip install 'moe-runtime[bench]'" in str(
+        done.exception
+    )
 
 
 QUICK = """
@@ -221,7 +303,9 @@ def folder(monkeypatch, tmp_path):
     folder.mkdir()
     (folder / "conftest.py").write_text("from moe_runtime.bench.conftest import *\n")
     monkeypatch.setattr(running, "FOLDER", folder)
-    settings = tuple(f"--rootdir={folder}" if word.startswith("--rootdir") else word for word in running.SETTINGS)
+    settings = tuple(
+        f"--rootdir={folder}" if word.startswith("--rootdir") else word for word in running.SETTINGS
+    )
     monkeypatch.setattr(running, "SETTINGS", settings)
 
     def write(**files: str) -> Path:
@@ -236,14 +320,24 @@ def folder(monkeypatch, tmp_path):
 def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
     folder(a=DIES, b=QUICK)
     heard = []
-    lines, target = tmp_path / "out" / "r.jsonl", tmp_path / "out" / "r.json"
-    running.run(running.files(None), lines, ["--tiny"], lambda done, total: heard.append((done, total)))
+    lines = tmp_path / "out" / "r.jsonl"
+    target = tmp_path / "out" / "r.json"
+    running.run(
+        running.files(None), lines, ["--tiny"], lambda done, total: heard.append((done, total))
+    )
     outcome = running.gather(lines, target)
-    assert outcome.failed.keys() == {"bench_dies", "bench_fails"} and outcome.skipped.keys() == {"bench_skips"}
-    assert outcome.failed["bench_dies"] == "the process died of SIGKILL" and "no such thing" in outcome.failed["bench_fails"]
+    assert outcome.failed.keys() == {"bench_dies", "bench_fails"} and outcome.skipped.keys() == {
+        "bench_skips"
+    }
+    assert (
+        outcome.failed["bench_dies"] == "the process died of SIGKILL"
+        and "no such thing" in outcome.failed["bench_fails"]
+    )
     assert "not here" in outcome.skipped["bench_skips"]
     whole = json.loads(target.read_text())
-    assert [bench["name"] for bench in whole["benchmarks"]] == [f"bench_quick[{n}]" for n in range(3)]
+    assert [bench["name"] for bench in whole["benchmarks"]] == [
+        f"bench_quick[{n}]" for n in range(3)
+    ]
     assert whole["about"]["commit"] == machine.commit() and whole["failed"] == outcome.failed
     assert heard[-1][1] == 6 and all(done <= total for done, total in heard)
     # what failed is tried again, and only that
@@ -252,7 +346,10 @@ def test_a_benchmark_that_dies_costs_itself_alone(folder, tmp_path):
     running.run(running.files(None), lines, ["--tiny"], lambda done, total: None)
     outcome = running.gather(lines, target)
     assert not outcome.failed and not lines.exists()
-    assert {bench["name"] for bench in benchmarks(target)} == {"bench_dies", *(f"bench_quick[{n}]" for n in range(3))}
+    assert {bench["name"] for bench in benchmarks(target)} == {
+        "bench_dies",
+        *(f"bench_quick[{n}]" for n in range(3)),
+    }
     info = benchmarks(target)[0]["extra_info"]
     assert info["tiny"] is True and info["asked"] == 15
     assert info["kind"] == "op" and info["bytes"] == 8 and info["rows"]["moe_runtime"]["ms"] > 1
@@ -282,10 +379,13 @@ def bench_together(interleaved):
 def test_a_context_that_is_lost_again_costs_the_benchmark(folder, tmp_path):
     """Who loses it by itself is left out; in the timed rounds nobody knows who it was."""
     folder(a=LOSES, b=QUICK)
-    lines, target = tmp_path / "r.jsonl", tmp_path / "r.json"
+    lines = tmp_path / "r.jsonl"
+    target = tmp_path / "r.json"
     running.run(running.files(None), lines, ["--tiny"], lambda done, total: None)
     outcome = running.gather(lines, target)
-    assert outcome.failed == {"bench_together": "one of the variants broke the CUDA context: RuntimeError: CUDA error"}
+    assert outcome.failed == {
+        "bench_together": "one of the variants broke the CUDA context: RuntimeError: CUDA error"
+    }
     found = {bench["name"]: bench["extra_info"] for bench in benchmarks(target)}
     assert len(found) == 4 and found["bench_alone"]["notes"] == {"bad": "RuntimeError: CUDA error"}
 
@@ -308,12 +408,17 @@ cli.main()
 @pytest.mark.parametrize("whom", ["group", "process"])
 def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, whom):
     """A terminal signals the whole group, a script the process alone."""
-    where, lines = folder(a=QUICK, b=SLOW), tmp_path / "r.jsonl"
+    where = folder(a=QUICK, b=SLOW)
+    lines = tmp_path / "r.jsonl"
     arguments = [where, "bench", "--tiny", "--out", tmp_path / "r.json"]
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, *map(str, arguments)], stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", INTERRUPTED, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     while Records(lines).unfinished() != "bench_slow":
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
@@ -330,12 +435,30 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, whom):
 def test_a_run_from_the_clone_prints_its_tables(tmp_path):
     """The benchmarks themselves, by the command a user types; and --json of the same."""
     done = subprocess.run(
-        [sys.executable, "-m", "moe_runtime", "bench", "--only", "merging", "--tiny", "--out", str(tmp_path)],
-        capture_output=True, text=True, cwd=tmp_path,
+        [
+            sys.executable,
+            "-m",
+            "moe_runtime",
+            "bench",
+            "--only",
+            "merging",
+            "--tiny",
+            "--out",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (tmp_path / ".benchmarks").exists()
     path = next(tmp_path.glob("*.json"))
-    assert "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout and f"wrote {path}" in done.stdout
-    assert report.text([path]) in done.stdout and [p.suffix for p in tmp_path.iterdir() if p.suffix == ".jsonl"] == []
+    assert (
+        "| bench_merge_experts | copy (floor) | moe_runtime torch |" in done.stdout
+        and f"wrote {path}" in done.stdout
+    )
+    assert (
+        report.text([path]) in done.stdout
+        and [p.suffix for p in tmp_path.iterdir() if p.suffix == ".jsonl"] == []
+    )

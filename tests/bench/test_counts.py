@@ -1,4 +1,6 @@
-"""What the benchmarks count themselves: saved bytes against sums by hand, bytes and FLOPs of shapes."""
+"""What the benchmarks count themselves: saved bytes against sums by hand, bytes and FLOPs of
+shapes.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from moe_runtime.bench import bench_layer, bench_memory, bench_xft, shapes
 
 
 def test_saved_bytes_counts_storages_once_and_weights_not():
-    x, weight = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    x = torch.randn(8, 16, requires_grad=True)
+    weight = torch.randn(16, 4, requires_grad=True)
 
     def function():
         y = x @ weight  # saves both
@@ -27,7 +30,8 @@ def test_what_ours_keeps_is_at_most_the_formula_and_less_than_others(dtype):
     ours = {name for name in kept if name.startswith("moe_runtime")}
     assert all(kept[name] <= most for name in ours)
     size = layer.x.element_size()
-    assert kept["moe_runtime"] >= layer.shape.T * size * (64 + 2 * 48 * 3)  # x and the pre-activation
+    # x and the pre-activation
+    assert kept["moe_runtime"] >= layer.shape.T * size * (64 + 2 * 48 * 3)
     assert {"transformers eager", "transformers grouped_mm", "official"} <= kept.keys()
     for name in kept.keys() - ours:
         assert kept[name] > kept["moe_runtime"], name

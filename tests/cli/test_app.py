@@ -1,4 +1,6 @@
-"""moe-runtime, the command, as a user runs it: what it prints, its exit code, and that bad input writes nothing."""
+"""moe-runtime, the command, as a user runs it: what it prints, its exit code, and that bad input
+writes nothing.
+"""
 
 import importlib
 import json
@@ -26,7 +28,9 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Call the command in this process, which has the imports; test_a_real_process shows that it is the same."""
+    """Call the command in this process, which has the imports; test_a_real_process shows that it is
+    the same.
+    """
 
     def call(*arguments, **environment):
         for name, value in environment.items():
@@ -43,10 +47,21 @@ def run(monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_a_real_process(tmp_path):
-    command = [sys.executable, "-m", "moe_runtime", "xft", "upcycle", str(tmp_path), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "moe_runtime",
+        "xft",
+        "upcycle",
+        str(tmp_path),
+        str(tmp_path / "out"),
+    ]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 1 and out.stdout == ""
-    assert out.stderr.strip().splitlines()[-1].startswith("error: Folder ") and "Traceback" not in out.stderr
+    assert (
+        out.stderr.strip().splitlines()[-1].startswith("error: Folder ")
+        and "Traceback" not in out.stderr
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +83,11 @@ def test_the_way_of_folders(run, base, tmp_path, monkeypatch):
     out = run("xft", "merge", tmp_path / "mix", tmp_path / "merged")
     assert out.returncode == 0 and "layer 1: alpha 0.6000" in out.stdout, out.stderr
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert config["model_type"] == "llama" and config["rope_theta"] == 1e5 and "moe_runtime" not in config
+    assert (
+        config["model_type"] == "llama"
+        and config["rope_theta"] == 1e5
+        and "moe_runtime" not in config
+    )
 
 
 def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
@@ -76,25 +95,52 @@ def test_a_preset_and_what_is_given_beside_it(run, base, tmp_path):
     out = run("xft", "upcycle", base, tmp_path / "a", *sizes, "--preset", "xft-official")
     assert out.returncode == 0, out.stderr
     out = run(
-        "xft", "upcycle", base, tmp_path / "b", *sizes, "--preset", "xft-official", "--router", "linear", "--no-noisy-gate"
+        "xft",
+        "upcycle",
+        base,
+        tmp_path / "b",
+        *sizes,
+        "--preset",
+        "xft-official",
+        "--router",
+        "linear",
+        "--no-noisy-gate",
     )
     assert out.returncode == 0, out.stderr
-    official, ours = (json.loads((tmp_path / name / "config.json").read_text())["moe_runtime"]["config"] for name in "ab")
+    official, ours = (
+        json.loads((tmp_path / name / "config.json").read_text())["moe_runtime"]["config"]
+        for name in "ab"
+    )
     assert {name: official[name] for name in PRESETS["xft-official"]} == PRESETS["xft-official"]
     assert {name for name in official if official[name] != ours[name]} == {"router", "noisy_gate"}
     assert (ours["router"], ours["noisy_gate"]) == ("linear", False)
 
 
-@pytest.mark.parametrize("arguments, match", [
-    pytest.param(("{base}", "{out}", "--top-k", 9), "top_k must be", id="K > E"),
-    pytest.param(("{base}", "{out}", "--gate", "best"), "gate must be one of xft", id="unknown gate"),
-    pytest.param(("{base}", "{out}", "--preset", "best"), "preset must be one of xft-paper", id="preset"),
-    pytest.param(("{base}", "{out}", "--layers", "a-b"), "layers must be numbers and ranges", id="bad layers"),
-    pytest.param(("{base}", "{out}", "--balance-loss", "cv2"), "balance_loss_coef is 0.0", id="a loss times zero"),
-    pytest.param(("{tmp}", "{out}"), "has no config.json", id="no model"),
-    pytest.param(("{base}", "{base}"), "--overwrite", id="target exists"),
-    pytest.param(("{base}", "{out}", "--max-shard-size", "much"), "much", id="bad size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        pytest.param(("{base}", "{out}", "--top-k", 9), "top_k must be", id="K > E"),
+        pytest.param(
+            ("{base}", "{out}", "--gate", "best"), "gate must be one of xft", id="unknown gate"
+        ),
+        pytest.param(
+            ("{base}", "{out}", "--preset", "best"), "preset must be one of xft-paper", id="preset"
+        ),
+        pytest.param(
+            ("{base}", "{out}", "--layers", "a-b"),
+            "layers must be numbers and ranges",
+            id="bad layers",
+        ),
+        pytest.param(
+            ("{base}", "{out}", "--balance-loss", "cv2"),
+            "balance_loss_coef is 0.0",
+            id="a loss times zero",
+        ),
+        pytest.param(("{tmp}", "{out}"), "has no config.json", id="no model"),
+        pytest.param(("{base}", "{base}"), "--overwrite", id="target exists"),
+        pytest.param(("{base}", "{out}", "--max-shard-size", "much"), "much", id="bad size"),
+    ],
+)
 def test_bad_input_is_one_line_and_writes_nothing(run, base, tmp_path, arguments, match):
     names = {"base": base, "out": tmp_path / "out", "tmp": tmp_path}
     before = sorted(base.iterdir())
@@ -108,25 +154,39 @@ def test_folders_of_other_models_are_refused_with_the_reason(run, base, tmp_path
     (tmp_path / "opt").mkdir()
     (tmp_path / "opt" / "config.json").write_text(json.dumps({"model_type": "opt"}))
     out = run("xft", "upcycle", tmp_path / "opt", tmp_path / "out")
-    assert out.returncode == 1 and "which has no separate MLP module" in out.stderr and not (tmp_path / "out").exists()
+    assert (
+        out.returncode == 1
+        and "which has no separate MLP module" in out.stderr
+        and not (tmp_path / "out").exists()
+    )
     out = run("xft", "merge", base, tmp_path / "out")
     assert out.returncode == 1 and "Expected the folder of an upcycled model" in out.stderr
 
 
 @pytest.mark.parametrize(
-    "recipe, method", [("tiny", "xft"), ("esft/tiny", "esft"), ("deepseek-v2-lite", "esft"), ("sheared-llama-2.7b", "upit")]
+    "recipe, method",
+    [
+        ("tiny", "xft"),
+        ("esft/tiny", "esft"),
+        ("deepseek-v2-lite", "esft"),
+        ("sheared-llama-2.7b", "upit"),
+    ],
 )
 def test_run_uses_the_method_that_the_recipe_names(run, monkeypatch, tmp_path, recipe, method):
     calls = []
     for name in tables.PAPERS:
         study = importlib.import_module(f"moe_runtime.methods.{name}.study")
-        monkeypatch.setattr(study, "run", lambda *args, name=name, **options: calls.append((name, *args)))
+        monkeypatch.setattr(
+            study, "run", lambda *args, name=name, **options: calls.append((name, *args))
+        )
     assert run("run", recipe, "--out", tmp_path).returncode == 0
     ((name, path, out),) = calls
     assert name == method and path.stem == recipe.rpartition("/")[2] and out == tmp_path
     (tmp_path / "mine.yaml").write_text("method: dare")
     done = run("run", tmp_path / "mine.yaml")
-    assert done.returncode == 1 and "method must be one of xft, esft, upit, ultrafuser" in done.stderr
+    assert (
+        done.returncode == 1 and "method must be one of xft, esft, upit, ultrafuser" in done.stderr
+    )
 
 
 def test_doctor_names_every_op_and_why(run):
@@ -135,49 +195,102 @@ def test_doctor_names_every_op_and_why(run):
     assert out.returncode == bool(report["problems"]) and set(report["problems"]) <= {"cpu library"}
     assert all(op in out.stdout for op in OPS) and "torch" in out.stdout
     assert set(report["backends"]) == set(OPS)
-    assert all(value.split(";")[0] in ("torch", "triton", "cuda", "cpp") for value in report["backends"].values())
+    assert all(
+        value.split(";")[0] in ("torch", "triton", "cuda", "cpp")
+        for value in report["backends"].values()
+    )
 
 
 def test_doctor_says_that_an_asked_backend_cannot_run(run):
     out = run("doctor", MOE_RUNTIME_BACKEND="triton", TRITON_INTERPRET="0")
-    assert "error: backend 'triton' cannot run merge_experts: the tensor is on the CPU" in out.stdout
+    assert (
+        "error: backend 'triton' cannot run merge_experts: the tensor is on the CPU" in out.stdout
+    )
     out = run("doctor", MOE_RUNTIME_BACKEND="fast")
     assert "backend must be one of torch, triton, cuda" in out.stdout
 
 
 def test_train_without_arguments_and_with_a_folder_that_is_none(run, tmp_path):
-    out = run("train", "--model", tmp_path / "none", "--data", tmp_path / "none.jsonl", "--output_dir", tmp_path / "out")
+    out = run(
+        "train",
+        "--model",
+        tmp_path / "none",
+        "--data",
+        tmp_path / "none.jsonl",
+        "--output_dir",
+        tmp_path / "out",
+    )
     assert out.returncode != 0 and "none" in out.stderr and "Traceback" not in out.stderr
     assert not (tmp_path / "out").exists()
 
 
-SIZES = ("--hidden-size", 40, "--intermediate-size", 32, "--num-experts", 3, "--top-k", 2, "--tokens", "16")
+SIZES = (
+    "--hidden-size",
+    40,
+    "--intermediate-size",
+    32,
+    "--num-experts",
+    3,
+    "--top-k",
+    2,
+    "--tokens",
+    "16",
+)
 
 
-@pytest.mark.parametrize("arguments, match", [
-    pytest.param((), "--num-experts, --top-k is missing. Pass only --shape", id="no layer"),
-    pytest.param(SIZES[:4], "--num-experts, --top-k is missing. Pass only --shape, or", id="half a layer"),
-    pytest.param(("--shape", "gpt-5"), "shape must be one of xft-dscoder-1.3b, ", id="unknown shape"),
-    pytest.param(("--shape", "olmoe", *SIZES), ". Pass only --shape, or --model", id="shape and sizes"),
-    pytest.param(("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"),
-    pytest.param(("--model", "{tmp}"), "Cannot read the JSON file", id="no model"),
-    pytest.param((*SIZES, "--tokens", "4k"), "such as 4096,16384, but got '4k'", id="bad tokens"),
-    pytest.param((*SIZES, "--tokens", "16,0"), "such as 4096,16384, but got '16,0'", id="no tokens"),
-    pytest.param((*SIZES, "--dtype", "int8"), "dtype must be one of bfloat16", id="bad dtype"),
-    pytest.param((*SIZES, "--top-k", 4), "top_k must be at most num_experts (3), but got 4", id="K > E"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        pytest.param((), "--num-experts, --top-k is missing. Pass only --shape", id="no layer"),
+        pytest.param(
+            SIZES[:4], "--num-experts, --top-k is missing. Pass only --shape, or", id="half a layer"
+        ),
+        pytest.param(
+            ("--shape", "gpt-5"), "shape must be one of xft-dscoder-1.3b, ", id="unknown shape"
+        ),
+        pytest.param(
+            ("--shape", "olmoe", *SIZES), ". Pass only --shape, or --model", id="shape and sizes"
+        ),
+        pytest.param(
+            ("--model", "{base}"), "--num-experts, --top-k is missing in {base}", id="a dense model"
+        ),
+        pytest.param(("--model", "{tmp}"), "Cannot read the JSON file", id="no model"),
+        pytest.param(
+            (*SIZES, "--tokens", "4k"), "such as 4096,16384, but got '4k'", id="bad tokens"
+        ),
+        pytest.param(
+            (*SIZES, "--tokens", "16,0"), "such as 4096,16384, but got '16,0'", id="no tokens"
+        ),
+        pytest.param((*SIZES, "--dtype", "int8"), "dtype must be one of bfloat16", id="bad dtype"),
+        pytest.param(
+            (*SIZES, "--top-k", 4), "top_k must be at most num_experts (3), but got 4", id="K > E"
+        ),
+    ],
+)
 def test_tune_refuses_bad_input_in_one_line(run, base, tmp_path, arguments, match):
     names = {"base": base, "tmp": tmp_path}
-    out = run("tune", *(str(argument).format(**names) for argument in arguments), XDG_CACHE_HOME=str(tmp_path))
+    out = run(
+        "tune",
+        *(str(argument).format(**names) for argument in arguments),
+        XDG_CACHE_HOME=str(tmp_path),
+    )
     assert out.returncode == 1 and match.format(**names) in out.stderr
-    assert out.stderr.startswith("error: ") and len(out.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+    assert (
+        out.stderr.startswith("error: ")
+        and len(out.stderr.splitlines()) == 1
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_tune_without_a_gpu_says_so(run, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     out = run("tune", "--shape", "all", XDG_CACHE_HOME=str(tmp_path))
-    assert out.returncode == 1 and out.stderr.startswith("error: `tune` requires a CUDA GPU") and not list(tmp_path.iterdir())
+    assert (
+        out.returncode == 1
+        and out.stderr.startswith("error: `tune` requires a CUDA GPU")
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_tune_without_a_home_writes_nowhere(run, clock, monkeypatch, tmp_path):
@@ -189,16 +302,22 @@ def test_tune_without_a_home_writes_nowhere(run, clock, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
     out = run("tune", *SIZES)
-    assert out.returncode == 1 and out.stderr.startswith("error: This user has no home folder (HOME is None) to store")
+    assert out.returncode == 1 and out.stderr.startswith(
+        "error: This user has no home folder (HOME is None) to store"
+    )
     assert len(out.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
     out = run("tune", *SIZES, "--out", "tiles.json")
     assert out.returncode == 0 and [path.name for path in tmp_path.iterdir()] == ["tiles.json"]
-    assert out.stdout.endswith("the kernels read no file (no home folder and no XDG_CACHE_HOME), not this file\n")
+    assert out.stdout.endswith(
+        "the kernels read no file (no home folder and no XDG_CACHE_HOME), not this file\n"
+    )
 
 
 @pytest.fixture
 def clock(monkeypatch, tmp_path):
-    """A GPU that is the interpreter, and a clock that stops the run in the round that a test names."""
+    """A GPU that is the interpreter, and a clock that stops the run in the round that a
+    test names.
+    """
     from moe_runtime.tools import tune
 
     class Clock:
@@ -227,7 +346,10 @@ def test_tune_is_stopped_goes_on_and_doctor_knows_the_file(run, clock, tmp_path)
     clock.left = 3
     out = run("tune", *SIZES)
     assert out.returncode == 130
-    assert out.stdout.startswith("[1/2] layer, 16 tokens, bfloat16: up: 32x32x32, ") and "[2/2]" not in out.stdout
+    assert (
+        out.stdout.startswith("[1/2] layer, 16 tokens, bfloat16: up: 32x32x32, ")
+        and "[2/2]" not in out.stdout
+    )
     clock.left = 10**6
     out = run("tune", *SIZES)
     assert out.returncode == 0 and out.stdout.splitlines()[-1] == f"{path}: 1 kept, 1 measured"
@@ -241,17 +363,42 @@ def test_tune_is_stopped_goes_on_and_doctor_knows_the_file(run, clock, tmp_path)
     tiles.read_tuned.cache_clear()
     assert f"error: {path} is not a file of `moe-runtime tune`" in run("doctor").stdout
     out = run("tune", *SIZES)
-    assert out.returncode == 1 and f"error: {path} is not a file of" in out.stderr and path.read_text() == "{"
+    assert (
+        out.returncode == 1
+        and f"error: {path} is not a file of" in out.stderr
+        and path.read_text() == "{"
+    )
 
 
 def test_tune_reads_sizes_from_a_model_and_writes_elsewhere(run, clock, base, tmp_path):
     run("xft", "upcycle", base, tmp_path / "moe", "--num-experts", 4, "--top-k", 3)
-    out = run("tune", "--model", tmp_path / "moe", "--tokens", "16", "--out", tmp_path / "t.json", "--top-k", 2)
+    out = run(
+        "tune",
+        "--model",
+        tmp_path / "moe",
+        "--tokens",
+        "16",
+        "--out",
+        tmp_path / "t.json",
+        "--top-k",
+        2,
+    )
     assert out.returncode == 0 and "moe, 16 tokens, bfloat16: down" in out.stdout, out.stderr
-    entry = next(iter(json.loads((tmp_path / "t.json").read_text())["devices"]["interpreter"]["tiles"].values()))
+    entry = next(
+        iter(
+            json.loads((tmp_path / "t.json").read_text())["devices"]["interpreter"][
+                "tiles"
+            ].values()
+        )
+    )
     assert entry["layer"] == {
-        "hidden_size": 32, "intermediate_size": 48, "num_experts": 4, "top_k": 2, "shared": True, "gated": True
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_experts": 4,
+        "top_k": 2,
+        "shared": True,
+        "gated": True,
+    }
 
 
 def test_tune_ends_where_the_context_is_lost(run, clock, monkeypatch):

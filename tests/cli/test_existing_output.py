@@ -23,11 +23,21 @@ from tests.support import peft_adapter
 from tests.tools import test_demo_real
 
 PAGE = (
-    (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text().split("## What a command does with existing")[1]
+    (Path(__file__).resolve().parents[2] / "docs" / "commands.md")
+    .read_text()
+    .split("## What a command does with existing")[1]
 )
 STATES = ("wrong kind", "other content", "same", "different", "unfinished", "overwrite")
-LINES = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
-CELLS = {(name, state): word for name, _, *words in LINES for state, word in zip(STATES, words, strict=True)}
+LINES = [
+    [cell.strip(" `") for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| `")
+]
+CELLS = {
+    (name, state): word
+    for name, _, *words in LINES
+    for state, word in zip(STATES, words, strict=True)
+}
 FILES = {name for name, kind, *_ in LINES if kind == "file"}
 ALL = VERBS | {
     "xft to-mergeable": _verb("xft to-mergeable {in}/moe out"),
@@ -36,22 +46,38 @@ ALL = VERBS | {
     "upit export": _verb("upit export {in}/of-assemble out"),
     "lora convert": _verb("lora convert {in}/lora/base {in}/lora/old out"),
     "lora export": _verb("lora export {in}/lora/base {in}/lora/adapter out --to vllm"),
-    "ultrafuser generate": _verb("ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"),
-    "data decontaminate": _verb("data decontaminate {in}/rows.jsonl out --against {in}/esft/sums.jsonl --min-chars 3"),
+    "ultrafuser generate": _verb(
+        "ultrafuser generate {in}/of-fuse --data {in}/rows.jsonl --out out --max-new-tokens 2"
+    ),
+    "data decontaminate": _verb(
+        "data decontaminate {in}/rows.jsonl out --against {in}/esft/sums.jsonl --min-chars 3"
+    ),
     "data smollm2": _verb("data smollm2 out", before="tests.tools.test_smollm2:install"),
     "data tasks": _verb("data tasks out --train 4 --held-out 2"),
-    "demo-real": _verb("demo-real --model {in}/../real/model --recipe {in}/../real/small.yaml --out out"),
+    "demo-real": _verb(
+        "demo-real --model {in}/../real/model --recipe {in}/../real/small.yaml --out out"
+    ),
     "eval": _verb("eval {in}/dense --tasks arithmetic --limit 2 --max-new-tokens 4 --out out"),
 }
 # what makes a different result; another seed unless it is here
-SHARDS = dict.fromkeys(("xft export", "xft import-official", "upit export", "esft merge"), ("--max-shard-size", "9KB"))
+SHARDS = dict.fromkeys(
+    ("xft export", "xft import-official", "upit export", "esft merge"), ("--max-shard-size", "9KB")
+)
 CHANGES = SHARDS | {
-    "xft to-mergeable": ("--shared-rate", "0.5"), "xft merge": ("--alpha", "uniform"), "esft select": ("--p", "0.1"),
-    "stats": ("--tokens", "40"), "tune": ("--tokens", "32"), "paper": ("--seeds", "2"), "bench": (),
-    "lora convert": (), "lora export": ("--to", "merged"),
-    "eval": ("--dtype", "bfloat16"), "data decontaminate": ("--min-chars", "4"), "data smollm2": ("--dtype", "float32"),
+    "xft to-mergeable": ("--shared-rate", "0.5"),
+    "xft merge": ("--alpha", "uniform"),
+    "esft select": ("--p", "0.1"),
+    "stats": ("--tokens", "40"),
+    "tune": ("--tokens", "32"),
+    "paper": ("--seeds", "2"),
+    "bench": (),
+    "lora convert": (),
+    "lora export": ("--to", "merged"),
+    "eval": ("--dtype", "bfloat16"),
+    "data decontaminate": ("--min-chars", "4"),
+    "data smollm2": ("--dtype", "float32"),
     "ultrafuser generate": ("--max-new-tokens", "3"),
-}  # fmt: skip
+}
 LONG = {
     "demo",
     "paper",
@@ -66,7 +92,10 @@ LONG = {
 }  # seconds each
 # what `before` of a verb replaces
 REPLACED = {
-    "demo": {"moe_runtime.experiments.corpora": ["standard_library_files"], "moe_runtime.methods.xft.demo": ["load_recipe"]},
+    "demo": {
+        "moe_runtime.experiments.corpora": ["standard_library_files"],
+        "moe_runtime.methods.xft.demo": ["load_recipe"],
+    },
     "bench": {"moe_runtime.bench.running": ["_pytest"]},
     "data smollm2": {"moe_runtime.tools.smollm2": ["_place"]},
     "tune": {"moe_runtime.tools.tune": ["find_gpu", "runner", "ROUNDS", "versions"]},
@@ -85,22 +114,33 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def results(files: dict[str, bytes]) -> dict[str, bytes]:
     """Return what a verb is for, which has no times in it."""
     return {
-        name: value for name, value in files.items() if name.endswith(".safetensors") or name in ("out", "out.json", JUDGED)
+        name: value
+        for name, value in files.items()
+        if name.endswith(".safetensors") or name in ("out", "out.json", JUDGED)
     }
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     """The verbs' inputs, and what two of the verbs make of them."""
-    folder, patch = tmp_path_factory.mktemp("existing") / "inputs", pytest.MonkeyPatch()
+    folder = tmp_path_factory.mktemp("existing") / "inputs"
+    patch = pytest.MonkeyPatch()
     patch.setattr(sys, "argv", ["", str(folder)])
     inputs.make()
     patch.undo()
     peft_adapter.adapted(folder / "lora")
-    peft_adapter.as_written_by("0.18.0", folder / "lora" / "adapter", folder / "lora" / "old", transposed=False)
+    peft_adapter.as_written_by(
+        "0.18.0", folder / "lora" / "adapter", folder / "lora" / "old", transposed=False
+    )
     test_demo_real.write_inputs(folder.parent / "real")
-    for name, verb in (("export", ALL["xft export"]), ("assemble", ALL["upit assemble"]), ("fuse", ALL["ultrafuser fuse"])):
-        argv = [str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)]
+    for name, verb in (
+        ("export", ALL["xft export"]),
+        ("assemble", ALL["upit assemble"]),
+        ("fuse", ALL["ultrafuser fuse"]),
+    ):
+        argv = [
+            str(folder / f"of-{name}") if part == "out" else part for part in verb.arguments(folder)
+        ]
         assert CliRunner().invoke(app, argv).exit_code == 0
     return folder
 
@@ -113,9 +153,13 @@ def invoke(given, monkeypatch, tmp_path):
     def run(name: str, *more: str):
         for target, attributes in REPLACED.get(name, {}).items():
             for attribute in attributes:
-                monkeypatch.setattr(f"{target}.{attribute}", getattr(importlib.import_module(target), attribute))
+                monkeypatch.setattr(
+                    f"{target}.{attribute}", getattr(importlib.import_module(target), attribute)
+                )
         # what is read of the files that the demo is given is not for later tests of this process
-        monkeypatch.setattr(corpora, "_library_rows", functools.cache(corpora._library_rows.__wrapped__))
+        monkeypatch.setattr(
+            corpora, "_library_rows", functools.cache(corpora._library_rows.__wrapped__)
+        )
         if ALL[name].before:
             module, function = ALL[name].before.split(":")
             getattr(importlib.import_module(module), function)()
@@ -135,7 +179,9 @@ def finished(tmp_path_factory):
             return
         done = invoke(name)
         assert done.exit_code == 0, done.output
-        folders[name] = shutil.copytree(here, tmp_path_factory.mktemp("made") / "here", symlinks=True)
+        folders[name] = shutil.copytree(
+            here, tmp_path_factory.mktemp("made") / "here", symlinks=True
+        )
 
     return make
 
@@ -149,11 +195,19 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
     elif name == "esft train":
         shutil.rmtree(out)
         with monkeypatch.context() as patch:
-            patch.setattr(esft, "save_adapter", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
-            assert invoke(name).exit_code == 130 and any(Path("out-checkpoints").glob("checkpoint-*"))
+            patch.setattr(
+                esft,
+                "save_adapter",
+                lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt),
+            )
+            assert invoke(name).exit_code == 130 and any(
+                Path("out-checkpoints").glob("checkpoint-*")
+            )
     elif name == "bench":
         first = records.benchmarks(out)[0]
-        records.Records(out.with_suffix(".jsonl")).write(first["name"], extra_info=first["extra_info"])
+        records.Records(out.with_suffix(".jsonl")).write(
+            first["name"], extra_info=first["extra_info"]
+        )
         out.unlink()
     elif name == "eval":
         Path(JUDGED).unlink()
@@ -167,11 +221,18 @@ def unfinish(name: str, invoke, monkeypatch) -> None:
 
 def test_every_verb_has_a_line_and_the_options_that_it_names():
     silent = {"upit choose", "esft apply", "doctor", "memory"}
-    named = {"paper" if words[0] == "paper" else " ".join(words): command for words, command in TREE.items()}
-    assert {name for name, *_ in LINES} == set(named) - silent and len(LINES) == len(named) - len(silent)
+    named = {
+        "paper" if words[0] == "paper" else " ".join(words): command
+        for words, command in TREE.items()
+    }
+    assert {name for name, *_ in LINES} == set(named) - silent and len(LINES) == len(named) - len(
+        silent
+    )
     assert all(f"`{name}`" in PAGE for name in silent)
     for name in set(named) - silent - {"train"}:  # whose options are TRL's parser's
-        assert ("overwrite" in {option.name for option in named[name].params}) == (CELLS[name, "overwrite"] != "-"), name
+        assert ("overwrite" in {option.name for option in named[name].params}) == (
+            CELLS[name, "overwrite"] != "-"
+        ), name
 
 
 def marks(name: str, state: str, word: str):
@@ -180,10 +241,12 @@ def marks(name: str, state: str, word: str):
 
 
 @pytest.mark.parametrize(
-    "name, state, word", [pytest.param(*k, w, id="-".join(k), marks=marks(*k, w)) for k, w in CELLS.items() if w != "-"]
+    "name, state, word",
+    [pytest.param(*k, w, id="-".join(k), marks=marks(*k, w)) for k, w in CELLS.items() if w != "-"],
 )
 def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
-    out, more = Path(ALL[name].out), CHANGES.get(name, ("--seed", "5")) if state in ("different", "overwrite") else ()
+    out = Path(ALL[name].out)
+    more = CHANGES.get(name, ("--seed", "5")) if state in ("different", "overwrite") else ()
     is_other = state in ("wrong kind", "other content")
     note = out if is_other and (name in FILES) == (state == "other content") else out / "note"
     if is_other:
@@ -198,7 +261,11 @@ def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
         out.write_text(out.read_text().replace("bench_x[b]", "bench_y[b]"))
     elif state == "unfinished":
         unfinish(name, invoke, monkeypatch)
-    elif state == "overwrite" and CELLS[name, "other content"] == "refuses" and name not in {*FILES, "upit grow"}:
+    elif (
+        state == "overwrite"
+        and CELLS[name, "other content"] == "refuses"
+        and name not in {*FILES, "upit grow"}
+    ):
         note.write_text("mine")
     before = snapshot(tmp_path)
     done = invoke(name, *more, *(("--overwrite",) if state == "overwrite" else ()))
@@ -206,7 +273,9 @@ def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
     assert not strays(tmp_path)
     if word == "refuses":
         said = str(done.exception)
-        assert done.exit_code and "out" in said and "\n" not in said and after == before, done.output
+        assert done.exit_code and "out" in said and "\n" not in said and after == before, (
+            done.output
+        )
         if state == "wrong kind" and CELLS[name, "overwrite"] != "-":
             assert invoke(name, "--overwrite").exit_code and snapshot(tmp_path) == before
         if state == "unfinished":
@@ -221,42 +290,67 @@ def test_the_cell(invoke, finished, monkeypatch, tmp_path, name, state, word):
     elif word == "replaces":
         assert after != before and (out / "note").exists() == (name == "train")
     elif name in FILES:
-        measured = [{part for part in files[str(out)].split(b'"') if part[:6] == b"bench_"} for files in (before, after)]
+        measured = [
+            {part for part in files[str(out)].split(b'"') if part[:6] == b"bench_"}
+            for files in (before, after)
+        ]
         assert after[str(out)] != before[str(out)] and measured[0] <= measured[1]
     else:
-        assert word == "adds" and after.keys() > before.keys() and results(before).items() <= results(after).items()
+        assert (
+            word == "adds"
+            and after.keys() > before.keys()
+            and results(before).items() <= results(after).items()
+        )
         assert note.exists() == (state == "other content")
 
 
-@pytest.mark.parametrize("name, held", [("train", "out"), ("esft train", "out-checkpoints"), ("upit init-routers", "out")])
+@pytest.mark.parametrize(
+    "name, held",
+    [("train", "out"), ("esft train", "out-checkpoints"), ("upit init-routers", "out")],
+)
 def test_a_second_training_into_the_same_folder_is_refused(invoke, tmp_path, name, held):
     with sole_training(held):
         before = snapshot(tmp_path)
         done = invoke(name)
         said = str(done.exception)
-        assert done.exit_code == 1 and f"Another training is writing to {tmp_path / held}. Wait" in said and "\n" not in said
+        assert (
+            done.exit_code == 1
+            and f"Another training is writing to {tmp_path / held}. Wait" in said
+            and "\n" not in said
+        )
         assert snapshot(tmp_path) == before
     assert not any(tmp_path.iterdir())
 
 
 # the verbs that write one file, and whether one of their inputs is a file
 OUTPUTS = {
-    "esft score": True, "esft select": True, "ultrafuser generate": True, "data decontaminate": True, "tune": False,
+    "esft score": True,
+    "esft select": True,
+    "ultrafuser generate": True,
+    "data decontaminate": True,
+    "tune": False,
     "bench": False,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name, reads", OUTPUTS.items())
-def test_a_file_output_replaces_neither_an_input_nor_a_device(invoke, given, tmp_path, monkeypatch, name, reads):
-    verb, pipe = ALL[name], tmp_path / "pipe.json"
+def test_a_file_output_replaces_neither_an_input_nor_a_device(
+    invoke, given, tmp_path, monkeypatch, name, reads
+):
+    verb = ALL[name]
+    pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
     inputs = [part for part in verb.arguments(given) if reads and Path(part).is_file()]
     assert bool(inputs) == reads
     before = snapshot(given)
     for target in (str(pipe), *inputs):
-        argv = tuple(target if part in (verb.out, f"{verb.out}.json") else part for part in verb.argv)
+        argv = tuple(
+            target if part in (verb.out, f"{verb.out}.json") else part for part in verb.argv
+        )
         monkeypatch.setitem(ALL, name, verb._replace(argv=argv))
         done = invoke(name, *(["--overwrite"] if name != "tune" else []))
         said = str(done.exception)
-        assert done.exit_code and f"Output file {target} is " in said and "\n" not in said, done.output
+        assert done.exit_code and f"Output file {target} is " in said and "\n" not in said, (
+            done.output
+        )
     assert snapshot(given) == before and pipe.is_fifo()

@@ -1,4 +1,6 @@
-"""Hub ids where commands take folders, --push-to-hub, and the cards: against a stand-in of the Hub, in a process of its own."""
+"""Hub ids where commands take folders, --push-to-hub, and the cards: against a stand-in of the Hub,
+in a process of its own.
+"""
 
 import json
 import os
@@ -121,14 +123,27 @@ torch.testing.assert_close(card_of("me/lora")[1].eval()(**batch()).logits, want,
 """
 
 
-@pytest.mark.parametrize("script", [
-    pytest.param(UPCYCLE_AND_MERGE, id="upcycle and merge"), pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(UPCYCLE_AND_MERGE, id="upcycle and merge"),
+        pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_pushed_is_what_others_load(script, tmp_path):
     server = stand_in.start()
-    env = os.environ | stand_in.environment(server, tmp_path / "home") | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = (
+        os.environ
+        | stand_in.environment(server, tmp_path / "home")
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    )
     done = subprocess.run(
-        [sys.executable, "-c", START + script], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=PATIENCE
+        [sys.executable, "-c", START + script],
+        cwd=tmp_path,
+        env=env,
+        text=True,
+        capture_output=True,
+        timeout=PATIENCE,
     )
     server.shutdown()
     assert done.returncode == 0, done.stderr[-3000:]
@@ -137,7 +152,10 @@ def test_what_is_pushed_is_what_others_load(script, tmp_path):
 def test_without_a_token_nothing_runs(monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(
-        ValueError, match="Cannot push to 'me/moe'. The Hub needs a token: run `hf auth login` or set HF_TOKEN."
+        ValueError,
+        match=(
+            "Cannot push to 'me/moe'. The Hub needs a token: run `hf auth login` or set HF_TOKEN."
+        ),
     ):
         hub.check_repository("me/moe")
 
@@ -149,33 +167,54 @@ def test_a_bad_repository_is_named(repo, monkeypatch):
         hub.check_repository(repo)
 
 
-@pytest.mark.parametrize("files, method, kind", [
-    ({"config.json": '{"model_type": "llama"}'}, None, "A language model"),
-    ({"config.json": '{"moe_runtime": {"method": "upit"}}'}, "upit", "A Mixture-of-Experts model"),
-    ({"fuser_config.json": "{}"}, "ultrafuser", "A fused model of specialists"),
-    ({"expert_cfg.json": "{}"}, "esft", "Tuned experts of a Mixture-of-Experts model"),
-    ({"adapter_config.json": "{}"}, None, "A LoRA adapter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "files, method, kind",
+    [
+        ({"config.json": '{"model_type": "llama"}'}, None, "A language model"),
+        (
+            {"config.json": '{"moe_runtime": {"method": "upit"}}'},
+            "upit",
+            "A Mixture-of-Experts model",
+        ),
+        ({"fuser_config.json": "{}"}, "ultrafuser", "A fused model of specialists"),
+        ({"expert_cfg.json": "{}"}, "esft", "Tuned experts of a Mixture-of-Experts model"),
+        ({"adapter_config.json": "{}"}, None, "A LoRA adapter"),
+    ],
+)
 def test_the_card_says_what_a_folder_is(files, method, kind, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    text = hub.model_card(tmp_path, "me/x", facts={"experts": 8, "seconds": 1.5, "path": "/home/me", "found": [1]})
+    text = hub.model_card(
+        tmp_path, "me/x", facts={"experts": 8, "seconds": 1.5, "path": "/home/me", "found": [1]}
+    )
     head, body = text.removeprefix("---\n").split("\n---\n", 1)
-    assert kind in body and "| experts | 8 |" in body and "/home" not in body and "found" not in body
+    assert (
+        kind in body and "| experts | 8 |" in body and "/home" not in body and "found" not in body
+    )
     if method is None:
         assert "arxiv" not in text
     else:
-        assert f"- {method}" in head and f"arxiv:{hub.PAPERS[method][1]}" in head and hub.PAPERS[method][0] in body
+        assert (
+            f"- {method}" in head
+            and f"arxiv:{hub.PAPERS[method][1]}" in head
+            and hub.PAPERS[method][0] in body
+        )
 
 
-@pytest.mark.parametrize("specialists", [("a", "b"), ("me/base", "b")], ids=["two folders", "an id and a folder"])
+@pytest.mark.parametrize(
+    "specialists", [("a", "b"), ("me/base", "b")], ids=["two folders", "an id and a folder"]
+)
 def test_a_fused_model_that_nobody_could_load_is_not_pushed(specialists, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "fused"):
         Path(name).mkdir()
     words = ["ultrafuser", "fuse", *specialists, "--out", "out", "--push-to-hub", "me/fused"]
     done = CliRunner().invoke(app, words)
-    assert done.exit_code and "Write it with --copy" in str(done.exception) and not Path("out").exists()
+    assert (
+        done.exit_code
+        and "Write it with --copy" in str(done.exception)
+        and not Path("out").exists()
+    )
     described = [{"path": str(tmp_path / name) if name in "ab" else name} for name in specialists]
     Path("fused/fuser_config.json").write_text(json.dumps({"specialists": described}))
     with pytest.raises(ValueError, match="Write it with --copy"):

@@ -20,7 +20,9 @@ def invoke(*words):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A base, an adapter of it, the same as PEFT 0.18 would have written it, and what the adapted model computes."""
+    """A base, an adapter of it, the same as PEFT 0.18 would have written it, and what the adapted
+    model computes.
+    """
     folder = tmp_path_factory.mktemp("lora")
     made = adapted(folder)
     as_written_by("0.18.0", folder / "adapter", folder / "old", transposed=False)
@@ -31,11 +33,29 @@ def home(tmp_path_factory):
 def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
     folder, want = home
     out = invoke("lora", "convert", folder / "base", folder / "old", tmp_path / "new")
-    assert out.exit_code == 0 and "peft_version 0.18.0, with old axes in A and B of 4 stacks" in out.output, out.output
-    out = invoke("lora", "export", folder / "base", tmp_path / "new", tmp_path / "merged", "--to", "merged", "--json")
+    assert (
+        out.exit_code == 0
+        and "peft_version 0.18.0, with old axes in A and B of 4 stacks" in out.output
+    ), out.output
+    out = invoke(
+        "lora",
+        "export",
+        folder / "base",
+        tmp_path / "new",
+        tmp_path / "merged",
+        "--to",
+        "merged",
+        "--json",
+    )
     assert json.loads(out.stdout)["experts"] == 16, out.output
-    out = invoke("lora", "export", folder / "base", folder / "old", tmp_path / "vllm", "--to", "vllm")
-    assert out.exit_code == 0 and "--max-lora-rank 3" in out.output and "of rank 3, named as in vllm" in out.output
+    out = invoke(
+        "lora", "export", folder / "base", folder / "old", tmp_path / "vllm", "--to", "vllm"
+    )
+    assert (
+        out.exit_code == 0
+        and "--max-lora-rank 3" in out.output
+        and "of rank 3, named as in vllm" in out.output
+    )
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     for model in (merged, load_lora(base, tmp_path / "vllm").eval()):
@@ -43,18 +63,26 @@ def test_an_old_adapter_is_converted_exported_and_merged(home, tmp_path):
             torch.testing.assert_close(model(**batch()).logits, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("words, match", [
-    ("convert base adapter new", "has the axes of PEFT 0.20 and later"),
-    ("convert nowhere old new", "has no config.json"),
-    ("convert base base new", "Adapter 'base' has no adapter_config.json"),
-    ("export base adapter new --to ollama", "to must be"),
-    ("export base adapter adapter --to vllm", "already exists"),
-    ("export base adapter base --to merged --overwrite", "is or contains base, which is read"),
-    ("export base adapter new --to sglang", "self_attn.q_proj but not v_proj"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, match",
+    [
+        ("convert base adapter new", "has the axes of PEFT 0.20 and later"),
+        ("convert nowhere old new", "has no config.json"),
+        ("convert base base new", "Adapter 'base' has no adapter_config.json"),
+        ("export base adapter new --to ollama", "to must be"),
+        ("export base adapter adapter --to vllm", "already exists"),
+        ("export base adapter base --to merged --overwrite", "is or contains base, which is read"),
+        ("export base adapter new --to sglang", "self_attn.q_proj but not v_proj"),
+    ],
+)
 def test_bad_input_is_one_error_and_nothing_is_written(home, monkeypatch, words, match):
     monkeypatch.chdir(home[0])
     before = {path: path.stat().st_mtime_ns for path in home[0].rglob("*")}
     out = invoke("lora", *words.split())
-    assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), out.exception
-    assert "\n" not in str(out.exception) and {path: path.stat().st_mtime_ns for path in home[0].rglob("*")} == before
+    assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), (
+        out.exception
+    )
+    assert (
+        "\n" not in str(out.exception)
+        and {path: path.stat().st_mtime_ns for path in home[0].rglob("*")} == before
+    )

@@ -1,4 +1,6 @@
-"""moe-runtime ultrafuser as a user types it: what reaches the method, one clear error for bad input."""
+"""moe-runtime ultrafuser as a user types it: what reaches the method, one clear error for bad
+input.
+"""
 
 import json
 import re
@@ -21,7 +23,9 @@ def invoke(*arguments):
 
 def test_train_runs_the_recipe(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(ultrafuser_study, "run", lambda *arguments, **options: calls.append((*arguments, options)))
+    monkeypatch.setattr(
+        ultrafuser_study, "run", lambda *arguments, **options: calls.append((*arguments, options))
+    )
     assert invoke("train", "--config", "mine.yaml", "--out", tmp_path, "--seed", 3).exit_code == 0
     assert calls == [(Path("mine.yaml"), tmp_path, {"seed": 3})]
 
@@ -34,7 +38,11 @@ def sources(tmp_path_factory):
         model.save_pretrained(folder)
         fusers.tokenizer().save_pretrained(folder)
     # a model without a tokenizer, and one whose vocabulary only begins as the others' does
-    shutil.copytree(folders[1], folders[0].with_name("bare"), ignore=lambda _, names: [n for n in names if "token" in n])
+    shutil.copytree(
+        folders[1],
+        folders[0].with_name("bare"),
+        ignore=lambda _, names: [n for n in names if "token" in n],
+    )
     other = shutil.copytree(folders[1], folders[0].with_name("other"))
     own = json.loads((other / "tokenizer.json").read_text())
     size = len(own["model"]["vocab"])
@@ -46,12 +54,24 @@ def sources(tmp_path_factory):
 
 def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
     out = invoke(
-        "fuse", *sources, "--template", "ultralm", "--template", "{prompt}: ", "--gate", "linear", "--out", tmp_path / "f"
+        "fuse",
+        *sources,
+        "--template",
+        "ultralm",
+        "--template",
+        "{prompt}: ",
+        "--gate",
+        "linear",
+        "--out",
+        tmp_path / "f",
     )
     assert out.exit_code == 0, out.exception
     assert f"wrote {tmp_path / 'f'}: a, b; a gate of" in out.output
     fuser = ultrafuser.load(tmp_path / "f")
-    assert list(fuser.templates) == ["User: {prompt}\nAssistant:", "{prompt}: "] and fuser.gate.kind == "linear"
+    assert (
+        list(fuser.templates) == ["User: {prompt}\nAssistant:", "{prompt}: "]
+        and fuser.gate.kind == "linear"
+    )
     assert not any((tmp_path / "f").rglob("model.safetensors"))
     prompts = ("--prompt", "1 + 1", "--prompt", "def add")
     out = invoke("generate", tmp_path / "f", *prompts, "--max-new-tokens", 4)
@@ -63,21 +83,40 @@ def test_fuse_makes_a_folder_that_generates(sources, tmp_path):
 def test_a_file_of_prompts_is_answered_in_batches(sources, tmp_path):
     assert invoke("fuse", *sources, "--out", tmp_path / "f").exit_code == 0
     turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-    rows = [{"messages": turns[: 1 + i % 2]} for i in range(2)] + [{"messages": [{"role": "user", "content": "def add" * 3}]}]
+    rows = [{"messages": turns[: 1 + i % 2]} for i in range(2)] + [
+        {"messages": [{"role": "user", "content": "def add" * 3}]}
+    ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ("--out", tmp_path / "answers.jsonl", "--max-new-tokens", 4, "--batch-size", 2)
     out = invoke("generate", tmp_path / "f", "--data", tmp_path / "chats.jsonl", *options)
     assert out.exit_code == 0, out.exception
     found = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     asked = [turns[:1], turns[:1], rows[2]["messages"]]
-    one = [ultrafuser.load(tmp_path / "f").complete([chat], max_new_tokens=4, do_sample=False)[0] for chat in asked]
-    assert found == [{"prompt": chat, "answer": text} for chat, text in zip(asked, one, strict=True)]
+    one = [
+        ultrafuser.load(tmp_path / "f").complete([chat], max_new_tokens=4, do_sample=False)[0]
+        for chat in asked
+    ]
+    assert found == [
+        {"prompt": chat, "answer": text} for chat, text in zip(asked, one, strict=True)
+    ]
 
 
 def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
-    out = invoke("fuse", *sources, "--name", "x", "--name", "y", "--copy", "--seed", 1, "--out", tmp_path / "f")
+    out = invoke(
+        "fuse",
+        *sources,
+        "--name",
+        "x",
+        "--name",
+        "y",
+        "--copy",
+        "--seed",
+        1,
+        "--out",
+        tmp_path / "f",
+    )
     assert out.exit_code == 0, out.exception
     assert (tmp_path / "f" / "specialists" / "y" / "model.safetensors").is_file()
     copied = [line for line in out.stderr.splitlines() if line.startswith("copying: ")]
@@ -85,23 +124,63 @@ def test_fuse_copies_and_names(sources, tmp_path, monkeypatch):
     assert ultrafuser.load(tmp_path / "f").names == ("x", "y")
 
 
-@pytest.mark.parametrize("arguments, match", [
-    pytest.param(("train", "--config", "none.yaml"), "Recipe 'none.yaml' does not exist", id="none"),
-    pytest.param(("generate", "{here}", "--prompt", "a"), "fuser_config.json .No such file", id="no folder"),
-    pytest.param(("generate", "{here}", "--prompt", "a", "--temperature", -1), "temperature must be", id="cold"),
-    pytest.param(("generate", "{here}"), "but got prompt None, data None", id="nothing"),
-    pytest.param(("generate", "{here}", "--data", "a.jsonl"), "or both --data and --out", id="nowhere"),
-    pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
-    pytest.param(("fuse", "{a}", "{here}/b", "--out", "{here}/f"), "/b' is neither a folder nor a Hub id", id="missing"),
-    pytest.param(("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/"), "gate must be one of", id="gate"),
-    pytest.param(("fuse", "{a}", "{bare}", "--out", "{here}/f"), "bare' has no tokenizer. Save", id="no tokenizer"),
-    pytest.param(("fuse", "{a}", "{other}", "--out", "{here}/f"), "encode the same text differently", id="vocabulary"),
-    pytest.param(("fuse", "{a}", "{b}", "--template", "hi", "--out", "{here}/f"), "template is 'hi'", id="template"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        pytest.param(
+            ("train", "--config", "none.yaml"), "Recipe 'none.yaml' does not exist", id="none"
+        ),
+        pytest.param(
+            ("generate", "{here}", "--prompt", "a"),
+            "fuser_config.json .No such file",
+            id="no folder",
+        ),
+        pytest.param(
+            ("generate", "{here}", "--prompt", "a", "--temperature", -1),
+            "temperature must be",
+            id="cold",
+        ),
+        pytest.param(("generate", "{here}"), "but got prompt None, data None", id="nothing"),
+        pytest.param(
+            ("generate", "{here}", "--data", "a.jsonl"), "or both --data and --out", id="nowhere"
+        ),
+        pytest.param(("fuse", "{a}", "--out", "{here}/f"), "a list of at least two", id="one"),
+        pytest.param(
+            ("fuse", "{a}", "{here}/b", "--out", "{here}/f"),
+            "/b' is neither a folder nor a Hub id",
+            id="missing",
+        ),
+        pytest.param(
+            ("fuse", "{a}", "{b}", "--gate", "x", "--out", "{here}/"),
+            "gate must be one of",
+            id="gate",
+        ),
+        pytest.param(
+            ("fuse", "{a}", "{bare}", "--out", "{here}/f"),
+            "bare' has no tokenizer. Save",
+            id="no tokenizer",
+        ),
+        pytest.param(
+            ("fuse", "{a}", "{other}", "--out", "{here}/f"),
+            "encode the same text differently",
+            id="vocabulary",
+        ),
+        pytest.param(
+            ("fuse", "{a}", "{b}", "--template", "hi", "--out", "{here}/f"),
+            "template is 'hi'",
+            id="template",
+        ),
+    ],
+)
 def test_bad_input_fails_at_once(sources, tmp_path, arguments, match):
     places = {"{here}": str(tmp_path), "{a}": str(sources[0]), "{b}": str(sources[1])}
     places |= {f"{{{name}}}": str(sources[0].with_name(name)) for name in ("bare", "other")}
-    arguments = [re.sub(r"\{\w+\}", lambda found: places.get(found[0], found[0]), str(one)) for one in arguments]
+    arguments = [
+        re.sub(r"\{\w+\}", lambda found: places.get(found[0], found[0]), str(one))
+        for one in arguments
+    ]
     out = invoke(*arguments, *(("--out", tmp_path / "out") if arguments[0] == "train" else ()))
-    assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), out.exception
+    assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), (
+        out.exception
+    )
     assert not list(tmp_path.iterdir())

@@ -45,19 +45,52 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
 
     chosen = said("choose", folders / "saved", "--count", 2).split()
     assert [Path(path).name for path in chosen] == ["step-1", "step-2"]
-    out = said("grow", *chosen, "--count", 3, "--base", folders / "base", "--out", tmp_path / "grown")
+    out = said(
+        "grow", *chosen, "--count", 3, "--base", folders / "base", "--out", tmp_path / "grown"
+    )
     assert f"{tmp_path / 'grown' / 'expert-2'}: " in out and " of expert 0, " in out
     experts = [*chosen, tmp_path / "grown/expert-2"]
     out = said(
-        "init-routers", *experts, "--data", folders / "sums.jsonl", "--out", tmp_path / "routers", "--base", folders / "base",
-        "--share", 0.3, "--at-least", 6, "--epochs", 2, "--learning-rate", 0.01, "--batch-size", 4, "--max-length", 32,
-        "--vector-std", 0.02, "--vector-learning-rate", 0.05,
-    )  # fmt: skip
+        "init-routers",
+        *experts,
+        "--data",
+        folders / "sums.jsonl",
+        "--out",
+        tmp_path / "routers",
+        "--base",
+        folders / "base",
+        "--share",
+        0.3,
+        "--at-least",
+        6,
+        "--epochs",
+        2,
+        "--learning-rate",
+        0.01,
+        "--batch-size",
+        4,
+        "--max-length",
+        32,
+        "--vector-std",
+        0.02,
+        "--vector-learning-rate",
+        0.05,
+    )
     values = json.loads((tmp_path / "routers/routers.json").read_text())
     assert 0.5 not in values["before"]  # as it is of vectors that begin at 0
-    assert values["buckets"] == [4, 4, 4] and all(a > b for a, b in zip(values["after"], values["before"], strict=True))
+    assert values["buckets"] == [4, 4, 4] and all(
+        a > b for a, b in zip(values["after"], values["before"], strict=True)
+    )
     assert out.count(" 4 examples, mean sigmoid") == 3
-    said("assemble", "--routers", tmp_path / "routers", "--out", tmp_path / "moe", "--max-shard-size", "20KB")
+    said(
+        "assemble",
+        "--routers",
+        tmp_path / "routers",
+        "--out",
+        tmp_path / "moe",
+        "--max-shard-size",
+        "20KB",
+    )
     assert (tmp_path / "moe/model.safetensors.index.json").is_file()
     moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     routed = [upit_router.load_routed(tmp_path / f"routers/expert-{i}") for i in range(3)]
@@ -67,25 +100,48 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     ids = torch.arange(6, 26)[None]
     stock = MixtralForCausalLM.from_pretrained(tmp_path / "mixtral")
     torch.testing.assert_close(stock(ids).logits, moe(ids).logits, rtol=1e-4, atol=1e-5)
-    out = CliRunner().invoke(main_app, ["xft", "export", str(tmp_path / "moe"), str(tmp_path / "same")])
-    assert out.exit_code == 0 and out.output.startswith(f"wrote {tmp_path / 'same'}: "), out.exception
+    out = CliRunner().invoke(
+        main_app, ["xft", "export", str(tmp_path / "moe"), str(tmp_path / "same")]
+    )
+    assert out.exit_code == 0 and out.output.startswith(f"wrote {tmp_path / 'same'}: "), (
+        out.exception
+    )
     for path in (tmp_path / "mixtral").iterdir():
         assert (tmp_path / "same" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-@pytest.mark.parametrize("arguments, match", [
-    pytest.param(("assemble", "--out", "moe"), "or the folder of upit init-routers, but neither", id="nothing"),
-    pytest.param(("assemble", "a", "--routers", "b", "--out", "moe"), "but both are given", id="both"),
-    pytest.param(("choose", "none", "--count", 0), "0 checkpoints in none, but got 0", id="no checkpoints"),
-    pytest.param(
-        ("init-routers", "none", "--data", "a.jsonl", "--out", "o"), "none is not a folder", id="expert"
-    ),
-    pytest.param(
-        ("init-routers", "none", "--data", "a.jsonl", "--out", "o", "--buckets", "x"), "buckets must be", id="buckets"
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        pytest.param(
+            ("assemble", "--out", "moe"),
+            "or the folder of upit init-routers, but neither",
+            id="nothing",
+        ),
+        pytest.param(
+            ("assemble", "a", "--routers", "b", "--out", "moe"), "but both are given", id="both"
+        ),
+        pytest.param(
+            ("choose", "none", "--count", 0),
+            "0 checkpoints in none, but got 0",
+            id="no checkpoints",
+        ),
+        pytest.param(
+            ("init-routers", "none", "--data", "a.jsonl", "--out", "o"),
+            "none is not a folder",
+            id="expert",
+        ),
+        pytest.param(
+            ("init-routers", "none", "--data", "a.jsonl", "--out", "o", "--buckets", "x"),
+            "buckets must be",
+            id="buckets",
+        ),
+    ],
+)
 def test_a_step_refuses_bad_input(tmp_path, monkeypatch, arguments, match):
     monkeypatch.chdir(tmp_path)
     out = invoke(*arguments)
-    assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), out.exception
+    assert isinstance(out.exception, ValueError) and re.search(match, str(out.exception)), (
+        out.exception
+    )
     assert not list(tmp_path.iterdir())

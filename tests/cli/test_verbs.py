@@ -1,4 +1,6 @@
-"""What holds for every verb: help with an example that parses, --json, completion without torch; found by walking the tree."""
+"""What holds for every verb: help with an example that parses, --json, completion without torch;
+found by walking the tree.
+"""
 
 import json
 import os
@@ -57,8 +59,13 @@ def test_the_tree():
     }
     assert top == {*top_verbs, *METHODS}
     assert {words for words in ALL if words not in VERBS} == {
-        (), ("paper",), ("data",), ("lora",), *((method,) for method in METHODS), *(("paper", method) for method in METHODS)
-    }  # fmt: skip
+        (),
+        ("paper",),
+        ("data",),
+        ("lora",),
+        *((method,) for method in METHODS),
+        *(("paper", method) for method in METHODS),
+    }
 
 
 @pytest.mark.parametrize("words", NAMES)
@@ -81,10 +88,13 @@ def test_the_example_parses(words):
     assert epilog.startswith("Example: moe-runtime ")
     typed = shlex.split(epilog.removeprefix("Example: "))[1:]
     assert tuple(typed[: len(words)]) == words, "the example is of another verb"
-    command, context = TREE, None
+    command = TREE
+    context = None
     while hasattr(command, "commands"):
         context = command.make_context(command.name, list(typed), parent=context)
-        name, command, typed = command.resolve_command(context, [*context._protected_args, *context.args])
+        name, command, typed = command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
     command.make_context(name, typed, parent=context)  # raises UsageError where it does not parse
 
 
@@ -113,7 +123,11 @@ def app(monkeypatch):
 def test_json_is_alone_on_stdout(app):
     result = {"path": Path("a/b"), "loss": float("nan"), "rows": (1, 2)}
     out = CliRunner().invoke(app(result), ["--json"])
-    assert out.exit_code == 0 and json.loads(out.stdout) == {"path": "a/b", "loss": None, "rows": [1, 2]}
+    assert out.exit_code == 0 and json.loads(out.stdout) == {
+        "path": "a/b",
+        "loss": None,
+        "rows": [1, 2],
+    }
     assert out.stderr.splitlines() == ["on the way", "by typer"]
     out = CliRunner().invoke(app(result), [])
     assert out.stdout.splitlines() == ["on the way", "by typer"] and out.stderr == ""
@@ -152,7 +166,10 @@ def test_one_process_prints_the_json(app, monkeypatch):
 def test_an_interruption_says_what_the_work_says_is_kept(app):
     stop = KeyboardInterrupt()
     stop.kept = "The last checkpoint is c"
-    for error, line in ((KeyboardInterrupt(), "interrupted; nothing was written"), (stop, f"interrupted; {stop.kept}")):
+    for error, line in (
+        (KeyboardInterrupt(), "interrupted; nothing was written"),
+        (stop, f"interrupted; {stop.kept}"),
+    ):
         out = CliRunner().invoke(app(error, Kept()), ["--json"])
         assert out.exit_code == 130 and out.stdout == "" and out.stderr.splitlines()[-1] == line
 
@@ -162,34 +179,61 @@ def completed(line: str, shell: str = "bash") -> tuple[list[str], float]:
     """Return what a shell offers behind `line`, and the seconds of CPU that it took."""
     words = line.split(" ")
     env = {
-        **os.environ, "_MOE_RUNTIME_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1),
-        "_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-    }  # fmt: skip
+        **os.environ,
+        "_MOE_RUNTIME_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
     code = (
         "import sys\n"
         "from moe_runtime import cli\n"
         "sys.argv = ['moe-runtime']\n"
         "try:\n    cli.main()\n"
-        "finally:\n    sys.stderr.write(' '.join(m for m in ('torch', 'transformers', 'rich.table') if m in sys.modules))\n"
+        "finally:\n    sys.stderr.write(' '.join(m "
+        "for "
+        "m "
+        "in "
+        "('torch', "
+        "'transformers', "
+        "'rich.table') if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.stderr == "", f"imported or said: {done.stderr}"
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("line, offered", [
-    pytest.param("moe-runtime tu", ["tune"], id="verb"),
-    pytest.param("moe-runtime esft sc", ["score"], id="verb of a group"),
-    pytest.param("moe-runtime demo --preset ", ["small", "tiny"], id="preset"),
-    pytest.param("moe-runtime xft upcycle a b --gate soft", ["softmax_topk", "softmax_topk_renorm"], id="gate"),
-    pytest.param("moe-runtime xft upcycle a b --router ", ["linear", "mlp"], id="router"),
-    pytest.param("moe-runtime run upit/l", ["upit/llama-2-7b-lora"], id="recipe"),
-    pytest.param("moe-runtime run ultrafuser/", ["ultrafuser/sums", "ultrafuser/tiny", "ultrafuser/ultrafuser-13b"], id="more"),
-    pytest.param("moe-runtime paper xft table1 --preset tiny", ["tiny", "tinyllama-1.1b"], id="a method's recipe"),
-    pytest.param("moe-runtime paper upit ckpt b", ["back"], id="a table's strategy"),
-    pytest.param("moe-runtime esft score m --prompt ", sorted(PROMPTS), id="prompt"),
-    pytest.param("moe-runtime tune --dtype f", ["float16", "float32"], id="dtype"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        pytest.param("moe-runtime tu", ["tune"], id="verb"),
+        pytest.param("moe-runtime esft sc", ["score"], id="verb of a group"),
+        pytest.param("moe-runtime demo --preset ", ["small", "tiny"], id="preset"),
+        pytest.param(
+            "moe-runtime xft upcycle a b --gate soft",
+            ["softmax_topk", "softmax_topk_renorm"],
+            id="gate",
+        ),
+        pytest.param("moe-runtime xft upcycle a b --router ", ["linear", "mlp"], id="router"),
+        pytest.param("moe-runtime run upit/l", ["upit/llama-2-7b-lora"], id="recipe"),
+        pytest.param(
+            "moe-runtime run ultrafuser/",
+            ["ultrafuser/sums", "ultrafuser/tiny", "ultrafuser/ultrafuser-13b"],
+            id="more",
+        ),
+        pytest.param(
+            "moe-runtime paper xft table1 --preset tiny",
+            ["tiny", "tinyllama-1.1b"],
+            id="a method's recipe",
+        ),
+        pytest.param("moe-runtime paper upit ckpt b", ["back"], id="a table's strategy"),
+        pytest.param("moe-runtime esft score m --prompt ", sorted(PROMPTS), id="prompt"),
+        pytest.param("moe-runtime tune --dtype f", ["float16", "float32"], id="dtype"),
+    ],
+)
 def test_completion_offers_the_words_that_fit(line, offered):
     assert sorted(completed(line)) == offered
 
@@ -208,7 +252,10 @@ def test_words_that_are_offered_are_those_that_are_taken():
     assert set(config.GATES) == set(completed("moe-runtime xft upcycle a b --gate "))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["xft", "upcycle", "--help"], ["paper", "esft", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["xft", "upcycle", "--help"], ["paper", "esft", "--help"]],
+)
 def test_help_and_version_start_without_torch(arguments):
     code = (
         "import sys\n"
@@ -216,7 +263,13 @@ def test_help_and_version_start_without_torch(arguments):
         f"sys.argv = ['moe-runtime', *{arguments!r}]\n"
         "try:\n    cli.main()\n"
         "finally:\n"
-        "    names = [m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in sys.modules]\n"
+        "    names = [m for m in ('torch', 'transformers', "
+        "'numpy', "
+        "'matplotlib') "
+        "if "
+        "m "
+        "in "
+        "sys.modules]\n"
         "    sys.stderr.write(' '.join(names))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

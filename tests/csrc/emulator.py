@@ -1,4 +1,6 @@
-"""csrc/ compiled for the CPU: g++ -DMOERT_EMU and csrc/emu/cuda_emu.h, each source once per text and flags."""
+"""csrc/ compiled for the CPU: g++ -DMOERT_EMU and csrc/emu/cuda_emu.h, each source once per text
+and flags.
+"""
 
 import fcntl
 import hashlib
@@ -16,18 +18,39 @@ from tests.support.patience import PATIENCE
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 CHECK = Path(__file__).with_name("check.py")
-FLAGS = ("-x", "c++", "-std=c++17", "-g1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-DMOERT_EMU", f"-I{CSRC}")
+FLAGS = (
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-g1",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-DMOERT_EMU",
+    f"-I{CSRC}",
+)
 FAST = ("-O0",)
-SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+SANITIZED = (
+    "-O0",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+)
 # fibers start anew without having returned, which its stack of calls would not survive
 RACES = ("-O0", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
-OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1", "OPENBLAS_NUM_THREADS": "1"}
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0",
+    "TSAN_OPTIONS": "halt_on_error=1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 needs_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def build(flags: tuple[str, ...] = FAST, edit: tuple[str, str, str] | None = None) -> Path:
-    """Return the library that `flags` make, `edit` = (file, text, its replacement) applied to one place of one source."""
+    """Return the library that `flags` make, `edit` = (file, text, its replacement) applied to one
+    place of one source.
+    """
     folder = cache_dir("cuda") / "emulator"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -40,12 +63,18 @@ def build(flags: tuple[str, ...] = FAST, edit: tuple[str, str, str] | None = Non
     return library
 
 
-def _compile(folder: Path, path: Path, flags: tuple[str, ...], edit: tuple[str, str, str] | None) -> Path:
+def _compile(
+    folder: Path, path: Path, flags: tuple[str, ...], edit: tuple[str, str, str] | None
+) -> Path:
     text = path.read_text()
     if edit is not None and edit[0] == path.name:
-        assert text.count(edit[1]) == 1, f"{edit[1]!r} is {text.count(edit[1])} times in {path.name}; want once"
+        assert text.count(edit[1]) == 1, (
+            f"{edit[1]!r} is {text.count(edit[1])} times in {path.name}; want once"
+        )
         text = text.replace(*edit[1:])
-    headers = "".join(header.read_text() for header in sorted([*CSRC.rglob("*.h"), *CSRC.glob("*.cuh")]))
+    headers = "".join(
+        header.read_text() for header in sorted([*CSRC.rglob("*.h"), *CSRC.glob("*.cuh")])
+    )
     made = folder / f"{path.stem}-{_digest(repr((flags, FLAGS)) + headers + text)}.o"
     if not made.exists():
         source = made.with_suffix(".cu")
@@ -72,8 +101,14 @@ def checks() -> list[str]:
     return re.findall(r"^def check_(\w+)\(", CHECK.read_text(), re.M)
 
 
-def check(library: Path, *names: str, seeds: tuple[int, ...] = (0,), preload: str = "") -> subprocess.CompletedProcess:
-    """Run the checks `names` of check.py (all by default) on `library`, in a process that a bug may kill."""
+def check(
+    library: Path, *names: str, seeds: tuple[int, ...] = (0,), preload: str = ""
+) -> subprocess.CompletedProcess:
+    """Run the checks `names` of check.py (all by default) on `library`, in a process that a bug may
+    kill.
+    """
     environment = os.environ | OPTIONS | {"LD_PRELOAD": preload}
     command = [sys.executable, str(CHECK), str(library), ",".join(map(str, seeds)), *names]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )

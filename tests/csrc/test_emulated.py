@@ -1,4 +1,6 @@
-"""csrc/ on the CPU: the checks against numpy in several orders of the threads, under sanitizers, and with planted bugs."""
+"""csrc/ on the CPU: the checks against numpy in several orders of the threads, under sanitizers,
+and with planted bugs.
+"""
 
 import subprocess
 import sys
@@ -13,12 +15,18 @@ pytestmark = [emulator.needs_cxx, pytest.mark.stress]
 
 
 def runtime(name: str) -> str:
-    """Return the runtime of a sanitizer, which must be in a process before all else; skip where it does not run."""
-    path = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    """Return the runtime of a sanitizer, which must be in a process before all else; skip where it
+    does not run.
+    """
+    path = subprocess.run(
+        ["g++", f"-print-file-name={name}"], capture_output=True, text=True
+    ).stdout.strip()
     if not Path(path).is_absolute():  # what g++ prints of a file that it has not
         pytest.skip(f"needs g++'s {name}")
     environment = emulator.OPTIONS | {"LD_PRELOAD": path}
-    tried = subprocess.run([sys.executable, "-c", ""], env=environment, capture_output=True, text=True)
+    tried = subprocess.run(
+        [sys.executable, "-c", ""], env=environment, capture_output=True, text=True
+    )
     if tried.returncode:  # ThreadSanitizer's wants the kernel's randomness of addresses small
         pytest.skip(f"{name} does not run here: {tried.stderr}")
     return path
@@ -34,8 +42,8 @@ def races() -> str:
     return runtime("libtsan.so")
 
 
-# of the threads: in turn, shuffled with warps that fall behind, the first warp last behind every barrier; in `make test`
-# each of the three builds has one of them, in `make stress` all
+# of the threads: in turn, shuffled with warps that fall behind, the first warp last behind every
+# barrier; in `make test` each of the three builds has one of them, in `make stress` all
 ORDERS = (0, 1, 2)
 
 
@@ -46,62 +54,134 @@ def test_against_numpy_in_several_orders_of_the_threads():
 
 @pytest.mark.slow
 def test_under_address_and_undefined_behavior_sanitizers(sanitizer):
-    names = [name for name in emulator.checks() if name != "offsets"]  # gigabytes, which the sanitizer marks one by one
+    # gigabytes, which the sanitizer marks one by one
+    names = [name for name in emulator.checks() if name != "offsets"]
     seeds = scaled(ORDERS[:1], ORDERS)
-    done = emulator.check(emulator.build(emulator.SANITIZED), *names, seeds=seeds, preload=sanitizer)
+    done = emulator.check(
+        emulator.build(emulator.SANITIZED), *names, seeds=seeds, preload=sanitizer
+    )
     assert done.returncode == 0, done.stderr
 
 
 OUTSIDE = [  # file, text, what stands in its place, the check that must see it
-    pytest.param("combine.cu", "H - h, whole),", "H, whole),", "combine", id="a row read beyond its end"),
     pytest.param(
-        "route_plan.cu", "+ kWarpSums) * sizeof(int32_t);\n  if", ") * sizeof(int32_t);\n  if", "plan", id="shared memory"
+        "combine.cu", "H - h, whole),", "H, whole),", "combine", id="a row read beyond its end"
+    ),
+    pytest.param(
+        "route_plan.cu",
+        "+ kWarpSums) * sizeof(int32_t);\n  if",
+        ") * sizeof(int32_t);\n  if",
+        "plan",
+        id="shared memory",
     ),
 ]
 
 
 @pytest.mark.parametrize("file, text, instead, name", OUTSIDE)
 def test_the_sanitizer_sees_what_lies_outside(file, text, instead, name, sanitizer):
-    done = emulator.check(emulator.build(emulator.SANITIZED, (file, text, instead)), name, preload=sanitizer)
+    done = emulator.check(
+        emulator.build(emulator.SANITIZED, (file, text, instead)), name, preload=sanitizer
+    )
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
 def test_no_access_races_another(races):
-    names, seeds = ("plan", "route", "merge", "dalpha", "combine"), scaled(ORDERS[2:], ORDERS)
+    names = ("plan", "route", "merge", "dalpha", "combine")
+    seeds = scaled(ORDERS[2:], ORDERS)
     done = emulator.check(emulator.build(emulator.RACES), *names, seeds=seeds, preload=races)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_match_orders_no_access(races):
     """All lanes meet there, so that no order of the threads shows the bug."""
-    bug = ("route_plan.cu", "+= __popc(same);\n    __syncwarp();\n  });\n#pragma", "+= __popc(same);\n  });\n#pragma")
+    bug = (
+        "route_plan.cu",
+        "+= __popc(same);\n    __syncwarp();\n  });\n#pragma",
+        "+= __popc(same);\n  });\n#pragma",
+    )
     done = emulator.check(emulator.build(emulator.RACES, bug), "plan", preload=races)
     assert "ThreadSanitizer: data race" in done.stderr, done.stderr
 
 
 SYNC = "  __syncthreads();\n"
 MUTANTS = [
-    pytest.param("route_plan.cu", "next[i] = 0;\n" + SYNC, "next[i] = 0;\n", "plan", id="counts before zeros"),
-    pytest.param("route_plan.cu", "});\n" + SYNC + "  for", "});\n  for", "plan", id="sums before counts"),
-    pytest.param("route_plan.cu", "  " + SYNC + "    if (i < n) a[i]", "    if (i < n) a[i]", "plan", id="scan before sums"),
     pytest.param(
-        "route_plan.cu", "    __syncthreads();  // before the next round's", "//", "plan",
+        "route_plan.cu", "next[i] = 0;\n" + SYNC, "next[i] = 0;\n", "plan", id="counts before zeros"
+    ),
+    pytest.param(
+        "route_plan.cu", "});\n" + SYNC + "  for", "});\n  for", "plan", id="sums before counts"
+    ),
+    pytest.param(
+        "route_plan.cu",
+        "  " + SYNC + "    if (i < n) a[i]",
+        "    if (i < n) a[i]",
+        "plan",
+        id="scan before sums",
+    ),
+    pytest.param(
+        "route_plan.cu",
+        "    __syncthreads();  // before the next round's",
+        "//",
+        "plan",
         id="scan goes on before sums are read",
     ),
-    pytest.param("merging.cu", "  " + SYNC + "  }\n}", "  }\n}", "dalpha", id="sums overwritten before they are read"),
-    pytest.param("route_plan.cu", "R - 1), 0)", "R + 99), 0)", "plan_counted_of_other_ids", id="rows outside"),
-    pytest.param("route_plan.cu", "wait_for_all_blocks();", "0;", "plan_together", id="blocks do not wait"),
-    pytest.param("route_plan.cu", "__syncwarp();\n    if (live", "if (live", "plan", id="counted on before all have read"),
-    pytest.param("route_plan.cu", "row < rows_before", "row <= rows_before", "plan_together", id="a block counts itself"),
-    pytest.param("routing.cu", "other_id < id)", "other_id > id)", "route", id="ties to the higher id"),
-    pytest.param("routing.cu", "return;\n" + SYNC, "return;\n", "route", id="counts handed out before the last"),
-    pytest.param("merging.cu", "__fadd_rn(sum[n], product)", "fmaf(a, to_f32(w[j].value[n]), sum[n])", "merge", id="rounding"),
-    pytest.param("combine.cu", "&& r < limit", "&& r <= limit", "combine", id="a row that nobody wrote"),
-]  # fmt: skip
-# what `make test` builds: those of other checks than `plan`, and of `plan` the one that the threads in turn do not show
+    pytest.param(
+        "merging.cu",
+        "  " + SYNC + "  }\n}",
+        "  }\n}",
+        "dalpha",
+        id="sums overwritten before they are read",
+    ),
+    pytest.param(
+        "route_plan.cu", "R - 1), 0)", "R + 99), 0)", "plan_counted_of_other_ids", id="rows outside"
+    ),
+    pytest.param(
+        "route_plan.cu", "wait_for_all_blocks();", "0;", "plan_together", id="blocks do not wait"
+    ),
+    pytest.param(
+        "route_plan.cu",
+        "__syncwarp();\n    if (live",
+        "if (live",
+        "plan",
+        id="counted on before all have read",
+    ),
+    pytest.param(
+        "route_plan.cu",
+        "row < rows_before",
+        "row <= rows_before",
+        "plan_together",
+        id="a block counts itself",
+    ),
+    pytest.param(
+        "routing.cu", "other_id < id)", "other_id > id)", "route", id="ties to the higher id"
+    ),
+    pytest.param(
+        "routing.cu",
+        "return;\n" + SYNC,
+        "return;\n",
+        "route",
+        id="counts handed out before the last",
+    ),
+    pytest.param(
+        "merging.cu",
+        "__fadd_rn(sum[n], product)",
+        "fmaf(a, to_f32(w[j].value[n]), sum[n])",
+        "merge",
+        id="rounding",
+    ),
+    pytest.param(
+        "combine.cu", "&& r < limit", "&& r <= limit", "combine", id="a row that nobody wrote"
+    ),
+]
+# what `make test` builds: those of other checks than `plan`, and of `plan` the one that the threads
+# in turn do not show
 IN_TURN_UNSEEN = "scan goes on before sums are read"
-FEW = [mutant.values[1] for mutant in MUTANTS if mutant.values[3] != "plan" or mutant.id == IN_TURN_UNSEEN]
+FEW = [
+    mutant.values[1]
+    for mutant in MUTANTS
+    if mutant.values[3] != "plan" or mutant.id == IN_TURN_UNSEEN
+]
 
 
 @pytest.mark.parametrize("file, text, instead, name", MUTANTS)

@@ -1,4 +1,6 @@
-"""Each op of backend "cuda" on CPU tensors, its kernels compiled by g++: schema, fake, gradient, no graph breaks."""
+"""Each op of backend "cuda" on CPU tensors, its kernels compiled by g++: schema, fake, gradient, no
+graph breaks.
+"""
 
 import pytest
 import torch
@@ -22,10 +24,17 @@ def emulated():
 
 def arguments(op: str) -> tuple:
     """Return arguments of torch.ops.moe_runtime.<op>, of which the last is the backend."""
-    T, E, K, H = 5, 4, 2, 6
-    logits, idx = torch.randn(T, E, requires_grad=True), torch.randint(0, E, (T, K), dtype=torch.int32)
-    y, weight = torch.randn(T * K, H, requires_grad=True), torch.rand(T, K, requires_grad=True)
-    slot_row, stack, alpha = torch.randperm(T * K).int(), torch.randn(E, 3, H), torch.rand(E, requires_grad=True)
+    T = 5
+    E = 4
+    K = 2
+    H = 6
+    logits = torch.randn(T, E, requires_grad=True)
+    idx = torch.randint(0, E, (T, K), dtype=torch.int32)
+    y = torch.randn(T * K, H, requires_grad=True)
+    weight = torch.rand(T, K, requires_grad=True)
+    slot_row = torch.randperm(T * K).int()
+    stack = torch.randn(E, 3, H)
+    alpha = torch.rand(E, requires_grad=True)
     return {
         "route": (logits, None, K, "softmax_topk", "cuda"),
         "route_to": (logits, idx, "topk_softmax", "cuda"),
@@ -39,19 +48,32 @@ def arguments(op: str) -> tuple:
 
 
 @needs_cxx
-@pytest.mark.parametrize("op", [
-    "route", "route_to", "route_backward", "dispatch", "combine", "combine_backward", "merge_experts",
-    "merge_experts_backward_alpha",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "op",
+    [
+        "route",
+        "route_to",
+        "route_backward",
+        "dispatch",
+        "combine",
+        "combine_backward",
+        "merge_experts",
+        "merge_experts_backward_alpha",
+    ],
+)
 def test_ops_pass_torchs_checks(emulated, op):
     """Schema, fake and gradient of backend "cuda", and the values of "torch"."""
-    function, values = getattr(torch.ops.moe_runtime, op).default, arguments(op)
+    function = getattr(torch.ops.moe_runtime, op).default
+    values = arguments(op)
     # what returns integers alone has no gradient to check
-    checks = ("test_schema", "test_faketensor") + ("test_autograd_registration",) * (op != "dispatch")
+    checks = ("test_schema", "test_faketensor") + ("test_autograd_registration",) * (
+        op != "dispatch"
+    )
     torch.library.opcheck(function, values, test_utils=checks)
     ours, theirs = (function(*values[:-1], backend) for backend in ("cuda", "torch"))
     if isinstance(ours, torch.Tensor):
-        ours, theirs = [ours], [theirs]
+        ours = [ours]
+        theirs = [theirs]
     for got, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
 
@@ -64,8 +86,14 @@ def test_ops_compile_without_a_break(emulated):
         y = merge_experts(stack, alpha, backend="cuda").repeat(logits.shape[0], 1)
         return combine(y, weight, rows, "cuda").square().sum()
 
-    leaves = [torch.randn(4, 3).requires_grad_(), torch.rand(2).requires_grad_(), torch.randn(2, 3, 5)]
+    leaves = [
+        torch.randn(4, 3).requires_grad_(),
+        torch.rand(2).requires_grad_(),
+        torch.randn(2, 3, 5),
+    ]
     want = torch.autograd.grad(loss(*leaves), leaves[:2])
     torch._dynamo.reset()
-    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves[:2])
+    got = torch.autograd.grad(
+        torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves[:2]
+    )
     torch.testing.assert_close(got, want)

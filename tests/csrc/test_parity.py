@@ -1,4 +1,6 @@
-"""Backend "cuda" on the CPU, by the emulator, against "torch" through the public ops; bit for bit where the order is fixed."""
+"""Backend "cuda" on the CPU, by the emulator, against "torch" through the public ops; bit for bit
+where the order is fixed.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from tests.ops.test_routing import FORCED, forced_pairs
 from tests.support.oracle import GATES, SHARED, choose_experts, relative_error, route_mismatches
 
 pytestmark = [emulator.needs_cxx, pytest.mark.usefixtures("emulated")]
-needs_interpreter = pytest.mark.skipif(not backends.interpreted(), reason="the emulator's tensors are the CPU's")
+needs_interpreter = pytest.mark.skipif(
+    not backends.interpreted(), reason="the emulator's tensors are the CPU's"
+)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -42,22 +46,34 @@ def both(f, *leaves, **kwargs):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8], ids=str)
-@pytest.mark.parametrize("T, E, K", [(0, 4, 2), (1, 4, 2), (37, 8, 3), (43, 3, 3), (13, 4, 4), (11, 100, 2)])
+@pytest.mark.parametrize(
+    "T, E, K", [(0, 4, 2), (1, 4, 2), (37, 8, 3), (43, 3, 3), (13, 4, 4), (11, 100, 2)]
+)
 def test_dispatch(T, E, K, dtype):
     idx = choose_experts(T, E, K, "dropped" if T > 12 else "random").to(dtype)
     for view in (idx, idx.t().contiguous().t()):
-        assert all(torch.equal(*pair) for pair in zip(dispatch(view, E, "cuda"), dispatch(view, E, "torch"), strict=True))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(dispatch(view, E, "cuda"), dispatch(view, E, "torch"), strict=True)
+        )
 
 
 def test_dispatch_of_more_slots_than_a_block_takes():
     idx = torch.randint(-1, 9, (2100, 4))
-    assert all(torch.equal(*pair) for pair in zip(dispatch(idx, 8, "cuda"), dispatch(idx, 8, "torch"), strict=True))
-    assert dispatch(torch.tensor([[2**32, 1]]), 2, "cuda").expert_offsets.tolist() == [0, 0, 1]  # no id wraps
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(dispatch(idx, 8, "cuda"), dispatch(idx, 8, "torch"), strict=True)
+    )
+    # no id wraps
+    assert dispatch(torch.tensor([[2**32, 1]]), 2, "cuda").expert_offsets.tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize("T, E", [(5, 7), (1700, 7), (330, 30)], ids=["one block", "small rows", "wide rows"])
+@pytest.mark.parametrize(
+    "T, E", [(5, 7), (1700, 7), (330, 30)], ids=["one block", "small rows", "wide rows"]
+)
 def test_the_routers_counts_and_the_maps_make_one_launch_of_the_plan(T, E):
-    K, logits = 6, torch.randn(T, E)
+    K = 6
+    logits = torch.randn(T, E)
     count = cuda_kernels.new_block_count(logits, 1)
     _, idx = cuda_kernels.route_forward(logits, None, K, "xft", 1, block_count=count)
     assert count.sum(0).tolist() == torch.bincount(idx.flatten(), minlength=E + 1).tolist()
@@ -71,15 +87,20 @@ def test_the_routers_counts_and_the_maps_make_one_launch_of_the_plan(T, E):
         size = (live[2] - live[1]).clamp(max=rows)
         assert live[0].min() >= 1 and size.sum() == T * K - want.expert_offsets[1]
         owner = torch.bucketize(live[1], want.expert_offsets, right=True) - 1
-        assert torch.equal(owner, live[0]) and torch.equal(live[2], want.expert_offsets[live[0] + 1].long())
+        assert torch.equal(owner, live[0]) and torch.equal(
+            live[2], want.expert_offsets[live[0] + 1].long()
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_route(gate, dtype, tolerance):
     for T, E, k in ((1, 7, 5), (33, 8, 2), (3, 1, 1), (4, 33, 17)):
-        logits, K = (2 * torch.randn(T, E)).to(dtype), k + (gate in SHARED)
-        assert not route_mismatches(lambda *args: route(*args, backend="cuda"), logits, K, gate, tolerance[dtype])
+        logits = (2 * torch.randn(T, E)).to(dtype)
+        K = k + (gate in SHARED)
+        assert not route_mismatches(
+            lambda *args: route(*args, backend="cuda"), logits, K, gate, tolerance[dtype]
+        )
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -88,16 +109,24 @@ def test_route_of_ties_bad_rows_and_any_layout(gate):
     logits[1], logits[2], logits[3, ::2] = float("nan"), -float("inf"), float("nan")
     logits[4], logits[5, :2], logits[6] = torch.tensor([0.0, -0.0] * 3), float("inf"), logits[0, 0]
     for view in (logits, logits.t().contiguous().t(), logits.repeat(1, 2)[:, ::2], logits[::2]):
-        got, want = route(view, 4, gate, backend="cuda"), route(view, 4, gate, backend="torch")
+        got = route(view, 4, gate, backend="cuda")
+        want = route(view, 4, gate, backend="torch")
         assert torch.equal(got.topk_idx, want.topk_idx)
-        torch.testing.assert_close(got.topk_weight, want.topk_weight, rtol=1e-6, atol=1e-7, equal_nan=True)
+        torch.testing.assert_close(
+            got.topk_weight, want.topk_weight, rtol=1e-6, atol=1e-7, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_forced_route(gate, tolerance):
     shared = int(gate in SHARED)
-    idx = torch.cat([torch.rand(9, 6).argsort(1)[:, :3] + shared, torch.zeros(9, shared, dtype=torch.int64)], 1)
-    pairs = both(lambda x, backend: route(x, 3 + shared, gate, topk_idx=idx, backend=backend).topk_weight, torch.randn(9, 6))
+    idx = torch.cat(
+        [torch.rand(9, 6).argsort(1)[:, :3] + shared, torch.zeros(9, shared, dtype=torch.int64)], 1
+    )
+    pairs = both(
+        lambda x, backend: route(x, 3 + shared, gate, topk_idx=idx, backend=backend).topk_weight,
+        torch.randn(9, 6),
+    )
     for want, got in pairs:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
@@ -110,16 +139,23 @@ def test_forced_ids_that_no_router_would_choose(gate, case):
 
 
 def test_route_with_noise_and_bias():
-    logits, noise, bias = torch.randn(9, 6), torch.randn(9, 6), torch.randn(6)
-    got, want = (route(logits, 2, "sigmoid_topk", noise, bias, backend) for backend in ("cuda", "torch"))
+    logits = torch.randn(9, 6)
+    noise = torch.randn(9, 6)
+    bias = torch.randn(6)
+    got, want = (
+        route(logits, 2, "sigmoid_topk", noise, bias, backend) for backend in ("cuda", "torch")
+    )
     assert torch.equal(got.topk_idx, want.topk_idx)
     torch.testing.assert_close(got.topk_weight, want.topk_weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(8, 34, 33), (1, 7), (3, 17), (4,), (2, 0, 7), (33, 129), (5, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(8, 34, 33), (1, 7), (3, 17), (4,), (2, 0, 7), (33, 129), (5, 64)], ids=str
+)
 def test_merge(shape, dtype, tolerance):
-    weight, alpha = torch.randn(shape).to(dtype), torch.rand(shape[0])
+    weight = torch.randn(shape).to(dtype)
+    alpha = torch.rand(shape[0])
     for name, (want, got) in zip(("out", "dweight", "dalpha"), both(merge_experts, weight, alpha)):
         if name == "dalpha":
             assert relative_error(got, want) < tolerance[torch.float32]
@@ -127,15 +163,20 @@ def test_merge(shape, dtype, tolerance):
             assert torch.equal(got, want), name
 
 
-@pytest.mark.parametrize("view", [lambda w: w.transpose(1, 2), lambda w: w[::2], lambda w: w[:1].expand(4, -1, -1)])
+@pytest.mark.parametrize(
+    "view", [lambda w: w.transpose(1, 2), lambda w: w[::2], lambda w: w[:1].expand(4, -1, -1)]
+)
 def test_merge_of_any_layout(view):
     weight = view(torch.randn(4, 6, 16))
     alpha = torch.rand(weight.shape[0])
-    assert torch.equal(merge_experts(weight, alpha, backend="cuda"), merge_experts(weight, alpha, backend="torch"))
+    assert torch.equal(
+        merge_experts(weight, alpha, backend="cuda"), merge_experts(weight, alpha, backend="torch")
+    )
 
 
 def test_merge_into_another_dtype_and_not_at_all():
-    weight, alpha = torch.randn(3, 33), torch.rand(3)
+    weight = torch.randn(3, 33)
+    alpha = torch.rand(3)
     want = merge_experts(weight, alpha)
     out = torch.zeros(33, dtype=torch.bfloat16)
     cuda_kernels.merge_experts_forward(weight, alpha, out, seen=alpha.clone())
@@ -145,14 +186,19 @@ def test_merge_into_another_dtype_and_not_at_all():
 
 
 def test_merged_linear(tolerance):
-    x, weight, alpha = torch.randn(6, 33), torch.randn(4, 17, 33), torch.rand(4)
-    for want, got in both(lambda x, alpha, backend: merged_linear(x, weight, alpha, backend=backend), x, alpha):
+    x = torch.randn(6, 33)
+    weight = torch.randn(4, 17, 33)
+    alpha = torch.rand(4)
+    for want, got in both(
+        lambda x, alpha, backend: merged_linear(x, weight, alpha, backend=backend), x, alpha
+    ):
         assert relative_error(got, want) < tolerance[torch.float32]
 
 
 def test_a_kept_mixture_is_merged_again_only_when_alpha_changes(monkeypatch):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "cuda")
-    layer, x = make(), torch.randn(3, 33)
+    layer = make()
+    x = torch.randn(3, 33)
     want = layer(x)
     kept = layer._mixture.weights
     for weight in kept.values():
@@ -166,19 +212,29 @@ def test_a_kept_mixture_is_merged_again_only_when_alpha_changes(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("T, K, H", [(0, 2, 33), (1, 2, 33), (29, 3, 33), (5, 64, 8), (3, 9, 1032), (4, 0, 5), (4, 3, 0)])
+@pytest.mark.parametrize(
+    "T, K, H", [(0, 2, 33), (1, 2, 33), (29, 3, 33), (5, 64, 8), (3, 9, 1032), (4, 0, 5), (4, 3, 0)]
+)
 def test_combine(T, K, H, dtype, tolerance):
     slot_row = torch.randperm(T * K)
-    y, weight = torch.randn(T * K, H).to(dtype), torch.rand(T, K)
-    found = dict(zip(("out", "dy", "dweight"), both(combine, y, weight, slot_row=slot_row), strict=True))
+    y = torch.randn(T * K, H).to(dtype)
+    weight = torch.rand(T, K)
+    found = dict(
+        zip(("out", "dy", "dweight"), both(combine, y, weight, slot_row=slot_row), strict=True)
+    )
     assert torch.equal(found["out"][1], fused_sum(y, weight, slot_row))
     assert torch.equal(*found["dy"])
     for want, got in found.values():
-        assert relative_error(got, want) < tolerance[torch.float32 if got.dtype == torch.float32 else dtype]
+        assert (
+            relative_error(got, want)
+            < tolerance[torch.float32 if got.dtype == torch.float32 else dtype]
+        )
 
 
 def fused_sum(y, weight, slot_row):
-    """One fused multiply-add per slot, in order: float64 holds the product of two float32 exactly."""
+    """One fused multiply-add per slot, in order: float64 holds the product of two float32
+    exactly.
+    """
     (T, K), total = weight.shape, torch.zeros(weight.shape[0], y.shape[1])
     rows = y.double()[slot_row].view(T, K, y.shape[1])
     for k in range(K):
@@ -187,11 +243,14 @@ def fused_sum(y, weight, slot_row):
 
 
 def test_combine_of_any_layout_and_rows_that_nobody_wrote():
-    y, weight, slot_row = torch.randn(8, 12).t(), torch.rand(3, 4).t(), torch.randperm(12)
+    y = torch.randn(8, 12).t()
+    weight = torch.rand(3, 4).t()
+    slot_row = torch.randperm(12)
     want = combine(y.contiguous(), weight.contiguous(), slot_row, "cuda")
     for index in (slot_row.int(), slot_row.to(torch.uint8), slot_row.repeat_interleave(2)[::2]):
         assert torch.equal(combine(y, weight, index, "cuda"), want)
-    y, limit = y.clone(), torch.tensor([7], dtype=torch.int32)
+    y = y.clone()
+    limit = torch.tensor([7], dtype=torch.int32)
     y[7:] = float("nan")
     got = cuda_kernels.combine_forward(y, weight, slot_row, limit)
     assert torch.equal(got, fused_sum(torch.where(y.isnan(), 0, y), weight, slot_row))
@@ -201,10 +260,19 @@ def test_combine_of_any_layout_and_rows_that_nobody_wrote():
 @pytest.mark.parametrize("shared", ["group", "dense"])
 @pytest.mark.parametrize("T", [0, 1, 9])
 def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch, tolerance):
-    """moe_layer and moe_mlp with csrc/'s kernels around Triton's products, the same as Triton's own."""
-    x, router, up, down = torch.randn(T, 16), torch.randn(3, 16), torch.randn(4, 24, 16), torch.randn(4, 16, 12) / 16
-    found, launched, launch = {}, [], cuda.launch
-    monkeypatch.setattr(cuda, "launch", lambda name, *args: launched.append(name) or launch(name, *args))
+    """moe_layer and moe_mlp with csrc/'s kernels around Triton's products, the same as Triton's
+    own.
+    """
+    x = torch.randn(T, 16)
+    router = torch.randn(3, 16)
+    up = torch.randn(4, 24, 16)
+    down = torch.randn(4, 16, 12) / 16
+    found = {}
+    launched = []
+    launch = cuda.launch
+    monkeypatch.setattr(
+        cuda, "launch", lambda name, *args: launched.append(name) or launch(name, *args)
+    )
     for name in ("triton", "cuda"):
         monkeypatch.setattr(moe_layer_op, "pick", lambda *_, name=name: name)
         monkeypatch.setattr(moe_mlp_op, "pick", lambda *_, name=name: name)
@@ -212,7 +280,9 @@ def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch, tolera
         layer = moe_layer_op.moe_layer(*leaves[:2], Experts(*leaves[2:], shared=shared), 3, "xft")
         weight = layer.topk_weight.detach().requires_grad_()
         out = moe_mlp_op.moe_mlp(x, leaves[2], leaves[3], weight, layer.topk_idx, shared=shared)
-        grads = torch.autograd.grad(layer.out.square().sum() + out.square().sum(), [*leaves, weight])
+        grads = torch.autograd.grad(
+            layer.out.square().sum() + out.square().sum(), [*leaves, weight]
+        )
         found[name] = [layer.out.detach(), out.detach(), layer.topk_idx, *grads]
     for want, got in zip(found["triton"], found["cuda"], strict=True):
         assert relative_error(got, want) < tolerance[torch.float32]
@@ -227,7 +297,9 @@ def test_the_emulator_rounds_as_the_hardware_does(dtype):
     assert torch.equal(every.float().isnan(), every.isnan())
     numbers = every[~every.isnan()].float()
     between = (numbers + numbers.roll(1)) / 2  # ties, and what overflows
-    probes = torch.cat([numbers, between, torch.nextafter(between, numbers), torch.tensor([65520.0, 3.4e38])])
+    probes = torch.cat(
+        [numbers, between, torch.nextafter(between, numbers), torch.tensor([65520.0, 3.4e38])]
+    )
     probes = probes[~probes.isnan()]
     out = torch.empty_like(probes, dtype=dtype)
     cuda_kernels.merge_experts_forward(probes[None], torch.ones(1), out)
@@ -236,14 +308,26 @@ def test_the_emulator_rounds_as_the_hardware_does(dtype):
 
 
 def test_what_the_kernels_do_not_take_is_refused():
-    with pytest.raises(ValueError, match="num_experts must be at most 1024 for backend 'cuda', but got 1025"):
+    with pytest.raises(
+        ValueError, match="num_experts must be at most 1024 for backend 'cuda', but got 1025"
+    ):
         dispatch(torch.zeros(2, 2, dtype=torch.int64), 1025, "cuda")
     with pytest.raises(ValueError, match="num_experts must be .*but got 1025"):
         route(torch.zeros(2, 1025), 2, "softmax_topk", backend="cuda")
     with pytest.raises(ValueError, match="Use backend 'torch' for float64"):
         combine(torch.randn(4, 2, dtype=torch.float64), torch.rand(2, 2), torch.arange(4), "cuda")
-    with pytest.raises(RuntimeError, match="moert_route_plan failed: the workspace is missing or too small"):
-        cuda.launch("moert_route_plan", torch.empty(0), *plan_arguments(torch.zeros(9000, dtype=torch.int32)), None, 0, None, 0)
+    with pytest.raises(
+        RuntimeError, match="moert_route_plan failed: the workspace is missing or too small"
+    ):
+        cuda.launch(
+            "moert_route_plan",
+            torch.empty(0),
+            *plan_arguments(torch.zeros(9000, dtype=torch.int32)),
+            None,
+            0,
+            None,
+            0,
+        )
     with pytest.raises(RuntimeError, match="moert_tile_map failed: an argument is invalid"):
         cuda_kernels.tile_map(torch.zeros(3, dtype=torch.int32), 4, 1, -1)
 

@@ -1,4 +1,6 @@
-"""Each example of docs/ runs as it stands, on a tiny model in a folder `model` and a few lines in `data.jsonl`."""
+"""Each example of docs/ runs as it stands, on a tiny model in a folder `model` and a few lines in
+`data.jsonl`.
+"""
 
 import json
 import os
@@ -56,29 +58,53 @@ def script(text: str, folder: Path, *launcher: str) -> str:
     path = folder / "example.py"
     path.write_text(text)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, *launcher, str(path)]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
-@pytest.mark.parametrize("block", [block for block in PYTHON if not block.file], ids=lambda block: block.heading)
+@pytest.mark.parametrize(
+    "block", [block for block in PYTHON if not block.file], ids=lambda block: block.heading
+)
 def test_examples_run(block, folder):
     names: dict = {"__name__": "__main__"}
     exec(compile(block.text, str(DROP_IN), "exec"), names)
     trains = any(call in block.text for call in (".train()\n", "optimizer.step()"))
     before = stock().state_dict()
     weights = names.get("merged", names["model"]).state_dict()
-    assert {name for name, weight in weights.items() if not torch.equal(weight.cpu(), before[name])} == (
-        set(before) if trains else set()
-    )
+    assert {
+        name for name, weight in weights.items() if not torch.equal(weight.cpu(), before[name])
+    } == (set(before) if trains else set())
 
 
 @pytest.mark.slow
 def test_the_accelerate_script_on_two_processes(folder):
-    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    script(FILES["train.py"].text, folder, *launcher, "--mixed_precision", "no", "--dynamo_backend", "no")
+    launcher = [
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    script(
+        FILES["train.py"].text,
+        folder,
+        *launcher,
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    )
     from transformers import AutoModelForCausalLM
 
     tuned = AutoModelForCausalLM.from_pretrained("tuned").state_dict()

@@ -1,4 +1,6 @@
-"""Every fenced block of the README and of docs/ has a test: run here, run elsewhere, or parsed by its program's parser."""
+"""Every fenced block of the README and of docs/ has a test: run here, run elsewhere, or parsed by
+its program's parser.
+"""
 
 import ast
 import functools
@@ -19,27 +21,70 @@ from moe_runtime.methods.xft import recipe as xft_recipe
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense
 from tests.support import official_xft
-from tests.support.fences import ALL, PAGES, ROOT, check_command, command_line, fences, parse_verb, statements
+from tests.support.fences import (
+    ALL,
+    PAGES,
+    ROOT,
+    check_command,
+    command_line,
+    fences,
+    parse_verb,
+    statements,
+)
 
 LANGUAGES = {"bash", "bibtex", "console", "json", "pycon", "python", "text", "yaml"}
 
-# blocks that a test elsewhere runs or loads: how many of a page and language, and the test, which names the page
+# blocks that a test elsewhere runs or loads: how many of a page and language, and the test, which
+# names the page
 ELSEWHERE = {
     ("README.md", "python"): (2, "tests/docs/test_readme.py::test_python_blocks_run"),
     ("docs/drop-in.md", "python"): (4, "tests/docs/test_docs.py::test_examples_run"),
-    ("docs/quantized-experts.md", "python"): (2, "tests/hf/dropin/test_quantize.py::test_the_example_of_the_docs_runs"),
+    ("docs/quantized-experts.md", "python"): (
+        2,
+        "tests/hf/dropin/test_quantize.py::test_the_example_of_the_docs_runs",
+    ),
     ("docs/drop-in.md", "yaml"): (1, "tests/docs/test_docs.py::test_the_fsdp2_config_is_one"),
     ("docs/drop-in.md", "json"): (1, "tests/docs/test_docs.py::test_the_zero3_config_is_one"),
-    ("docs/expert-parallel.md", "python"): (2, "tests/hf/dropin/test_parallel_docs.py::test_example"),
-    ("docs/routers.md", "python"): (3, "tests/hf/dropin/test_balance.py::test_the_examples_of_the_docs_run"),
-    ("docs/esft.md", "python"): (1, "tests/methods/esft/test_study.py::test_the_python_of_the_docs_runs"),
-    ("docs/esft.md", "yaml"): (1, "tests/methods/esft/test_study.py::test_the_recipe_of_the_docs_is_one"),
-    ("docs/upit.md", "python"): (1, "tests/methods/upit/test_study.py::test_the_python_of_the_docs_runs"),
-    ("docs/upit.md", "yaml"): (1, "tests/methods/upit/test_study.py::test_the_recipe_of_the_docs_is_one"),
-    ("docs/ultrafuser.md", "python"): (2, "tests/methods/ultrafuser/test_folders.py::test_the_examples_of_the_docs_run"),
-    ("docs/recipes.md", "python"): (1, "tests/methods/xft/test_study.py::test_the_python_of_the_docs_runs"),
-    ("docs/recipes.md", "yaml"): (1, "tests/methods/xft/test_recipe.py::test_the_recipe_of_the_docs_is_one"),
-    ("docs/evaluation.md", "yaml"): (1, "tests/methods/xft/test_recipe.py::test_the_task_of_the_docs_is_yaml"),
+    ("docs/expert-parallel.md", "python"): (
+        2,
+        "tests/hf/dropin/test_parallel_docs.py::test_example",
+    ),
+    ("docs/routers.md", "python"): (
+        3,
+        "tests/hf/dropin/test_balance.py::test_the_examples_of_the_docs_run",
+    ),
+    ("docs/esft.md", "python"): (
+        1,
+        "tests/methods/esft/test_study.py::test_the_python_of_the_docs_runs",
+    ),
+    ("docs/esft.md", "yaml"): (
+        1,
+        "tests/methods/esft/test_study.py::test_the_recipe_of_the_docs_is_one",
+    ),
+    ("docs/upit.md", "python"): (
+        1,
+        "tests/methods/upit/test_study.py::test_the_python_of_the_docs_runs",
+    ),
+    ("docs/upit.md", "yaml"): (
+        1,
+        "tests/methods/upit/test_study.py::test_the_recipe_of_the_docs_is_one",
+    ),
+    ("docs/ultrafuser.md", "python"): (
+        2,
+        "tests/methods/ultrafuser/test_folders.py::test_the_examples_of_the_docs_run",
+    ),
+    ("docs/recipes.md", "python"): (
+        1,
+        "tests/methods/xft/test_study.py::test_the_python_of_the_docs_runs",
+    ),
+    ("docs/recipes.md", "yaml"): (
+        1,
+        "tests/methods/xft/test_recipe.py::test_the_recipe_of_the_docs_is_one",
+    ),
+    ("docs/evaluation.md", "yaml"): (
+        1,
+        "tests/methods/xft/test_recipe.py::test_the_task_of_the_docs_is_yaml",
+    ),
 }
 # of those pages, the blocks that are run here
 HERE = {("docs/upit.md", "save_experts.py")}
@@ -49,26 +94,40 @@ RUN = [
     if fence.language == "python"
     and ((fence.page, "python") not in ELSEWHERE or (fence.page, fence.options.get("file")) in HERE)
 ]
-LOADED = [fence for fence in ALL if fence.language in ("yaml", "json") and (fence.page, fence.language) not in ELSEWHERE]
+LOADED = [
+    fence
+    for fence in ALL
+    if fence.language in ("yaml", "json") and (fence.page, fence.language) not in ELSEWHERE
+]
 place = {"ids": lambda fence: fence.place}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_says_what_it_is(page):
     for fence in fences(page):
-        assert fence.language in LANGUAGES, f"{fence.place} is {fence.language!r}; want one of {', '.join(LANGUAGES)}"
+        assert fence.language in LANGUAGES, (
+            f"{fence.place} is {fence.language!r}; want one of {', '.join(LANGUAGES)}"
+        )
 
 
 def test_what_is_run_elsewhere_is():
-    here = Counter((fence.page, fence.language) for fence in RUN if (fence.page, fence.options.get("file")) in HERE)
+    here = Counter(
+        (fence.page, fence.language)
+        for fence in RUN
+        if (fence.page, fence.options.get("file")) in HERE
+    )
     found = Counter((fence.page, fence.language) for fence in ALL)
     for (page, language), (count, test) in ELSEWHERE.items():
         path, name = test.split("::")
         text = (ROOT / path).read_text()
-        names = {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+        names = {
+            node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
+        }
         assert name in names, test
         assert Path(page).name in text, f"{path} does not name {page}"
-        assert found[page, language] - here[page, language] == count, f"{page} has other {language} blocks; who runs them?"
+        assert found[page, language] - here[page, language] == count, (
+            f"{page} has other {language} blocks; who runs them?"
+        )
 
 
 @pytest.mark.parametrize("fence", [fence for fence in ALL if fence.language == "bash"], **place)
@@ -79,29 +138,36 @@ def test_commands_are_parsed(fence):
         check_command(words, fence.page)
 
 
-@pytest.mark.parametrize("line", [
-    pytest.param("moe-runtime upcycled a b", id="verb"),
-    pytest.param("moe-runtime xft upcycle a b --expert 3", id="option"),
-    pytest.param("moe-runtime xft upcycle a", id="argument"),
-    pytest.param("moe-runtime train --model a --dat b", id="trl"),
-    pytest.param("make tests", id="target"),
-    pytest.param("make demo ARG=--overwrite", id="variable"),
-    pytest.param("pip install '.[trains]'", id="extra"),
-    pytest.param("python -m moe_runtime.native.build cuda --arch-list 90", id="argparse"),
-    pytest.param("python -m moe_runtime.nothing", id="module"),
-    pytest.param("python nowhere.py", id="script"),
-    pytest.param("bash bench/gpu.sh everything", id="part"),
-    pytest.param("accelerate launch --confg x train.py", id="accelerate"),
-    pytest.param("mergekit x", id="program"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("moe-runtime upcycled a b", id="verb"),
+        pytest.param("moe-runtime xft upcycle a b --expert 3", id="option"),
+        pytest.param("moe-runtime xft upcycle a", id="argument"),
+        pytest.param("moe-runtime train --model a --dat b", id="trl"),
+        pytest.param("make tests", id="target"),
+        pytest.param("make demo ARG=--overwrite", id="variable"),
+        pytest.param("pip install '.[trains]'", id="extra"),
+        pytest.param("python -m moe_runtime.native.build cuda --arch-list 90", id="argparse"),
+        pytest.param("python -m moe_runtime.nothing", id="module"),
+        pytest.param("python nowhere.py", id="script"),
+        pytest.param("bash bench/gpu.sh everything", id="part"),
+        pytest.param("accelerate launch --confg x train.py", id="accelerate"),
+        pytest.param("mergekit x", id="program"),
+    ],
+)
 def test_commands_that_would_not_run_are_found(line):
     (words,) = statements(line)
-    with pytest.raises((AssertionError, ImportError, typer.BadParameter.__base__, ValueError, SystemExit)):
+    with pytest.raises(
+        (AssertionError, ImportError, typer.BadParameter.__base__, ValueError, SystemExit)
+    ):
         check_command(words, "a page")
 
 
 def test_commands_within_the_text_are_parsed():
-    """`moe-runtime ...` in a sentence or a table: verb and options exist, if nothing is left out of it."""
+    """`moe-runtime ...` in a sentence or a table: verb and options exist, if nothing is left out of
+    it.
+    """
     found = 0
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -109,8 +175,14 @@ def test_commands_within_the_text_are_parsed():
             words = [word.replace("|", "") for word in line.split()]
             if "..." in words:
                 continue
-            options = [word for word in words if word.startswith("--") and not word.startswith("--help")]
-            verb = [word for word in words[1:] if re.fullmatch(r"[a-z-]+[0-9]?", word) and not word.startswith("-")]
+            options = [
+                word for word in words if word.startswith("--") and not word.startswith("--help")
+            ]
+            verb = [
+                word
+                for word in words[1:]
+                if re.fullmatch(r"[a-z-]+[0-9]?", word) and not word.startswith("-")
+            ]
             for option in options:
                 assert re.search(rf"{option}\b", help_of(tuple(verb))), f"{page.name}: {line}"
             assert help_of(tuple(verb)), f"{page.name}: {line}"
@@ -120,8 +192,11 @@ def test_commands_within_the_text_are_parsed():
 
 @functools.cache
 def help_of(words: tuple[str, ...]) -> str:
-    """The help of the verb that the words begin with; raises AssertionError where a group has none of the next one's name."""
-    command, named = command_line(), ["moe-runtime"]
+    """The help of the verb that the words begin with; raises AssertionError where a group has none
+    of the next one's name.
+    """
+    command = command_line()
+    named = ["moe-runtime"]
     for word in words:
         children = getattr(command, "commands", {})
         if not children:
@@ -135,9 +210,13 @@ def help_of(words: tuple[str, ...]) -> str:
 @pytest.mark.parametrize("fence", [fence for fence in ALL if fence.language == "text"], **place)
 def test_text_hides_no_command_and_tables_name_theirs(fence):
     programs = r"(moe-runtime|make|pip|python3?|accelerate|torchrun|bash|git|hf) "
-    assert not re.search(rf"^\$? ?{programs}", fence.text, re.MULTILINE), f"{fence.place}: commands are bash"
+    assert not re.search(rf"^\$? ?{programs}", fence.text, re.MULTILINE), (
+        f"{fence.place}: commands are bash"
+    )
     boxes = [line for line in fence.text.splitlines() if line[:1] in "┏┃┡│└"]
-    assert len({len(line) for line in boxes}) <= 1, f"{fence.place}: a table whose lines differ in width"
+    assert len({len(line) for line in boxes}) <= 1, (
+        f"{fence.place}: a table whose lines differ in width"
+    )
     if boxes and fence.page != "README.md":
         command = re.fullmatch(r"`(moe-runtime .+)`", fence.before)
         assert command, f"{fence.place}: a table without the command that printed it"
@@ -163,7 +242,9 @@ def official(folder, monkeypatch) -> dict:
 
 
 def kernels_package(folder, monkeypatch) -> dict:
-    """The pip package `kernels`, as far as the page uses it: the folder is built, and loaded as that package does."""
+    """The pip package `kernels`, as far as the page uses it: the folder is built, and loaded as
+    that package does.
+    """
     import importlib.util
 
     import torch
@@ -182,9 +263,15 @@ def kernels_package(folder, monkeypatch) -> dict:
 
     package = types.ModuleType("kernels")
     package.get_local_kernel = load
-    package.get_kernel = lambda repository, version, trust_remote_code: load(folder / "hub" / "build")
+    package.get_kernel = lambda repository, version, trust_remote_code: load(
+        folder / "hub" / "build"
+    )
     monkeypatch.setitem(sys.modules, "kernels", package)
-    names = {"x": torch.randn(5, 16), "gate_up_proj": torch.randn(8, 48, 16), "down_proj": torch.randn(8, 16, 24)}
+    names = {
+        "x": torch.randn(5, 16),
+        "gate_up_proj": torch.randn(8, 48, 16),
+        "down_proj": torch.randn(8, 16, 24),
+    }
     return names | {"router_logits": torch.randn(5, 7)}
 
 
@@ -192,13 +279,24 @@ def trainer(folder, monkeypatch) -> dict:
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
 
-    args = TrainingArguments("out", max_steps=4, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no")
+    args = TrainingArguments(
+        "out", max_steps=4, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no"
+    )
     ids = TOKENIZER("3 and 4 make 7")["input_ids"]
     rows = Dataset.from_list([{"input_ids": ids, "labels": ids}] * 32)
-    return {"Trainer": Trainer, "model": dense("llama", vocab_size=len(TOKENIZER)), "args": args, "rows": rows}
+    return {
+        "Trainer": Trainer,
+        "model": dense("llama", vocab_size=len(TOKENIZER)),
+        "args": args,
+        "rows": rows,
+    }
 
 
-PREPARED = {"docs/xft-official.md": official, "docs/build.md": kernels_package, "docs/upit.md": trainer}
+PREPARED = {
+    "docs/xft-official.md": official,
+    "docs/build.md": kernels_package,
+    "docs/upit.md": trainer,
+}
 
 
 @pytest.mark.parametrize("fence", RUN, **place)
@@ -215,10 +313,15 @@ def test_configs_are_loaded_by_what_reads_them(fence, tmp_path):
     assert fence.language == "yaml", f"{fence.place}: nothing reads this"
     values = yaml.safe_load(fence.text)
     if set(values) == {"data"}:  # of a recipe its rows
-        assert xft_recipe.Data.from_dict(values["data"]).held_out_rows == values["data"]["held_out_rows"]
+        assert (
+            xft_recipe.Data.from_dict(values["data"]).held_out_rows
+            == values["data"]["held_out_rows"]
+        )
         return
     method = values.get("method")
     (tmp_path / "mine.yaml").write_text(fence.text)
     assert method in ("esft", "upit", "ultrafuser"), f"{fence.place}: nothing reads this"
-    recipe = importlib.import_module(f"moe_runtime.methods.{method}.recipe").load_recipe(tmp_path / "mine.yaml")
+    recipe = importlib.import_module(f"moe_runtime.methods.{method}.recipe").load_recipe(
+        tmp_path / "mine.yaml"
+    )
     assert recipe.max_length == values["max_length"]

@@ -1,4 +1,6 @@
-"""Every command of the bash blocks of the README and docs/ runs, in order, or is on the list of what cannot."""
+"""Every command of the bash blocks of the README and docs/ runs, in order, or is on the list of
+what cannot.
+"""
 
 import ast
 
@@ -7,7 +9,11 @@ import pytest
 from tests.support import flows
 from tests.support.fences import PAGES, ROOT, statements
 
-EVERY = [(str(path.relative_to(ROOT)), words) for path in PAGES for _, words in flows.commands(str(path.relative_to(ROOT)))]
+EVERY = [
+    (str(path.relative_to(ROOT)), words)
+    for path in PAGES
+    for _, words in flows.commands(str(path.relative_to(ROOT)))
+]
 
 
 @pytest.mark.slow

@@ -23,7 +23,10 @@ def cells(path) -> list[tuple[str, str]]:
     """The code cells of a notebook: the code, and what it printed."""
     found = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in found] == list(range(1, len(found) + 1))
-    return [("".join(cell["source"]), "".join("".join(out["text"]) for out in cell["outputs"])) for cell in found]
+    return [
+        ("".join(cell["source"]), "".join("".join(out["text"]) for out in cell["outputs"]))
+        for cell in found
+    ]
 
 
 def test_there_are_three_and_the_first_page_links_them():
@@ -37,14 +40,24 @@ def test_a_notebook_has_its_outputs_and_uses_public_names(path):
     for code, printed in cells(path):
         assert "print" not in code or printed or "def " in code, code
         tree = ast.parse(code)
-        ours = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("moe_runtime")]
+        ours = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("moe_runtime")
+        ]
         names += [(node.module, alias.name) for node in ours for alias in node.names]
-        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not node.attr.startswith("__")}
+        used = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and not node.attr.startswith("__")
+        }
         assert not [name for name in used if name.startswith("_")]
         for module in ("xft", "esft"):
             called = set(re.findall(rf"\b{module}\.(\w+)", code))
             assert called <= set(hooks.public(f"moe_runtime.methods.{module}")) | {"py"}
-        assert set(re.findall(r"\bmoe_runtime\.(?!methods|hf)(\w+)", code)) <= set(moe_runtime.__all__)
+        assert set(re.findall(r"\bmoe_runtime\.(?!methods|hf)(\w+)", code)) <= set(
+            moe_runtime.__all__
+        )
     assert names
     for module, name in names:
         assert module == "moe_runtime.methods" or name in hooks.public(module), f"{module}.{name}"
@@ -57,7 +70,11 @@ def test_a_notebook_prints_what_it_says(path, tmp_path):
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     book = execute(path, tmp_path)
-    now = ["".join(out["text"] for out in cell.outputs) for cell in book.cells if cell.cell_type == "code"]
+    now = [
+        "".join(out["text"] for out in cell.outputs)
+        for cell in book.cells
+        if cell.cell_type == "code"
+    ]
     for text, (_, before) in zip(now, cells(path), strict=True):
         words = [re.sub(r"[-+]?\d[\d.,e+-]*|\([^)]*\)", "#", one).split() for one in (text, before)]
         assert words[0] == words[1]

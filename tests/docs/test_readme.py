@@ -1,4 +1,6 @@
-"""What the README and the pages it summarizes say: equations, families, code, the methods' tables, figures, links."""
+"""What the README and the pages it summarizes say: equations, families, code, the methods' tables,
+figures, links.
+"""
 
 import importlib
 import json
@@ -38,16 +40,26 @@ def test_each_equation_lives_where_the_table_says():
 
 
 def test_dense_families_are_those_of_the_code():
-    table = (ROOT / "docs" / "xft.md").read_text().split("## Supported models\n")[1].split("\n## ")[0].split("|---|")[1]
+    table = (
+        (ROOT / "docs" / "xft.md")
+        .read_text()
+        .split("## Supported models\n")[1]
+        .split("\n## ")[0]
+        .split("|---|")[1]
+    )
     assert set(re.findall(r"`([a-z0-9_]+)`", table)) == set(FAMILIES)
     assert f"for {len(FAMILIES)} architectures" in README
 
 
 def test_the_number_of_stock_families_is_that_of_their_page():
-    """tests/hf/dropin/test_experts_families.py compares that page with the installed transformers."""
+    """tests/hf/dropin/test_experts_families.py compares that page with the installed
+    transformers.
+    """
     page = (ROOT / "docs" / "families.md").read_text()
     listed = page.split("## Not on moe_runtime")[0].count("\n| `")
-    counts = re.findall(r"(\d+)(?: stock MoE)? families", README + page + (ROOT / "docs" / "index.md").read_text())
+    counts = re.findall(
+        r"(\d+)(?: stock MoE)? families", README + page + (ROOT / "docs" / "index.md").read_text()
+    )
     assert len(counts) >= 6 and {int(count) for count in counts} == {listed}
     if transformers.__version__ == re.search(r"transformers ([\d.]+)", page)[1].rstrip("."):
         assert listed == len(stock_families.FAMILIES)
@@ -82,9 +94,12 @@ def test_cpu_figures_are_those_of_the_newest_file():
         for bench in json.loads(newest.read_text())["benchmarks"]
         for name, row in bench["extra_info"]["rows"].items()
     }
-    table, page = section("Performance"), (ROOT / "docs" / "performance.md").read_text()
+    table = section("Performance")
+    page = (ROOT / "docs" / "performance.md").read_text()
     assert newest.name in table and newest.name in page
-    report, goals = (importlib.import_module(f"moe_runtime.bench.{name}") for name in ("report", "goals"))
+    report, goals = (
+        importlib.import_module(f"moe_runtime.bench.{name}") for name in ("report", "goals")
+    )
     assert report.cpu_table(rows) in table and report.steps_table(rows) in page
     assert goals.goals(rows, goals.CPU_GOALS).strip() in page
 
@@ -92,7 +107,9 @@ def test_cpu_figures_are_those_of_the_newest_file():
 def box_table(page: str, command: str) -> list[dict[str, str]]:
     """The rows of the table that a command printed, as docs/ has it: column -> text."""
     text = (ROOT / "docs" / page).read_text()
-    printed = re.search(rf"^`{re.escape(command)}`\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    printed = re.search(
+        rf"^`{re.escape(command)}`\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+    )[1]
     lines = [line for line in printed.splitlines() if line[:1] in ("┃", "│")]
     head, *rows = ([cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines)
     return [dict(zip(head, row, strict=True)) for row in rows]
@@ -100,10 +117,21 @@ def box_table(page: str, command: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("method", ["xft", "esft", "upit", "ultrafuser"])
 def test_the_methods_tables_are_those_that_were_printed(method):
-    part = (ROOT / "docs" / f"{method}.md").read_text().split("## Results on a small model\n")[1].split("\n## ")[0]
+    part = (
+        (ROOT / "docs" / f"{method}.md")
+        .read_text()
+        .split("## Results on a small model\n")[1]
+        .split("\n## ")[0]
+    )
     command = re.search(r"```bash\n(.*?)\n```", part)[1]
-    printed = {row["method"]: row for row in box_table(f"{method}-tables.md", command.removesuffix(" --seeds 3"))}
-    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*$", part, re.MULTILINE))
+    printed = {
+        row["method"]: row
+        for row in box_table(f"{method}-tables.md", command.removesuffix(" --seeds 3"))
+    }
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in re.findall(r"^\|.*$", part, re.MULTILINE)
+    )
     assert len(rows) >= 5
     for row in rows:
         assert row == [printed[row[0]][column] for column in head]
@@ -121,9 +149,13 @@ def test_nothing_is_left_to_fill_in_and_pictures_are_there():
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "](" in page.read_text()], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "](" in page.read_text()], ids=lambda page: page.stem
+)
 def test_pictures_say_what_they_show_and_follow_the_page(page):
-    """Alternative texts are sentences of their own; an SVG has a dark ground where the page has, PNGs by the site."""
+    """Alternative texts are sentences of their own; an SVG has a dark ground where the page has,
+    PNGs by the site.
+    """
     shown = re.findall(r"!\[([^]]*)\]\(([^)]+)\)", page.read_text())
     assert len({text for text, _ in shown}) == len(shown)
     for text, path in shown:

@@ -1,4 +1,6 @@
-"""tests/support/reprint.py, which prints the tables of docs/ again; and that the tables of a page are of one base."""
+"""tests/support/reprint.py, which prints the tables of docs/ again; and that the tables of a page
+are of one base.
+"""
 
 import re
 from pathlib import Path
@@ -22,9 +24,17 @@ def test_every_table_is_one_that_is_printed_again(page):
         parse_verb(command.split())
     assert re.search(r"^Printed .*on \d+ November 2026", text, re.MULTILINE)
     rows = [
-        row for command in commands for row in box_table(page.name, f"moe-runtime {command}") if row.get("method") == "base"
+        row
+        for command in commands
+        for row in box_table(page.name, f"moe-runtime {command}")
+        if row.get("method") == "base"
     ]
-    bases = {row[column].partition(" ")[0] for row in rows for column in row if column in ("all tasks", "held-out loss")}
+    bases = {
+        row[column].partition(" ")[0]
+        for row in rows
+        for column in row
+        if column in ("all tasks", "held-out loss")
+    }
     assert len(bases) <= 1, f"tables of {page.name} are of several bases: {bases}"
     assert bases or "esft" not in page.name
 
@@ -32,14 +42,21 @@ def test_every_table_is_one_that_is_printed_again(page):
 def test_a_table_is_replaced_and_the_rest_of_the_page_stays(tmp_path, monkeypatch):
     box = "┏━━━┓\n┃ a ┃\n┡━━━┩\n│ {} │\n└───┘\n"
     fence = "`moe-runtime paper xft {0}`\n\n```text\n{1}```\n"
-    text = "# Page\n\n" + fence.format("table1 --seeds 1", "{}") + "\n* one is 1\n\n" + fence.format("budget", "x\n")
+    text = (
+        "# Page\n\n"
+        + fence.format("table1 --seeds 1", "{}")
+        + "\n* one is 1\n\n"
+        + fence.format("budget", "x\n")
+    )
     page = tmp_path / "page.md"
     page.write_text(text.format(box.format(1)))
     asked = []
 
     def app(words, standalone_mode):
         asked.append(words)
-        print(f"[   0 s] seed 1\n\x1b[3mA title\x1b[0m\n{box.format(2)}3 rows.\nnumbers: out/a.json")
+        print(
+            f"[   0 s] seed 1\n\x1b[3mA title\x1b[0m\n{box.format(2)}3 rows.\nnumbers: out/a.json"
+        )
 
     monkeypatch.setattr(reprint, "app", app)
     assert reprint.reprint(page, Path("out"), only="table1") == 1

@@ -1,4 +1,6 @@
-"""The site of docs/ builds without a warning, fetches nothing from elsewhere, and holds every verb and public name."""
+"""The site of docs/ builds without a warning, fetches nothing from elsewhere, and holds every verb
+and public name.
+"""
 
 import html
 import json
@@ -27,7 +29,9 @@ def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "WARNING" not in done.stderr
     return out
@@ -36,16 +40,26 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_every_page_is_listed(site):
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    named = set(re.findall(r"([\w-]+\.md)", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])))
-    assert named == pages | {"cli.md", "api.md"} | {f"notebook-{path.stem}.md" for path in hooks.NOTEBOOKS}
-    assert {path.stem for path in site.glob("*.html")} == {name.removesuffix(".md") for name in named} | {"404"}
+    named = set(
+        re.findall(r"([\w-]+\.md)", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    )
+    assert named == pages | {"cli.md", "api.md"} | {
+        f"notebook-{path.stem}.md" for path in hooks.NOTEBOOKS
+    }
+    assert {path.stem for path in site.glob("*.html")} == {
+        name.removesuffix(".md") for name in named
+    } | {"404"}
 
 
 def test_nothing_is_fetched_from_elsewhere(site):
     for path in site.glob("*.html"):
         text = path.read_text()
-        fetched = re.findall(r"<(?:script|img|iframe)[^>]+src=\"([^\"]+)\"|<link[^>]+href=\"([^\"]+)\"", text)
-        assert fetched and not [url for pair in fetched for url in pair if url.startswith(("http", "//"))], path.name
+        fetched = re.findall(
+            r"<(?:script|img|iframe)[^>]+src=\"([^\"]+)\"|<link[^>]+href=\"([^\"]+)\"", text
+        )
+        assert fetched and not [
+            url for pair in fetched for url in pair if url.startswith(("http", "//"))
+        ], path.name
 
 
 def test_every_verb_and_option_is_on_its_page(site):
@@ -65,7 +79,9 @@ def test_no_entry_of_the_navigation_is_there_twice():
             if isinstance(content, list):
                 yield from titles(content)
 
-    found = [title.lower() for title in titles(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
+    found = [
+        title.lower() for title in titles(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    ]
     assert len(found) > 30 and len(set(found)) == len(found)
 
 
@@ -78,7 +94,8 @@ def test_the_search_finds_verbs_and_parts_of_names(site):
     for path, _ in hooks.commands():
         for word in re.split(index["config"]["separator"], path[-1]):
             assert "cli.html" in words[word], path
-    for word in ("merge", "quantized", "upcycle", "patch", "stats"):  # of xft.merge, load_quantized, xft.upcycle, ...
+    # of xft.merge, load_quantized, xft.upcycle, ...
+    for word in ("merge", "quantized", "upcycle", "patch", "stats"):
         assert "api.html" in words[word], word
 
 
@@ -88,17 +105,22 @@ def test_every_public_name_is_on_its_page(site):
         assert name.startswith("_") or re.search(rf"\b{name}\b", page), name
     for path in hooks.MODULES:
         for name in hooks.public(path):
-            assert f"{path.rpartition('.')[2]}.{name}" in page or path == "moe_runtime", f"{path}.{name}"
+            assert f"{path.rpartition('.')[2]}.{name}" in page or path == "moe_runtime", (
+                f"{path}.{name}"
+            )
     assert "0x" not in page, "an address of this run"
     assert re.search(r"def|moe_mlp\(\s+x: torch.Tensor", page)
 
 
-@pytest.mark.parametrize("text, want", [
-    pytest.param("```python file=a.py\n", '```python title="a.py"\n', id="title"),
-    pytest.param("[csrc/](../csrc) and [a](b.md)", "csrc/ and [a](b.md)", id="outside"),
-    pytest.param("[n](notebooks/a-b.ipynb)", "[n](notebook-a-b.md)", id="notebook"),
-    pytest.param("![a](../x.png)", "![a](../x.png)", id="picture"),
-    pytest.param("```console without=trl\n", "```console\n", id="option"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        pytest.param("```python file=a.py\n", '```python title="a.py"\n', id="title"),
+        pytest.param("[csrc/](../csrc) and [a](b.md)", "csrc/ and [a](b.md)", id="outside"),
+        pytest.param("[n](notebooks/a-b.ipynb)", "[n](notebook-a-b.md)", id="notebook"),
+        pytest.param("![a](../x.png)", "![a](../x.png)", id="picture"),
+        pytest.param("```console without=trl\n", "```console\n", id="option"),
+    ],
+)
 def test_markdown_hook(text, want):
     assert hooks.on_page_markdown(text) == want

@@ -1,4 +1,6 @@
-"""The messages of docs/troubleshooting.md are those that users get: each is provoked, and compared."""
+"""The messages of docs/troubleshooting.md are those that users get: each is provoked, and
+compared.
+"""
 
 import importlib
 import json
@@ -36,7 +38,9 @@ class Missing:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """What goes wrong: a dense and a stock model, an upcycled one, folders that are cut off, incomplete or pickled."""
+    """What goes wrong: a dense and a stock model, an upcycled one, folders that are cut off,
+    incomplete or pickled.
+    """
     from moe_runtime.methods.xft.folders import upcycle_folder
 
     folder = tmp_path_factory.mktemp("troubles")
@@ -50,8 +54,12 @@ def models(tmp_path_factory):
         shutil.copy(folder / "base" / "config.json", folder / name)
     (folder / "coded").mkdir()
     auto_map = {"AutoConfig": "configuration.Config"}
-    (folder / "coded" / "config.json").write_text(json.dumps({"model_type": "coded", "auto_map": auto_map}))
-    (folder / "broken" / "model.safetensors").write_bytes((folder / "base" / "model.safetensors").read_bytes()[:4000])
+    (folder / "coded" / "config.json").write_text(
+        json.dumps({"model_type": "coded", "auto_map": auto_map})
+    )
+    (folder / "broken" / "model.safetensors").write_bytes(
+        (folder / "base" / "model.safetensors").read_bytes()[:4000]
+    )
     (folder / "pickled" / "pytorch_model.bin").touch()
     index = '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'
     (folder / "half" / "model.safetensors.index.json").write_text(index)
@@ -70,7 +78,9 @@ def folder(models, tmp_path, monkeypatch):
 
 
 def make(words: list[str], folder) -> str:
-    """Run the Makefile on a .venv that is not there, and return the one line that it ends with before it installs."""
+    """Run the Makefile on a .venv that is not there, and return the one line that it ends with
+    before it installs.
+    """
     command = [*words, f"VENV={folder}/venv", "--no-print-directory", "-C", str(ROOT)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
@@ -92,9 +102,13 @@ def test_commands_end_as_the_page_says(fence: Fence, folder, monkeypatch):
     before = sorted(path.name for path in folder.iterdir())
     code, out, err = run_cli(words, monkeypatch)
     assert code == 1
-    printed = (err if says[0].startswith("error:") else out).replace(str(folder.resolve()), "/home/me")
+    printed = (err if says[0].startswith("error:") else out).replace(
+        str(folder.resolve()), "/home/me"
+    )
     assert printed.splitlines()[-len(says) :] == says
-    assert sum(line.startswith("error:") for line in err.splitlines()) == says[0].startswith("error:")
+    assert sum(line.startswith("error:") for line in err.splitlines()) == says[0].startswith(
+        "error:"
+    )
     assert sorted(path.name for path in folder.iterdir()) == before, "it left something"
 
 

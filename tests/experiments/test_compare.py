@@ -1,4 +1,6 @@
-"""Verdicts on random data at the stated rate, what is found when it is there, and the corners: ties, one row, no number."""
+"""Verdicts on random data at the stated rate, what is found when it is there, and the corners:
+ties, one row, no number.
+"""
 
 import math
 
@@ -9,14 +11,20 @@ from scipy import stats
 from moe_runtime.experiments.compare import LEVEL, VERDICTS, compare, holm, mcnemar, signed
 
 LOWER, HIGHER, NONE, NOT_FINITE = VERDICTS
-TABLES, ROWS = 250, 60
+TABLES = 250
+ROWS = 60
 
 
 def family(draw, shifts, rng, seeds=2):
-    """One table: a reference of `ROWS` rows, and a method per shift, each with noise of its own by `draw`."""
+    """One table: a reference of `ROWS` rows, and a method per shift, each with noise of its own by
+    `draw`.
+    """
     base = rng.gamma(2.0, 1.0, ROWS)
     noise = {"reference": 0.0} | {f"method {i}": shift for i, shift in enumerate(shifts)}
-    return {name: [base + shift + draw(rng, ROWS) for _ in range(seeds)] for name, shift in noise.items()}
+    return {
+        name: [base + shift + draw(rng, ROWS) for _ in range(seeds)]
+        for name, shift in noise.items()
+    }
 
 
 def normal(rng, n):
@@ -35,7 +43,8 @@ def test_problems_gained_and_lost_are_counted_over_the_seeds():
     reference = [[1, 1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0, 0]]
     better = [[0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 0]]
     found = mcnemar({"better": better, "reference": reference, "equal": reference}, "reference")
-    one = stats.binomtest(1, 9).pvalue  # 8 gained, the second among them, which one seed solves more; the first lost
+    # 8 gained, the second among them, which one seed solves more; the first lost
+    one = stats.binomtest(1, 9).pvalue
     assert found == {"better": (8, 1, pytest.approx(2 * one)), "equal": (0, 0, 1.0)}
 
 
@@ -59,7 +68,8 @@ def test_without_correction_more_tables_would_be_wrong():
 
 
 def test_one_sided_skew_alone_is_no_verdict():
-    # the mean difference is 0 and the ranks point down: Wilcoxon alone would call most of these tables
+    # the mean difference is 0 and the ranks point down: Wilcoxon alone would call most of these
+    # tables
     rng = np.random.default_rng(2)
     by_ranks = by_both = 0
     for _ in range(TABLES):
@@ -93,7 +103,8 @@ def test_the_interval_holds_the_truth_in_95_of_100():
 
 def test_the_difference_is_that_of_the_losses_per_token():
     rng = np.random.default_rng(5)
-    losses, tokens = rng.gamma(2.0, 1.0, (2, 1, 40)), rng.integers(1, 300, 40)
+    losses = rng.gamma(2.0, 1.0, (2, 1, 40))
+    tokens = rng.integers(1, 300, 40)
     (found,) = compare({"a": losses[0], "b": losses[1]}, "b", tokens)
     a, b = (losses[i, 0] @ tokens / tokens.sum() for i in range(2))
     assert found.difference == pytest.approx(a - b, abs=1e-12)
@@ -106,10 +117,12 @@ def test_lengths_of_rows_are_no_spread_of_their_differences():
 
 
 def test_the_interval_holds_the_truth_where_long_rows_differ_less():
-    rng, inside = np.random.default_rng(7), 0
+    rng = np.random.default_rng(7)
+    inside = 0
     for _ in range(TABLES):
         tokens = rng.integers(5, 200, 256)
-        x = rng.normal(0.0, 0.3, (1, 256)) + 10.0 / tokens  # the whole text differs by 10 a row, however long
+        # the whole text differs by 10 a row, however long
+        x = rng.normal(0.0, 0.3, (1, 256)) + 10.0 / tokens
         (found,) = compare({"a": 3 + x, "b": np.full((1, 256), 3.0)}, "b", tokens)
         inside += found.low <= 10.0 / 102.0 <= found.high
     low, high = stats.binom.ppf((0.001, 0.999), TABLES, 1 - LEVEL)
@@ -133,12 +146,17 @@ def test_three_seeds_are_no_more_rows_than_one():
     assert one.p == three.p and (one.low, one.high) == pytest.approx((three.low, three.high))
 
 
-@pytest.mark.parametrize("method", [
-    pytest.param(lambda rows: rows, id="identical"),
-    pytest.param(lambda rows: rows + 3e-7, id="rounding"),
-    pytest.param(lambda rows: rows + 0.5 * (np.arange(len(rows)) == 3), id="one row differs"),
-    pytest.param(lambda rows: rows + 0.1 * (-1.0) ** np.arange(len(rows)), id="ties of both signs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(lambda rows: rows, id="identical"),
+        pytest.param(lambda rows: rows + 3e-7, id="rounding"),
+        pytest.param(lambda rows: rows + 0.5 * (np.arange(len(rows)) == 3), id="one row differs"),
+        pytest.param(
+            lambda rows: rows + 0.1 * (-1.0) ** np.arange(len(rows)), id="ties of both signs"
+        ),
+    ],
+)
 def test_ties_are_no_difference(method):
     rows = np.linspace(1.0, 2.0, 40)
     (found,) = compare({"a": [method(rows)], "b": [rows]}, "b")
@@ -180,14 +198,41 @@ def test_holm_with_a_comparison_that_has_no_p():
     assert math.isnan(holm([0.01, math.nan])[1])
 
 
-@pytest.mark.parametrize("losses, reference, tokens, match", [
-    pytest.param({"a": [[1.0]]}, "b", None, "reference must be one of a", id="no such reference"),
-    pytest.param({"a": [[1.0]], "b": [[1.0, 2.0]]}, "b", None, "Expected losses .seeds, examples.", id="other rows"),
-    pytest.param({"a": [[]], "b": [[]]}, "b", None, "Expected losses .seeds, examples.", id="no rows"),
-    pytest.param({"a": [1.0], "b": [1.0]}, "b", None, "Expected losses .seeds, examples.", id="no seeds"),
-    pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [1, 2], "tokens .examples. of at least 1", id="other tokens"),
-    pytest.param({"a": [[1.0]], "b": [[1.0]]}, "b", [0], "tokens .examples. of at least 1", id="no tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "losses, reference, tokens, match",
+    [
+        pytest.param(
+            {"a": [[1.0]]}, "b", None, "reference must be one of a", id="no such reference"
+        ),
+        pytest.param(
+            {"a": [[1.0]], "b": [[1.0, 2.0]]},
+            "b",
+            None,
+            "Expected losses .seeds, examples.",
+            id="other rows",
+        ),
+        pytest.param(
+            {"a": [[]], "b": [[]]}, "b", None, "Expected losses .seeds, examples.", id="no rows"
+        ),
+        pytest.param(
+            {"a": [1.0], "b": [1.0]}, "b", None, "Expected losses .seeds, examples.", id="no seeds"
+        ),
+        pytest.param(
+            {"a": [[1.0]], "b": [[1.0]]},
+            "b",
+            [1, 2],
+            "tokens .examples. of at least 1",
+            id="other tokens",
+        ),
+        pytest.param(
+            {"a": [[1.0]], "b": [[1.0]]},
+            "b",
+            [0],
+            "tokens .examples. of at least 1",
+            id="no tokens",
+        ),
+    ],
+)
 def test_bad_input(losses, reference, tokens, match):
     with pytest.raises(ValueError, match=match):
         compare(losses, reference, tokens)
@@ -198,6 +243,8 @@ def test_bad_level():
         compare({"a": [[1.0]]}, "a", level=1)
 
 
-@pytest.mark.parametrize("value, text", [(0.01234, "+0.0123"), (-2e-5, "-2e-05"), (0.0, "+0.0000"), (-6e-5, "-0.0001")])
+@pytest.mark.parametrize(
+    "value, text", [(0.01234, "+0.0123"), (-2e-5, "-2e-05"), (0.0, "+0.0000"), (-6e-5, "-0.0001")]
+)
 def test_a_small_difference_is_not_written_as_none(value, text):
     assert signed(value) == text

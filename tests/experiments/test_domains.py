@@ -1,4 +1,6 @@
-"""moe_runtime.experiments.corpora: three kinds of rows, the same on every call, and nothing held out in what is trained on."""
+"""moe_runtime.experiments.corpora: three kinds of rows, the same on every call, and nothing held
+out in what is trained on.
+"""
 
 import re
 from types import SimpleNamespace
@@ -16,7 +18,9 @@ def test_rows_are_prompts_and_completions(name):
     pairs = domain_rows(name, limit=50)
     for rows in pairs:
         assert len(rows) == 50
-        assert all(row.keys() == {"prompt", "completion"} and row["prompt"].endswith("\n") for row in rows)
+        assert all(
+            row.keys() == {"prompt", "completion"} and row["prompt"].endswith("\n") for row in rows
+        )
         assert all(row["completion"].strip() for row in rows)
         assert len({row["prompt"] + row["completion"] for row in rows}) == 50
 
@@ -25,39 +29,55 @@ def test_rows_are_prompts_and_completions(name):
 def test_the_seed_orders_the_rows_and_holds_out_the_same(name):
     one, again, other = (domain_rows(name, limit=200, seed=seed) for seed in (0, 0, 1))
     assert one == again and one != other
-    held_out = {row["prompt"] + row["completion"] for pairs in (one, other) for row in pairs.held_out}
-    assert held_out.isdisjoint(row["prompt"] + row["completion"] for pairs in (one, other) for row in pairs.train)
+    held_out = {
+        row["prompt"] + row["completion"] for pairs in (one, other) for row in pairs.held_out
+    }
+    assert held_out.isdisjoint(
+        row["prompt"] + row["completion"] for pairs in (one, other) for row in pairs.train
+    )
 
 
 def test_without_a_limit_all_rows_come():
     code, prose, arithmetic = (domain_rows(name) for name in DOMAINS)
-    assert len(code.train) > 1000 and len(prose.train) > 1000 and len(code.held_out) > 100 and len(prose.held_out) > 100
+    assert (
+        len(code.train) > 1000
+        and len(prose.train) > 1000
+        and len(code.held_out) > 100
+        and len(prose.held_out) > 100
+    )
     assert len(arithmetic.train) == len(arithmetic.held_out) == corpora.SUMS
     ends = {row["completion"] for row in prose.train} | {row["prompt"] for row in prose.train}
-    assert ends.isdisjoint({row["completion"] for row in prose.held_out} | {row["prompt"] for row in prose.held_out})
+    assert ends.isdisjoint(
+        {row["completion"] for row in prose.held_out} | {row["prompt"] for row in prose.held_out}
+    )
 
 
 def test_a_short_sum_is_one_step_of_digits():
     for row in domain_rows("sums", limit=300).train:
-        left, sign, right, found = re.fullmatch(r"(\d) ([-+]) (\d) = (\d+)\.", row["completion"]).groups()
+        left, sign, right, found = re.fullmatch(
+            r"(\d) ([-+]) (\d) = (\d+)\.", row["completion"]
+        ).groups()
         assert re.findall(r"\d+", row["prompt"]) == [left, right]
         assert int(found) == int(left) + (int(right) if sign == "+" else -int(right)) > 0
 
 
 @pytest.mark.parametrize("name, largest", [("arithmetic", 60), ("steps", 9)])
 def test_every_step_of_a_sum_is_right(name, largest):
-    rows, counts = domain_rows(name, limit=500, seed=3).train, set()
+    rows = domain_rows(name, limit=500, seed=3).train
+    counts = set()
     for row in rows:
         *steps, said = row["completion"].removesuffix(".").split(". ")
         result = re.match(r"\w+ has (\d+) ", row["prompt"])[1]
         if name == "steps":
-            steps, said = [*steps, said], f"{row['prompt'].split()[0]} has {said.split()[-1]} "
+            steps = [*steps, said]
+            said = f"{row['prompt'].split()[0]} has {said.split()[-1]} "
         counts.add(len(steps))
         assert 2 <= int(result) <= largest
         for step in steps:
             left, sign, right, found = re.fullmatch(r"(\d+) ([-+*/]) (\d+) = (\d+)", step).groups()
             assert left == result and right in row["prompt"]
-            a, b = int(left), int(right)
+            a = int(left)
+            b = int(right)
             result = str({"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign])
             assert found == result and (sign != "/" or a % b == 0)
         assert f" has {result} " in said and said.split()[0] == row["prompt"].split()[0]
@@ -74,7 +94,10 @@ def test_told_sums_answer_no_held_out_question():
 
 
 def test_joined_rows_take_turns(monkeypatch):
-    rows = {"a": corpora.Pairs(["a1", "a2"], ["a3"]), "b": corpora.Pairs(["b1", "b2", "b3"], ["b4"])}
+    rows = {
+        "a": corpora.Pairs(["a1", "a2"], ["a3"]),
+        "b": corpora.Pairs(["b1", "b2", "b3"], ["b4"]),
+    }
     monkeypatch.setattr(corpora, "domain_rows", rows.get)
     assert corpora.joined_rows("ab") == (["a1", "b1", "a2", "b2"], ["a3", "b4"])
 
@@ -82,7 +105,10 @@ def test_joined_rows_take_turns(monkeypatch):
 def test_prose_is_whole_paragraphs_of_sentences():
     train, held_out = corpora._prose()
     low, high = corpora.PARAGRAPH
-    assert all(low <= len(text) <= high and text[0].isupper() and text[-1] in ".!?" for text in train + held_out)
+    assert all(
+        low <= len(text) <= high and text[0].isupper() and text[-1] in ".!?"
+        for text in train + held_out
+    )
     assert not any("\n" in text or ">>>" in text for text in train + held_out)
     row = domain_rows("prose", limit=1).train[0]
     beginning = row["prompt"].removeprefix("Continue this text.\n").removesuffix("\n")
@@ -92,7 +118,10 @@ def test_prose_is_whole_paragraphs_of_sentences():
 def test_a_lone_sentence_is_cut_between_words():
     text = "The quick brown fox jumps over the lazy dog and runs"
     prompt, rest = corpora._begun(text)
-    assert prompt == "Continue this text.\nThe quick brown\n" and rest == "fox jumps over the lazy dog and runs"
+    assert (
+        prompt == "Continue this text.\nThe quick brown\n"
+        and rest == "fox jumps over the lazy dog and runs"
+    )
 
 
 def test_text_to_pre_train_on_has_nothing_held_out():
@@ -107,7 +136,12 @@ def test_text_to_pre_train_on_has_nothing_held_out():
 
 def test_paragraphs_of_two_sources_count_once(monkeypatch):
     text = "One paragraph of plain prose that is long enough. " * 3
-    sources = [("a.py", text), ("b.py", text.upper().capitalize()), ("held", text), ("held", text.replace("One", "Two"))]
+    sources = [
+        ("a.py", text),
+        ("b.py", text.upper().capitalize()),
+        ("held", text),
+        ("held", text.replace("One", "Two")),
+    ]
     monkeypatch.setattr(corpora, "_sources", lambda: iter(sources))
     monkeypatch.setattr(corpora, "is_held_out", lambda name: name == "held")
     train, held_out = corpora._prose.__wrapped__()
@@ -129,10 +163,14 @@ def test_bad_input_is_one_error(call):
 
 @pytest.mark.parametrize("kind", [list, iter])
 def test_a_base_is_made_of_every_built_in_source_that_is_named(kind):
-    documents = domain_documents(SimpleNamespace(documents=4, domains=None), kind(["mine.jsonl", "steps", "sums"]))
+    documents = domain_documents(
+        SimpleNamespace(documents=4, domains=None), kind(["mine.jsonl", "steps", "sums"])
+    )
     assert documents == [text for name in ("sums", "steps") for text in domain_text(name, limit=2)]
 
 
 def test_a_base_is_made_of_as_many_documents_of_each_domain_as_the_recipe_says():
-    documents = domain_documents(SimpleNamespace(documents=4, domains={"sums": 3, "arithmetic": 1}), ["code"])
+    documents = domain_documents(
+        SimpleNamespace(documents=4, domains={"sums": 3, "arithmetic": 1}), ["code"]
+    )
     assert documents == domain_text("sums", limit=3) + domain_text("arithmetic", limit=1)

@@ -1,4 +1,6 @@
-"""Stages of UpIT and UltraFuser whose models FSDP2 splits over two processes: what one process makes, resumed on the way."""
+"""Stages of UpIT and UltraFuser whose models FSDP2 splits over two processes: what one process
+makes, resumed on the way.
+"""
 
 import json
 import random
@@ -12,49 +14,84 @@ from safetensors.torch import load_file
 from tests.support import dist_sharded, fuser_study, upit_study
 from tests.support.dist_launch import launch
 
-SGD = {"optimizer": "sgd", "learning_rate": 0.05, "batch_size": 4, "max_grad_norm": -1, "save_steps": 2}
+SGD = {
+    "optimizer": "sgd",
+    "learning_rate": 0.05,
+    "batch_size": 4,
+    "max_grad_norm": -1,
+    "save_steps": 2,
+}
 TUNED = SGD | {"epochs": 1}
 PLANS = {
     "upit": (
-        upit_study, {"ffn": dict.fromkeys(("sft", "init", "post"), TUNED),
-                     "lora": dict.fromkeys(("sft", "init", "post"), TUNED) | {"rank": 2, "alpha": 4},
-                     "seed_data": {"share": 0.1875, "at_least": 12, "capacity": 4},
-                     # a balance loss is of the rows that a process takes at once, and a choice of experts may flip
-                     "experts": {"num_experts": 3, "top_k": 3, "balance_loss": "none", "balance_loss_coef": 0.0}},
+        upit_study,
+        {
+            "ffn": dict.fromkeys(("sft", "init", "post"), TUNED),
+            "lora": dict.fromkeys(("sft", "init", "post"), TUNED) | {"rank": 2, "alpha": 4},
+            "seed_data": {"share": 0.1875, "at_least": 12, "capacity": 4},
+            # a balance loss is of the rows that a process takes at once, and a choice of
+            # experts may flip
+            "experts": {
+                "num_experts": 3,
+                "top_k": 3,
+                "balance_loss": "none",
+                "balance_loss_coef": 0.0,
+            },
+        },
     ),
-    "ultrafuser": (fuser_study, dict.fromkeys(("stage1", "stage2", "specialist"), SGD | {"steps": 6})),
-}  # fmt: skip
+    "ultrafuser": (
+        fuser_study,
+        dict.fromkeys(("stage1", "stage2", "specialist"), SGD | {"steps": 6}),
+    ),
+}
 
 
 def write_even_rows(folder) -> None:
-    """Examples of as many tokens each: the routers' loss is a mean over the tokens that a process takes at once."""
+    """Examples of as many tokens each: the routers' loss is a mean over the tokens that a process
+    takes at once.
+    """
     draw = random.Random(0)
-    for name, letters in {"sums": "ABCDEFGHIJKLM", "words": "NOPQRSTUVWXYZ"}.items():  # which the tokenizer merges nowhere
+    # which the tokenizer merges nowhere
+    for name, letters in {"sums": "ABCDEFGHIJKLM", "words": "NOPQRSTUVWXYZ"}.items():
         rows = [
-            {part: "".join(draw.choices(letters, k=n)) for part, n in (("prompt", 8), ("completion", 4))} for _ in range(40)
+            {
+                part: "".join(draw.choices(letters, k=n))
+                for part, n in (("prompt", 8), ("completion", 4))
+            }
+            for _ in range(40)
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "stopped"), [("upit", ["upit"]), ("ultrafuser", ["gate", "fused"])])
+@pytest.mark.parametrize(
+    ("method", "stopped"), [("upit", ["upit"]), ("ultrafuser", ["gate", "fused"])]
+)
 def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
     study, plan = PLANS[method]
     recipe = study.write_study(tmp_path, **plan)
     if method == "upit":
         write_even_rows(tmp_path)
     values = yaml.safe_load(recipe.read_text())
-    for domain in values["domains"].values():  # batches that both processes fill: accelerate would repeat rows
+    # batches that both processes fill: accelerate would repeat rows
+    for domain in values["domains"].values():
         domain["held_out_rows"] = 8 if method == "upit" else 4
     recipe.write_text(yaml.safe_dump(values))
-    alone = dist_sharded.run(tmp_path / "alone", method, str(recipe), say=lambda text: None)["results"]
-    shutil.copytree(tmp_path / "alone", tmp_path / "out", ignore=lambda folder, names: _trained(names))
+    alone = dist_sharded.run(tmp_path / "alone", method, str(recipe), say=lambda text: None)[
+        "results"
+    ]
+    shutil.copytree(
+        tmp_path / "alone", tmp_path / "out", ignore=lambda folder, names: _trained(names)
+    )
     launch(dist_sharded.__file__, 2, tmp_path, str(tmp_path), method, str(recipe), *stopped)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
+    first, second = (
+        torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)
+    )
     assert first["results"] == second["results"]
     for stage in stopped:
         begun = [begins for name, begins, _ in first["seen"] if name == stage]
-        assert begun[:2] == [0, 2], first["seen"]  # the second one went on from the checkpoint of step 2
+        # the second one went on from the checkpoint of step 2
+        assert begun[:2] == [0, 2], first["seen"]
     for name, _, kinds in first["seen"]:
         assert kinds == {"DTensor"}, name
     for name, wanted in alone.items():
@@ -64,18 +101,28 @@ def test_sharded_stages_equal_one_process(method, stopped, tmp_path):
         mine, other = (_tensors(one.folder) for one in (got, wanted))
         # FSDP2 gives a tied head too
         assert other and all(key in other or key.endswith(" lm_head.weight") for key in mine)
-        # small tensors, such as routers that began at 0, by what they are rounded to beside the others
-        far = {key: (mine[key] - value).norm().item() / max(value.norm().item(), 1) for key, value in other.items()}
+        # small tensors, such as routers that began at 0, by what they are rounded to beside the
+        # others
+        far = {
+            key: (mine[key] - value).norm().item() / max(value.norm().item(), 1)
+            for key, value in other.items()
+        }
         assert max(far.values()) < 1e-4, (name, far)
 
 
 def _trained(names: list[str]) -> set[str]:
     """Names of what is made anew: all but the base and the rows."""
-    return {name for name in names if name.partition("-")[0] not in ("data", "base") and "-" in name and len(name) > 14}
+    return {
+        name
+        for name in names
+        if name.partition("-")[0] not in ("data", "base") and "-" in name and len(name) > 14
+    }
 
 
 def _tensors(folder) -> dict:
     found = {}
     for path in sorted(folder.rglob("*.safetensors")):
-        found |= {f"{path.relative_to(folder)} {key}": value for key, value in load_file(path).items()}
+        found |= {
+            f"{path.relative_to(folder)} {key}": value for key, value in load_file(path).items()
+        }
     return found

@@ -14,9 +14,11 @@ def faulty(tmp_path_factory) -> machine.Machine:
     """The server that runs commands with faults, one for all workers."""
     if machine.COMPILER is None or not sys.platform.startswith("linux"):
         pytest.skip("a C compiler makes the shim, for Linux")
-    base, owner = tmp_path_factory.getbasetemp(), os.getpid()
+    base = tmp_path_factory.getbasetemp()
+    owner = os.getpid()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base, owner = base.parent, os.getppid()
+        base = base.parent
+        owner = os.getppid()
     return machine.Machine(base / "faults", owner)
 
 

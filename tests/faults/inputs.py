@@ -46,12 +46,19 @@ def _xft(folder: Path) -> None:
     _verb("xft", "upcycle", folder / "dense", folder / "moe", "--num-experts", 4, "--top-k", 2)
     _verb("xft", "to-mergeable", folder / "moe", folder / "mergeable")
     recipe = {
-        "method": "xft", "base_model": "../dense", "experts": {"num_experts": 4, "top_k": 3}, "evaluations": 1,
+        "method": "xft",
+        "base_model": "../dense",
+        "experts": {"num_experts": 4, "top_k": 3},
+        "evaluations": 1,
         "data": {"train": "../rows.jsonl", "held_out_rows": 4, "prompt": "plain", "max_length": 64},
-        "sft": STEPS | {"steps": 4}, "tune": STEPS | {"steps": 4, "save_steps": 2}, "mix": STEPS | {"steps": 2},
-    }  # fmt: skip
+        "sft": STEPS | {"steps": 4},
+        "tune": STEPS | {"steps": 4, "save_steps": 2},
+        "mix": STEPS | {"steps": 2},
+    }
     (folder / "xft").mkdir()
-    recipe["base_model"], recipe["data"]["train"] = (str(_final(folder) / name) for name in ("dense", "rows.jsonl"))
+    recipe["base_model"], recipe["data"]["train"] = (
+        str(_final(folder) / name) for name in ("dense", "rows.jsonl")
+    )
     (folder / "xft" / "study.yaml").write_text(yaml.safe_dump(recipe))
 
 
@@ -65,7 +72,16 @@ def _esft(folder: Path) -> None:
     base = folder / "base"
     sample = ("--data", folder / "sums.jsonl", "--n-tokens", 64, "--max-length", 32)
     _verb("esft", "score", base, *sample, "--out", folder / "summary.json")
-    _verb("esft", "select", "--summary", folder / "summary.json", "--p", 0.4, "--out", folder / "config.json")
+    _verb(
+        "esft",
+        "select",
+        "--summary",
+        folder / "summary.json",
+        "--p",
+        0.4,
+        "--out",
+        folder / "config.json",
+    )
     random_adapter(AutoModelForCausalLM.from_pretrained(base)).save(folder / "adapter")
 
 

@@ -1,4 +1,6 @@
-"""A command with a fault: the n-th call that changes files kills it, fails, or a signal comes; and what it left."""
+"""A command with a fault: the n-th call that changes files kills it, fails, or a signal comes; and
+what it left.
+"""
 
 import errno
 import fcntl
@@ -21,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIM = Path(__file__).with_name("shim.c")
 COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
-_SPACE, _FOLDER, _ALL = 1, 2, 7
+_SPACE = 1
+_FOLDER = 2
+_ALL = 7
 NONE = (0, 0, _ALL)
 FULL = (3, errno.ENOSPC, _SPACE)  # from the n-th call on
 READ_ONLY = (3, errno.EROFS, _FOLDER)
@@ -56,16 +60,23 @@ class Machine:
     """The server, shared by the workers of a test run, and the folder that they share."""
 
     def __init__(self, folder: Path, owner: int):
-        self.folder, self.owner = folder, owner
+        self.folder = folder
+        self.owner = owner
         folder.mkdir(parents=True, exist_ok=True)
         with self.lock("shim"):
             self.shim = folder / "shim.so"
             if not self.shim.exists():
                 new = self.shim.with_suffix(".new")
-                subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", new, SHIM, "-ldl"], check=True, capture_output=True)
+                subprocess.run(
+                    [COMPILER, "-shared", "-fPIC", "-O1", "-o", new, SHIM, "-ldl"],
+                    check=True,
+                    capture_output=True,
+                )
                 new.rename(self.shim)
         # a socket's path is short
-        self.socket = Path(tempfile.gettempdir(), f"faults-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}")
+        self.socket = Path(
+            tempfile.gettempdir(), f"faults-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+        )
 
     def lock(self, name: str):
         """Return a file whose closing gives the lock back."""
@@ -85,14 +96,26 @@ class Machine:
         env: dict[str, str] | None = None,
         limit: float = PATIENCE,
     ) -> Done:
-        """Run a command in `root`, whose files are what the fault is about, with `signals` after so many seconds."""
+        """Run a command in `root`, whose files are what the fault is about, with `signals` after so
+        many seconds.
+        """
         log = self.folder / f"log-{os.getpid()}-{time.monotonic_ns()}"
         case = {
-            "argv": list(map(str, argv)), "cwd": str(root), "root": str(root), "log": str(log), "fault": fault, "at": at,
-            "signals": signals, "before": before, "main": main, "env": env or {}, "limit": limit,
-        }  # fmt: skip
+            "argv": list(map(str, argv)),
+            "cwd": str(root),
+            "root": str(root),
+            "log": str(log),
+            "fault": fault,
+            "at": at,
+            "signals": signals,
+            "before": before,
+            "main": main,
+            "env": env or {},
+            "limit": limit,
+        }
         answer = json.loads(self._ask(json.dumps(case).encode() + b"\n"))
-        output, calls = log.read_text(errors="replace"), Path(f"{log}.calls")
+        output = log.read_text(errors="replace")
+        calls = Path(f"{log}.calls")
         made = int(calls.read_text()) if calls.exists() else None
         for file in (log, calls):
             file.unlink(missing_ok=True)
@@ -119,16 +142,31 @@ class Machine:
                 return
             self.socket.unlink(missing_ok=True)
             env = os.environ | {
-                "LD_PRELOAD": str(self.shim), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-                "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "MOE_RUNTIME_BACKEND": "torch", "COLUMNS": "200",
-                "HF_HOME": str(self.folder / "hf"), "XDG_CACHE_HOME": str(self.folder / "cache"),
-            }  # fmt: skip
-            env = {name: value for name, value in env.items() if not name.startswith(("PYTEST", "COV_"))}
+                "LD_PRELOAD": str(self.shim),
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "CUDA_VISIBLE_DEVICES": "",
+                "TRITON_INTERPRET": "1",
+                "MOE_RUNTIME_BACKEND": "torch",
+                "COLUMNS": "200",
+                "HF_HOME": str(self.folder / "hf"),
+                "XDG_CACHE_HOME": str(self.folder / "cache"),
+            }
+            env = {
+                name: value
+                for name, value in env.items()
+                if not name.startswith(("PYTEST", "COV_"))
+            }
             with open(self.folder / "server.log", "wb") as log:
                 server = subprocess.Popen(
                     [sys.executable, "-m", "tests.faults.server", self.socket, str(self.owner)],
-                    cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                )  # fmt: skip
+                    cwd=ROOT,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
             end = time.monotonic() + PATIENCE
             while not self.socket.exists():
                 if server.poll() is not None or time.monotonic() > end:
@@ -137,18 +175,29 @@ class Machine:
 
 
 def tree(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str] | None:
-    """Return path -> hash of all files of a folder, links followed; None where there is none. `skip` has names and suffixes."""
+    """Return path -> hash of all files of a folder, links followed; None where there is none.
+    `skip` has names and suffixes.
+    """
     if not folder.exists():
         return None
     if folder.is_file():
         return {"": hashlib.sha256(folder.read_bytes()).hexdigest()}
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(skip or ("\0",)))
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.endswith(skip or ("\0",))
+    )
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def strays(folder: Path) -> list[str]:
     """Return what a dead writer left in a folder: hidden files and folders, at any depth."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob(".*") if path.name != ".locks")
+    return sorted(
+        str(path.relative_to(folder)) for path in folder.rglob(".*") if path.name != ".locks"
+    )
 
 
 INTERRUPTS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}

@@ -1,7 +1,9 @@
-"""Runs commands in forked children of a process that has imported what they need, each with the fault that it is given.
+"""Runs commands in forked children of a process that has imported what they need, each with the
+fault that it is given.
 
-One server serves all workers of a test run: `python -m tests.faults.server SOCKET PID`, with the shim preloaded. A request is a
-line of JSON (`machine.Case`), the answer a line with how the child ended and the calls that it made. It ends with that process.
+One server serves all workers of a test run: `python -m tests.faults.server SOCKET PID`, with the
+shim preloaded. A request is a line of JSON (`machine.Case`), the answer a line with how the child
+ended and the calls that it made. It ends with that process.
 """
 
 import atexit
@@ -18,18 +20,39 @@ import time
 import traceback
 
 IMPORTED = [
-    "datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "peft", "tokenizers", "transformers.trainer",
-    "transformers.generation.utils", "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
-    "transformers.models.deepseek_v2.modeling_deepseek_v2", "transformers.models.mixtral.modeling_mixtral",
-    "transformers.tokenization_utils_tokenizers", "trl", "trl.trainer.sft_trainer", "moe_runtime.cli",
-    "moe_runtime.native.library", "moe_runtime.methods.xft.demo", "moe_runtime.hf.dropin.stats",
-    "moe_runtime.tools.tune", "moe_runtime.hf.training.fit", "moe_runtime.tools.router_report",
-    "moe_runtime.hf.training.sft", "moe_runtime.methods.esft.runs", "moe_runtime.methods.esft.tables",
-    "moe_runtime.methods.ultrafuser.tables", "moe_runtime.methods.upit", "moe_runtime.methods.upit.folders",
-    "moe_runtime.methods.upit.tables", "moe_runtime.methods.xft.folders", "moe_runtime.methods.xft.official",
+    "datasets",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "peft",
+    "tokenizers",
+    "transformers.trainer",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.deepseek_v2.modeling_deepseek_v2",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.tokenization_utils_tokenizers",
+    "trl",
+    "trl.trainer.sft_trainer",
+    "moe_runtime.cli",
+    "moe_runtime.native.library",
+    "moe_runtime.methods.xft.demo",
+    "moe_runtime.hf.dropin.stats",
+    "moe_runtime.tools.tune",
+    "moe_runtime.hf.training.fit",
+    "moe_runtime.tools.router_report",
+    "moe_runtime.hf.training.sft",
+    "moe_runtime.methods.esft.runs",
+    "moe_runtime.methods.esft.tables",
+    "moe_runtime.methods.ultrafuser.tables",
+    "moe_runtime.methods.upit",
+    "moe_runtime.methods.upit.folders",
+    "moe_runtime.methods.upit.tables",
+    "moe_runtime.methods.xft.folders",
+    "moe_runtime.methods.xft.official",
     "moe_runtime.methods.xft.tables",
-]  # fmt: skip
+]
 IDLE = 120.0  # seconds without a request after which nobody will ask any more
 
 
@@ -73,7 +96,8 @@ class Jobs:
     """The children that run, and who waits for each."""
 
     def __init__(self, selector: selectors.BaseSelector):
-        self.selector, self.running = selector, {}
+        self.selector = selector
+        self.running = {}
 
     def start(self, connection: socket.socket, case: dict) -> None:
         """Fork a child for `case`."""
@@ -82,7 +106,9 @@ class Jobs:
             be(case)
         now = time.monotonic()
         # signals to come, the last one at the limit
-        due = [(now + after, number) for after, number in case["signals"]] + [(now + case["limit"], signal.SIGKILL)]
+        due = [(now + after, number) for after, number in case["signals"]] + [
+            (now + case["limit"], signal.SIGKILL)
+        ]
         handle = os.pidfd_open(pid)
         self.running[handle] = (pid, connection, sorted(due), now)
         self.selector.register(handle, selectors.EVENT_READ, self.end)
@@ -117,7 +143,8 @@ def serve(path: str, owner: int) -> None:
     listener.listen(64)
     os.rename(path + ".new", path)
     selector = selectors.DefaultSelector()
-    jobs, asked = Jobs(selector), time.monotonic()
+    jobs = Jobs(selector)
+    asked = time.monotonic()
 
     def accept(_) -> None:
         nonlocal asked

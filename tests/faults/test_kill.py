@@ -1,8 +1,10 @@
-"""kill -9 at calls that change files: the old state or the new one is whole, and the next run ends well.
+"""kill -9 at calls that change files: the old state or the new one is whole, and the next run ends
+well.
 
-Each command is killed at calls drawn with a seed, a drawn part of a write done; where it makes fewer than are asked for, at all
-of them, and at some with more than one part. What stands then must be what stood before or what an
-undisturbed run makes, byte for byte; the same command then resumes, or starts anew, and ends with those bytes too.
+Each command is killed at calls drawn with a seed, a drawn part of a write done; where it makes
+fewer than are asked for, at all of them, and at some with more than one part. What stands then must
+be what stood before or what an undisturbed run makes, byte for byte; the same command then resumes,
+or starts anew, and ends with those bytes too.
 """
 
 import json
@@ -37,7 +39,9 @@ class Killed:
 
     def run(self, place: str, *more: str, **fault):
         (self.folder / place).mkdir(exist_ok=True)
-        return self.faulty.run(*self.argv, *more, root=self.folder / place, before=self.verb.before, **fault)
+        return self.faulty.run(
+            *self.argv, *more, root=self.folder / place, before=self.verb.before, **fault
+        )
 
     def kept(self, place: str) -> dict | None:
         """Return the bytes of what the verb is for."""
@@ -47,11 +51,14 @@ class Killed:
         """Draw so many calls, each of them before any comes twice."""
         count = scaled(few, many)
         whole, rest = divmod(count, self.calls)
-        return sorted([*range(1, self.calls + 1)] * whole + self.draw.sample(range(1, self.calls + 1), rest))
+        return sorted(
+            [*range(1, self.calls + 1)] * whole + self.draw.sample(range(1, self.calls + 1), rest)
+        )
 
     def kill(self, place: str, at: int, *more: str) -> None:
         done = self.run(place, *more, fault=kills(self.draw.randrange(256)), at=at)
-        # volatile names differ in length, so that the last call may be one that this run does not make
+        # volatile names differ in length, so that the last call may be one that this run does not
+        # make
         assert done.code == -9, f"call {at} of {self.calls}: {done}"
 
     def forget(self, place: str) -> None:
@@ -90,7 +97,9 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
             (out / "folder" / "note").write_text("old")
         old = killed.kept("old")
         killed.kill("old", at, *OVERWRITE)
-        assert killed.kept("old") in (old, killed.want), f"killed at {at}: neither the old target nor the new"
+        assert killed.kept("old") in (old, killed.want), (
+            f"killed at {at}: neither the old target nor the new"
+        )
         again = killed.run("old", *OVERWRITE)
         assert again.code == 0 and killed.kept("old") == killed.want, again.output
         assert not strays(tmp_path / "old"), f"killed at {at}"
@@ -99,23 +108,38 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
 
 # of what resumes: these are what it is for, and the same in every run
 GOES_ON = {
-    "train": (".safetensors", "out/config.json"), "esft train": (".safetensors", "out/expert_cfg.json"),
-    "run": (".safetensors", "model/config.json"), "upit init-routers": (".safetensors",),
-    "upit grow": (".safetensors", ".json"), "ultrafuser train": (".safetensors",), "demo": (".safetensors", "config.json"),
-    "esft score": ("out", ".txt"), "stats": (".csv", ".png"), "tune": ("out",), "bench": (".json",),
-}  # fmt: skip
+    "train": (".safetensors", "out/config.json"),
+    "esft train": (".safetensors", "out/expert_cfg.json"),
+    "run": (".safetensors", "model/config.json"),
+    "upit init-routers": (".safetensors",),
+    "upit grow": (".safetensors", ".json"),
+    "ultrafuser train": (".safetensors",),
+    "demo": (".safetensors", "config.json"),
+    "esft score": ("out", ".txt"),
+    "stats": (".csv", ".png"),
+    "tune": ("out",),
+    "bench": (".json",),
+}
 
 
 def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:
     """Return the bytes of what a run makes in `folder`, checkpoints and hidden folders excepted."""
     files = tree(folder) or {}
     kept = {name: value for name, value in files.items() if name.endswith(ends)}
-    return {n: value for n, value in kept.items() if "checkpoint" not in n and not any(p[0] == "." for p in Path(n).parts)}
+    return {
+        n: value
+        for n, value in kept.items()
+        if "checkpoint" not in n and not any(p[0] == "." for p in Path(n).parts)
+    }
 
 
-@pytest.mark.parametrize("name", GOES_ON if STRESS else ["train", "esft train", "tune", "demo", "bench"])
+@pytest.mark.parametrize(
+    "name", GOES_ON if STRESS else ["train", "esft train", "tune", "demo", "bench"]
+)
 def test_what_goes_on(faulty, inputs, tmp_path, name):
-    """What stands after a kill is the undisturbed run's, or nothing; the next run makes the rest."""
+    """What stands after a kill is the undisturbed run's, or nothing; the next run makes the
+    rest.
+    """
     killed = Killed(faulty, inputs, tmp_path, name)
     want = made(tmp_path / "undisturbed", GOES_ON[name])
     assert want
@@ -124,18 +148,26 @@ def test_what_goes_on(faulty, inputs, tmp_path, name):
         left = made(tmp_path / "new", GOES_ON[name])
         left.pop("out/expansion.json", None)  # says how far it came
         if name != "tune":
-            assert left.items() <= want.items(), f"killed at {at}: {sorted(dict(left.items() - want.items()))}"
+            assert left.items() <= want.items(), (
+                f"killed at {at}: {sorted(dict(left.items() - want.items()))}"
+            )
         more = RESUME if name == "train" and resumable(tmp_path / "new" / "out") else ()
-        beside = () if name == "esft train" else killed.verb.beside  # its checkpoints are what it goes on from
+        # its checkpoints are what it goes on from
+        beside = () if name == "esft train" else killed.verb.beside
         stands = any((tmp_path / "new" / one).exists() for one in (killed.verb.out, *beside))
-        more = OVERWRITE if stands and not more and (killed.verb.whole or name in ("train", "stats")) else more
+        if stands and not more and (killed.verb.whole or name in ("train", "stats")):
+            more = OVERWRITE
+        else:
+            more = more
         again = killed.run("new", *more)
         assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
         found = made(tmp_path / "new", GOES_ON[name])
         if name == "tune":
             check_tuned(tmp_path / "new" / "out", tmp_path / "undisturbed" / "out")
         else:
-            assert found == want, f"killed at {at}: {sorted(name for name in want if found.get(name) != want[name])}"
+            assert found == want, (
+                f"killed at {at}: {sorted(name for name in want if found.get(name) != want[name])}"
+            )
         assert not strays(tmp_path / "new"), f"killed at {at}: {strays(tmp_path / 'new')}"
         killed.forget("new")
 
@@ -146,14 +178,18 @@ def resumable(out: Path) -> bool:
 
 
 def check_tuned(found: Path, want: Path) -> None:
-    """Assert that two files of measured configs are alike, but for the one config that was running when the process died."""
+    """Assert that two files of measured configs are alike, but for the one config that was running
+    when the process died.
+    """
     (found,), (want,) = (json.loads(path.read_text())["devices"].values() for path in (found, want))
     broken = found.get("broken", {})
     assert sum(map(len, broken.values())) <= 1
     for key, entry in want["tiles"].items():
         if key in found["tiles"]:
             left_out = [bad["tile"] for bad in broken.get(key, ())]
-            entry = entry | {"candidates": [one for one in entry["candidates"] if one["tile"] not in left_out]}
+            entry = entry | {
+                "candidates": [one for one in entry["candidates"] if one["tile"] not in left_out]
+            }
             if entry["tile"] not in left_out:
                 assert found["tiles"][key] == entry
         else:

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM in verbs that write, between any two changes of files: 130 or 143, one line, and a rerun finishes."""
+"""Ctrl-C and SIGTERM in verbs that write, between any two changes of files: 130 or 143, one line,
+and a rerun finishes.
+"""
 
 import random
 import shutil
@@ -17,12 +19,17 @@ pytestmark = [pytest.mark.stress, pytest.mark.slow]
 def weights(folder: Path) -> dict[str, str]:
     """Return the bytes of the weights that a verb made, without checkpoints."""
     files = tree(folder) or {}
-    return {name: value for name, value in files.items() if name.endswith(".safetensors") and "checkpoint" not in name}
+    return {
+        name: value
+        for name, value in files.items()
+        if name.endswith(".safetensors") and "checkpoint" not in name
+    }
 
 
 @pytest.mark.parametrize("name", share(list(VERBS) if STRESS else QUICK, 2))
 def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
-    verb, draw = VERBS[name], random.Random(f"signal {name}")
+    verb = VERBS[name]
+    draw = random.Random(f"signal {name}")
     argv = verb.arguments(inputs)
 
     def run(place: str, *more: str, **fault) -> Done:
@@ -31,10 +38,13 @@ def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
 
     counted = run("undisturbed", fault=NONE)
     assert counted.code == 0, counted.output
-    whole, want = tree(tmp_path / "undisturbed" / verb.out, verb.volatile), weights(tmp_path / "undisturbed")
+    whole = tree(tmp_path / "undisturbed" / verb.out, verb.volatile)
+    want = weights(tmp_path / "undisturbed")
     numbers = list(INTERRUPTS)
     draw.shuffle(numbers)
-    for i, at in enumerate(sorted(draw.sample(range(1, counted.calls + 1), min(scaled(1, 20), counted.calls)))):
+    for i, at in enumerate(
+        sorted(draw.sample(range(1, counted.calls + 1), min(scaled(1, 20), counted.calls)))
+    ):
         code, word = INTERRUPTS[numbers[i % 2]]
         done = run("here", fault=sends(numbers[i % 2]), at=at)
         out = tmp_path / "here" / verb.out
@@ -42,11 +52,18 @@ def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
             assert name.endswith(("train", "run", "init-routers")) or at > counted.calls - 4
         else:
             line = done.last_line()
-            assert done.code == code and line.startswith(word), f"{done.code}: {done.output[-3000:]}"
-            assert sum(one.startswith(word) for one in done.output.splitlines()) == 1 and "error:" not in done.output
+            assert done.code == code and line.startswith(word), (
+                f"{done.code}: {done.output[-3000:]}"
+            )
+            assert (
+                sum(one.startswith(word) for one in done.output.splitlines()) == 1
+                and "error:" not in done.output
+            )
             check_word(name, line, out, whole)
             stands = sorted(tree(tmp_path / "here") or {})
-            assert not stands or "nothing was written" not in line, f"at {at}: {line}, but there are {stands}"
+            assert not stands or "nothing was written" not in line, (
+                f"at {at}: {line}, but there are {stands}"
+            )
         assert not strays(tmp_path / "here"), f"at {at}: {strays(tmp_path / 'here')}"
         if done.code and not (verb.whole and out.exists()):
             more = ("--resume",) if name == "train" and last_whole_checkpoint(out) else ()
@@ -69,5 +86,9 @@ def check_word(name: str, line: str, out: Path, whole: dict | None) -> None:
         assert ("nothing was written" in line) == (stands is None), line
         assert ("already complete: out" in line) == (stands is not None), line
     elif "rerun to resume" in line:
-        places = [out, Path(f"{out}-checkpoints"), *(out.with_name(one) for one in VERBS[name].beside)]
+        places = [
+            out,
+            Path(f"{out}-checkpoints"),
+            *(out.with_name(one) for one in VERBS[name].beside),
+        ]
         assert any(place.exists() for place in places), line

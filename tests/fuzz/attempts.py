@@ -1,6 +1,8 @@
-"""What a reader may do with bad input: read what it says, or refuse it in one error that names what is wrong.
+"""What a reader may do with bad input: read what it says, or refuse it in one error that names what
+is wrong.
 
-Memory is bounded by RLIMIT_DATA, whose soft limit a process may lower and raise again; time by an alarm.
+Memory is bounded by RLIMIT_DATA, whose soft limit a process may lower and raise again; time by an
+alarm.
 """
 
 import contextlib
@@ -18,7 +20,9 @@ LONGEST = 4000  # characters of an error: what is wrong, not the whole input
 
 
 class Hang(BaseException):
-    """A reading took longer than SECONDS; no reader's `except Exception` takes it for a fault of the file."""
+    """A reading took longer than SECONDS; no reader's `except Exception` takes it for a fault of
+    the file.
+    """
 
 
 class Verdict(NamedTuple):
@@ -52,7 +56,8 @@ def _ring(*_) -> None:
 
 
 def attempt(read: Callable[[], Any], *names: str) -> Verdict:
-    """Run `read` within bounds; an error must be a ValueError, or an OSError, that names one of `names`, or says what it wants.
+    """Run `read` within bounds; an error must be a ValueError, or an OSError, that names one of
+    `names`, or says what it wants.
 
     Anything else fails with what it was: a KeyError, a JSONDecodeError, a MemoryError, a hang.
     """
@@ -74,7 +79,9 @@ def attempt(read: Callable[[], Any], *names: str) -> Verdict:
 
 
 def run_seeds(count: int, case: Callable[[random.Random], None]) -> None:
-    """Run `case` with a generator of each seed below `count`; fails with every kind of fault and a seed that shows it."""
+    """Run `case` with a generator of each seed below `count`; fails with every kind of fault and a
+    seed that shows it.
+    """
     faults: dict[str, int] = {}
     for seed in range(count):
         try:

@@ -7,15 +7,61 @@ from typing import Any
 
 HUGE = 10**400
 HOSTILE: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**64, HUGE, -HUGE, 0.5, -0.5, 1e308, float("nan"), float("inf"),
-    "", "0", "1", "-1", "nan", "x", "../x", "/etc/passwd", "a/b", "..", "\0", "\ud800", "é", "x" * 20_000, [], {}, [[]],
-    [0], [1, 1], [None], ["x"], {"": None}, {"x": 1}, {"0": [0]}, [-1, 2**40], [[[[[[[[[[]]]]]]]]]],
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    2**31,
+    2**63,
+    2**64,
+    HUGE,
+    -HUGE,
+    0.5,
+    -0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "0",
+    "1",
+    "-1",
+    "nan",
+    "x",
+    "../x",
+    "/etc/passwd",
+    "a/b",
+    "..",
+    "\0",
+    "\ud800",
+    "é",
+    "x" * 20_000,
+    [],
+    {},
+    [[]],
+    [0],
+    [1, 1],
+    [None],
+    ["x"],
+    {"": None},
+    {"x": 1},
+    {"0": [0]},
+    [-1, 2**40],
+    [[[[[[[[[[]]]]]]]]]],
+)
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """Return the path of every value in a JSON value, the whole excepted."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        items = ()
     found = []
     for key, one in items:
         found += [(*path, key), *places(one, (*path, key))]
@@ -30,7 +76,9 @@ def at(value: Any, path: tuple) -> Any:
 
 
 def mutate_value(rng: random.Random, value: Any) -> Any:
-    """Return a JSON value with one to three changes: replaced, removed, added, wrapped, exchanged, renamed."""
+    """Return a JSON value with one to three changes: replaced, removed, added, wrapped, exchanged,
+    renamed.
+    """
     value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         found = places(value) if isinstance(value, dict | list) else []
@@ -43,11 +91,14 @@ def mutate_value(rng: random.Random, value: Any) -> Any:
 
 
 def _change(rng: random.Random, node: Any, key: Any, found: list[tuple], whole: Any) -> None:
-    kind = rng.choice(("replace", "replace", "replace", "nudge", "remove", "add", "wrap", "other", "rename"))
+    kind = rng.choice(
+        ("replace", "replace", "replace", "nudge", "remove", "add", "wrap", "other", "rename")
+    )
     if kind == "remove":
         del node[key]
     elif kind == "add":
-        new, one = rng.choice(("x", "", "../x", "00", "-1", "é")), copy.deepcopy(rng.choice(HOSTILE))
+        new = rng.choice(("x", "", "../x", "00", "-1", "é"))
+        one = copy.deepcopy(rng.choice(HOSTILE))
         node.update({new: one}) if isinstance(node, dict) else node.append(one)
     elif kind == "wrap":
         node[key] = rng.choice(([node[key]], {"x": node[key]}, str(node[key])))
@@ -56,13 +107,17 @@ def _change(rng: random.Random, node: Any, key: Any, found: list[tuple], whole: 
     elif kind == "rename" and isinstance(node, dict):
         node[rng.choice((key.upper(), f" {key}", f"0{key}", f"{key}s"))] = node.pop(key)
     elif kind == "nudge" and type(node[key]) in (int, float) and abs(node[key]) < 1e300:
-        node[key] = rng.choice((-node[key], node[key] + 1, node[key] - 1, node[key] * 10**6, float(node[key])))
+        node[key] = rng.choice(
+            (-node[key], node[key] + 1, node[key] - 1, node[key] * 10**6, float(node[key]))
+        )
     else:
         node[key] = copy.deepcopy(rng.choice(HOSTILE))
 
 
 def to_json(rng: random.Random, value: Any) -> bytes:
-    """Write a value as JSON, now and then as no writer would: NaN, a key twice, a BOM, too deep, cut off."""
+    """Write a value as JSON, now and then as no writer would: NaN, a key twice, a BOM, too deep,
+    cut off.
+    """
     text = json.dumps(value).encode()
     kind = rng.random()
     if kind < 0.04 and isinstance(value, dict) and value:
@@ -80,10 +135,34 @@ def to_json(rng: random.Random, value: Any) -> bytes:
 def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
     """Return bytes cut off, with bits turned, pieces inserted, removed, doubled or exchanged."""
     a, b = sorted(rng.randrange(len(data) + 1) for _ in range(2))
-    piece = rng.choice((b"\0", b"\xff", b"\r\n", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"9" * 30, b'"', b"}", bytes(64)))
+    piece = rng.choice(
+        (
+            b"\0",
+            b"\xff",
+            b"\r\n",
+            b"\xed\xa0\x80",
+            b"\xef\xbb\xbf",
+            b"9" * 30,
+            b'"',
+            b"}",
+            bytes(64),
+        )
+    )
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 4, 32))):
         if changed:
             changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return rng.choice((b"", data[:a], data[a:], data[:a] + data[b:], data[:b] + data[a:], data + piece,
-                       data[:a] + piece + data[a:], bytes(changed), bytes(changed), data + data))  # fmt: skip
+    return rng.choice(
+        (
+            b"",
+            data[:a],
+            data[a:],
+            data[:a] + data[b:],
+            data[:b] + data[a:],
+            data + piece,
+            data[:a] + piece + data[a:],
+            bytes(changed),
+            bytes(changed),
+            data + data,
+        )
+    )

@@ -1,4 +1,6 @@
-"""Model folders with broken weights: read as the safetensors package does, or refused; never more memory than the file."""
+"""Model folders with broken weights: read as the safetensors package does, or refused; never more
+memory than the file.
+"""
 
 import json
 import os
@@ -23,11 +25,17 @@ from tests.support.stress import scaled
 
 pytestmark = pytest.mark.stress
 TENSORS = {
-    "model.a": torch.arange(12, dtype=torch.float32).view(3, 4), "model.b": torch.arange(6, dtype=torch.bfloat16),
-    "model.c": torch.zeros(0, 4), "model.d": torch.tensor(7, dtype=torch.int64), "model.e": torch.tensor([True, False, True]),
-}  # fmt: skip
+    "model.a": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "model.b": torch.arange(6, dtype=torch.bfloat16),
+    "model.c": torch.zeros(0, 4),
+    "model.d": torch.tensor(7, dtype=torch.int64),
+    "model.e": torch.tensor([True, False, True]),
+}
 FIELDS = ("dtype", "shape", "data_offsets")
-SHARDS = {"model-00001-of-00002.safetensors": ("model.a", "model.b"), "model-00002-of-00002.safetensors": None}
+SHARDS = {
+    "model-00001-of-00002.safetensors": ("model.a", "model.b"),
+    "model-00002-of-00002.safetensors": None,
+}
 
 
 def parts(data: bytes) -> tuple[dict, bytes]:
@@ -51,14 +59,18 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def plain(data: bytes) -> bytes:
-    """Return a file without the fields that say nothing of a tensor, where JSON's NaN may stand, which safetensors cannot."""
+    """Return a file without the fields that say nothing of a tensor, where JSON's NaN may stand,
+    which safetensors cannot.
+    """
     header, body = parts(data)
     header = {k: v if k == "__metadata__" else {n: v[n] for n in FIELDS} for k, v in header.items()}
     return joined(json.dumps(header).encode(), body)
 
 
 def judge(folder: Path, data: bytes) -> Verdict:
-    """Write a single file, read it, and compare what was read with what the safetensors package reads."""
+    """Write a single file, read it, and compare what was read with what the safetensors package
+    reads.
+    """
     (folder / SINGLE).write_bytes(data)
     verdict = attempt(lambda: tensors(folder), SINGLE)
     if verdict.is_read:
@@ -71,7 +83,8 @@ def judge(folder: Path, data: bytes) -> Verdict:
 
 
 def test_mutated_files(tmp_path):
-    data, refused = save(TENSORS, metadata={"format": "pt"}), []
+    data = save(TENSORS, metadata={"format": "pt"})
+    refused = []
     header, body = parts(data)
 
     def case(rng: random.Random) -> None:
@@ -79,7 +92,9 @@ def test_mutated_files(tmp_path):
         if kind < 0.45:
             changed = joined(to_json(rng, mutate_value(rng, header)), body)
         elif kind < 0.55:
-            length = rng.choice((0, 1, 7, len(data), 2**31, 2**63, 2**64 - 1, 99_999_999, 100_000_001))
+            length = rng.choice(
+                (0, 1, 7, len(data), 2**31, 2**63, 2**64 - 1, 99_999_999, 100_000_001)
+            )
             changed = joined(json.dumps(header).encode(), body, length)
         else:
             changed = mutate_bytes(rng, data)
@@ -98,15 +113,26 @@ def test_every_truncation(tmp_path):
 
 SPEC = st.fixed_dictionaries(
     {
-        "dtype": st.sampled_from(["F32", "BF16", "I64", "F4", "F64", "", "f32", 3, None, "F8_E8M0"]),
-        "shape": st.lists(st.sampled_from([0, 1, 2, 3, 4, 2**31, 2**62, 2**64, -1, 1.0, None, True]), max_size=4),
-        "data_offsets": st.lists(st.sampled_from([0, 1, 4, 8, 16, 48, 60, 68, 2**63, -4, None, 4.0]), max_size=3),
+        "dtype": st.sampled_from(
+            ["F32", "BF16", "I64", "F4", "F64", "", "f32", 3, None, "F8_E8M0"]
+        ),
+        "shape": st.lists(
+            st.sampled_from([0, 1, 2, 3, 4, 2**31, 2**62, 2**64, -1, 1.0, None, True]), max_size=4
+        ),
+        "data_offsets": st.lists(
+            st.sampled_from([0, 1, 4, 8, 16, 48, 60, 68, 2**63, -4, None, 4.0]), max_size=3
+        ),
     }
 )
 
 
 @settings(max_examples=scaled(150, 1500), deadline=None, database=None, derandomize=True)
-@given(st.dictionaries(st.sampled_from(["a", "b", "", "é", "__metadata__"]), SPEC | st.none(), max_size=3), st.integers(0, 80))
+@given(
+    st.dictionaries(
+        st.sampled_from(["a", "b", "", "é", "__metadata__"]), SPEC | st.none(), max_size=3
+    ),
+    st.integers(0, 80),
+)
 def test_generated_headers(tmp_path_factory, header, size):
     folder = tmp_path_factory.getbasetemp() / "headers"
     folder.mkdir(exist_ok=True)
@@ -127,7 +153,9 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{len(shape)} of {str(shape[0])[:20]}")
 def test_shapes_beyond_the_file_take_no_memory_and_no_time(tmp_path, shape):
-    header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0 if 0 in shape else 2**42]}}
+    header = {
+        "a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0 if 0 in shape else 2**42]}
+    }
     begin = time.process_time()
     judge(tmp_path, joined(json.dumps(header).encode(), b""))
     assert time.process_time() - begin < 2
@@ -146,21 +174,33 @@ def write_shards(folder: Path) -> dict:
 
 
 def test_mutated_indexes(tmp_path):
-    folder, outside = tmp_path / "model", tmp_path / "outside.safetensors"
+    folder = tmp_path / "model"
+    outside = tmp_path / "outside.safetensors"
     index = write_shards(folder)
     outside.write_bytes(save({"model.a": TENSORS["model.a"] + 1}))
-    names = [*SHARDS, "../outside.safetensors", str(outside), "missing.safetensors", "a\0.safetensors", ".safetensors"]
+    names = [
+        *SHARDS,
+        "../outside.safetensors",
+        str(outside),
+        "missing.safetensors",
+        "a\0.safetensors",
+        ".safetensors",
+    ]
 
     def case(rng: random.Random) -> None:
         changed = mutate_value(rng, index)
         if rng.random() < 0.5:
             changed = json.loads(json.dumps(index))
-            changed["weight_map"][rng.choice([*TENSORS, "model.x", ""])] = rng.choice([*names, *HOSTILE])
+            changed["weight_map"][rng.choice([*TENSORS, "model.x", ""])] = rng.choice(
+                [*names, *HOSTILE]
+            )
         (folder / INDEX).write_bytes(to_json(rng, changed))
         verdict = attempt(lambda: tensors(folder), INDEX, folder.name)
         if verdict.is_read:  # then the index says just what the shards that it names hold
             named = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-            held = {key: tensor for key, tensor in TENSORS.items() if index["weight_map"][key] in named}
+            held = {
+                key: tensor for key, tensor in TENSORS.items() if index["weight_map"][key] in named
+            }
             assert held and same(verdict.value, held), "read other tensors than the shards hold"
 
     run_seeds(scaled(300, 2000), case)
@@ -192,7 +232,8 @@ def test_what_stands_in_place_of_a_file(tmp_path, target, kind):
 
 
 def test_a_link_of_the_hub_cache_is_read(tmp_path):
-    folder, blob = tmp_path / "model", tmp_path / "blobs" / "0123"
+    folder = tmp_path / "model"
+    blob = tmp_path / "blobs" / "0123"
     folder.mkdir()
     blob.parent.mkdir()
     blob.write_bytes(save(TENSORS))

@@ -1,4 +1,6 @@
-"""What a file may not do: no pickle of more than tensors is loaded, no code of a folder runs unasked, no network is needed."""
+"""What a file may not do: no pickle of more than tensors is loaded, no code of a folder runs
+unasked, no network is needed.
+"""
 
 import ast
 import json
@@ -22,7 +24,8 @@ from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.stress
 ROOT = Path(__file__).resolve().parents[2]
-# reads the index of torch.distributed.checkpoint with the classes that it consists of, and nothing else
+# reads the index of torch.distributed.checkpoint with the classes that it consists of, and nothing
+# else
 RESTRICTED = "moe_runtime/hf/training/checkpoint_files.py"
 UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
@@ -38,12 +41,19 @@ def unsafe(source: str) -> list[tuple[int, str]]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module or ""]
             found += [(node.lineno, name) for name in names if name.partition(".")[0] in UNSAFE]
         if not isinstance(node, ast.Call):
             continue
-        name, given = name_of(node.func), {word.arg: word.value for word in node.keywords}
-        safe = isinstance(given.get("weights_only"), ast.Constant) and given["weights_only"].value is True
+        name = name_of(node.func)
+        given = {word.arg: word.value for word in node.keywords}
+        safe = (
+            isinstance(given.get("weights_only"), ast.Constant)
+            and given["weights_only"].value is True
+        )
         if name == "torch.load" and not safe:
             found.append((node.lineno, "torch.load without weights_only=True"))
         module, _, function = name.rpartition(".")
@@ -52,25 +62,40 @@ def unsafe(source: str) -> list[tuple[int, str]]:
         if name in ("np.load", "numpy.load") and "allow_pickle" in given:
             found.append((node.lineno, f"{name} with allow_pickle"))
         trusted = given.get("trust_remote_code")
-        asks = re.fullmatch(r"(Auto\w+|kind)\.from_(pretrained|config)", name)  # may ask at the terminal
-        if (asks and trusted is None) or (isinstance(trusted, ast.Constant) and trusted.value is not False):
+        # may ask at the terminal
+        asks = re.fullmatch(r"(Auto\w+|kind)\.from_(pretrained|config)", name)
+        if (asks and trusted is None) or (
+            isinstance(trusted, ast.Constant) and trusted.value is not False
+        ):
             found.append((node.lineno, "trust_remote_code"))
     return found
 
 
 @pytest.mark.parametrize(
     "source",
-    ["import pickle", "from dill import loads", "torch.load(f)", "torch.load(f, weights_only=False)", "yaml.load(f)",
-     "exec(text)", "np.load(f, allow_pickle=True)", "A.from_pretrained(f, trust_remote_code=True)",
-     "AutoModelForCausalLM.from_config(c)"],
-)  # fmt: skip
+    [
+        "import pickle",
+        "from dill import loads",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "yaml.load(f)",
+        "exec(text)",
+        "np.load(f, allow_pickle=True)",
+        "A.from_pretrained(f, trust_remote_code=True)",
+        "AutoModelForCausalLM.from_config(c)",
+    ],
+)
 def test_what_is_unsafe_is_seen(source):
     assert unsafe(source)
 
 
 def test_no_source_loads_what_may_run():
     files = [*(ROOT / "moe_runtime").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
-    bad = [f"{path.relative_to(ROOT)}:{line}: {what}" for path in files for line, what in unsafe(path.read_text())]
+    bad = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in files
+        for line, what in unsafe(path.read_text())
+    ]
     allowed = [one for one in bad if re.fullmatch(rf"{RESTRICTED}:\d+: pickle", one)]
     bad = [one for one in bad if one not in allowed]
     assert len(allowed) == 1
@@ -89,7 +114,8 @@ class Touch:
 
 @pytest.mark.parametrize("by", ["torch", "pickle"])
 def test_a_pickle_that_would_run_is_refused(tmp_path, by):
-    touched, file = tmp_path / "touched", tmp_path / "pytorch_model.bin"
+    touched = tmp_path / "touched"
+    file = tmp_path / "pytorch_model.bin"
     value = {"a": torch.zeros(2), "b": Touch(touched)}
     torch.save(value, file) if by == "torch" else file.write_bytes(pickle.dumps(value))
     assert not attempt(lambda: load_tensors(file), file.name).is_read
@@ -101,36 +127,65 @@ def test_a_pickle_that_would_run_is_refused(tmp_path, by):
 EVIL = "import pathlib\npathlib.Path({touched!r}).touch()\n" + "raise ValueError('ran')\n"
 # every verb that reads a model's folder
 VERBS = (
-    "xft upcycle {model} {out} --num-experts 4 --top-k 2 --check", "xft to-mergeable {model} {out}", "xft merge {model} {out}",
-    "xft export {model} {out}", "xft export {model} {out} --to official", "xft import-official {model} {out}",
-    "train --model {model} --data {data} --output_dir {out} --max_steps 1", "stats {model} --data {data} --out {out}",
-    "run {recipe} --out {out}", "esft score {model} --data {data} --out {out}.json",
-    "esft train {model} --config {selection} --data {data} --out {out} --steps 1", "esft apply {model} {model}",
-    "esft merge {model} {model} {out}", "lora convert {model} {model} {out}",
-    "lora export {model} {model} {out} --to merged", "lora export {model} {model} {out} --to vllm",
+    "xft upcycle {model} {out} --num-experts 4 --top-k 2 --check",
+    "xft to-mergeable {model} {out}",
+    "xft merge {model} {out}",
+    "xft export {model} {out}",
+    "xft export {model} {out} --to official",
+    "xft import-official {model} {out}",
+    "train --model {model} --data {data} --output_dir {out} --max_steps 1",
+    "stats {model} --data {data} --out {out}",
+    "run {recipe} --out {out}",
+    "esft score {model} --data {data} --out {out}.json",
+    "esft train {model} --config {selection} --data {data} --out {out} --steps 1",
+    "esft apply {model} {model}",
+    "esft merge {model} {model} {out}",
+    "lora convert {model} {model} {out}",
+    "lora export {model} {model} {out} --to merged",
+    "lora export {model} {model} {out} --to vllm",
     "upit grow {model} {model} --base {model} --count 3 --out {out}",
-    "upit init-routers {model} {model} --data {data} --out {out}", "upit assemble {model} {model} --out {out}",
-    "upit export {model} {out}", "ultrafuser fuse {model} {model} --name a --name b --out {out}",
+    "upit init-routers {model} {model} --data {data} --out {out}",
+    "upit assemble {model} {model} --out {out}",
+    "upit export {model} {out}",
+    "ultrafuser fuse {model} {model} --name a --name b --out {out}",
     "ultrafuser generate {model} --prompt a",
-    "eval {model} --tasks arithmetic --limit 1 --max-new-tokens 1 --out {out}", "tune --model {model} --out {out}",
-)  # fmt: skip
+    "eval {model} --tasks arithmetic --limit 1 --max-new-tokens 1 --out {out}",
+    "tune --model {model} --out {out}",
+)
 # TRL loads this one itself
-TEMPLATE = "train --model {plain} --data {data} --output_dir {out} --max_steps 1 --chat_template_path {model}"
+TEMPLATE = (
+    "train --model {plain} --data "
+    "{data} "
+    "--output_dir "
+    "{out} "
+    "--max_steps "
+    "1 "
+    "--chat_template_path {model}"
+)
 STEPS = {"steps": 1, "learning_rate": 1e-3, "batch_size": 1}
 
 
 def evil_folder(folder: Path, touched: Path, model_type: str) -> None:
-    """Write a model whose config.json, tokenizer, processor and way to generate ask for the folder's own code."""
+    """Write a model whose config.json, tokenizer, processor and way to generate ask for the
+    folder's own code.
+    """
     tiny.dense("llama").save_pretrained(folder)
     (folder / "custom_generate").mkdir()
     for name in (
-        "modeling_evil", "configuration_evil", "tokenization_evil", "processing_evil", "modeling_moe_runtime",
+        "modeling_evil",
+        "configuration_evil",
+        "tokenization_evil",
+        "processing_evil",
+        "modeling_moe_runtime",
         "custom_generate/generate",
-    ):  # fmt: skip
+    ):
         (folder / f"{name}.py").write_text(EVIL.format(touched=str(touched)))
     for name in ("processor_config", "preprocessor_config"):
         kinds = ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")
-        values = {"auto_map": {kind: "processing_evil.Evil" for kind in kinds}, "processor_class": "Evil"}
+        values = {
+            "auto_map": {kind: "processing_evil.Evil" for kind in kinds},
+            "processor_class": "Evil",
+        }
         (folder / f"{name}.json").write_text(json.dumps(values))
     values = json.loads((folder / "config.json").read_text())
     values |= {"model_type": model_type, "architectures": ["EvilForCausalLM"]}
@@ -144,7 +199,8 @@ def evil_folder(folder: Path, touched: Path, model_type: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
 
 
-# in one process, as imports take seconds: each verb with the network refused, at a terminal where somebody says y
+# in one process, as imports take seconds: each verb with the network refused, at a terminal where
+# somebody says y
 RUN = """
 import io, json, os, socket, sys
 attempts = []
@@ -173,15 +229,31 @@ open(sys.report, "w").write(json.dumps(report))
 
 
 def run_verbs(commands: list[list[str]], folder: Path) -> list[dict]:
-    """Run command lines in one process without network; return each one's exit code, naked error, stderr, connections tried."""
+    """Run command lines in one process without network; return each one's exit code, naked error,
+    stderr, connections tried.
+    """
     report, (keyboard, terminal) = folder / "report.json", os.openpty()
     os.write(keyboard, b"y\n" * 300)
-    env = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "TRITON_INTERPRET")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "CUDA_VISIBLE_DEVICES": ""}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("HF_HUB_OFFLINE", "TRITON_INTERPRET")
+    }
+    env |= {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(folder / "hf"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", RUN, report, json.dumps(commands)], capture_output=True, text=True, env=env, cwd=folder,
-        stdin=terminal, timeout=PATIENCE,
-    )  # fmt: skip
+        [sys.executable, "-c", RUN, report, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=folder,
+        stdin=terminal,
+        timeout=PATIENCE,
+    )
     os.close(keyboard)
     os.close(terminal)
     assert report.is_file(), done.stderr[-3000:]
@@ -205,12 +277,20 @@ def pickled(folder: Path) -> None:
 
 TYPES = ("evil", "llama", "t5")  # t5 is known to transformers, but not as a causal language model
 BROKEN = {
-    "vocabulary": {"vocab_size": 2**60}, "negative": {"hidden_size": -1}, "text": {"num_hidden_layers": "two"},
-    "nan": {"hidden_size": float("nan")}, "heads": {"num_attention_heads": 7, "head_dim": None},
-    "epsilon": {"rms_norm_eps": "x"}, "act": {"hidden_act": "no\nsuch"},
-    "block": {"model_type": "moe_runtime_llama", "architectures": [], "moe_runtime": {"stage": "moe"}},
+    "vocabulary": {"vocab_size": 2**60},
+    "negative": {"hidden_size": -1},
+    "text": {"num_hidden_layers": "two"},
+    "nan": {"hidden_size": float("nan")},
+    "heads": {"num_attention_heads": 7, "head_dim": None},
+    "epsilon": {"rms_norm_eps": "x"},
+    "act": {"hidden_act": "no\nsuch"},
+    "block": {
+        "model_type": "moe_runtime_llama",
+        "architectures": [],
+        "moe_runtime": {"stage": "moe"},
+    },
     "weights": {"transformers_weights": "other.safetensors.index.json"},
-}  # fmt: skip
+}
 WEIGHTS = {"leads_out": leads_out, "pickled": pickled}
 # what a user does, one verb on what the one before it wrote
 WAY = (
@@ -223,9 +303,13 @@ WAY = (
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
-    """Run all verbs on two folders with code in them, and the way of a plain one; return where and what became of each."""
+    """Run all verbs on two folders with code in them, and the way of a plain one; return where and
+    what became of each.
+    """
     folder = tmp_path_factory.mktemp("verbs")
-    data, plain, commands = folder / "rows.jsonl", folder / "plain", {}
+    data = folder / "rows.jsonl"
+    plain = folder / "plain"
+    commands = {}
     data.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
     (folder / "selection.json").write_text(json.dumps({"experts": {"0": [0]}}))
     tokenizer = train_tokenizer(["a b"], 300)
@@ -241,8 +325,14 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
             (folder / kind / "config.json").write_text(json.dumps(values))
         elif kind in WEIGHTS:
             WEIGHTS[kind](folder / kind)
-        recipe = {"method": "xft", "base_model": str(folder / kind), "experts": {"num_experts": 4, "top_k": 2}}
-        recipe |= {"data": {"train": str(data), "held_out_rows": 1}} | dict.fromkeys(("sft", "tune", "mix"), STEPS)
+        recipe = {
+            "method": "xft",
+            "base_model": str(folder / kind),
+            "experts": {"num_experts": 4, "top_k": 2},
+        }
+        recipe |= {"data": {"train": str(data), "held_out_rows": 1}} | dict.fromkeys(
+            ("sft", "tune", "mix"), STEPS
+        )
         (folder / f"{kind}.yaml").write_text(json.dumps(recipe))  # which is YAML too
         names = {
             "model": folder / kind,
@@ -250,8 +340,12 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
             "recipe": folder / f"{kind}.yaml",
             "selection": folder / "selection.json",
         }
-        commands[kind] = [verb.format(out=folder / f"{kind}{i}", **names) for i, verb in enumerate(VERBS)]
-        commands[kind] += [TEMPLATE.format(plain=plain, out=folder / f"{kind}-template", **names)] * (kind in TYPES)
+        commands[kind] = [
+            verb.format(out=folder / f"{kind}{i}", **names) for i, verb in enumerate(VERBS)
+        ]
+        commands[kind] += [
+            TEMPLATE.format(plain=plain, out=folder / f"{kind}-template", **names)
+        ] * (kind in TYPES)
     commands["plain"] = [verb.format(model=plain, data=data, folder=folder) for verb in WAY]
     report = iter(run_verbs([one.split() for kind in commands for one in commands[kind]], folder))
     return folder, {kind: [next(report) for _ in commands[kind]] for kind in commands}
@@ -263,7 +357,11 @@ def test_no_verb_runs_the_code_of_a_folder_or_reads_a_broken_one(ran, kind):
     assert not (folder / "touched").exists()
     for one in report[kind]:
         lines = one["said"].splitlines()
-        refused = one["code"] == 1 and lines and [line for line in lines if line.startswith("error: ")] == lines[-1:]
+        refused = (
+            one["code"] == 1
+            and lines
+            and [line for line in lines if line.startswith("error: ")] == lines[-1:]
+        )
         # of "llama" it is the tokenizer that asks; `grow` adds up what no activation has seen
         assert refused or (one["code"] == 0 and kind in ("llama", "act")), one
 
@@ -274,45 +372,73 @@ def test_no_network_is_needed(ran):
     assert not [one for kind in report for one in report[kind] if one["network"]]
 
 
-# the files that we read besides checkpoints (tests/hf/training/test_checkpoint_files.py), each by the verbs that read it
+# the files that we read besides checkpoints (tests/hf/training/test_checkpoint_files.py), each by
+# the verbs that read it
 MODEL_VERBS = ("xft upcycle {bad} {out} --num-experts 4 --top-k 2", "esft merge {bad} {bad} {out}")
-ADAPTER_VERBS = ("esft apply {plain} {bad}", "esft merge {plain} {bad} {out}", "lora convert {plain} {bad} {out}",
-                 "lora export {plain} {bad} {out} --to merged", "lora export {plain} {bad} {out} --to vllm")  # fmt: skip
+ADAPTER_VERBS = (
+    "esft apply {plain} {bad}",
+    "esft merge {plain} {bad} {out}",
+    "lora convert {plain} {bad} {out}",
+    "lora export {plain} {bad} {out} --to merged",
+    "lora export {plain} {bad} {out} --to vllm",
+)
 FUSED = ("ultrafuser generate {bad} --prompt a",)
 PICKLED = {
-    "config.json": MODEL_VERBS, "model.safetensors": MODEL_VERBS, "model.safetensors.index.json": MODEL_VERBS,
-    "pytorch_model.bin": MODEL_VERBS, "pytorch_model.pt": MODEL_VERBS, "adapter_config.json": ADAPTER_VERBS,
-    "adapter_model.safetensors": ADAPTER_VERBS, "adapter_model.bin": ADAPTER_VERBS, "expert_cfg.json": ADAPTER_VERBS[:2],
+    "config.json": MODEL_VERBS,
+    "model.safetensors": MODEL_VERBS,
+    "model.safetensors.index.json": MODEL_VERBS,
+    "pytorch_model.bin": MODEL_VERBS,
+    "pytorch_model.pt": MODEL_VERBS,
+    "adapter_config.json": ADAPTER_VERBS,
+    "adapter_model.safetensors": ADAPTER_VERBS,
+    "adapter_model.bin": ADAPTER_VERBS,
+    "expert_cfg.json": ADAPTER_VERBS[:2],
     "ultrafuser.json": FUSED,
     "rows.jsonl": ("train --model {plain} --data {bad}/rows.jsonl --output_dir {out}",),
     "rows.parquet": ("train --model {plain} --data {bad}/rows.parquet --output_dir {out}",),
     "scores.json": ("esft select --summary {bad}/scores.json --p 0.1 --out {out}.json",),
-    "selection.json": ("esft train {plain} --config {bad}/selection.json --data {data} --out {out} --steps 1",),
-    "recipe.yaml": ("run {bad}/recipe.yaml --out {out}", "ultrafuser train --config {bad}/recipe.yaml --out {out}"),
+    "selection.json": (
+        "esft train {plain} --config {bad}/selection.json --data {data} --out {out} --steps 1",
+    ),
+    "recipe.yaml": (
+        "run {bad}/recipe.yaml --out {out}",
+        "ultrafuser train --config {bad}/recipe.yaml --out {out}",
+    ),
     "train.yaml": ("train --model {plain} --config {bad}/train.yaml --output_dir {out}",),
     "task.yaml": ("eval {plain} --tasks {bad}/task.yaml --out {out}",),
     "results.json": ("bench --compare {bad}/results.json {bad}/results.json",),
-}  # fmt: skip
+}
 
 
 def test_a_pickle_under_any_name_is_refused_by_name(tmp_path):
-    touched, plain, data = tmp_path / "touched", tmp_path / "plain", tmp_path / "rows.jsonl"
+    touched = tmp_path / "touched"
+    plain = tmp_path / "plain"
+    data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
     tiny.dense("llama", vocab_size=300).save_pretrained(plain)
     train_tokenizer(["a b"], 300).save_pretrained(plain)
-    commands, names = [], []
+    commands = []
+    names = []
     for number, (name, verbs) in enumerate(PICKLED.items()):
         bad = tmp_path / f"bad{number}"
         shutil.copytree(plain, bad)
         if verbs is ADAPTER_VERBS and name != "adapter_config.json":
-            config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "base_model_name_or_path": ""}
+            config = {
+                "peft_type": "LORA",
+                "r": 2,
+                "lora_alpha": 2,
+                "target_modules": ["q_proj"],
+                "base_model_name_or_path": "",
+            }
             (bad / "adapter_config.json").write_text(json.dumps(config))
         if name.startswith(("pytorch_model", "model.safetensors.index")):
             (bad / "model.safetensors").unlink()
         (bad / name).write_bytes(pickle.dumps({"weight": Touch(touched)}))
         names += [name] * len(verbs)
         out = tmp_path / f"out{number}"
-        commands += [verb.format(bad=bad, plain=plain, data=data, out=out).split() for verb in verbs]
+        commands += [
+            verb.format(bad=bad, plain=plain, data=data, out=out).split() for verb in verbs
+        ]
     wrong = []
     for name, one in zip(names, run_verbs(commands, tmp_path), strict=True):
         is_named = name in one["said"] or str(tmp_path / "bad") in one["said"]

@@ -1,4 +1,6 @@
-"""csrc/ natively: parity with Triton and torch, streams, graphs, bits. Its twin without a GPU is tests/csrc."""
+"""csrc/ natively: parity with Triton and torch, streams, graphs, bits. Its twin without a GPU is
+tests/csrc.
+"""
 
 import json
 
@@ -56,7 +58,10 @@ PLANS = [
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("T, E, K", PLANS)
 def test_dispatch_equals(T, E, K, dtype, other):
-    idx = torch.rand(T, max(E, K), device="cuda").topk(K).indices.to(dtype) if T <= 1 << 16 else None
+    if T <= 1 << 16:
+        idx = torch.rand(T, max(E, K), device="cuda").topk(K).indices.to(dtype)
+    else:
+        idx = None
     idx = torch.randint(0, E, (T, K), device="cuda", dtype=dtype) if idx is None else idx
     poison()
     for ours, theirs in zip(dispatch(idx, E, "cuda"), dispatch(idx, E, other)):
@@ -66,7 +71,8 @@ def test_dispatch_equals(T, E, K, dtype, other):
 @pytest.mark.parametrize("routing", ["dropped", "one expert", "last expert", "alternating"])
 @pytest.mark.parametrize("T", [33, 5000, 65536])
 def test_dispatch_of_uneven_routing(T, routing):
-    E, K = 64, 4
+    E = 64
+    K = 4
     idx = torch.randint(0, E, (T, K), device="cuda", dtype=torch.int32)
     if routing == "dropped":
         idx[torch.rand(T, K, device="cuda") < 0.3] = -1
@@ -81,7 +87,8 @@ def test_dispatch_of_uneven_routing(T, routing):
 
 @pytest.mark.parametrize("T, E, K", PLANS)
 def test_tile_maps_equal_tritons(T, E, K):
-    idx, blocks = torch.randint(-1, E, (T, K), device="cuda"), (16, 64, 128)
+    idx = torch.randint(-1, E, (T, K), device="cuda")
+    blocks = (16, 64, 128)
     poison()
     offsets, *_, maps = cuda_kernels.route_plan(idx, E, blocks, first_expert=E > 2)
     for block, ours in zip(blocks, maps, strict=True):
@@ -93,7 +100,8 @@ def test_tile_maps_equal_tritons(T, E, K):
 @pytest.mark.parametrize("gate", ["xft", "softmax_topk"])
 @pytest.mark.parametrize("T, E, K", [(1, 8, 2), (513, 7, 5), (4096, 1023, 8), (65536, 128, 8)])
 def test_the_routers_counts_make_the_same_plan(T, E, K, gate):
-    logits, shared = random(T, E, dtype=torch.bfloat16), int(gate in SHARED_GATES)
+    logits = random(T, E, dtype=torch.bfloat16)
+    shared = int(gate in SHARED_GATES)
     count = cuda_kernels.new_block_count(logits, shared)
     poison()
     _, idx = cuda_kernels.route_forward(logits, None, K + shared, gate, shared, block_count=count)
@@ -105,14 +113,24 @@ def test_the_routers_counts_make_the_same_plan(T, E, K, gate):
 
 # routing
 
-LOGITS = [(0, 8, 2), (1, 1, 1), (7, 3, 2), (333, 60, 6), (1000, 257, 8), (64, 1024, 32), (16384, 128, 8), (65536, 7, 5)]
+LOGITS = [
+    (0, 8, 2),
+    (1, 1, 1),
+    (7, 3, 2),
+    (333, 60, 6),
+    (1000, 257, 8),
+    (64, 1024, 32),
+    (16384, 128, 8),
+    (65536, 7, 5),
+]
 
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("T, E, K", LOGITS)
 def test_routing_equals(T, E, K, dtype, gate):
-    logits, K = random(T, E, dtype=dtype), K + (gate in SHARED_GATES)
+    logits = random(T, E, dtype=dtype)
+    K = K + (gate in SHARED_GATES)
     logits[: T // 4] = logits[: T // 4].round()  # ties: the lower id wins
     poison()
     weight, idx = route(logits, K, gate, backend="cuda")
@@ -125,8 +143,11 @@ def test_routing_equals(T, E, K, dtype, gate):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("T, E, K", LOGITS[2:6])
 def test_gradient_of_the_logits_equals(T, E, K, dtype, gate):
-    logits, K = random(T, E, dtype=dtype), K + (gate in SHARED_GATES)
-    idx, dweight, got = route(logits, K, gate, backend="torch").topk_idx, random(T, K), {}
+    logits = random(T, E, dtype=dtype)
+    K = K + (gate in SHARED_GATES)
+    idx = route(logits, K, gate, backend="torch").topk_idx
+    dweight = random(T, K)
+    got = {}
     for forced in (None, idx):
         for backend in ("torch", "cuda"):
             leaf = logits.clone().requires_grad_()
@@ -136,9 +157,15 @@ def test_gradient_of_the_logits_equals(T, E, K, dtype, gate):
 
 
 def test_bias_moves_the_choice_alone():
-    logits, bias = random(512, 64), random(64)
-    ours, theirs = (route(logits, 8, "sigmoid_topk", bias=bias, backend=name) for name in ("cuda", "torch"))
-    assert torch.equal(ours.topk_idx, theirs.topk_idx) and relative_error(ours.topk_weight, theirs.topk_weight) < 5e-6
+    logits = random(512, 64)
+    bias = random(64)
+    ours, theirs = (
+        route(logits, 8, "sigmoid_topk", bias=bias, backend=name) for name in ("cuda", "torch")
+    )
+    assert (
+        torch.equal(ours.topk_idx, theirs.topk_idx)
+        and relative_error(ours.topk_weight, theirs.topk_weight) < 5e-6
+    )
 
 
 # merging and combine
@@ -151,8 +178,12 @@ STACKS = [(8, 2048, 5504), (7, 33, 17), (1, 5), (3, 1), (64, 4096), (5, 1 << 20)
 @pytest.mark.parametrize("shape", STACKS, ids=str)
 def test_merging_equals(shape, dtype, aligned):
     size = torch.Size(shape).numel()
-    weight = random(size + 1, dtype=dtype)[:-1].view(shape) if aligned else random(size + 1, dtype=dtype)[1:].view(shape)
-    alpha, dout = torch.rand(shape[0], device="cuda"), random(*shape[1:], dtype=dtype)
+    if aligned:
+        weight = random(size + 1, dtype=dtype)[:-1].view(shape)
+    else:
+        weight = random(size + 1, dtype=dtype)[1:].view(shape)
+    alpha = torch.rand(shape[0], device="cuda")
+    dout = random(*shape[1:], dtype=dtype)
     poison()
     leaf = alpha.clone().requires_grad_()
     out = merge_experts(weight, leaf, backend="cuda")
@@ -165,11 +196,15 @@ def test_merging_equals(shape, dtype, aligned):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("T, H, K", [(0, 8, 2), (1, 1, 1), (33, 33, 3), (4097, 2048, 6), (512, 4096, 8), (65536, 256, 8)])
+@pytest.mark.parametrize(
+    "T, H, K", [(0, 8, 2), (1, 1, 1), (33, 33, 3), (4097, 2048, 6), (512, 4096, 8), (65536, 256, 8)]
+)
 def test_combine_equals(T, H, K, dtype):
-    y, weight = random(T * K, H, dtype=dtype), torch.rand(T, K, device="cuda")
+    y = random(T * K, H, dtype=dtype)
+    weight = torch.rand(T, K, device="cuda")
     slot_row = torch.randperm(T * K, device="cuda").int()
-    dout, got = random(T, H, dtype=dtype), {}
+    dout = random(T, H, dtype=dtype)
+    got = {}
     poison()
     for backend in ("torch", "triton", "cuda"):
         leaves = y.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -177,7 +212,9 @@ def test_combine_equals(T, H, K, dtype):
         got[backend] = out.detach(), *torch.autograd.grad(out, leaves, dout)
     for other in OTHERS:
         for ours, theirs in zip(got["cuda"], got[other]):
-            assert ours.dtype == theirs.dtype and (not T or relative_error(ours, theirs) < ROUNDING[dtype])
+            assert ours.dtype == theirs.dtype and (
+                not T or relative_error(ours, theirs) < ROUNDING[dtype]
+            )
 
 
 # what only a GPU has
@@ -188,13 +225,20 @@ def all_ops(logits, weight, alpha, y, backend="cuda"):
     plan = dispatch(idx, logits.shape[1] + 1, backend)
     out = combine(y, gate, plan.slot_row, backend=backend)
     merged = merge_experts(weight, alpha, backend=backend)
-    grads = torch.autograd.grad([out.float().sum(), merged.float().square().sum()], [logits, y, alpha])
+    grads = torch.autograd.grad(
+        [out.float().sum(), merged.float().square().sum()], [logits, y, alpha]
+    )
     return [t.detach() for t in (gate, idx, *plan, out, merged, *grads)]
 
 
 def samples(T=512):
     dtype = torch.bfloat16
-    return random(T, 15), random(16, 999, dtype=dtype), torch.rand(16, device="cuda"), random(3 * T, 128, dtype=dtype)
+    return (
+        random(T, 15),
+        random(16, 999, dtype=dtype),
+        torch.rand(16, device="cuda"),
+        random(3 * T, 128, dtype=dtype),
+    )
 
 
 def same(ours, theirs) -> bool:
@@ -204,13 +248,20 @@ def same(ours, theirs) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("T", [1, 33, 5000])
 def test_every_kernel_for_the_sanitizer(T, dtype):
-    """What bench/gpu.sh runs under compute-sanitizer: one block and several, rows that no 16 bytes divide."""
+    """What bench/gpu.sh runs under compute-sanitizer: one block and several, rows that no 16 bytes
+    divide.
+    """
     inputs = (
-        random(T, 15, dtype=dtype), random(16, 999, dtype=dtype), torch.rand(16, device="cuda"), random(3 * T, 33, dtype=dtype),
-    )  # fmt: skip
+        random(T, 15, dtype=dtype),
+        random(16, 999, dtype=dtype),
+        torch.rand(16, device="cuda"),
+        random(3 * T, 33, dtype=dtype),
+    )
     for ours, theirs in zip(all_ops(*inputs), all_ops(*inputs, backend="torch"), strict=True):
         assert ours.dtype == theirs.dtype and (
-            relative_error(ours, theirs) < ROUNDING[dtype] if ours.is_floating_point() else torch.equal(ours, theirs)
+            relative_error(ours, theirs) < ROUNDING[dtype]
+            if ours.is_floating_point()
+            else torch.equal(ours, theirs)
         )
 
 
@@ -227,7 +278,9 @@ def test_beyond_two_to_the_31_elements():
     out = merge_experts(weight, alpha, backend="cuda")
     assert (out == 1.5).all()
     (dalpha,) = torch.autograd.grad(out, alpha, torch.ones_like(weight[0]))
-    torch.testing.assert_close(dalpha, torch.tensor([1.0, 1.0, 2.0], device="cuda") * (1 << 30), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        dalpha, torch.tensor([1.0, 1.0, 2.0], device="cuda") * (1 << 30), rtol=1e-5, atol=0
+    )
     del weight, out
     y = torch.ones((1 << 20) + 8, 1 << 11, device="cuda", dtype=torch.bfloat16)
     rows = torch.arange(y.shape[0], device="cuda").flip(0)
@@ -252,7 +305,8 @@ def test_cuda_graph(T):
 
 def test_a_side_stream():
     inputs = samples(65536)
-    want, stream = all_ops(*inputs), torch.cuda.Stream()
+    want = all_ops(*inputs)
+    stream = torch.cuda.Stream()
     later = [torch.zeros_like(tensor) for tensor in inputs]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -286,15 +340,23 @@ def test_no_op_waits_for_the_gpu():
 @pytest.mark.parametrize("T", [1, 512, 5000])
 def test_the_experts_between_the_plan_and_combine(T, shared, monkeypatch):
     """MOE_RUNTIME_BACKEND=cuda: csrc/'s kernels around Triton's products, in moe_layer."""
-    x, router = random(T, 64, dtype=torch.bfloat16), random(7, 64, dtype=torch.bfloat16)
-    up, down = random(8, 96, 64, dtype=torch.bfloat16), random(8, 64, 48, dtype=torch.bfloat16)
+    x = random(T, 64, dtype=torch.bfloat16)
+    router = random(7, 64, dtype=torch.bfloat16)
+    up = random(8, 96, 64, dtype=torch.bfloat16)
+    down = random(8, 64, 48, dtype=torch.bfloat16)
     found = {}
     for backend in ("triton", "cuda"):
         monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
         leaves = [t.clone().requires_grad_() for t in (x, router, up, down)]
         got = moe_layer(*leaves[:2], Experts(*leaves[2:], shared=shared), 3, "xft")
-        found[backend] = [got.out.detach(), *torch.autograd.grad(got.out.float().square().mean(), leaves)]
-    assert all(relative_error(ours, theirs) < 2e-2 for ours, theirs in zip(found["cuda"], found["triton"], strict=True))
+        found[backend] = [
+            got.out.detach(),
+            *torch.autograd.grad(got.out.float().square().mean(), leaves),
+        ]
+    assert all(
+        relative_error(ours, theirs) < 2e-2
+        for ours, theirs in zip(found["cuda"], found["triton"], strict=True)
+    )
 
 
 def test_compiled_without_a_break():
@@ -323,7 +385,9 @@ def test_ops_pass_torchs_checks():
         (ops.merge_experts, (weight, alpha.requires_grad_(), "cuda")),
     ):
         # an integer first output has no gradient to check
-        checks = ("test_schema", "test_faketensor") + ("test_autograd_registration",) * (op is not ops.dispatch)
+        checks = ("test_schema", "test_faketensor") + ("test_autograd_registration",) * (
+            op is not ops.dispatch
+        )
         torch.library.opcheck(op.default, args, test_utils=checks)
 
 

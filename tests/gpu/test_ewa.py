@@ -11,19 +11,27 @@ pytestmark = pytest.mark.gpu
 
 
 def drawn(weight, share):
-    w, E = weight.double(), weight.shape[0]
+    w = weight.double()
+    E = weight.shape[0]
     return w + share * E / (E - 1) * (w.mean(0) - w)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [0.3, 0.8])
-@pytest.mark.parametrize("shape", [(8, 2048, 5504), (7, 33, 17), (64, 2048, 1408), (256, 100, 3), (3, 1), (4, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(8, 2048, 5504), (7, 33, 17), (64, 2048, 1408), (256, 100, 3), (3, 1), (4, 0)],
+    ids=str,
+)
 def test_parity_with_float64(shape, share, dtype):
     weight = torch.randn(shape, device="cuda").to(dtype)
     want = drawn(weight, share)
     assert average_experts_(weight, share) is weight
     if weight.numel():
-        assert relative_error(weight, want) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+        assert (
+            relative_error(weight, want)
+            < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+        )
 
 
 def test_equal_experts_stay_and_all_become_equal():
@@ -36,10 +44,13 @@ def test_equal_experts_stay_and_all_become_equal():
 
 
 def test_layer_in_eval_mode_equals_the_cpu_and_trains_without_a_synchronization():
-    layer = EWAMLP(MoEConfig(hidden_size=64, intermediate_size=96, num_experts=4, top_k=1, gate="topk_softmax")).eval()
+    layer = EWAMLP(
+        MoEConfig(hidden_size=64, intermediate_size=96, num_experts=4, top_k=1, gate="topk_softmax")
+    ).eval()
     x = torch.randn(3, 17, 64)
     want = layer(x)
-    layer, x = layer.cuda(), x.cuda()
+    layer = layer.cuda()
+    x = x.cuda()
     assert relative_error(layer(x).cpu(), want) < 1e-5
     layer.train()(x).sum().backward()
     torch.cuda.set_sync_debug_mode("error")

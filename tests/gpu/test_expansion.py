@@ -1,4 +1,6 @@
-"""kernels/expansion.py natively: what the interpreter cannot show. Its twin without a GPU is tests/ops/test_expansion.py."""
+"""kernels/expansion.py natively: what the interpreter cannot show. Its twin without a GPU is
+tests/ops/test_expansion.py.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,12 @@ from tests.support.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ARGS = {"weights": (1 / 3, 2 / 3), "drop": 0.4, "seed": (1 << 62) + 5, "tensor": "model.layers.0.mlp.up_proj.weight"}
+ARGS = {
+    "weights": (1 / 3, 2 / 3),
+    "drop": 0.4,
+    "seed": (1 << 62) + 5,
+    "tensor": "model.layers.0.mlp.up_proj.weight",
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -25,7 +32,10 @@ def test_gram_parity_with_float64(n, P, with_base, dtype):
 def test_float32_is_not_rounded_to_tf32(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     experts = torch.randn(4, 1 << 20, device="cuda")
-    assert relative_error(gram(experts, backend="triton"), experts.double() @ experts.double().t()) < 2e-6
+    assert (
+        relative_error(gram(experts, backend="triton"), experts.double() @ experts.double().t())
+        < 2e-6
+    )
 
 
 def test_experts_apart_are_put_side_by_side_in_pieces():
@@ -53,7 +63,10 @@ def test_a_child_has_the_bits_of_the_cpus(size, dtype):
 def test_a_child_in_parts_is_the_child(backend, dtype):
     parts = [torch.randn(3 * 4096 + 7, device="cuda").to(dtype) for _ in range(3)]
     cut = [slice(0, 4096), slice(4096, 4 * 2049), slice(4 * 2049, None)]
-    made = [dare_merge(*(p[one] for p in parts), **ARGS, start=one.start, backend=backend) for one in cut]
+    made = [
+        dare_merge(*(p[one] for p in parts), **ARGS, start=one.start, backend=backend)
+        for one in cut
+    ]
     want = dare_merge(*(p.cpu() for p in parts), **ARGS)
     assert torch.equal(torch.cat(made).cpu(), want)
 
@@ -62,7 +75,10 @@ def test_twenty_runs_give_the_same_bits():
     experts = torch.randn(8, 1 << 20, device="cuda").bfloat16()
     first = gram(experts), dare_merge(*experts[:3], **ARGS)
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip((gram(experts), dare_merge(*experts[:3], **ARGS)), first))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip((gram(experts), dare_merge(*experts[:3], **ARGS)), first)
+        )
 
 
 def test_beyond_two_to_the_31_elements():

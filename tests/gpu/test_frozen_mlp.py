@@ -1,4 +1,5 @@
-"""Frozen experts, dense and packed, with low-rank terms natively, at sizes that get the tiles of a real layer.
+"""Frozen experts, dense and packed, with low-rank terms natively, at sizes that get the tiles of a
+real layer.
 
 Without a GPU: tests/ops/test_frozen_mlp.py and test_frozen_mlp_packed.py, in the interpreter.
 """
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 SMOOTH = packed.GPT_OSS._replace(limit=None)  # no kink, which numbers are rounded across
 # T, H, I, E, K; RAGGED: no block divides anything, but rows are multiples of 16 bytes
-EVEN, RAGGED, FEW = (1500, 512, 768, 6, 2), (1500, 520, 712, 6, 2), (40, 512, 768, 16, 4)
+EVEN = (1500, 512, 768, 6, 2)
+RAGGED = (1500, 520, 712, 6, 2)
+FEW = (40, 512, 768, 16, 4)
 
 
 def case_of(sizes, ranks, dtype=BF16, form=None, **options):
@@ -26,9 +29,13 @@ def case_of(sizes, ranks, dtype=BF16, form=None, **options):
 
 def oracle(x, experts, topk_weight, topk_idx):
     """The experts made whole, each on all tokens."""
-    pairs, biases, out = (experts.up_lora, experts.down_lora), (experts.up_bias, experts.down_bias), 0
+    pairs = (experts.up_lora, experts.down_lora)
+    biases = (experts.up_bias, experts.down_bias)
+    out = 0
     stacks = [stack.data for stack in (experts.up, experts.down)]
-    stacks = [w if pair is None else w + pair.b.transpose(1, 2) @ pair.a for w, pair in zip(stacks, pairs)]
+    stacks = [
+        w if pair is None else w + pair.b.transpose(1, 2) @ pair.a for w, pair in zip(stacks, pairs)
+    ]
     for e in range(experts.up.shape[0]):
         weight = torch.where(topk_idx == e, topk_weight, 0).sum(1, keepdim=True)
         h = experts.activation.apply(x @ stacks[0][e].t() + biases[0][e])
@@ -44,19 +51,28 @@ def test_dense_stacks(sizes, ranks, form, in_out, tolerance):
     act = "quick_gelu" if form else "silu"
     case = case_of(sizes, ranks, form=form, routing="dropped", act=act, bias=True)
     want = dense.run(case, oracle, torch.float64, "cuda", in_out)
-    limit = bounds(dense.run(case, dense.with_backend("torch"), device="cuda", in_out=in_out), want, tolerance[BF16])
+    limit = bounds(
+        dense.run(case, dense.with_backend("torch"), device="cuda", in_out=in_out),
+        want,
+        tolerance[BF16],
+    )
     poison()
-    assert_parity(dense.run(case, dense.with_backend("triton"), device="cuda", in_out=in_out), want, limit)
+    assert_parity(
+        dense.run(case, dense.with_backend("triton"), device="cuda", in_out=in_out), want, limit
+    )
 
 
 @pytest.mark.parametrize("T", [1500, 40])
-@pytest.mark.parametrize("form, options", [
-    pytest.param("nf4", {"H": 512, "I": 768}, id="nf4"),
-    pytest.param("nf4_t", {"H": 512, "I": 384, "activation": SMOOTH}, id="nf4 of GPT-OSS"),
-    pytest.param("mxfp4", {"H": 480, "I": 352, "activation": SMOOTH}, id="mxfp4 of GPT-OSS"),
-    pytest.param("fp8_block", {"H": 520, "I": 384}, id="fp8"),
-    pytest.param("int8", {"H": 520, "I": 712}, id="int8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "form, options",
+    [
+        pytest.param("nf4", {"H": 512, "I": 768}, id="nf4"),
+        pytest.param("nf4_t", {"H": 512, "I": 384, "activation": SMOOTH}, id="nf4 of GPT-OSS"),
+        pytest.param("mxfp4", {"H": 480, "I": 352, "activation": SMOOTH}, id="mxfp4 of GPT-OSS"),
+        pytest.param("fp8_block", {"H": 520, "I": 384}, id="fp8"),
+        pytest.param("int8", {"H": 520, "I": 712}, id="int8"),
+    ],
+)
 def test_packed_stacks(form, options, T, tolerance):
     case = packed.make(form, T=T, dtype=BF16, E=6, rank=16, **options)
     want = packed.oracle(case)
@@ -66,7 +82,9 @@ def test_packed_stacks(form, options, T, tolerance):
 
 
 def steps(form: str):
-    """A step of a layer as Qwen3-30B-A3B's, with 16 of its experts; dense stacks without a format."""
+    """A step of a layer as Qwen3-30B-A3B's, with 16 of its experts; dense stacks without a
+    format.
+    """
     if form:
         case = packed.make(form, 2048, 768, 2048, dtype=BF16, E=16, K=8, rank=16)
         return lambda: packed.run(case, "triton")
@@ -87,10 +105,14 @@ def test_twenty_runs_give_the_same_bits(form):
 def test_the_host_waits_for_nothing(form):
     case = packed.make(form or "nf4", 128, 128, 64, dtype=BF16, rank=4)
     leaves = {name: leaf.cuda().requires_grad_() for name, leaf in case.leaves.items()}
-    stacks = [s._replace(data=s.data.cuda(), scales=[t.cuda() for t in s.scales]) for s in case.stacks]
+    stacks = [
+        s._replace(data=s.data.cuda(), scales=[t.cuda() for t in s.scales]) for s in case.stacks
+    ]
     if not form:
         stacks = [dense.Stack.dense(packed.packed.reference(*s[:3]).bfloat16()) for s in stacks]
-    experts, idx, dout = packed.experts_of(case, leaves, stacks), case.topk_idx.cuda(), case.dout.cuda()
+    experts = packed.experts_of(case, leaves, stacks)
+    idx = case.topk_idx.cuda()
+    dout = case.dout.cuda()
 
     def step():
         out, _ = frozen_mlp(leaves["x"], experts, leaves["topk_weight"], idx, "triton")

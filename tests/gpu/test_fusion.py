@@ -1,4 +1,6 @@
-"""kernels/fusion.py natively: what the interpreter cannot show. Its twin without a GPU is tests/ops/test_fusion.py."""
+"""kernels/fusion.py natively: what the interpreter cannot show. Its twin without a GPU is
+tests/ops/test_fusion.py.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ IGNORED = -100
 
 def sample(T, sizes, vocabularies, dtype):
     hidden = [torch.randn(T, size, device="cuda").to(dtype) for size in sizes]
-    heads = [(torch.randn(V, n, device="cuda") / n**0.5).to(dtype) for n, V in zip(sizes, vocabularies)]
+    heads = [
+        (torch.randn(V, n, device="cuda") / n**0.5).to(dtype) for n, V in zip(sizes, vocabularies)
+    ]
     gate = torch.randn(T, len(sizes), device="cuda").softmax(-1)
     labels = torch.randint(0, min(vocabularies), (T,), device="cuda")
     labels[::5] = IGNORED
@@ -24,8 +28,15 @@ def sample(T, sizes, vocabularies, dtype):
 
 def gradients(case, frozen, loss=fused_cross_entropy, dtype=None, **options):
     hidden, heads, gate, labels = case
-    hidden, heads = ([t.detach().to(dtype or t.dtype).requires_grad_(not frozen) for t in ts] for ts in (hidden, heads))
-    gate = gate.detach().to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    hidden, heads = (
+        [t.detach().to(dtype or t.dtype).requires_grad_(not frozen) for t in ts]
+        for ts in (hidden, heads)
+    )
+    gate = (
+        gate.detach()
+        .to(torch.float64 if dtype == torch.float64 else torch.float32)
+        .requires_grad_()
+    )
     leaves = [gate] if frozen else [gate, *hidden, *heads]
     out = loss(hidden, heads, gate, labels, **options)
     return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))
@@ -33,7 +44,9 @@ def gradients(case, frozen, loss=fused_cross_entropy, dtype=None, **options):
 
 def naive(hidden, heads, gate, labels, reduction="mean"):
     V = min(map(len, heads))
-    logits = sum(gate[:, s : s + 1] * F.linear(h, head[:V]) for s, (h, head) in enumerate(zip(hidden, heads)))
+    logits = sum(
+        gate[:, s : s + 1] * F.linear(h, head[:V]) for s, (h, head) in enumerate(zip(hidden, heads))
+    )
     return F.cross_entropy(logits.to(gate.dtype), labels, reduction=reduction)
 
 
@@ -57,7 +70,9 @@ def test_parity_with_float64_on_poisoned_memory(shape, reduction, frozen, tf32, 
     poison()
     got = gradients(case, frozen, reduction=reduction, backend="triton")
     want = gradients(case, frozen, naive, torch.float64, reduction=reduction)
-    bound = {torch.float32: 2e-3 if tf32 else 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}[dtype]
+    bound = {torch.float32: 2e-3 if tf32 else 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}[
+        dtype
+    ]
     assert all(relative_error(a, b) < bound for a, b in zip(got, want, strict=True) if b.any())
 
 
@@ -77,7 +92,9 @@ def test_twenty_runs_give_the_same_bits(frozen):
     case = sample(777, (1024,) * 3, (32000,) * 3, torch.bfloat16)
     first = gradients(case, frozen, backend="triton")
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(case, frozen, backend="triton"), first))
+        assert all(
+            torch.equal(a, b) for a, b in zip(gradients(case, frozen, backend="triton"), first)
+        )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -97,16 +114,20 @@ def test_memory_is_a_share_of_the_naive(frozen):
 
 def test_beyond_two_to_the_31_elements():
     """The last ids of a head lie behind 2^31 elements."""
-    V, H = (1 << 20) + 64, 2048
+    V = (1 << 20) + 64
+    H = 2048
     head = torch.zeros(V, H, device="cuda", dtype=torch.bfloat16)
     head[-1, 0], head[3, 0] = 8, 4
     hidden = torch.zeros(3, H, device="cuda", dtype=torch.bfloat16)
     hidden[:, 0] = torch.tensor([1.0, 2.0, 3.0])
-    labels, gate = torch.tensor([V - 1, 3, V - 1], device="cuda"), torch.ones(3, 1, device="cuda", requires_grad=True)
+    labels = torch.tensor([V - 1, 3, V - 1], device="cuda")
+    gate = torch.ones(3, 1, device="cuda", requires_grad=True)
     loss = fused_cross_entropy([hidden], [head], gate, labels, reduction="none", backend="triton")
     logits = torch.zeros(3, V, dtype=torch.float64, device="cuda")
     logits[:, -1], logits[:, 3] = 8 * hidden[:, 0], 4 * hidden[:, 0]
-    torch.testing.assert_close(loss.double(), F.cross_entropy(logits, labels, reduction="none"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        loss.double(), F.cross_entropy(logits, labels, reduction="none"), rtol=1e-4, atol=1e-4
+    )
     (dgate,) = torch.autograd.grad(loss.sum(), gate)
     want = (logits.softmax(1) * logits).sum(1) - logits.gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(dgate[:, 0].double(), want, rtol=1e-3, atol=1e-3)
@@ -115,9 +136,13 @@ def test_beyond_two_to_the_31_elements():
 def test_more_tokens_than_an_int32_of_logits(monkeypatch):
     """65,600 tokens by 32,768 ids, whose mixed logits are in memory at once."""
     monkeypatch.setattr(fusion, "CHUNK", 1 << 40)
-    T, V, H = 65600, 32768, 16
-    hidden, head = torch.randn(T, H, device="cuda").bfloat16(), torch.randn(V, H, device="cuda").bfloat16()
-    labels, gate = torch.randint(0, V, (T,), device="cuda"), torch.ones(T, 1, device="cuda")
+    T = 65600
+    V = 32768
+    H = 16
+    hidden = torch.randn(T, H, device="cuda").bfloat16()
+    head = torch.randn(V, H, device="cuda").bfloat16()
+    labels = torch.randint(0, V, (T,), device="cuda")
+    gate = torch.ones(T, 1, device="cuda")
     hidden.requires_grad_()
     loss = fused_cross_entropy([hidden], [head], gate, labels, reduction="none", backend="triton")
     rows = slice(T - 128, T)
@@ -152,7 +177,9 @@ def test_cuda_graph():
     case[0][0].normal_()
     case[3].random_(0, 4000)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, gradients(case, False, backend="triton")))
+    assert all(
+        torch.equal(a, b) for a, b in zip(captured, gradients(case, False, backend="triton"))
+    )
 
 
 def test_a_label_behind_the_vocabulary_is_nan():

@@ -1,4 +1,6 @@
-"""kernels/lora.py and lora_backward.py natively, what the interpreter cannot show. Without a GPU: tests/ops/test_lora.py."""
+"""kernels/lora.py and lora_backward.py natively, what the interpreter cannot show. Without a GPU:
+tests/ops/test_lora.py.
+"""
 
 import pytest
 import torch
@@ -14,16 +16,19 @@ TABLE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [
-    pytest.param((512, 256, 1408, 8, 6, 16), id="XFT"),
-    pytest.param((300, 256, 688, 16, 2, 8), id="UpIT: 2 of 16"),
-    pytest.param((200, 128, 320, 8, None, 4), id="dense, rank 4"),
-    pytest.param((77, 33, 17, 3, 2, 5), id="odd sizes"),
-    pytest.param((130, 64, 96, 4, 2, 64), id="rank 64"),
-    pytest.param((130, 64, 96, 2, 2, 128), id="rank 128"),
-    pytest.param((1, 64, 96, 4, 2, 8), id="one token"),
-    pytest.param((0, 64, 96, 4, 2, 8), id="no tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((512, 256, 1408, 8, 6, 16), id="XFT"),
+        pytest.param((300, 256, 688, 16, 2, 8), id="UpIT: 2 of 16"),
+        pytest.param((200, 128, 320, 8, None, 4), id="dense, rank 4"),
+        pytest.param((77, 33, 17, 3, 2, 5), id="odd sizes"),
+        pytest.param((130, 64, 96, 4, 2, 64), id="rank 64"),
+        pytest.param((130, 64, 96, 2, 2, 128), id="rank 128"),
+        pytest.param((1, 64, 96, 4, 2, 8), id="one token"),
+        pytest.param((0, 64, 96, 4, 2, 8), id="no tokens"),
+    ],
+)
 def test_parity_with_float64_on_poisoned_memory(shape, dtype):
     case = make_case(*shape, dtype=dtype)
     want = run(case, lora_mlp_reference, torch.float64, "cuda")
@@ -57,7 +62,9 @@ def step(case):
     leaves = {name: leaf.detach().to("cuda").requires_grad_() for name, leaf in case.leaves.items()}
     args, kwargs = arguments(case, leaves, None, "cuda")
     dout = case.dout.cuda()
-    return lambda: torch.autograd.grad(lora_mlp(*args, backend="triton", **kwargs), list(leaves.values()), dout)
+    return lambda: torch.autograd.grad(
+        lora_mlp(*args, backend="triton", **kwargs), list(leaves.values()), dout
+    )
 
 
 def test_no_synchronization_and_a_cuda_graph():
@@ -77,15 +84,23 @@ def test_no_synchronization_and_a_cuda_graph():
 
 def test_rows_beyond_two_to_the_31_elements():
     """The last rows of z and h lie behind 2^31; they get what the same tokens get in front."""
-    T, I, E, rank = (1 << 31) // 4096 // 2 + 64, 4096, 2, 16
+    T = (1 << 31) // 4096 // 2 + 64
+    I = 4096
+    E = 2
+    rank = 16
     z = torch.zeros(T, 2 * I, dtype=torch.bfloat16, device="cuda")
-    low, weight = torch.zeros(3, T, E * rank, dtype=torch.bfloat16, device="cuda"), torch.ones(T, E, device="cuda")
+    low = torch.zeros(3, T, E * rank, dtype=torch.bfloat16, device="cuda")
+    weight = torch.ones(T, E, device="cuda")
     rows = torch.randn(64, 2 * I, device="cuda").bfloat16()
     z[:64] = z[-64:] = rows
     low[:, :64] = low[:, -64:] = torch.randn(3, 64, E * rank, device="cuda").bfloat16()
     halves = [torch.randn(E, rank, I, device="cuda").bfloat16() for _ in range(3)]
     h = lora.lora_forward(z, low, weight, *halves, "silu", 1.0)
-    assert h[:64].abs().sum() > 0 and torch.equal(h[:64], h[-64:]) and torch.equal(low[2, :64], low[2, -64:])
+    assert (
+        h[:64].abs().sum() > 0
+        and torch.equal(h[:64], h[-64:])
+        and torch.equal(low[2, :64], low[2, -64:])
+    )
     dz, dlow, dweight = lora_backward.lora_backward(h, low[2], z, low, weight, *halves, "silu", 1.0)
     assert torch.equal(dz[:64], dz[-64:]) and torch.equal(dlow[:, :64], dlow[:, -64:])
     assert torch.equal(dweight[:64], dweight[-64:])
@@ -99,8 +114,11 @@ def test_keeps_no_row_of_a_single_expert():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run_step()
-    # z, dz, h, dh in front of and behind the kernels, and what has rank r; a row for each slot would be 6 x 2 x 2I
-    assert torch.cuda.max_memory_allocated() - before < 2 * 4096 * (9 * 1408 + 16 * 8 * 16 + 6 * 256)
+    # z, dz, h, dh in front of and behind the kernels, and what has rank r; a row for each slot
+    # would be 6 x 2 x 2I
+    assert torch.cuda.max_memory_allocated() - before < 2 * 4096 * (
+        9 * 1408 + 16 * 8 * 16 + 6 * 256
+    )
 
 
 def test_triton_is_what_a_gpu_gets():

@@ -1,4 +1,6 @@
-"""kernels/merging.py natively: what the interpreter cannot show. Its twin without a GPU is tests/ops/test_merging.py."""
+"""kernels/merging.py natively: what the interpreter cannot show. Its twin without a GPU is
+tests/ops/test_merging.py.
+"""
 
 import pytest
 import torch
@@ -21,13 +23,17 @@ def run(weight, alpha, dout, backend):
 @pytest.mark.parametrize("shape", [(8, 2048, 5504), (7, 33, 17), (1, 5), (3, 1), (4, 0)], ids=str)
 def test_parity_with_float64_on_poisoned_memory(shape, dtype):
     weight = torch.randn(shape, device="cuda").to(dtype)
-    alpha, dout = torch.rand(shape[0], device="cuda"), torch.randn(shape[1:], device="cuda").to(dtype)
+    alpha = torch.rand(shape[0], device="cuda")
+    dout = torch.randn(shape[1:], device="cuda").to(dtype)
     poison()
     out, dalpha = run(weight, alpha, dout, "triton")
     want = torch.einsum("e,e...->...", alpha.double(), weight.double())
     want_dalpha = (weight.double() * dout.double()).flatten(1).sum(1)
     if out.numel():
-        assert relative_error(out, want) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+        assert (
+            relative_error(out, want)
+            < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+        )
         assert relative_error(dalpha, want_dalpha) < 1e-4
     else:
         assert not dalpha.any()
@@ -35,7 +41,8 @@ def test_parity_with_float64_on_poisoned_memory(shape, dtype):
 
 def test_twenty_runs_give_the_same_bits():
     weight = torch.randn(8, 1024, 1408, device="cuda", dtype=torch.bfloat16)
-    alpha, dout = torch.rand(8, device="cuda"), torch.randn_like(weight[0])
+    alpha = torch.rand(8, device="cuda")
+    dout = torch.randn_like(weight[0])
     first = run(weight, alpha, dout, "triton")
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(run(weight, alpha, dout, "triton"), first))
@@ -47,12 +54,15 @@ def test_beyond_two_to_the_31_elements():
     alpha = torch.tensor([0.25, 0.25, 0.5], device="cuda")
     out, dalpha = run(weight, alpha, torch.ones_like(weight[0]), "triton")
     assert (out == 1.5).all()
-    torch.testing.assert_close(dalpha, torch.tensor([1.0, 1.0, 2.0], device="cuda") * (1 << 30), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        dalpha, torch.tensor([1.0, 1.0, 2.0], device="cuda") * (1 << 30), rtol=1e-5, atol=0
+    )
 
 
 def test_cuda_graph():
     weight = torch.randn(4, 512, 512, device="cuda", dtype=torch.bfloat16)
-    alpha, dout = torch.rand(4, device="cuda"), torch.randn_like(weight[0])
+    alpha = torch.rand(4, device="cuda")
+    dout = torch.randn_like(weight[0])
     run(weight, alpha, dout, "triton")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -79,25 +89,38 @@ def test_layer_equals_the_cpu():
 
 # merged_linear
 def linear_sample(T, E, N, K, dtype, weight_dtype):
-    x, weight = torch.randn(T, K, device="cuda", dtype=dtype), torch.randn(E, N, K, device="cuda", dtype=weight_dtype)
-    return x, weight, torch.rand(E, device="cuda").softmax(-1), torch.randn(T, N, device="cuda", dtype=dtype)
+    x = torch.randn(T, K, device="cuda", dtype=dtype)
+    weight = torch.randn(E, N, K, device="cuda", dtype=weight_dtype)
+    return (
+        x,
+        weight,
+        torch.rand(E, device="cuda").softmax(-1),
+        torch.randn(T, N, device="cuda", dtype=dtype),
+    )
 
 
 def linear_gradients(x, weight, alpha, dout):
-    x, alpha = x.clone().requires_grad_(), alpha.clone().requires_grad_()
+    x = x.clone().requires_grad_()
+    alpha = alpha.clone().requires_grad_()
     merged = merge_experts(weight, alpha.detach()).to(x.dtype)
     out = merged_linear(x, weight, alpha, merged, backend="triton")
     return out.detach(), *torch.autograd.grad(out, (x, alpha), dout)
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("dtype, weight_dtype", [
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
-    (torch.bfloat16, torch.float32),
-    (torch.float32, torch.float32),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("T, E, N, K", [(4096, 8, 2048, 5504), (2049, 3, 1408, 2048), (100, 8, 33, 17), (1, 1, 5, 3)])
+@pytest.mark.parametrize(
+    "dtype, weight_dtype",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "T, E, N, K", [(4096, 8, 2048, 5504), (2049, 3, 1408, 2048), (100, 8, 33, 17), (1, 1, 5, 3)]
+)
 def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     x, weight, alpha, dout = linear_sample(T, E, N, K, dtype, weight_dtype)
@@ -110,7 +133,10 @@ def test_linear_parity_with_float64(T, E, N, K, dtype, weight_dtype, tf32, monke
     scale = dw.norm() * weight[0].double().norm()
     assert (dalpha.double() - want).abs().max() < (1e-4 if rough else 1e-6) * scale
     merged = merge_experts(weight, alpha).to(dtype)
-    assert relative_error(dx, dout.double() @ merged.double()) < {torch.bfloat16: 5e-3, torch.float16: 1e-3}.get(dtype, 2e-3)
+    assert relative_error(dx, dout.double() @ merged.double()) < {
+        torch.bfloat16: 5e-3,
+        torch.float16: 1e-3,
+    }.get(dtype, 2e-3)
 
 
 def test_linear_gives_the_same_bits_in_twenty_runs():
@@ -142,8 +168,12 @@ def test_linear_beyond_two_to_the_31_elements():
 
 # the layer, which keeps its merged weights
 def layer_and_input(**kwargs):
-    config = MoEConfig(hidden_size=256, intermediate_size=512, num_experts=8, initializer_range=0.1, **kwargs)
-    return MergedMLP(config, dtype=torch.bfloat16, device="cuda"), torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    config = MoEConfig(
+        hidden_size=256, intermediate_size=512, num_experts=8, initializer_range=0.1, **kwargs
+    )
+    return MergedMLP(config, dtype=torch.bfloat16, device="cuda"), torch.randn(
+        64, 256, device="cuda", dtype=torch.bfloat16
+    )
 
 
 def anew(layer, x):

@@ -1,4 +1,5 @@
-"""The experts of a layer natively, at sizes of several tiles each way, config by config, against float64 on the same GPU.
+"""The experts of a layer natively, at sizes of several tiles each way, config by config, against
+float64 on the same GPU.
 
 Without a GPU the tests that are not marked run in the interpreter, at sizes that it can bear.
 """
@@ -12,7 +13,16 @@ from moe_runtime.config import ACTIVATIONS
 from moe_runtime.ops.moe_mlp import moe_mlp
 from tests.ops import test_moe_mlp_forms as forms
 from tests.support.layer import moe_layer
-from tests.support.oracle import Case, assert_parity, bounds, choose_experts, make_case, mismatches, moe_eager, run
+from tests.support.oracle import (
+    Case,
+    assert_parity,
+    bounds,
+    choose_experts,
+    make_case,
+    mismatches,
+    moe_eager,
+    run,
+)
 
 pytest.importorskip("triton")
 from moe_runtime.kernels import tiles
@@ -21,8 +31,16 @@ from moe_runtime.kernels.tiles import Problem, Tile
 
 NATIVE = os.environ.get("TRITON_INTERPRET") != "1"
 # T, H, I, E, K; RAGGED: no block divides anything, but rows are multiples of 16 bytes
-EVEN, RAGGED = ((1500, 512, 768, 6, 2), (1500, 520, 712, 6, 2)) if NATIVE else ((21, 64, 64, 3, 2), (21, 72, 40, 3, 2))
-ARCH = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1] if NATIVE else 90
+EVEN, RAGGED = (
+    ((1500, 512, 768, 6, 2), (1500, 520, 712, 6, 2))
+    if NATIVE
+    else ((21, 64, 64, 3, 2), (21, 72, 40, 3, 2))
+)
+ARCH = (
+    10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    if NATIVE
+    else 90
+)
 BF16 = torch.bfloat16
 
 
@@ -48,7 +66,10 @@ def table(dtype: str = "bfloat16") -> list:
             if kernel != "dw" and (NATIVE or i == 0):
                 found[kernel, tile._replace(PERSISTENT=True)] = None
                 found[kernel, tile._replace(TMA=not tile.TMA and ARCH >= 90)] = None
-    return [pytest.param(kernel, tile, id=f"{kernel}-{'x'.join(map(str, tile))}") for kernel, tile in found]
+    return [
+        pytest.param(kernel, tile, id=f"{kernel}-{'x'.join(map(str, tile))}")
+        for kernel, tile in found
+    ]
 
 
 def tried() -> list:
@@ -58,12 +79,17 @@ def tried() -> list:
         for rows in (4096, 128, 16):
             pool = candidates(Problem(kernel, ARCH, "bfloat16", 4096, 4096, rows, kernel == "up"))
             found |= dict.fromkeys((kernel, tile) for tile in pool)
-    return [pytest.param(kernel, tile, id=f"{kernel}-{'x'.join(map(str, tile))}") for kernel, tile in found]
+    return [
+        pytest.param(kernel, tile, id=f"{kernel}-{'x'.join(map(str, tile))}")
+        for kernel, tile in found
+    ]
 
 
 def one_kernel(kernel: str, tile: Tile):
     """This config for this kernel; in the interpreter few programs for the others."""
-    return tiles.force(**({} if NATIVE else dict.fromkeys(tiles.KERNELS, Tile(64, 64, 64))) | {kernel: tile})
+    return tiles.force(
+        **({} if NATIVE else dict.fromkeys(tiles.KERNELS, Tile(64, 64, 64))) | {kernel: tile}
+    )
 
 
 @pytest.mark.parametrize("kernel, tile", table())
@@ -115,7 +141,9 @@ def test_activations(act, gated, tolerance, device):
 
 
 def form_case(sizes, form, dtype=BF16) -> Case:
-    """Stacks stored in x out; gate and up of few bits, so that none lies within a rounding of the limit."""
+    """Stacks stored in x out; gate and up of few bits, so that none lies within a rounding of the
+    limit.
+    """
     case = make_case(*sizes, dtype, "dropped", "quick_gelu", bias=True)
     case.form = form
     forms.transposed_on_a_grid(case)
@@ -143,7 +171,9 @@ def test_few_rows_and_many(T, tolerance, device):
 def shared_case(T, H, I, E, K, dtype) -> Case:
     """Expert 0 has the last slot of every token."""
     case = make_case(T, H, I, E, K, dtype)
-    case.topk_idx = torch.cat([choose_experts(T, E - 1, K - 1, "random") + 1, torch.zeros(T, 1, dtype=torch.int64)], 1)
+    case.topk_idx = torch.cat(
+        [choose_experts(T, E - 1, K - 1, "random") + 1, torch.zeros(T, 1, dtype=torch.int64)], 1
+    )
     return case
 
 
@@ -252,23 +282,33 @@ def test_the_host_never_waits(recompute, shared):
 
 @pytest.mark.gpu
 def test_beyond_two_to_the_31_elements():
-    T, H, I, E, K = 32768, 64, 5504, 8, 6
+    T = 32768
+    H = 64
+    I = 5504
+    E = 8
+    K = 6
     assert T * K * 2 * I > 2**31
     if torch.cuda.mem_get_info()[0] < 48 << 30:
         pytest.skip("needs 48 GiB of free memory")
     torch.utils.deterministic.fill_uninitialized_memory = False
     where = {"device": "cuda", "dtype": BF16}
     leaves = {
-        "x": torch.randn(T, H, **where), "up": torch.randn(E, 2 * I, H, **where) * H**-0.5,
-        "down": torch.randn(E, H, I, **where) * I**-0.5, "topk_weight": torch.rand(T, K, device="cuda"),
-    }  # fmt: skip
+        "x": torch.randn(T, H, **where),
+        "up": torch.randn(E, 2 * I, H, **where) * H**-0.5,
+        "down": torch.randn(E, H, I, **where) * I**-0.5,
+        "topk_weight": torch.rand(T, K, device="cuda"),
+    }
     idx = torch.rand(T, E, device="cuda").topk(K).indices
     dout = torch.randn(T, H, **where)
     step = Step(Case(leaves, idx, dout))
     got = dict(zip(["out", *leaves], step()))
     want = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in got.items()}
-    for part in torch.arange(T, device="cuda").split(2048):  # float64 of all rows at once would be 17 GB a buffer
-        v = {name: leaf.double()[part] if leaf.shape[0] == T else leaf.double() for name, leaf in leaves.items()}
+    # float64 of all rows at once would be 17 GB a buffer
+    for part in torch.arange(T, device="cuda").split(2048):
+        v = {
+            name: leaf.double()[part] if leaf.shape[0] == T else leaf.double()
+            for name, leaf in leaves.items()
+        }
         v = {name: leaf.detach().requires_grad_() for name, leaf in v.items()}
         out = moe_eager(*v.values(), idx[part])
         grads = torch.autograd.grad(out, list(v.values()), dout[part].double())

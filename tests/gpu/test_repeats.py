@@ -1,7 +1,8 @@
 """A large layer, forward and backward, many times over: every run must give the bits of the first.
 
-Without a fence between cp.async and wgmma a tensor core may read what was in shared memory before: once in many runs at most,
-and at sizes that keep every multiprocessor busy. Triton 3.6 leaves the fence out (triton#9610). The interpreter only runs it.
+Without a fence between cp.async and wgmma a tensor core may read what was in shared memory before:
+once in many runs at most, and at sizes that keep every multiprocessor busy. Triton 3.6 leaves the
+fence out (triton#9610). The interpreter only runs it.
 """
 
 import os
@@ -24,7 +25,8 @@ SIZES = LAYERS if NATIVE else {"tiny": (24, 32, 16, 4, 2)}
 
 @pytest.fixture(params=SIZES)
 def step(request, device):
-    """Return a function that runs a layer forward and backward; it has run once, and so compiled its kernels.
+    """Return a function that runs a layer forward and backward; it has run once, and so compiled
+    its kernels.
 
     Here and not in the test, whose time is limited: compiling takes longer than the test.
     """
@@ -33,23 +35,32 @@ def step(request, device):
     T, H, I, E, K = SIZES[request.param]
     where = {"device": device, "dtype": torch.bfloat16}
     leaves = [
-        torch.randn(T, H, **where), torch.randn(E, 2 * I, H, **where) * H**-0.5,
-        torch.randn(E, H, I, **where) * I**-0.5, torch.rand(T, K, device=device),
-    ]  # fmt: skip
+        torch.randn(T, H, **where),
+        torch.randn(E, 2 * I, H, **where) * H**-0.5,
+        torch.randn(E, H, I, **where) * I**-0.5,
+        torch.rand(T, K, device=device),
+    ]
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    idx, dout = torch.rand(T, E, device=device).topk(K).indices, torch.randn(T, H, **where)
+    idx = torch.rand(T, E, device=device).topk(K).indices
+    dout = torch.randn(T, H, **where)
 
     def run() -> list[torch.Tensor]:
         out = moe_mlp(*leaves, idx, backend="triton")
-        return [tensor.detach().view(torch.int16) for tensor in (out, *torch.autograd.grad(out, leaves, dout))]
+        return [
+            tensor.detach().view(torch.int16)
+            for tensor in (out, *torch.autograd.grad(out, leaves, dout))
+        ]
 
     run()
     return run
 
 
 def test_many_runs_give_the_same_bits(step, device, record_property):
-    first, differing, runs = step(), torch.zeros(len(NAMES), dtype=torch.int64, device=device), 0
-    counts, began = [0] * len(NAMES), time.monotonic()
+    first = step()
+    differing = torch.zeros(len(NAMES), dtype=torch.int64, device=device)
+    runs = 0
+    counts = [0] * len(NAMES)
+    began = time.monotonic()
     while runs < REPEATS and time.monotonic() - began < SECONDS:
         for _ in range(min(20, REPEATS)):  # between two waits for the GPU
             differing += torch.stack([(got != want).any() for got, want in zip(step(), first)])

@@ -1,4 +1,6 @@
-"""UltraFuser on a GPU: the same loss and tokens as on the CPU, with specialists on one device and on two."""
+"""UltraFuser on a GPU: the same loss and tokens as on the CPU, with specialists on one device and
+on two.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,11 @@ pytest.importorskip("transformers", exc_type=ImportError)
 from tests.methods.ultrafuser import fusers
 
 pytestmark = pytest.mark.gpu
-PLACES = {"one": ("cuda", "cuda"), "gate on the GPU": ("cuda", "cpu"), "gate on the CPU": ("cpu", "cuda")}
+PLACES = {
+    "one": ("cuda", "cuda"),
+    "gate on the GPU": ("cuda", "cpu"),
+    "gate on the CPU": ("cpu", "cuda"),
+}
 
 
 @pytest.mark.parametrize("places", PLACES)
@@ -20,15 +26,21 @@ def test_devices_change_nothing(places):
     prompts = {name: value for name, value in inputs.items() if name.startswith("prompt")}
     tokens = fused.generate(**prompts, max_new_tokens=6, num_beams=2, pad_token_id=0)
     gate = {name: tensor.clone() for name, tensor in fused.gate.state_dict().items()}
-    moved = fusers.fuser([model.to(place) for model, place in zip(models, PLACES[places], strict=True)]).train_all()
+    moved = fusers.fuser(
+        [model.to(place) for model, place in zip(models, PLACES[places], strict=True)]
+    ).train_all()
     moved.gate.load_state_dict(gate)
     got = moved(**inputs, want_logits=True)
     assert got.loss.device.type == PLACES[places][0]
     torch.testing.assert_close(got.loss.cpu(), want.loss, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(got.logits.cpu(), want.logits, rtol=1e-2, atol=1e-2)
-    for ours, theirs in zip(torch.autograd.grad(got.loss, list(moved.parameters())), grads, strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(got.loss, list(moved.parameters())), grads, strict=True
+    ):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-2, atol=1e-3)
-    assert torch.equal(moved.generate(**prompts, max_new_tokens=6, num_beams=2, pad_token_id=0).cpu(), tokens)
+    assert torch.equal(
+        moved.generate(**prompts, max_new_tokens=6, num_beams=2, pad_token_id=0).cpu(), tokens
+    )
 
 
 def test_narrow_specialists_on_one_device():
@@ -38,5 +50,10 @@ def test_narrow_specialists_on_one_device():
     out.loss.backward()
     assert all(p.grad is None for p in fused.specialists.parameters())
     assert fused.gate.score.weight.grad.abs().sum() > 0 and out.gate_weight.dtype == torch.float32
-    inputs = {k: [t.cuda() for t in v] if isinstance(v, list) else v.cuda() for k, v in fusers.batch().items()}
-    torch.testing.assert_close(fused(**inputs).loss, fusers.naive_loss(fused, inputs), rtol=3e-2, atol=3e-2)
+    inputs = {
+        k: [t.cuda() for t in v] if isinstance(v, list) else v.cuda()
+        for k, v in fusers.batch().items()
+    }
+    torch.testing.assert_close(
+        fused(**inputs).loss, fusers.naive_loss(fused, inputs), rtol=3e-2, atol=3e-2
+    )

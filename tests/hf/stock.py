@@ -1,4 +1,5 @@
-"""A tiny random model of every family whose experts go through transformers' interface, found in the installed transformers.
+"""A tiny random model of every family whose experts go through transformers' interface, found in
+the installed transformers.
 
 `python -m tests.hf.stock` writes docs/families.md.
 """
@@ -18,9 +19,16 @@ from tests.hf.stock_sizes import CHANGES, CLASSES, MOE, OTHER_CLASSES, SMALL, VO
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
 _FOLDER = Path(transformers.__file__).parent / "models"
-_HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForBlockDiffusion", "ForTokenClassification", "Backbone")
+_HEADS = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForBlockDiffusion",
+    "ForTokenClassification",
+    "Backbone",
+)
 _EXPERTS = re.compile(r"^class \w*(Experts|SparseMLP|SparseMoeBlock|MoE|Moe)\(", re.MULTILINE)
-# families with experts of their own kind, and why they cannot go through an interface for stacked SwiGLU-like experts
+# families with experts of their own kind, and why they cannot go through an interface for stacked
+# SwiGLU-like experts
 OUTSIDE = {
     "aria": "joined the interface in a later transformers",
     "dbrx": "one matrix for all experts, which the model splits itself",
@@ -47,7 +55,9 @@ def _sources() -> dict[str, tuple[str, str]]:
 
 
 # as transformers itself finds out whether a model can be switched: by the modeling file's text
-FAMILIES = tuple(name for name, (_, text) in _sources().items() if "@use_experts_implementation" in text)
+FAMILIES = tuple(
+    name for name, (_, text) in _sources().items() if "@use_experts_implementation" in text
+)
 OTHERS = tuple(name for name in _sources() if name not in FAMILIES)
 
 
@@ -58,28 +68,46 @@ def model_class(family: str) -> type[PreTrainedModel]:
         return getattr(module, CLASSES[family])
     for head in _HEADS:
         for cls in vars(module).values():
-            if isinstance(cls, type) and cls.__module__ == module.__name__ and cls.__name__.endswith(head):
+            if (
+                isinstance(cls, type)
+                and cls.__module__ == module.__name__
+                and cls.__name__.endswith(head)
+            ):
                 return cls
     raise LookupError(f"{family} has no class that ends with one of {_HEADS}; add it to CLASSES")
 
 
 def experts_classes(family: str) -> set[str]:
     """Names of the classes that the family's modeling file decorates."""
-    return set(re.findall(r"^@use_experts_implementation.*\nclass (\w+)", _sources()[family][1], re.MULTILINE))
+    return set(
+        re.findall(
+            r"^@use_experts_implementation.*\nclass (\w+)", _sources()[family][1], re.MULTILINE
+        )
+    )
 
 
 def small_config(cls: type[PreTrainedConfig], changes: dict) -> PreTrainedConfig:
     """The default config of `cls` with the sizes of `stock_sizes`, sub-configs too."""
-    default, parts = cls(), cls.sub_configs or {}
-    fields = {name: getattr(cls, name, None) for base in cls.__mro__ for name in getattr(base, "__annotations__", ())}
-    values = {name: value for name, value in SMALL.items() if fields.get(name) is not None} | MOE | _layers(default)
+    default = cls()
+    parts = cls.sub_configs or {}
+    fields = {
+        name: getattr(cls, name, None)
+        for base in cls.__mro__
+        for name in getattr(base, "__annotations__", ())
+    }
+    values = (
+        {name: value for name, value in SMALL.items() if fields.get(name) is not None}
+        | MOE
+        | _layers(default)
+    )
     if fields.get("num_key_value_heads") is not None:
         grouped = fields["num_key_value_heads"] != fields.get("num_attention_heads")
         values["num_key_value_heads"] = 2 if grouped else 4
     values = {name: value for name, value in values.items() if name in fields}
     values |= {name: value for name, value in changes.items() if name not in parts}
     for name in parts:
-        part, own = getattr(default, name, None), dict(changes.get(name, {}))
+        part = getattr(default, name, None)
+        own = dict(changes.get(name, {}))
         if "model_type" in own:  # a part without a default
             part = AutoConfig.for_model(own.pop("model_type"))
         if part is not None:
@@ -88,7 +116,9 @@ def small_config(cls: type[PreTrainedConfig], changes: dict) -> PreTrainedConfig
 
 
 def _layers(default: PreTrainedConfig) -> dict:
-    """One layer of each kind in the family's own pattern, in the order of their last layers; dense MLPs before sparse ones."""
+    """One layer of each kind in the family's own pattern, in the order of their last layers; dense
+    MLPs before sparse ones.
+    """
     found = {}
     for name in ("layer_types", "mlp_layer_types"):
         if kinds := getattr(default, name, None):
@@ -115,14 +145,24 @@ def build(family: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def _randomized(model: nn.Module) -> nn.Module:
-    """Weights larger than life and nothing left at a constant, so that every part shows and routing depends on the token."""
+    """Weights larger than life and nothing left at a constant, so that every part shows and routing
+    depends on the token.
+    """
     for parameter in model.parameters():
-        parameter.normal_(0, 0.25) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 8)
+        if parameter.dim() > 1:
+            parameter.normal_(0, 0.25)
+        else:
+            (parameter.add_(torch.randn_like(parameter) / 8))
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and "bias" in name:
             buffer.normal_(0, 0.1)
-        elif name.endswith("tid2eid"):  # DeepSeek-V4: experts by token id, all of them expert 0 before a checkpoint is there
-            buffer.copy_(torch.stack([torch.randperm(MOE["n_routed_experts"])[: buffer.shape[1]] for _ in buffer]))
+        # DeepSeek-V4: experts by token id, all of them expert 0 before a checkpoint is there
+        elif name.endswith("tid2eid"):
+            buffer.copy_(
+                torch.stack(
+                    [torch.randperm(MOE["n_routed_experts"])[: buffer.shape[1]] for _ in buffer]
+                )
+            )
     return model
 
 
@@ -141,7 +181,11 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def batch(rows: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
     """Token ids without padding, special ones or images."""
-    return {"input_ids": torch.randint(3, VOCAB - 8, (rows, length), generator=torch.Generator().manual_seed(2))}
+    return {
+        "input_ids": torch.randint(
+            3, VOCAB - 8, (rows, length), generator=torch.Generator().manual_seed(2)
+        )
+    }
 
 
 def run(model: PreTrainedModel, implementation: str, **more):
@@ -161,7 +205,9 @@ def _weights(module: nn.Module) -> str:
 
 
 def _between(module: nn.Module) -> tuple[str, str]:
-    """What happens between the products, and which way it runs: in one operator, or composed with the class's own code."""
+    """What happens between the products, and which way it runs: in one operator, or composed with
+    the class's own code.
+    """
     gate = gate_of(module)
     if gate is None:
         own = type(module)._apply_gate.__qualname__ if module.has_gate else "_default_apply_gate"
@@ -181,7 +227,11 @@ def row(family: str, model: PreTrainedModel) -> str:
     output = run(model, "eager", output_router_logits=True)
     also = ["generate"] if model.can_generate() else []
     also += [what for key, what in EXTRAS.items() if output.get(key) is not None]
-    cells = [f"`{family}`", f"`{type(model).__name__}`", *("; ".join(words) for words in zip(*sorted(kinds)))]
+    cells = [
+        f"`{family}`",
+        f"`{type(model).__name__}`",
+        *("; ".join(words) for words in zip(*sorted(kinds))),
+    ]
     return f"| {' | '.join([*cells, ', '.join(also)])} |"
 
 

@@ -1,4 +1,6 @@
-"""Small random models of every family, with what families have: grouped attention, a rope base of 1e5, biases."""
+"""Small random models of every family, with what families have: grouped attention, a rope base of
+1e5, biases.
+"""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -9,14 +11,32 @@ from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape
 
 EVERY = list(FAMILIES)
 # what they have in common with these is tested once
-LIKE_OTHERS = ("gemma", "olmo3", "glm4", "cohere2", "exaone4", "ernie4_5", "hunyuan_v1_dense", "nemotron", "arcee")
+LIKE_OTHERS = (
+    "gemma",
+    "olmo3",
+    "glm4",
+    "cohere2",
+    "exaone4",
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "nemotron",
+    "arcee",
+)
 ALL = [model_type for model_type in EVERY if model_type not in LIKE_OTHERS]
 VOCAB = 96
 _BASE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "rope_theta": 1e5, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rope_theta": 1e5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 _CHANGES = {
     "llama": {"mlp_bias": True},
     "gemma2": {"head_dim": 8},
@@ -34,22 +54,31 @@ _CHANGES = {
 def dense_config(model_type: str, **changes):
     """Config of a tiny stock model; a value of None leaves the field to the family's default."""
     fields = _BASE | _CHANGES.get(model_type, {}) | changes
-    return AutoConfig.for_model(model_type, **{name: value for name, value in fields.items() if value is not None})
+    return AutoConfig.for_model(
+        model_type, **{name: value for name, value in fields.items() if value is not None}
+    )
 
 
 def dense(model_type: str = "llama", dtype: torch.dtype = torch.float32, **changes):
-    """A tiny stock model, its norms and biases random too, larger than life so that every part shows in the logits."""
+    """A tiny stock model, its norms and biases random too, larger than life so that every part
+    shows in the logits.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(dense_config(model_type, **changes), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 8)
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+            else:
+                (parameter.add_(torch.randn_like(parameter) / 8))
     return model.eval()
 
 
 def config_of(model, **settings) -> MoEConfig:
     """MoEConfig of 4 experts, 3 per token, for a dense model."""
-    return MoEConfig(**moe_shape(family_of(model), model.config), **{"num_experts": 4, "top_k": 3} | settings)
+    return MoEConfig(
+        **moe_shape(family_of(model), model.config), **{"num_experts": 4, "top_k": 3} | settings
+    )
 
 
 def upcycled(model_type: str = "llama", layers=None, changes: dict | None = None, **settings):
@@ -60,7 +89,9 @@ def upcycled(model_type: str = "llama", layers=None, changes: dict | None = None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".mlp.experts." in name or ".mlp.gate." in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 8)
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 8
+                )
     return model
 
 

@@ -13,9 +13,26 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.io.checkpoint import DTYPES, INDEX, SINGLE, Checkpoint, CheckpointWriter, TensorSpec, parse_size
+from moe_runtime.io.checkpoint import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    CheckpointWriter,
+    TensorSpec,
+    parse_size,
+)
 from tests.support import limited
-from tests.support.checkpoints import assert_same, random_tensor, raw, raw_file, siblings, snapshot, ten_tensors, write
+from tests.support.checkpoints import (
+    assert_same,
+    random_tensor,
+    raw,
+    raw_file,
+    siblings,
+    snapshot,
+    ten_tensors,
+    write,
+)
 
 # a shard left open is an error
 pytestmark = [
@@ -56,11 +73,16 @@ def test_round_trip(tmp_path, shards):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_is_read_as_safetensors_writes_and_written_as_it_reads(tmp_path, dtype):
     tensors = {
-        "matrix": random_tensor(dtype, 3, 5), "scalar": random_tensor(dtype), "empty": random_tensor(dtype, 0, 4),
-        "void": random_tensor(dtype, 4, 0), "transposed": random_tensor(dtype, 5, 3).t(),
-    }  # fmt: skip
+        "matrix": random_tensor(dtype, 3, 5),
+        "scalar": random_tensor(dtype),
+        "empty": random_tensor(dtype, 0, 4),
+        "void": random_tensor(dtype, 4, 0),
+        "transposed": random_tensor(dtype, 5, 3).t(),
+    }
     (tmp_path / "theirs").mkdir()
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "theirs" / SINGLE)
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "theirs" / SINGLE
+    )
     write(tmp_path / "ours", tensors)
     with (
         Checkpoint(tmp_path / "theirs") as theirs,
@@ -79,9 +101,21 @@ def test_every_dtype_is_read_as_safetensors_writes_and_written_as_it_reads(tmp_p
 
 def test_get_rows_equals_indexing(tmp_path):
     tensor = random_tensor(torch.bfloat16, 6, 3, 5)
-    write(tmp_path / "out", {"before": torch.ones(7), "w": tensor, "vector": torch.arange(4), "after": torch.ones(3)})
+    write(
+        tmp_path / "out",
+        {"before": torch.ones(7), "w": tensor, "vector": torch.arange(4), "after": torch.ones(3)},
+    )
     with Checkpoint(tmp_path / "out") as source:
-        for index in (0, 5, -1, slice(None), slice(2, 4), slice(-2, None), slice(3, 3), slice(4, 99)):
+        for index in (
+            0,
+            5,
+            -1,
+            slice(None),
+            slice(2, 4),
+            slice(-2, None),
+            slice(3, 3),
+            slice(4, 99),
+        ):
             assert_same(source.get_rows("w", index), tensor[index])
         assert_same(source.get_rows("vector", torch.tensor(2)), torch.tensor(2))
 
@@ -108,7 +142,10 @@ def test_a_file_larger_than_the_memory_is_read_row_by_row(tmp_path):
     row = 2**20
     rows = 3 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // row
     size = rows * row
-    raw_file(tmp_path / SINGLE, {"w": {"dtype": "F32", "shape": [rows, row // 4], "data_offsets": [0, size]}})
+    raw_file(
+        tmp_path / SINGLE,
+        {"w": {"dtype": "F32", "shape": [rows, row // 4], "data_offsets": [0, size]}},
+    )
     with open(tmp_path / SINGLE, "r+b") as file:
         start = file.seek(0, os.SEEK_END)
         try:
@@ -128,7 +165,11 @@ def test_no_shard_is_left_open(tmp_path):
     with Checkpoint(out) as source:
         for key in source:
             source.get(key)
-            assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(str(out))]
+            assert not [
+                fd
+                for fd in Path("/proc/self/fd").iterdir()
+                if os.path.realpath(fd).startswith(str(out))
+            ]
 
 
 def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path):
@@ -136,7 +177,10 @@ def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path):
     with Checkpoint(out) as source:
         source.get("layers.9.weight")
         write(out, {key: tensor[:2] for key, tensor in ten_tensors().items()}, 400, overwrite=True)
-        with pytest.raises(ValueError, match=r"model-00001-of-00005.safetensors has changed since its header was read"):
+        with pytest.raises(
+            ValueError,
+            match=r"model-00001-of-00005.safetensors has changed since its header was read",
+        ):
             source.get("layers.0.weight")
 
 
@@ -159,10 +203,16 @@ def test_views_and_reused_memory_are_stored_as_they_looked(tmp_path):
     base = torch.arange(24.0).view(4, 6)
     complex_ = torch.complex(base, base + 1)
     views = {
-        "transposed": base.t(), "strided": base[::2, 1::3], "expanded": torch.arange(3.0)[:, None].expand(3, 50),
-        "shared": base, "shared part": base[1:3], "same again": base, "parameter": torch.nn.Parameter(base + 5),
-        "conj": complex_.conj(), "imaginary of conj": complex_.conj().imag,
-    }  # fmt: skip
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "expanded": torch.arange(3.0)[:, None].expand(3, 50),
+        "shared": base,
+        "shared part": base[1:3],
+        "same again": base,
+        "parameter": torch.nn.Parameter(base + 5),
+        "conj": complex_.conj(),
+        "imaginary of conj": complex_.conj().imag,
+    }
     want = {key: view.detach().clone() for key, view in views.items()}
     for max_shard_size in (10**6, 100, 1):
         with CheckpointWriter(tmp_path / "out", max_shard_size, overwrite=True) as writer:
@@ -185,9 +235,16 @@ def test_views_and_reused_memory_are_stored_as_they_looked(tmp_path):
 
 def test_a_tensor_above_the_limit_has_a_shard_of_its_own(tmp_path):
     sizes = [10, 60, 250, 30, 30, 30, 100, 5]
-    write(tmp_path / "out", {f"t{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}, 100)
+    write(
+        tmp_path / "out",
+        {f"t{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)},
+        100,
+    )
     index = json.loads((tmp_path / "out" / INDEX).read_text())
-    shards = [sorted(load_file(tmp_path / "out" / name)) for name in sorted(set(index["weight_map"].values()))]
+    shards = [
+        sorted(load_file(tmp_path / "out" / name))
+        for name in sorted(set(index["weight_map"].values()))
+    ]
     assert shards == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"], ["t7"]]
     assert index["metadata"]["total_size"] == sum(sizes)
 
@@ -203,15 +260,22 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path):
         assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {mode}
 
 
-@pytest.mark.parametrize("tensor, message", [
-    pytest.param(torch.zeros(2).to_sparse(), "torch.sparse_coo", id="sparse"),
-    pytest.param(torch.zeros(2, device="meta"), "on meta", id="meta"),
-    pytest.param(torch.zeros(2, dtype=torch.complex128), "torch.complex128", id="dtype"),
-    pytest.param([1.0], "a list", id="list"),
-    pytest.param(torch.zeros(2).as_subclass(type("Sub", (torch.Tensor,), {})), "a Sub", id="subclass"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tensor, message",
+    [
+        pytest.param(torch.zeros(2).to_sparse(), "torch.sparse_coo", id="sparse"),
+        pytest.param(torch.zeros(2, device="meta"), "on meta", id="meta"),
+        pytest.param(torch.zeros(2, dtype=torch.complex128), "torch.complex128", id="dtype"),
+        pytest.param([1.0], "a list", id="list"),
+        pytest.param(
+            torch.zeros(2).as_subclass(type("Sub", (torch.Tensor,), {})), "a Sub", id="subclass"
+        ),
+    ],
+)
 def test_add_refuses_what_cannot_be_stored(tmp_path, tensor, message):
-    with pytest.raises(ValueError, match=rf"Tensor 'bad' must be a plain dense tensor .*but got .*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"Tensor 'bad' must be a plain dense tensor .*but got .*{message}"
+    ):
         write(tmp_path / "out", {"good": torch.zeros(2), "bad": tensor})
     assert siblings(tmp_path / "out") == []
 
@@ -257,13 +321,22 @@ with Checkpoint(source) as reader, CheckpointWriter(out, 50 * MB) as writer:
 
 @pytest.mark.slow
 def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
-    """600 MB in 12 shards, with 80 MB allowed: enforced by RLIMIT_DATA, and measured as the peak resident set."""
-    source, out, size, weight_map = tmp_path / "source", tmp_path / "out", 10**7, {}
+    """600 MB in 12 shards, with 80 MB allowed: enforced by RLIMIT_DATA, and measured as the peak
+    resident set.
+    """
+    source = tmp_path / "source"
+    out = tmp_path / "out"
+    size = 10**7
+    weight_map = {}
     source.mkdir()
     for shard in range(12):
         keys = [f"w{shard * 5 + i:02d}" for i in range(5)]
         header = {
-            key: {"dtype": "F32", "shape": [5, 500_000], "data_offsets": [i * size, i * size + size]}
+            key: {
+                "dtype": "F32",
+                "shape": [5, 500_000],
+                "data_offsets": [i * size, i * size + size],
+            }
             for i, key in enumerate(keys)
         }
         file = source / f"part-{shard:02d}.safetensors"
@@ -289,27 +362,49 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
 
 
 # sizes
-@pytest.mark.parametrize("size, value", [
-    (1, 1),
-    (2 * 2**30, 2**31),
-    ("123", 123),
-    ("5B", 5),
-    ("2GB", 2 * 10**9),
-    ("500MB", 5 * 10**8),
-    ("500 mb", 5 * 10**8),
-    ("1.5GiB", 3 * 2**29),
-    ("4KIB", 4096),
-    ("0.1KB", 100),
-    ("2TB", 2 * 10**12),
-    (2**63 + 1, 2**63 + 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, value",
+    [
+        (1, 1),
+        (2 * 2**30, 2**31),
+        ("123", 123),
+        ("5B", 5),
+        ("2GB", 2 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("500 mb", 5 * 10**8),
+        ("1.5GiB", 3 * 2**29),
+        ("4KIB", 4096),
+        ("0.1KB", 100),
+        ("2TB", 2 * 10**12),
+        (2**63 + 1, 2**63 + 1),
+    ],
+)
 def test_parse_size(size, value):
     assert parse_size(size) == value
 
 
 @pytest.mark.parametrize(
-    "size", [0, -1, "", "GB", "2XB", "2G", "5IB", "-2GB", "1e9", "0GB", "0.1B", "2GB ", None, True, "２GB x"]
+    "size",
+    [
+        0,
+        -1,
+        "",
+        "GB",
+        "2XB",
+        "2G",
+        "5IB",
+        "-2GB",
+        "1e9",
+        "0GB",
+        "0.1B",
+        "2GB ",
+        None,
+        True,
+        "２GB x",
+    ],
 )
 def test_parse_size_refuses(size):
-    with pytest.raises(ValueError, match=rf"size must be a number of bytes .*but got {re.escape(repr(size))}"):
+    with pytest.raises(
+        ValueError, match=rf"size must be a number of bytes .*but got {re.escape(repr(size))}"
+    ):
         parse_size(size)

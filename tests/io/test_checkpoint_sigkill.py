@@ -1,4 +1,6 @@
-"""A writer of a checkpoint that is killed at any moment: one process imports torch, its children are killed."""
+"""A writer of a checkpoint that is killed at any moment: one process imports torch, its children
+are killed.
+"""
 
 import os
 import re
@@ -72,16 +74,35 @@ for line in sys.stdin:
     print(os.waitpid(child, 0)[1], flush=True)
 """
 
-STEPS = ["after 0", "after 1", "after 5", "after 9", "second shard", "shards renamed", "before the move"]
-KILLS = [(moment, False) for moment in [*STEPS, *(f"after ms {i}" for i in (1, 5, 9, 13, 17, 21, 25, 29))]]
-KILLS += [(moment, True) for moment in [*STEPS, "after the exchange", "between the renames", "after ms 6", "after ms 26"]]
+STEPS = [
+    "after 0",
+    "after 1",
+    "after 5",
+    "after 9",
+    "second shard",
+    "shards renamed",
+    "before the move",
+]
+KILLS = [
+    (moment, False)
+    for moment in [*STEPS, *(f"after ms {i}" for i in (1, 5, 9, 13, 17, 21, 25, 29))]
+]
+KILLS += [
+    (moment, True)
+    for moment in [*STEPS, "after the exchange", "between the renames", "after ms 6", "after ms 26"]
+]
 
 
 @pytest.fixture(scope="module")
 def killer():
     """Kill a writer of `out` at a moment; returns the signal that ended it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", KILL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
+        [sys.executable, "-c", KILL],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
     )
 
     def kill(out: Path, moment: str, overwrite: bool) -> int:
@@ -97,7 +118,8 @@ def killer():
 @pytest.mark.slow
 @pytest.mark.parametrize("moment, overwrite", KILLS)
 def test_sigkill(tmp_path, killer, moment, overwrite):
-    old, out = ten_tensors(), tmp_path / "out"
+    old = ten_tensors()
+    out = tmp_path / "out"
     new = {f"new.{i}": torch.full((4, 25), float(i)) for i in range(10)}
     new_files = snapshot(write(tmp_path / "reference", new, 800))
     shutil.rmtree(tmp_path / "reference")
@@ -108,8 +130,11 @@ def test_sigkill(tmp_path, killer, moment, overwrite):
         assert after in (before, new_files)
     else:
         assert ended_by == 9
-        # between two renames neither is there; the old one lies beside, and the next writer puts it back
-        assert after == {"after the exchange": new_files, "between the renames": None}.get(moment, before)
+        # between two renames neither is there; the old one lies beside, and the next writer puts it
+        # back
+        assert after == {"after the exchange": new_files, "between the renames": None}.get(
+            moment, before
+        )
     if after != new_files:
         left = {"between the renames": 2}.get(moment, 1)
         assert len(siblings(out)) == left or moment.startswith("after ms")

@@ -1,4 +1,6 @@
-"""Progress: a bar with rate and time left on a terminal, few lines in a log, nothing from all processes but the first."""
+"""Progress: a bar with rate and time left on a terminal, few lines in a log, nothing from all
+processes but the first.
+"""
 
 import contextlib
 import fcntl
@@ -82,7 +84,8 @@ def test_a_block_that_raises_is_not_done(clock):
 
 def wait_for(clock, text: str) -> str:
     """What was printed, once it has `text`."""
-    said, event = "", threading.Event()
+    said = ""
+    event = threading.Event()
     for _ in range(int(PATIENCE * 100)):
         said += clock.said()
         if text in said:
@@ -100,9 +103,16 @@ def test_long_work_without_an_update_says_that_it_goes_on(clock, monkeypatch):
             update(0, 16)
             clock.now += 60
             assert (
-                "moe-runtime" not in wait_for(clock, "answering: still working at 0/16 after 01:00\n").partition("answering")[2]
+                "moe-runtime"
+                not in wait_for(clock, "answering: still working at 0/16 after 01:00\n").partition(
+                    "answering"
+                )[2]
             )
-        with open(os.devnull, "w") as null, contextlib.redirect_stderr(null), console.watched("unpacking"):
+        with (
+            open(os.devnull, "w") as null,
+            contextlib.redirect_stderr(null),
+            console.watched("unpacking"),
+        ):
             wait_for(clock, "unpacking: still working after 00:00\n")
     clock.said()
     threads = [thread for thread in threading.enumerate() if thread.name.endswith("(_run)")]
@@ -131,7 +141,8 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left():
         while part := os.read(main, 1 << 16):
             parts.append(part)
     os.close(main)
-    text, out = b"".join(parts).decode(), done.communicate()[0]
+    text = b"".join(parts).decode()
+    out = done.communicate()[0]
     assert done.returncode == 0 and out == b""
     assert "merging:" in text and "%|" in text and "MB/s" in text and "<00:0" in text
 
@@ -144,12 +155,17 @@ def test_records_become_objects():
     settings = MoEConfig(hidden_size=8, intermediate_size=4)
     assert jsonable(settings)["hidden_size"] == 8
     assert jsonable(Ends(torch.ones(2), 1)) == {"value": [1.0, 1.0], "code": 1}
-    assert jsonable({1: float("inf"), "dtype": torch.float32}) == {"1": None, "dtype": "torch.float32"}
+    assert jsonable({1: float("inf"), "dtype": torch.float32}) == {
+        "1": None,
+        "dtype": "torch.float32",
+    }
     json.dumps(jsonable([settings, {"a"}, None, True]), allow_nan=False)
 
 
 def test_a_table_is_plain_where_nobody_looks(capsys):
-    print_table("losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")])
+    print_table(
+        "losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")]
+    )
     out = capsys.readouterr().out
     assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
     assert "\x1b" not in out and not set(out) & set("┃│┏┓")

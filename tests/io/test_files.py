@@ -1,4 +1,6 @@
-"""moe_runtime.io.files: folders and files that are written atomically; full disks, left-overs, two writers; JSON."""
+"""moe_runtime.io.files: folders and files that are written atomically; full disks, left-overs, two
+writers; JSON.
+"""
 
 import errno
 import os
@@ -41,7 +43,10 @@ pytestmark = [
 
 def test_an_exception_leaves_nothing(tmp_path):
     for done in range(5):
-        with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "a" / "out", 800) as writer:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            CheckpointWriter(tmp_path / "a" / "out", 800) as writer,
+        ):
             for key, tensor in list(ten_tensors().items())[:done]:
                 writer.add(key, tensor)
             assert [file.name for file in (tmp_path / "a").iterdir()] != []
@@ -52,14 +57,19 @@ def test_an_exception_leaves_nothing(tmp_path):
 def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monkeypatch):
     out = write(tmp_path / "out", ten_tensors())
     before = snapshot(tmp_path)
-    message = re.escape(f"Output folder {out} already exists. Choose another or pass overwrite=True")
+    message = re.escape(
+        f"Output folder {out} already exists. Choose another or pass overwrite=True"
+    )
     for start in (check_out_dir, CheckpointWriter, lambda path: atomic_folder(path).__enter__()):
         with pytest.raises(ValueError, match=message):
             start(out)
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"model.safetensors is a file"):
             CheckpointWriter(out / SINGLE, overwrite=overwrite)
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"current folder. Choose a folder inside it"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ValueError, match=r"current folder. Choose a folder inside it"),
+        ):
             patch.chdir(out)
             CheckpointWriter(".", overwrite=overwrite)
         with pytest.raises(ValueError, match=r"a mount point"):
@@ -86,7 +96,10 @@ def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path, monk
             writer.add(key, source.get(key))
             assert snapshot(out) == before
     assert siblings(out) == []
-    assert sorted(snapshot(out)) == [*(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)), INDEX]
+    assert sorted(snapshot(out)) == [
+        *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)),
+        INDEX,
+    ]
     with Checkpoint(out) as copy:
         for key, tensor in tensors.items():
             assert_same(copy.get(key), tensor)
@@ -117,7 +130,9 @@ def test_overwrite_is_one_step_where_the_filesystem_can_exchange(shm, monkeypatc
 @pytest.mark.parametrize("failing", [1, 2])
 def test_the_old_folder_comes_back_when_a_rename_fails(tmp_path, monkeypatch, failing):
     out = write(tmp_path / "out", ten_tensors())
-    before, calls, rename = snapshot(out), [], os.rename
+    before = snapshot(out)
+    calls = []
+    rename = os.rename
 
     def fail(source, target):
         if str(out) in (str(source), str(target)):
@@ -153,7 +168,15 @@ def test_read_only_parent(tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "mkdir", refuse)
     else:
         tmp_path.chmod(0o555)
-    message = r"Output folder .*out cannot be written: no file can be created beside it \(Permission denied\)"
+    message = (
+        r"Output folder .*out cannot be written: no file "
+        r"can "
+        r"be "
+        r"created "
+        r"beside "
+        r"it "
+        r"\(Permission denied\)"
+    )
     with pytest.raises(ValueError, match=message):
         write(tmp_path / "out", ten_tensors())
     tmp_path.chmod(0o755)
@@ -187,7 +210,9 @@ def test_full_disk(small_disk, overwrite):
 
 
 def test_free_space_is_checked_first(small_disk):
-    with pytest.raises(ValueError, match=r"Writing .*out needs 2000000 bytes, but the disk has \d+ free"):
+    with pytest.raises(
+        ValueError, match=r"Writing .*out needs 2000000 bytes, but the disk has \d+ free"
+    ):
         CheckpointWriter(small_disk / "deep" / "out", expected_bytes=2_000_000)
     assert list(small_disk.iterdir()) == []
     write(small_disk / "out", {"w": torch.zeros(10)}, expected_bytes=40)
@@ -196,7 +221,10 @@ def test_free_space_is_checked_first(small_disk):
 def test_errors_of_save_file_carry_their_number(tmp_path, monkeypatch):
     from safetensors import SafetensorError
 
-    for text, number in (("I/O error: No space left (os error 28)", errno.ENOSPC), ("odd", errno.EIO)):
+    for text, number in (
+        ("I/O error: No space left (os error 28)", errno.ENOSPC),
+        ("odd", errno.EIO),
+    ):
 
         def fail(*_, text=text, **__):
             raise SafetensorError(text)
@@ -212,11 +240,19 @@ def test_errors_of_save_file_carry_their_number(tmp_path, monkeypatch):
 def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
     if overwrite:
         write(tmp_path / "out", ten_tensors())
-    order, sync, move = [], os.fsync, files._move_in
-    monkeypatch.setattr(os, "fsync", lambda handle: (order.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle)))
+    order = []
+    sync = os.fsync
+    move = files._move_in
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda handle: (order.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle)),
+    )
     monkeypatch.setattr(files, "_move_in", lambda *args: (order.append("move"), move(*args)))
     write(tmp_path / "out", ten_tensors(), 2000, overwrite=overwrite)
-    tmp = next(name for name in order if name.rpartition("/")[2].startswith(".out.tmp-")).partition("/model-")[0]
+    tmp = next(name for name in order if name.rpartition("/")[2].startswith(".out.tmp-")).partition(
+        "/model-"
+    )[0]
     written = {f"{tmp}/{name}" for name in snapshot(tmp_path / "out")}
     assert {*written, tmp} == set(order[: order.index("move")])
     assert order[order.index("move") + 1 :] == [str(tmp_path)]
@@ -235,7 +271,10 @@ def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
     (tmp_path / ".out.tmp-1-2").mkdir()
-    with files.locked(tmp_path / ".out.tmp-1-2"), pytest.raises(ValueError, match="another process is writing it"):
+    with (
+        files.locked(tmp_path / ".out.tmp-1-2"),
+        pytest.raises(ValueError, match="another process is writing it"),
+    ):
         write(out, ten_tensors(), overwrite=True)
     write(out, ten_tensors(), overwrite=True)
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
@@ -261,7 +300,8 @@ def test_threads_write_one_path(tmp_path):
 
 
 def test_a_left_over_of_another_user_does_not_stop_the_writer(tmp_path, monkeypatch):
-    left, open_ = tmp_path / ".out.tmp-1-2", os.open
+    left = tmp_path / ".out.tmp-1-2"
+    open_ = os.open
     left.mkdir()
 
     def refuse(path, *args, **options):
@@ -287,7 +327,9 @@ def test_an_old_folder_set_aside_by_a_killed_writer_comes_back(tmp_path):
 def test_two_writers_of_one_folder(tmp_path):
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.add("w", torch.zeros(1))
-        with pytest.raises(ValueError, match=r"no file can be created beside it \(another process is writing it\)"):
+        with pytest.raises(
+            ValueError, match=r"no file can be created beside it \(another process is writing it\)"
+        ):
             write(tmp_path / "out", ten_tensors())
     assert Checkpoint(tmp_path / "out").keys() == ["w"]
 
@@ -361,13 +403,17 @@ WRITERS = {
 @pytest.mark.parametrize("kept", [0o600, 0o640, 0o644, 0o666], ids=oct)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_replaced_leaves_its_mode(tmp_path, monkeypatch, writer, kept, umask):
-    path, seen = tmp_path / "out" / SINGLE, []
+    path = tmp_path / "out" / SINGLE
+    seen = []
     path.parent.mkdir()
     path.write_text("old")
     path.chmod(kept)
     path.parent.chmod(kept | (kept & 0o444) >> 2 | 0o100)
-    before, sync = mode(path.parent), files._sync
-    monkeypatch.setattr(files, "_sync", lambda place: [seen.append(mode(place.parent)), sync(place)])
+    before = mode(path.parent)
+    sync = files._sync
+    monkeypatch.setattr(
+        files, "_sync", lambda place: [seen.append(mode(place.parent)), sync(place)]
+    )
     old = os.umask(umask)
     try:
         WRITERS[writer](path)
@@ -400,11 +446,17 @@ with sole_training(sys.argv[1]):
 def test_one_training_at_a_time(tmp_path, ends):
     folder = tmp_path / "a" / "out"
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAINS, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+        [sys.executable, "-c", TRAINS, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ,
     )
     assert process.stdout.readline() == "holds\n"
     with (
-        pytest.raises(ValueError, match=f"Another training is writing to {re.escape(str(folder))}. Wait"),
+        pytest.raises(
+            ValueError, match=f"Another training is writing to {re.escape(str(folder))}. Wait"
+        ),
         sole_training(folder),
     ):
         pass
@@ -422,7 +474,9 @@ def test_one_training_at_a_time(tmp_path, ends):
 
 
 def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
-    folder, data, pipe = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "pipe"
+    folder = tmp_path / "model"
+    data = tmp_path / "rows.jsonl"
+    pipe = tmp_path / "pipe"
     folder.mkdir()
     (folder / "config.json").touch()
     data.touch()
@@ -440,7 +494,12 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
     files.check_out_file(folder / "new.json", reads=[folder])
     with pytest.raises(ValueError, match="device"):
         atomic_write_text(pipe, "text")
-    assert stat.S_ISFIFO(os.stat(pipe).st_mode) and sorted(os.listdir(tmp_path)) == ["link", "model", "pipe", "rows.jsonl"]
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode) and sorted(os.listdir(tmp_path)) == [
+        "link",
+        "model",
+        "pipe",
+        "rows.jsonl",
+    ]
 
 
 READERS = {
@@ -460,6 +519,8 @@ def test_no_reader_waits_for_the_writer_of_a_pipe(tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is a folder, a pipe, a socket or a device"):
+    with pytest.raises(
+        ValueError, match=f"{re.escape(str(path))} is a folder, a pipe, a socket or a device"
+    ):
         READERS[name](path)
     assert last_whole_checkpoint(tmp_path) is None

@@ -1,4 +1,6 @@
-"""What files say reaches messages in one printable line of bounded length, whichever reader refuses it."""
+"""What files say reaches messages in one printable line of bounded length, whichever reader refuses
+it.
+"""
 
 import json
 from collections.abc import Callable
@@ -66,26 +68,47 @@ READERS: dict[str, Callable[[Path], object]] = {
     "entry of a tensor": lambda folder: Checkpoint(single(folder, {"a": EVIL})),
     "dtype of a tensor": lambda folder: Checkpoint(single(folder, {"a": TENSOR | {"dtype": EVIL}})),
     "metadata": lambda folder: Checkpoint(single(folder, {"__metadata__": EVIL})),
-    "key of an index": lambda folder: Checkpoint(written(single(folder, {}), **{INDEX: {"weight_map": {EVIL: SINGLE}}})),
+    "key of an index": lambda folder: Checkpoint(
+        written(single(folder, {}), **{INDEX: {"weight_map": {EVIL: SINGLE}}})
+    ),
     "index": lambda folder: Checkpoint(written(folder, **{INDEX: {"weight_map": EVIL}})),
-    "shard of an index": lambda folder: Checkpoint(written(folder, **{INDEX: {"weight_map": {"a": EVIL}}})),
-    "missing shard": lambda folder: Checkpoint(written(folder, **{INDEX: {"weight_map": {"a": "x" * 9000 + ".safetensors"}}})),
+    "shard of an index": lambda folder: Checkpoint(
+        written(folder, **{INDEX: {"weight_map": {"a": EVIL}}})
+    ),
+    "missing shard": lambda folder: Checkpoint(
+        written(folder, **{INDEX: {"weight_map": {"a": "x" * 9000 + ".safetensors"}}})
+    ),
     "file beside": named_file,
     "key asked for": lambda folder: Checkpoint(single(folder, {"a": TENSOR})).get(EVIL),
     "keys compared": lambda _: check_keys({EVIL: None}, {}, source="a"),
-    "pickles' index": lambda folder: open_model(written(folder, **{BIN_INDEX: {"weight_map": {"a": EVIL}}})),
+    "pickles' index": lambda folder: open_model(
+        written(folder, **{BIN_INDEX: {"weight_map": {"a": EVIL}}})
+    ),
     "json": lambda folder: read_json(written(folder, a_json={EVIL: 1}) / "a.json"),
     "text": lambda _: parse_object(EVIL.encode(), "a"),
     "config.json, key": lambda folder: folders.read_config(written(folder, config_json={EVIL: 1})),
-    "config.json, type": lambda folder: folders.read_config(written(folder, config_json={"model_type": EVIL})),
-    "config.json, size": lambda folder: folders.read_config(written(folder, config_json={"hidden_size": EVIL})),
-    "config.json, part": lambda folder: folders.read_config(
-        written(folder, config_json={"text_config": {"num_" + EVIL + "_layers": 2**60, EVIL: float("nan")}})
+    "config.json, type": lambda folder: folders.read_config(
+        written(folder, config_json={"model_type": EVIL})
     ),
-    "config.json, act": lambda folder: folders.skeleton(AutoConfig.for_model("llama", hidden_act=EVIL)),
+    "config.json, size": lambda folder: folders.read_config(
+        written(folder, config_json={"hidden_size": EVIL})
+    ),
+    "config.json, part": lambda folder: folders.read_config(
+        written(
+            folder,
+            config_json={"text_config": {"num_" + EVIL + "_layers": 2**60, EVIL: float("nan")}},
+        )
+    ),
+    "config.json, act": lambda folder: folders.skeleton(
+        AutoConfig.for_model("llama", hidden_act=EVIL)
+    ),
     "moe_runtime block": lambda _: MoEConfig.from_dict({EVIL: 1}),
-    "tokenizer": lambda folder: ranks.load_tokenizer(written(folder, tokenizer_json={EVIL: EVIL}, tokenizer_config_json={})),
-    "tokenizer's class": lambda folder: ranks.load_tokenizer(written(folder, tokenizer_config_json={"tokenizer_class": EVIL})),
+    "tokenizer": lambda folder: ranks.load_tokenizer(
+        written(folder, tokenizer_json={EVIL: EVIL}, tokenizer_config_json={})
+    ),
+    "tokenizer's class": lambda folder: ranks.load_tokenizer(
+        written(folder, tokenizer_config_json={"tokenizer_class": EVIL})
+    ),
     "column": lambda folder: row(folder, {EVIL: 1}),
     "column of .json": lambda folder: row(folder, [{EVIL: 1}], "rows.json"),
     "line": lambda folder: row(folder, EVIL),
@@ -104,7 +127,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "adapter": lambda folder: read_adapter(written(folder, adapter_config_json={"r": EVIL})),
     "expert": lambda folder: open_expert(written(folder, expert_json={"format": EVIL})),
     "fused model": lambda folder: read_fuser(written(folder, fuser_config_json={"format": EVIL})),
-}  # fmt: skip
+}
 
 
 def evil_yaml(folder: Path, text: str) -> Path:
@@ -132,7 +155,9 @@ def test_the_command_line_prints_one_bounded_line(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main()
     printed = capsys.readouterr().err
-    assert printed.startswith("error: \\x1b]0;title\\x07\\x1b[31mred\\u202e x") and printed.endswith("...\n")
+    assert printed.startswith(
+        "error: \\x1b]0;title\\x07\\x1b[31mred\\u202e x"
+    ) and printed.endswith("...\n")
     assert printed.count("\n") == 1 and printed[:-1].isprintable() and len(printed) < 4100
 
 

@@ -1,4 +1,6 @@
-"""Chats to ids and a loss mask, with templates in the form of those that are published, and with TRL's."""
+"""Chats to ids and a loss mask, with templates in the form of those that are published, and with
+TRL's.
+"""
 
 import copy
 import json
@@ -23,14 +25,33 @@ CHATML = LOOP + (
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# the reasoning is written behind the last turn of the user's alone, and there an empty one where there is none
+# the reasoning is written behind the last turn of the user's alone, and there an empty one where
+# there is none
 QWEN3 = (
     "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last "
+    "= "
+    "loop.index0 "
+    "%}{% "
+    "endif "
+    "%}{% "
+    "endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
-    "{% if loop.index0 > ns.last %}<think>\n{% if parts | length > 1 %}{{ parts[0].replace('<think>', '').strip() }}{% endif %}"
-    "{{ '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if loop.index0 > ns.last %}<think>\n{% if parts "
+    "| "
+    "length "
+    "> "
+    "1 "
+    "%}{{ "
+    "parts[0].replace('<think>', '').strip() }}{% endif %}"
+    "{{ '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') "
+    "}}{% "
+    "else "
+    "%}{{ "
+    "m.content "
+    "}}{% "
+    "endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
@@ -38,7 +59,13 @@ LLAMA3 = (
     "{{ bos_token }}"
     + LOOP
     + (
-        "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ "
+        "m.content "
+        "| "
+        "trim "
+        "}}<|eot_id|>{% "
+        "endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     )
 )
@@ -46,42 +73,124 @@ DEEPSEEK = (
     "{{ bos_token }}"
     + LOOP
     + (
-        "{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}<|User|>{{ m.content }}"
-        "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if m.role == 'system' %}{{ m.content }}{% "
+        "elif "
+        "m.role "
+        "== "
+        "'user' "
+        "%}<|User|>{{ "
+        "m.content }}"
+        "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] "
+        "}}{{ "
+        "eos_token "
+        "}}{% "
+        "endif "
+        "%}{% "
+        "endfor %}"
         "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
     )
 )
-REASONER = DEEPSEEK.replace("<|Assistant|>{% endif %}", "<|Assistant|><think>\n{% endif %}")  # the prompt opens a thought
-# no generation prompt; the system's text is a part of the first user's turn, and the roles alternate
+# the prompt opens a thought
+REASONER = DEEPSEEK.replace("<|Assistant|>{% endif %}", "<|Assistant|><think>\n{% endif %}")
+# no generation prompt; the system's text is a part of the first user's turn, and the roles
+# alternate
 MISTRAL = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set "
+    "first "
+    "= "
+    "messages[0].content "
+    "+ "
+    "'\n"
+    "\n' %}"
     "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('the roles must alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {% if loop.first and first %}{{ first }}{% endif %}{{ m.content }} [/INST]"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == "
+    "0) "
+    "%}{{ "
+    "raise_exception('the "
+    "roles "
+    "must "
+    "alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {% if loop.first and first "
+    "%}{{ "
+    "first "
+    "}}{% "
+    "endif "
+    "%}{{ "
+    "m.content }} [/INST]"
     "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-LATE = MISTRAL.replace("if loop.first", "if loop.last or loop.revindex == 2")  # the system's text is in the last user's turn
+# the system's text is in the last user's turn
+LATE = MISTRAL.replace("if loop.first", "if loop.last or loop.revindex == 2")
 GEMMA = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no role system') }}{% endif %}"
+    (
+        "{{ bos_token }}{% if messages[0].role == "
+        "'system' "
+        "%}{{ "
+        "raise_exception('no "
+        "role "
+        "system') "
+        "}}{% endif %}"
+    )
     + LOOP
-    + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role "
+    "}}\n"
+    "{{ "
+    "m.content "
+    "| "
+    "trim "
+    "}}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 ZEPHYR = LOOP + (
-    "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n"
+    "{% "
+    "endfor "
+    "%}{% "
+    "if "
+    "add_generation_prompt "
+    "%}<|assistant|>\n{% endif %}"
 )
 UNPROMPTED = CHATML.partition("{% if add")[0]  # a role's header, and no generation prompt
-OTHER_END = CHATML.replace("<|im_end|>", "{{ '<|eot_id|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}")
+OTHER_END = CHATML.replace(
+    "<|im_end|>", "{{ '<|eot_id|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}"
+)
 # the token of the next role ends a turn
-OPEN = LOOP + "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-PLAIN = LOOP + "{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
-TOKENIZER = train_tokenizer(["two and two is four: system user assistant model\n\n def f(x): return x + 1"] * 20, 330)
-SPECIAL = set(re.findall(r"<\|?\w+\|?>", CHATML + LLAMA3 + REASONER + GEMMA)) | {"<think>", "</think>", "[INST]", "[/INST]"}
-TOKENIZER.add_special_tokens({"additional_special_tokens": sorted(SPECIAL - set(TOKENIZER.get_vocab()))})
+OPEN = LOOP + (
+    "<|{{ m.role }}|>\n{{ m.content }}{% "
+    "endfor "
+    "%}{% "
+    "if "
+    "add_generation_prompt "
+    "%}<|assistant|>\n"
+    "{% endif %}"
+)
+PLAIN = LOOP + (
+    "{{ m.role }}:\n{{ m.content }}\n\n{% endfor "
+    "%}{% "
+    "if "
+    "add_generation_prompt "
+    "%}assistant:\n"
+    "{% "
+    "endif %}"
+)
+TOKENIZER = train_tokenizer(
+    ["two and two is four: system user assistant model\n\n def f(x): return x + 1"] * 20, 330
+)
+SPECIAL = set(re.findall(r"<\|?\w+\|?>", CHATML + LLAMA3 + REASONER + GEMMA)) | {
+    "<think>",
+    "</think>",
+    "[INST]",
+    "[/INST]",
+}
+TOKENIZER.add_special_tokens(
+    {"additional_special_tokens": sorted(SPECIAL - set(TOKENIZER.get_vocab()))}
+)
 
 
 def chat(*texts: str, system: bool = True) -> list[dict]:
-    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
     return [{"role": "system", "content": "Be brief."}] * system + turns
 
 
@@ -97,34 +206,44 @@ def learnt(tokenizer, ids, mask) -> list[str]:
     return [part for part in text.split("\0") if part]
 
 
-# the second answer repeats the first, the third is a letter of "assistant", the last has a line feed at its end
+# the second answer repeats the first, the third is a letter of "assistant", the last has a line
+# feed at its end
 TEXTS = ("two and two", "four", "and?", "four", "an a?", "a", "code?", "def f(x):\n    return x\n")
 
 
-@pytest.mark.parametrize("template, first, end, strips", [
-    pytest.param(CHATML, "", "<|im_end|>", False, id="chatml"),
-    pytest.param(LLAMA3, "", "<|eot_id|>", True, id="llama3"),
-    pytest.param(QWEN3, "", "<|im_end|>", False, id="qwen3"),
-    pytest.param(DEEPSEEK, "", "</s>", False, id="deepseek"),
-    pytest.param(REASONER, "", "</s>", False, id="deepseek-reasoner"),
-    pytest.param(MISTRAL, " ", "</s>", False, id="mistral"),
-    pytest.param(GEMMA, "", "<end_of_turn>", True, id="gemma"),
-    pytest.param(ZEPHYR, "", "</s>", False, id="zephyr"),
-    pytest.param(UNPROMPTED, "", "<|im_end|>", False, id="no-generation-prompt"),
-    pytest.param(OTHER_END, "", "<|im_end|>", False, id="another-end-of-the-last-turn"),
-    pytest.param(PLAIN, "", "\n\n", False, id="whitespace-ends-a-turn"),
-    pytest.param(OPEN, "", "<|user|>", False, id="the-next-role-ends-a-turn"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template, first, end, strips",
+    [
+        pytest.param(CHATML, "", "<|im_end|>", False, id="chatml"),
+        pytest.param(LLAMA3, "", "<|eot_id|>", True, id="llama3"),
+        pytest.param(QWEN3, "", "<|im_end|>", False, id="qwen3"),
+        pytest.param(DEEPSEEK, "", "</s>", False, id="deepseek"),
+        pytest.param(REASONER, "", "</s>", False, id="deepseek-reasoner"),
+        pytest.param(MISTRAL, " ", "</s>", False, id="mistral"),
+        pytest.param(GEMMA, "", "<end_of_turn>", True, id="gemma"),
+        pytest.param(ZEPHYR, "", "</s>", False, id="zephyr"),
+        pytest.param(UNPROMPTED, "", "<|im_end|>", False, id="no-generation-prompt"),
+        pytest.param(OTHER_END, "", "<|im_end|>", False, id="another-end-of-the-last-turn"),
+        pytest.param(PLAIN, "", "\n\n", False, id="whitespace-ends-a-turn"),
+        pytest.param(OPEN, "", "<|user|>", False, id="the-next-role-ends-a-turn"),
+    ],
+)
 @pytest.mark.parametrize("system", [True, False], ids=["system", "no-system"])
 def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, strips, system):
-    tokenizer, messages = with_template(template), chat(*TEXTS, system=system)
+    tokenizer = with_template(template)
+    messages = chat(*TEXTS, system=system)
     if template is GEMMA and system:
-        with pytest.raises(ValueError, match="The chat template rejects .*no role system. Use roles and") as error:
+        with pytest.raises(
+            ValueError, match="The chat template rejects .*no role system. Use roles and"
+        ) as error:
             encode_chat(tokenizer, {"messages": messages})
         assert "\n" not in str(error.value)
         return
     ids, mask = encode_chat(tokenizer, {"messages": messages})
-    assert ids == tokenizer.apply_chat_template(messages)["input_ids"] and ids.count(tokenizer.bos_token_id) <= 1
+    assert (
+        ids == tokenizer.apply_chat_template(messages)["input_ids"]
+        and ids.count(tokenizer.bos_token_id) <= 1
+    )
     want = [first + (text.strip() if strips else text) + end for text in TEXTS[1::2]]
     if template is QWEN3:
         want[-1] = "<think>\n\n</think>\n\n" + want[-1]
@@ -137,14 +256,26 @@ def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, s
     assert whole == (ids, ids) and data.encode(tokenizer, {"messages": messages})[0] == ids
 
 
-THOUGHT = chat("two?", "<think>\none and one\n</think>\n\nfour", "and a?", "<think>\nhm\n</think>\n\na")
+THOUGHT = chat(
+    "two?", "<think>\none and one\n</think>\n\nfour", "and a?", "<think>\nhm\n</think>\n\na"
+)
 
 
-@pytest.mark.parametrize("template, options, want", [
-    pytest.param(QWEN3, {}, ["four<|im_end|>", "<think>\nhm\n</think>\n\na<|im_end|>"], id="qwen3"),
-    pytest.param(QWEN3, {"enable_thinking": False}, ["four<|im_end|>", "a<|im_end|>"], id="the-prompt-ends-it"),
-    pytest.param(REASONER, {}, ["four</s>", "a</s>"], id="dropped-everywhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template, options, want",
+    [
+        pytest.param(
+            QWEN3, {}, ["four<|im_end|>", "<think>\nhm\n</think>\n\na<|im_end|>"], id="qwen3"
+        ),
+        pytest.param(
+            QWEN3,
+            {"enable_thinking": False},
+            ["four<|im_end|>", "a<|im_end|>"],
+            id="the-prompt-ends-it",
+        ),
+        pytest.param(REASONER, {}, ["four</s>", "a</s>"], id="dropped-everywhere"),
+    ],
+)
 def test_reasoning_that_the_template_drops_is_not_looked_for(template, options, want):
     tokenizer = with_template(template)
     row = {"messages": THOUGHT, "chat_template_kwargs": options}
@@ -161,47 +292,87 @@ def trl_template(name: str) -> str:
     return path.read_text()
 
 
-@pytest.mark.parametrize("name, more", [  # what TRL trains beside: the header of a role, a line feed behind the end of a turn
-    ("llama3", ()), ("cohere", ()), ("qwen2_5", ("\n", "\n")), ("qwen3_instruct_2507", ("", "\n")), ("gemma", ("", "\n")),
-    ("deepseekv3", ("<｜Assistant｜>", "")), ("gptoss", ("<|start|>assistant", "")), ("phi3", ("", "\n")),
-])  # fmt: skip
+# what TRL trains beside: the header of a role, a line feed behind the end of a turn
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        ("llama3", ()),
+        ("cohere", ()),
+        ("qwen2_5", ("\n", "\n")),
+        ("qwen3_instruct_2507", ("", "\n")),
+        ("gemma", ("", "\n")),
+        ("deepseekv3", ("<｜Assistant｜>", "")),
+        ("gptoss", ("<|start|>assistant", "")),
+        ("phi3", ("", "\n")),
+    ],
+)
 def test_the_mask_is_that_of_trls_training_templates(name, more):
-    """TRL's copies of published templates, which have no {% generation %}, against its own that have it."""
-    stock, training = trl_template(name), trl_template(f"{name}_training")
+    """TRL's copies of published templates, which have no {% generation %}, against its own that
+    have it.
+    """
+    stock = trl_template(name)
+    training = trl_template(f"{name}_training")
     tokenizer = with_template(training)
     tokens = sorted(set(re.findall(r"<[|｜]?[\w▁]+[|｜]?>", stock)) - set(tokenizer.get_vocab()))
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     messages = chat(*TEXTS, system=name != "gemma")
-    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    assert encode_chat(tokenizer, {"messages": messages}) == (theirs["input_ids"], list(map(bool, theirs["assistant_masks"])))
+    theirs = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert encode_chat(tokenizer, {"messages": messages}) == (
+        theirs["input_ids"],
+        list(map(bool, theirs["assistant_masks"])),
+    )
     tokenizer.chat_template = stock
     ids, mask = encode_chat(tokenizer, {"messages": messages})
     assert ids == theirs["input_ids"]
     before, after = more or ("", "")
-    ours, wider = learnt(tokenizer, ids, mask), learnt(tokenizer, ids, theirs["assistant_masks"])
+    ours = learnt(tokenizer, ids, mask)
+    wider = learnt(tokenizer, ids, theirs["assistant_masks"])
     last = wider[-1].removeprefix(before)
     assert [part.removeprefix(before).removesuffix(after) for part in wider[:-1]] == ours[:-1]
     assert last in (ours[-1], ours[-1] + after) and any(mask)
 
 
 def test_of_a_prompt_of_messages_only_the_completion_is_trained():
-    marked = (
-        LOOP + "{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}"
+    marked = LOOP + (
+        "{{ m.role }}\n{% if m.role == 'assistant' "
+        "%}{% "
+        "generation "
+        "%}{{ "
+        "m.content "
+        "}}</s>{% "
+        "endgeneration %}{% else %}"
     )
-    marked += "{{ m.content }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+    marked += (
+        "{{ m.content }}{% endif %}\n{% "
+        "endfor "
+        "%}{% "
+        "if "
+        "add_generation_prompt "
+        "%}assistant\n"
+        "{% endif %}"
+    )
     turns = chat("two?", "four", "again?", "five")
     for template, want in ((CHATML, "five<|im_end|>"), (marked, "five</s>")):
         tokenizer = with_template(template)
         ids, mask = encode_chat(tokenizer, {"prompt": turns[:-1], "completion": turns[-1:]})
-        assert learnt(tokenizer, ids, mask) == [want] and ids == tokenizer.apply_chat_template(turns)["input_ids"]
+        assert (
+            learnt(tokenizer, ids, mask) == [want]
+            and ids == tokenizer.apply_chat_template(turns)["input_ids"]
+        )
 
 
 def test_tools_and_turns_without_content():
     template = CHATML.replace(
-        "{{ m.content }}", "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<call>{{ c.name }}{% endfor %}"
+        "{{ m.content }}",
+        "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<call>{{ c.name }}{% endfor %}",
     )
     tokenizer = with_template("{% for t in tools or [] %}{{ t.name }};{% endfor %}" + template)
-    turns = [*chat("time?"), {"role": "assistant", "content": None, "tool_calls": [{"name": "now"}]}]
+    turns = [
+        *chat("time?"),
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "now"}]},
+    ]
     turns += [{"role": "tool", "content": "noon"}, {"role": "assistant", "content": "noon"}]
     ids, mask = encode_chat(tokenizer, {"messages": turns, "tools": '[{"name": "now"}]'})
     assert learnt(tokenizer, ids, mask) == ["<call>now<|im_end|>", "noon<|im_end|>"]
@@ -209,18 +380,39 @@ def test_tools_and_turns_without_content():
 
 
 USERS = LOOP + "{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-BOTS = LOOP + "{% if m.role == 'bot' %}{% generation %}x{% endgeneration %}{% endif %}{{ m.content }}{% endfor %}"
+BOTS = LOOP + (
+    "{% if m.role == 'bot' %}{% generation %}x{% endgeneration "
+    "%}{% "
+    "endif "
+    "%}{{ "
+    "m.content "
+    "}}{% "
+    "endfor %}"
+)
 
 
-@pytest.mark.parametrize("template, messages, says", [
-    pytest.param(LATE, chat(*TEXTS), "cannot be located .*turn 3 of .* is rendered differently", id="late"),
-    pytest.param(USERS, chat("a", "b"), "turn 3 of .* is rendered differently", id="no-answers"),
-    pytest.param(BOTS, chat("a", "b"), "no token of .* belongs to an answer", id="marks-nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template, messages, says",
+    [
+        pytest.param(
+            LATE,
+            chat(*TEXTS),
+            "cannot be located .*turn 3 of .* is rendered differently",
+            id="late",
+        ),
+        pytest.param(
+            USERS, chat("a", "b"), "turn 3 of .* is rendered differently", id="no-answers"
+        ),
+        pytest.param(
+            BOTS, chat("a", "b"), "no token of .* belongs to an answer", id="marks-nothing"
+        ),
+    ],
+)
 def test_a_template_that_cannot_be_masked_is_one_line_with_the_remedy(template, messages, says):
     tokenizer = with_template(template)
     with pytest.raises(
-        ValueError, match=rf"{says}.*\. Mark them with .* generation .*or train on all.*--train-on all"
+        ValueError,
+        match=rf"{says}.*\. Mark them with .* generation .*or train on all.*--train-on all",
     ) as error:
         encode_chat(tokenizer, {"messages": messages})
     assert "\n" not in str(error.value)
@@ -229,7 +421,9 @@ def test_a_template_that_cannot_be_masked_is_one_line_with_the_remedy(template, 
 
 
 def test_a_tokenizer_without_a_template_names_the_options():
-    with pytest.raises(ValueError, match=r"no chat template.*--chat_template_path.*chat_template.jinja into"):
+    with pytest.raises(
+        ValueError, match=r"no chat template.*--chat_template_path.*chat_template.jinja into"
+    ):
         encode_chat(with_template(None), {"messages": chat("a", "b")})
     ids, mask = encode_chat(with_template(None), {"messages": chat("a", "b")}, prompt="deepseek")
     assert learnt(TOKENIZER, ids, mask) == [" b</s>"]
@@ -238,23 +432,37 @@ def test_a_tokenizer_without_a_template_names_the_options():
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 def test_every_method_trains_on_the_same_tokens(tmp_path, train_on):
     """Of chats whose template marks nothing: ESFT's command, the recipes of ESFT, UpIT and XFT."""
-    tokenizer, path, other = with_template(CHATML), tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    tokenizer = with_template(CHATML)
+    path = tmp_path / "rows.jsonl"
+    other = tmp_path / "other.jsonl"
     chats = [{"messages": chat(f"{i} and?", f"{i} x", "more?", "no")} for i in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in chats[:8]))
     other.write_text(json.dumps(chats[8]) + "\n")
-    source = {"train": str(path), "held_out": str(other), "held_out_split": "train", "train_on": train_on}
+    source = {
+        "train": str(path),
+        "held_out": str(other),
+        "held_out_split": "train",
+        "train_on": train_on,
+    }
     room = SimpleNamespace(max_length=256, pack=False)
     own = Stages.__new__(Stages)
     own.recipe = SimpleNamespace(data=Data(prompt="plain", **source), pretrain=None)
-    own._base_tokenizer, own.say = lambda texts: tokenizer, lambda text: None
+    own._base_tokenizer = lambda texts: tokenizer
+    own.say = lambda text: None
     own.make_data(tmp_path)
     parts = task_rows(tokenizer, Task(prompt="plain", validation_rows=1, **source), room)
     found = {
-        "esft train": _split_rows(tokenizer, str(path), str(other), 256, False, "plain", train_on)[0],
+        "esft train": _split_rows(tokenizer, str(path), str(other), 256, False, "plain", train_on)[
+            0
+        ],
         "an ESFT recipe": [*parts["train"], *parts["validation"]],
-        "a UpIT recipe": tokenized_domains(tokenizer, {"a": PromptedDomain(**source)}, 256)["a-train"],
+        "a UpIT recipe": tokenized_domains(tokenizer, {"a": PromptedDomain(**source)}, 256)[
+            "a-train"
+        ],
         "an XFT recipe": data.load_rows(tmp_path / "train"),
     }
     want = sorted(data.encode(tokenizer, row, train_on=train_on) for row in chats[:8])
-    assert all(sorted((row["input_ids"], row["labels"]) for row in rows) == want for rows in found.values()), found
+    assert all(
+        sorted((row["input_ids"], row["labels"]) for row in rows) == want for rows in found.values()
+    ), found
     assert (want[0][0] == want[0][1]) == (train_on == "all")

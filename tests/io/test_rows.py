@@ -30,7 +30,12 @@ LAYOUTS = {
     "question-answer": {"question": "two and two\n", "answer": "four"},
     "alpaca": {"instruction": "two and two", "input": "", "output": "four"},
     "alpaca-input": {"instruction": "add", "input": "two and two", "output": "four"},
-    "sharegpt": {"conversations": [{"from": "human", "value": "two and two"}, {"from": "gpt", "value": "four"}]},
+    "sharegpt": {
+        "conversations": [
+            {"from": "human", "value": "two and two"},
+            {"from": "gpt", "value": "four"},
+        ]
+    },
     "conversations-of-messages": {"conversations": CHAT},
 }
 CHATS = ("messages", "sharegpt", "conversations-of-messages")
@@ -44,7 +49,10 @@ def in_form(layout: str) -> dict:
     if layout == "text":
         return row
     texts = list(row.values())
-    return {"prompt": "add\n\ntwo and two" if layout == "alpaca-input" else texts[0], "completion": texts[-1]}
+    return {
+        "prompt": "add\n\ntwo and two" if layout == "alpaca-input" else texts[0],
+        "completion": texts[-1],
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -83,29 +91,45 @@ def test_read_rows_reads_each_layout(tmp_path, layout, kind):
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_layout_has_one_set_of_ids_and_labels(tokenizer, tmp_path, layout, train_on):
-    """Every layout is one of three that are written out here; trained on all, only the mask differs."""
+    """Every layout is one of three that are written out here; trained on all, only the mask
+    differs.
+    """
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = CHATML  # without {% generation %}
     (row,) = data.read_rows(write(tmp_path / "x.jsonl", [LAYOUTS[layout]], "jsonl"))
     form = in_form(layout)
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     if layout in CHATS:
-        want = [encode("<user>\ntwo and two<end>\n<assistant>\n"), encode("four<end>"), encode("\n")]
+        want = [
+            encode("<user>\ntwo and two<end>\n<assistant>\n"),
+            encode("four<end>"),
+            encode("\n"),
+        ]
     elif layout == "text":
         want = [[], [tokenizer.bos_token_id, *encode(form["text"]), tokenizer.eos_token_id], []]
     else:
-        want = [[tokenizer.bos_token_id, *encode(form["prompt"])], [*encode("four"), tokenizer.eos_token_id], []]
+        want = [
+            [tokenizer.bos_token_id, *encode(form["prompt"])],
+            [*encode("four"), tokenizer.eos_token_id],
+            [],
+        ]
     ids = [i for part in want for i in part]
     masked = [-100] * len(want[0]) + want[1] + [-100] * len(want[2])
     for given in (row, LAYOUTS[layout]):  # as read, and as in the file
-        assert data.encode(tokenizer, given, train_on=train_on) == (ids, ids if train_on == "all" else masked)
+        assert data.encode(tokenizer, given, train_on=train_on) == (
+            ids,
+            ids if train_on == "all" else masked,
+        )
 
 
-@pytest.mark.parametrize("row, says", [
-    ({"prompt": "p"}, "The example has the columns prompt. Rename them to messages"),
-    ({"question": "q", "answer": 3}, "The example: completion is 3, but expected a string"),
-    ({"text": None}, "The example: text is null, but expected a string"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        ({"prompt": "p"}, "The example has the columns prompt. Rename them to messages"),
+        ({"question": "q", "answer": 3}, "The example: completion is 3, but expected a string"),
+        ({"text": None}, "The example: text is null, but expected a string"),
+    ],
+)
 def test_encode_names_what_it_cannot_use(tokenizer, row, says):
     with pytest.raises(ValueError, match=says):
         data.encode(tokenizer, row)
@@ -113,13 +137,21 @@ def test_encode_names_what_it_cannot_use(tokenizer, row, says):
 
 def test_the_page_on_data_has_every_layout_in_order():
     text = (Path(__file__).parents[2] / "docs/data.md").read_text()
-    table = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in text.splitlines() if line.startswith("| `")]
-    named = [tuple(names[: len(layout)]) for names, layout in zip(table[:1] + table[2:], data.LAYOUTS, strict=True)]
+    table = [
+        re.findall(r"`(\w+)`", line.split("|")[1])
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
+    named = [
+        tuple(names[: len(layout)])
+        for names, layout in zip(table[:1] + table[2:], data.LAYOUTS, strict=True)
+    ]
     assert named == list(data.LAYOUTS) and table[1] == ["prompt", "completion"]
 
 
 def test_bos_and_eos_are_not_doubled(tokenizer):
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
     ids, labels = data.encode(tokenizer, {"text": "<s>two is four</s>"})
     assert ids == labels == [bos, *tokenizer.encode("two is four", add_special_tokens=False), eos]
     ids, _ = data.encode(tokenizer, {"prompt": "<s>two\n", "completion": "four</s>"})
@@ -128,26 +160,53 @@ def test_bos_and_eos_are_not_doubled(tokenizer):
 
 def test_read_rows_keeps_tools_and_prefers_messages(tmp_path):
     rows = [{"prompt": "p", "completion": "c", "messages": CHAT, "tools": "[]"}]
-    assert data.read_rows(write(tmp_path / "x.jsonl", rows, "jsonl")).column_names == ["messages", "tools"]
+    assert data.read_rows(write(tmp_path / "x.jsonl", rows, "jsonl")).column_names == [
+        "messages",
+        "tools",
+    ]
 
 
 BAD = {
     "text-null": ({"text": None}, "text is null, but expected a string"),
     "text-number": ({"text": 3}, "text is 3, but expected a string"),
-    "completion-null": ({"prompt": "p", "completion": None}, "completion is null, but expected a string"),
-    "answer-list": ({"question": "q", "answer": ["a"]}, r"completion is \['a'\], but expected a string"),
+    "completion-null": (
+        {"prompt": "p", "completion": None},
+        "completion is null, but expected a string",
+    ),
+    "answer-list": (
+        {"question": "q", "answer": ["a"]},
+        r"completion is \['a'\], but expected a string",
+    ),
     "no-completion": ({"prompt": "p", "completion": "c"}, None),
     "messages-null": ({"messages": None}, "messages is null, but expected a list of messages"),
-    "messages-text": ({"messages": "hello"}, "messages is 'hello', but expected a list of messages"),
+    "messages-text": (
+        {"messages": "hello"},
+        "messages is 'hello', but expected a list of messages",
+    ),
     "content-null": (
         {"messages": [CHAT[0], CHAT[1] | {"content": None}]},
         "the content of turn 2 is null, but expected a string",
     ),
-    "content-number": ({"messages": [CHAT[0] | {"content": 7}, CHAT[1]]}, "the content of turn 1 is 7, but expected a string"),
-    "turn-text": ({"messages": ["hello", CHAT[1]]}, "turn 1 is 'hello', but expected role and content"),
-    "no-role": ({"messages": [{"content": "hi"}, CHAT[1]]}, "turn 1 is .*, but expected role and content"),
-    "input-number": ({"instruction": "add", "input": 3, "output": "4"}, "prompt is 3, but expected a string"),
-    "no-answer": ({"messages": CHAT[:1]}, r"the roles are \['user'\], but expected at least one assistant turn"),
+    "content-number": (
+        {"messages": [CHAT[0] | {"content": 7}, CHAT[1]]},
+        "the content of turn 1 is 7, but expected a string",
+    ),
+    "turn-text": (
+        {"messages": ["hello", CHAT[1]]},
+        "turn 1 is 'hello', but expected role and content",
+    ),
+    "no-role": (
+        {"messages": [{"content": "hi"}, CHAT[1]]},
+        "turn 1 is .*, but expected role and content",
+    ),
+    "input-number": (
+        {"instruction": "add", "input": 3, "output": "4"},
+        "prompt is 3, but expected a string",
+    ),
+    "no-answer": (
+        {"messages": CHAT[:1]},
+        r"the roles are \['user'\], but expected at least one assistant turn",
+    ),
     "no-answer-behind-the-prompt": (
         {"prompt": CHAT, "completion": CHAT[:1]},
         "the roles are .*, but expected at least one assistant turn",
@@ -156,7 +215,10 @@ BAD = {
         {"conversations": [{"from": "bob", "value": "hi"}]},
         "turn 1 is {'from': 'bob', .*, but expected role .* gpt",
     ),
-    "sharegpt-no-answer": ({"conversations": [{"from": "human", "value": "hi"}]}, r"the roles are \['user'\], but expected"),
+    "sharegpt-no-answer": (
+        {"conversations": [{"from": "human", "value": "hi"}]},
+        r"the roles are \['user'\], but expected",
+    ),
 }
 
 
@@ -167,7 +229,8 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, name):
     if isinstance(bad.get("prompt"), list):
         good = {"prompt": CHAT[:1], "completion": CHAT[1:]}
     if says is None:  # a later row that lacks a column
-        bad, says = {"prompt": "p"}, "completion is null, but expected a string"
+        bad = {"prompt": "p"}
+        says = "completion is null, but expected a string"
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, [good, good, bad])).replace("\n", "\n\n", 1) + "\n")
     with pytest.raises(ValueError, match=f"^line 4 of {path}: {says}") as error:
@@ -194,7 +257,10 @@ responses to user instructions.
 
 def test_put_prompt_is_magicoders():
     row = {"prompt": "Write f(x) = {x}.", "completion": "{x}"}
-    assert put_prompt(row, "magicoder") == {"prompt": MAGICODER.format(row["prompt"]), "completion": "{x}"}
+    assert put_prompt(row, "magicoder") == {
+        "prompt": MAGICODER.format(row["prompt"]),
+        "completion": "{x}",
+    }
     assert put_prompt(row, "plain") is row
     assert put_prompt(row, "chat")["messages"] == [
         {"role": "user", "content": "Write f(x) = {x}."},
@@ -213,7 +279,9 @@ def test_magicoders_chat_template_says_the_same(tokenizer):
     assert tokenizer.apply_chat_template(chat, tokenize=False) == whole
     asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
     assert asked == tokenizer.bos_token + put["prompt"]
-    both = tokenizer.apply_chat_template([*chat, chat[0]], tokenize=False, add_generation_prompt=True)
+    both = tokenizer.apply_chat_template(
+        [*chat, chat[0]], tokenize=False, add_generation_prompt=True
+    )
     assert both == f"{whole}\n\n@@ Instruction\nWrite f.\n\n\n@@ Response\n"
     (learned,) = data.tokenize_pairs(tokenizer, [{"messages": chat}], 600)
     (direct,) = data.tokenize_pairs(tokenizer, [put], 600)
@@ -224,11 +292,21 @@ def test_magicoders_chat_template_says_the_same(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "prompt, row", [("magicoder", {"text": "x"}), ("magicoder", {"messages": CHAT}), ("chat", {"text": "x"})]
+    "prompt, row",
+    [("magicoder", {"text": "x"}), ("magicoder", {"messages": CHAT}), ("chat", {"text": "x"})],
 )
 def test_put_prompt_refuses_other_layouts(prompt, row):
     with pytest.raises(
-        ValueError, match=f"Prompt '{prompt}' requires the columns prompt and completion as text, but got {next(iter(row))}"
+        ValueError,
+        match=(
+            f"Prompt '{prompt}' requires the columns prompt and "
+            "completion "
+            "as "
+            "text, "
+            "but "
+            "got "
+            f"{next(iter(row))}"
+        ),
     ):
         put_prompt(row, prompt)
 
@@ -241,15 +319,30 @@ def test_put_prompt_knows_its_names():
 def test_hold_out_parts_the_rows():
     import datasets
 
-    rows = datasets.Dataset.from_list([{"prompt": str(i % 30), "completion": "c"} for i in range(40)])  # ten doubles
+    # ten doubles
+    rows = datasets.Dataset.from_list(
+        [{"prompt": str(i % 30), "completion": "c"} for i in range(40)]
+    )
     rest, held_out = data.hold_out(rows, 12)
-    rest, held = [row["prompt"] for row in rest], [row["prompt"] for row in held_out]
-    assert len(held) == 12 and not set(rest) & set(held) and set(rest) | set(held) == set(rows["prompt"])
-    assert len(rest) == sum(prompt not in held for prompt in rows["prompt"]) <= 28 and rest != sorted(rest)
+    rest = [row["prompt"] for row in rest]
+    held = [row["prompt"] for row in held_out]
+    assert (
+        len(held) == 12
+        and not set(rest) & set(held)
+        and set(rest) | set(held) == set(rows["prompt"])
+    )
+    assert len(rest) == sum(
+        prompt not in held for prompt in rows["prompt"]
+    ) <= 28 and rest != sorted(rest)
     assert [row["prompt"] for row in data.hold_out(rows, 12)[1]] == held
-    with pytest.raises(ValueError, match="held_out_rows .40. leaves no training examples: the data has 40"):
+    with pytest.raises(
+        ValueError, match="held_out_rows .40. leaves no training examples: the data has 40"
+    ):
         data.hold_out(rows, 40)
-    with pytest.raises(ValueError, match="held_out_rows .1. leaves no training examples: the data has 3, .* duplicates"):
+    with pytest.raises(
+        ValueError,
+        match="held_out_rows .1. leaves no training examples: the data has 3, .* duplicates",
+    ):
         data.hold_out(rows.select([0, 30, 0]), 1)
 
 
@@ -271,13 +364,18 @@ DATED = {
 @pytest.mark.parametrize("layout", DATED)
 def test_texts_that_look_like_dates_stay_texts(tmp_path, layout):
     path = write(tmp_path / "rows.jsonl", [DATED[layout]] * 2, "jsonl")
-    want = {"instruction-output": DATED["pair"], "text-output": {"text": DAY}}.get(layout, DATED[layout])
+    want = {"instruction-output": DATED["pair"], "text-output": {"text": DAY}}.get(
+        layout, DATED[layout]
+    )
     assert data.read_rows(path, answers=False).to_list() == [want] * 2
 
 
 def test_columns_of_later_rows_are_kept(tmp_path):
     rows = [{"messages": CHAT}, {"messages": CHAT, "tools": "[]"}]
-    assert data.read_rows(write(tmp_path / "x.jsonl", rows, "jsonl")).to_list() == [rows[0] | {"tools": None}, rows[1]]
+    assert data.read_rows(write(tmp_path / "x.jsonl", rows, "jsonl")).to_list() == [
+        rows[0] | {"tools": None},
+        rows[1],
+    ]
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
@@ -286,13 +384,21 @@ def test_dates_beside_the_texts_are_no_matter(tmp_path, kind):
     chat = [{"role": "user", "content": "now?", "timestamp": when}]
     tools = [{"name": "timestamp", "parameters": {"timestamp": when}}]
     rows = [{"messages": chat, "tools": tools, "chat_template_kwargs": {"timestamp": when}}] * 2
-    assert data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind), answers=False).to_list() == rows
+    assert (
+        data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind), answers=False).to_list()
+        == rows
+    )
     rows = [{"text": datetime.datetime(2026, 11, 22)}]
-    with pytest.raises(ValueError, match="text is datetime.*, but expected a string. Use a .jsonl file, which keeps strings"):
+    with pytest.raises(
+        ValueError,
+        match="text is datetime.*, but expected a string. Use a .jsonl file, which keeps strings",
+    ):
         data.read_rows(write(tmp_path / "dates.parquet", rows, "parquet"))
 
 
-@pytest.mark.parametrize("line", ['{"text": ' + "[" * 20_000 + "]" * 20_000 + "}", '{"text": '], ids=["deep", "cut off"])
+@pytest.mark.parametrize(
+    "line", ['{"text": ' + "[" * 20_000 + "]" * 20_000 + "}", '{"text": '], ids=["deep", "cut off"]
+)
 def test_a_broken_line_is_named(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n' * 5000 + line + "\n")
@@ -311,15 +417,23 @@ def test_what_is_not_used_is_not_judged(tmp_path):
         data.read_rows(tmp_path / "array.jsonl")
 
 
-@pytest.mark.parametrize("name, text, says", [
-    pytest.param("none.jsonl", None, "does not exist", id="missing"),
-    pytest.param("empty.jsonl", "", "is empty", id="empty-file"),
-    pytest.param("empty.json", "[]", "no data", id="empty-list"),
-    pytest.param("bad.jsonl", "{'a':\n", "cannot be read", id="no-json"),
-    pytest.param("rows.txt", "hello", "ends in '.txt'", id="unknown-kind"),
-    pytest.param("other.jsonl", '{"question": "q", "prompt": "p"}', "columns question, prompt. Rename them", id="columns"),
-    pytest.param("blank.jsonl", "\n\n", "has no examples", id="blank-lines"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        pytest.param("none.jsonl", None, "does not exist", id="missing"),
+        pytest.param("empty.jsonl", "", "is empty", id="empty-file"),
+        pytest.param("empty.json", "[]", "no data", id="empty-list"),
+        pytest.param("bad.jsonl", "{'a':\n", "cannot be read", id="no-json"),
+        pytest.param("rows.txt", "hello", "ends in '.txt'", id="unknown-kind"),
+        pytest.param(
+            "other.jsonl",
+            '{"question": "q", "prompt": "p"}',
+            "columns question, prompt. Rename them",
+            id="columns",
+        ),
+        pytest.param("blank.jsonl", "\n\n", "has no examples", id="blank-lines"),
+    ],
+)
 def test_read_rows_says_what_is_wrong(tmp_path, name, text, says):
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -345,9 +459,14 @@ def test_a_missing_extra_is_named(monkeypatch):
 def test_tokenize_pairs_stops_at_the_limit(tokenizer):
     seen = []
     long = {"prompt": "two " * 50, "completion": "four"}
-    rows = (seen.append(row) or row for row in [LAYOUTS["text"], long, LAYOUTS["prompt-completion"]] * 9)
+    rows = (
+        seen.append(row) or row for row in [LAYOUTS["text"], long, LAYOUTS["prompt-completion"]] * 9
+    )
     got = data.tokenize_pairs(tokenizer, rows, 32, limit=2)
-    assert got.to_list() == data.tokenize_pairs(tokenizer, [seen[0], seen[2]], 32).to_list() and len(seen) == 4
+    assert (
+        got.to_list() == data.tokenize_pairs(tokenizer, [seen[0], seen[2]], 32).to_list()
+        and len(seen) == 4
+    )
 
 
 def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
@@ -355,13 +474,20 @@ def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
     rows = [{"prompt": "two and two " * 20, "completion": "four"}, short]
     (whole,) = data.tokenize_pairs(tokenizer, [short], 64)
     (got,) = data.tokenize_pairs(tokenizer, rows, 8, row_ids=True)
-    assert got["row_id"] == 1 and got["input_ids"] == whole["input_ids"][:8] and got["labels"] == whole["labels"][:8]
+    assert (
+        got["row_id"] == 1
+        and got["input_ids"] == whole["input_ids"][:8]
+        and got["labels"] == whole["labels"][:8]
+    )
     with pytest.raises(ValueError, match="within max_length .8."):
         data.tokenize_pairs(tokenizer, rows[:1], 8)
 
 
 def test_tokenize_pairs_names_what_it_cannot_use(tokenizer):
-    with pytest.raises(ValueError, match=r"example 1: the columns are \['question'\], but expected messages, prompt"):
+    with pytest.raises(
+        ValueError,
+        match=r"example 1: the columns are \['question'\], but expected messages, prompt",
+    ):
         data.tokenize_pairs(tokenizer, [{"question": "q"}], 8)
     with pytest.raises(ValueError, match="no token of .* belongs to an answer"):
         data.tokenize_pairs(tokenizer, [{"messages": CHAT[:1]}], 8)
@@ -370,19 +496,31 @@ def test_tokenize_pairs_names_what_it_cannot_use(tokenizer):
 def test_pack_cuts_joined_documents_into_rows(tokenizer):
     documents = ["def f(x):\n    return x\n" * 9, "import os\n" * 20]
     rows = data.pack(tokenizer, documents, 16)
-    ids = [i for text in documents for i in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]]
+    ids = [
+        i
+        for text in documents
+        for i in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    ]
     assert len(rows) == len(ids) // 16
     assert [i for row in rows for i in row["input_ids"]] == ids[: 16 * len(rows)]
     assert all(row["labels"] == row["input_ids"] for row in rows)
 
 
 def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
-    rows = [{"prompt": "two and two\n" * 9, "completion": "four"}, {"prompt": "", "completion": "four"}, {"text": "two"}]
+    rows = [
+        {"prompt": "two and two\n" * 9, "completion": "four"},
+        {"prompt": "", "completion": "four"},
+        {"text": "two"},
+    ]
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.bos_token = tokenizer.eos_token = None
-    want = [tokenizer.encode(text, add_special_tokens=False) for text in (rows[0]["prompt"], "four", "two")]
+    want = [
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in (rows[0]["prompt"], "four", "two")
+    ]
     assert list(data.token_ids(tokenizer, [*rows, {"text": ""}], 8)) == [ids[:8] for ids in want]
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # which marks nothing
+    # which marks nothing
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     want = tokenizer.encode("two and twofour", add_special_tokens=False)
     assert list(data.token_ids(tokenizer, [{"messages": CHAT}], 50)) == [want]
     with pytest.raises(ValueError, match="example 1: text is 3, but expected a string"):
@@ -392,5 +530,8 @@ def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
 def test_half_a_surrogate_pair_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "\\ud83d\\ude00 is one"}\n{"text": "half \\ud83d"}\n')
-    with pytest.raises(ValueError, match=rf"line 2 of {re.escape(str(path))} has '.ud83d', half of a surrogate pair"):
+    with pytest.raises(
+        ValueError,
+        match=rf"line 2 of {re.escape(str(path))} has '.ud83d', half of a surrogate pair",
+    ):
         list(data.read_rows(path))

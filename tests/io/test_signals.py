@@ -1,4 +1,6 @@
-"""Real signals to real commands: the exit code, one line that says what is kept, nothing half written, and going on."""
+"""Real signals to real commands: the exit code, one line that says what is kept, nothing half
+written, and going on.
+"""
 
 import json
 import os
@@ -62,17 +64,29 @@ def last_line(done: subprocess.CompletedProcess) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+@pytest.mark.parametrize(
+    "number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
+)
 def test_a_conversion_leaves_nothing(tmp_path, number, word):
     dense("llama").save_pretrained(tmp_path / "dense")
-    arguments = ("xft", "upcycle", tmp_path / "dense", tmp_path / "moe", "--num-experts", 4, "--top-k", 2)
+    arguments = (
+        "xft",
+        "upcycle",
+        tmp_path / "dense",
+        tmp_path / "moe",
+        "--num-experts",
+        4,
+        "--top-k",
+        2,
+    )
     done = stopped("upcycling", 1, number, *arguments)
     assert done.returncode == 128 + number and done.stdout == "", done.stderr
     assert last_line(done) == f"{word}; nothing was written"
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
-# moe-runtime, which sends itself a signal while its verbs are imported, or while its words are parsed
+# moe-runtime, which sends itself a signal while its verbs are imported, or while its words are
+# parsed
 EARLY = """
 import os, signal, sys
 from moe_runtime import cli
@@ -100,21 +114,37 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-@pytest.mark.parametrize("place", ["typer", "moe_runtime.cli.verbs", "parsing", "moe_runtime.tools.doctor"])
+@pytest.mark.parametrize(
+    "number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
+)
+@pytest.mark.parametrize(
+    "place", ["typer", "moe_runtime.cli.verbs", "parsing", "moe_runtime.tools.doctor"]
+)
 def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
     command = [sys.executable, "-c", EARLY, place, str(int(number))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 128 + number and done.stdout == ""
     # within the verb it is known that it writes nothing
-    assert done.stderr == (f"{word}; nothing was written\n" if place == "moe_runtime.tools.doctor" else f"{word}\n")
+    assert done.stderr == (
+        f"{word}; nothing was written\n" if place == "moe_runtime.tools.doctor" else f"{word}\n"
+    )
 
 
 def test_a_conversion_that_should_replace_leaves_what_was_there(tmp_path):
     dense("llama").save_pretrained(tmp_path / "dense")
     (tmp_path / "moe").mkdir()
     (tmp_path / "moe" / "note").write_text("old")
-    arguments = ("xft", "upcycle", tmp_path / "dense", tmp_path / "moe", "--num-experts", 4, "--top-k", 2, "--overwrite")
+    arguments = (
+        "xft",
+        "upcycle",
+        tmp_path / "dense",
+        tmp_path / "moe",
+        "--num-experts",
+        4,
+        "--top-k",
+        2,
+        "--overwrite",
+    )
     done = stopped("upcycling", 1, signal.SIGINT, *arguments)
     assert done.returncode == 130 and last_line(done) == "interrupted; nothing was written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
@@ -126,7 +156,9 @@ def recipe(tmp_path_factory) -> Path:
     """A recipe of few steps without save_steps: only the interruption writes a checkpoint."""
     folder = tmp_path_factory.mktemp("interrupted")
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"method": "xft"} | make_recipe(folder, tune__save_steps=None).to_dict()))
+    path.write_text(
+        yaml.safe_dump({"method": "xft"} | make_recipe(folder, tune__save_steps=None).to_dict())
+    )
     return path
 
 
@@ -180,13 +212,38 @@ saving.StopCallback.on_step_end = at_step_two
 sys.argv = ["moe-runtime", *sys.argv[1:]]
 cli.main()
 """
-    folder, out = recipe.parent, tmp_path / "tuned"
-    arguments = ["train", "--model", folder / "base", "--data", folder / "rows.jsonl", "--output_dir", out, "--max_steps", "4"]
+    folder = recipe.parent
+    out = tmp_path / "tuned"
+    arguments = [
+        "train",
+        "--model",
+        folder / "base",
+        "--data",
+        folder / "rows.jsonl",
+        "--output_dir",
+        out,
+        "--max_steps",
+        "4",
+    ]
     arguments = [*map(str, arguments), "--json"]
     # a whole start of Python: what other packages would print is settled before they are imported
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 143, done.stderr
-    line = f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue from it"
+    line = (
+        f"terminated; {out}/checkpoint-2 is the last "
+        "checkpoint. "
+        "Rerun "
+        "with "
+        "--resume "
+        "to "
+        "continue from it"
+    )
     assert last_line(done) == line and "Warning" not in done.stderr and "it/s]" not in done.stderr
     again = completed(*arguments, "--resume_from_checkpoint", "true")
     assert again.returncode == 0 and json.loads(again.stdout)["path"] == str(out), again.stderr
@@ -207,7 +264,9 @@ def test_signals_that_are_ignored_stay_ignored():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    """What each of two processes says of signals that reach them in different steps (tests/support/dist_interruption.py)."""
+    """What each of two processes says of signals that reach them in different steps
+    (tests/support/dist_interruption.py).
+    """
     import torch
 
     folder = tmp_path_factory.mktemp("ranks")
@@ -215,13 +274,17 @@ def ranks(tmp_path_factory) -> list[dict]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("case, how, steps", [
-    pytest.param("one of them", "Terminated", 2, id="a signal to one"),
-    pytest.param("all, not together", "KeyboardInterrupt", 1, id="signals in different steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "case, how, steps",
+    [
+        pytest.param("one of them", "Terminated", 2, id="a signal to one"),
+        pytest.param("all, not together", "KeyboardInterrupt", 1, id="signals in different steps"),
+    ],
+)
 def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, steps):
     for one in ranks:
-        found, whole = one[case], one["whole"]["weights"]
+        found = one[case]
+        whole = one["whole"]["weights"]
         assert (found["how"], found["steps"]) == (how, list(range(1, steps + 1)))
         assert found["saved"] == [f"checkpoint-{steps}"]
         assert found["next"] == "done" and found["again"] == list(range(steps + 1, 5))

@@ -1,4 +1,6 @@
-"""Every Triton kernel compiles for the GPUs we ship to, without spills, on a machine that has none of them."""
+"""Every Triton kernel compiles for the GPUs we ship to, without spills, on a machine that has none
+of them.
+"""
 
 import fcntl
 import importlib.metadata
@@ -51,18 +53,33 @@ def test_compiles_to_what_it_should(reports, job):
 
 @pytest.mark.slow
 def test_amd_compiles_no_fewer_than_it_did(reports):
-    fails = {CASES[i].kernel: report.error for (i, target), report in reports.items() if target == AMD and report.error}
+    fails = {
+        CASES[i].kernel: report.error
+        for (i, target), report in reports.items()
+        if target == AMD and report.error
+    }
     assert fails.keys() <= AMD_FAILS, fails
     hopper = {"grouped_gemm._grouped_gemm_stream_kernel"}  # reads and writes by descriptor alone
     assert {CASES[i].kernel for i, target in JOBS if target == AMD} == set(aot.kernels()) - hopper
 
 
 def test_a_few_compile():
-    """One case each of a gather, a matrix product and a step that only moves bytes; `make test-slow` compiles the rest."""
-    wanted = ("combine._combine_fwd_kernel", "grouped_gemm._grouped_gemm_fwd_kernel", "merging._merge_experts_fwd_kernel")
-    few = [next(case for case in CASES if case.kernel == name and 90 in case.capabilities) for name in wanted]
+    """One case each of a gather, a matrix product and a step that only moves bytes; `make
+    test-slow` compiles the rest.
+    """
+    wanted = (
+        "combine._combine_fwd_kernel",
+        "grouped_gemm._grouped_gemm_fwd_kernel",
+        "merging._merge_experts_fwd_kernel",
+    )
+    few = [
+        next(case for case in CASES if case.kernel == name and 90 in case.capabilities)
+        for name in wanted
+    ]
     reports = aot.compile_all([(case, 90) for case in few])
-    assert [aot.complaints(case, 90, report) for case, report in zip(few, reports, strict=True)] == [[], [], []]
+    assert [
+        aot.complaints(case, 90, report) for case, report in zip(few, reports, strict=True)
+    ] == [[], [], []]
 
 
 def test_every_kernel_has_a_case_and_a_line_in_the_docs():
@@ -79,22 +96,35 @@ def test_every_kernel_has_a_case_and_a_line_in_the_docs():
 
 @pytest.mark.parametrize("arch", tiles.TABLE)
 def test_every_config_has_a_case(arch):
-    """With sizes where nothing is small the launch is the table's, so what compiles here is what runs."""
+    """With sizes where nothing is small the launch is the table's, so what compiles here is what
+    runs.
+    """
     launched = {
-        (case.note.split(" ")[0], case.title(), case.num_warps, case.num_stages, "tma" in case.expect)
+        (
+            case.note.split(" ")[0],
+            case.title(),
+            case.num_warps,
+            case.num_stages,
+            "tma" in case.expect,
+        )
         for case in CASES
         if arch in case.capabilities
     }
     for kernel, rows in tiles.TABLE[arch].items():
         for _, tile in rows:
-            tile = tiles.clip(tile, tiles.Problem(kernel, arch, "bfloat16", 2048, 2048, 4096, gated=kernel == "up"))
+            tile = tiles.clip(
+                tile,
+                tiles.Problem(kernel, arch, "bfloat16", 2048, 2048, 4096, gated=kernel == "up"),
+            )
             title = f"{tile.BLOCK_M}x{tile.BLOCK_N}x{tile.BLOCK_K}" + " joined" * tile.JOINED
             assert (kernel, title, tile.num_warps, tile.num_stages, tile.TMA) in launched
 
 
 @pytest.mark.slow
 def test_docs_hold_what_compiles(reports):
-    """The whole table with the Triton that wrote it; with another, the kernels and their configs."""
+    """The whole table with the Triton that wrote it; with another, the kernels and their
+    configs.
+    """
     text = aot_table.PATH.read_text()
     version, rows = aot_table.read(text)
     if version == importlib.metadata.version("triton"):
@@ -105,17 +135,22 @@ def test_docs_hold_what_compiles(reports):
 
 
 # the gate itself
-@pytest.mark.parametrize("change, says", [
-    pytest.param({}, None, id="as it should be"),
-    pytest.param({"error": "no"}, "no", id="does not compile"),
-    pytest.param({"stack": 8}, "spills into 8 bytes", id="spills"),
-    pytest.param({"registers": 200}, "200 registers; want 128", id="registers"),
-    pytest.param({"shared": 102400}, "sm_86 has 101376", id="shared memory"),
-    pytest.param({"global_atomics": 1}, "1 atomics on global", id="global atomics"),
-    pytest.param({"shared_atomics": 1}, "1 on shared", id="shared atomics"),
-    pytest.param({"features": ("cp.async",)}, "no mma.sync; has cp.async", id="no tensor cores"),
-    pytest.param({"hazards": ("two tl.dot",)}, "two tl.dot", id="what is compiled wrongly"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        pytest.param({}, None, id="as it should be"),
+        pytest.param({"error": "no"}, "no", id="does not compile"),
+        pytest.param({"stack": 8}, "spills into 8 bytes", id="spills"),
+        pytest.param({"registers": 200}, "200 registers; want 128", id="registers"),
+        pytest.param({"shared": 102400}, "sm_86 has 101376", id="shared memory"),
+        pytest.param({"global_atomics": 1}, "1 atomics on global", id="global atomics"),
+        pytest.param({"shared_atomics": 1}, "1 on shared", id="shared atomics"),
+        pytest.param(
+            {"features": ("cp.async",)}, "no mma.sync; has cp.async", id="no tensor cores"
+        ),
+        pytest.param({"hazards": ("two tl.dot",)}, "two tl.dot", id="what is compiled wrongly"),
+    ],
+)
 def test_gate_sees(change, says):
     case = Case("a._kernel", {}, {}, expect=("mma.sync", "cp.async"), max_registers=128)
     good = Report(registers=128, shared=101376, features=("mma.sync", "cp.async"))
@@ -123,10 +158,15 @@ def test_gate_sees(change, says):
     assert len(bad) == (says is not None) and all(says in line for line in bad)
 
 
-@pytest.mark.parametrize("constants, says", [
-    ({"TMA": True, "EVEN_K": False}, "ends inside of a block"), ({"BLOCK_N": 256}, "256 columns; want 128"),
-    ({"BLOCK_N": 128, "INTERLEAVED": True}, "256 columns; want 128"), ({"BLOCK_N": 128, "TMA": True, "EVEN_K": True}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "constants, says",
+    [
+        ({"TMA": True, "EVEN_K": False}, "ends inside of a block"),
+        ({"BLOCK_N": 256}, "256 columns; want 128"),
+        ({"BLOCK_N": 128, "INTERLEAVED": True}, "256 columns; want 128"),
+        ({"BLOCK_N": 128, "TMA": True, "EVEN_K": True}, None),
+    ],
+)
 def test_gate_sees_what_is_not_for_blackwell(constants, says):
     case = Case("grouped_gemm._up_fwd_kernel", {}, constants)
     assert aot.complaints(case, 90, Report()) == []
@@ -140,16 +180,34 @@ def test_gate_sees_a_config_that_is_too_large():
     (case,) = aot.record(lambda: grouped_gemm.Layer().up_forward(tile))
     (report,) = aot.compile_all([(case, 80)])
     bad = " ".join(aot.complaints(case._replace(expect=("wgmma",)), 80, report))
-    assert "spills into" in bad and "bytes of shared memory" in bad and "no wgmma; has mma.sync, cp.async" in bad
+    assert (
+        "spills into" in bad
+        and "bytes of shared memory" in bad
+        and "no wgmma; has mma.sync, cp.async" in bad
+    )
 
 
 def test_cases_are_what_the_launcher_gives():
-    (case,) = aot.record(lambda: grouped_gemm.Layer(bias=True).down_forward(tiles.Tile(64, 64, 32, TMA=True)))
-    assert case.signature["a"] == "tensordesc<bf16[64,32]>" and case.signature["y_ptr"] == "*bf16:16"
+    (case,) = aot.record(
+        lambda: grouped_gemm.Layer(bias=True).down_forward(tiles.Tile(64, 64, 32, TMA=True))
+    )
+    assert (
+        case.signature["a"] == "tensordesc<bf16[64,32]>" and case.signature["y_ptr"] == "*bf16:16"
+    )
     assert case.signature["num_m"] == "i32" and case.signature["K"] == "i32:16"
-    assert case.constants["stride_k"] == 1 and case.constants["BIAS"] is True and case.constants["TMA"] is True
-    (case,) = aot.record(lambda: grouped_gemm.Layer(odd=True).down_forward(tiles.Tile(64, 64, 32, TMA=True)))
-    assert case.signature["a"] == "*bf16:16" and case.signature["stride_a"] == "i32" and not case.constants["TMA"]
+    assert (
+        case.constants["stride_k"] == 1
+        and case.constants["BIAS"] is True
+        and case.constants["TMA"] is True
+    )
+    (case,) = aot.record(
+        lambda: grouped_gemm.Layer(odd=True).down_forward(tiles.Tile(64, 64, 32, TMA=True))
+    )
+    assert (
+        case.signature["a"] == "*bf16:16"
+        and case.signature["stride_a"] == "i32"
+        and not case.constants["TMA"]
+    )
     assert aot._type(torch.empty(0, 2**31, dtype=torch.int8, device="meta").stride(0)) == "i64:16"
 
 
@@ -165,14 +223,25 @@ LOOP = """tt.func public @_kernel(%n: i32) attributes {{noinline = false}} {{
   %last = tt.dot %a, %b, %acc : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32> loc(#loc7)
   {outer}
 }} loc(#loc)"""
-DOT = "%second = tt.dot %a, %b, {}, inputPrecision = tf32 : tensor<16x16xbf16> * tensor<16x16xbf16> -> tensor<16x16xf32>"
+DOT = (
+    "%second = tt.dot %a, %b, {}, inputPrecision "
+    "= "
+    "tf32 "
+    ": "
+    "tensor<16x16xbf16> "
+    "* "
+    "tensor<16x16xbf16> -> tensor<16x16xf32>"
+)
 
 
-@pytest.mark.parametrize("inner, outer, wrong", [
-    pytest.param(DOT.format("%first"), "", 1, id="in one round"),
-    pytest.param(DOT.format("%other"), "", 0, id="another accumulator"),
-    pytest.param("", DOT.format("%last"), 0, id="behind the loop"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "inner, outer, wrong",
+    [
+        pytest.param(DOT.format("%first"), "", 1, id="in one round"),
+        pytest.param(DOT.format("%other"), "", 0, id="another accumulator"),
+        pytest.param("", DOT.format("%last"), 0, id="behind the loop"),
+    ],
+)
 def test_gate_sees_chained_products(inner, outer, wrong):
     assert len(aot.chained_products(LOOP.format(inner=inner, outer=outer))) == wrong
 
@@ -185,36 +254,66 @@ PTX = """$L__BB0_1:
 \t@%p1 bra \t$L__BB0_1;
 \tfence.proxy.async.shared::cta;
 """
-WGMMA, TCGEN05 = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "@%p1 tcgen05.mma.cta_group::1.kind::f16"
+WGMMA = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+TCGEN05 = "@%p1 tcgen05.mma.cta_group::1.kind::f16"
 
 
 @pytest.mark.parametrize("product", [WGMMA, TCGEN05])
-@pytest.mark.parametrize("fence, load, wrong", [
-    pytest.param("", "cp.async.cg", 1, id="without a fence"),
-    pytest.param("fence.proxy.async.shared::cta;", "cp.async.ca", 0, id="with one"),
-    pytest.param("", "cp.async.bulk.tensor.3d", 0, id="a descriptor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fence, load, wrong",
+    [
+        pytest.param("", "cp.async.cg", 1, id="without a fence"),
+        pytest.param("fence.proxy.async.shared::cta;", "cp.async.ca", 0, id="with one"),
+        pytest.param("", "cp.async.bulk.tensor.3d", 0, id="a descriptor"),
+    ],
+)
 def test_gate_sees_a_missing_fence(product, fence, load, wrong):
     assert len(aot.missing_fences(PTX.format(fence=fence, load=load, product=product))) == wrong
 
 
 MMA = "HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR4], R48, gsb0"
-WAIT, PACK, AGAIN = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "F2FP.BF16.F32.PACK_AB R27, R5, R4", "@P0 BRA 0x10"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+PACK = "F2FP.BF16.F32.PACK_AB R27, R5, R4"
+AGAIN = "@P0 BRA 0x10"
 
 
-@pytest.mark.parametrize("program, wrong", [
-    pytest.param([MMA, PACK, WAIT], 1, id="before the wait"),
-    pytest.param([MMA, WAIT, PACK], 0, id="after it"),
-    pytest.param([MMA, "LDS.128 R22, [R1+0x10]", WAIT], 1, id="by the last two of four"),
-    pytest.param([MMA, "LDS.64 R22, [R1]", "STS [R24], R25", "ISETP.NE.AND P0, PT, R24, RZ, PT", WAIT], 0, id="others"),
-    pytest.param([MMA, "SHFL.IDX PT, R25, R4, RZ, 0x1f", WAIT], 1, id="behind a predicate"),
-    pytest.param(["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, AGAIN, WAIT], 1, id="in the next round"),
-    pytest.param(["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, WAIT, AGAIN], 0, id="in the next round, after the wait"),
-    pytest.param([MMA, MMA.replace("R24", "R32"), "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK], 0, id="the older is done"),
-    pytest.param([MMA.replace("R24", "R32"), MMA, "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK], 1, id="the younger is not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program, wrong",
+    [
+        pytest.param([MMA, PACK, WAIT], 1, id="before the wait"),
+        pytest.param([MMA, WAIT, PACK], 0, id="after it"),
+        pytest.param([MMA, "LDS.128 R22, [R1+0x10]", WAIT], 1, id="by the last two of four"),
+        pytest.param(
+            [MMA, "LDS.64 R22, [R1]", "STS [R24], R25", "ISETP.NE.AND P0, PT, R24, RZ, PT", WAIT],
+            0,
+            id="others",
+        ),
+        pytest.param([MMA, "SHFL.IDX PT, R25, R4, RZ, 0x1f", WAIT], 1, id="behind a predicate"),
+        pytest.param(
+            ["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, AGAIN, WAIT], 1, id="in the next round"
+        ),
+        pytest.param(
+            ["NOP", "MOV R24, R4", "WARPGROUP.ARRIVE", MMA, WAIT, AGAIN],
+            0,
+            id="in the next round, after the wait",
+        ),
+        pytest.param(
+            [MMA, MMA.replace("R24", "R32"), "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK],
+            0,
+            id="the older is done",
+        ),
+        pytest.param(
+            [MMA.replace("R24", "R32"), MMA, "WARPGROUP.DEPBAR.LE gsb0, 0x1", PACK],
+            1,
+            id="the younger is not",
+        ),
+    ],
+)
 def test_gate_sees_a_register_that_a_product_may_still_read(program, wrong):
-    sass = "\n".join(f"        /*{16 * i:04x}*/                   {line} ;   /* 0x0 */" for i, line in enumerate(program))
+    sass = "\n".join(
+        f"        /*{16 * i:04x}*/                   {line} ;   /* 0x0 */"
+        for i, line in enumerate(program)
+    )
     assert len(aot.rewritten_operands(sass)) == wrong
 
 
@@ -254,7 +353,9 @@ with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
 
 @pytest.mark.slow
 def test_gates_see_what_is_planted_in_real_programs(tmp_path):
-    """The fence taken away, a register written too early, a product chained to another: none of the kernels', all of theirs."""
+    """The fence taken away, a register written too early, a product chained to another: none of the
+    kernels', all of theirs.
+    """
     (tmp_path / "mutant.py").write_text(PLANTED_KERNEL)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", PLANT, str(tmp_path)]

@@ -23,7 +23,9 @@ def test_a_home_of_another_user_has_no_measured_config(monkeypatch, tmp_path):
     path = tmp_path / "tiles.json"
     path.write_text("{}")
     monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(ValueError, match=r"tiles\.json is not a file of `moe-runtime tune` .*Permission denied"):
+    with pytest.raises(
+        ValueError, match=r"tiles\.json is not a file of `moe-runtime tune` .*Permission denied"
+    ):
         tiles.read_tuned.__wrapped__(path)
 
 
@@ -43,12 +45,19 @@ def test_candidates_fit_the_gpu(arch, dtype):
                     assert all(size & size - 1 == 0 for size in tile[:3]) and min(tile[:3]) >= 16
                     assert tile.num_warps in (4, 8) and not (tile.TMA and arch < 90)
                     if arch >= 100:  # what is wrong there, or was
-                        assert not tile.TMA or (problem.K % tile.BLOCK_K == 0 and problem.kernel != "dw")
+                        assert not tile.TMA or (
+                            problem.K % tile.BLOCK_K == 0 and problem.kernel != "dw"
+                        )
                         assert not tile.JOINED or arch >= 110
-                        assert arch >= 110 or max(tile.BLOCK_N, 2 * tiles.in_turns(tile, arch).BLOCK_N) <= 128
+                        assert (
+                            arch >= 110
+                            or max(tile.BLOCK_N, 2 * tiles.in_turns(tile, arch).BLOCK_N) <= 128
+                        )
 
 
-@pytest.mark.parametrize("arch, K, tma, width", [(90, 2080, True, 256), (100, 2080, False, 128), (103, 2048, True, 128)])
+@pytest.mark.parametrize(
+    "arch, K, tma, width", [(90, 2080, True, 256), (100, 2080, False, 128), (103, 2048, True, 128)]
+)
 def test_blackwell_has_no_descriptors_for_odd_sums_and_narrow_tiles(arch, K, tma, width):
     """Of measured configs too."""
     tile = tiles.Tile(128, 256, 64, TMA=True)

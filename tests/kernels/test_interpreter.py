@@ -1,4 +1,6 @@
-"""The interpreter that the kernel tests run in, and what tests/support repairs and watches in it."""
+"""The interpreter that the kernel tests run in, and what tests/support repairs and watches
+in it.
+"""
 
 import itertools
 import math
@@ -14,14 +16,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.rows import sparse
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run on the GPU here")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run on the GPU here"
+)
 
 
 @triton.jit
 def _dot_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     n = tl.arange(0, N)
     square = n[:, None] * N + n[None, :]
-    acc = tl.dot(tl.load(a_ptr + square), tl.load(b_ptr + square), tl.zeros([N, N], tl.float32), input_precision="ieee")
+    acc = tl.dot(
+        tl.load(a_ptr + square),
+        tl.load(b_ptr + square),
+        tl.zeros([N, N], tl.float32),
+        input_precision="ieee",
+    )
     tl.store(out_ptr + square, acc.to(out_ptr.dtype.element_ty))
 
 
@@ -69,9 +78,12 @@ def _far_kernel(x_ptr, out_ptr, stride, WIDE: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, 4), tl.load(x_ptr + i * stride))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
+)
 def test_dot_is_right(dtype, tolerance):
-    a, b = torch.randn(16, 16).to(dtype), torch.randn(16, 16).to(dtype)
+    a = torch.randn(16, 16).to(dtype)
+    b = torch.randn(16, 16).to(dtype)
     out = torch.empty(16, 16)
     _dot_kernel[(1,)](a, b, out, N=16)
     want = a.double() @ b.double()
@@ -79,20 +91,24 @@ def test_dot_is_right(dtype, tolerance):
 
 
 def test_bf16_store_rounds_to_nearest_even():
-    a, b, out = torch.randn(16, 16), torch.eye(16), torch.empty(16, 16, dtype=torch.bfloat16)
+    a = torch.randn(16, 16)
+    b = torch.eye(16)
+    out = torch.empty(16, 16, dtype=torch.bfloat16)
     _dot_kernel[(1,)](a, b, out, N=16)
     assert torch.equal(out, a.bfloat16())
 
 
 def test_loop_to_a_runtime_bound():
-    x, out = torch.randn(40), torch.empty(16)
+    x = torch.randn(40)
+    out = torch.empty(16)
     _loop_kernel[(1,)](x, out, 40, BLOCK_P=16)
     torch.testing.assert_close(out.sum(), x.sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_load_without_other_is_poison(dtype):
-    x, out = torch.ones(16, dtype=dtype), torch.zeros(16, dtype=dtype)
+    x = torch.ones(16, dtype=dtype)
+    out = torch.zeros(16, dtype=dtype)
     _copy_kernel[(1,)](x, out, 13, BLOCK_P=16)
     assert out[:13].eq(1).all() and out[13:].isnan().all()
 
@@ -104,19 +120,27 @@ def test_bf16_arithmetic_is_refused():
 
 
 @pytest.mark.parametrize(
-    "x, out, kind", [pytest.param(13, 16, "load", id="load-past-end"), pytest.param(16, 13, "store", id="store-past-end")]
+    "x, out, kind",
+    [
+        pytest.param(13, 16, "load", id="load-past-end"),
+        pytest.param(16, 13, "store", id="store-past-end"),
+    ],
 )
 def test_out_of_bounds_is_caught(x, out, kind):
     # views into larger storage: torch would not notice
-    x, out = torch.ones(32)[:x], torch.empty(32)[:out]
+    x = torch.ones(32)[:x]
+    out = torch.empty(32)[:out]
     with pytest.raises(Exception, match=f"{kind} out of bounds: 3 lane"):
         _copy_kernel[(1,)](x, out, 16, BLOCK_P=16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_descriptor_is_zero_outside(dtype):
-    x, out = torch.ones(2, 24, 16, dtype=dtype), torch.empty(16, 16, dtype=dtype)
-    _block_kernel[(1,)](TensorDescriptor(x, [2, 24, 16], [384, 16, 1], [1, 16, 16]), out, 20, -8, N=16)
+    x = torch.ones(2, 24, 16, dtype=dtype)
+    out = torch.empty(16, 16, dtype=dtype)
+    _block_kernel[(1,)](
+        TensorDescriptor(x, [2, 24, 16], [384, 16, 1], [1, 16, 16]), out, 20, -8, N=16
+    )
     want = torch.zeros(16, 16, dtype=dtype)
     want[:4, 8:] = 1  # not the next matrix, not the row in front
     assert torch.equal(out, want)
@@ -125,11 +149,18 @@ def test_descriptor_is_zero_outside(dtype):
 def test_descriptor_of_more_than_its_tensor_is_caught():
     x = torch.ones(1, 16, 16)[:, :13]
     with pytest.raises(Exception, match="load out of bounds: 48 lane"):
-        _block_kernel[(1,)](TensorDescriptor(x, [1, 16, 16], [256, 16, 1], [1, 16, 16]), torch.empty(16, 16), 0, 0, N=16)
+        _block_kernel[(1,)](
+            TensorDescriptor(x, [1, 16, 16], [256, 16, 1], [1, 16, 16]),
+            torch.empty(16, 16),
+            0,
+            0,
+            N=16,
+        )
 
 
 def test_int32_offsets_wrap_and_are_caught():
-    x, out = sparse(3 * 2**30 + 1, torch.uint8), torch.empty(4, dtype=torch.uint8)
+    x = sparse(3 * 2**30 + 1, torch.uint8)
+    out = torch.empty(4, dtype=torch.uint8)
     x[:: 2**30] = torch.arange(4, dtype=torch.uint8)
     _far_kernel[(1,)](x, out, 2**30, WIDE=True)
     assert out.tolist() == [0, 1, 2, 3]
@@ -148,50 +179,90 @@ def test_unwritten_memory_is_nan():
 
 
 def test_remembered_types_are_those_described_first():
-    """tests/support/interp_fast.py describes each shape once; neither shapes nor elements may get mixed up."""
+    """tests/support/interp_fast.py describes each shape once; neither shapes nor elements may get
+    mixed up.
+    """
     elements = [tl.float32, tl.bfloat16, tl.int32, tl.pointer_type(tl.float32)]
     for element in elements + elements:
         for shape in ([4], [4, 8], [8, 4], [4]):
             block = tl.block_type(element, shape)
-            assert (list(block.shape), block.numel, block.scalar) == (shape, math.prod(shape), element)
-            assert block == tl.block_type(element, tuple(shape)) and block != tl.block_type(element, [2])
+            assert (list(block.shape), block.numel, block.scalar) == (
+                shape,
+                math.prod(shape),
+                element,
+            )
+            assert block == tl.block_type(element, tuple(shape)) and block != tl.block_type(
+                element, [2]
+            )
             value = tl.tensor(None, block)
-            assert ([size.value for size in value.shape], value.numel.value) == (shape, math.prod(shape))
+            assert ([size.value for size in value.shape], value.numel.value) == (
+                shape,
+                math.prod(shape),
+            )
             assert value.type is block and value.dtype == element
         scalar = tl.tensor(None, element)
         assert (len(scalar.shape), scalar.numel.value, scalar.dtype) == (0, 1, element)
         for _ in range(2):
             with pytest.raises(ValueError, match="power of 2"):
                 tl.block_type(element, [3])
-    assert [interpreter._get_np_dtype(element).name for element in elements] == ["float32", "uint16", "int32", "uint64"]
+    assert [interpreter._get_np_dtype(element).name for element in elements] == [
+        "float32",
+        "uint16",
+        "int32",
+        "uint64",
+    ]
 
 
 def replaced(function):
     """Return what tests/support/interp_fast.py put `function` in the place of."""
-    (first,) = [c.cell_contents for c in function.__closure__ if getattr(c.cell_contents, "__name__", "") == function.__name__]
+    (first,) = [
+        c.cell_contents
+        for c in function.__closure__
+        if getattr(c.cell_contents, "__name__", "") == function.__name__
+    ]
     return first
 
 
-@pytest.mark.parametrize("dtype", [tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.float32, tl.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.float32, tl.float64], ids=str
+)
 def test_remembered_constants_are_those_made_first(dtype):
     """Values that compare equal are kept apart by their Python type, and no zero is another's."""
-    semantic, make = interpreter.interpreter_semantic, replaced(TritonSemantic.scalar_constant)
+    semantic = interpreter.interpreter_semantic
+    make = replaced(TritonSemantic.scalar_constant)
     values = [1, 0, 1, True, 0, False] if dtype.is_int() else [0.5, 1, 1.0, -2.5, 0, 0.0, -0.0]
     for value in values + values:
-        found, want = semantic.scalar_constant(value, dtype), make(semantic, value, dtype)
+        found = semantic.scalar_constant(value, dtype)
+        want = make(semantic, value, dtype)
         assert found.type == want.type and found.handle.dtype == want.handle.dtype
         assert found.handle.data.dtype == want.handle.data.dtype
         assert found.handle.data.tobytes() == want.handle.data.tobytes()
 
 
 def test_two_types_compute_in_the_type_that_triton_says():
-    semantic, look = interpreter.interpreter_semantic, TritonSemantic.computation_type_impl
-    types = [tl.int1, tl.int8, tl.int32, tl.int64, tl.uint8, tl.uint32, tl.float16, tl.bfloat16, tl.float32, tl.float64]
+    semantic = interpreter.interpreter_semantic
+    look = TritonSemantic.computation_type_impl
+    types = [
+        tl.int1,
+        tl.int8,
+        tl.int32,
+        tl.int64,
+        tl.uint8,
+        tl.uint32,
+        tl.float16,
+        tl.bfloat16,
+        tl.float32,
+        tl.float64,
+    ]
     first = replaced(look)
     for a, b, a_scalar, b_scalar in itertools.product(types, types, (False, True), (False, True)):
         for _ in range(2):
-            assert look(semantic, a, a_scalar, b, b_scalar, False) == first(semantic, a, a_scalar, b, b_scalar, False)
+            assert look(semantic, a, a_scalar, b, b_scalar, False) == first(
+                semantic, a, a_scalar, b, b_scalar, False
+            )
     for dtype in types:
-        pair = [semantic.scalar_constant(1, tl.int32).to(dtype, _semantic=semantic) for _ in range(2)]
+        pair = [
+            semantic.scalar_constant(1, tl.int32).to(dtype, _semantic=semantic) for _ in range(2)
+        ]
         left, right = semantic.binary_op_type_checking_impl(*pair, div_or_mod=True)
         assert left.dtype == right.dtype == first(semantic, dtype, False, dtype, False, True)

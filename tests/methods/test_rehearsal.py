@@ -1,4 +1,6 @@
-"""Dress rehearsals: every paper-size recipe runs to its last model, on small bases and data sets of its forms."""
+"""Dress rehearsals: every paper-size recipe runs to its last model, on small bases and data sets of
+its forms.
+"""
 
 import importlib
 import math
@@ -17,9 +19,21 @@ from moe_runtime.tools.memory_plan import recipe_of
 from tests.support import dist_rehearsal, rehearsal
 from tests.support.dist_launch import launch
 
-PATHS = [path for path in sorted(METHODS.glob("*/recipes/*.yaml")) if re.search("^# Machine", path.read_text(), re.MULTILINE)]
+PATHS = [
+    path
+    for path in sorted(METHODS.glob("*/recipes/*.yaml"))
+    if re.search("^# Machine", path.read_text(), re.MULTILINE)
+]
 PATHS = [path for path in PATHS if path.stem != "smollm2"]  # of no paper
-MAGICODER = "You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable responses"
+MAGICODER = (
+    "You are an exceptionally intelligent "
+    "coding "
+    "assistant "
+    "that "
+    "consistently "
+    "delivers "
+    "accurate and reliable responses"
+)
 DEEPSEEK = "User: Write a .*\n\nAssistant: def "
 # the model that comes out, and how its first example reads
 WANTED = {
@@ -55,9 +69,12 @@ def test_recipe_end_to_end(path, tmp_path, monkeypatch):
     study = importlib.import_module(f"moe_runtime.methods.{recipe.method}.study")
     before = {one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")}
     results = study.run("mine.yaml", tmp_path / "out", say=lambda text: None)
-    assert {one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")} == before
+    assert {
+        one: one.stat().st_mtime_ns for one in (tmp_path / "out").rglob("result.json")
+    } == before
     assert all(math.isfinite(one.loss) for one in results)
-    base, last = results[0], results[-1]
+    base = results[0]
+    last = results[-1]
     assert last.loss != base.loss and last.steps > 0
     _check(recipe, path.stem, base, last, tmp_path / "out")
 
@@ -66,7 +83,9 @@ def _check(recipe, name: str, base, last, out) -> None:
     kind, begins = WANTED[name]
     if recipe.method == "ultrafuser":
         fuser = ultrafuser.load(last.folder)
-        assert len(fuser.specialists) == 3 and all(p.dtype == torch.bfloat16 for p in fuser.specialists.parameters())
+        assert len(fuser.specialists) == 3 and all(
+            p.dtype == torch.bfloat16 for p in fuser.specialists.parameters()
+        )
         assert last.source != base.source and last.trained_parameters > 0
         return
     ids = AutoTokenizer.from_pretrained(next(out.glob("data-*")) / "tokenizer")
@@ -74,12 +93,17 @@ def _check(recipe, name: str, base, last, out) -> None:
     stages = importlib.import_module(f"moe_runtime.methods.{recipe.method}.study").Stages(
         "mine.yaml", out, say=lambda text: None
     )
-    assert re.match(begins, ids.decode(stages.part(part)[0]["input_ids"])), ids.decode(stages.part(part)[0]["input_ids"])
+    assert re.match(begins, ids.decode(stages.part(part)[0]["input_ids"])), ids.decode(
+        stages.part(part)[0]["input_ids"]
+    )
     folder = base.folder if recipe.method == "esft" else last.folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert type(model).__name__ == kind and model.dtype == torch.bfloat16
     config = AutoConfig.from_pretrained(recipe.base_model)
-    assert model.config.rope_parameters == config.rope_parameters and model.config.vocab_size == config.vocab_size
+    assert (
+        model.config.rope_parameters == config.rope_parameters
+        and model.config.vocab_size == config.vocab_size
+    )
     if recipe.method == "esft":
         adapter = esft.apply(model, last.folder)
         assert adapter is not None

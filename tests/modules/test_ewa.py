@@ -1,4 +1,6 @@
-"""EWA's layer: the partition it draws, the experts it trains, the mean it runs, and what repeats it."""
+"""EWA's layer: the partition it draws, the experts it trains, the mean it runs, and what repeats
+it.
+"""
 
 import copy
 
@@ -13,7 +15,13 @@ from tests.support.oracle import assert_parity, mlp
 
 def make(E=4, H=33, I=17, dtype=None, **kwargs) -> EWAMLP:
     config = MoEConfig(
-        hidden_size=H, intermediate_size=I, num_experts=E, top_k=1, gate="topk_softmax", initializer_range=0.3, **kwargs
+        hidden_size=H,
+        intermediate_size=I,
+        num_experts=E,
+        top_k=1,
+        gate="topk_softmax",
+        initializer_range=0.3,
+        **kwargs,
     )
     layer = EWAMLP(config, dtype=dtype)
     with torch.no_grad():
@@ -25,8 +33,14 @@ def make(E=4, H=33, I=17, dtype=None, **kwargs) -> EWAMLP:
 
 def expert(layer: EWAMLP, x: torch.Tensor, weights) -> torch.Tensor:
     """One dense MLP in float64, token by token."""
-    up, config = layer.experts.up_name, layer.config
-    args = (weights[up], weights["down_proj"], weights.get(f"{up}_bias"), weights.get("down_proj_bias"))
+    up = layer.experts.up_name
+    config = layer.config
+    args = (
+        weights[up],
+        weights["down_proj"],
+        weights.get(f"{up}_bias"),
+        weights.get("down_proj_bias"),
+    )
     return torch.stack([mlp(t, *args, config.hidden_act, config.gated) for t in x.double()])
 
 
@@ -40,7 +54,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_while_training_each_token_is_seen_by_its_expert_alone(variant, tolerance):
-    layer, x = make(**variant).train(), torch.randn(13, 33)
+    layer = make(**variant).train()
+    x = torch.randn(13, 33)
     E = layer.config.num_experts
     torch.manual_seed(7)
     idx = random_partition(13, E)
@@ -55,7 +70,8 @@ def test_while_training_each_token_is_seen_by_its_expert_alone(variant, toleranc
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_in_eval_mode_the_mean_expert_runs_and_follows_every_write(variant, tolerance):
-    layer, x = make(**variant).eval(), torch.randn(2, 5, 33)
+    layer = make(**variant).eval()
+    x = torch.randn(2, 5, 33)
     for _ in range(2):
         mean = {name: p.detach().double().mean(0) for name, p in layer.experts.named_parameters()}
         want = expert(layer, x.flatten(0, 1), mean).view(2, 5, 33)
@@ -73,20 +89,29 @@ def test_partition_is_equal_but_for_one_token(tokens, E):
 
 
 def test_partition_favours_no_token_and_no_expert():
-    tokens, E, draws = 5, 4, 4000  # one expert gets two tokens
+    # one expert gets two tokens
+    tokens = 5
+    E = 4
+    draws = 4000
     found = torch.stack([random_partition(tokens, E) for _ in range(draws)])
     share = torch.stack([(found == e).double().mean(0) for e in range(E)])
-    torch.testing.assert_close(share, torch.full((E, tokens), 1 / E, dtype=torch.float64), rtol=0, atol=0.03)
+    torch.testing.assert_close(
+        share, torch.full((E, tokens), 1 / E, dtype=torch.float64), rtol=0, atol=0.03
+    )
     twice = torch.stack([((found == e).sum(1) == 2).double().mean() for e in range(E)])
-    torch.testing.assert_close(twice, torch.full((E,), 1 / E, dtype=torch.float64), rtol=0, atol=0.03)
+    torch.testing.assert_close(
+        twice, torch.full((E,), 1 / E, dtype=torch.float64), rtol=0, atol=0.03
+    )
     together = (found[:, 0] == found[:, 1]).double().mean().item()  # 1 pair of 10
     assert together == pytest.approx(0.1, abs=0.02)
 
 
 def test_a_seed_repeats_it_and_batches_differ():
-    layer, x = make().train(), torch.randn(16, 33)
+    layer = make().train()
+    x = torch.randn(16, 33)
     torch.manual_seed(1)
-    first, second = layer(x), layer(x)
+    first = layer(x)
+    second = layer(x)
     torch.manual_seed(1)
     assert torch.equal(layer(x), first) and not torch.equal(first, second)
 
@@ -94,9 +119,13 @@ def test_a_seed_repeats_it_and_batches_differ():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_draws_the_same_partition(use_reentrant):
     layer = make(bias=True).train()
-    other, x = copy.deepcopy(layer), torch.randn(3, 5, 33)
+    other = copy.deepcopy(layer)
+    x = torch.randn(3, 5, 33)
     grads = []
-    for model, run in ((layer, lambda t: layer(t)), (other, lambda t: checkpoint(other, t, use_reentrant=use_reentrant))):
+    for model, run in (
+        (layer, lambda t: layer(t)),
+        (other, lambda t: checkpoint(other, t, use_reentrant=use_reentrant)),
+    ):
         torch.manual_seed(3)
         leaf = x.clone().requires_grad_()
         (run(leaf) * torch.arange(33)).sum().backward()
@@ -105,11 +134,16 @@ def test_recomputation_draws_the_same_partition(use_reentrant):
 
 
 def test_every_expert_trains_and_the_sum_of_their_gradients_is_the_dense_ones():
-    layer, x, dout = make(), torch.randn(16, 33), torch.randn(16, 33)
+    layer = make()
+    x = torch.randn(16, 33)
+    dout = torch.randn(16, 33)
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(p[:1].expand_as(p))
-    found = [torch.autograd.grad(layer.train(mode)(x), list(layer.parameters()), dout) for mode in (True, False)]
+    found = [
+        torch.autograd.grad(layer.train(mode)(x), list(layer.parameters()), dout)
+        for mode in (True, False)
+    ]
     for random, mean in zip(*found, strict=True):
         assert all(part.abs().sum() > 0 for part in random)
         torch.testing.assert_close(random.sum(0), mean.sum(0), rtol=1e-4, atol=1e-4)
@@ -125,7 +159,8 @@ def test_any_leading_shape(shape, training):
 def test_dtypes_and_autocast(training):
     for dtype in (torch.bfloat16, torch.float64):
         assert make(dtype=dtype).train(training)(torch.randn(4, 33, dtype=dtype)).dtype == dtype
-    layer, x = make().train(training), torch.randn(7, 33)
+    layer = make().train(training)
+    x = torch.randn(7, 33)
     torch.manual_seed(0)
     want = layer(x)
     torch.manual_seed(0)
@@ -138,15 +173,19 @@ def test_dtypes_and_autocast(training):
 
 
 def test_state_dict_round_trip():
-    a, b = make(bias=True).eval(), make(bias=True).eval()
+    a = make(bias=True).eval()
+    b = make(bias=True).eval()
     b.load_state_dict(a.state_dict())
     x = torch.randn(3, 33)
-    assert torch.equal(a(x), b(x)) and set(a.state_dict()) == {f"experts.{n}" for n, _ in a.experts.named_parameters()}
+    assert torch.equal(a(x), b(x)) and set(a.state_dict()) == {
+        f"experts.{n}" for n, _ in a.experts.named_parameters()
+    }
 
 
 def test_compiles_without_a_graph_break():
     torch._dynamo.reset()
-    layer, x = make().train(), torch.randn(7, 33)
+    layer = make().train()
+    x = torch.randn(7, 33)
     torch.manual_seed(0)
     got = torch.compile(layer, fullgraph=True, backend="eager")(x)
     torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""The fuser's gate and loss: weights against the equation, dtypes, frozen specialists, the paper's reduction."""
+"""The fuser's gate and loss: weights against the equation, dtypes, frozen specialists, the paper's
+reduction.
+"""
 
 import copy
 
@@ -34,7 +36,9 @@ def weights_of(gate, hidden):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
-@pytest.mark.parametrize("sizes, joint", [((16, 16, 16), False), ((16, 16), True), ((16, 24, 8), True), ((8,), False)])
+@pytest.mark.parametrize(
+    "sizes, joint", [((16, 16, 16), False), ((16, 16), True), ((16, 24, 8), True), ((8,), False)]
+)
 def test_weights(sizes, joint, kind, dtype):
     gate = FuserGate(sizes, kind=kind, joint=joint)
     hidden, _, _ = sample(sizes=sizes, dtype=dtype)
@@ -60,7 +64,8 @@ def test_the_paper_has_one_gate_for_all_specialists(kind, count):
     assert sum(p.numel() for p in gate.parameters()) == count
     hidden, _, _ = sample()
     weight = gate(hidden)
-    torch.testing.assert_close(gate(hidden[::-1]), weight.flip(-1))  # who is who, the gate sees by the states alone
+    # who is who, the gate sees by the states alone
+    torch.testing.assert_close(gate(hidden[::-1]), weight.flip(-1))
     torch.testing.assert_close(gate(hidden[:1] * 3), torch.full_like(weight, 1 / 3))
 
 
@@ -90,11 +95,19 @@ def test_stays_float32_under_casts_and_autocast():
 
 
 def naive(gate, hidden, heads, labels, reduction):
-    logits = sum(w[..., None] * F.linear(h, head) for w, h, head in zip(gate(hidden).unbind(-1), hidden, heads))
-    nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    logits = sum(
+        w[..., None] * F.linear(h, head)
+        for w, h, head in zip(gate(hidden).unbind(-1), hidden, heads)
+    )
+    nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
+        labels.shape
+    )
     return {
-        "none": nll, "sum": nll.sum(), "mean": nll.sum() / (labels != -100).sum(), "sample": nll.sum(1).mean(),
-    }[reduction]  # fmt: skip
+        "none": nll,
+        "sum": nll.sum(),
+        "mean": nll.sum() / (labels != -100).sum(),
+        "sample": nll.sum(1).mean(),
+    }[reduction]
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -104,7 +117,8 @@ def test_loss_is_the_naive_one(frozen, reduction, joint):
     gate = FuserGate((16,) * 3, joint=joint)
     hidden, heads, labels = sample()
     leaves = [*gate.parameters(), *(t.requires_grad_() for t in (*hidden, *heads) if not frozen)]
-    got, want = (fuser_loss(gate, hidden, heads, labels, reduction=reduction), naive(gate, hidden, heads, labels, reduction))
+    got = fuser_loss(gate, hidden, heads, labels, reduction=reduction)
+    want = naive(gate, hidden, heads, labels, reduction)
     torch.testing.assert_close(got.loss, want)
     assert torch.equal(got.weight, gate(hidden)) and not got.weight.requires_grad
     grads = [torch.autograd.grad(loss.sum(), leaves) for loss in (got.loss, want)]
@@ -120,7 +134,9 @@ def test_scales_of_logits():
     scaled = [head * scale for head, scale in zip(heads, scales)]
     want = naive(gate, hidden, scaled, labels, "mean")
     torch.testing.assert_close(got.loss, want)
-    for ours, theirs in zip(torch.autograd.grad(got.loss, leaves), torch.autograd.grad(want, leaves), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(got.loss, leaves), torch.autograd.grad(want, leaves), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -139,12 +155,19 @@ def test_chunks_of_any_heads(reduction, chunk):
     functions = [bent(*pair) for pair in zip(heads, biases)]
     got = chunked_loss(gate, hidden, functions, labels, reduction=reduction, chunk=chunk)
     weight = gate(hidden)
-    logits = sum(w[..., None] * f(h)[..., :40] for w, f, h in zip(weight.unbind(-1), functions, hidden))
-    torch.testing.assert_close(mix((head(h) for h, head in zip(hidden, functions, strict=True)), weight), logits)
+    logits = sum(
+        w[..., None] * f(h)[..., :40] for w, f, h in zip(weight.unbind(-1), functions, hidden)
+    )
+    torch.testing.assert_close(
+        mix((head(h) for h, head in zip(hidden, functions, strict=True)), weight), logits
+    )
     nll = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     want = {
-        "none": nll, "sum": nll.sum(), "mean": nll.sum() / (labels != -100).sum(), "sample": nll.sum(1).mean(),
-    }[reduction]  # fmt: skip
+        "none": nll,
+        "sum": nll.sum(),
+        "mean": nll.sum() / (labels != -100).sum(),
+        "sample": nll.sum(1).mean(),
+    }[reduction]
     torch.testing.assert_close(got.loss, want)
     assert torch.equal(got.weight, weight) and not got.weight.requires_grad
     grads = [torch.autograd.grad(loss.sum(), leaves) for loss in (got.loss, want)]
@@ -157,10 +180,14 @@ def test_chunks_of_labels_that_do_not_count_or_fit():
     functions = [bent(head, 0.0) for head in heads]
     nothing = torch.full_like(labels, -100)
     loss = chunked_loss(gate, hidden, functions, nothing).loss
-    assert loss.isnan() and chunked_loss(gate, hidden, functions, nothing, reduction="sum").loss == 0
+    assert (
+        loss.isnan() and chunked_loss(gate, hidden, functions, nothing, reduction="sum").loss == 0
+    )
     gradients = torch.autograd.grad(loss, list(gate.parameters()))
     assert all((g == 0).all() for g in gradients)
-    empty = chunked_loss(gate, [h[:0] for h in hidden], functions, labels[:0], reduction="none").loss
+    empty = chunked_loss(
+        gate, [h[:0] for h in hidden], functions, labels[:0], reduction="none"
+    ).loss
     assert empty.shape == (0, 5)
     labels[1, 1] = 40
     with pytest.raises(ValueError, match="labels must be below 40, .* got 40"):
@@ -172,9 +199,13 @@ def test_chunks_of_labels_that_do_not_count_or_fit():
 def test_training_the_gate_alone_finds_the_specialist_and_leaves_it_as_it_is():
     """Stage 1: two domains, a specialist for each, whose state says so."""
     torch.manual_seed(0)
-    B, R, H, V = 16, 8, 16, 32
+    B = 16
+    R = 8
+    H = 16
+    V = 32
     heads = [torch.randn(V, H) for _ in range(2)]
-    labels, domain = torch.randint(0, V, (B, R)), torch.arange(B) % 2
+    labels = torch.randint(0, V, (B, R))
+    domain = torch.arange(B) % 2
     hidden = []
     for s, head in enumerate(heads):
         knows = F.normalize(head[labels], dim=-1) * 4 + torch.tensor([3.0] + [0.0] * (H - 1))

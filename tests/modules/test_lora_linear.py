@@ -1,4 +1,6 @@
-"""LoRA experts with a router for each linear layer, and what both forms share: forced experts, merges, draws."""
+"""LoRA experts with a router for each linear layer, and what both forms share: forced experts,
+merges, draws.
+"""
 
 import copy
 
@@ -13,7 +15,9 @@ from tests.modules.test_lora import MLP, H, I, make
 from tests.support.lora import merged_base
 from tests.support.oracle import assert_parity
 
-E, RANK, ALPHA = 4, 3, 5.0
+E = 4
+RANK = 3
+ALPHA = 5.0
 SETTINGS = {
     "dense": {"top_k": E, "gate": "softmax_topk"},
     "top-2": {"top_k": 2, "gate": "softmax_topk_renorm"},
@@ -23,13 +27,19 @@ SETTINGS = {
 
 
 def config_of(**settings) -> MoEConfig:
-    return MoEConfig(**{"hidden_size": H, "intermediate_size": I, "num_experts": E} | SETTINGS["top-2"] | settings)
+    return MoEConfig(
+        **{"hidden_size": H, "intermediate_size": I, "num_experts": E}
+        | SETTINGS["top-2"]
+        | settings
+    )
 
 
 def linear(bias=False, dtype=None, **settings) -> LoRALinear:
     """A layer whose experts differ and whose router has a say."""
     torch.manual_seed(0)
-    layer = LoRALinear(nn.Linear(H, I, bias=bias, dtype=dtype), config_of(**settings), RANK, alpha=ALPHA)
+    layer = LoRALinear(
+        nn.Linear(H, I, bias=bias, dtype=dtype), config_of(**settings), RANK, alpha=ALPHA
+    )
     with torch.no_grad():
         layer.lora_b.normal_(std=0.3)
         layer.gate.weight.normal_(std=0.5)
@@ -104,7 +114,8 @@ def test_a_router_has_the_width_of_its_layers_input():
 
 def test_records_are_those_of_the_router():
     layer = linear(balance_loss="switch", balance_loss_coef=0.5)
-    x, layer.records = torch.randn(9, H), []
+    x = torch.randn(9, H)
+    layer.records = []
     layer(x)
     (record,) = layer.records
     assert record.router_logits.shape == (9, E) and record.topk_idx.shape == (9, 2)
@@ -112,7 +123,9 @@ def test_records_are_those_of_the_router():
 
 
 def test_wide_pairs_over_a_narrow_base_and_autocast():
-    layer = LoRALinear(nn.Linear(H, I, dtype=torch.bfloat16), config_of(), RANK, dtype=torch.float32)
+    layer = LoRALinear(
+        nn.Linear(H, I, dtype=torch.bfloat16), config_of(), RANK, dtype=torch.float32
+    )
     with torch.no_grad():
         layer.lora_b.normal_(std=0.3)
     x = torch.randn(6, H)
@@ -131,8 +144,12 @@ def test_what_weighs_the_experts_is_not_rounded():
     x = torch.randn(64, H).bfloat16()
     weight = layer._weights(x, x).detach()
     low = torch.nn.functional.linear(x, layer.lora_a.flatten(0, 1)).view(-1, E, RANK)
-    want = (low.double() * weight.double()[:, :, None] * layer.scaling).bfloat16().flatten(1) @ layer.lora_b.flatten(0, 1)
-    narrow = (low * (weight * layer.scaling).bfloat16()[:, :, None]).flatten(1) @ layer.lora_b.flatten(0, 1)
+    want = (low.double() * weight.double()[:, :, None] * layer.scaling).bfloat16().flatten(
+        1
+    ) @ layer.lora_b.flatten(0, 1)
+    narrow = (low * (weight * layer.scaling).bfloat16()[:, :, None]).flatten(
+        1
+    ) @ layer.lora_b.flatten(0, 1)
     got = layer(x)
     assert weight.dtype == torch.float32 and torch.equal(got, layer.base(x) + want)
     assert not torch.equal(got, layer.base(x) + narrow)
@@ -160,7 +177,8 @@ def force(layer: nn.Module, ids) -> None:
 
 @pytest.mark.parametrize("form", ["block", "linear"])
 def test_a_forced_expert_is_that_expert_merged(form):
-    layer, ids = both()[form], torch.tensor([2, 0, 2, 3])
+    layer = both()[form]
+    ids = torch.tensor([2, 0, 2, 3])
     x = torch.randn(4, 5, H)
     force(layer, ids)
     got = layer(x)
@@ -168,7 +186,9 @@ def test_a_forced_expert_is_that_expert_merged(form):
         plain = make(E=E, rank=RANK)
         plain.experts.load_state_dict(both()["block"].experts.state_dict())
         assert_close(got[row], merged_base(plain.experts, e)(x[row]), 1e-5)
-    with pytest.raises(ValueError, match="forced must have one expert for each of 3 rows, but has 4"):
+    with pytest.raises(
+        ValueError, match="forced must have one expert for each of 3 rows, but has 4"
+    ):
         layer(x[:3])
     force(layer, None)
     assert not torch.allclose(layer(x), got)
@@ -178,13 +198,20 @@ def test_a_forced_expert_is_that_expert_merged(form):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged_weight_is_the_sum(form, dtype):
     layer = both()[form].to(dtype)
-    pairs, alpha = layer.experts if form == "block" else LinearExperts(layer), torch.tensor([0.1, 0.6, 0.0, 0.3])
+    pairs = layer.experts if form == "block" else LinearExperts(layer)
+    alpha = torch.tensor([0.1, 0.6, 0.0, 0.3])
     for target in TARGETS:
         linear = getattr(pairs.base, target)
         weight = linear.weight if form == "block" else linear.base.weight
         want = weight.double().clone()
         for e in range(E):
-            want += alpha[e] * 3.0 / RANK * pairs.lora_b[target][e].double().t() @ pairs.lora_a[target][e].double()
+            want += (
+                alpha[e]
+                * 3.0
+                / RANK
+                * pairs.lora_b[target][e].double().t()
+                @ pairs.lora_a[target][e].double()
+            )
         got = pairs.merged_weight(target, alpha)
         assert got.dtype == dtype and got.shape == weight.shape
         assert_close(got, want, 1e-6 if dtype == torch.float32 else 4e-3)
@@ -193,7 +220,8 @@ def test_merged_weight_is_the_sum(form, dtype):
 def test_unwrap_gives_the_mlp_back():
     mlp = MLP()
     linears = {name: getattr(mlp, name) for name in TARGETS}
-    x, want = torch.randn(3, H), mlp(torch.zeros(1, H))
+    x = torch.randn(3, H)
+    want = mlp(torch.zeros(1, H))
     layer = add_experts(mlp, config_of(), form="linear", rank=2, alpha=4.0)
     assert layer is mlp and torch.equal(layer(torch.zeros(1, H)), want)
     assert LinearExperts(layer).unwrap() is mlp

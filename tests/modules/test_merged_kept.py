@@ -1,4 +1,6 @@
-"""MergedMLP merges once per optimizer step: what it keeps is never stale, never copied or saved, and changes no gradient."""
+"""MergedMLP merges once per optimizer step: what it keeps is never stale, never copied or saved,
+and changes no gradient.
+"""
 
 import copy
 import gc
@@ -20,14 +22,21 @@ from tests.support import dist_merged
 from tests.support.dist_launch import launch
 from tests.support.oracle import assert_parity
 
-WHY_NOT = {name: backends.why_not(name, "merge_experts", torch.device("cpu")) for name in ("torch", "triton", "cpp")}
-CPU_BACKENDS = [pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why))) for name, why in WHY_NOT.items()]
+WHY_NOT = {
+    name: backends.why_not(name, "merge_experts", torch.device("cpu"))
+    for name in ("torch", "triton", "cpp")
+}
+CPU_BACKENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why)))
+    for name, why in WHY_NOT.items()
+]
 
 
 @pytest.fixture
 def merges(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the stacks that were merged, biases left out."""
-    found, original = [], merged.merge_experts
+    found = []
+    original = merged.merge_experts
 
     def counted(weight, alpha, **kwargs):
         found.extend([tuple(weight.shape)] * (weight.dim() == 3))
@@ -44,8 +53,11 @@ def backend(request, monkeypatch) -> str:
 
 
 def plain(layer, x):
-    """The layer with every forward pass's merging in the graph: what it was before anything was kept."""
-    w, up = layer.merged_weights(), layer.experts.up_name
+    """The layer with every forward pass's merging in the graph: what it was before anything was
+    kept.
+    """
+    w = layer.merged_weights()
+    up = layer.experts.up_name
     z = nn.functional.linear(x, w[up], w.get(f"{up}_bias"))
     h = Activation(layer.config.hidden_act, layer.config.gated).apply(z)
     return nn.functional.linear(h, w["down_proj"], w.get("down_proj_bias"))
@@ -63,15 +75,21 @@ def gradients(f, layer, x):
     return {"out": out.detach(), "da": da, "dx": dx}
 
 
-@pytest.mark.parametrize("variant", [{}, {"bias": True, "soup": True}, {"gated": False, "hidden_act": "gelu"}], ids=str)
+@pytest.mark.parametrize(
+    "variant", [{}, {"bias": True, "soup": True}, {"gated": False, "hidden_act": "gelu"}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_are_those_of_merging_in_the_graph(dtype, variant, backend, tolerance):
-    layer, x = make(**variant, dtype=dtype), torch.randn(7, 33, dtype=dtype)
+    layer = make(**variant, dtype=dtype)
+    x = torch.randn(7, 33, dtype=dtype)
     layer(x)
-    got, want = gradients(type(layer).__call__, layer, x), gradients(plain, layer, x)
+    got = gradients(type(layer).__call__, layer, x)
+    want = gradients(plain, layer, x)
     assert torch.equal(got["out"], want["out"]) and torch.equal(got["dx"], want["dx"])
     wide = gradients(plain, copy.deepcopy(layer).double(), x.double())
-    assert_parity(got, wide, {"out": tolerance[dtype], "dx": 3 * tolerance[dtype], "da": 5 * tolerance[dtype]})
+    assert_parity(
+        got, wide, {"out": tolerance[dtype], "dx": 3 * tolerance[dtype], "da": 5 * tolerance[dtype]}
+    )
 
 
 OPTIMIZERS = {
@@ -85,7 +103,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_merges_once_per_step_of_four_micro_batches(name, merges, backend):
-    layer, xs = make(bias=True), torch.randn(3, 4, 5, 33)
+    layer = make(bias=True)
+    xs = torch.randn(3, 4, 5, 33)
     other = copy.deepcopy(layer)
     optimizer = OPTIMIZERS[name](layer.parameters())
     for step, batch in enumerate(xs):
@@ -106,7 +125,8 @@ def test_merges_once_per_step_of_four_micro_batches(name, merges, backend):
 
 def test_the_kernel_leaves_the_kept_weights_alone_until_alpha_changes(monkeypatch, device):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
-    layer, x = make().to(device), torch.randn(3, 33, device=device)
+    layer = make().to(device)
+    x = torch.randn(3, 33, device=device)
     layer(x)
     kept = layer._mixture.weights
     for weight in kept.values():
@@ -120,20 +140,29 @@ def test_the_kernel_leaves_the_kept_weights_alone_until_alpha_changes(monkeypatc
 CHANGES = {
     "logits in place": lambda m: m.mixing_logits.detach().mul_(0.5),
     "logits written past autograd": lambda m: m.mixing_logits.data.mul_(0.5),
-    "other logits": lambda m: setattr(m, "mixing_logits", nn.Parameter(m.mixing_logits.detach() * 0.5)),
+    "other logits": lambda m: setattr(
+        m, "mixing_logits", nn.Parameter(m.mixing_logits.detach() * 0.5)
+    ),
     "an expert in place": lambda m: m.experts.down_proj.detach()[3].zero_(),
-    "data of an expert": lambda m: setattr(m.experts.down_proj, "data", 2 * m.experts.down_proj.data),
-    "another expert": lambda m: setattr(m.experts, "down_proj", make().requires_grad_(False).experts.down_proj),
+    "data of an expert": lambda m: setattr(
+        m.experts.down_proj, "data", 2 * m.experts.down_proj.data
+    ),
+    "another expert": lambda m: setattr(
+        m.experts, "down_proj", make().requires_grad_(False).experts.down_proj
+    ),
     "other experts": lambda m: setattr(m, "experts", make().experts),
     "load_state_dict": lambda m: m.load_state_dict(make().state_dict()),
     "load_state_dict, assign": lambda m: (
-        m.load_state_dict(make().state_dict(), assign=True).__class__ and m.experts.requires_grad_(False)
+        m.load_state_dict(make().state_dict(), assign=True).__class__
+        and m.experts.requires_grad_(False)
     ),
     "shared_rate": lambda m: setattr(m, "shared_rate", 0.25),
     "half precision": lambda m: m.half(),
     "bfloat16": lambda m: m.bfloat16(),
     "half precision and back": lambda m: m.half().float(),
-    "memory swapped": lambda m: torch.utils.swap_tensors(m.experts.down_proj, make().requires_grad_(False).experts.down_proj),
+    "memory swapped": lambda m: torch.utils.swap_tensors(
+        m.experts.down_proj, make().requires_grad_(False).experts.down_proj
+    ),
 }
 
 
@@ -142,7 +171,8 @@ def test_a_change_is_never_missed(name, backend):
     if (name, backend) == ("half precision", "cpp"):
         pytest.skip("cpp refuses float16")
     torch.manual_seed(1)
-    layer, x = make(), torch.randn(5, 33)
+    layer = make()
+    x = torch.randn(5, 33)
     with torch.no_grad():
         before = layer(x)
     CHANGES[name](layer)
@@ -153,7 +183,8 @@ def test_a_change_is_never_missed(name, backend):
 
 
 def test_a_graph_outlives_the_step_that_changes_the_logits(backend):
-    layer, x = make(), torch.randn(5, 33)
+    layer = make()
+    x = torch.randn(5, 33)
     want = gradients(plain, layer, x)
     y = x.detach().requires_grad_()
     out = layer(y)
@@ -167,16 +198,24 @@ def test_a_graph_outlives_the_step_that_changes_the_logits(backend):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant, merges, backend):
-    layer, x = make(bias=True), torch.randn(5, 33)
+    layer = make(bias=True)
+    x = torch.randn(5, 33)
     want = gradients(plain, layer, x)
     del merges[:]
-    got = gradients(lambda m, x: checkpoint(m, x, use_reentrant=reentrant), layer, x) if not reentrant else None
+    if not reentrant:
+        got = gradients(lambda m, x: checkpoint(m, x, use_reentrant=reentrant), layer, x)
+    else:
+        got = None
     if reentrant:  # which wants backward(), not grad()
         y = x.detach().requires_grad_()
         out = checkpoint(layer, y, use_reentrant=True)
         out.square().sum().backward()
         got = {"out": out.detach(), "da": layer.mixing_logits.grad, "dx": y.grad}
-    assert len(merges) == 2 and torch.equal(got["out"], want["out"]) and torch.equal(got["dx"], want["dx"])
+    assert (
+        len(merges) == 2
+        and torch.equal(got["out"], want["out"])
+        and torch.equal(got["dx"], want["dx"])
+    )
     torch.testing.assert_close(got["da"], want["da"], rtol=1e-4, atol=1e-5)
 
 
@@ -184,7 +223,8 @@ def test_checkpointing(reentrant, merges, backend):
 def test_autocast_switched_on_and_off(dtype, merges, backend):
     if (dtype, backend) == (torch.float16, "cpp"):
         pytest.skip("cpp refuses float16")
-    layer, x = make(dtype=dtype), torch.randn(5, 33, dtype=dtype)
+    layer = make(dtype=dtype)
+    x = torch.randn(5, 33, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         narrow = plain(layer, x)
     for autocast in (False, True, True, False):
@@ -194,8 +234,10 @@ def test_autocast_switched_on_and_off(dtype, merges, backend):
 
 
 def test_is_in_no_copy_pickle_or_state_dict():
-    layer, x = make(), torch.randn(5, 33)
-    size, keys = len(pickle.dumps(layer)), list(layer.state_dict())
+    layer = make()
+    x = torch.randn(5, 33)
+    size = len(pickle.dumps(layer))
+    keys = list(layer.state_dict())
     out = layer(x)
     assert list(layer.state_dict()) == keys and len(list(layer.buffers())) == 0
     assert len(pickle.dumps(layer)) == size
@@ -207,7 +249,9 @@ def test_is_in_no_copy_pickle_or_state_dict():
 
 
 @pytest.mark.parametrize(
-    "free", [lambda m: m.release(), lambda m: m.to("meta"), lambda m: m.bfloat16()], ids=["release", "meta", "cast"]
+    "free",
+    [lambda m: m.release(), lambda m: m.to("meta"), lambda m: m.bfloat16()],
+    ids=["release", "meta", "cast"],
 )
 def test_memory_is_freed(free):
     layer = make()
@@ -220,9 +264,11 @@ def test_memory_is_freed(free):
 
 def test_there_is_one_kept_mixture_at_a_time(monkeypatch):
     """The old weights go before the new ones are made: the peak is one dense MLP more."""
-    layer, x = make(), torch.randn(5, 33)
+    layer = make()
+    x = torch.randn(5, 33)
     layer(x)
-    kept, original = [weakref.ref(weight) for weight in layer._mixture.weights.values()], merged.merge_experts
+    kept = [weakref.ref(weight) for weight in layer._mixture.weights.values()]
+    original = merged.merge_experts
 
     def watched(weight, alpha):
         assert not any(ref() is not None for ref in kept)
@@ -235,7 +281,8 @@ def test_there_is_one_kept_mixture_at_a_time(monkeypatch):
 
 
 def test_experts_that_train_get_their_gradients_and_nothing_is_kept(backend):
-    layer, x = make(bias=True), torch.randn(5, 33)
+    layer = make(bias=True)
+    x = torch.randn(5, 33)
     layer(x)
     layer.experts.requires_grad_()
     leaves = list(layer.parameters())
@@ -249,7 +296,9 @@ def test_experts_that_train_get_their_gradients_and_nothing_is_kept(backend):
 
 
 def test_threads(merges, backend):
-    layer, xs, found = make(), torch.randn(4, 6, 5, 33), {}
+    layer = make()
+    xs = torch.randn(4, 6, 5, 33)
+    found = {}
     want = [gradients(plain, layer, x) for x in xs.flatten(0, 1)]
 
     def work(i):
@@ -284,11 +333,15 @@ def test_data_parallel(tmp_path):
             (sum(plain(layer, x).square().sum() for x in torch.randn(2, 5, 33)) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(a["mixing_logits"], layer.mixing_logits.detach(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        a["mixing_logits"], layer.mixing_logits.detach(), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_an_older_graph_has_its_own_mixture(backend):
-    """A kernel merges in place after a write that autograd does not count; the dx of an older graph used the new weights."""
+    """A kernel merges in place after a write that autograd does not count; the dx of an older graph
+    used the new weights.
+    """
     layer = make()
     older, newer = leaves = [torch.randn(5, 33, requires_grad=True) for _ in range(2)]
     wanted = [torch.autograd.grad(plain(layer, older).sum(), (older, layer.mixing_logits))]
@@ -298,5 +351,7 @@ def test_an_older_graph_has_its_own_mixture(backend):
     out.append(layer(newer))
     for _ in range(2):  # in both orders: each merges what it needs
         for x, y, grads in zip(leaves, out, wanted):
-            torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, layer.mixing_logits), retain_graph=True), grads)
+            torch.testing.assert_close(
+                torch.autograd.grad(y.sum(), (x, layer.mixing_logits), retain_graph=True), grads
+            )
     torch.testing.assert_close(layer(newer), out[1])

@@ -1,4 +1,6 @@
-"""What the merge stage takes beside the experts, which it holds once: every allocation of a training step is watched."""
+"""What the merge stage takes beside the experts, which it holds once: every allocation of a
+training step is watched.
+"""
 
 import itertools
 
@@ -9,15 +11,21 @@ from moe_runtime.methods import xft
 from moe_runtime.modules.merged import MergedMLP
 from tests.hf import tiny
 
-E, H, I = 8, 64, 512
+E = 8
+H = 64
+I = 512
 
 
 def allocations(function) -> list[int]:
-    """Bytes that were allocated (above 0) and freed (below) while `function` ran, inside of ops too, in their order."""
+    """Bytes that were allocated (above 0) and freed (below) while `function` ran, inside of ops
+    too, in their order.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         function()
     # seen.events() gives most of them to the ops that made them
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
@@ -48,15 +56,26 @@ def test_a_step_holds_the_experts_once_and_makes_no_stack():
     stacks = [p for name, p in model.named_parameters() if ".experts." in name]
     assert stacks and all(p.dtype == torch.bfloat16 for p in stacks)
     assert sizes and max(sizes) < min(p.numel() * p.element_size() for p in stacks)
-    merged = sum(p[0].numel() * p.element_size() for p in stacks)  # one dense model's MLPs, kept for the next calls
+    # one dense model's MLPs, kept for the next calls
+    merged = sum(p[0].numel() * p.element_size() for p in stacks)
     largest = max(4 * p[0].numel() for p in stacks)  # one expert's weight in float32
-    assert merged <= peak(sizes) < merged + 3 * largest < sum(p.numel() * p.element_size() for p in stacks)
+    assert (
+        merged
+        <= peak(sizes)
+        < merged + 3 * largest
+        < sum(p.numel() * p.element_size() for p in stacks)
+    )
 
 
 def test_the_watcher_sees_what_happens_inside_of_an_op():
     layer = next(module for module in mergeable().modules() if isinstance(module, MergedMLP))
     stack = layer.experts.gate_up_proj.detach()
-    fp32 = allocations(lambda: torch.mm(stack.float().flatten(1).t(), layer.alpha().detach()[:, None]))
+    fp32 = allocations(
+        lambda: torch.mm(stack.float().flatten(1).t(), layer.alpha().detach()[:, None])
+    )
     assert max(fp32) == 4 * stack.numel() and peak(fp32) >= 4 * stack.numel()
-    inside = allocations(lambda: torch.ops.moe_runtime.merge_experts(stack, layer.alpha().detach(), "torch"))
-    assert max(inside) >= 4 * min(stack[0].numel(), 1 << 15)  # the float32 blocks that only the kernel knows of
+    inside = allocations(
+        lambda: torch.ops.moe_runtime.merge_experts(stack, layer.alpha().detach(), "torch")
+    )
+    # the float32 blocks that only the kernel knows of
+    assert max(inside) >= 4 * min(stack[0].numel(), 1 << 15)

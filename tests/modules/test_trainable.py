@@ -1,4 +1,6 @@
-"""Rows of an expert stack that train apart from it: the layer computes the same, the gradients are those of the whole stack."""
+"""Rows of an expert stack that train apart from it: the layer computes the same, the gradients are
+those of the whole stack.
+"""
 
 import copy
 
@@ -10,22 +12,34 @@ from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import MoE
 from tests.hf.tiny import distance
 
-H, I, T = 33, 17, 11
+H = 33
+I = 17
+T = 11
 LAYERS = [
     pytest.param({}, [3, 1], id="xft"),
     pytest.param({"bias": True}, [2], id="biases"),
     pytest.param({"gate": "topk_softmax"}, [0, 3, 2, 1], id="all of them"),
-    pytest.param({"gated": False, "hidden_act": "gelu", "bias": True}, [1, 2], id="not gated, biases"),
+    pytest.param(
+        {"gated": False, "hidden_act": "gelu", "bias": True}, [1, 2], id="not gated, biases"
+    ),
     pytest.param({"gate": "nonorm", "recompute": True}, [2, 0], id="the shared one, recomputed"),
-    pytest.param({"gate": "xft", "shared": "dense"}, [1], id="a shared one that runs alone, frozen"),
+    pytest.param(
+        {"gate": "xft", "shared": "dense"}, [1], id="a shared one that runs alone, frozen"
+    ),
     pytest.param({"gate": "softmax_topk", "top_k": 4}, [3], id="K = E"),
     pytest.param({"gate": "sigmoid_topk", "num_experts": 1, "top_k": 1}, [0], id="E = 1"),
-    pytest.param({"router": "mlp", "balance_loss": "switch", "balance_loss_coef": 0.1}, [3], id="a deep router"),
+    pytest.param(
+        {"router": "mlp", "balance_loss": "switch", "balance_loss_coef": 0.1},
+        [3],
+        id="a deep router",
+    ),
 ]
 
 
 def layer_of(changes: dict, dtype: torch.dtype = torch.float32) -> MoE:
-    config = MoEConfig(**{"hidden_size": H, "intermediate_size": I, "num_experts": 4, "top_k": 3} | changes)
+    config = MoEConfig(
+        **{"hidden_size": H, "intermediate_size": I, "num_experts": 4, "top_k": 3} | changes
+    )
     torch.manual_seed(0)
     layer = MoE(config, dtype=dtype)
     with torch.no_grad():
@@ -58,12 +72,16 @@ def tokens(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_gradients_are_those_of_the_whole_stack(changes, ids, backend, monkeypatch, device):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
     x = tokens().to(device)
-    whole, apart = layer_of(changes).to(device), split(layer_of(changes).to(device), ids)
-    want, got = run(whole, x), run(apart, x)
+    whole = layer_of(changes).to(device)
+    apart = split(layer_of(changes).to(device), ids)
+    want = run(whole, x)
+    got = run(apart, x)
     assert got["out"].norm() > 0 and distance(got["out"], want["out"]) < 2e-6
     for name in apart.experts.stacks():
         gradient = got.pop(f"experts.trained_{name}")
-        assert gradient.norm() > 0 and distance(gradient, want.pop(f"experts.{name}")[ids]) < 5e-6, name
+        assert (
+            gradient.norm() > 0 and distance(gradient, want.pop(f"experts.{name}")[ids]) < 5e-6
+        ), name
     assert got.keys() == want.keys()  # the frozen stacks have none
     for name, value in want.items():
         assert distance(got[name], value) < 5e-6, name
@@ -75,14 +93,19 @@ def test_rows_of_a_wider_dtype_are_cast_where_they_are_used():
     got = run(layer, tokens(torch.bfloat16))
     assert torch.equal(got["out"], want["out"]) and got["out"].dtype == torch.bfloat16
     for name, rows in trainable.trained_parameters(layer.experts).items():
-        assert rows.dtype == rows.grad.dtype == torch.float32 and getattr(layer.experts, name).dtype == torch.bfloat16
+        assert (
+            rows.dtype == rows.grad.dtype == torch.float32
+            and getattr(layer.experts, name).dtype == torch.bfloat16
+        )
         assert torch.equal(rows.grad, want[f"experts.trained_{name}"].float())
 
 
 def test_autocast():
-    whole, apart = layer_of({"bias": True}), split(layer_of({"bias": True}), [3, 0])
+    whole = layer_of({"bias": True})
+    apart = split(layer_of({"bias": True}), [3, 0])
     with torch.autocast("cpu", torch.bfloat16):
-        want, got = run(whole, tokens()), run(apart, tokens())
+        want = run(whole, tokens())
+        got = run(apart, tokens())
     assert got["out"].dtype == torch.bfloat16
     assert got["experts.trained_down_proj"].dtype == torch.float32
     assert distance(got["out"], want["out"]) < 1e-2
@@ -96,8 +119,13 @@ def test_fold_and_drop():
     states = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     for undo in (trainable.drop_rows, trainable.fold_rows):
         split(layer, [3, 1])
-        assert layer.experts.trained_row.tolist() == [-1, 1, -1, 0] and layer.experts.trained_row.dtype == torch.int32
-        assert not any(getattr(layer.experts, name).requires_grad for name in layer.experts.stacks())
+        assert (
+            layer.experts.trained_row.tolist() == [-1, 1, -1, 0]
+            and layer.experts.trained_row.dtype == torch.int32
+        )
+        assert not any(
+            getattr(layer.experts, name).requires_grad for name in layer.experts.stacks()
+        )
         assert {name for name in layer.state_dict() if "trained" in name} == {
             f"experts.trained_{name}" for name in layer.experts.stacks()
         }
@@ -106,11 +134,17 @@ def test_fold_and_drop():
                 rows.mul_(2)
         changed = layer(tokens())
         undo(layer.experts)
-        assert [name for name, _ in layer.named_parameters()] == [name for name, _ in before.named_parameters()]
+        assert [name for name, _ in layer.named_parameters()] == [
+            name for name, _ in before.named_parameters()
+        ]
         assert not list(layer.buffers()) and trainable.split_of(layer.experts) is None
-        assert [p.requires_grad for p in layer.parameters()] == [p.requires_grad for p in before.parameters()]
+        assert [p.requires_grad for p in layer.parameters()] == [
+            p.requires_grad for p in before.parameters()
+        ]
         if undo is trainable.drop_rows:
-            assert all(torch.equal(tensor, states[name]) for name, tensor in layer.state_dict().items())
+            assert all(
+                torch.equal(tensor, states[name]) for name, tensor in layer.state_dict().items()
+            )
     assert distance(layer(tokens()), changed) < 2e-6
     for name, tensor in layer.state_dict().items():
         want = states[name].clone()

@@ -1,4 +1,6 @@
-"""Building csrc/cpu: what is missing is said, a library appears whole or not at all, and it needs libc alone."""
+"""Building csrc/cpu: what is missing is said, a library appears whole or not at all, and it needs
+libc alone.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ def small(tmp_path, library):
     """Sources that compile at once: kernels.cpp of no function but the tables."""
     csrc = tmp_path / "csrc"
     csrc.mkdir()
-    (csrc / "kernels.cpp").write_text("int table_of_MOERT_SET = 0;\n".replace("table_of_MOERT_SET", "MOERT_SET"))
+    (csrc / "kernels.cpp").write_text(
+        "int table_of_MOERT_SET = 0;\n".replace("table_of_MOERT_SET", "MOERT_SET")
+    )
     (csrc / "moert_cpu.cpp").write_text(
         '#define API extern "C" __attribute__((visibility("default")))\n'
         "API const char* moert_cpu_build_info() { return MOERT_BUILD_INFO; }\n"
@@ -37,20 +41,29 @@ def small(tmp_path, library):
 
 def run(*arguments, **variables):
     return subprocess.run(
-        [sys.executable, "-m", "moe_runtime.native.build", "cpu", *map(str, arguments)], capture_output=True, text=True,
+        [sys.executable, "-m", "moe_runtime.native.build", "cpu", *map(str, arguments)],
+        capture_output=True,
+        text=True,
         env=os.environ | variables,
-    )  # fmt: skip
+    )
 
 
 def test_the_command_says_where_and_builds_once(tmp_path, small):
     out = tmp_path / "deep" / "lib.so"
     first = run("--csrc", small, "--out", out)
-    assert first.returncode == 0 and re.fullmatch(re.escape(str(out)) + r": built by \S.*\n", first.stdout), first.stderr
+    assert first.returncode == 0 and re.fullmatch(
+        re.escape(str(out)) + r": built by \S.*\n", first.stdout
+    ), first.stderr
     when = out.stat().st_mtime_ns
     again = run("--csrc", small, "--out", out)
     assert "up to date, built by" in again.stdout and out.stat().st_mtime_ns == when
-    assert run("--csrc", small, "--out", out, "--force").returncode == 0 and out.stat().st_mtime_ns > when
-    (small / "moert_cpu.cpp").write_text((small / "moert_cpu.cpp").read_text() + "// other sources\n")
+    assert (
+        run("--csrc", small, "--out", out, "--force").returncode == 0
+        and out.stat().st_mtime_ns > when
+    )
+    (small / "moert_cpu.cpp").write_text(
+        (small / "moert_cpu.cpp").read_text() + "// other sources\n"
+    )
     assert ": built by" in run("--csrc", small, "--out", out).stdout
     assert [path.name for path in out.parent.iterdir()] == ["lib.so"]
 
@@ -59,7 +72,10 @@ def test_it_goes_into_the_cache_by_sources_and_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = build.library_path("cpu")
     assert path.parts[-4:-2] == ("moe_runtime", "cpu") and path.is_relative_to(tmp_path)
-    assert path.parent.name == f"{build.source_hash('cpu', build.csrc_dir('cpu'))}-{os.uname().machine}"
+    assert (
+        path.parent.name
+        == f"{build.source_hash('cpu', build.csrc_dir('cpu'))}-{os.uname().machine}"
+    )
     assert path in cpp.places()
 
 
@@ -71,13 +87,21 @@ def test_old_libraries_of_other_sources_go(tmp_path, small):
         (cache / name / build.NAMES["cpu"]).write_text("")
         when = time.time() - days * 24 * 3600
         os.utime(cache / name, (when, when))
-    assert run("--csrc", small, "--out", tmp_path / "lib.so", XDG_CACHE_HOME=str(tmp_path)).returncode == 0
+    assert (
+        run("--csrc", small, "--out", tmp_path / "lib.so", XDG_CACHE_HOME=str(tmp_path)).returncode
+        == 0
+    )
     assert {path.name for path in cache.iterdir()} == {*ages, "tested"}
     (old_mark := cache / "tested" / "old").write_text("")
     os.utime(old_mark, (0, 0))
     assert run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
     here = f"{build.source_hash('cpu', small)}-{os.uname().machine}"
-    assert {path.name for path in cache.iterdir()} == {here, "fedcba9876543210-x86_64", "mine", "tested"}
+    assert {path.name for path in cache.iterdir()} == {
+        here,
+        "fedcba9876543210-x86_64",
+        "mine",
+        "tested",
+    }
     assert len(list((cache / "tested").iterdir())) == 1  # this library, on this processor
     os.utime(cache / here, (0, 0))
     assert "up to date" in run("--csrc", small, XDG_CACHE_HOME=str(tmp_path)).stdout
@@ -90,17 +114,28 @@ def test_what_does_not_compile_is_shown_and_leaves_the_old_one(tmp_path, small):
     (small / "kernels.cpp").write_text("nonsense")
     done = run("--csrc", small, "--out", out)
     assert done.returncode == 2 and "nonsense" in done.stderr and done.stderr.startswith("error: ")
-    assert out.read_text() == "old" and [p.name for p in tmp_path.iterdir() if p.name.startswith(".build")] == []
+    assert (
+        out.read_text() == "old"
+        and [p.name for p in tmp_path.iterdir() if p.name.startswith(".build")] == []
+    )
 
 
 def test_no_compiler_is_an_error_that_says_what_to_do(tmp_path):
     done = run("--out", tmp_path / "lib.so", PATH=str(tmp_path), CXX="")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "error: Neither g++ nor clang++ was found. Install g++ or clang++, or set CXX to one\n"
-    done = run("--out", tmp_path / "lib.so", CXX="no-such-compiler -O3")
     assert (
         done.stderr
-        == "error: The compiler of CXX, 'no-such-compiler', was not found. Install g++ or clang++, or set CXX to one\n"
+        == "error: Neither g++ nor clang++ was found. Install g++ or clang++, or set CXX to one\n"
+    )
+    done = run("--out", tmp_path / "lib.so", CXX="no-such-compiler -O3")
+    assert done.stderr == (
+        "error: The compiler of CXX, 'no-such-compiler', was "
+        "not "
+        "found. "
+        "Install "
+        "g++ "
+        "or "
+        "clang++, or set CXX to one\n"
     )
 
 
@@ -108,23 +143,39 @@ def test_where_nothing_can_be_written_is_an_error(tmp_path, small):
     (tmp_path / "file").write_text("")
     done = run("--csrc", small, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: {tmp_path / 'file'}/moe_runtime/cpu/") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith(f"error: {tmp_path / 'file'}/moe_runtime/cpu/")
+        and done.stderr.count("\n") == 1
+    )
     assert "cannot be read or written (Not a directory). Set XDG_CACHE_HOME or --out" in done.stderr
     done = run("--csrc", small, "--out", tmp_path)  # a folder is there
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} cannot be read or written (")
+    assert done.returncode == 2 and done.stderr.startswith(
+        f"error: {tmp_path} cannot be read or written ("
+    )
 
 
 @pytest.fixture
 def old(tmp_path):
-    """Make a g++ that refuses what names one of these words, in its flags or in the source on its standard input."""
+    """Make a g++ that refuses what names one of these words, in its flags or in the source on its
+    standard input.
+    """
 
     def make(*words):
         path = tmp_path / "old-g++"
         path.write_text(
             f"#!{sys.executable}\nimport subprocess, sys\n"
             "text = sys.stdin.read() if sys.argv[-1] == '-' else ''\n"
-            f"if any(word in text or word in sys.argv for word in {words!r}):\n    sys.exit('unrecognized')\n"
-            f"sys.exit(subprocess.run([{shutil.which('g++')!r}, *sys.argv[1:]], input=text, text=True).returncode)\n"
+            "if any(word in text or word in sys.argv for word in "
+            f"{words!r}):\n"
+            " "
+            " "
+            " "
+            " "
+            "sys.exit('unrecognized')\n"
+            f"sys.exit(subprocess.run([{shutil.which('g++')!r}, "
+            "*sys.argv[1:]], "
+            "input=text, "
+            "text=True).returncode)\n"
         )
         path.chmod(0o755)
         return str(path)
@@ -139,11 +190,17 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not i
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are x86's")
 @pytest.mark.parametrize(
     "flags, left",
-    [(["-mamx-bf16"], ["generic", "avx2", "avx512", "avx512_bf16"]), (["-mavx512f"], ["generic", "avx2"])],
+    [
+        (["-mamx-bf16"], ["generic", "avx2", "avx512", "avx512_bf16"]),
+        (["-mavx512f"], ["generic", "avx2"]),
+    ],
     ids=str,
 )
-def test_sets_that_the_compiler_does_not_know_are_left_out(flags, left, tmp_path, library, old, monkeypatch):
-    monkeypatch.setattr(build, "CPU_FLAGS", ("-O0", *build.CPU_FLAGS[1:]))  # an eighth of the compiler's time
+def test_sets_that_the_compiler_does_not_know_are_left_out(
+    flags, left, tmp_path, library, old, monkeypatch
+):
+    # an eighth of the compiler's time
+    monkeypatch.setattr(build, "CPU_FLAGS", ("-O0", *build.CPU_FLAGS[1:]))
     monkeypatch.setenv("CXX", old(*flags))
     build.build_cpu(tmp_path / "lib.so")
     made = cpp.bind(tmp_path / "lib.so")
@@ -158,13 +215,22 @@ def test_the_library_says_what_it_is_made_of(library):
     assert info["sets"] == ["generic", *x86] and library.variant in info["sets"]
 
 
-@pytest.mark.skipif(shutil.which("nm") is None or shutil.which("readelf") is None, reason="binutils are not installed")
+@pytest.mark.skipif(
+    shutil.which("nm") is None or shutil.which("readelf") is None,
+    reason="binutils are not installed",
+)
 def test_it_exports_its_interface_and_needs_libc_alone(library):
-    symbols = subprocess.run(["nm", "-D", "--defined-only", library.path], capture_output=True, text=True).stdout
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", library.path], capture_output=True, text=True
+    ).stdout
     exported = {line.split()[-1] for line in symbols.splitlines()}
     assert exported == set(read_header((build.csrc_dir("cpu") / "moert_cpu.h").read_text()))
     needed = subprocess.run(["readelf", "-d", library.path], capture_output=True, text=True).stdout
-    assert set(re.findall(r"NEEDED.*\[(.*)\]", needed)) <= {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2"}
+    assert set(re.findall(r"NEEDED.*\[(.*)\]", needed)) <= {
+        "libc.so.6",
+        "libm.so.6",
+        "ld-linux-x86-64.so.2",
+    }
 
 
 def test_a_library_of_other_sources_is_refused(tmp_path, library):
@@ -172,7 +238,16 @@ def test_a_library_of_other_sources_is_refused(tmp_path, library):
     shutil.copytree(build.csrc_dir("cpu"), csrc)
     (csrc / "vector.h").write_text((csrc / "vector.h").read_text() + "// changed\n")
     with pytest.raises(
-        OSError, match=r"was built from other sources than .*\. To rebuild it, run python -m moe_runtime.native.build cpu"
+        OSError,
+        match=(
+            r"was built from other sources than .*\. To "
+            r"rebuild "
+            r"it, "
+            r"run "
+            r"python "
+            r"-m "
+            r"moe_runtime.native.build cpu"
+        ),
     ):
         cpp.bind(library.path, csrc)
 

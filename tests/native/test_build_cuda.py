@@ -1,4 +1,6 @@
-"""The CUDA library: what a build of it lacks is named, what it holds is what was asked, and it loads where no GPU is."""
+"""The CUDA library: what a build of it lacks is named, what it holds is what was asked, and it
+loads where no GPU is.
+"""
 
 import json
 import os
@@ -14,7 +16,16 @@ from moe_runtime.native import build
 from moe_runtime.native import library as native
 from moe_runtime.native.build import BuildError, Usage
 from moe_runtime.native.library import cuda
-from tests.support.cuda_build import CSRC, ROOT, cubins, cuobjdump, fake_sources, fake_toolkit, needs_cxx, needs_nvcc
+from tests.support.cuda_build import (
+    CSRC,
+    ROOT,
+    cubins,
+    cuobjdump,
+    fake_sources,
+    fake_toolkit,
+    needs_cxx,
+    needs_nvcc,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +50,10 @@ def toolkit(tmp_path, monkeypatch):
 # what is missing
 def test_a_cuda_home_without_nvcc_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(BuildError, match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc.*set CUDA_HOME, or run pip install"):
+    with pytest.raises(
+        BuildError,
+        match=f"CUDA_HOME is {tmp_path}, which has no bin/nvcc.*set CUDA_HOME, or run pip install",
+    ):
         build.find_toolkit()
 
 
@@ -50,7 +64,10 @@ def test_no_nvcc_anywhere(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "DEFAULT_NVCC", tmp_path / "nvcc")
     monkeypatch.setattr("site.getsitepackages", lambda: [])
     monkeypatch.setattr("site.getusersitepackages", lambda: str(tmp_path))
-    with pytest.raises(BuildError, match="nvcc was not found in PATH, /usr/local/cuda and pip's nvidia packages. Install"):
+    with pytest.raises(
+        BuildError,
+        match="nvcc was not found in PATH, /usr/local/cuda and pip's nvidia packages. Install",
+    ):
         build.find_toolkit()
     fake_toolkit(tmp_path / "nvidia" / "cu13")
     assert build.find_toolkit().nvcc == tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
@@ -58,19 +75,26 @@ def test_no_nvcc_anywhere(tmp_path, monkeypatch):
 
 def test_an_old_nvcc_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path / "old", version="12.6")))
-    with pytest.raises(BuildError, match=r"nvcc 12\.8 or newer is required, but .* is version 12\.6"):
+    with pytest.raises(
+        BuildError, match=r"nvcc 12\.8 or newer is required, but .* is version 12\.6"
+    ):
         build.find_toolkit()
 
 
 @needs_cxx
-@pytest.mark.parametrize("archs, says", [
-    pytest.param("90;75", r"a list such as .* supports \(80, 90\)", id="unknown to nvcc"),
-    pytest.param("native", "a list such as", id="a GPU would be asked"),
-    pytest.param("90+SASS", "a list such as", id="a word of nobody's"),
-    pytest.param(" ; ", "a list such as", id="empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "archs, says",
+    [
+        pytest.param("90;75", r"a list such as .* supports \(80, 90\)", id="unknown to nvcc"),
+        pytest.param("native", "a list such as", id="a GPU would be asked"),
+        pytest.param("90+SASS", "a list such as", id="a word of nobody's"),
+        pytest.param(" ; ", "a list such as", id="empty"),
+    ],
+)
 def test_architectures_are_named_and_known(toolkit, archs, says):
-    with pytest.raises(BuildError, match=f"architectures must be {says}.*, but got '{re.escape(archs)}'"):
+    with pytest.raises(
+        BuildError, match=f"architectures must be {says}.*, but got '{re.escape(archs)}'"
+    ):
         build.check_cuda(toolkit / "csrc", archs)
 
 
@@ -79,7 +103,8 @@ def test_architectures_become_flags(toolkit):
     *_, flags, names = build.check_cuda(toolkit / "csrc", "80, sm_90a;90+PTX")
     assert names == ["sm_80", "sm_90a", "sm_90", "compute_90"]
     *_, shared, _ = build.check_cuda(toolkit / "csrc", "80;90")
-    assert shared[1::2] == ["arch=compute_80,code=sm_80", "arch=compute_80,code=sm_90"]  # compiled once, assembled twice
+    # compiled once, assembled twice
+    assert shared[1::2] == ["arch=compute_80,code=sm_80", "arch=compute_80,code=sm_90"]
     assert flags[1::2] == [
         "arch=compute_80,code=sm_80",
         "arch=compute_90a,code=sm_90a",
@@ -91,15 +116,21 @@ def test_architectures_become_flags(toolkit):
 # the build
 @needs_cxx
 def test_build_and_launch(toolkit):
-    csrc, out = toolkit / "csrc", toolkit / "lib" / "out.so"
+    csrc = toolkit / "csrc"
+    out = toolkit / "lib" / "out.so"
     usages = build.build_cuda(out, csrc=csrc, archs="80;90")
     assert usages == [Usage("kernel", "sm_90", registers=21, shared=400)] * 2  # one of each source
     library = cuda.bind(out, csrc)
-    assert library.info == {"sources": build.source_hash("cuda", csrc), "nvcc": "13.0", "archs": ["sm_80", "sm_90"]}
+    assert library.info == {
+        "sources": build.source_hash("cuda", csrc),
+        "nvcc": "13.0",
+        "archs": ["sm_80", "sm_90"],
+    }
     assert not library.emulated and not hasattr(library.handle, "moert_local")
     cuda.use(library)
     assert cuda.describe() == f"{out}: nvcc 13.0 for sm_80, sm_90"
-    x, y = torch.randn(5), torch.zeros(5)
+    x = torch.randn(5)
+    y = torch.zeros(5)
     cuda.launch("moert_twice", x, x, 5, y)
     assert torch.equal(y, 2 * x)
     with pytest.raises(RuntimeError, match=r"moert_twice failed: refused \(-1\)"):
@@ -114,7 +145,8 @@ def compiled(toolkit: Path) -> list[str]:
 
 @needs_cxx
 def test_only_what_changed_is_compiled_again(toolkit):
-    csrc, out = toolkit / "csrc", toolkit / "out.so"
+    csrc = toolkit / "csrc"
+    out = toolkit / "out.so"
 
     def built():
         build.build_cuda(out, csrc=csrc, archs="90")
@@ -130,10 +162,13 @@ def test_only_what_changed_is_compiled_again(toolkit):
 
 @needs_cxx
 def test_a_source_that_does_not_compile_leaves_what_was_there(toolkit):
-    csrc, out = toolkit / "csrc", toolkit / "out.so"
+    csrc = toolkit / "csrc"
+    out = toolkit / "out.so"
     out.write_text("old")
     (csrc / "twice.cu").write_text("int f() { return nonsense; }\n")
-    with pytest.raises(BuildError, match=r"(?s)nvcc .*twice\.cu.*failed with exit code 1:.*nonsense"):
+    with pytest.raises(
+        BuildError, match=r"(?s)nvcc .*twice\.cu.*failed with exit code 1:.*nonsense"
+    ):
         build.build_cuda(out, csrc=csrc, archs="90")
     assert out.read_text() == "old" and not list(toolkit.glob(".build-*"))
     assert not list((toolkit / "cache" / "moe_runtime" / "cuda" / "objects").glob("twice*"))
@@ -144,7 +179,15 @@ def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys
     csrc = toolkit / "csrc"
     monkeypatch.setattr(build, "csrc_dir", lambda kind: csrc)
     monkeypatch.setattr(cuda, "places", lambda: [build.library_path("cuda")])
-    assert cuda.describe() == "none: the CUDA library is not built. To build it, run python -m moe_runtime.native.build cuda"
+    assert cuda.describe() == (
+        "none: the CUDA library is not built. To "
+        "build "
+        "it, "
+        "run "
+        "python "
+        "-m "
+        "moe_runtime.native.build cuda"
+    )
     with pytest.raises(ValueError, match="not built. To build it, run python -m"):
         cuda.library()
     cuda.use(None)
@@ -152,9 +195,14 @@ def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys
     assert str(build.library_path("cuda")) in capsys.readouterr().out
     assert cuda.library().path == build.library_path("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert cuda.why_not(torch.device("cuda")) is None and "the CPU" in cuda.why_not(torch.device("cpu"))
+    assert cuda.why_not(torch.device("cuda")) is None and "the CPU" in cuda.why_not(
+        torch.device("cpu")
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert f"{build.library_path('cuda')} is for sm_90, not for sm_80. Run python -m" in cuda.why_not(torch.device("cuda"))
+    assert (
+        f"{build.library_path('cuda')} is for sm_90, not for sm_80. Run python -m"
+        in cuda.why_not(torch.device("cuda"))
+    )
     assert build.main(["cuda", "--archs", "90", "--max-registers", "20", "--report"]) == 1
     said = capsys.readouterr()
     assert "kernel on sm_90 uses 21 registers; expected at most 20" in said.err
@@ -165,25 +213,40 @@ def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys
 
 @needs_cxx
 def test_a_library_of_other_sources_is_refused(toolkit):
-    csrc, out = toolkit / "csrc", toolkit / "out.so"
+    csrc = toolkit / "csrc"
+    out = toolkit / "out.so"
     build.build_cuda(out, csrc=csrc, archs="90")
     text = (csrc / "moert.h").read_text()
     (csrc / "moert.h").write_text(text + "// changed\n")
-    with pytest.raises(OSError, match="was built from other sources.*python -m moe_runtime.native.build cuda"):
+    with pytest.raises(
+        OSError, match="was built from other sources.*python -m moe_runtime.native.build cuda"
+    ):
         cuda.bind(out, csrc)
     (csrc / "moert.h").write_text(text + "MOERT_API int moert_new(int x);\n")
     with pytest.raises(OSError, match="and has no moert_new. To rebuild it"):
         cuda.bind(out, csrc)
 
 
-@pytest.mark.parametrize("archs, gpus, others", [
-    pytest.param(["sm_80"], [(8, 0), (8, 6), (8, 9)], [(9, 0), (7, 5)], id="machine code of one major version"),
-    pytest.param(["sm_86"], [(8, 6), (8, 9)], [(8, 0)], id="not of an older minor one"),
-    pytest.param(["sm_90a"], [(9, 0)], [(9, 1), (10, 0)], id="one GPU alone"),
-    pytest.param(["sm_90", "compute_100"], [(9, 0), (10, 0), (11, 0), (12, 1)], [(8, 9)], id="PTX"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "archs, gpus, others",
+    [
+        pytest.param(
+            ["sm_80"],
+            [(8, 0), (8, 6), (8, 9)],
+            [(9, 0), (7, 5)],
+            id="machine code of one major version",
+        ),
+        pytest.param(["sm_86"], [(8, 6), (8, 9)], [(8, 0)], id="not of an older minor one"),
+        pytest.param(["sm_90a"], [(9, 0)], [(9, 1), (10, 0)], id="one GPU alone"),
+        pytest.param(
+            ["sm_90", "compute_100"], [(9, 0), (10, 0), (11, 0), (12, 1)], [(8, 9)], id="PTX"
+        ),
+    ],
+)
 def test_code_runs_where_it_can(archs, gpus, others):
-    assert all(native.covers(archs, *gpu) for gpu in gpus) and not any(native.covers(archs, *gpu) for gpu in others)
+    assert all(native.covers(archs, *gpu) for gpu in gpus) and not any(
+        native.covers(archs, *gpu) for gpu in others
+    )
 
 
 # ptxas' report
@@ -212,14 +275,26 @@ def test_every_function_of_the_header_is_read():
     text = (CSRC / "moert.h").read_text()
     functions = native.read_header(text)
     assert set(functions) == set(re.findall(r"\b(moert_\w+)\(", re.sub(r"//[^\n]*", "", text)))
-    launchers = {name: types for name, (_, types) in functions.items() if types and "status" not in name}
+    launchers = {
+        name: types for name, (_, types) in functions.items() if types and "status" not in name
+    }
     assert len(launchers) >= 8 and all(None not in types for types in launchers.values())
 
 
 def test_types_of_the_header():
-    (name, (result, arguments)) = next(iter(native.read_header(
-        "// MOERT_API int moert_no(int);\nMOERT_API int64_t moert_f(const void* p, int64_t n, int k,\n  float x, double y);"
-    ).items()))  # fmt: skip
+    (name, (result, arguments)) = next(
+        iter(
+            native.read_header(
+                "// MOERT_API int moert_no(int);\n"
+                "MOERT_API "
+                "int64_t "
+                "moert_f(const "
+                "void* "
+                "p, "
+                "int64_t n, int k,\n  float x, double y);"
+            ).items()
+        )
+    )
     assert name == "moert_f" and result.__name__ in ("c_long", "c_longlong")
     assert [type.__name__ for type in arguments[2:]] == ["c_int", "c_float", "c_double"]
     with pytest.raises(KeyError):
@@ -239,7 +314,9 @@ def library(tmp_path_factory):
 def test_machine_code_for_every_architecture(library):
     _, _, _, _, names = build.check_cuda(CSRC)
     machine, ptx = cubins(library[0])
-    assert [f"sm_{number}" for number in machine] == sorted((n for n in names if n[:3] == "sm_"), key=lambda n: int(n[3:]))
+    assert [f"sm_{number}" for number in machine] == sorted(
+        (n for n in names if n[:3] == "sm_"), key=lambda n: int(n[3:])
+    )
     assert [f"compute_{number}" for number in ptx] == [n for n in names if n.startswith("compute_")]
     assert {"80", "86", "89", "90", "100", "120"} == set(machine)
 
@@ -251,7 +328,10 @@ def test_no_kernel_spills(library):
     kernels = {usage.kernel for usage in usages}
     assert len(usages) == len(kernels) * 6 and len(kernels) >= 5
     # the same of what is in the file
-    rows = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", cuobjdump(out, "-res-usage"))
+    rows = re.findall(
+        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)",
+        cuobjdump(out, "-res-usage"),
+    )
     assert {row[0] for row in rows} == kernels and all(row[2] == row[3] == "0" for row in rows)
 
 
@@ -270,19 +350,29 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spiller(float* x, int n) {
 @needs_nvcc
 def test_the_gate_sees_a_real_spill(tmp_path):
     (tmp_path / "spiller.cu").write_text(SPILLER)
-    usages = build.build_cuda(tmp_path / "out.so", csrc=tmp_path, cache=tmp_path / "cache", archs="90")
+    usages = build.build_cuda(
+        tmp_path / "out.so", csrc=tmp_path, cache=tmp_path / "cache", archs="90"
+    )
     assert usages[0].spill_stores > 0 and "spiller on sm_90 spills" in build.complaints(usages)[0]
 
 
 @needs_nvcc
 def test_it_needs_libc_alone_and_shows_its_launchers_alone(library):
-    dynamic = subprocess.run(["readelf", "-Wd", library[0]], capture_output=True, text=True, check=True).stdout
+    dynamic = subprocess.run(
+        ["readelf", "-Wd", library[0]], capture_output=True, text=True, check=True
+    ).stdout
     needed = set(re.findall(r"NEEDED.*\[(.*)\]", dynamic))
     # the last four are parts of libc before glibc 2.34
     parts = {"libc.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libm.so.6"}
     assert {name for name in needed if not name.startswith("ld-linux")} <= parts
-    symbols = subprocess.run(["readelf", "-W", "--dyn-syms", library[0]], capture_output=True, text=True, check=True).stdout
-    shown = {line.split()[7] for line in symbols.splitlines() if re.search(r"GLOBAL\s+DEFAULT\s+\d+ ", line)}
+    symbols = subprocess.run(
+        ["readelf", "-W", "--dyn-syms", library[0]], capture_output=True, text=True, check=True
+    ).stdout
+    shown = {
+        line.split()[7]
+        for line in symbols.splitlines()
+        if re.search(r"GLOBAL\s+DEFAULT\s+\d+ ", line)
+    }
     assert shown == set(native.read_header((CSRC / "moert.h").read_text()))
 
 
@@ -305,11 +395,20 @@ except ValueError as error:
 @needs_nvcc
 def test_it_loads_without_a_driver(library):
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, library[0]], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-c", LOAD, library[0]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     said, refused, default = json.loads(done.stdout)
-    assert said.startswith(f"{library[0]}: nvcc ") and "sm_80, sm_86, sm_89, sm_90, sm_100, compute_100, sm_120" in said
+    assert (
+        said.startswith(f"{library[0]}: nvcc ")
+        and "sm_80, sm_86, sm_89, sm_90, sm_100, compute_100, sm_120" in said
+    )
     assert torch.cuda.is_available() or "; " in said  # what the driver, or its absence, says
-    assert refused == "backend 'cuda' cannot run dispatch: the tensor is on the CPU, not on cuda" and default == "torch"
+    assert (
+        refused == "backend 'cuda' cannot run dispatch: the tensor is on the CPU, not on cuda"
+        and default == "torch"
+    )

@@ -1,4 +1,6 @@
-"""The repository for the pip package `kernels`: its layout, its metadata, and that it runs where moe_runtime is not."""
+"""The repository for the pip package `kernels`: its layout, its metadata, and that it runs where
+moe_runtime is not.
+"""
 
 import base64
 import hashlib
@@ -33,11 +35,19 @@ def repository(tmp_path_factory) -> Path:
 
 
 def test_layout(repository):
-    """README.md and build/<variant>/__init__.py, with a folder of the repository's name beside it."""
+    """README.md and build/<variant>/__init__.py, with a folder of the repository's name
+    beside it.
+    """
     assert {path.name for path in repository.iterdir()} == {"README.md", "build"}
-    assert {path.name for path in (repository / "build").iterdir()} == {"torch-cuda", "torch-cpu", ABI}
+    assert {path.name for path in (repository / "build").iterdir()} == {
+        "torch-cuda",
+        "torch-cpu",
+        ABI,
+    }
     for variant in (repository / "build").iterdir():
-        assert {"__init__.py", "metadata.json", "moe_runtime"} <= {path.name for path in variant.iterdir()}
+        assert {"__init__.py", "metadata.json", "moe_runtime"} <= {
+            path.name for path in variant.iterdir()
+        }
         assert (variant / "moe_runtime" / "__init__.py").is_file()
         assert not (variant / "kernels" / "__init__.py").exists()
     front = (repository / "README.md").read_text().split("---")[1]
@@ -45,11 +55,18 @@ def test_layout(repository):
 
 
 def test_metadata(repository):
-    found = {path.parent.name: json.loads(path.read_text()) for path in repository.glob("build/*/metadata.json")}
+    found = {
+        path.parent.name: json.loads(path.read_text())
+        for path in repository.glob("build/*/metadata.json")
+    }
     assert len(found) == 3 == len({metadata["id"] for metadata in found.values()})
     for name, metadata in found.items():
         keys = {"name", "id", "version", "license", "python-depends", "backend", "digest"}
-        assert metadata.keys() == keys and metadata["name"] == "moe-runtime" and metadata["python-depends"] == []
+        assert (
+            metadata.keys() == keys
+            and metadata["name"] == "moe-runtime"
+            and metadata["python-depends"] == []
+        )
         assert re.fullmatch("[a-z][-a-z0-9]*[a-z0-9]", metadata["name"])
         assert metadata["id"].isidentifier() and isinstance(metadata["version"], int)
         assert metadata["backend"]["type"] == ("cpu" if name == "torch-cpu" else "cuda")
@@ -61,11 +78,18 @@ def test_metadata(repository):
 def test_digest_is_of_every_file(repository):
     for variant in (repository / "build").iterdir():
         digest = json.loads((variant / "metadata.json").read_text())["digest"]
-        files = {path.relative_to(variant).as_posix(): path for path in variant.rglob("*") if path.is_file()}
+        files = {
+            path.relative_to(variant).as_posix(): path
+            for path in variant.rglob("*")
+            if path.is_file()
+        }
         files.pop("metadata.json")
         assert digest["algorithm"] == "sha256" and digest["files"].keys() == files.keys()
         for name, path in files.items():
-            assert base64.b64decode(digest["files"][name]) == hashlib.sha256(path.read_bytes()).digest()
+            assert (
+                base64.b64decode(digest["files"][name])
+                == hashlib.sha256(path.read_bytes()).digest()
+            )
 
 
 def test_every_import_is_relative_and_nothing_of_ours_is_global(repository):
@@ -73,7 +97,11 @@ def test_every_import_is_relative_and_nothing_of_ours_is_global(repository):
     for path in repository.rglob("*.py"):
         text = path.read_text()
         assert not re.search(r"^\s*(from|import) moe_runtime", text, re.M), path
-        assert "torch.ops.moe_runtime" not in text and '"moe_runtime::' not in text and 'Library("moe_runtime"' not in text
+        assert (
+            "torch.ops.moe_runtime" not in text
+            and '"moe_runtime::' not in text
+            and 'Library("moe_runtime"' not in text
+        )
     unique = json.loads((repository / "build" / "torch-cpu" / "metadata.json").read_text())["id"]
     text = (repository / "build" / "torch-cpu" / "ops" / "library.py").read_text()
     assert f'Library("{unique}", "DEF")' in text and f'f"{unique}::{{name}}"' in text
@@ -157,11 +185,15 @@ print([name for name in sys.modules if name.partition(".")[0] == "moe_runtime"])
 
 @pytest.mark.slow
 def test_the_pip_package_accepts_and_loads_it(repository, tmp_path):
-    """Its own checks of every variant: name, metadata, digest, dependencies; and both of its loaders."""
+    """Its own checks of every variant: name, metadata, digest, dependencies; and both of its
+    loaders.
+    """
     try:
         found = Path(importlib.metadata.distribution("kernels").locate_file(""))
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the pip package kernels is not installed; the tests above check the same rules")
+        pytest.skip(
+            "the pip package kernels is not installed; the tests above check the same rules"
+        )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*SITE, str(found)]), "HF_HUB_OFFLINE": "1"}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-S", "-c", CHECK, repository]
@@ -174,16 +206,24 @@ def test_ids_follow_the_contents(tmp_path, monkeypatch):
         hub.write_variant(tmp_path / name, "cuda")
         return json.loads((tmp_path / name / "metadata.json").read_text())["id"]
 
-    first, modules = id_of("a"), hub.needed()
+    first = id_of("a")
+    modules = hub.needed()
     assert id_of("b") == first
     monkeypatch.setattr(hub, "needed", lambda: modules | {"config.py": modules["config.py"] + "\n"})
     assert id_of("c") != first
 
 
-@pytest.mark.parametrize("newest, says", [
-    pytest.param("GLIBC_2.34", r"needs glibc 2\.34, but the Hub accepts 2\.28 or older.*zig cc", id="too new"),
-    pytest.param(None, "lib.so cannot be read", id="missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "newest, says",
+    [
+        pytest.param(
+            "GLIBC_2.34",
+            r"needs glibc 2\.34, but the Hub accepts 2\.28 or older.*zig cc",
+            id="too new",
+        ),
+        pytest.param(None, "lib.so cannot be read", id="missing"),
+    ],
+)
 def test_a_library_that_the_hub_would_not_take(tmp_path, capsys, newest, says):
     path = library(tmp_path / "lib.so", newest) if newest else tmp_path / "lib.so"
     assert hub.main([str(tmp_path / "out"), "--library", str(path)]) == 2

@@ -1,4 +1,6 @@
-"""A library of the cache is loaded only if nobody but this user, or root, can have written it; what is refused has not run."""
+"""A library of the cache is loaded only if nobody but this user, or root, can have written it; what
+is refused has not run.
+"""
 
 import os
 import shutil
@@ -32,14 +34,23 @@ def planted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("planted")
     (folder / "run.c").write_text(SOURCE)
     for name in "ab":
-        made = ["-shared", "-fPIC", f'-DNAME="{name}"', "-o", folder / f"{name}.so", folder / "run.c"]
+        made = [
+            "-shared",
+            "-fPIC",
+            f'-DNAME="{name}"',
+            "-o",
+            folder / f"{name}.so",
+            folder / "run.c",
+        ]
         subprocess.run([COMPILER, *made], check=True)
     return folder
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, planted):
-    """Return where a library of a kind is planted, below a folder of caches, in the current folder."""
+    """Return where a library of a kind is planted, below a folder of caches, in the current
+    folder.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PLANTED", str(tmp_path / "ran"))
@@ -58,7 +69,10 @@ def place(tmp_path, monkeypatch, planted):
 
 
 def give_away(path: Path, monkeypatch) -> None:
-    os.chown(path, 12345, 12345) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        (monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1))
 
 
 def move_away(path: Path, monkeypatch) -> None:
@@ -70,16 +84,34 @@ def move_away(path: Path, monkeypatch) -> None:
 
 
 REFUSED = {
-    "file": (lambda path, _: path.chmod(0o777), "other users can write to it (mode 777). Run chmod go-w "),
-    "group": (lambda path, _: path.chmod(0o775), "other users can write to it (mode 775). Run chmod go-w "),
-    "sticky folder": (lambda path, _: path.parent.chmod(0o1777), "other users can write to it (mode 1777)"),
-    "top folder": (lambda path, _: path.parents[2].chmod(0o777), "other users can write to it (mode 777)"),
-    "caches": (lambda path, _: path.parents[3].chmod(0o777), "other users can write to it (mode 777)"),
+    "file": (
+        lambda path, _: path.chmod(0o777),
+        "other users can write to it (mode 777). Run chmod go-w ",
+    ),
+    "group": (
+        lambda path, _: path.chmod(0o775),
+        "other users can write to it (mode 775). Run chmod go-w ",
+    ),
+    "sticky folder": (
+        lambda path, _: path.parent.chmod(0o1777),
+        "other users can write to it (mode 1777)",
+    ),
+    "top folder": (
+        lambda path, _: path.parents[2].chmod(0o777),
+        "other users can write to it (mode 777)",
+    ),
+    "caches": (
+        lambda path, _: path.parents[3].chmod(0o777),
+        "other users can write to it (mode 777)",
+    ),
     "link": (move_away, "other users can write to it (mode 775)"),
     "owner": (give_away, "it belongs to user"),
     "folder's owner": (lambda path, patch: give_away(path.parent, patch), "it belongs to user"),
     "relative cache": (lambda _, patch: patch.setenv("XDG_CACHE_HOME", "cache"), "is not built"),
-    "relative home": (lambda _, patch: [patch.setenv("XDG_CACHE_HOME", ""), patch.setenv("HOME", ".")], "is not built"),
+    "relative home": (
+        lambda _, patch: [patch.setenv("XDG_CACHE_HOME", ""), patch.setenv("HOME", ".")],
+        "is not built",
+    ),
 }
 
 
@@ -92,7 +124,9 @@ def test_a_planted_library_does_not_run(tmp_path, monkeypatch, place, kind, how)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     change(path, monkeypatch)
     found = (library.CppLibrary if kind == "cpu" else library.CudaLibrary)()
-    assert why in found.find() and (" is refused: " in found.find() or "is not built" in why), found.find()
+    assert why in found.find() and (" is refused: " in found.find() or "is not built" in why), (
+        found.find()
+    )
     assert not (tmp_path / "ran").exists()
 
 
@@ -104,10 +138,14 @@ def test_doctor_says_what_was_refused_and_why(tmp_path, monkeypatch, place):
     tiles.chmod(0o666)
     monkeypatch.setattr(library.cpp, "_found", None)
     problems = doctor.report()["problems"]
-    assert problems["cpu library"].startswith(f"{path} is refused: other users can write to it (mode 777). Run chmod go-w")
+    assert problems["cpu library"].startswith(
+        f"{path} is refused: other users can write to it (mode 777). Run chmod go-w"
+    )
     assert problems["launch configs"].startswith(f"{tiles} is refused: ")
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    assert doctor.report()["problems"]["XDG_CACHE_HOME"].startswith("XDG_CACHE_HOME is 'cache', which is ignored because")
+    assert doctor.report()["problems"]["XDG_CACHE_HOME"].startswith(
+        "XDG_CACHE_HOME is 'cache', which is ignored because"
+    )
 
 
 def test_what_was_checked_is_what_is_loaded(tmp_path, place, planted):
@@ -126,7 +164,10 @@ def test_a_build_closes_its_folders_and_takes_over_no_other_users(tmp_path, monk
         made = build.own_folder(build.library_path("cpu").parent)
     finally:
         os.umask(before)
-    assert [made.parents[n].stat().st_mode & 0o022 for n in range(2)] == [0, 0] and not made.stat().st_mode & 0o022
+    assert [made.parents[n].stat().st_mode & 0o022 for n in range(2)] == [
+        0,
+        0,
+    ] and not made.stat().st_mode & 0o022
     give_away(made, monkeypatch)
     with pytest.raises(ValueError, match="is refused: it belongs to user"):
         build.own_folder(made)

@@ -1,4 +1,6 @@
-"""The CPU library on every kind of processor: no variant runs code at load, and what fails its self-test is not used."""
+"""The CPU library on every kind of processor: no variant runs code at load, and what fails its
+self-test is not used.
+"""
 
 import os
 import re
@@ -19,19 +21,29 @@ DRIVER = Path(__file__).with_name("self_test_driver.c")
 AARCH64 = "/usr/aarch64-linux-gnu"  # Debian's cross compiler's libc
 is_x86 = os.uname().machine == "x86_64"
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="binutils are not installed")
-needs_qemu = pytest.mark.skipif(shutil.which("qemu-x86_64") is None or not is_x86, reason="qemu-x86_64 is not installed")
+needs_readelf = pytest.mark.skipif(
+    shutil.which("readelf") is None, reason="binutils are not installed"
+)
+needs_qemu = pytest.mark.skipif(
+    shutil.which("qemu-x86_64") is None or not is_x86, reason="qemu-x86_64 is not installed"
+)
 
 
 def code_at_load(path: Path) -> list[str]:
-    """Return the sections of an object whose code runs when a library that contains it is loaded."""
-    sections = subprocess.run(["readelf", "-SW", path], capture_output=True, text=True, check=True).stdout
+    """Return the sections of an object whose code runs when a library that contains it is
+    loaded.
+    """
+    sections = subprocess.run(
+        ["readelf", "-SW", path], capture_output=True, text=True, check=True
+    ).stdout
     return re.findall(r"\.(?:pre)?init_array\S*|\.ctors\S*|\.init\b|\.text\.startup", sections)
 
 
 def shared_symbols(path: Path) -> list[str]:
     """Return the symbols of an object that the linker may take for those of another one."""
-    symbols = subprocess.run(["nm", "--defined-only", "--extern-only", path], capture_output=True, text=True, check=True).stdout
+    symbols = subprocess.run(
+        ["nm", "--defined-only", "--extern-only", path], capture_output=True, text=True, check=True
+    ).stdout
     return [line.split()[-1] for line in symbols.splitlines()]
 
 
@@ -42,7 +54,9 @@ def compile_sets(folder: Path, *, flags: tuple, sets=None, csrc=None) -> dict[st
     sets = {"generic": ()} | (build.X86_SETS if is_x86 else {}) if sets is None else sets
     left_out = {}
     try:
-        made = build.compile_cpu(folder, csrc or build.csrc_dir("cpu"), build.find_compiler()[0], sets, left_out, {})
+        made = build.compile_cpu(
+            folder, csrc or build.csrc_dir("cpu"), build.find_compiler()[0], sets, left_out, {}
+        )
     finally:
         build.CPU_FLAGS = before
     assert not left_out
@@ -66,7 +80,8 @@ def test_variants_as_they_are_built_share_no_code(tmp_path):
         if name in ("moert_cpu", "self_test"):
             continue
         assert code_at_load(path) == []
-        # a function of one variant that the linker took for all would run on processors that lack its instructions
+        # a function of one variant that the linker took for all would run on processors that lack
+        # its instructions
         assert shared_symbols(path) == [f"_ZN5moert{len(name)}{name}E"]
 
 
@@ -75,7 +90,9 @@ def test_variants_as_they_are_built_share_no_code(tmp_path):
 def test_a_table_that_is_filled_at_load_is_seen(tmp_path):
     csrc = copy_of_sources(tmp_path, "kernels.cpp", TABLE, "extern const Kernels MOERT_SET")
     text = (csrc / "kernels.cpp").read_text()
-    (csrc / "kernels.cpp").write_text("#include <stdlib.h>\n" + text.replace("{PEAK_FLOPS<float>,", "{rand(),"))
+    (csrc / "kernels.cpp").write_text(
+        "#include <stdlib.h>\n" + text.replace("{PEAK_FLOPS<float>,", "{rand(),")
+    )
     made = compile_sets(tmp_path, flags=("-O0",), sets={"generic": ()}, csrc=csrc)
     assert code_at_load(made["generic"]) != []
 
@@ -87,19 +104,32 @@ def library():
 
 @needs_qemu
 @pytest.mark.parametrize(
-    "processor, variants", [("Haswell", ["avx2", "generic"]), ("EPYC-Milan", ["avx2", "generic"]), ("Nehalem", ["generic"])]
+    "processor, variants",
+    [
+        ("Haswell", ["avx2", "generic"]),
+        ("EPYC-Milan", ["avx2", "generic"]),
+        ("Nehalem", ["generic"]),
+    ],
 )
 def test_other_x86_processors(processor, variants, library, tmp_path):
     qemu = ["qemu-x86_64", "-cpu", processor]
     # in Python: what a build and the first use do
-    child = subprocess.run([*qemu, sys.executable, "-I", "-S", selftest.__file__, library.path], capture_output=True, text=True)
+    child = subprocess.run(
+        [*qemu, sys.executable, "-I", "-S", selftest.__file__, library.path],
+        capture_output=True,
+        text=True,
+    )
     assert child.returncode == 0, child.stdout + child.stderr
     assert child.stdout.splitlines() == [f"testing {name}" for name in variants]
     assert selftest.run(library.path, command=tuple(qemu)) is None
     # in C
     subprocess.run(["gcc", "-o", tmp_path / "driver", DRIVER, "-ldl"], check=True)
-    driven = subprocess.run([*qemu, tmp_path / "driver", library.path], capture_output=True, text=True)
-    assert driven.returncode == 0 and driven.stdout.splitlines() == [f"testing {name}" for name in variants], driven.stderr
+    driven = subprocess.run(
+        [*qemu, tmp_path / "driver", library.path], capture_output=True, text=True
+    )
+    assert driven.returncode == 0 and driven.stdout.splitlines() == [
+        f"testing {name}" for name in variants
+    ], driven.stderr
 
 
 THROUGH_TORCH = """
@@ -128,8 +158,12 @@ for dtype, bound in ((torch.float32, 5e-6), (torch.bfloat16, 1.5e-2)):
 def test_experts_in_pytorch_on_another_x86_processor(library, tmp_path):
     # torch itself needs more than Nehalem has
     command = ["qemu-x86_64", "-cpu", "Haswell", sys.executable, "-c", THROUGH_TORCH]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and done.stdout.split() == ["AVX2", "avx2"], done.stdout + done.stderr
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0 and done.stdout.split() == ["AVX2", "avx2"], (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.skipif(
@@ -142,12 +176,18 @@ def test_aarch64_runs_the_generic_variant(tmp_path, monkeypatch):
     made = tmp_path / "library.so"
     subprocess.run(["aarch64-linux-gnu-g++", "-shared", "-o", made, *objects.values()], check=True)
     subprocess.run(["aarch64-linux-gnu-gcc", "-o", tmp_path / "driver", DRIVER, "-ldl"], check=True)
-    driven = subprocess.run(["qemu-aarch64", "-L", AARCH64, tmp_path / "driver", made], capture_output=True, text=True)
-    assert driven.returncode == 0 and driven.stdout == "testing generic\n", driven.stdout + driven.stderr
+    driven = subprocess.run(
+        ["qemu-aarch64", "-L", AARCH64, tmp_path / "driver", made], capture_output=True, text=True
+    )
+    assert driven.returncode == 0 and driven.stdout == "testing generic\n", (
+        driven.stdout + driven.stderr
+    )
     if os.uname().machine != "aarch64":
         # the library of another kind of machine: one line
         wrong = selftest.run(made)
-        assert wrong.startswith("it failed its self-test: it cannot be loaded (") and "\n" not in wrong
+        assert (
+            wrong.startswith("it failed its self-test: it cannot be loaded (") and "\n" not in wrong
+        )
 
 
 def copy_of_sources(tmp_path: Path, file: str, old: str, new: str) -> Path:
@@ -163,17 +203,44 @@ def copy_of_sources(tmp_path: Path, file: str, old: str, new: str) -> Path:
 TABLE = "extern constexpr Kernels MOERT_SET"
 TRAP = "__builtin_trap();"
 PLANTED = {
-    "forward": ("experts.h", "total[n] += w * y[n]", "total[n] += y[n]", "the forward pass in float32 is wrong"),
-    "dx": ("gradients.h", "store_up_to(dx(r) + n, load", "store_up_to(dx(r) + n, 0.5f * load", "the gradient of x in float32"),
-    "dweight": ("gradients.h", "* b.rows + row] = sum(dots)", "* b.rows + row] = 0", "the gradient of the routing weights in"),
-    "merging": ("merging.h", "total[v] += rounded(m.alpha[e]", "total[v] += rounded(m.alpha[0]", "merging in float32 is wrong"),
+    "forward": (
+        "experts.h",
+        "total[n] += w * y[n]",
+        "total[n] += y[n]",
+        "the forward pass in float32 is wrong",
+    ),
+    "dx": (
+        "gradients.h",
+        "store_up_to(dx(r) + n, load",
+        "store_up_to(dx(r) + n, 0.5f * load",
+        "the gradient of x in float32",
+    ),
+    "dweight": (
+        "gradients.h",
+        "* b.rows + row] = sum(dots)",
+        "* b.rows + row] = 0",
+        "the gradient of the routing weights in",
+    ),
+    "merging": (
+        "merging.h",
+        "total[v] += rounded(m.alpha[e]",
+        "total[v] += rounded(m.alpha[0]",
+        "merging in float32 is wrong",
+    ),
     "bfloat16": ("vector.h", "(u + 0x7fff +", "(u + 0x7ffff +", "in bfloat16 is wrong"),
-    "illegal instruction": ("experts.h", "memset(sums, 0,", f"{TRAP} memset(sums, 0,", "died in the variant generic: SIGILL ("),
+    "illegal instruction": (
+        "experts.h",
+        "memset(sums, 0,",
+        f"{TRAP} memset(sums, 0,",
+        "died in the variant generic: SIGILL (",
+    ),
     "at load": (
-        "kernels.cpp", TABLE, f"__attribute__((constructor)) static void at_load() {{ {TRAP} }}\n{TABLE}",
+        "kernels.cpp",
+        TABLE,
+        f"__attribute__((constructor)) static void at_load() {{ {TRAP} }}\n{TABLE}",
         "died while it was loaded: SIGILL (",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -193,9 +260,17 @@ def test_a_library_that_fails_its_self_test_is_not_installed(bug, tmp_path, quic
     with pytest.raises(build.BuildError) as error:
         build.build_cpu(out, csrc=copy_of_sources(tmp_path, file, old, new))
     message = str(error.value)
-    assert message.startswith(f"{out} is not installed, because on this processor ({selftest.processor()[0]}) it")
-    assert why in message and message.endswith("Experts run in PyTorch on the CPU") and "\n" not in message
-    assert out.read_text() == "the one before" and not list(tmp_path.glob("cache/moe_runtime/cpu/tested/*"))
+    assert message.startswith(
+        f"{out} is not installed, because on this processor ({selftest.processor()[0]}) it"
+    )
+    assert (
+        why in message
+        and message.endswith("Experts run in PyTorch on the CPU")
+        and "\n" not in message
+    )
+    assert out.read_text() == "the one before" and not list(
+        tmp_path.glob("cache/moe_runtime/cpu/tested/*")
+    )
 
 
 @pytest.fixture
@@ -223,11 +298,15 @@ def children(monkeypatch):
     return ran
 
 
-def test_a_processor_is_remembered_and_another_one_tests_again(cached, children, tmp_path, monkeypatch):
+def test_a_processor_is_remembered_and_another_one_tests_again(
+    cached, children, tmp_path, monkeypatch
+):
     assert not isinstance(CppLibrary().find(), str) and len(children) == 1
     assert not isinstance(CppLibrary().find(), str) and len(children) == 1
     other = tmp_path / "cpuinfo"
-    other.write_text("vendor_id : GenuineIntel\nmodel name : Another\nflags : sse2\n\nvendor_id : GenuineIntel\n")
+    other.write_text(
+        "vendor_id : GenuineIntel\nmodel name : Another\nflags : sse2\n\nvendor_id : GenuineIntel\n"
+    )
     monkeypatch.setattr(selftest, "CPUINFO", other)
     assert not isinstance(CppLibrary().find(), str) and len(children) == 2
     assert not isinstance(CppLibrary().find(), str) and len(children) == 2
@@ -237,7 +316,12 @@ def test_a_processor_is_remembered_and_another_one_tests_again(cached, children,
 def test_other_instruction_sets_are_another_processor(tmp_path, monkeypatch):
     path = tmp_path / "cpuinfo"
     monkeypatch.setattr(selftest, "CPUINFO", path)
-    texts = ["model name : A\nflags : avx2", "model name : A\nflags : avx2 avx512f", "model name : B\nflags : avx2", ""]
+    texts = [
+        "model name : A\nflags : avx2",
+        "model name : A\nflags : avx2 avx512f",
+        "model name : B\nflags : avx2",
+        "",
+    ]
     found = []
     for text in texts:
         path.write_text(text)
@@ -274,20 +358,28 @@ BAD = {
 def test_a_bad_library_is_one_line_and_experts_run_in_pytorch(how, cached, monkeypatch):
     BAD[how](cached)
     found = CppLibrary().find()
-    assert found.startswith(f"{cached} is not used, because on this processor (") and "\n" not in found
+    assert (
+        found.startswith(f"{cached} is not used, because on this processor (") and "\n" not in found
+    )
     assert found.endswith("To rebuild it, run python -m moe_runtime.native.build cpu")
     monkeypatch.setattr(cpp, "_found", None)
     monkeypatch.delenv("MOE_RUNTIME_BACKEND", raising=False)
     report = doctor.report()
-    assert report["backends"]["moe_mlp"].startswith("torch") and report["problems"]["cpu library"] == found
+    assert (
+        report["backends"]["moe_mlp"].startswith("torch")
+        and report["problems"]["cpu library"] == found
+    )
 
 
 def test_a_processor_on_which_a_variant_dies(cached, monkeypatch):
     # what a library with an instruction that the processor lacks looks like from outside
     monkeypatch.setattr(
-        selftest.subprocess, "run",
-        lambda *_, **__: subprocess.CompletedProcess([], -signal.SIGILL, f"{selftest.TESTING}avx512\n", ""),
-    )  # fmt: skip
+        selftest.subprocess,
+        "run",
+        lambda *_, **__: subprocess.CompletedProcess(
+            [], -signal.SIGILL, f"{selftest.TESTING}avx512\n", ""
+        ),
+    )
     found = CppLibrary().find()
     assert "its self-test died in the variant avx512: SIGILL (Illegal instruction)" in found
     assert not list(cached.parents[1].glob("tested/*"))
@@ -297,10 +389,17 @@ def test_a_processor_on_which_a_variant_dies(cached, monkeypatch):
 def test_a_variant_that_does_not_compile_is_left_out(tmp_path, monkeypatch, quickly):
     monkeypatch.setattr(build, "X86_SETS", {"avx2": ("-mavx2", "-mfma")})
     csrc = copy_of_sources(
-        tmp_path, "kernels.cpp", TABLE, f"#if defined(__AVX2__)\n#error no such instruction\n#endif\n{TABLE}"
+        tmp_path,
+        "kernels.cpp",
+        TABLE,
+        f"#if defined(__AVX2__)\n#error no such instruction\n#endif\n{TABLE}",
     )
     made = build.build_cpu(tmp_path / "library.so", csrc=csrc)
-    assert made.compiled and list(made.left_out) == ["avx2"] and "no such instruction" in made.left_out["avx2"]
+    assert (
+        made.compiled
+        and list(made.left_out) == ["avx2"]
+        and "no such instruction" in made.left_out["avx2"]
+    )
     assert selftest.run(tmp_path / "library.so") is None
     # which does not make it compile again at each build
     assert not build.build_cpu(tmp_path / "library.so", csrc=csrc).compiled
@@ -312,9 +411,14 @@ print(cpp.library().variant)
 """
 
 
-@pytest.mark.parametrize("capability, variants", [("default", {"generic"}), ("avx2", {"avx2", "generic"})])
+@pytest.mark.parametrize(
+    "capability, variants", [("default", {"generic"}), ("avx2", {"avx2", "generic"})]
+)
 def test_torchs_limit_of_instruction_sets_holds_for_the_library_too(capability, variants, library):
     child = subprocess.run(
-        [sys.executable, "-c", CAPABILITY], capture_output=True, text=True, env=os.environ | {"ATEN_CPU_CAPABILITY": capability}
+        [sys.executable, "-c", CAPABILITY],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
     )
     assert child.stdout.strip() in variants, child.stderr

@@ -14,7 +14,9 @@ def test_every_name_of_the_config_has_a_function_and_a_derivative():
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_follows_its_definition(act):
-    x = torch.cat([torch.linspace(-12, 12, 97, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
+    x = torch.cat(
+        [torch.linspace(-12, 12, 97, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
+    )
     torch.testing.assert_close(ACT[act](x), oracle.ACT[act](x), rtol=1e-12, atol=1e-14)
 
 
@@ -34,14 +36,17 @@ def test_kink_has_the_derivative_zero(act):
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_gate_is_the_first_half_and_goes_through_the_activation(act):
-    gate, up = torch.randn(5, 17, dtype=torch.float64), torch.randn(5, 17, dtype=torch.float64)
+    gate = torch.randn(5, 17, dtype=torch.float64)
+    up = torch.randn(5, 17, dtype=torch.float64)
     got = Activation(act).apply(torch.cat([gate, up], -1))
     torch.testing.assert_close(got, oracle.ACT[act](gate) * up, rtol=1e-12, atol=1e-14)
 
 
 def test_ungated_has_no_second_half():
     z = torch.randn(5, 17, dtype=torch.float64)
-    torch.testing.assert_close(Activation("silu", gated=False).apply(z), oracle.ACT["silu"](z), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        Activation("silu", gated=False).apply(z), oracle.ACT["silu"](z), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_any_leading_shape():

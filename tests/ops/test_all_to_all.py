@@ -1,4 +1,6 @@
-"""The exchange of tokens between ranks, on 2 and 4 gloo processes, against the whole batch in one process."""
+"""The exchange of tokens between ranks, on 2 and 4 gloo processes, against the whole batch in one
+process.
+"""
 
 import functools
 
@@ -38,9 +40,16 @@ def together(parts: list[dict], stacks: dict) -> dict[str, torch.Tensor]:
     """Output and gradients of the ranks' `parts` in one process."""
     inputs = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     leaves = {key: stack.double().requires_grad_() for key, stack in stacks.items()}
-    x, weight = inputs["x"].double().requires_grad_(), inputs["weight"].double().requires_grad_()
+    x = inputs["x"].double().requires_grad_()
+    weight = inputs["weight"].double().requires_grad_()
     out = moe_mlp_reference(
-        x, leaves["up"], leaves["down"], weight, inputs["idx"], gate_up_bias=leaves["up_bias"], down_bias=leaves["down_bias"]
+        x,
+        leaves["up"],
+        leaves["down"],
+        weight,
+        inputs["idx"],
+        gate_up_bias=leaves["up_bias"],
+        down_bias=leaves["down_bias"],
     )
     out.backward(inputs["dout"].double())
     grads = {key: leaf.grad for key, leaf in leaves.items()} | {"x": x.grad, "weight": weight.grad}
@@ -50,7 +59,10 @@ def together(parts: list[dict], stacks: dict) -> dict[str, torch.Tensor]:
 def check(ranks: list[dict], want: dict, scale: float, tolerance: float, note: str = "") -> None:
     assert distance(torch.cat([rank["out"] for rank in ranks]), want["out"]) < tolerance, note
     for key in ("x", "weight"):
-        assert distance(torch.cat([rank["grads"][key] for rank in ranks]), want["grads"][key]) < tolerance, (key, note)
+        assert (
+            distance(torch.cat([rank["grads"][key] for rank in ranks]), want["grads"][key])
+            < tolerance
+        ), (key, note)
     for rank in ranks:
         for key in worker.stacks():
             assert distance(rank["grads"][key], want["grads"][key] * scale) < tolerance, (key, note)
@@ -63,7 +75,9 @@ CASES = [pytest.param(2, 1, id="2"), pytest.param(4, 1, id="4"), pytest.param(4,
 @pytest.mark.parametrize("name", worker.TOKENS)
 @pytest.mark.parametrize(("ranks", "ndim"), CASES)
 def test_equals_one_process(ranks, ndim, name, gradients, results):
-    """A rank without tokens, an expert without tokens and dropped slots get gradients of zeros, not none."""
+    """A rank without tokens, an expert without tokens and dropped slots get gradients of zeros, not
+    none.
+    """
     want = in_one_process(name, ranks)
     got = [result[name, ndim, gradients] for result in results(ranks)]
     check(got, want, 1 / ranks if gradients == "mean" else 1.0, 1e-12)
@@ -76,18 +90,25 @@ def test_equals_one_process(ranks, ndim, name, gradients, results):
 @pytest.mark.stress
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_drawn_sizes_and_routings_equal_one_process(ranks, results):
-    """Ranks without a token, one token in all, all tokens to one rank or to one expert, odd sizes, slots that go nowhere."""
+    """Ranks without a token, one token in all, all tokens to one rank or to one expert, odd sizes,
+    slots that go nowhere.
+    """
     found = results(ranks)
     for seed in range(worker.DRAWN):
         drawn = worker.Drawn(seed, ranks)
         parts = [drawn.case(rank) for rank in range(ranks)]
-        want, got = together(parts, drawn.stacks()), [result["drawn", seed] for result in found]
+        want = together(parts, drawn.stacks())
+        got = [result["drawn", seed] for result in found]
         note = f"seed {seed}: {drawn.tokens} tokens, {drawn.K} of {drawn.E}, {drawn.towards}"
-        assert all(rank["grads"][key].isfinite().all() for rank in got for key in rank["grads"]), note
+        assert all(rank["grads"][key].isfinite().all() for rank in got for key in rank["grads"]), (
+            note
+        )
         check(got, want, 1 / ranks if drawn.gradients == "mean" else 1.0, 1e-12, note)
         for part, rank in zip(parts, got, strict=True):
             assert rank["out"].shape == part["x"].shape
-            assert rank["offsets"].diff().tolist() == [int((part["idx"] == e).sum()) for e in range(drawn.E)], note
+            assert rank["offsets"].diff().tolist() == [
+                int((part["idx"] == e).sum()) for e in range(drawn.E)
+            ], note
 
 
 def test_what_is_drawn_hurts():
@@ -118,7 +139,9 @@ def test_narrow_dtypes(dtype, ranks, results, tolerance):
 def test_rows_go_where_they_are_sent(ranks, results):
     for rank, result in enumerate(results(ranks)):
         rows = result["rows"]
-        assert rows["there"].flatten().tolist() == [10 * s + rank for s in range(ranks) for _ in range(s + rank + 1)]
+        assert rows["there"].flatten().tolist() == [
+            10 * s + rank for s in range(ranks) for _ in range(s + rank + 1)
+        ]
         assert torch.equal(rows["back"], 2 * rows["sent"])
         assert rows["grad"].flatten().tolist() == [2 * i for i in range(len(rows["sent"]))]
 
@@ -139,7 +162,15 @@ def test_refuses(name, says, results):
 
 def test_a_rank_that_fails_is_reported(tmp_path):
     script = tmp_path / "fails.py"
-    script.write_text("import os, time\nif os.environ['RANK'] == '1': raise SystemExit('no more')\ntime.sleep(100)\n")
+    script.write_text(
+        "import os, time\nif os.environ['RANK'] "
+        "== "
+        "'1': "
+        "raise "
+        "SystemExit('no "
+        "more')\n"
+        "time.sleep(100)\n"
+    )
     with pytest.raises(AssertionError, match=r"rank 1 of 2 ended with 1:\nno more"):
         launch(script, 2, tmp_path)
 
@@ -153,7 +184,8 @@ def test_a_deadlock_ends(tmp_path, monkeypatch):
 
 
 def test_a_launch_that_failed_is_not_repeated(tmp_path, tmp_path_factory):
-    script, runs = tmp_path / "fails.py", tmp_path / "runs"
+    script = tmp_path / "fails.py"
+    runs = tmp_path / "runs"
     script.write_text(f"open({str(runs)!r}, 'a').write('x')\nraise SystemExit(3)\n")
     launches = Launches(str(script), tmp_path_factory)
     for _ in range(2):

@@ -36,7 +36,8 @@ def both(monkeypatch):
 @pytest.fixture
 def launches(monkeypatch):
     """The names of the kernels that are launched."""
-    names, run = [], interpreter.GridExecutor.__call__
+    names = []
+    run = interpreter.GridExecutor.__call__
 
     def launch(self, *args, **kwargs):
         names.append(self.fn.__name__)
@@ -47,13 +48,16 @@ def launches(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
-@pytest.mark.parametrize("T, E, K, BLOCK_M, first, routing_of", [
-    pytest.param(1, 8, 2, 16, 0, "random", id="one token"),
-    pytest.param(19, 4, 2, 16, 0, "dropped", id="dropped slots"),
-    pytest.param(64, 100, 8, 16, 0, "random", id="512 slots, more experts than a step's"),
-    pytest.param(33, 3, 3, 64, 0, "skip", id="an expert without tokens, tiles of 64 rows"),
-    pytest.param(20, 5, 2, 16, 1, "random", id="the shared expert's rows are not the kernels'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "T, E, K, BLOCK_M, first, routing_of",
+    [
+        pytest.param(1, 8, 2, 16, 0, "random", id="one token"),
+        pytest.param(19, 4, 2, 16, 0, "dropped", id="dropped slots"),
+        pytest.param(64, 100, 8, 16, 0, "random", id="512 slots, more experts than a step's"),
+        pytest.param(33, 3, 3, 64, 0, "skip", id="an expert without tokens, tiles of 64 rows"),
+        pytest.param(20, 5, 2, 16, 1, "random", id="the shared expert's rows are not the kernels'"),
+    ],
+)
 def test_plan_is_the_sort_and_the_map(T, E, K, BLOCK_M, first, routing_of, dtype, device):
     ids = choose_experts(T, E, K, routing_of).to(device, dtype)
     weight, idx, plan = decode.plan_forward(ids, E, BLOCK_M, first)
@@ -69,23 +73,35 @@ def test_plan_is_the_sort_and_the_map(T, E, K, BLOCK_M, first, routing_of, dtype
 def test_routes_as_the_router_does(T, E, K, gate, device):
     shared = int(gate in SHARED_GATES)
     logits = torch.randn(T, E - shared, device=device)
-    weight, idx, plan = decode.plan_forward(None, E, 16, logits=logits, top_k=K, gate=gate, shared=shared)
+    weight, idx, plan = decode.plan_forward(
+        None, E, 16, logits=logits, top_k=K, gate=gate, shared=shared
+    )
     want_weight, want_idx = routing.route_forward(logits, None, K, gate, shared)
     assert idx.equal(want_idx) and weight.equal(want_weight)
-    assert all(a.equal(b) for a, b in zip(plan, decode.plan_forward(want_idx, E, 16)[2], strict=True))
+    assert all(
+        a.equal(b) for a, b in zip(plan, decode.plan_forward(want_idx, E, 16)[2], strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("T, K, bias, transposed", [
-    pytest.param(1, 2, False, False, id="one token"),
-    pytest.param(17, 3, True, False, id="biases"),
-    pytest.param(30, 2, True, True, id="stacks stored in x out"),
-    pytest.param(60, 4, False, False, id="the weighted sum in a launch of its own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "T, K, bias, transposed",
+    [
+        pytest.param(1, 2, False, False, id="one token"),
+        pytest.param(17, 3, True, False, id="biases"),
+        pytest.param(30, 2, True, True, id="stacks stored in x out"),
+        pytest.param(60, 4, False, False, id="the weighted sum in a launch of its own"),
+    ],
+)
 def test_same_experts(T, K, bias, transposed, dtype, both, device, tolerance):
-    E, H, I = 5, 40, 24
+    E = 5
+    H = 40
+    I = 24
     torch.manual_seed(T)
-    x, up, down = (torch.randn(*size, device=device).to(dtype) / 4 for size in ((T, H), (E, 2 * I, H), (E, H, I)))
+    x, up, down = (
+        torch.randn(*size, device=device).to(dtype) / 4
+        for size in ((T, H), (E, 2 * I, H), (E, H, I))
+    )
     if transposed:
         up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (up, down))
     sizes = {"gate_up_bias": 2 * I, "down_bias": H} if bias else {}
@@ -98,14 +114,32 @@ def test_same_experts(T, K, bias, transposed, dtype, both, device, tolerance):
 
 
 @pytest.mark.parametrize("gate", ["xft", "softmax_topk_renorm"])
-@pytest.mark.parametrize("T, fused_names, plain_count", [
-    pytest.param(2, ["_plan_kernel", "_up_fwd_kernel", "_down_combine_kernel"], 6, id="3 launches up to 128 rows"),
-    pytest.param(48, ["_plan_kernel", "_up_fwd_kernel", "_grouped_gemm_fwd_kernel", "_combine_fwd_kernel"], 8, id="4 of 512"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "T, fused_names, plain_count",
+    [
+        pytest.param(
+            2,
+            ["_plan_kernel", "_up_fwd_kernel", "_down_combine_kernel"],
+            6,
+            id="3 launches up to 128 rows",
+        ),
+        pytest.param(
+            48,
+            ["_plan_kernel", "_up_fwd_kernel", "_grouped_gemm_fwd_kernel", "_combine_fwd_kernel"],
+            8,
+            id="4 of 512",
+        ),
+    ],
+)
 def test_launches_of_a_layer(T, fused_names, plain_count, gate, both, launches, device, tolerance):
-    E, H, I = 6, 16, 16
+    E = 6
+    H = 16
+    I = 16
     shared = int(gate in SHARED_GATES)
-    x, up, down, router = (torch.randn(size, device=device) for size in ((T, H), (E, 2 * I, H), (E, H, I), (E - shared, H)))
+    x, up, down, router = (
+        torch.randn(size, device=device)
+        for size in ((T, H), (E, 2 * I, H), (E, H, I), (E - shared, H))
+    )
 
     def step():
         launches.clear()
@@ -119,7 +153,8 @@ def test_launches_of_a_layer(T, fused_names, plain_count, gate, both, launches, 
 
 
 @pytest.mark.parametrize(
-    "T, E, K, routing_of", [(1, 4, 2, "random"), (19, 4, 3, "skip"), (16, 9, 2, "dropped"), (5, 1, 1, "all")]
+    "T, E, K, routing_of",
+    [(1, 4, 2, "random"), (19, 4, 3, "skip"), (16, 9, 2, "dropped"), (5, 1, 1, "all")],
 )
 def test_parity(T, E, K, routing_of, tolerance, device):
     case = make_case(T, 33, 17, E, K, torch.float32, routing_of, bias=True)
@@ -127,10 +162,15 @@ def test_parity(T, E, K, routing_of, tolerance, device):
 
 
 def test_gradients_are_the_same(both, device, tolerance):
-    leaves = [torch.randn(size, device=device, requires_grad=True) for size in ((9, 16), (5, 16), (5, 32, 16), (5, 16, 16))]
+    leaves = [
+        torch.randn(size, device=device, requires_grad=True)
+        for size in ((9, 16), (5, 16), (5, 32, 16), (5, 16, 16))
+    ]
 
     def step():
-        out = moe_layer(leaves[0], leaves[1], Experts(*leaves[2:]), 2, "softmax_topk", backend="triton").out
+        out = moe_layer(
+            leaves[0], leaves[1], Experts(*leaves[2:]), 2, "softmax_topk", backend="triton"
+        ).out
         return torch.autograd.grad(out.square().sum(), leaves)
 
     fused, plain = both(step)

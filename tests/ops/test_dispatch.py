@@ -10,12 +10,18 @@ from tests.support.oracle import choose_experts
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why)))
     for name in ("torch", "triton")
-    for why in [backends.why_not(name, "dispatch", torch.device("cuda" if torch.cuda.is_available() else "cpu"))]
+    for why in [
+        backends.why_not(
+            name, "dispatch", torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
+    ]
 ]
 
 
 def sort_in_python(topk_idx: list[list[int]], E: int):
-    """expert_offsets, row_token, row_slot, slot_row: every expert's slots in order, then the dropped ones."""
+    """expert_offsets, row_token, row_slot, slot_row: every expert's slots in order, then the
+    dropped ones.
+    """
     K = len(topk_idx[0]) if topk_idx else 0
     experts = [e for token in topk_idx for e in token]
     groups = [[s for s, chosen in enumerate(experts) if chosen == e] for e in range(E)]
@@ -69,14 +75,17 @@ def test_rows_and_slots_are_permutations_of_each_other(T, E, K, routing, backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype, E", [
-    pytest.param(torch.int8, 128, id="int8 cannot hold the mark E of a dropped slot"),
-    pytest.param(torch.uint8, 256, id="uint8 cannot hold the mark E of a dropped slot"),
-    pytest.param(torch.int16, 40000, id="int16 cannot hold E"),
-    pytest.param(torch.int32, 32767, id="the first E beyond 16-bit sort keys"),
-    pytest.param(torch.int32, 32766, id="the last E of 16-bit sort keys"),
-    pytest.param(torch.int64, 3, id="int64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, E",
+    [
+        pytest.param(torch.int8, 128, id="int8 cannot hold the mark E of a dropped slot"),
+        pytest.param(torch.uint8, 256, id="uint8 cannot hold the mark E of a dropped slot"),
+        pytest.param(torch.int16, 40000, id="int16 cannot hold E"),
+        pytest.param(torch.int32, 32767, id="the first E beyond 16-bit sort keys"),
+        pytest.param(torch.int32, 32766, id="the last E of 16-bit sort keys"),
+        pytest.param(torch.int64, 3, id="int64"),
+    ],
+)
 def test_any_integer_dtype(dtype, E, backend, device):
     limit = min(torch.iinfo(dtype).max, E - 1)
     idx = torch.tensor([[0, limit], [5, limit - 1], [limit, 0]], dtype=dtype)
@@ -119,7 +128,9 @@ def test_twenty_runs_give_the_same_bits(backend, device):
     idx = choose_experts(200, 8, 3, "dropped").to(device)
     first = dispatch(idx, 8, backend)
     times = 3 if backend == "triton" and backends.interpreted() else 20
-    assert all(torch.equal(a, b) for _ in range(times) for a, b in zip(first, dispatch(idx, 8, backend)))
+    assert all(
+        torch.equal(a, b) for _ in range(times) for a, b in zip(first, dispatch(idx, 8, backend))
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

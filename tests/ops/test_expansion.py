@@ -1,4 +1,6 @@
-"""Gram matrices, distances and children of two parents, against plain Python; what each reads, and what a child depends on."""
+"""Gram matrices, distances and children of two parents, against plain Python; what each reads, and
+what a child depends on.
+"""
 
 import itertools
 import math
@@ -17,13 +19,17 @@ from tests.support.oracle import relative_error
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why)))
     for name in ("torch", "triton")
-    for why in [backends.why_not(name, "gram", torch.device("cuda" if torch.cuda.is_available() else "cpu"))]
+    for why in [
+        backends.why_not(name, "gram", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    ]
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def gram_in_float64(experts, base=None):
-    rows = torch.stack([e.double().flatten() - (0 if base is None else base.double().flatten()) for e in experts])
+    rows = torch.stack(
+        [e.double().flatten() - (0 if base is None else base.double().flatten()) for e in experts]
+    )
     return rows @ rows.t()
 
 
@@ -31,7 +37,9 @@ def gram_in_float64(experts, base=None):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_base", [False, True], ids=["", "base"])
-@pytest.mark.parametrize("shape", [(8, 34, 33), (1, 17), (3, 1), (2, 0, 7), (17, 700), (4, 9001)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(8, 34, 33), (1, 17), (3, 1), (2, 0, 7), (17, 700), (4, 9001)], ids=str
+)
 def test_gram(shape, with_base, dtype, backend, device):
     experts = torch.randn(shape, device=device).to(dtype)
     base = torch.randn(shape[1:], device=device).to(dtype) if with_base else None
@@ -45,7 +53,9 @@ def test_gram(shape, with_base, dtype, backend, device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_near_experts_are_told_apart_by_their_differences(backend, device):
-    """What training adds is a thousandth of the weight: the base is subtracted before the product, not after."""
+    """What training adds is a thousandth of the weight: the base is subtracted before the product,
+    not after.
+    """
     base = torch.randn(5000, device=device)
     experts = base + 1e-3 * torch.randn(4, 5000, device=device)
     found = gram(experts, base, backend=backend)
@@ -53,16 +63,21 @@ def test_near_experts_are_told_apart_by_their_differences(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("view", [
-    pytest.param(lambda w: w.transpose(1, 2), id="transposed"),
-    pytest.param(lambda w: w[::2], id="every other expert"),
-    pytest.param(lambda w: w[:1].expand(5, -1, -1), id="E views of one expert"),
-    pytest.param(lambda w: w[:, :, 1::2], id="strided"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda w: w.transpose(1, 2), id="transposed"),
+        pytest.param(lambda w: w[::2], id="every other expert"),
+        pytest.param(lambda w: w[:1].expand(5, -1, -1), id="E views of one expert"),
+        pytest.param(lambda w: w[:, :, 1::2], id="strided"),
+    ],
+)
 def test_gram_of_views(view, backend, device):
     experts = view(torch.randn(6, 34, 33, device=device))
     base = torch.randn(tuple(reversed(experts.shape[1:])), device=device).t()
-    assert relative_error(gram(experts, base, backend=backend), gram_in_float64(experts, base)) < 2e-6
+    assert (
+        relative_error(gram(experts, base, backend=backend), gram_in_float64(experts, base)) < 2e-6
+    )
 
 
 def test_gram_of_float64_is_float64s(monkeypatch):
@@ -72,9 +87,23 @@ def test_gram_of_float64_is_float64s(monkeypatch):
 
 
 class Reads(TorchDispatchMode):
-    """Counts the elements of `watched` tensors' storages that ops other than views take as input."""
+    """Counts the elements of `watched` tensors' storages that ops other than views take as
+    input.
+    """
 
-    VIEWS = ("view", "slice", "reshape", "select", "unsqueeze", "expand", "alias", "_unsafe_view", "t", "detach", "split")
+    VIEWS = (
+        "view",
+        "slice",
+        "reshape",
+        "select",
+        "unsqueeze",
+        "expand",
+        "alias",
+        "_unsafe_view",
+        "t",
+        "detach",
+        "split",
+    )
 
     def __init__(self, watched):
         super().__init__()
@@ -91,7 +120,8 @@ class Reads(TorchDispatchMode):
 
 def test_torch_reads_each_expert_once(monkeypatch):
     monkeypatch.setattr(expansion, "BLOCK", 4096)
-    experts, base = [torch.randn(9001).bfloat16() for _ in range(4)], torch.randn(9001).bfloat16()
+    experts = [torch.randn(9001).bfloat16() for _ in range(4)]
+    base = torch.randn(9001).bfloat16()
     with Reads([*experts, base]) as reads:
         gram(experts, base, backend="torch")
     assert list(reads.count.values()) == [9001] * 5
@@ -113,7 +143,8 @@ class Sizes(TorchDispatchMode):
 
 def test_nothing_of_an_experts_size_is_made_but_the_child(monkeypatch):
     monkeypatch.setattr(expansion, "BLOCK", 4096)
-    experts, base = [torch.randn(50_001).bfloat16() for _ in range(4)], torch.randn(50_001).bfloat16()
+    experts = [torch.randn(50_001).bfloat16() for _ in range(4)]
+    base = torch.randn(50_001).bfloat16()
     stack = torch.stack(experts)
     with Sizes() as sizes:
         gram(experts, base, backend="torch")
@@ -135,15 +166,27 @@ def test_distances_are_those_of_the_pairs(metric):
     found = distances(gram(experts), metric)
     for i, a in enumerate(experts.tolist()):
         for j, b in enumerate(experts.tolist()):
-            dot, na, nb = (math.fsum(p * q for p, q in zip(*pair)) for pair in ((a, b), (a, a), (b, b)))
+            dot, na, nb = (
+                math.fsum(p * q for p, q in zip(*pair)) for pair in ((a, b), (a, a), (b, b))
+            )
             want = 1 - dot / math.sqrt(na * nb) if metric == "cosine" else math.dist(a, b)
             assert found[i, j].item() == pytest.approx(0 if i == j else want, abs=1e-12, rel=1e-12)
 
 
 def test_distances_of_equal_and_of_zero_experts():
     experts = torch.stack([torch.ones(4), torch.ones(4), torch.zeros(4), -torch.ones(4)])
-    assert distances(gram(experts)).tolist() == [[0, 0, 1, 2], [0, 0, 1, 2], [1, 1, 0, 1], [2, 2, 1, 0]]
-    assert distances(gram(experts), "l2").tolist() == [[0, 0, 2, 4], [0, 0, 2, 4], [2, 2, 0, 2], [4, 4, 2, 0]]
+    assert distances(gram(experts)).tolist() == [
+        [0, 0, 1, 2],
+        [0, 0, 1, 2],
+        [1, 1, 0, 1],
+        [2, 2, 1, 0],
+    ]
+    assert distances(gram(experts), "l2").tolist() == [
+        [0, 0, 2, 4],
+        [0, 0, 2, 4],
+        [2, 2, 0, 2],
+        [4, 4, 2, 0],
+    ]
 
 
 def test_farthest_pair():
@@ -155,14 +198,20 @@ def test_farthest_pair():
 
 # DARE
 
-MASK, M0, M1, W0, W1 = (1 << 64) - 1, 0xD2E7470EE14C6C93, 0xCA5A826395121157, 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+MASK = (1 << 64) - 1
+M0 = 0xD2E7470EE14C6C93
+M1 = 0xCA5A826395121157
+W0 = 0x9E3779B97F4A7C15
+W1 = 0xBB67AE8584CAA73B
 
 
 def philox(counter, key, rounds=10):
     """Philox 4x64 as its authors state it, on Python's integers."""
-    c, k = list(counter), list(key)
+    c = list(counter)
+    k = list(key)
     for _ in range(rounds):
-        a, b = M0 * c[0], M1 * c[2]
+        a = M0 * c[0]
+        b = M1 * c[2]
         c = [(b >> 64) ^ c[1] ^ k[0], b & MASK, (a >> 64) ^ c[3] ^ k[1], a & MASK]
         k = [(k[0] + W0) & MASK, (k[1] + W1) & MASK]
     return c
@@ -171,17 +220,29 @@ def philox(counter, key, rounds=10):
 def test_philox_is_the_published_one():
     """The authors' own known answers (Random123's kat_vectors: philox4x64 10)."""
     assert philox([0] * 4, [0] * 2) == [
-        0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B
-    ]  # fmt: skip
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    ]
     assert philox([MASK] * 4, [MASK] * 2) == [
-        0x87B092C3013FE90B, 0x438C3C67BE8D0224, 0x9CC7D7C69CD777B6, 0xA09CAEBF594F0BA0
-    ]  # fmt: skip
+        0x87B092C3013FE90B,
+        0x438C3C67BE8D0224,
+        0x9CC7D7C69CD777B6,
+        0xA09CAEBF594F0BA0,
+    ]
 
 
-@pytest.mark.parametrize("seed, stream", [(0, 0), (42, 1), (2**63 - 1, stream_of("model.layers.0.mlp.up_proj.weight"))])
+@pytest.mark.parametrize(
+    "seed, stream", [(0, 0), (42, 1), (2**63 - 1, stream_of("model.layers.0.mlp.up_proj.weight"))]
+)
 @pytest.mark.parametrize("start", [0, 4, 4000])
 def test_draws_are_philox_of_the_element(start, seed, stream):
-    want = [number for block in range(start // 4, start // 4 + 5) for number in philox([block + 1, 0, 0, 0], [seed, stream])]
+    want = [
+        number
+        for block in range(start // 4, start // 4 + 5)
+        for number in philox([block + 1, 0, 0, 0], [seed, stream])
+    ]
     found = draws(seed, stream, start, 18).tolist()
     assert found == [[number & 0xFFFFFFFF, number >> 32] for number in want[:18]]
 
@@ -189,9 +250,14 @@ def test_draws_are_philox_of_the_element(start, seed, stream):
 def child(first, second, base, weights, drop, seed, tensor):
     """The equation, in float64, element by element."""
     kept = draws(seed, stream_of(tensor), 0, first.numel()) >= drop * 2**32
-    out = torch.zeros(first.numel(), dtype=torch.float64) if base is None else base.double().flatten().cpu()
+    if base is None:
+        out = torch.zeros(first.numel(), dtype=torch.float64)
+    else:
+        out = base.double().flatten().cpu()
     for parent, weight, keep in zip((first, second), weights, kept.T):
-        delta = parent.double().flatten().cpu() - (0 if base is None else base.double().flatten().cpu())
+        delta = parent.double().flatten().cpu() - (
+            0 if base is None else base.double().flatten().cpu()
+        )
         out = out + weight * delta * torch.from_numpy(keep) / (1 - drop if drop < 1 else 1)
     return out.view(first.shape)
 
@@ -218,14 +284,21 @@ def test_child(shape, with_base, dtype, backend, device):
 def test_drop_rates(drop, backend, device):
     """p = 0 keeps all, p = 1 drops all, without a division by zero; the mean stays what it was."""
     first, second, base = torch.full((3, 40_000), 2.0, device=device).unbind()
-    first, second, base = first + 1, second + 2, base - 1  # differences of 2 and 3 from 1
-    found = dare_merge(first, second, base, weights=(0.5, 0.5), drop=drop, seed=3, tensor="w", backend=backend).cpu()
+    # differences of 2 and 3 from 1
+    first = first + 1
+    second = second + 2
+    base = base - 1
+    found = dare_merge(
+        first, second, base, weights=(0.5, 0.5), drop=drop, seed=3, tensor="w", backend=backend
+    ).cpu()
     if drop in (0.0, 1.0):
         assert (found == (1 + 0.5 * 2 + 0.5 * 3 if drop == 0 else 1)).all()
         return
     values, counts = found.double().unique(return_counts=True)
     scale = 0.5 / (1 - drop)
-    want = torch.tensor(sorted({1, 1 + 2 * scale, 1 + 3 * scale, 1 + 5 * scale}), dtype=torch.float64)
+    want = torch.tensor(
+        sorted({1, 1 + 2 * scale, 1 + 3 * scale, 1 + 5 * scale}), dtype=torch.float64
+    )
     torch.testing.assert_close(values, want, rtol=1e-6, atol=0)
     chances = torch.tensor([drop**2, drop * (1 - drop), drop * (1 - drop), (1 - drop) ** 2])
     torch.testing.assert_close(counts / 40_000, chances, rtol=0, atol=0.01)  # independent masks
@@ -241,9 +314,13 @@ def test_backends_give_the_same_bits(shape, offset, dtype, device):
     parts = [torch.randn(count + offset).to(dtype)[offset:].view(shape) for _ in range(3)]
     args = ARGS | {"seed": 2**63 - 1, "weights": (1 / 3, 2 / 3)}
     want = dare_merge(*parts, **args, backend="torch")
-    assert torch.equal(dare_merge(*(p.to(device) for p in parts), **args, backend="triton").cpu(), want)
+    assert torch.equal(
+        dare_merge(*(p.to(device) for p in parts), **args, backend="triton").cpu(), want
+    )
     want = dare_merge(*parts[:2], **args, backend="torch")
-    assert torch.equal(dare_merge(*(p.to(device) for p in parts[:2]), **args, backend="triton").cpu(), want)
+    assert torch.equal(
+        dare_merge(*(p.to(device) for p in parts[:2]), **args, backend="triton").cpu(), want
+    )
 
 
 def test_a_child_depends_on_seed_tensor_and_element_alone(monkeypatch):
@@ -253,7 +330,9 @@ def test_a_child_depends_on_seed_tensor_and_element_alone(monkeypatch):
     assert torch.equal(dare_merge(first, second, base, **ARGS), want)
     monkeypatch.setattr(expansion, "BLOCK", 1000)
     assert torch.equal(dare_merge(first, second, base, **ARGS), want)
-    assert torch.equal(dare_merge(first.view(-1, 1), second.view(-1, 1), base.view(-1, 1), **ARGS).view(-1), want)
+    assert torch.equal(
+        dare_merge(first.view(-1, 1), second.view(-1, 1), base.view(-1, 1), **ARGS).view(-1), want
+    )
     strided = [torch.stack([t, t], 1)[:, 0] for t in (first, second, base)]
     assert torch.equal(dare_merge(*strided, **ARGS), want)
     for other in ({"seed": 12}, {"tensor": "b"}, {"tensor": 5}):
@@ -261,7 +340,11 @@ def test_a_child_depends_on_seed_tensor_and_element_alone(monkeypatch):
 
 
 def test_streams_of_names_differ():
-    names = [f"model.layers.{i}.mlp.{part}_proj.weight" for i in range(500) for part in ("gate", "up", "down")]
+    names = [
+        f"model.layers.{i}.mlp.{part}_proj.weight"
+        for i in range(500)
+        for part in ("gate", "up", "down")
+    ]
     assert len({stream_of(name) for name in names}) == len(names)
     assert all(0 <= stream_of(name) < 1 << 63 for name in names) and stream_of(7) == 7
 
@@ -279,20 +362,37 @@ def test_float64_is_computed_in_float64(monkeypatch):
     assert relative_error(dare_merge(*parts, **ARGS), child(*parts, **ARGS)) < 1e-15
 
 
-@pytest.mark.parametrize("change, words", [
-    pytest.param({"second": torch.zeros(4)}, "second is (4,)", id="another shape"),
-    pytest.param({"base": torch.zeros(3).half()}, "base is (3,) torch.float16", id="another dtype"),
-    pytest.param(
-        {"first": torch.zeros(3).int(), "second": torch.zeros(3).int()}, "second is (3,) torch.int32", id="integers"
-    ),
-    pytest.param({"drop": 1.5}, "drop must be", id="a probability above 1"),
-    pytest.param({"drop": -0.1}, "drop must be", id="a probability below 0"),
-    pytest.param({"weights": (1.0,)}, "weights must be two finite numbers, but got (1.0,)", id="one weight"),
-    pytest.param({"weights": (1.0, math.inf)}, "two finite numbers, but got (1.0, inf)", id="an infinite weight"),
-    pytest.param({"seed": -1}, "seed must be", id="a negative seed"),
-    pytest.param({"start": 2}, "must be a multiple of 4, but got 2", id="a part that begins within four"),
-    pytest.param({"tensor": 1 << 63}, "tensor must be", id="a stream beyond 63 bits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        pytest.param({"second": torch.zeros(4)}, "second is (4,)", id="another shape"),
+        pytest.param(
+            {"base": torch.zeros(3).half()}, "base is (3,) torch.float16", id="another dtype"
+        ),
+        pytest.param(
+            {"first": torch.zeros(3).int(), "second": torch.zeros(3).int()},
+            "second is (3,) torch.int32",
+            id="integers",
+        ),
+        pytest.param({"drop": 1.5}, "drop must be", id="a probability above 1"),
+        pytest.param({"drop": -0.1}, "drop must be", id="a probability below 0"),
+        pytest.param(
+            {"weights": (1.0,)},
+            "weights must be two finite numbers, but got (1.0,)",
+            id="one weight",
+        ),
+        pytest.param(
+            {"weights": (1.0, math.inf)},
+            "two finite numbers, but got (1.0, inf)",
+            id="an infinite weight",
+        ),
+        pytest.param({"seed": -1}, "seed must be", id="a negative seed"),
+        pytest.param(
+            {"start": 2}, "must be a multiple of 4, but got 2", id="a part that begins within four"
+        ),
+        pytest.param({"tensor": 1 << 63}, "tensor must be", id="a stream beyond 63 bits"),
+    ],
+)
 def test_bad_arguments_of_dare_are_named(change, words):
     args = {"first": torch.zeros(3), "second": torch.zeros(3), **ARGS} | change
     with pytest.raises(ValueError) as error:
@@ -302,10 +402,17 @@ def test_bad_arguments_of_dare_are_named(change, words):
 
 def test_opcheck():
     first, second, base = torch.randn(3, 5, 7)
-    torch.library.opcheck(torch.ops.moe_runtime.gram, (torch.randn(3, 35), base.reshape(-1), "torch"))
+    torch.library.opcheck(
+        torch.ops.moe_runtime.gram, (torch.randn(3, 35), base.reshape(-1), "torch")
+    )
     torch.library.opcheck(torch.ops.moe_runtime.gram, (torch.randn(35, 3).t(), None, "torch"))
-    torch.library.opcheck(torch.ops.moe_runtime.dare_merge, (first, second, base, 5, 6, 1 << 31, 0.5, 1.5, "torch"))
-    torch.library.opcheck(torch.ops.moe_runtime.dare_merge, (first.t(), second.t(), None, 5, 6, 1 << 31, 0.5, 1.5, "torch"))
+    torch.library.opcheck(
+        torch.ops.moe_runtime.dare_merge, (first, second, base, 5, 6, 1 << 31, 0.5, 1.5, "torch")
+    )
+    torch.library.opcheck(
+        torch.ops.moe_runtime.dare_merge,
+        (first.t(), second.t(), None, 5, 6, 1 << 31, 0.5, 1.5, "torch"),
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -318,7 +425,9 @@ def test_runs_give_the_same_bits(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**31 + 1], ids=["2^31 - 1", "2^31", "2^31 + 1"])
+@pytest.mark.parametrize(
+    "stride", [2**31 - 1, 2**31, 2**31 + 1], ids=["2^31 - 1", "2^31", "2^31 + 1"]
+)
 def test_experts_beyond_int32(stride, backend):
     if torch.cuda.is_available():
         pytest.skip("on a GPU tests/gpu/test_expansion.py fills that many elements")
@@ -347,19 +456,29 @@ def test_parts_beyond_int32():
     near, far = (dare_merge(*parts, **ARGS, start=start) for start in (0, 1 << 34))
     assert not torch.equal(near, far)
     want = draws(ARGS["seed"], stream_of(ARGS["tensor"]), 1 << 34, 64)
-    assert want.tolist()[0][0] == philox([(1 << 32) + 1, 0, 0, 0], [11, stream_of("a")])[0] & 0xFFFFFFFF
+    assert (
+        want.tolist()[0][0]
+        == philox([(1 << 32) + 1, 0, 0, 0], [11, stream_of("a")])[0] & 0xFFFFFFFF
+    )
 
 
 def test_without_rescaling_the_rest_stays_as_it_is():
     first, second, base = torch.randn(3, 500)
     found = dare_merge(first, second, base, **ARGS, rescale=False)
-    want = child(first, second, base, (0.3 * 0.6, 0.7 * 0.6), **{k: ARGS[k] for k in ("drop", "seed", "tensor")})
+    want = child(
+        first,
+        second,
+        base,
+        (0.3 * 0.6, 0.7 * 0.6),
+        **{k: ARGS[k] for k in ("drop", "seed", "tensor")},
+    )
     assert relative_error(found, want) < 2e-7
 
 
 def test_gram_of_more_experts_than_are_taken_at_once(monkeypatch):
     monkeypatch.setattr(expansion, "FEW", 4)
-    experts, base = [torch.randn(300) for _ in range(7)], torch.randn(300)
+    experts = [torch.randn(300) for _ in range(7)]
+    base = torch.randn(300)
     assert relative_error(gram(experts, base), gram_in_float64(experts, base)) < 2e-6
 
 

@@ -1,4 +1,6 @@
-"""The launchers of kernels/expansion.py alone: what they read, numbers of experts and columns, mutants."""
+"""The launchers of kernels/expansion.py alone: what they read, numbers of experts and columns,
+mutants.
+"""
 
 import numpy as np
 import pytest
@@ -33,8 +35,11 @@ def test_every_number_of_experts(n, P, with_base, device):
 
 @pytest.mark.skipif(not backends.interpreted(), reason="counts the interpreter's loads")
 def test_each_expert_is_read_once(monkeypatch):
-    n, P, found = 5, 9001, []
-    weight, base = torch.randn(n, P + 3)[:, :P], torch.randn(P)
+    n = 5
+    P = 9001
+    found = []
+    weight = torch.randn(n, P + 3)[:, :P]
+    base = torch.randn(P)
     check = interp_san._Launch.check
 
     def count(self, kind, ptr, mask, size):
@@ -68,19 +73,27 @@ def caught(module) -> list[str]:
         memory = torch.randn(n, P + 3)  # experts that lie apart
         base = torch.randn(P) if with_base else None
         first, second = torch.randn(2, P + 2)[:, :P]
-        first, second = first.clone(), second.clone()
+        first = first.clone()
+        second = second.clone()
         want = {"gram": gram_in_float64(memory[:, :P], base)}
-        scales, threshold = (0.75, 2.0), 3 << 30
-        want["child"] = thinned(first, second, base, (1 << 62) + 7, (1 << 61) + 3, threshold, scales)
+        scales = (0.75, 2.0)
+        threshold = 3 << 30
+        want["child"] = thinned(
+            first, second, base, (1 << 62) + 7, (1 << 61) + 3, threshold, scales
+        )
         with noting(found):
             got = {"gram": module.gram_forward(memory[:, :P], base)}
-            got["child"] = module.dare_merge_forward(first, second, base, (1 << 62) + 7, (1 << 61) + 3, threshold, *scales)
+            got["child"] = module.dare_merge_forward(
+                first, second, base, (1 << 62) + 7, (1 << 61) + 3, threshold, *scales
+            )
             found += mismatches(got, want, BOUND)
     return found
 
 
 MUTANTS = [
-    pytest.param("(e < n)[:, None] & (p < P)", "(e < n)[:, None] & (p < P - 1)", id="last column left out"),
+    pytest.param(
+        "(e < n)[:, None] & (p < P)", "(e < n)[:, None] & (p < P - 1)", id="last column left out"
+    ),
     pytest.param("- base[None, :]", "+ base[None, :]", id="the base added"),
     pytest.param("tl.trans(w), acc,", "tl.trans(w), None,", id="last columns only"),
     pytest.param("range(0, CHUNK, BLOCK_P)", "range(0, BLOCK_P, BLOCK_P)", id="first columns only"),
@@ -90,7 +103,9 @@ MUTANTS = [
     pytest.param("partial.sum(0, dtype", "partial[:1].sum(0, dtype", id="first chunk only"),
     pytest.param("(block + 1).to", "block.to", id="counters from zero"),
     pytest.param(
-        "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))", id="numbers in another order"
+        "tl.join(tl.join(a, c), tl.join(b, d))",
+        "tl.join(tl.join(a, b), tl.join(c, d))",
+        id="numbers in another order",
     ),
     pytest.param("zero + stream.to(tl.uint64)", "zero", id="one stream for all tensors"),
     pytest.param("zero + seed.to(tl.uint64)", "zero + stream.to(tl.uint64)", id="no seed"),
@@ -100,7 +115,9 @@ MUTANTS = [
     pytest.param("second * second_scale", "second * first_scale", id="the first parent's weight"),
     pytest.param("second -= base", "second -= 0", id="the second parent whole"),
     pytest.param("out = base + out", "out = out", id="without the base"),
-    pytest.param("triton.cdiv(P, 4 * BLOCK_C)", "max(1, P // (4 * BLOCK_C))", id="the last elements"),
+    pytest.param(
+        "triton.cdiv(P, 4 * BLOCK_C)", "max(1, P // (4 * BLOCK_C))", id="the last elements"
+    ),
     pytest.param("mask = p < P\n", "mask = p <= P\n", id="an element too many"),
 ]
 

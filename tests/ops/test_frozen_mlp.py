@@ -1,4 +1,6 @@
-"""Frozen experts with low-rank terms against experts made whole in float64: every backend, every gradient, what is made."""
+"""Frozen experts with low-rank terms against experts made whole in float64: every backend, every
+gradient, what is made.
+"""
 
 from pathlib import Path
 
@@ -31,14 +33,18 @@ def _library(monkeypatch):
 
 @pytest.fixture(params=["torch", "cpp", "triton"])
 def backend(request):
-    why = backends.why_not(request.param, "frozen_mlp", torch.device("cpu" if request.param == "cpp" else DEVICE))
+    why = backends.why_not(
+        request.param, "frozen_mlp", torch.device("cpu" if request.param == "cpp" else DEVICE)
+    )
     if why is not None:
         pytest.skip(why)
     return request.param
 
 
 def halves_of(case, ranks, dtype):
-    """Add the pairs to a case's leaves: A [E, r, in], and B as PEFT stores it, [out, r E], its expert the fastest index."""
+    """Add the pairs to a case's leaves: A [E, r, in], and B as PEFT stores it, [out, r E], its
+    expert the fastest index.
+    """
     for name, r in zip(("up", "down"), ranks):
         E, out, into = case.leaves[name].shape
         if r:
@@ -61,25 +67,40 @@ def stored(stack, in_out: bool):
 
 def run(case, layer, dtype=None, device="cpu", in_out=False, frozen=("up", "down")):
     """Run `layer` on the case's leaves -> out and the gradients of all that train."""
-    leaves = {name: leaf.detach().clone().to(device, dtype or leaf.dtype) for name, leaf in case.leaves.items()}
+    leaves = {
+        name: leaf.detach().clone().to(device, dtype or leaf.dtype)
+        for name, leaf in case.leaves.items()
+    }
     for name, leaf in leaves.items():
         leaf.requires_grad_(name not in frozen)
     stacks = [Stack.dense(stored(leaves[name], in_out)) for name in ("up", "down")]
     activation = Activation(case.act, case.gated, **case.form)
     experts = FrozenExperts(
-        *stacks, leaves.get("up_bias"), leaves.get("down_bias"), pair(leaves, "up"), pair(leaves, "down"), activation
+        *stacks,
+        leaves.get("up_bias"),
+        leaves.get("down_bias"),
+        pair(leaves, "up"),
+        pair(leaves, "down"),
+        activation,
     )
     out = layer(leaves["x"], experts, leaves["topk_weight"], case.topk_idx.to(device))
     learned = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    grads = torch.autograd.grad(out, list(learned.values()), case.dout.to(device, out.dtype), allow_unused=True)
-    grads = {f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(learned.items(), grads)}
+    grads = torch.autograd.grad(
+        out, list(learned.values()), case.dout.to(device, out.dtype), allow_unused=True
+    )
+    grads = {
+        f"d{n}": torch.zeros_like(t) if g is None else g
+        for (n, t), g in zip(learned.items(), grads)
+    }
     return {name: tensor.detach().cpu() for name, tensor in ({"out": out} | grads).items()}
 
 
 def oracle(x, experts, topk_weight, topk_idx):
     """The experts made whole, slot by slot."""
-    whole = [stack.data if pair is None else stack.data + torch.einsum("ero,eri->eoi", pair.b, pair.a)
-             for stack, pair in ((experts.up, experts.up_lora), (experts.down, experts.down_lora))]  # fmt: skip
+    whole = [
+        stack.data if pair is None else stack.data + torch.einsum("ero,eri->eoi", pair.b, pair.a)
+        for stack, pair in ((experts.up, experts.up_lora), (experts.down, experts.down_lora))
+    ]
     act, gated, *_ = experts.activation
     biases = {"up_bias": experts.up_bias, "down_bias": experts.down_bias}
     form = experts.activation.gate_form() if gated else {}
@@ -110,9 +131,13 @@ SHAPES = [  # T, H, I, E, K, ranks of up and down
     pytest.param((1, 32, 16, 4, 2), (3, 3), {}, id="one token"),
     pytest.param((19, 32, 16, 1, 1), (2, 2), {"bias": True}, id="E = 1"),
     pytest.param((19, 32, 16, 4, 4), (3, 3), {}, id="K = E"),
-    pytest.param((23, 32, 16, 4, 2), (3, 3), {"routing": "skip", "bias": True}, id="an expert without tokens"),
+    pytest.param(
+        (23, 32, 16, 4, 2), (3, 3), {"routing": "skip", "bias": True}, id="an expert without tokens"
+    ),
     pytest.param((23, 32, 16, 4, 1), (3, 3), {"routing": "all"}, id="all tokens on one expert"),
-    pytest.param((23, 32, 16, 4, 3), (3, 3), {"routing": "dropped", "bias": True}, id="dropped slots"),
+    pytest.param(
+        (23, 32, 16, 4, 3), (3, 3), {"routing": "dropped", "bias": True}, id="dropped slots"
+    ),
     pytest.param((23, 32, 16, 4, 2), (3, 0), {"routing": "twice"}, id="up alone"),
     pytest.param((23, 32, 16, 4, 2), (0, 3), {}, id="down alone"),
     pytest.param((23, 32, 16, 4, 2), (0, 0), {"bias": True}, id="no adapter"),
@@ -127,11 +152,17 @@ def test_parity(sizes, ranks, options, backend, tolerance):
     check(halves_of(make_case(*sizes, dtype=dtype, **options), ranks, dtype), backend, tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("routing", ["random", "dropped"])
 def test_dtypes(routing, dtype, backend, tolerance):
     case = halves_of(make_case(23, 33, 17, 4, 2, dtype, routing, bias=True), (3, 5), dtype)
-    if (backend, dtype) in (("cpp", torch.float64), ("triton", torch.float64), ("cpp", torch.float16)):
+    if (backend, dtype) in (
+        ("cpp", torch.float64),
+        ("triton", torch.float64),
+        ("cpp", torch.float16),
+    ):
         with pytest.raises(ValueError, match=f"backend '{backend}' cannot run frozen_mlp"):
             run(case, with_backend(backend))
         return
@@ -147,7 +178,9 @@ def test_gpt_oss_gate_biases_and_layout(in_out, backend, tolerance):
 
 
 def test_experts_that_go_together_and_each_alone_agree(monkeypatch, tolerance):
-    case = halves_of(make_case(40, 33, 17, 6, 2, torch.float32, "dropped", bias=True), (3, 5), torch.float32)
+    case = halves_of(
+        make_case(40, 33, 17, 6, 2, torch.float32, "dropped", bias=True), (3, 5), torch.float32
+    )
     want = run(case, with_backend("torch"))
     for rows in (1, 9, 25):
         monkeypatch.setattr(expert_rows, "GROUP_ELEMENTS", rows * 34)
@@ -174,11 +207,14 @@ def test_a_stack_of_another_dtype_is_converted_one_expert_at_a_time(in_out, back
 
 
 class Made(TorchDispatchMode):
-    """The bytes of the largest tensor that an operator makes, and all shapes of three dimensions."""
+    """The bytes of the largest tensor that an operator makes, and all shapes of three
+    dimensions.
+    """
 
     def __init__(self):
         super().__init__()
-        self.largest, self.stacks = 0, []
+        self.largest = 0
+        self.stacks = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -193,24 +229,43 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["torch", "cpp"])
 def test_nothing_of_a_stacks_size_is_made(name, monkeypatch):
     """Operators that make a tensor, and every allocation that the profiler sees, C++ included."""
-    monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 62)  # what is leased would come from outside of torch's allocator
+    # what is leased would come from outside of torch's allocator
+    monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 62)
     workspace.release()
     case = halves_of(make_case(64, 128, 96, 32, 4), (2, 2), torch.float32)
     stacks = [case.leaves[n].numel() * 4 for n in ("up", "down")]
     rows = 64 * 4 * 192 * 4
     with Made() as made:
         run(case, with_backend(name))
-    shapes = [s for s in made.stacks if s[0] == 32 and s[1:] in ((192, 128), (128, 96), (128, 192), (96, 128))]
+    shapes = [
+        s
+        for s in made.stacks
+        if s[0] == 32 and s[1:] in ((192, 128), (128, 96), (128, 192), (96, 128))
+    ]
     cloned = [tuple(case.leaves[n].shape) for n in ("up", "down")]  # by `run` itself
     assert sorted(shapes) == sorted(cloned)
 
-    leaves = {n: leaf.clone().requires_grad_(n not in ("up", "down")) for n, leaf in case.leaves.items()}
-    experts = FrozenExperts(Stack.dense(leaves["up"]), Stack.dense(leaves["down"]), None, None, pair(leaves, "up"),
-                            pair(leaves, "down"))  # fmt: skip
+    leaves = {
+        n: leaf.clone().requires_grad_(n not in ("up", "down")) for n, leaf in case.leaves.items()
+    }
+    experts = FrozenExperts(
+        Stack.dense(leaves["up"]),
+        Stack.dense(leaves["down"]),
+        None,
+        None,
+        pair(leaves, "up"),
+        pair(leaves, "down"),
+    )
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        out, _ = frozen_mlp(leaves["x"], experts, leaves["topk_weight"], case.topk_idx, backend=name)
+        out, _ = frozen_mlp(
+            leaves["x"], experts, leaves["topk_weight"], case.topk_idx, backend=name
+        )
         out.sum().backward()
-    found = [event.nbytes() for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    found = [
+        event.nbytes()
+        for event in trace.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     assert rows <= max(found) < min(stacks) / 4 and rows < min(stacks) / 4
     assert leaves["up"].grad is None and leaves["down"].grad is None
 
@@ -219,32 +274,49 @@ def test_op_and_flops():
     case = halves_of(make_case(9, 8, 8, 4, 2, bias=True), (3, 5), torch.float32)
     leaves = {n: leaf.requires_grad_(n not in ("up", "down")) for n, leaf in case.leaves.items()}
     experts = FrozenExperts(
-        Stack.dense(leaves["up"]), Stack.dense(leaves["down"]), leaves["up_bias"], leaves["down_bias"], pair(leaves, "up"),
+        Stack.dense(leaves["up"]),
+        Stack.dense(leaves["down"]),
+        leaves["up_bias"],
+        leaves["down_bias"],
+        pair(leaves, "up"),
         pair(leaves, "down"),
-    )  # fmt: skip
+    )
     slots = (leaves["topk_weight"], case.topk_idx)
     opcheck(torch.ops.moe_runtime.frozen_mlp, (leaves["x"], *slots, *experts.pack(), True, "torch"))
-    R, base, low = 18, 16 * 8 + 8 * 8, 3 * (8 + 16) + 5 * (8 + 8)
+    R = 18
+    base = 16 * 8 + 8 * 8
+    low = 3 * (8 + 16) + 5 * (8 + 8)
     with FlopCounterMode(display=False) as counter:
         out, offsets = frozen_mlp(leaves["x"], experts, *slots)
         assert counter.get_total_flops() == 2 * R * (base + low)
         out.sum().backward()
     assert counter.get_total_flops() == 2 * R * (2 * base + 3 * low)
-    assert offsets.tolist() == [0, *torch.bincount(case.topk_idx.flatten(), minlength=4).cumsum(0).tolist()]
+    assert offsets.tolist() == [
+        0,
+        *torch.bincount(case.topk_idx.flatten(), minlength=4).cumsum(0).tolist(),
+    ]
 
 
 def test_refusals():
     case = halves_of(make_case(9, 8, 8, 4, 2), (3, 5), torch.float32)
     up, down = (Stack.dense(case.leaves[n]) for n in ("up", "down"))
-    experts = FrozenExperts(up, down, None, None, pair(case.leaves, "up"), pair(case.leaves, "down"))
+    experts = FrozenExperts(
+        up, down, None, None, pair(case.leaves, "up"), pair(case.leaves, "down")
+    )
 
     def refused(match, x=case.leaves["x"], **changes):
         with pytest.raises(ValueError, match=match):
             frozen_mlp(x, experts._replace(**changes), case.leaves["topk_weight"], case.topk_idx)
 
     refused("Expected .*but down_b is", down_lora=experts.down_lora._replace(b=experts.up_lora.b))
-    refused(r"up_a is \(4, 3, 8\) torch.bfloat16", up_lora=experts.up_lora._replace(a=experts.up_lora.a.bfloat16()))
-    refused("Expected a frozen stack on .*, but up requires a gradient", up=Stack.dense(up.data.clone().requires_grad_()))
+    refused(
+        r"up_a is \(4, 3, 8\) torch.bfloat16",
+        up_lora=experts.up_lora._replace(a=experts.up_lora.a.bfloat16()),
+    )
+    refused(
+        "Expected a frozen stack on .*, but up requires a gradient",
+        up=Stack.dense(up.data.clone().requires_grad_()),
+    )
     refused(r"down \(4, 8, 7\)", down=Stack.dense(down.data[..., 1:]))
     refused("Expected x .T, H. of a floating dtype, but x is", x=case.topk_idx)
 
@@ -256,11 +328,17 @@ MUTANTS = [
     pytest.param("I + col0, I * 2", "col0, I * 2", id="gate's B for up"),
     pytest.param("part += low_rank", "part = low_rank", id="without the base"),
     pytest.param("left += low_rank", "left = low_rank", id="interleaved: without the base"),
-    pytest.param("col0 * 2 + BLOCK_N, I * 2, stride_lr", "col0 * 2, I * 2, stride_lr", id="interleaved: left columns twice"),
+    pytest.param(
+        "col0 * 2 + BLOCK_N, I * 2, stride_lr",
+        "col0 * 2, I * 2, stride_lr",
+        id="interleaved: left columns twice",
+    ),
     pytest.param("dh += low_rank", "dh = low_rank", id="dh without the base"),
     pytest.param("c0 = n0 + i * WIDTH", "c0 = n0", id="first columns in every piece"),
     pytest.param("r = r0 + tl.arange", "r = tl.arange", id="first ranks twice"),
-    pytest.param("stride_r + n.to(tl.int64)[None, :] * stride_n", "stride_r", id="first column of B"),
+    pytest.param(
+        "stride_r + n.to(tl.int64)[None, :] * stride_n", "stride_r", id="first column of B"
+    ),
     pytest.param("(r < RANK)[:, None] & (n < N)", "(n < N)", id="ranks of the next expert"),
 ]
 
@@ -269,10 +347,15 @@ def kernels_with(monkeypatch, folder, old, new):
     """Let the Triton backend run with `old` replaced in the three files of its products."""
     from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward, operands
 
-    found = [old in Path(module.__file__).read_text() for module in (operands, grouped_gemm, grouped_gemm_backward)]
+    found = [
+        old in Path(module.__file__).read_text()
+        for module in (operands, grouped_gemm, grouped_gemm_backward)
+    ]
     assert any(found), f"the kernels have no {old!r} any more; plant this mutant elsewhere"
-    changed = [edited(m, folder, old if has else "", new if has else "") for m, has in
-               zip((operands, grouped_gemm, grouped_gemm_backward), found)]  # fmt: skip
+    changed = [
+        edited(m, folder, old if has else "", new if has else "")
+        for m, has in zip((operands, grouped_gemm, grouped_gemm_backward), found)
+    ]
     for module in changed[1:]:
         module.low_rank = changed[0].low_rank
     for module in (frozen_mlp_triton, moe_mlp_triton):
@@ -282,11 +365,16 @@ def kernels_with(monkeypatch, folder, old, new):
 
 def caught() -> list[str]:
     found = []
-    for sizes, ranks, form in (((40, 32, 40, 3, 2), (20, 70), {}), ((21, 40, 24, 2, 1), (3, 5), GPT_OSS)):
+    for sizes, ranks, form in (
+        ((40, 32, 40, 3, 2), (20, 70), {}),
+        ((21, 40, 24, 2, 1), (3, 5), GPT_OSS),
+    ):
         case = halves_of(make_case(*sizes), ranks, torch.float32)
         case.form = form
         with noting(found):
-            found += mismatches(run(case, with_backend("triton")), run(case, oracle, torch.float64), 2e-5)
+            found += mismatches(
+                run(case, with_backend("triton")), run(case, oracle, torch.float64), 2e-5
+            )
     return found
 
 

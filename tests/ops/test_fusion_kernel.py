@@ -1,4 +1,6 @@
-"""The launchers of kernels/fusion.py alone: tiles, configs, labels that are not there, offsets, mutants."""
+"""The launchers of kernels/fusion.py alone: tiles, configs, labels that are not there, offsets,
+mutants.
+"""
 
 import numpy as np
 import pytest
@@ -31,7 +33,9 @@ def wanted(case, V, scale):
     """What the launchers return, in float64."""
     hidden, heads, gate, labels = case
     parts, logits = mixed(hidden, heads, gate, V)
-    p, valid, y = logits.softmax(1), labels != IGNORED, labels.clamp_min(0)
+    p = logits.softmax(1)
+    valid = labels != IGNORED
+    y = labels.clamp_min(0)
     hot = torch.nn.functional.one_hot(y, V).double()
     score = torch.einsum("tv,stv->ts", p - hot, parts)
     return {
@@ -61,7 +65,10 @@ TILES = [
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("T, sizes, V", [(37, (33, 16, 48), 50), (64, (64, 64), 128), (1, (17,), 130), (90, (16,) * 5, 9)])
+@pytest.mark.parametrize(
+    "T, sizes, V",
+    [(37, (33, 16, 48), 50), (64, (64, 64), 128), (1, (17,), 130), (90, (16,) * 5, 9)],
+)
 def test_every_tile(tile, T, sizes, V, device):
     case = sample(T, sizes, [V + s for s in range(len(sizes))], device=device)
     labels = case[3]
@@ -81,8 +88,12 @@ def test_narrow_dtypes_are_mixed_in_float32(dtype, device):
     want = wanted(case, 70, scale)
     rounded = want["dlogits"].to(dtype).double()
     assert got["dlogits"].dtype == dtype
-    assert (got["dlogits"].double() - want["dlogits"]).norm() <= 1.01 * (rounded - want["dlogits"]).norm()
-    assert not mismatches({n: got[n] for n in ("nll", "score")}, {n: want[n] for n in ("nll", "score")}, BOUND)
+    assert (got["dlogits"].double() - want["dlogits"]).norm() <= 1.01 * (
+        rounded - want["dlogits"]
+    ).norm()
+    assert not mismatches(
+        {n: got[n] for n in ("nll", "score")}, {n: want[n] for n in ("nll", "score")}, BOUND
+    )
 
 
 @pytest.mark.parametrize("label", [50, 63, 64, 10**6, -5])
@@ -101,7 +112,12 @@ def test_an_ignored_token_may_overflow(device):
     scale = (labels != IGNORED).float()
     nll, score = fusion.fused_loss_forward(gate, labels, hidden, heads, 50, IGNORED, True)
     _, dlogits = fusion.fused_logits_backward(gate, labels, scale, hidden, heads, 50, IGNORED)
-    assert nll.isfinite().all() and score.isfinite().all() and not dlogits[1].any() and dlogits.isfinite().all()
+    assert (
+        nll.isfinite().all()
+        and score.isfinite().all()
+        and not dlogits[1].any()
+        and dlogits.isfinite().all()
+    )
 
 
 def test_large_logits_do_not_overflow(device):
@@ -116,8 +132,10 @@ def test_large_logits_do_not_overflow(device):
 @pytest.mark.parametrize("H", [1, 17, 512, 700])
 @pytest.mark.parametrize("outputs", [(True, True), (True, False), (False, True), (False, False)])
 def test_hidden_backward(H, outputs, device):
-    dx, hidden = torch.randn(13, H, device=device), torch.randn(13, H, device=device)
-    gate, dgate = torch.rand(13, 3, device=device), torch.full((13, 3), NAN, device=device)
+    dx = torch.randn(13, H, device=device)
+    hidden = torch.randn(13, H, device=device)
+    gate = torch.rand(13, 3, device=device)
+    dgate = torch.full((13, 3), NAN, device=device)
     dhidden, scaled = (torch.full_like(dx, NAN) if wants else None for wants in outputs)
     fusion.fused_hidden_backward(dx, hidden, gate[:, 1], dgate[:, 1], dhidden, scaled)
     want = {"dgate": (dx.double() * hidden.double()).sum(1)}
@@ -125,7 +143,9 @@ def test_hidden_backward(H, outputs, device):
     for name, out, factor in (("dhidden", dhidden, dx), ("scaled", scaled, hidden)):
         if out is not None:
             got[name], want[name] = out, gate[:, 1:2].double() * factor.double()
-    assert not mismatches(got, want, BOUND) and dgate[:, 0].isnan().all() and dgate[:, 2].isnan().all()
+    assert (
+        not mismatches(got, want, BOUND) and dgate[:, 0].isnan().all() and dgate[:, 2].isnan().all()
+    )
 
 
 def test_config_fits_the_gpu():
@@ -134,11 +154,20 @@ def test_config_fits_the_gpu():
             for sizes in ((5120,) * 3, (4096,) * 2, (2048,) * 7, (1024,) * 40, (4097, 33)):
                 for expect in (False, True):
                     c = fusion.fusion_config(arch, dtype, "tf32", sizes, expect)
-                    shared = c["num_stages"] * c["BLOCK_K"] * (c["BLOCK_M"] + c["BLOCK_N"]) * dtype.itemsize
-                    assert shared <= 99 << 10 or (shared <= 160 << 10 and arch in (80, 90, 100, 103))
+                    shared = (
+                        c["num_stages"]
+                        * c["BLOCK_K"]
+                        * (c["BLOCK_M"] + c["BLOCK_N"])
+                        * dtype.itemsize
+                    )
+                    assert shared <= 99 << 10 or (
+                        shared <= 160 << 10 and arch in (80, 90, 100, 103)
+                    )
                     assert min(c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"]) >= 16
                     # accumulators of all specialists in 8 warps' registers
-                    assert not expect or c["BLOCK_M"] * c["BLOCK_N"] * min(len(sizes), 32) <= 160 * 256
+                    assert (
+                        not expect or c["BLOCK_M"] * c["BLOCK_N"] * min(len(sizes), 32) <= 160 * 256
+                    )
 
 
 # the right element beyond 2^31
@@ -146,19 +175,40 @@ def test_logits_beyond_int32(tmp_path):
     """Rows of 2^30 ids: the third lies at 2^31. One tile of many, on a file without content."""
     if torch.cuda.is_available():
         pytest.skip("a file is the CPU's")
-    V, T = 1 << 30, 4
-    hidden, head = torch.randn(T, 16), torch.randn(32, 16)
+    V = 1 << 30
+    T = 4
+    hidden = torch.randn(T, 16)
+    head = torch.randn(32, 16)
     logits = torch.from_numpy(np.memmap(tmp_path / "logits", np.float32, "w+", shape=(T, V)))
-    gate, labels, partial, target = (torch.ones(T, 1), torch.zeros(T, dtype=torch.int64), torch.empty(2, T), torch.empty(T))
+    gate = torch.ones(T, 1)
+    labels = torch.zeros(T, dtype=torch.int64)
+    partial = torch.empty(2, T)
+    target = torch.empty(T)
     fusion._fused_logits_fwd_kernel[(1,)](
-        (hidden,), (head,), gate, labels, logits, partial, target, T, V, 1, S=1, SIZES=(16,), EXPECT=False,
-        **config(16, 32, 16), enable_fp_fusion=True,
-    )  # fmt: skip
+        (hidden,),
+        (head,),
+        gate,
+        labels,
+        logits,
+        partial,
+        target,
+        T,
+        V,
+        1,
+        S=1,
+        SIZES=(16,),
+        EXPECT=False,
+        **config(16, 32, 16),
+        enable_fp_fusion=True,
+    )
     want = hidden @ head.t()
     torch.testing.assert_close(logits[:, :32], want)
     torch.testing.assert_close(target, want[:, 0])
-    lse, scale = want.logsumexp(1), torch.rand(T)
-    fusion._fused_logits_bwd_kernel[(T, 1)](logits, lse, scale, labels, logits, V, BLOCK_V=32, enable_fp_fusion=True)
+    lse = want.logsumexp(1)
+    scale = torch.rand(T)
+    fusion._fused_logits_bwd_kernel[(T, 1)](
+        logits, lse, scale, labels, logits, V, BLOCK_V=32, enable_fp_fusion=True
+    )
     softmax = want.softmax(1)
     softmax[:, 0] -= 1
     torch.testing.assert_close(logits[:, :32], softmax * scale[:, None])
@@ -171,7 +221,9 @@ def caught(module) -> list[str]:
     found = []
     tile = config(16, 32, 16, group=2)
     for T, sizes, V in ((21, (33, 48), 70), (18, (16, 17, 16), 33)):
-        hidden, heads, gate, labels = case = sample(T, sizes, [V + 3 * s for s in range(len(sizes))])
+        hidden, heads, gate, labels = case = sample(
+            T, sizes, [V + 3 * s for s in range(len(sizes))]
+        )
         labels[-1] = V - 1
         scale = torch.where(labels == IGNORED, 0.0, 0.5 + torch.rand(T))
         dgate = torch.full_like(gate, NAN)
@@ -196,37 +248,79 @@ MUTANTS = [
     pytest.param("rows, columns = (t < T)", "rows, columns = (t <= T)", id="a token too many"),
     pytest.param("[:, None], (v < V)", "[:, None], (v <= V)", id="an id too many is read"),
     pytest.param("if H % BLOCK_K != 0:", "if False:", id="columns behind a state's end"),
-    pytest.param("range(0, H, BLOCK_K)", "range(0, H - BLOCK_K, BLOCK_K)", id="last columns left out"),
-    pytest.param("acc = tl.dot(a, b, acc,", "acc = tl.dot(a, b, tl.zeros_like(acc),", id="last columns only"),
+    pytest.param(
+        "range(0, H, BLOCK_K)", "range(0, H - BLOCK_K, BLOCK_K)", id="last columns left out"
+    ),
+    pytest.param(
+        "acc = tl.dot(a, b, acc,", "acc = tl.dot(a, b, tl.zeros_like(acc),", id="last columns only"
+    ),
     pytest.param("head += BLOCK_K", "head += 0", id="first columns of the head for all"),
     pytest.param("head_ptrs[s]", "head_ptrs[0]", id="first head for all"),
     pytest.param("hidden_ptrs[s]", "hidden_ptrs[0]", id="first state for all"),
     pytest.param("row * S + s, mask", "row * S, mask", id="first weight for all"),
     pytest.param("logits += tl.load", "logits = tl.load", id="last specialist only"),
-    pytest.param('tl.where((v < V)[None, :], logits, float("-inf"))', "logits", id="ids behind the end in the softmax"),
-    pytest.param("tl.minimum(tile_n * BLOCK_N + BLOCK_N, V)", "tile_n * BLOCK_N + BLOCK_N", id="label behind the end"),
-    pytest.param("found = live & (label >= tile_n * BLOCK_N)", "found = live", id="earlier tiles write a label's logit"),
-    pytest.param("v[None, :] == label[:, None]", "v[None, :] <= label[:, None]", id="logits up to the label's"),
+    pytest.param(
+        'tl.where((v < V)[None, :], logits, float("-inf"))',
+        "logits",
+        id="ids behind the end in the softmax",
+    ),
+    pytest.param(
+        "tl.minimum(tile_n * BLOCK_N + BLOCK_N, V)",
+        "tile_n * BLOCK_N + BLOCK_N",
+        id="label behind the end",
+    ),
+    pytest.param(
+        "found = live & (label >= tile_n * BLOCK_N)",
+        "found = live",
+        id="earlier tiles write a label's logit",
+    ),
+    pytest.param(
+        "v[None, :] == label[:, None]",
+        "v[None, :] <= label[:, None]",
+        id="logits up to the label's",
+    ),
     pytest.param("row * tiles + tile_n", "row * tiles", id="one tile's sums"),
     pytest.param("row * tiles + tile_n", "tile_n * T + row", id="partials transposed"),
     pytest.param("field * (2 + s)", "field * 2", id="expectations of one specialist"),
-    pytest.param("tl.sum(p * parts[s], 1)", "tl.sum(parts[s], 1)", id="expectation without the softmax"),
+    pytest.param(
+        "tl.sum(p * parts[s], 1)", "tl.sum(parts[s], 1)", id="expectation without the softmax"
+    ),
     pytest.param("target + 1 + s", "target + s", id="label's logits shifted"),
-    pytest.param("tl.where(hit, parts[s], 0.0)", "tl.where(hit, logits, 0.0)", id="the mixture's logit for each"),
+    pytest.param(
+        "tl.where(hit, parts[s], 0.0)",
+        "tl.where(hit, logits, 0.0)",
+        id="the mixture's logit for each",
+    ),
     pytest.param("p - 1, p)", "p, p)", id="softmax without the label"),
     pytest.param("v == tl.load(labels_ptr", "v <= tl.load(labels_ptr", id="ids up to the label"),
-    pytest.param("scale = tl.load(scale_ptr + t)", "scale = tl.load(scale_ptr)", id="first token's scale for all"),
+    pytest.param(
+        "scale = tl.load(scale_ptr + t)",
+        "scale = tl.load(scale_ptr)",
+        id="first token's scale for all",
+    ),
     pytest.param("tl.load(lse_ptr + t)", "tl.load(lse_ptr)", id="first token's sum for all"),
     pytest.param("mask=v < V)\n\n", "mask=v <= V)\n\n", id="an id too many is written"),
-    pytest.param("total += tl.sum(dx * hidden, 1)", "total = tl.sum(dx * hidden, 1)", id="last columns of the gate's gradient"),
-    pytest.param("gate[:, None] * dx", "gate[:, None] * hidden", id="gradient of a state is the state"),
+    pytest.param(
+        "total += tl.sum(dx * hidden, 1)",
+        "total = tl.sum(dx * hidden, 1)",
+        id="last columns of the gate's gradient",
+    ),
+    pytest.param(
+        "gate[:, None] * dx", "gate[:, None] * hidden", id="gradient of a state is the state"
+    ),
     pytest.param("gate[:, None] * hidden", "hidden", id="state is not scaled"),
     pytest.param("gate_ptr + row * stride_gate", "gate_ptr + row", id="weights without a stride"),
     pytest.param("partial[1] * share", "partial[1]", id="sums of different highest logits"),
-    pytest.param("partial[2:] * share", "partial[2:]", id="expectations of different highest logits"),
+    pytest.param(
+        "partial[2:] * share", "partial[2:]", id="expectations of different highest logits"
+    ),
     pytest.param("torch.where(valid, lse", "torch.where(lse < 1e9, lse", id="ignored tokens count"),
-    pytest.param("BLOCK_H=min(512, triton.next_power_of_2(H))", "BLOCK_H=16", id="nothing: blocks are only slower"),
-]  # fmt: skip
+    pytest.param(
+        "BLOCK_H=min(512, triton.next_power_of_2(H))",
+        "BLOCK_H=16",
+        id="nothing: blocks are only slower",
+    ),
+]
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""What a step of the mixture's loss takes at a vocabulary of 32,000: a share of what the formula in torch takes."""
+"""What a step of the mixture's loss takes at a vocabulary of 32,000: a share of what the formula in
+torch takes.
+"""
 
 import json
 
@@ -44,7 +46,9 @@ def peak(which: str, frozen: bool, T=768, V=32000, H=32, S=3) -> tuple[int, list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen, share", [(False, 0.35), (True, 0.1)], ids=["all train", "frozen specialists"])
+@pytest.mark.parametrize(
+    "frozen, share", [(False, 0.35), (True, 0.1)], ids=["all train", "frozen specialists"]
+)
 def test_peak_is_a_share_of_the_naive(frozen, share):
     ours, numbers = peak("ours", frozen)
     naive, want = peak("naive", frozen)

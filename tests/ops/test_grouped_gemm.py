@@ -13,18 +13,25 @@ def by_rows(x, weight, expert_offsets, bias=None):
     """y[r] = weight[e] x[r] + bias[e], row by row; 0 behind the last expert."""
     rows = []
     for r in range(x.shape[0]):
-        owners = [e for e in range(weight.shape[0]) if expert_offsets[e] <= r < expert_offsets[e + 1]]
+        owners = [
+            e for e in range(weight.shape[0]) if expert_offsets[e] <= r < expert_offsets[e + 1]
+        ]
         y = 0 * (weight[0] @ x[r])
         for e in owners:
             y = weight[e] @ x[r] + (0 if bias is None else bias[e])
         rows.append(y)
-    return torch.stack(rows) if rows else x.new_zeros(0, weight.shape[1]) + 0 * weight.sum() + 0 * x.sum()
+    if rows:
+        return torch.stack(rows)
+    return x.new_zeros(0, weight.shape[1]) + 0 * weight.sum() + 0 * x.sum()
 
 
 def by_experts(x, weight, expert_offsets, bias=None):
     """The eager path, in the inputs' dtype."""
     bounds = expert_offsets.tolist()
-    parts = [x[a:b] @ w.t() + (0 if bias is None else bias[e]) for e, (a, b, w) in enumerate(zip(bounds, bounds[1:], weight))]
+    parts = [
+        x[a:b] @ w.t() + (0 if bias is None else bias[e])
+        for e, (a, b, w) in enumerate(zip(bounds, bounds[1:], weight))
+    ]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1])])
 
 
@@ -34,12 +41,15 @@ def run(f, leaves, offsets, dy, view=None):
     y = f(v["x"], v["weight"], offsets, v.get("bias"))
     grads = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype), allow_unused=True)
     zeros = (torch.zeros_like(leaf) for leaf in leaves.values())
-    return {"y": y.detach()} | {f"d{n}": z if g is None else g for n, z, g in zip(leaves, zeros, grads)}
+    return {"y": y.detach()} | {
+        f"d{n}": z if g is None else g for n, z, g in zip(leaves, zeros, grads)
+    }
 
 
 def check(sizes, dtype, tolerance, bias=True, rows=None, d_in=33, d_out=17, view=None, change=None):
     offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32)
-    R, E = rows if rows is not None else sum(sizes), len(sizes)
+    R = rows if rows is not None else sum(sizes)
+    E = len(sizes)
     leaves = {"x": torch.randn(R, d_in), "weight": torch.randn(E, d_out, d_in) / d_in**0.5}
     leaves |= {"bias": torch.randn(E, d_out)} if bias else {}
     leaves = {name: leaf.to(dtype) for name, leaf in leaves.items()}
@@ -65,7 +75,9 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_parity(sizes, bias, dtype, tolerance):
@@ -79,7 +91,8 @@ def test_rows_behind_the_last_expert_give_zero_and_get_zero(dtype, tolerance):
 
 
 def test_rows_behind_the_last_expert_may_hold_anything():
-    x, weight = torch.randn(6, 5), torch.randn(2, 4, 5)
+    x = torch.randn(6, 5)
+    weight = torch.randn(2, 4, 5)
     x[4:] = float("nan")
     x.requires_grad_(), weight.requires_grad_()
     y = grouped_gemm(x, weight, torch.tensor([0, 3, 4]))
@@ -95,14 +108,31 @@ def _one_expert(leaves):
     leaves["weight"] = leaves["weight"][:1].clone()
 
 
-@pytest.mark.parametrize("change, view", [
-    pytest.param(_transposed, lambda v: v | {"weight": v["weight"].transpose(1, 2)}, id="weights stored in x out"),
-    pytest.param(
-        _one_expert, lambda v: v | {"weight": v["weight"].expand(3, -1, -1)}, id="E views of one expert (stride 0)"
-    ),
-    pytest.param(lambda v: v.update(x=v["x"].t().contiguous()), lambda v: v | {"x": v["x"].t()}, id="x transposed"),
-    pytest.param(lambda v: v.update(x=v["x"].repeat(1, 2)), lambda v: v | {"x": v["x"][:, ::2]}, id="x strided"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, view",
+    [
+        pytest.param(
+            _transposed,
+            lambda v: v | {"weight": v["weight"].transpose(1, 2)},
+            id="weights stored in x out",
+        ),
+        pytest.param(
+            _one_expert,
+            lambda v: v | {"weight": v["weight"].expand(3, -1, -1)},
+            id="E views of one expert (stride 0)",
+        ),
+        pytest.param(
+            lambda v: v.update(x=v["x"].t().contiguous()),
+            lambda v: v | {"x": v["x"].t()},
+            id="x transposed",
+        ),
+        pytest.param(
+            lambda v: v.update(x=v["x"].repeat(1, 2)),
+            lambda v: v | {"x": v["x"][:, ::2]},
+            id="x strided",
+        ),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layouts(change, view, dtype, tolerance):
     check([5, 0, 9], dtype, tolerance, d_in=32, view=view, change=change)
@@ -110,16 +140,21 @@ def test_layouts(change, view, dtype, tolerance):
 
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
 def test_gradcheck(offsets_dtype):
-    x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 4), (3, 2, 4), (3, 2)))
+    x, weight, bias = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 4), (3, 2, 4), (3, 2))
+    )
     offsets = torch.tensor([0, 3, 3, 6], dtype=offsets_dtype)
-    assert torch.autograd.gradcheck(lambda x, w, b: grouped_gemm(x, w, offsets, b), (x, weight, bias))
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: grouped_gemm(x, w, offsets, b), (x, weight, bias)
+    )
     assert torch.autograd.gradcheck(lambda x, w: grouped_gemm(x, w, offsets), (x, weight))
 
 
 @pytest.mark.parametrize("needed", ["x", "weight", "bias"])
 def test_each_gradient_alone(needed):
     leaves = {"x": torch.randn(7, 4), "weight": torch.randn(3, 2, 4), "bias": torch.randn(3, 2)}
-    offsets, dy = torch.tensor([0, 3, 3, 6]), torch.randn(7, 2)
+    offsets = torch.tensor([0, 3, 3, 6])
+    dy = torch.randn(7, 2)
     want = run(grouped_gemm, leaves, offsets, dy)[f"d{needed}"]
     leaf = leaves[needed].requires_grad_()
     y = grouped_gemm(leaves["x"], leaves["weight"], offsets, leaves["bias"])
@@ -127,8 +162,13 @@ def test_each_gradient_alone(needed):
 
 
 def test_twenty_runs_give_the_same_bits():
-    leaves = {"x": torch.randn(64, 33), "weight": torch.randn(4, 17, 33), "bias": torch.randn(4, 17)}
-    offsets, dy = torch.tensor([0, 20, 20, 41, 60]), torch.randn(64, 17)
+    leaves = {
+        "x": torch.randn(64, 33),
+        "weight": torch.randn(4, 17, 33),
+        "bias": torch.randn(4, 17),
+    }
+    offsets = torch.tensor([0, 20, 20, 41, 60])
+    dy = torch.randn(64, 17)
     first = run(grouped_gemm, leaves, offsets, dy)
     for _ in range(20):
         again = run(grouped_gemm, leaves, offsets, dy)
@@ -140,9 +180,12 @@ def test_twenty_runs_give_the_same_bits():
 def test_opcheck(layout, bias):
     x = torch.randn(7, 4)
     weight = torch.randn(3, 2, 4) if layout == "plain" else torch.randn(3, 4, 2).transpose(1, 2)
-    offsets, b = torch.tensor([0, 3, 3, 6]), torch.randn(3, 2) if bias else None
+    offsets = torch.tensor([0, 3, 3, 6])
+    b = torch.randn(3, 2) if bias else None
     leaves = [t.detach().requires_grad_() for t in (x, weight)]
-    torch.library.opcheck(torch.ops.moe_runtime.grouped_gemm, (*leaves, offsets, b, None, None, "torch"))
+    torch.library.opcheck(
+        torch.ops.moe_runtime.grouped_gemm, (*leaves, offsets, b, None, None, "torch")
+    )
     for needs in ([True, True, bias], [False, True, False], [True, False, False]):
         args = (torch.randn(7, 2), x, weight, offsets, None, None, needs, "torch")
         torch.library.opcheck(torch.ops.moe_runtime.grouped_gemm_backward, args)
@@ -151,7 +194,8 @@ def test_opcheck(layout, bias):
 def test_compiles_without_a_graph_break():
     torch._dynamo.reset()
     leaves = {"x": torch.randn(9, 33), "weight": torch.randn(3, 17, 33), "bias": torch.randn(3, 17)}
-    offsets, dy = torch.tensor([0, 3, 3, 8], dtype=torch.int32), torch.randn(9, 17)
+    offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    dy = torch.randn(9, 17)
     args = (leaves["x"], leaves["weight"], offsets, leaves["bias"])
     assert torch._dynamo.explain(grouped_gemm)(*args).graph_break_count == 0
     got = run(torch.compile(grouped_gemm, fullgraph=True, backend="aot_eager"), leaves, offsets, dy)
@@ -163,9 +207,13 @@ PLACE = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)  # experts 3 and 1 train
 
 
 def split(leaves, layout: str = "plain"):
-    """The leaves with the weights of the experts that train apart, and something wrong in their place in the stack."""
-    weight, turned = leaves["weight"], layout == "transposed"
-    frozen, apart = weight.masked_fill((PLACE >= 0)[:, None, None], 7.0), weight[[3, 1]]
+    """The leaves with the weights of the experts that train apart, and something wrong in their
+    place in the stack.
+    """
+    weight = leaves["weight"]
+    turned = layout == "transposed"
+    frozen = weight.masked_fill((PLACE >= 0)[:, None, None], 7.0)
+    apart = weight[[3, 1]]
     if turned:
         frozen, apart = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (frozen, apart))
     return frozen, apart.requires_grad_()
@@ -174,15 +222,26 @@ def split(leaves, layout: str = "plain"):
 def check_apart(backend: str, layout: str, bias: bool, dtype, tolerance, device="cpu"):
     """Expert 1, which trains, and expert 2 have no row."""
     offsets = torch.tensor([0, 5, 5, 5, 9], dtype=torch.int32)
-    leaves = {"x": torch.randn(11, 33), "weight": torch.randn(4, 17, 33)} | ({"bias": torch.randn(4, 17)} if bias else {})
-    leaves, dy = {name: leaf.to(dtype) for name, leaf in leaves.items()}, torch.randn(11, 17).to(dtype)
+    leaves = {"x": torch.randn(11, 33), "weight": torch.randn(4, 17, 33)} | (
+        {"bias": torch.randn(4, 17)} if bias else {}
+    )
+    leaves = {name: leaf.to(dtype) for name, leaf in leaves.items()}
+    dy = torch.randn(11, 17).to(dtype)
     want = run(by_rows, {name: leaf.double() for name, leaf in leaves.items()}, offsets, dy)
     want["dweight"] = want["dweight"][[3, 1]]
     if bias:
         want["dbias"].masked_fill_((PLACE < 0)[:, None], 0)
     on = {name: leaf.to(device).detach().requires_grad_() for name, leaf in leaves.items()}
     frozen, apart = split({name: leaf.to(device) for name, leaf in leaves.items()}, layout)
-    y = grouped_gemm(on["x"], frozen, offsets.to(device), on.get("bias"), backend, trainable=PLACE.to(device), trained=apart)
+    y = grouped_gemm(
+        on["x"],
+        frozen,
+        offsets.to(device),
+        on.get("bias"),
+        backend,
+        trainable=PLACE.to(device),
+        trained=apart,
+    )
     inputs = {"x": on["x"], "weight": apart} | ({"bias": on["bias"]} if bias else {})
     grads = torch.autograd.grad(y, list(inputs.values()), dy.to(device))
     got = {"y": y.detach()} | {f"d{name}": grad for name, grad in zip(inputs, grads)}
@@ -198,13 +257,22 @@ def test_weights_that_train_lie_apart(layout, bias, dtype, tolerance):
 
 def check_rows_of_nobody(backend: str, device="cpu"):
     """What the map names no expert for gets zero, in memory that holds NaN."""
-    x, weight, offsets = torch.randn(9, 33), torch.randn(4, 17, 33), torch.tensor([0, 5, 5, 5, 9])
-    x, weight, offsets, place = (t.to(device) for t in (x, weight, offsets, 2 * PLACE + 1))  # rows 1 and 3 of 5
+    x = torch.randn(9, 33)
+    weight = torch.randn(4, 17, 33)
+    offsets = torch.tensor([0, 5, 5, 5, 9])
+    # rows 1 and 3 of 5
+    x, weight, offsets, place = (t.to(device) for t in (x, weight, offsets, 2 * PLACE + 1))
     apart = torch.randn(5, 17, 33, device=device, requires_grad=True)
     with filled_memory():
         y = grouped_gemm(x, weight, offsets, backend=backend, trainable=place, trained=apart)
         gradient = torch.autograd.grad(y.square().sum(), apart)[0]
-    assert gradient.isfinite().all() and gradient.flatten(1).any(1).tolist() == [False, True, False, False, False]
+    assert gradient.isfinite().all() and gradient.flatten(1).any(1).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @contextlib.contextmanager
@@ -222,7 +290,9 @@ def test_rows_of_nobody_get_zero():
 
 
 def test_opcheck_of_weights_apart():
-    x, weight, offsets = torch.randn(9, 33), torch.randn(4, 17, 33), torch.tensor([0, 5, 5, 5, 9])
+    x = torch.randn(9, 33)
+    weight = torch.randn(4, 17, 33)
+    offsets = torch.tensor([0, 5, 5, 5, 9])
     frozen, apart = split({"weight": weight})
     torch.library.opcheck(
         torch.ops.moe_runtime.grouped_gemm,

@@ -1,7 +1,8 @@
-"""What the grouped GEMMs touch: nothing outside of their tensors, and the right element beyond 2^31 of them.
+"""What the grouped GEMMs touch: nothing outside of their tensors, and the right element beyond 2^31
+of them.
 
-Far elements lie in memory that takes no room before it is touched, so a launch here touches few; `one_tile` runs the first
-program of a launch alone where the others would fill gigabytes.
+Far elements lie in memory that takes no room before it is touched, so a launch here touches few;
+`one_tile` runs the first program of a launch alone where the others would fill gigabytes.
 """
 
 import os
@@ -26,26 +27,41 @@ from moe_runtime.kernels import grouped_gemm, grouped_gemm_backward, operands
 from moe_runtime.kernels.tiles import Tile
 
 # on a GPU a wrong index is not reported, it ends the process; and far elements take real memory
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for the interpreter")
-TILE, HALF = Tile(16, 16, 16), torch.float16
-# row * stride is 2^31 - 1 (the elements behind cross over), 2^31, 2^31 + 1, and every factor fits in int32
-FAR = [pytest.param(1, 2**31 - 1, id="2^31 - 1"), pytest.param(2, 2**30, id="2^31"), pytest.param(3, 715827883, id="2^31 + 1")]
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="for the interpreter"
+)
+TILE = Tile(16, 16, 16)
+HALF = torch.float16
+# row * stride is 2^31 - 1 (the elements behind cross over), 2^31, 2^31 + 1, and every factor fits
+# in int32
+FAR = [
+    pytest.param(1, 2**31 - 1, id="2^31 - 1"),
+    pytest.param(2, 2**30, id="2^31"),
+    pytest.param(3, 715827883, id="2^31 + 1"),
+]
 
 
 # wrong maps and indices
 def product(tiles, a=None):
     a = torch.randn(40, 16) if a is None else a
     weight = torch.randn(2, 16, 16)
-    return grouped_gemm.grouped_gemm_forward(a, weight, None, torch.tensor(tiles, dtype=torch.int32), True, TILE)
+    return grouped_gemm.grouped_gemm_forward(
+        a, weight, None, torch.tensor(tiles, dtype=torch.int32), True, TILE
+    )
 
 
-@pytest.mark.parametrize("tiles, words", [
-    pytest.param([[0], [32], [41]], "out of bounds", id="a tile ends behind the last row"),
-    pytest.param([[0], [-1], [8]], "out of bounds", id="a tile begins in front of the first row"),
-    pytest.param([[2], [0], [16]], "out of bounds", id="an expert that is not there"),
-    pytest.param([[0, 1, 0], [0, 16, 0], [16, 32, 16]], "write race", id="a tile twice"),
-    pytest.param([[0, 0, 1], [0, 15, 32], [32, 32, 40]], "write race", id="tiles that overlap"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tiles, words",
+    [
+        pytest.param([[0], [32], [41]], "out of bounds", id="a tile ends behind the last row"),
+        pytest.param(
+            [[0], [-1], [8]], "out of bounds", id="a tile begins in front of the first row"
+        ),
+        pytest.param([[2], [0], [16]], "out of bounds", id="an expert that is not there"),
+        pytest.param([[0, 1, 0], [0, 16, 0], [16, 32, 16]], "write race", id="a tile twice"),
+        pytest.param([[0, 0, 1], [0, 15, 32], [32, 32, 40]], "write race", id="tiles that overlap"),
+    ],
+)
 def test_wrong_tile_map_is_seen(tiles, words):
     with pytest.raises(Exception, match=words):
         product(tiles)
@@ -55,9 +71,12 @@ def test_wrong_tile_map_is_seen(tiles, words):
 def test_wrong_slot_is_seen(slot):
     rows = make_rows([20, 20], 0, 2)
     rows.row_slot[7] = slot
-    tiles, up = tile_map(rows.offsets, 40, 16), torch.randn(2, 16, 16)
+    tiles = tile_map(rows.offsets, 40, 16)
+    up = torch.randn(2, 16, 16)
     with pytest.raises(Exception, match="out of bounds"):
-        grouped_gemm.up_forward(torch.randn(20, 16), up, None, rows.row_slot, tiles, 2, "silu", False, False, TILE)
+        grouped_gemm.up_forward(
+            torch.randn(20, 16), up, None, rows.row_slot, tiles, 2, "silu", False, False, TILE
+        )
 
 
 # the right element beyond 2^31
@@ -119,13 +138,16 @@ def test_token_rows(row, stride, room):
     up, down = (torch.randn(s).to(HALF) for s in ((1, 8, 20), (1, 20, 8)))
     _, h = grouped_gemm.up_forward(x, up, None, rows.row_slot, tiles, 2, "gelu", False, False, TILE)
     assert_rounded_once(h, up_rows(x, up, None, rows, "gelu", False)[1])
-    weight, z = torch.rand(row + 1, 2), torch.randn(2 * row + 2, 8).to(HALF)
+    weight = torch.rand(row + 1, 2)
+    z = torch.randn(2 * row + 2, 8).to(HALF)
     dz, _, partial = grouped_gemm_backward.dz_backward(
         x, down, None, weight, rows.row_slot, tiles, z, "gelu", False, False, TILE
     )
     want_dz, _, want_dweight = dz_rows(x, down, None, weight, z, rows, "gelu", False)
     assert_rounded_once(dz, want_dz)
-    torch.testing.assert_close(partial.double().sum(1), want_dweight, rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(
+        partial.double().sum(1), want_dweight, rtol=1e-4, atol=1e-4, equal_nan=True
+    )
     order = (rows.row_slot, rows.offsets, 2)
     dup = grouped_gemm_backward.weight_backward(z, x, *order, "x", TILE)
     assert_rounded_once(dup, weight_rows(z, x, rows, "x", 1))
@@ -140,35 +162,59 @@ def test_rows_in_expert_order(row, stride, room):
     rows = make_rows([row, 1], 0, 1)  # the last row begins a tile
     a = far((row + 1, 20), (stride, 1))
     a[:] = torch.randn(row + 1, 20)
-    weight, x = torch.randn(2, 8, 20).to(HALF), torch.randn(row + 1, 8).to(HALF)
+    weight = torch.randn(2, 8, 20).to(HALF)
+    x = torch.randn(row + 1, 8).to(HALF)
     for counts in ([row, 1], [0, row + 1]):  # the far row begins a tile, or lies inside one
         rows = make_rows(counts, 0, 1)
-        tiles, order = tile_map(rows.offsets, row + 1, 16), (rows.row_slot, rows.offsets, 1)
+        tiles = tile_map(rows.offsets, row + 1, 16)
+        order = (rows.row_slot, rows.offsets, 1)
         y = grouped_gemm.grouped_gemm_forward(a, weight, None, tiles, True, TILE)
         assert_rounded_once(y, product_rows(a, weight, None, rows))
         dw = grouped_gemm_backward.weight_backward(a, x, *order, None, TILE)
         assert_rounded_once(dw, weight_rows(a, x, rows, None, 2))
         dw = grouped_gemm_backward.weight_backward(x, a, *order, None, TILE)
         assert_rounded_once(dw, weight_rows(x, a, rows, None, 2))
-        assert_rounded_once(grouped_gemm_backward.bias_backward(a, None, *order, False), bias_rows(a, None, rows, False, 2))
+        assert_rounded_once(
+            grouped_gemm_backward.bias_backward(a, None, *order, False),
+            bias_rows(a, None, rows, False, 2),
+        )
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["stack", "trained weights"])
 @pytest.mark.parametrize("e, stride", FAR)
 def test_experts(e, stride, apart, room):
     rows = make_rows([0] * e + [5], 0, 1)
-    tiles, x = tile_map(rows.offsets, 5, 16), torch.randn(5, 20).to(HALF)
+    tiles = tile_map(rows.offsets, 5, 16)
+    x = torch.randn(5, 20).to(HALF)
     w = far((e + 1, 8, 20), (stride, 20, 1))
     w[e] = torch.randn(8, 20)
-    whole, trained = near(w), None
+    whole = near(w)
+    trained = None
     if apart:
         place = torch.arange(e + 1, dtype=torch.int32)
-        trained, w = operands.Trained(place, w), torch.full((e + 1, 8, 20), float("nan"), dtype=HALF)
-    _, h = grouped_gemm.up_forward(x, w, None, rows.row_slot, tiles, 1, "gelu", False, False, TILE, trained)
+        trained = operands.Trained(place, w)
+        w = torch.full((e + 1, 8, 20), float("nan"), dtype=HALF)
+    _, h = grouped_gemm.up_forward(
+        x, w, None, rows.row_slot, tiles, 1, "gelu", False, False, TILE, trained
+    )
     assert_rounded_once(h, up_rows(x, whole, None, rows, "gelu", False)[1])
-    y = grouped_gemm.grouped_gemm_forward(x[:, :8].contiguous(), w, None, tiles, False, TILE, trained)
+    y = grouped_gemm.grouped_gemm_forward(
+        x[:, :8].contiguous(), w, None, tiles, False, TILE, trained
+    )
     assert_rounded_once(y, product_rows(x[:, :8], whole.transpose(1, 2), None, rows))
-    args = (x[:, :8].contiguous(), w, None, torch.rand(5, 1), rows.row_slot, tiles, x, "gelu", False, False, TILE)
+    args = (
+        x[:, :8].contiguous(),
+        w,
+        None,
+        torch.rand(5, 1),
+        rows.row_slot,
+        tiles,
+        x,
+        "gelu",
+        False,
+        False,
+        TILE,
+    )
     dz, *_ = grouped_gemm_backward.dz_backward(*args, trained)
     assert_rounded_once(dz, dz_rows(args[0], whole, None, args[3], x, rows, "gelu", False)[0])
 
@@ -182,14 +228,18 @@ def test_rows_and_columns_of_a_weight(row, stride, k_last, room):
     w[0] = torch.randn(row + 1, 20)
     a = torch.randn(5, 20 if k_last else row + 1).to(HALF)
     y = grouped_gemm.grouped_gemm_forward(a, w, None, tiles, k_last, TILE)
-    assert_rounded_once(y, product_rows(a, near(w) if k_last else near(w).transpose(1, 2), None, rows))
+    assert_rounded_once(
+        y, product_rows(a, near(w) if k_last else near(w).transpose(1, 2), None, rows)
+    )
 
 
 FAR_ROWS = 2**27 - 2  # of 16 columns: the third of the rows from here begins at element 2^31
 
 
 def make_far_rows():
-    """Six rows, in two tiles, behind 2^27 others: the first tile crosses element 2^31, the second begins behind it."""
+    """Six rows, in two tiles, behind 2^27 others: the first tile crosses element 2^31, the second
+    begins behind it.
+    """
     rows = make_rows([6], 0, 1)
     row_slot = sparse(FAR_ROWS + 6, torch.int32)
     row_slot[FAR_ROWS:] = rows.row_slot
@@ -204,7 +254,8 @@ def far_rows():
 
 def test_rows_of_the_up_projection(far_rows, unfilled):
     rows, row_slot, tiles = far_rows
-    x, up = torch.randn(6, 20).to(HALF), torch.randn(1, 16, 20).to(HALF)
+    x = torch.randn(6, 20).to(HALF)
+    up = torch.randn(1, 16, 20).to(HALF)
     z, h = grouped_gemm.up_forward(x, up, None, row_slot, tiles, 1, "gelu", False, True, TILE)
     want_z, want_h = up_rows(x, up, None, rows, "gelu", False)
     assert_rounded_once(z[FAR_ROWS:], want_z)
@@ -213,7 +264,8 @@ def test_rows_of_the_up_projection(far_rows, unfilled):
 
 def test_rows_of_the_product(far_rows, unfilled):
     rows, _, tiles = far_rows
-    a, weight = far((FAR_ROWS + 6, 16), (16, 1)), torch.randn(1, 16, 16).to(HALF)
+    a = far((FAR_ROWS + 6, 16), (16, 1))
+    weight = torch.randn(1, 16, 16).to(HALF)
     a[FAR_ROWS:] = torch.randn(6, 16)
     y = grouped_gemm.grouped_gemm_forward(a, weight, None, tiles, True, TILE)
     assert_rounded_once(y[FAR_ROWS:], product_rows(a[FAR_ROWS:], weight, None, rows))
@@ -221,26 +273,41 @@ def test_rows_of_the_product(far_rows, unfilled):
 
 def test_rows_of_dz(far_rows, unfilled):
     rows, row_slot, tiles = far_rows
-    dout, down, weight = torch.randn(6, 20).to(HALF), torch.randn(1, 20, 16).to(HALF), torch.rand(6, 1)
+    dout = torch.randn(6, 20).to(HALF)
+    down = torch.randn(1, 20, 16).to(HALF)
+    weight = torch.rand(6, 1)
     z = far((FAR_ROWS + 6, 16), (16, 1))
     z[FAR_ROWS:] = torch.randn(6, 16)
-    dz, wh, partial = grouped_gemm_backward.dz_backward(dout, down, None, weight, row_slot, tiles, z, "gelu", False, True, TILE)
-    want_dz, want_wh, want_dweight = dz_rows(dout, down, None, weight, z[FAR_ROWS:], rows, "gelu", False)
+    dz, wh, partial = grouped_gemm_backward.dz_backward(
+        dout, down, None, weight, row_slot, tiles, z, "gelu", False, True, TILE
+    )
+    want_dz, want_wh, want_dweight = dz_rows(
+        dout, down, None, weight, z[FAR_ROWS:], rows, "gelu", False
+    )
     assert_rounded_once(dz[FAR_ROWS:], want_dz)
     assert_rounded_once(wh[FAR_ROWS:], want_wh)
-    torch.testing.assert_close(partial[FAR_ROWS:].double().sum(1), want_dweight, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        partial[FAR_ROWS:].double().sum(1), want_dweight, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_partial_gradients_of_the_weights(unfilled):
-    # a block of two columns (no GPU has one) makes `partial` large before z is: two thirds of its size
-    row, tile = 2**30 - 1, TILE._replace(BLOCK_N=2)
-    rows, row_slot = make_rows([2], 0, 1), sparse(row + 2, torch.int32)
+    # a block of two columns (no GPU has one) makes `partial` large before z is: two thirds of its
+    # size
+    row = 2**30 - 1
+    tile = TILE._replace(BLOCK_N=2)
+    rows = make_rows([2], 0, 1)
+    row_slot = sparse(row + 2, torch.int32)
     row_slot[row:] = rows.row_slot
     tiles = torch.tensor([[0], [row], [row + 2]], dtype=torch.int32)
-    dout, down, weight = torch.randn(2, 20).to(HALF), torch.randn(1, 20, 3).to(HALF), torch.rand(2, 1)
+    dout = torch.randn(2, 20).to(HALF)
+    down = torch.randn(1, 20, 3).to(HALF)
+    weight = torch.rand(2, 1)
     z = far((row + 2, 3), (3, 1))
     z[row:] = torch.randn(2, 3)
-    dz, _, partial = grouped_gemm_backward.dz_backward(dout, down, None, weight, row_slot, tiles, z, "gelu", False, False, tile)
+    dz, _, partial = grouped_gemm_backward.dz_backward(
+        dout, down, None, weight, row_slot, tiles, z, "gelu", False, False, tile
+    )
     want_dz, _, want_dweight = dz_rows(dout, down, None, weight, z[row:], rows, "gelu", False)
     assert_rounded_once(dz[row:], want_dz)
     torch.testing.assert_close(partial[row:].double().sum(1), want_dweight, rtol=1e-4, atol=1e-4)
@@ -260,7 +327,8 @@ def test_weight_gradient_of_a_far_expert(one_tile):
 
 
 def test_far_rows_of_a_weight_gradient(one_tile):
-    rows, x = make_rows([1], 0, 1), sparse(2**28, HALF).view(1, 2**28)
+    rows = make_rows([1], 0, 1)
+    x = sparse(2**28, HALF).view(1, 2**28)
     dy, x[0, :16] = torch.randn(1, 9).to(HALF), torch.randn(16)
     dw = grouped_gemm_backward.weight_backward(dy, x, rows.row_slot, rows.offsets, 1, None, TILE)
     assert_rounded_once(dw[:, :, :16], weight_rows(dy, x[:, :16], rows, None, 1))
@@ -268,11 +336,15 @@ def test_far_rows_of_a_weight_gradient(one_tile):
 
 def test_far_biases(one_tile):
     """bias and its gradient, and the rows of y inside of one tile."""
-    N, rows = 2**30, make_rows([0, 0, 3], 0, 1)
+    N = 2**30
+    rows = make_rows([0, 0, 3], 0, 1)
     bias = sparse(3 * N, HALF).view(3, N)
     bias[2, :16] = torch.randn(16)
-    a, weight = torch.randn(3, 20).to(HALF), torch.randn(1, 1, 20).to(HALF).expand(3, N, 20)
-    y = grouped_gemm.grouped_gemm_forward(a, weight, bias, tile_map(rows.offsets, 3, 16), True, TILE)
+    a = torch.randn(3, 20).to(HALF)
+    weight = torch.randn(1, 1, 20).to(HALF).expand(3, N, 20)
+    y = grouped_gemm.grouped_gemm_forward(
+        a, weight, bias, tile_map(rows.offsets, 3, 16), True, TILE
+    )
     assert_rounded_once(y[:, :16], product_rows(a, weight[:, :16], bias[:, :16], rows))
     dy = sparse(3 * N, HALF).view(3, N)
     dy[:, :16] = torch.randn(3, 16)

@@ -1,4 +1,6 @@
-"""No launcher asks the GPU for a value: the Triton backend of every op runs on tensors of the meta device, which have none."""
+"""No launcher asks the GPU for a value: the Triton backend of every op runs on tensors of the meta
+device, which have none.
+"""
 
 import functools
 import importlib
@@ -28,22 +30,42 @@ def triton(op: str, *args, backend: str = "triton") -> tuple:
     return getattr(torch.ops.moe_runtime, op).default.redispatch(keys, *args, backend)
 
 
-def layer(gated=True, bias=False, trainable=False, apart=False, shared="group", save=True, needs=(True,) * 6) -> None:
-    T, H, I, E, K = 40, 64, 48, 4, 2
-    up, down, weight = meta(E, 2 * I if gated else I, H), meta(E, H, I), meta(T, K, dtype=torch.float32)
+def layer(
+    gated=True,
+    bias=False,
+    trainable=False,
+    apart=False,
+    shared="group",
+    save=True,
+    needs=(True,) * 6,
+) -> None:
+    T = 40
+    H = 64
+    I = 48
+    E = 4
+    K = 2
+    up = meta(E, 2 * I if gated else I, H)
+    down = meta(E, H, I)
+    weight = meta(T, K, dtype=torch.float32)
     biases = (meta(E, up.shape[1]), meta(E, H)) if bias else (None, None)
     place = meta(E, dtype=torch.int32 if apart else torch.bool) if trainable or apart else None
     trained = (meta(2, *up.shape[1:]), meta(2, H, I)) if apart else (None, None)
     experts = Experts(up, down, *biases, place, *trained, Activation("silu", gated), shared).pack()
-    out, *kept = triton("moe_mlp", meta(T, H), weight, meta(T, K, dtype=torch.int32), *experts, save)
+    out, *kept = triton(
+        "moe_mlp", meta(T, H), weight, meta(T, K, dtype=torch.int32), *experts, save
+    )
     triton("moe_mlp_backward", out, meta(T, H), weight, *experts, *kept, needs)
 
 
 def steps() -> None:
     integers = {"dtype": torch.int32}
-    logits, slots, rows = meta(40, 8), meta(40, 2, **integers), meta(80, 64)
-    gates, alpha = meta(40, 2, dtype=torch.float32), meta(4, dtype=torch.float32)
-    offsets, stack = meta(5, **integers), meta(4, 48, 64)
+    logits = meta(40, 8)
+    slots = meta(40, 2, **integers)
+    rows = meta(80, 64)
+    gates = meta(40, 2, dtype=torch.float32)
+    alpha = meta(4, dtype=torch.float32)
+    offsets = meta(5, **integers)
+    stack = meta(4, 48, 64)
     triton("route", logits, None, 2, "xft")
     triton("route_to", logits, slots, "xft")
     triton("route_backward", gates, logits, slots, "xft")
@@ -63,10 +85,20 @@ def steps() -> None:
 
 
 def lora_and_expansion() -> None:
-    T, H, I, E, rank = 40, 64, 48, 4, 8
+    T = 40
+    H = 64
+    I = 48
+    E = 4
+    rank = 8
     base = (meta(I, H), meta(I, H), meta(H, I), None, None)
     pairs = [meta(E, rank, n) for n in (H, I, H, I, I, H)]
-    shared = (meta(T, H), *base, meta(T, 2, dtype=torch.float32), meta(T, 2, dtype=torch.int32), *pairs)
+    shared = (
+        meta(T, H),
+        *base,
+        meta(T, 2, dtype=torch.float32),
+        meta(T, 2, dtype=torch.int32),
+        *pairs,
+    )
     settings = (E, 2.0, "silu", True)
     out, z, low = triton("lora_mlp", *shared, *settings)
     triton("lora_mlp_backward", out, z, low, True, (True,) * 6, *shared, *settings)
@@ -76,18 +108,28 @@ def lora_and_expansion() -> None:
 
 def frozen() -> None:
     """Frozen stacks with a pair each."""
-    T, H, I, E, rank = 40, 64, 48, 4, 8
+    T = 40
+    H = 64
+    I = 48
+    E = 4
+    rank = 8
     pairs = [Pair(meta(E, rank, into), meta(E, rank, out)) for out, into in ((2 * I, H), (H, I))]
-    experts = FrozenExperts(Stack.dense(meta(E, 2 * I, H)), Stack.dense(meta(E, H, I)), None, None, *pairs).pack()
-    x, weight = meta(T, H), meta(T, 2, dtype=torch.float32)
+    experts = FrozenExperts(
+        Stack.dense(meta(E, 2 * I, H)), Stack.dense(meta(E, H, I)), None, None, *pairs
+    ).pack()
+    x = meta(T, H)
+    weight = meta(T, 2, dtype=torch.float32)
     out, *kept = triton("frozen_mlp", x, weight, meta(T, 2, dtype=torch.int32), *experts, True)
     triton("frozen_mlp_backward", out, x, weight, *experts, *kept, (True,) * 8)
 
 
 def fused_loss() -> None:
     """Two specialists, with vocabularies of two sizes."""
-    gate, labels, nll = meta(40, 2, dtype=torch.float32), meta(40, dtype=torch.int64), meta(40, dtype=torch.float32)
-    models, needs = ([meta(40, 64), meta(40, 48)], [meta(100, 64), meta(120, 48)]), ([True] * 2, [True, False])
+    gate = meta(40, 2, dtype=torch.float32)
+    labels = meta(40, dtype=torch.int64)
+    nll = meta(40, dtype=torch.float32)
+    models = ([meta(40, 64), meta(40, 48)], [meta(100, 64), meta(120, 48)])
+    needs = ([True] * 2, [True, False])
     _, score = triton("fused_nll", gate, labels, *models, -100, True)
     triton("fused_nll_backward_gate", nll, score, gate)
     triton("fused_nll_backward", nll, gate, labels, *models, -100, *needs)
@@ -96,8 +138,15 @@ def fused_loss() -> None:
 
 
 def whole_layer(shared: str) -> None:
-    T, H, I, E, K = 40, 64, 48, 4, 2
-    x, router, up, down = meta(T, H), meta(E - 1, H), meta(E, 2 * I, H), meta(E, H, I)
+    T = 40
+    H = 64
+    I = 48
+    E = 4
+    K = 2
+    x = meta(T, H)
+    router = meta(E - 1, H)
+    up = meta(E, 2 * I, H)
+    down = meta(E, H, I)
     experts = Experts(up, down, meta(E, 2 * I), meta(E, H), shared=shared).pack()
     out, logits, weight, *kept = triton("moe_layer", x, router, *experts, K, "xft", True)
     tensors = (x, router, *experts, logits, weight, *kept)
@@ -126,11 +175,23 @@ def test_no_launcher_asks_for_a_value(step):
 
 def test_every_op_is_asked():
     asked = set(re.findall(r'triton\(\s*"(\w+)"', Path(__file__).read_text()))
-    names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe_runtime::")}
+    names = {
+        name.partition("::")[2]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("moe_runtime::")
+    }
     assert names <= asked
 
 
-VALUES = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.nonzero, bool, int)
+VALUES = (
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.cpu,
+    torch.Tensor.numpy,
+    torch.nonzero,
+    bool,
+    int,
+)
 
 
 @pytest.mark.parametrize("ask", [*VALUES, lambda x: x[x > 0]])
@@ -141,4 +202,11 @@ def test_a_value_asked_for_is_seen(ask: Callable):
 
 def test_the_backend_that_loops_on_the_host_is_seen():
     with pytest.raises((RuntimeError, TypeError)):
-        triton("grouped_gemm", meta(80, 64), meta(4, 48, 64), meta(5, dtype=torch.int32), *[None] * 3, backend="torch")
+        triton(
+            "grouped_gemm",
+            meta(80, 64),
+            meta(4, 48, 64),
+            meta(5, dtype=torch.int32),
+            *[None] * 3,
+            backend="torch",
+        )

@@ -1,4 +1,6 @@
-"""LoRA experts over one base against experts made whole, forward and every gradient; what runs once, and what is kept."""
+"""LoRA experts over one base against experts made whole, forward and every gradient; what runs
+once, and what is kept.
+"""
 
 import os
 
@@ -17,7 +19,11 @@ from tests.support.oracle import assert_parity, bounds, saved_bytes
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=str(why)))
     for name in ("torch", "triton")
-    for why in [backends.why_not(name, "lora_mlp", torch.device("cuda" if torch.cuda.is_available() else "cpu"))]
+    for why in [
+        backends.why_not(
+            name, "lora_mlp", torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
+    ]
 ]
 SHAPES = [  # T, H, I, E, K, rank
     pytest.param((37, 34, 48, 8, 6, 8), {}, id="XFT: 6 of 8"),
@@ -50,13 +56,18 @@ def test_parity(shape, options, dtype, backend, device, tolerance):
     case = make_case(*shape, dtype=dtype, **options)
     want = run(case, oracle, torch.float64)
     got = run(case, lora_mlp, device=device, backend=backend)
-    limit = tolerance[dtype] if dtype == torch.float32 else bounds(run(case, lora_mlp_reference), want, tolerance[dtype])
+    if dtype == torch.float32:
+        limit = tolerance[dtype]
+    else:
+        limit = bounds(run(case, lora_mlp_reference), want, tolerance[dtype])
     assert got["out"].dtype == dtype and got["dtopk_weight"].dtype == torch.float32
     assert_parity(got, want, limit)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("targets", [("gate",), ("up",), ("down",), ("gate", "down"), ("up", "gate")], ids=" ".join)
+@pytest.mark.parametrize(
+    "targets", [("gate",), ("up",), ("down",), ("gate", "down"), ("up", "gate")], ids=" ".join
+)
 def test_projections_without_pairs_are_the_bases(targets, backend, device, tolerance):
     case = make_case(21, 33, 49, 3, 2, 6, targets=targets)
     got = run(case, lora_mlp, device=device, backend=backend)
@@ -75,20 +86,26 @@ def test_activations(act, backend, device, tolerance):
 def test_float16(backend, device, tolerance):
     case = make_case(21, 32, 48, 3, 2, 6, dtype=torch.float16)
     assert_parity(
-        run(case, lora_mlp, device=device, backend=backend), run(case, oracle, torch.float64), tolerance[torch.float16]
+        run(case, lora_mlp, device=device, backend=backend),
+        run(case, oracle, torch.float64),
+        tolerance[torch.float16],
     )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_recomputed_gives_the_same_bits(backend, device):
     case = make_case(37, 33, 49, 4, 2, 6, bias=True)
-    kept, again = (run(case, lora_mlp, device=device, backend=backend, recompute=on) for on in (False, True))
+    kept, again = (
+        run(case, lora_mlp, device=device, backend=backend, recompute=on) for on in (False, True)
+    )
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layouts(backend, device, tolerance):
-    """x every other column, a stacked gate_up as the base, pairs transposed, an expanded gradient."""
+    """x every other column, a stacked gate_up as the base, pairs transposed, an expanded
+    gradient.
+    """
     case = make_case(21, 32, 48, 3, 2, 6)
     case.dout = case.dout[:1, :1].expand(21, 32)
     want = run(case, oracle, torch.float64)
@@ -97,8 +114,19 @@ def test_layouts(backend, device, tolerance):
         x = torch.stack([x, torch.zeros_like(x)], 2).flatten(1)[:, ::2]
         gate_proj, up_proj = torch.cat([gate_proj, up_proj]).chunk(2)
         for name in NAMES:
-            kwargs[name] = LoRA(*(half.transpose(1, 2).contiguous().transpose(1, 2) for half in kwargs[name]))
-        return lora_mlp(x, gate_proj, up_proj, down_proj.t().contiguous().t(), weight, idx, backend=backend, **kwargs)
+            kwargs[name] = LoRA(
+                *(half.transpose(1, 2).contiguous().transpose(1, 2) for half in kwargs[name])
+            )
+        return lora_mlp(
+            x,
+            gate_proj,
+            up_proj,
+            down_proj.t().contiguous().t(),
+            weight,
+            idx,
+            backend=backend,
+            **kwargs,
+        )
 
     assert_parity(run(case, apart, device=device), want, tolerance[torch.float32])
 
@@ -130,14 +158,18 @@ def test_zero_pairs_are_the_dense_base(backend, device):
     got = run(case, lora_mlp, device=device, backend=backend)["out"]
     base = [weight[None] for weight in case.base.values()]
     one = torch.zeros(21, 1, dtype=torch.int32)
-    want = moe_mlp(case.leaves["x"], torch.cat(base[:2], 1), base[2], torch.ones(21, 1), one, backend="torch")
+    want = moe_mlp(
+        case.leaves["x"], torch.cat(base[:2], 1), base[2], torch.ones(21, 1), one, backend="torch"
+    )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_nobody_chose_may_be_anything(backend, device):
-    """An expert that overflows harms those alone that chose it, and the weights of dropped slots nobody."""
+    """An expert that overflows harms those alone that chose it, and the weights of dropped slots
+    nobody.
+    """
     case = make_case(24, 32, 48, 4, 2, 6, routing="skip")
     case.topk_idx[5] = torch.tensor([3, -1])
     case.leaves["topk_weight"][5, 1] = float("nan")
@@ -161,7 +193,9 @@ def test_a_weight_of_zero_has_a_gradient(backend, device, tolerance):
     case.leaves["topk_weight"][::2, 0] = 0
     want = run(case, oracle, torch.float64)
     assert want["dtopk_weight"][::2, 0].abs().min() > 0
-    assert_parity(run(case, lora_mlp, device=device, backend=backend), want, tolerance[torch.float32])
+    assert_parity(
+        run(case, lora_mlp, device=device, backend=backend), want, tolerance[torch.float32]
+    )
 
 
 class Products(TorchDispatchMode):
@@ -169,20 +203,29 @@ class Products(TorchDispatchMode):
 
     def __init__(self, weights):
         super().__init__()
-        self.weights, self.found, self.total = {w.data_ptr(): name for name, w in weights.items()}, [], 0
+        self.weights = {w.data_ptr(): name for name, w in weights.items()}
+        self.found = []
+        self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().removeprefix("aten::").partition(".")[0]
         if name in ("mm", "addmm", "addmm_"):
             a, b = [t for t in args if isinstance(t, torch.Tensor)][-2:]
             self.total += a.shape[0] * a.shape[1] * b.shape[1]
-            self.found += [self.weights[t.data_ptr()] for t in (a, b) if t.data_ptr() in self.weights]
+            self.found += [
+                self.weights[t.data_ptr()] for t in (a, b) if t.data_ptr() in self.weights
+            ]
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_base_runs_once_per_token(backend, device):
-    T, H, I, E, K, rank = 64, 48, 80, 8, 6, 4
+    T = 64
+    H = 48
+    I = 80
+    E = 8
+    K = 6
+    rank = 4
     case = make_case(T, H, I, E, K, rank)
     leaves = {name: leaf.to(device) for name, leaf in case.leaves.items()}
     (x, gate, up, down, weight, idx), kwargs = arguments(case, leaves, None, device)
@@ -200,7 +243,11 @@ def test_the_base_runs_once_per_token(backend, device):
 
 
 def test_keeps_the_input_one_pre_activation_and_what_has_rank_r():
-    T, H, I, E, rank = 256, 64, 96, 4, 2
+    T = 256
+    H = 64
+    I = 96
+    E = 4
+    rank = 2
     case = make_case(T, H, I, E, 2, rank)
     leaves = {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
     args, kwargs = arguments(case, leaves, None, "cpu")
@@ -220,7 +267,9 @@ def test_runs_give_the_same_bits(backend, device):
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
-@pytest.mark.parametrize("needed", ["x", "topk_weight", *(f"{name}_{half}" for name in NAMES for half in "ab")])
+@pytest.mark.parametrize(
+    "needed", ["x", "topk_weight", *(f"{name}_{half}" for name in NAMES for half in "ab")]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_gradient_alone(needed, backend, device):
     case = make_case(21, 32, 48, 3, 2, 6)
@@ -229,7 +278,9 @@ def test_each_gradient_alone(needed, backend, device):
     leaves[needed].requires_grad_()
     args, kwargs = arguments(case, leaves, None, device)
     out = lora_mlp(*args, backend=backend, **kwargs)
-    assert torch.equal(torch.autograd.grad(out, leaves[needed], case.dout.to(device))[0].cpu(), want)
+    assert torch.equal(
+        torch.autograd.grad(out, leaves[needed], case.dout.to(device))[0].cpu(), want
+    )
 
 
 def op_arguments(dense: bool, targets=NAMES, dtype=torch.float32):
@@ -243,7 +294,12 @@ def op_arguments(dense: bool, targets=NAMES, dtype=torch.float32):
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize(
     "options",
-    [{"dense": False}, {"dense": True}, {"dense": False, "targets": ("up",)}, {"dense": True, "dtype": torch.bfloat16}],
+    [
+        {"dense": False},
+        {"dense": True},
+        {"dense": False, "targets": ("up",)},
+        {"dense": True, "dtype": torch.bfloat16},
+    ],
     ids=str,
 )
 def test_opcheck(options, save):
@@ -253,7 +309,8 @@ def test_opcheck(options, save):
     _, z, low = op.lora_mlp(*tensors, 3, 1.5, "silu", save, "torch")
     plain = [None if t is None else t.detach() for t in tensors]
     torch.library.opcheck(
-        op.lora_mlp_backward, (dout, z.detach(), low.detach(), True, [True] * 6, *plain, 3, 1.5, "silu", save, "torch")
+        op.lora_mlp_backward,
+        (dout, z.detach(), low.detach(), True, [True] * 6, *plain, 3, 1.5, "silu", save, "torch"),
     )
 
 
@@ -274,6 +331,7 @@ def test_second_gradient_is_refused():
 
 
 def test_weights_of_slots_are_summed_by_expert():
-    weight, idx = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[2, -1, 2]])
+    weight = torch.tensor([[1.0, 2.0, 4.0]])
+    idx = torch.tensor([[2, -1, 2]])
     assert mixed_weight(weight, idx, 3).tolist() == [[0.0, 0.0, 5.0]]
     assert mixed_weight(weight, None, 3) is weight

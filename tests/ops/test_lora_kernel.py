@@ -21,38 +21,58 @@ BACKWARD = ("lora_backward", "lora_backward_w")
 
 def config(t, i, rank):
     return {
-        "BLOCK_T": t, "BLOCK_I": i, "BLOCK_R": max(16, 1 << (rank - 1).bit_length()), "PRECISION": "ieee", "num_warps": 4,
+        "BLOCK_T": t,
+        "BLOCK_I": i,
+        "BLOCK_R": max(16, 1 << (rank - 1).bit_length()),
+        "PRECISION": "ieee",
+        "num_warps": 4,
         "num_stages": 1,
-    }  # fmt: skip
+    }
 
 
 def inputs(T, I, E, rank, device, dtype=torch.float32, chosen=0.7):
     """z, low, weight, gate_b, up_b, down_a, dh, dlow; some weights are zero."""
     torch.manual_seed(0)
-    z, low = torch.randn(T, 2 * I), torch.randn(3, T, E * rank) / rank**0.5
+    z = torch.randn(T, 2 * I)
+    low = torch.randn(3, T, E * rank) / rank**0.5
     weight = torch.rand(T, E) * (torch.rand(T, E) < chosen)
     halves = [torch.randn(E, rank, I) for _ in range(2)] + [torch.randn(E, rank, I) / I**0.5]
-    cast = [t.to(device, dtype) for t in (z, low, *halves, torch.randn(T, I), torch.randn(T, E * rank) / rank**0.5)]
+    cast = [
+        t.to(device, dtype)
+        for t in (z, low, *halves, torch.randn(T, I), torch.randn(T, E * rank) / rank**0.5)
+    ]
     return cast[0], cast[1], weight.to(device), *cast[2:]
 
 
 def want_of(z, low, weight, gate_b, up_b, down_a, dh, dlow, scaling):
     """Every result in float64 from the equations, the gradients by autograd."""
-    z, low, weight, gate_b, up_b, down_a = (t.double().requires_grad_() for t in (z, low, weight, gate_b, up_b, down_a))
+    z, low, weight, gate_b, up_b, down_a = (
+        t.double().requires_grad_() for t in (z, low, weight, gate_b, up_b, down_a)
+    )
     T, E, (gate, up) = z.shape[0], weight.shape[1], z.chunk(2, 1)
     pg, pu, _ = low.view(3, T, E, -1)
-    h, q = 0, []
+    h = 0
+    q = []
     for e in range(E):
         a = ACT["silu"](gate + scaling * pg[:, e] @ gate_b[e]) * (up + scaling * pu[:, e] @ up_b[e])
         h = h + weight[:, e : e + 1] * a
         q.append(weight[:, e : e + 1] * a @ down_a[e].t())
     q = torch.cat(q, 1)
     total = (h * dh.double()).sum() + (q * dlow.double()).sum()
-    dz, dweight, dgate_b, dup_b, ddown_a, dp = torch.autograd.grad(total, (z, weight, gate_b, up_b, down_a, low))
+    dz, dweight, dgate_b, dup_b, ddown_a, dp = torch.autograd.grad(
+        total, (z, weight, gate_b, up_b, down_a, low)
+    )
     return {
-        "h": h.detach(), "q": q.detach(), "dz": dz, "dgate": dp[0], "dup": dp[1], "dweight": dweight, "dgate_b": dgate_b,
-        "dup_b": dup_b, "ddown_a": ddown_a,
-    }  # fmt: skip
+        "h": h.detach(),
+        "q": q.detach(),
+        "dz": dz,
+        "dgate": dp[0],
+        "dup": dp[1],
+        "dweight": dweight,
+        "dgate_b": dgate_b,
+        "dup_b": dup_b,
+        "ddown_a": ddown_a,
+    }
 
 
 def launchers(forward=lora, backward=lora_backward):
@@ -60,19 +80,29 @@ def launchers(forward=lora, backward=lora_backward):
 
 
 def results(module, z, low, weight, gate_b, up_b, down_a, dh, dlow, scaling, block):
-    shared, low = (weight, gate_b, up_b, down_a), low.clone()
+    shared = (weight, gate_b, up_b, down_a)
+    low = low.clone()
     low[2] = float("nan")
     h = module.lora_forward(z, low, *shared, "silu", scaling, block)
     dz, dlows, dweight = module.lora_backward(dh, dlow, z, low, *shared, "silu", scaling, block)
     grads = module.lora_backward_w(dh, dlow, z, low, *shared, (True,) * 3, "silu", scaling, block)
     return {
-        "h": h, "q": low[2], "dz": dz, "dgate": dlows[0], "dup": dlows[1], "dweight": dweight, "dgate_b": grads[0],
-        "dup_b": grads[1], "ddown_a": grads[2],
-    }  # fmt: skip
+        "h": h,
+        "q": low[2],
+        "dz": dz,
+        "dgate": dlows[0],
+        "dup": dlows[1],
+        "dweight": dweight,
+        "dgate_b": grads[0],
+        "dup_b": grads[1],
+        "ddown_a": grads[2],
+    }
 
 
 @pytest.mark.parametrize("t, i", [(16, 16), (32, 16), (16, 64), (64, 32)])
-@pytest.mark.parametrize("T, I, E, rank", [(37, 49, 2, 5), (32, 64, 2, 16), (5, 130, 2, 1), (20, 33, 1, 20)])
+@pytest.mark.parametrize(
+    "T, I, E, rank", [(37, 49, 2, 5), (32, 64, 2, 16), (5, 130, 2, 1), (20, 33, 1, 20)]
+)
 def test_every_tile(T, I, E, rank, t, i, device):
     case = inputs(T, I, E, rank, device)
     got = results(launchers(), *case, 1.5, config(t, i, rank))
@@ -102,39 +132,71 @@ def test_config_is_for_every_size():
     for dtype in (torch.float32, torch.bfloat16):
         for I, rank in ((5504, 16), (17, 1), (11008, 128), (1408, 256), (1, 3)):
             for kernel in ("fwd", "low", "bwd", "bwd_w"):
-                c = lora.lora_config(kernel, torch.empty(1, 2 * I, dtype=dtype, device="meta"), I, rank)
+                c = lora.lora_config(
+                    kernel, torch.empty(1, 2 * I, dtype=dtype, device="meta"), I, rank
+                )
                 assert c["BLOCK_R"] >= max(rank, 16) and min(c["BLOCK_T"], c["BLOCK_I"]) >= 16
 
 
 def test_rows_beyond_int32(tmp_path):
-    """Rows of z lie 2^30 apart, of h and the ranks of b 2^29: one program of many, on files without content.
+    """Rows of z lie 2^30 apart, of h and the ranks of b 2^29: one program of many, on files without
+    content.
 
-    The kernels that sum along I would have to read all of it; what they compute offsets with is the same.
+    The kernels that sum along I would have to read all of it; what they compute offsets with is the
+    same.
     """
     if torch.cuda.is_available():
         pytest.skip("a file is the CPU's")
-    I, T, E, rank, first = 1 << 29, 6, 2, 5, 16
+    I = 1 << 29
+    T = 6
+    E = 2
+    rank = 5
+    first = 16
     small = inputs(T, first, E, rank, "cpu", torch.float16)
     z, low, weight, gate_b, up_b, down_a, dh, dq = small
 
     def file(name, *shape):
         return torch.from_numpy(np.memmap(tmp_path / name, np.float16, "w+", shape=shape))
 
-    wide = {"z": file("z", T, 2 * I), "dz": file("dz", T, 2 * I), "h": file("h", T, I), "dh": file("dh", T, I)}
+    wide = {
+        "z": file("z", T, 2 * I),
+        "dz": file("dz", T, 2 * I),
+        "h": file("h", T, I),
+        "dh": file("dh", T, I),
+    }
     wide["z"][:, :first], wide["z"][:, I : I + first], wide["dh"][:, :first] = *z.chunk(2, 1), dh
     for name, half in (("gate_b", gate_b), ("up_b", up_b), ("down_a", down_a)):
         wide[name], wide[f"d{name}"] = file(name, E, rank, I), file(f"d{name}", E, rank, I)
         wide[name][:, :, :first] = half
     low[2] = float("nan")
-    halves, sizes = [wide[name] for name in ("gate_b", "up_b", "down_a")], (T, I, rank, E)
+    halves = [wide[name] for name in ("gate_b", "up_b", "down_a")]
+    sizes = (T, I, rank, E)
     block = {"BLOCK_T": 16, "BLOCK_I": 16, "BLOCK_R": 16, "PRECISION": "ieee", "ACT": "silu"}
-    plane, stride = T * E * rank, rank * I
+    plane = T * E * rank
+    stride = rank * I
     inputs_ = wide["dh"], dq, wide["z"], low, weight, *halves
-    lora._lora_fwd_kernel[(1,)](wide["z"], low, weight, *halves[:2], wide["h"], *sizes, E * rank, plane, stride, 1.5, **block)
-    lora_backward._lora_bwd_z_kernel[(1,)](*inputs_, wide["dz"], *sizes, E * rank, plane, stride, 1.5, **block)
+    lora._lora_fwd_kernel[(1,)](
+        wide["z"],
+        low,
+        weight,
+        *halves[:2],
+        wide["h"],
+        *sizes,
+        E * rank,
+        plane,
+        stride,
+        1.5,
+        **block,
+    )
+    lora_backward._lora_bwd_z_kernel[(1,)](
+        *inputs_, wide["dz"], *sizes, E * rank, plane, stride, 1.5, **block
+    )
     grads = [wide[name] for name in ("dgate_b", "dup_b", "ddown_a")]
     lora_backward._lora_bwd_w_kernel[(E,)](*inputs_, *grads, *sizes, plane, 1.5, **block)
-    got = {"h": wide["h"][:, :first], "dz": torch.cat([wide["dz"][:, :first], wide["dz"][:, I : I + first]], 1)}
+    got = {
+        "h": wide["h"][:, :first],
+        "dz": torch.cat([wide["dz"][:, :first], wide["dz"][:, I : I + first]], 1),
+    }
     got |= {name: wide[name][:, :, :first] for name in ("dgate_b", "dup_b", "ddown_a")}
     want = want_of(*small, 1.5)
     assert not mismatches(got, {name: want[name] for name in got}, 2e-3)
@@ -147,7 +209,9 @@ def caught(module) -> list[str]:
     for T, I, E, rank in ((20, 40, 2, 5),):
         case = inputs(T, I, E, rank, "cpu")
         with noting(found):
-            found += mismatches(results(module, *case, 1.5, config(16, 32, rank)), want_of(*case, 1.5), BOUND)
+            found += mismatches(
+                results(module, *case, 1.5, config(16, 32, rank)), want_of(*case, 1.5), BOUND
+            )
     return found
 
 
@@ -164,25 +228,57 @@ MUTANTS = [
     pytest.param("mixed += weigh", "mixed = weigh", id="last expert only"),
     pytest.param("dgate += weigh", "dgate = weigh", id="last expert's gradient"),
     pytest.param("0.0, weight * tile)", "0.0, tile)", id="no weight"),
-    pytest.param("tl.where(weight == 0, 0.0, weight * tile)", "tl.where(weight != 0, 0.0, tile)", id="the others' weight"),
-    pytest.param("(t * E + e), mask=t < T, other=0.0)[:, None]", "(t * E), mask=t < T, other=0.0)[:, None]", id="first weight"),
+    pytest.param(
+        "tl.where(weight == 0, 0.0, weight * tile)",
+        "tl.where(weight != 0, 0.0, tile)",
+        id="the others' weight",
+    ),
+    pytest.param(
+        "(t * E + e), mask=t < T, other=0.0)[:, None]",
+        "(t * E), mask=t < T, other=0.0)[:, None]",
+        id="first weight",
+    ),
     pytest.param("tl.trans(a), q,", "tl.trans(a), None,", id="last columns' q"),
-    pytest.param("low_ptr + plane + plane + low_at", "low_ptr + plane + low_at", id="q over the ranks of up"),
-    pytest.param("dweight += tl.sum", "dweight = tl.sum", id="last columns' gradient of the weights"),
-    pytest.param("tl.sum(da * value * u, 1)", "tl.sum(da * value, 1)", id="weights' gradient without up"),
-    pytest.param("da * u * slope).to(b.dtype)", "da * u).to(b.dtype)", id="no slope in the ranks' gradient"),
-    pytest.param("dgate += weigh(weight, da * u * slope)", "dgate += weigh(weight, da * u)", id="no slope"),
-    pytest.param("dup += weigh(weight, da * value)", "dup += weigh(weight, da * g)", id="the pre-activation for its value"),
-    pytest.param("tl.trans(b), dgate,", "tl.trans(b), None,", id="last columns' gradient of the ranks"),
-    pytest.param("(scaling * dup).to(dlow", "dup.to(dlow", id="ranks' gradient without the scaling"),
+    pytest.param(
+        "low_ptr + plane + plane + low_at", "low_ptr + plane + low_at", id="q over the ranks of up"
+    ),
+    pytest.param(
+        "dweight += tl.sum", "dweight = tl.sum", id="last columns' gradient of the weights"
+    ),
+    pytest.param(
+        "tl.sum(da * value * u, 1)", "tl.sum(da * value, 1)", id="weights' gradient without up"
+    ),
+    pytest.param(
+        "da * u * slope).to(b.dtype)", "da * u).to(b.dtype)", id="no slope in the ranks' gradient"
+    ),
+    pytest.param(
+        "dgate += weigh(weight, da * u * slope)", "dgate += weigh(weight, da * u)", id="no slope"
+    ),
+    pytest.param(
+        "dup += weigh(weight, da * value)",
+        "dup += weigh(weight, da * g)",
+        id="the pre-activation for its value",
+    ),
+    pytest.param(
+        "tl.trans(b), dgate,", "tl.trans(b), None,", id="last columns' gradient of the ranks"
+    ),
+    pytest.param(
+        "(scaling * dup).to(dlow", "dup.to(dlow", id="ranks' gradient without the scaling"
+    ),
     pytest.param("dlow_ptr + plane + low_at", "dlow_ptr + low_at", id="up's gradient over gate's"),
     pytest.param("(scaling * dgate_b)", "(dgate_b)", id="b's gradient without the scaling"),
-    pytest.param("dup_b, low_ptr + plane, at", "dup_b, low_ptr, at", id="gate's ranks in the gradient of up"),
+    pytest.param(
+        "dup_b, low_ptr + plane, at", "dup_b, low_ptr, at", id="gate's ranks in the gradient of up"
+    ),
     pytest.param("weigh(weight, value * u)", "value * u", id="no weight in a's gradient"),
     pytest.param("range(0, T, BLOCK_T)", "range(0, BLOCK_T, BLOCK_T)", id="first tokens only"),
     pytest.param("range(0, I, BLOCK_I)", "range(0, BLOCK_I, BLOCK_I)", id="first columns only"),
     pytest.param("rows.to(low.dtype), acc,", "rows.to(low.dtype), None,", id="last tokens only"),
-    pytest.param("(t < T)[:, None] & (r < R)[None, :]", "(t < T)[:, None] & (r < R - 1)[None, :]", id="last rank left out"),
+    pytest.param(
+        "(t < T)[:, None] & (r < R)[None, :]",
+        "(t < T)[:, None] & (r < R - 1)[None, :]",
+        id="last rank left out",
+    ),
     pytest.param("(tl.program_id(0) % E)", "(tl.program_id(0) * 0)", id="first expert for all"),
     pytest.param("dz_ptr + I, dup", "dz_ptr + I, dgate", id="gate's gradient twice"),
 ]
@@ -194,9 +290,14 @@ def test_mutant_is_caught(old, new, tmp_path):
     # where both files have the line, both
     files = [old in Path(module.__file__).read_text() for module in (lora, lora_backward)]
     assert any(files), f"the kernels have no {old!r} any more; plant this mutant elsewhere"
-    modules = [edited(module, tmp_path, old, new) if has else module for module, has in zip((lora, lora_backward), files)]
+    modules = [
+        edited(module, tmp_path, old, new) if has else module
+        for module, has in zip((lora, lora_backward), files)
+    ]
     assert caught(launchers(*modules))
 
 
 def test_unharmed_kernels_pass(tmp_path):
-    assert not caught(launchers(*(edited(module, tmp_path, "", "") for module in (lora, lora_backward))))
+    assert not caught(
+        launchers(*(edited(module, tmp_path, "", "") for module in (lora, lora_backward)))
+    )

@@ -1,4 +1,6 @@
-"""`merged_linear` against the equation in float64, on every backend; what it keeps, and what its gradient never makes."""
+"""`merged_linear` against the equation in float64, on every backend; what it keeps, and what its
+gradient never makes.
+"""
 
 import numpy as np
 import pytest
@@ -22,7 +24,9 @@ def run(f, x, weight, alpha, bias, dout, view=lambda x: x, **kwargs):
     leaves = [t if t is None else t.detach().clone().requires_grad_() for t in (x, alpha, bias)]
     out = f(view(leaves[0]), weight, leaves[1], bias=leaves[2], **kwargs)
     names = [name for name, leaf in zip(("dx", "dalpha", "dbias"), leaves) if leaf is not None]
-    grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], dout.to(out.dtype))
+    grads = torch.autograd.grad(
+        out, [leaf for leaf in leaves if leaf is not None], dout.to(out.dtype)
+    )
     return {"out": out.detach()} | dict(zip(names, grads))
 
 
@@ -33,9 +37,14 @@ def doubled(*tensors):
 def sample(T=23, E=8, N=34, K=33, dtype=torch.float32, device="cpu", bias=True):
     """x, weight, alpha, bias, dout."""
     shape = T if isinstance(T, tuple) else (T,)
-    x, weight, dout = torch.randn(*shape, K), torch.randn(E, N, K), torch.randn(*shape, N)
+    x = torch.randn(*shape, K)
+    weight = torch.randn(E, N, K)
+    dout = torch.randn(*shape, N)
     tensors = [x, weight, torch.rand(E).softmax(-1), torch.randn(N) if bias else None, dout]
-    return [t if t is None else t.to(device, torch.float32 if t.shape == (E,) else dtype) for t in tensors]
+    return [
+        t if t is None else t.to(device, torch.float32 if t.shape == (E,) else dtype)
+        for t in tensors
+    ]
 
 
 SHAPES = [
@@ -74,39 +83,55 @@ def test_merges_itself_if_not_given_the_merged_weight(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stored, view", [
-    pytest.param((7, 66), lambda x: x[:, ::2], id="strided"),
-    pytest.param((33, 7), lambda x: x.t(), id="transposed"),
-    pytest.param((1, 33), lambda x: x.expand(7, -1), id="one row"),
-    pytest.param((5, 3, 33), lambda x: x.transpose(0, 1), id="batch and tokens swapped"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stored, view",
+    [
+        pytest.param((7, 66), lambda x: x[:, ::2], id="strided"),
+        pytest.param((33, 7), lambda x: x.t(), id="transposed"),
+        pytest.param((1, 33), lambda x: x.expand(7, -1), id="one row"),
+        pytest.param((5, 3, 33), lambda x: x.transpose(0, 1), id="batch and tokens swapped"),
+    ],
+)
 def test_layouts_of_x(stored, view, backend, device, tolerance):
     x = torch.randn(stored, device=device)
     _, weight, alpha, bias, dout = sample(T=tuple(view(x).shape[:-1]), device=device)
     for dy in (dout, dout[..., :1].expand_as(dout), dout.flatten()[0].expand_as(dout)):
         got = run(merged_linear, x, weight, alpha, bias, dy, view, backend=backend)
-        assert_parity(got, run(equation, *doubled(x, weight, alpha, bias, dy), view), tolerance[torch.float32])
+        assert_parity(
+            got, run(equation, *doubled(x, weight, alpha, bias, dy), view), tolerance[torch.float32]
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stored, view", [
-    pytest.param((8, 33, 34), lambda w: w.transpose(1, 2), id="transposed"),
-    pytest.param((34, 33, 8), lambda w: w.permute(2, 0, 1), id="the expert as the fastest dim"),
-    pytest.param((1, 34, 33), lambda w: w.expand(8, -1, -1), id="E views of one expert (stride 0)"),
-    pytest.param((16, 34, 33), lambda w: w[::2], id="every other expert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stored, view",
+    [
+        pytest.param((8, 33, 34), lambda w: w.transpose(1, 2), id="transposed"),
+        pytest.param((34, 33, 8), lambda w: w.permute(2, 0, 1), id="the expert as the fastest dim"),
+        pytest.param(
+            (1, 34, 33), lambda w: w.expand(8, -1, -1), id="E views of one expert (stride 0)"
+        ),
+        pytest.param((16, 34, 33), lambda w: w[::2], id="every other expert"),
+    ],
+)
 def test_layouts_of_the_experts(stored, view, backend, device, tolerance):
     x, _, alpha, bias, dout = sample(device=device)
     weight = view(torch.randn(stored, device=device))
     got = run(merged_linear, x, weight, alpha, bias, dout, backend=backend)
-    assert_parity(got, run(equation, *doubled(x, weight, alpha, bias, dout)), tolerance[torch.float32])
+    assert_parity(
+        got, run(equation, *doubled(x, weight, alpha, bias, dout)), tolerance[torch.float32]
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stored, given", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "stored, given", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str
+)
 def test_autocast_is_that_of_linear(stored, given, backend, device, tolerance):
     x, weight, alpha, bias, dout = sample(device=device)
-    x, bias, weight = x.to(given), bias.to(given), weight.to(stored)
+    x = x.to(given)
+    bias = bias.to(given)
+    weight = weight.to(stored)
     merged = merge_experts(weight, alpha)
 
     def linear(x, weight, alpha, bias):
@@ -116,7 +141,9 @@ def test_autocast_is_that_of_linear(stored, given, backend, device, tolerance):
         got = run(merged_linear, x, weight, alpha, bias, dout, merged=merged, backend=backend)
         assert torch.equal(got["out"], linear(x, weight, alpha, bias))
     assert got["out"].dtype == torch.bfloat16 and got["dx"].dtype == got["dbias"].dtype == given
-    assert_parity(got, run(equation, *doubled(x, weight, alpha, bias, dout)), tolerance[torch.bfloat16])
+    assert_parity(
+        got, run(equation, *doubled(x, weight, alpha, bias, dout)), tolerance[torch.bfloat16]
+    )
 
 
 def test_float64_under_autocast_stays_float64():
@@ -126,7 +153,9 @@ def test_float64_under_autocast_stays_float64():
     assert_parity(got, run(equation, x, weight, alpha, bias, dout), 1e-12)
 
 
-@pytest.mark.parametrize("needed", [(), ("x",), ("alpha",), ("bias",), ("x", "alpha", "bias")], ids=str)
+@pytest.mark.parametrize(
+    "needed", [(), ("x",), ("alpha",), ("bias",), ("x", "alpha", "bias")], ids=str
+)
 def test_keeps_only_what_its_gradients_need(needed):
     kept = set()
     x, weight, alpha, bias, _ = sample()
@@ -134,7 +163,9 @@ def test_keeps_only_what_its_gradients_need(needed):
     tensors = {"x": x, "weight": weight, "alpha": alpha, "merged": merged, "bias": bias}
     for name in needed:
         tensors[name].requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.add(t.data_ptr()) or t, lambda t: t
+    ):
         out = merged_linear(**tensors)
     want = {"x": ["merged"], "alpha": ["x", "weight", "alpha"]}
     assert kept == {tensors[name].data_ptr() for need in needed for name in want.get(need, ())}
@@ -146,7 +177,9 @@ def test_each_gradient_alone(needed):
     x, weight, alpha, bias, dout = sample()
     want = run(merged_linear, x, weight, alpha, bias, dout)[f"d{needed}"]
     leaf = {"x": x, "alpha": alpha, "bias": bias}[needed].requires_grad_()
-    assert torch.equal(torch.autograd.grad(merged_linear(x, weight, alpha, bias=bias), leaf, dout)[0], want)
+    assert torch.equal(
+        torch.autograd.grad(merged_linear(x, weight, alpha, bias=bias), leaf, dout)[0], want
+    )
 
 
 def test_experts_that_train_get_their_gradient():
@@ -179,17 +212,26 @@ def test_gradient_of_the_gradient_is_the_equations(backend, device):
         return dict(enumerate(torch.autograd.grad(sum(g.square().sum() for g in first), leaves)))
 
     got = second(lambda x, a: merged_linear(x, weight, a, bias=bias, backend=backend), x, alpha)
-    assert_parity(got, second(lambda x, a: equation(x, weight.double(), a, bias.double()), *doubled(x, alpha)), 1e-4)
+    assert_parity(
+        got,
+        second(lambda x, a: equation(x, weight.double(), a, bias.double()), *doubled(x, alpha)),
+        1e-4,
+    )
     got = second(lambda a, w: merge_experts(w, a, backend=backend), alpha, weight)
     assert_parity(got, second(lambda a, w: by_experts(w, a), *doubled(alpha, weight)), 1e-4)
 
 
 @pytest.mark.parametrize(
-    "T, dtype", [(0, torch.float32), (5, torch.bfloat16), ((2, 3), torch.float32), ((), torch.float64)], ids=str
+    "T, dtype",
+    [(0, torch.float32), (5, torch.bfloat16), ((2, 3), torch.float32), ((), torch.float64)],
+    ids=str,
 )
 def test_opcheck(T, dtype):
     x, weight, alpha, bias, dout = sample(T, E=3, N=4, K=5, dtype=dtype)
-    alpha, merged = alpha.to(torch.promote_types(dtype, torch.float32)), merge_experts(weight, alpha)
+    alpha, merged = (
+        alpha.to(torch.promote_types(dtype, torch.float32)),
+        merge_experts(weight, alpha),
+    )
     leaves = [t.requires_grad_() for t in (x, alpha, bias)]
     args = (leaves[0], weight, leaves[1], merged, leaves[2], "torch")
     torch.library.opcheck(torch.ops.moe_runtime.merged_linear, args)
@@ -229,14 +271,18 @@ def test_runs_give_the_same_bits(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**31 + 1], ids=["2^31 - 1", "2^31", "2^31 + 1"])
+@pytest.mark.parametrize(
+    "stride", [2**31 - 1, 2**31, 2**31 + 1], ids=["2^31 - 1", "2^31", "2^31 + 1"]
+)
 def test_experts_beyond_int32(stride, backend):
     if torch.cuda.is_available():
         pytest.skip("on a GPU tests/gpu/test_merging.py fills that many elements")
-    memory = torch.from_numpy(np.zeros(stride + 8, dtype=np.float16))  # pages take memory once they are touched
+    # pages take memory once they are touched
+    memory = torch.from_numpy(np.zeros(stride + 8, dtype=np.float16))
     weight = memory.as_strided((2, 2, 3), (stride, 3, 1))
     weight[0], weight[1] = torch.arange(6).view(2, 3), torch.arange(6, 12).view(2, 3)
-    alpha, x = torch.tensor([0.5, 2.0], requires_grad=True), torch.eye(3, dtype=torch.float16)
+    alpha = torch.tensor([0.5, 2.0], requires_grad=True)
+    x = torch.eye(3, dtype=torch.float16)
     out = merged_linear(x, weight, alpha, backend=backend)
     assert out.t().tolist() == (0.5 * weight[0] + 2 * weight[1]).tolist()
     (dalpha,) = torch.autograd.grad(out.sum(), alpha)

@@ -1,4 +1,6 @@
-"""The launchers of kernels/merging.py alone: tiles, the guard on alpha, offsets, what is never in memory, mutants."""
+"""The launchers of kernels/merging.py alone: tiles, the guard on alpha, offsets, what is never in
+memory, mutants.
+"""
 
 import numpy as np
 import pytest
@@ -24,8 +26,12 @@ def config(n, k, t, precision="ieee"):
 
 def linear_case(T, E, N, K, dtype, weight_dtype, device):
     """dout, x, weight and dalpha in float64."""
-    dout, x, weight = torch.randn(T, N), torch.randn(T, K), torch.randn(E, N, K)
-    dout, x, weight = (t.to(device, d) for t, d in ((dout, dtype), (x, dtype), (weight, weight_dtype)))
+    dout = torch.randn(T, N)
+    x = torch.randn(T, K)
+    weight = torch.randn(E, N, K)
+    dout, x, weight = (
+        t.to(device, d) for t, d in ((dout, dtype), (x, dtype), (weight, weight_dtype))
+    )
     return dout, x, weight, torch.einsum("tn,tk,enk->e", dout.double(), x.double(), weight.double())
 
 
@@ -55,10 +61,21 @@ def test_linear_backward_of_every_pair_of_dtypes(dtype, weight_dtype, device):
 
 def test_config_fits_the_gpu():
     for arch in (80, 86, 89, 90, 100, 103, 120):
-        for dtype, weight_dtype in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2):
-            for T, N, K in ((4096, 2048, 5504), (1, 2048, 5504), (4096, 33, 17), (65536, 64, 1 << 15)):
+        for dtype, weight_dtype in (
+            (torch.bfloat16,) * 2,
+            (torch.bfloat16, torch.float32),
+            (torch.float32,) * 2,
+        ):
+            for T, N, K in (
+                (4096, 2048, 5504),
+                (1, 2048, 5504),
+                (4096, 33, 17),
+                (65536, 64, 1 << 15),
+            ):
                 c = merging.linear_config(arch, dtype, weight_dtype, "tf32", T, N, K)
-                shared = c["num_stages"] * c["BLOCK_T"] * (c["BLOCK_N"] + c["BLOCK_K"]) * dtype.itemsize
+                shared = (
+                    c["num_stages"] * c["BLOCK_T"] * (c["BLOCK_N"] + c["BLOCK_K"]) * dtype.itemsize
+                )
                 assert shared <= (227 << 10 if arch in (90, 100, 103) else 99 << 10)
                 assert min(c["BLOCK_N"], c["BLOCK_K"], c["BLOCK_T"]) >= 16
 
@@ -67,7 +84,10 @@ def test_config_fits_the_gpu():
 @pytest.mark.parametrize("P", [1, 17, 4096, 2049])
 def test_merge_and_dalpha_of_every_number_of_experts(E, P, device):
     weight, alpha, dout = (torch.randn(shape, device=device) for shape in ((E, P), (E,), (P,)))
-    got = {"out": merging.merge_experts_forward(weight, alpha), "dalpha": merging.merge_experts_backward_alpha(dout, weight)}
+    got = {
+        "out": merging.merge_experts_forward(weight, alpha),
+        "dalpha": merging.merge_experts_backward_alpha(dout, weight),
+    }
     want = {"out": alpha.double() @ weight.double(), "dalpha": weight.double() @ dout.double()}
     assert not mismatches(got, want, BOUND)
 
@@ -75,8 +95,10 @@ def test_merge_and_dalpha_of_every_number_of_experts(E, P, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("E", [1, 3, 8, 11])
 def test_merges_again_only_when_alpha_changed(E, dtype, device):
-    weight, alpha = torch.randn(E, 50, 60, device=device), torch.rand(E, device=device)
-    merged, seen = torch.full((50, 60), 7.0, dtype=dtype, device=device), alpha.clone()
+    weight = torch.randn(E, 50, 60, device=device)
+    alpha = torch.rand(E, device=device)
+    merged = torch.full((50, 60), 7.0, dtype=dtype, device=device)
+    seen = alpha.clone()
     remerge_experts(merged, weight, alpha, seen)
     assert (merged == 7).all()
     for e in range(E):
@@ -90,11 +112,14 @@ def test_merges_again_only_when_alpha_changed(E, dtype, device):
 
 
 class Sizes(TorchDispatchMode):
-    """Collects the number of elements of every tensor that an op returns and that is no view of `known`."""
+    """Collects the number of elements of every tensor that an op returns and that is no view of
+    `known`.
+    """
 
     def __init__(self, known):
         super().__init__()
-        self.known, self.created = known.untyped_storage().data_ptr(), []
+        self.known = known.untyped_storage().data_ptr()
+        self.created = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -112,16 +137,26 @@ def test_the_gradient_of_the_experts_is_never_in_memory(backend, device):
 
 
 def test_rows_beyond_int32(tmp_path):
-    """The second row of an expert and the third of x lie at 2^30 and 2^31: one program of many, on files without content."""
+    """The second row of an expert and the third of x lie at 2^30 and 2^31: one program of many, on
+    files without content.
+    """
     if torch.cuda.is_available():
         pytest.skip("a file is the CPU's")
-    K, N, T = 1 << 30, 3, 3
-    x, weight = (torch.from_numpy(np.memmap(tmp_path / name, np.float16, "w+", shape=(3, K))) for name in ("x", "weight"))
-    numbers, dout = torch.randn(2, 3, 16).half(), torch.randn(T, N).half()
+    K = 1 << 30
+    N = 3
+    T = 3
+    x, weight = (
+        torch.from_numpy(np.memmap(tmp_path / name, np.float16, "w+", shape=(3, K)))
+        for name in ("x", "weight")
+    )
+    numbers = torch.randn(2, 3, 16).half()
+    dout = torch.randn(T, N).half()
     x[:, :16], weight[:, :16] = numbers[0], numbers[1]
     partial = torch.full((1, 1), NAN)
     constants = {"E": 1, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_T": 16, "PRECISION": "ieee"}
-    merging._merged_linear_bwd_alpha_kernel[(1,)](dout, x, weight, partial, T, N, K, N * K, **constants)
+    merging._merged_linear_bwd_alpha_kernel[(1,)](
+        dout, x, weight, partial, T, N, K, N * K, **constants
+    )
     want = torch.einsum("tn,tk,nk->", dout.double(), numbers[0].double(), numbers[1].double())
     assert not mismatches({"dalpha": partial[0, 0]}, {"dalpha": want}, 1e-5)
 
@@ -132,16 +167,24 @@ def caught(module) -> list[str]:
     torch.manual_seed(0)
     found = []
     for E, P in ((11, 4097), (3, 64)):
-        weight, alpha, dout = torch.randn(E, P), torch.rand(E), torch.randn(P)
+        weight = torch.randn(E, P)
+        alpha = torch.rand(E)
+        dout = torch.randn(P)
         dout3, x, stack, dlinear = linear_case(37, E, 33, 49, torch.float32, torch.float32, "cpu")
-        want = {"out": alpha.double() @ weight.double(), "dalpha": weight.double() @ dout.double(), "linear": dlinear}
+        want = {
+            "out": alpha.double() @ weight.double(),
+            "dalpha": weight.double() @ dout.double(),
+            "linear": dlinear,
+        }
         want |= {"same": torch.full([P], 7.0), "again": want["out"]}
         with noting(found):
             got = {
                 "out": module.merge_experts_forward(weight, alpha),
                 "dalpha": module.merge_experts_backward_alpha(dout, weight),
                 "linear": module.merged_linear_backward_alpha(dout3, x, stack, config(16, 32, 16)),
-                "same": module.merge_experts_forward(weight, alpha, torch.full([P], 7.0), alpha.clone()),
+                "same": module.merge_experts_forward(
+                    weight, alpha, torch.full([P], 7.0), alpha.clone()
+                ),
             }
             seen = alpha.clone()
             seen[0] += 1
@@ -153,7 +196,11 @@ def caught(module) -> list[str]:
 MUTANTS = [
     pytest.param("mask=p < P)", "mask=p <= P)", id="an element too many is written"),
     pytest.param("(e < E)[:, None]", "(e < E - 1)[:, None]", id="last expert left out"),
-    pytest.param("for e0 in range(0, E, BLOCK_E)", "for e0 in range(0, BLOCK_E, BLOCK_E)", id="first experts only"),
+    pytest.param(
+        "for e0 in range(0, E, BLOCK_E)",
+        "for e0 in range(0, BLOCK_E, BLOCK_E)",
+        id="first experts only",
+    ),
     pytest.param("[:, None] * stride_e", "[:, None] * P // 2", id="stride of another tensor"),
     pytest.param("if changed == 0", "if changed != 0", id="guard upside down"),
     pytest.param("changed = 0\n", "changed = 1\n", id="guard never holds"),
@@ -162,7 +209,11 @@ MUTANTS = [
     pytest.param("(t < T)[None, :]", "(t < T - 1)[None, :]", id="last row left out"),
     pytest.param("(t < T)[:, None] & (k < K)", "(k < K)", id="rows behind the end"),
     pytest.param("range(0, T, BLOCK_T)", "range(0, BLOCK_T, BLOCK_T)", id="first rows only"),
-    pytest.param("[:, None] * K + k[None, :]\n", "[:, None] * N + k[None, :]\n", id="rows of the expert too short"),
+    pytest.param(
+        "[:, None] * K + k[None, :]\n",
+        "[:, None] * N + k[None, :]\n",
+        id="rows of the expert too short",
+    ),
     pytest.param("row[None, :] * N + n", "row[None, :] * K + n", id="rows of dout too long"),
     pytest.param("tile_n, tile_k = ", "tile_k, tile_n = ", id="tiles transposed"),
     pytest.param("weight_ptr += stride_e", "weight_ptr += 0", id="first expert for all"),

@@ -1,4 +1,6 @@
-"""The layer as one op: bit-equal to its two halves on the torch backend, and both backends to the oracle's chain."""
+"""The layer as one op: bit-equal to its two halves on the torch backend, and both backends to the
+oracle's chain.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,11 @@ from moe_runtime.ops.routing import route
 from tests.support.opcheck import opcheck
 from tests.support.oracle import assert_parity, moe_oracle, route_oracle, saved_bytes
 
-T, H, I, E, K = 19, 33, 17, 4, 3
+T = 19
+H = 33
+I = 17
+E = 4
+K = 3
 GATES = ["xft", "nonorm", "topk_softmax", "softmax_topk", "softmax_topk_renorm", "sigmoid_topk"]
 BACKENDS = ["torch", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() and not interpreted() else "cpu"
@@ -23,19 +29,43 @@ DEVICE = "cuda" if torch.cuda.is_available() and not interpreted() else "cpu"
 def leaves(gate="xft", dtype=torch.float32, tokens=T, gated=True, bias=False, e=E, device=DEVICE):
     torch.manual_seed(0)
     router = e - (gate in ("xft", "nonorm"))
-    sizes = {"x": (tokens, H), "router": (router, H), "up": (e, I * (1 + gated), H), "down": (e, H, I)}
+    sizes = {
+        "x": (tokens, H),
+        "router": (router, H),
+        "up": (e, I * (1 + gated), H),
+        "down": (e, H, I),
+    }
     if bias:
         sizes |= {"up_bias": (e, I * (1 + gated)), "down_bias": (e, H)}
-    scale = {"x": 1, "router": 0.3, "up": H**-0.5, "down": 2 * I**-0.5, "up_bias": 1, "down_bias": 1}
-    return {name: (torch.randn(size) * scale[name]).to(device, dtype).requires_grad_() for name, size in sizes.items()}
+    scale = {
+        "x": 1,
+        "router": 0.3,
+        "up": H**-0.5,
+        "down": 2 * I**-0.5,
+        "up_bias": 1,
+        "down_bias": 1,
+    }
+    return {
+        name: (torch.randn(size) * scale[name]).to(device, dtype).requires_grad_()
+        for name, size in sizes.items()
+    }
 
 
 def whole(v, gate, backend, recompute=False, **options):
-    return moe_layer(v["x"], v["router"], experts_of(v, **options), K, gate, recompute=recompute, backend=backend)
+    return moe_layer(
+        v["x"], v["router"], experts_of(v, **options), K, gate, recompute=recompute, backend=backend
+    )
 
 
 def experts_of(v, shared="group", **activation):
-    return Experts(v["up"], v["down"], v.get("up_bias"), v.get("down_bias"), activation=Activation(**activation), shared=shared)
+    return Experts(
+        v["up"],
+        v["down"],
+        v.get("up_bias"),
+        v.get("down_bias"),
+        activation=Activation(**activation),
+        shared=shared,
+    )
 
 
 def halves(v, gate, backend, **options):
@@ -49,7 +79,9 @@ def halves(v, gate, backend, **options):
 def results(v, output) -> dict:
     """Output and gradients of a loss that uses the output, the logits and the weights."""
     out, logits, weight = (part.double() for part in output[:3])
-    pattern = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape)
+    pattern = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(
+        out.shape
+    )
     loss = (out * pattern).sum() + logits.square().sum() / 7 + (weight.square().sum() * 3)
     grads = torch.autograd.grad(loss, list(v.values()))
     return {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(v, grads, strict=True)}}
@@ -60,19 +92,29 @@ def results(v, output) -> dict:
 @pytest.mark.parametrize("gate", GATES)
 def test_is_the_two_halves(gate, dtype, backend, tolerance):
     v = leaves(gate, dtype, bias=True)
-    got, want = whole(v, gate, backend), halves(v, gate, backend)
+    got = whole(v, gate, backend)
+    want = halves(v, gate, backend)
     assert torch.equal(got.topk_idx, want[3]) and torch.equal(got.topk_weight, want[2])
-    got, want = results(v, got), results(v, want)
-    assert all(torch.equal(got[name], want[name]) for name in set(want) - {"dx"})  # which is rounded once, not twice
+    got = results(v, got)
+    want = results(v, want)
+    # which is rounded once, not twice
+    assert all(torch.equal(got[name], want[name]) for name in set(want) - {"dx"})
     assert_parity({"dx": got["dx"]}, {"dx": want["dx"]}, tolerance[dtype])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("gate, gated", [("xft", True), ("softmax_topk_renorm", False), ("sigmoid_topk", True)])
+@pytest.mark.parametrize(
+    "gate, gated", [("xft", True), ("softmax_topk_renorm", False), ("sigmoid_topk", True)]
+)
 def test_parity(gate, gated, backend, device):
-    v = {name: leaf.to(device).detach().requires_grad_() for name, leaf in leaves(gate, gated=gated).items()}
+    v = {
+        name: leaf.to(device).detach().requires_grad_()
+        for name, leaf in leaves(gate, gated=gated).items()
+    }
     wide = {name: leaf.detach().double().cpu().requires_grad_() for name, leaf in v.items()}
-    got = {name: part.cpu() for name, part in results(v, whole(v, gate, backend, gated=gated)).items()}
+    got = {
+        name: part.cpu() for name, part in results(v, whole(v, gate, backend, gated=gated)).items()
+    }
     logits = wide["x"] @ wide["router"].t()
     weight, ids = route_oracle(logits, K, gate)
     out = moe_oracle(wide["x"], wide["up"], wide["down"], weight, torch.tensor(ids), gated=gated)
@@ -83,7 +125,13 @@ def test_parity(gate, gated, backend, device):
 @pytest.mark.parametrize("shared", ["group", "dense"])
 def test_a_clamped_gate_is_that_of_the_halves(shared, backend):
     v = leaves(bias=True)
-    options = {"act": "quick_gelu", "limit": 0.75, "up_offset": 1.0, "interleaved": True, "shared": shared}
+    options = {
+        "act": "quick_gelu",
+        "limit": 0.75,
+        "up_offset": 1.0,
+        "interleaved": True,
+        "shared": shared,
+    }
     got, want = (results(v, f(v, "xft", backend, **options)) for f in (whole, halves))
     assert all(torch.equal(got[name], want[name]) for name in set(want) - {"dx"})
     assert_parity({"dx": got["dx"]}, {"dx": want["dx"]}, 5e-6)
@@ -95,7 +143,9 @@ def test_a_clamped_gate_is_that_of_the_halves(shared, backend):
 def test_a_loss_on_the_logits_alone_reaches_router_and_x(backend):
     v = leaves()
     output = whole(v, "xft", backend)
-    dx, drouter, dup = torch.autograd.grad(output.router_logits.square().sum(), [v["x"], v["router"], v["up"]])
+    dx, drouter, dup = torch.autograd.grad(
+        output.router_logits.square().sum(), [v["x"], v["router"], v["up"]]
+    )
     want = torch.autograd.grad((v["x"] @ v["router"].t()).square().sum(), [v["x"], v["router"]])
     torch.testing.assert_close((dx, drouter), want)
     assert not dup.any()
@@ -108,7 +158,9 @@ def test_each_gradient_alone(backend):
     for name in v:
         alone = {other: leaf.detach().requires_grad_(other == name) for other, leaf in v.items()}
         out, logits, weight = (part.double() for part in whole(alone, "xft", backend)[:3])
-        pattern = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(out.shape)
+        pattern = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device)).view(
+            out.shape
+        )
         loss = (out * pattern).sum() + logits.square().sum() / 7 + (weight.square().sum() * 3)
         assert torch.equal(torch.autograd.grad(loss, alone[name])[0], want[f"d{name}"]), name
 
@@ -124,30 +176,38 @@ def test_few_tokens(tokens, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_shared_expert_is_the_dense_mlp(backend):
     v = leaves(e=1)
-    out, logits, weight, idx = moe_layer(v["x"], v["router"], experts_of(v), 1, "xft", backend=backend)
+    out, logits, weight, idx = moe_layer(
+        v["x"], v["router"], experts_of(v), 1, "xft", backend=backend
+    )
     z = v["x"] @ v["up"][0].t()
     want = (torch.nn.functional.silu(z[:, :I]) * z[:, I:]) @ v["down"][0].t()
     torch.testing.assert_close(out, want)
     assert logits.shape == (T, 0) and (weight == 1).all() and not idx.any()
-    got, dx = torch.autograd.grad(out.sum(), v["x"])[0], torch.autograd.grad(want.sum(), v["x"])[0]
+    got = torch.autograd.grad(out.sum(), v["x"])[0]
+    dx = torch.autograd.grad(want.sum(), v["x"])[0]
     torch.testing.assert_close(got, dx)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keeps_x_z_weights_and_indices(backend):
-    tokens, dtype = 64, torch.bfloat16
+    tokens = 64
+    dtype = torch.bfloat16
     v = leaves(dtype=dtype, tokens=tokens)
     kept, _ = saved_bytes(lambda: whole(v, "xft", backend).out, [v["router"], v["up"], v["down"]])
     per_token = 2 * H + 4 * I * K + 12 * K + 2 * (E - 1)  # the logits, too
     assert kept <= tokens * per_token + 4 * (E + 1)
-    kept, _ = saved_bytes(lambda: whole(v, "xft", backend, recompute=True).out, [v["router"], v["up"], v["down"]])
+    kept, _ = saved_bytes(
+        lambda: whole(v, "xft", backend, recompute=True).out, [v["router"], v["up"], v["down"]]
+    )
     assert kept <= tokens * (2 * H + 12 * K + 2 * (E - 1)) + 4 * (E + 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_recompute_is_bit_equal(backend):
     v = leaves(bias=True)
-    want, got = (results(v, whole(v, "xft", backend, recompute=recompute)) for recompute in (False, True))
+    want, got = (
+        results(v, whole(v, "xft", backend, recompute=recompute)) for recompute in (False, True)
+    )
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -165,7 +225,17 @@ def test_opcheck(bias, backend):
     extra = [torch.randn_like(saved[0]), torch.randn_like(saved[1])]
     for needs in ([True, True, True, False, bias, bias], [False] * 6):
         for dlogits, dweight in ([None, None], extra):
-            args = (torch.randn_like(out), dlogits, dweight, *inputs, *saved, any(needs), needs, "xft", backend)
+            args = (
+                torch.randn_like(out),
+                dlogits,
+                dweight,
+                *inputs,
+                *saved,
+                any(needs),
+                needs,
+                "xft",
+                backend,
+            )
             opcheck(torch.ops.moe_runtime.moe_layer_backward, args, is_traced)
 
 
@@ -179,7 +249,8 @@ def test_compiles_without_a_graph_break(backend):
 
     assert torch._dynamo.explain(f)(*v.values()).graph_break_count == 0
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    got, want = results(v, compiled(*v.values())), results(v, f(*v.values()))
+    got = results(v, compiled(*v.values()))
+    want = results(v, f(*v.values()))
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -188,7 +259,9 @@ def test_compiles_without_a_graph_break(backend):
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
 def test_dense_shared_expert_is_the_group(gated, bias, backend, tolerance):
     v = leaves(gated=gated, bias=bias)
-    got, want = (results(v, whole(v, "xft", backend, gated=gated, shared=how)) for how in ("dense", "group"))
+    got, want = (
+        results(v, whole(v, "xft", backend, gated=gated, shared=how)) for how in ("dense", "group")
+    )
     assert_parity(got, want, tolerance[torch.float32])
     recomputed = results(v, whole(v, "xft", backend, gated=gated, shared="dense", recompute=True))
     assert all(torch.equal(recomputed[name], got[name]) for name in got)
@@ -205,13 +278,21 @@ def test_dense_shared_expert_wants_the_last_slot_of_every_token():
         whole(v, "topk_softmax", "torch", shared="both")
     with pytest.raises(ValueError, match="With shared='dense', trainable must be None"):
         mask = torch.ones(E, dtype=torch.bool)
-        moe_mlp(v["x"][:2], v["up"], v["down"], torch.rand(2, 2), idx, shared="dense", trainable=mask)
+        moe_mlp(
+            v["x"][:2], v["up"], v["down"], torch.rand(2, 2), idx, shared="dense", trainable=mask
+        )
 
 
 # the module uses it
 def layer(**config):
     torch.manual_seed(0)
-    sizes = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K, "initializer_range": 0.3}
+    sizes = {
+        "hidden_size": H,
+        "intermediate_size": I,
+        "num_experts": E,
+        "top_k": K,
+        "initializer_range": 0.3,
+    }
     return MoE(MoEConfig(**sizes | config))
 
 
@@ -221,12 +302,15 @@ def calls(monkeypatch):
     count = []
     from moe_runtime.modules import moe
 
-    monkeypatch.setattr(moe, "moe_layer", lambda *args, **options: count.append(1) or moe_layer(*args, **options))
+    monkeypatch.setattr(
+        moe, "moe_layer", lambda *args, **options: count.append(1) or moe_layer(*args, **options)
+    )
     return count
 
 
 def test_the_module_runs_as_one_op_and_steps_aside_for_whoever_looks(calls):
-    module, x = layer(bias=True), torch.randn(2, 5, H)
+    module = layer(bias=True)
+    x = torch.randn(2, 5, H)
     want = module(x)
     assert len(calls) == 1
     seen = []
@@ -239,14 +323,20 @@ def test_the_module_runs_as_one_op_and_steps_aside_for_whoever_looks(calls):
         handle.remove()
     assert seen[1:] == ["backward"] * 2 and len(calls) == 1
     names = []
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: names.append(type(module).__name__))
-    assert torch.equal(module(x), want) and len(calls) == 1 and names == ["Router", "Experts", "MoE"]
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: names.append(type(module).__name__)
+    )
+    assert (
+        torch.equal(module(x), want) and len(calls) == 1 and names == ["Router", "Experts", "MoE"]
+    )
     handle.remove()
     module.experts.forward = module.experts.forward  # as accelerate's offloading wraps it
     assert torch.equal(module(x), want) and len(calls) == 1
 
 
-@pytest.mark.parametrize("config", [{"router": "mlp"}, {"noisy_gate": True}], ids=["mlp router", "noise"])
+@pytest.mark.parametrize(
+    "config", [{"router": "mlp"}, {"noisy_gate": True}], ids=["mlp router", "noise"]
+)
 def test_other_routers_go_through_their_own_forward(config, calls):
     module = layer(**config)
     module(torch.randn(5, H))

@@ -1,4 +1,6 @@
-"""The experts of a layer against float64 loops over tokens and slots: values, every gradient, shapes, layouts, dtypes."""
+"""The experts of a layer against float64 loops over tokens and slots: values, every gradient,
+shapes, layouts, dtypes.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ LOW = [torch.float16, torch.bfloat16]
 def layer(**options):
     def call(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated, **form):
         biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
-        return moe_mlp(x, up, down, topk_weight, topk_idx, act=act, gated=gated, **form, **biases, **options)
+        return moe_mlp(
+            x, up, down, topk_weight, topk_idx, act=act, gated=gated, **form, **biases, **options
+        )
 
     return call
 
@@ -74,9 +78,15 @@ def test_biases(routing, tolerance):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("idx", [torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "idx", [torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8], ids=str
+)
 def test_index_dtypes_and_recompute(idx, recompute, tolerance):
-    check(make_case(19, 33, 17, 4, 2, routing="twice", bias=True, idx=idx), tolerance, recompute=recompute)
+    check(
+        make_case(19, 33, 17, 4, 2, routing="twice", bias=True, idx=idx),
+        tolerance,
+        recompute=recompute,
+    )
 
 
 LAYOUTS = [
@@ -143,16 +153,22 @@ def test_gates_of_another_dtype_get_their_gradient_in_it(gate_dtype):
     case.leaves["topk_weight"] = case.leaves["topk_weight"].to(gate_dtype)
     got = run(case, layer())
     assert got["dtopk_weight"].dtype == gate_dtype
-    assert_parity(got, run(case, moe_oracle, torch.float64), 1e-5 if gate_dtype == torch.float64 else 1e-2)
+    assert_parity(
+        got, run(case, moe_oracle, torch.float64), 1e-5 if gate_dtype == torch.float64 else 1e-2
+    )
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_gates_are_not_rounded_to_the_dtype_of_the_layer(dtype):
-    # 257 / 256 is 1 in bfloat16; a gate that is off by its last bits shifts every output by as much, here of four experts,
-    # whose sum spreads what the rounding of each one's output does to it
+    # 257 / 256 is 1 in bfloat16; a gate that is off by its last bits shifts every output by as
+    # much, here of four experts, whose sum spreads what the rounding of each one's output does to
+    # it
     case = make_case(64, 64, 64, 4, 4, dtype)
-    case.leaves["topk_weight"] = torch.full((64, 4), 1 + 2**-8 if dtype == torch.bfloat16 else 1 + 2**-11)
-    got, want = run(case, layer())["out"].double(), run(case, moe_oracle, torch.float64)["out"]
+    case.leaves["topk_weight"] = torch.full(
+        (64, 4), 1 + 2**-8 if dtype == torch.bfloat16 else 1 + 2**-11
+    )
+    got = run(case, layer())["out"].double()
+    want = run(case, moe_oracle, torch.float64)["out"]
     slope = (got * want).sum() / want.square().sum()
     assert abs(slope - 1) < (2**-10 if dtype == torch.bfloat16 else 2**-13)
 
@@ -164,7 +180,17 @@ def test_gradcheck(act, case_of):
     leaves = [leaf.requires_grad_() for leaf in case.leaves.values()]
 
     def f(x, up, down, topk_weight, up_bias, down_bias):
-        return layer()(x, up, down, topk_weight, case.topk_idx, up_bias=up_bias, down_bias=down_bias, act=act, gated=case.gated)
+        return layer()(
+            x,
+            up,
+            down,
+            topk_weight,
+            case.topk_idx,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            act=act,
+            gated=case.gated,
+        )
 
     assert torch.autograd.gradcheck(f, leaves, fast_mode=False)
 
@@ -209,9 +235,12 @@ def test_nothing_but_dropped_slots():
 def test_frozen_experts_get_zero_and_all_else_is_the_same(routing):
     case = make_case(19, 33, 17, 4, 2, routing=routing, bias=True)
     trainable = torch.tensor([True, False, True, False])
-    want, got = run(case, layer()), run(case, layer(trainable=trainable))
+    want = run(case, layer())
+    got = run(case, layer(trainable=trainable))
     for name in ("dup", "ddown", "dup_bias", "ddown_bias"):
-        assert torch.equal(got[name], torch.where(trainable.view(4, *[1] * (got[name].dim() - 1)), want[name], 0))
+        assert torch.equal(
+            got[name], torch.where(trainable.view(4, *[1] * (got[name].dim() - 1)), want[name], 0)
+        )
     assert all(torch.equal(got[name], want[name]) for name in ("out", "dx", "dtopk_weight"))
 
 
@@ -220,12 +249,29 @@ def check_rows_of_nobody(backend: str, device="cpu"):
     case = make_case(19, 33, 17, 4, 2)
     x, up, down, weight = (leaf.to(device) for leaf in case.leaves.values())
     places = torch.tensor([3, -1, 1, -1], dtype=torch.int32, device=device)
-    trained = [torch.randn(5, *stack.shape[1:], device=device, requires_grad=True) for stack in (up, down)]
+    trained = [
+        torch.randn(5, *stack.shape[1:], device=device, requires_grad=True) for stack in (up, down)
+    ]
     with filled_memory():
-        out = moe_mlp(x, up, down, weight, case.topk_idx.to(device), trainable=places, trained=tuple(trained), backend=backend)
+        out = moe_mlp(
+            x,
+            up,
+            down,
+            weight,
+            case.topk_idx.to(device),
+            trainable=places,
+            trained=tuple(trained),
+            backend=backend,
+        )
         grads = torch.autograd.grad(out.square().sum(), trained)
     for grad in grads:
-        assert grad.isfinite().all() and grad.flatten(1).any(1).tolist() == [False, True, False, True, False]
+        assert grad.isfinite().all() and grad.flatten(1).any(1).tolist() == [
+            False,
+            True,
+            False,
+            True,
+            False,
+        ]
 
 
 def test_rows_of_nobody_get_zero():
@@ -235,7 +281,8 @@ def test_rows_of_nobody_get_zero():
 @pytest.mark.parametrize("routing", ["random", "skip", "all"])
 def test_recompute_gives_the_same_bits(routing):
     case = make_case(29, 33, 17, 4, 2, torch.bfloat16, routing, bias=True)
-    got, want = run(case, layer(recompute=True)), run(case, layer())
+    got = run(case, layer(recompute=True))
+    want = run(case, layer())
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -250,10 +297,14 @@ def test_twenty_runs_give_the_same_bits(dtype):
 
 def test_backward_inside_autocast_is_not_rounded():
     case = make_case(19, 33, 17, 4, 2, bias=True)
-    want, leaves = run(case, layer()), {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
+    want = run(case, layer())
+    leaves = {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
     v = {"gate_up_bias": leaves["up_bias"], "down_bias": leaves["down_bias"]}
-    out = moe_mlp(leaves["x"], leaves["up"], leaves["down"], leaves["topk_weight"], case.topk_idx, **v)
-    with torch.autocast("cpu", torch.bfloat16):  # its matmul would be bfloat16 in the kernels of the backward pass too
+    out = moe_mlp(
+        leaves["x"], leaves["up"], leaves["down"], leaves["topk_weight"], case.topk_idx, **v
+    )
+    # its matmul would be bfloat16 in the kernels of the backward pass too
+    with torch.autocast("cpu", torch.bfloat16):
         got = torch.autograd.grad(out, list(leaves.values()), case.dout)
     assert all(torch.equal(grad, want[f"d{name}"]) for name, grad in zip(leaves, got))
 
@@ -263,7 +314,9 @@ def test_permuted_tokens_give_permuted_outputs():
     x, up, down, weight = case.leaves.values()
     order = torch.randperm(29)
     got = moe_mlp(x[order], up, down, weight[order], case.topk_idx[order])
-    torch.testing.assert_close(got, moe_mlp(x, up, down, weight, case.topk_idx)[order], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        got, moe_mlp(x, up, down, weight, case.topk_idx)[order], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_permuted_experts_change_nothing():
@@ -271,43 +324,91 @@ def test_permuted_experts_change_nothing():
     x, up, down, weight = case.leaves.values()
     order = torch.randperm(4)
     got = moe_mlp(x, up[order], down[order], weight, order.argsort()[case.topk_idx.long()])
-    torch.testing.assert_close(got, moe_mlp(x, up, down, weight, case.topk_idx), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        got, moe_mlp(x, up, down, weight, case.topk_idx), rtol=1e-12, atol=1e-12
+    )
 
 
 def _bad(**change):
     base = {
-        "x": torch.randn(6, 33), "gate_up_proj": torch.randn(4, 34, 33), "down_proj": torch.randn(4, 33, 17),
-        "topk_weight": torch.rand(6, 2), "topk_idx": torch.zeros(6, 2, dtype=torch.int64),
-    }  # fmt: skip
+        "x": torch.randn(6, 33),
+        "gate_up_proj": torch.randn(4, 34, 33),
+        "down_proj": torch.randn(4, 33, 17),
+        "topk_weight": torch.rand(6, 2),
+        "topk_idx": torch.zeros(6, 2, dtype=torch.int64),
+    }
     return base | change
 
 
-@pytest.mark.parametrize("change, words", [
-    pytest.param({"x": torch.randn(2, 3, 33)}, "x is (2, 3, 33)", id="batch dims"),
-    pytest.param({"x": torch.randn(6, 32)}, "x (6, 32)", id="another H"),
-    pytest.param({"gate_up_proj": torch.randn(4, 33, 34)}, "gate_up_proj is (4, 33, 34)", id="weights in x out"),
-    pytest.param({"down_proj": torch.randn(3, 33, 17)}, "down_proj (3, 33, 17)", id="another E"),
-    pytest.param({"gate_up_proj": torch.randn(0, 34, 33), "down_proj": torch.randn(0, 33, 17)}, "(0, 34, 33)", id="E = 0"),
-    pytest.param({"topk_weight": torch.rand(6, 3)}, "topk_weight is (6, 3)", id="weights and ids differ"),
-    pytest.param(
-        {"topk_idx": torch.zeros(5, 2, dtype=torch.int64), "topk_weight": torch.rand(5, 2)}, "(5, 2)", id="another T"
-    ),
-    pytest.param({"topk_idx": torch.zeros(6, 2)}, "topk_idx (6, 2) torch.float32", id="float ids"),
-    pytest.param(
-        {"topk_weight": torch.ones(6, 2, dtype=torch.int64)}, "topk_weight is (6, 2) torch.int64", id="integer weights"
-    ),
-    pytest.param({"act": "tanh"}, "act must be", id="unknown activation"),
-    pytest.param({"gate_up_bias": torch.randn(4, 17)}, "gate_up_bias is (4, 17)", id="bias of another size"),
-    pytest.param({"down_bias": torch.randn(33)}, "down_bias is (33,)", id="bias without E"),
-    pytest.param({"x": torch.randn(6, 33).bfloat16()}, "torch.bfloat16", id="x and weights differ in dtype"),
-    pytest.param(
-        {"down_bias": torch.randn(4, 33).half()}, "down_bias is (4, 33) torch.float16", id="bias of another dtype"
-    ),
-    pytest.param({"gate_up_proj": torch.ones(3, 0, 33), "down_proj": torch.ones(3, 33, 0)}, "I >= 1", id="I = 0"),
-    pytest.param({"trainable": torch.ones(4)}, "trainable is (4,) torch.float32", id="trainable is no mask"),
-    pytest.param({"trainable": torch.ones(3, dtype=torch.bool)}, "trainable is (3,)", id="trainable of another E"),
-    pytest.param({"x": torch.ones(6, 33, dtype=torch.int64)}, "torch.int64", id="integer x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        pytest.param({"x": torch.randn(2, 3, 33)}, "x is (2, 3, 33)", id="batch dims"),
+        pytest.param({"x": torch.randn(6, 32)}, "x (6, 32)", id="another H"),
+        pytest.param(
+            {"gate_up_proj": torch.randn(4, 33, 34)},
+            "gate_up_proj is (4, 33, 34)",
+            id="weights in x out",
+        ),
+        pytest.param(
+            {"down_proj": torch.randn(3, 33, 17)}, "down_proj (3, 33, 17)", id="another E"
+        ),
+        pytest.param(
+            {"gate_up_proj": torch.randn(0, 34, 33), "down_proj": torch.randn(0, 33, 17)},
+            "(0, 34, 33)",
+            id="E = 0",
+        ),
+        pytest.param(
+            {"topk_weight": torch.rand(6, 3)}, "topk_weight is (6, 3)", id="weights and ids differ"
+        ),
+        pytest.param(
+            {"topk_idx": torch.zeros(5, 2, dtype=torch.int64), "topk_weight": torch.rand(5, 2)},
+            "(5, 2)",
+            id="another T",
+        ),
+        pytest.param(
+            {"topk_idx": torch.zeros(6, 2)}, "topk_idx (6, 2) torch.float32", id="float ids"
+        ),
+        pytest.param(
+            {"topk_weight": torch.ones(6, 2, dtype=torch.int64)},
+            "topk_weight is (6, 2) torch.int64",
+            id="integer weights",
+        ),
+        pytest.param({"act": "tanh"}, "act must be", id="unknown activation"),
+        pytest.param(
+            {"gate_up_bias": torch.randn(4, 17)},
+            "gate_up_bias is (4, 17)",
+            id="bias of another size",
+        ),
+        pytest.param({"down_bias": torch.randn(33)}, "down_bias is (33,)", id="bias without E"),
+        pytest.param(
+            {"x": torch.randn(6, 33).bfloat16()},
+            "torch.bfloat16",
+            id="x and weights differ in dtype",
+        ),
+        pytest.param(
+            {"down_bias": torch.randn(4, 33).half()},
+            "down_bias is (4, 33) torch.float16",
+            id="bias of another dtype",
+        ),
+        pytest.param(
+            {"gate_up_proj": torch.ones(3, 0, 33), "down_proj": torch.ones(3, 33, 0)},
+            "I >= 1",
+            id="I = 0",
+        ),
+        pytest.param(
+            {"trainable": torch.ones(4)},
+            "trainable is (4,) torch.float32",
+            id="trainable is no mask",
+        ),
+        pytest.param(
+            {"trainable": torch.ones(3, dtype=torch.bool)},
+            "trainable is (3,)",
+            id="trainable of another E",
+        ),
+        pytest.param({"x": torch.ones(6, 33, dtype=torch.int64)}, "torch.int64", id="integer x"),
+    ],
+)
 def test_bad_arguments_are_named(change, words):
     with pytest.raises(ValueError) as error:
         moe_mlp(**_bad(**change))
@@ -318,6 +419,8 @@ def test_gradients_of_stacks_stored_in_x_out_are_not_copied():
     assert layouts.copies_of_transposed_gradients(moe_mlp, None) == []
 
 
-@pytest.mark.parametrize("form", ["grad", "transposed stacks", layouts.NARROW, "main_grad", "a layer with its router"])
+@pytest.mark.parametrize(
+    "form", ["grad", "transposed stacks", layouts.NARROW, "main_grad", "a layer with its router"]
+)
 def test_gradients_are_added_in_place(form):
     layouts.check_accumulation(form, None)

@@ -1,4 +1,6 @@
-"""The cpp backend: all that holds for torch's, and its own: vectors, few tokens, threads, instruction sets."""
+"""The cpp backend: all that holds for torch's, and its own: vectors, few tokens, threads,
+instruction sets.
+"""
 
 import ctypes
 import subprocess
@@ -49,13 +51,21 @@ def way(request, monkeypatch):
 def no_grad(case, **options):
     v = case.view(case.leaves)
     with torch.no_grad():
-        return layer(**options)(*(v[name] for name in ("x", "up", "down", "topk_weight")), case.topk_idx, **rest(v, case))
+        return layer(**options)(
+            *(v[name] for name in ("x", "up", "down", "topk_weight")),
+            case.topk_idx,
+            **rest(v, case),
+        )
 
 
 def rest(v, case):
     return {
-        "up_bias": v.get("up_bias"), "down_bias": v.get("down_bias"), "act": case.act, "gated": case.gated, **case.form
-    }  # fmt: skip
+        "up_bias": v.get("up_bias"),
+        "down_bias": v.get("down_bias"),
+        "act": case.act,
+        "gated": case.gated,
+        **case.form,
+    }
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -72,7 +82,12 @@ def test_whole_vectors_and_what_is_left(T, H, I, dtype, variant, way, tolerance)
     assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
 
 
-FORMS = [{"limit": 0.5, "up_offset": 1.0, "interleaved": True}, {"limit": 0.5}, {"interleaved": True}, {"up_offset": -0.25}]
+FORMS = [
+    {"limit": 0.5, "up_offset": 1.0, "interleaved": True},
+    {"limit": 0.5},
+    {"interleaved": True},
+    {"up_offset": -0.25},
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -96,21 +111,44 @@ def test_threads_change_no_bit(dtype, monkeypatch):
     case = make_case(150, 96, 128, 4, 2, dtype, "dropped", bias=True)
     random = torch.Generator().manual_seed(0)
     z, dh = (torch.randn(300, n, generator=random).to(dtype) for n in (256, 128))
-    weight, slots = torch.rand(300, generator=random), torch.randperm(300, generator=random).int()
-    calls, form = cpp.library().handle, (cpp.DTYPES[dtype], 0, 1, float("inf"), 0.0)
+    weight = torch.rand(300, generator=random)
+    slots = torch.randperm(300, generator=random).int()
+    calls = cpp.library().handle
+    form = (cpp.DTYPES[dtype], 0, 1, float("inf"), 0.0)
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: 1 << 20)
 
     def results(threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        h, wh, dz, dweight = torch.empty_like(dh), torch.empty_like(dh), torch.empty_like(z), torch.empty(300)
+        h = torch.empty_like(dh)
+        wh = torch.empty_like(dh)
+        dz = torch.empty_like(z)
+        dweight = torch.empty(300)
         out = torch.empty(150, 128, dtype=dtype)
         calls.moert_cpu_activate(*form, z.data_ptr(), 300, 128, h.data_ptr(), threads)
         calls.moert_cpu_activate_backward(
-            *form, z.data_ptr(), dh.data_ptr(), weight.data_ptr(), slots.data_ptr(), 300, 128, dz.data_ptr(), wh.data_ptr(),
-            dweight.data_ptr(), threads,
-        )  # fmt: skip
+            *form,
+            z.data_ptr(),
+            dh.data_ptr(),
+            weight.data_ptr(),
+            slots.data_ptr(),
+            300,
+            128,
+            dz.data_ptr(),
+            wh.data_ptr(),
+            dweight.data_ptr(),
+            threads,
+        )
         calls.moert_cpu_combine(
-            form[0], dh.data_ptr(), weight.data_ptr(), slots.data_ptr(), 150, 2, 128, 280, out.data_ptr(), threads
+            form[0],
+            dh.data_ptr(),
+            weight.data_ptr(),
+            slots.data_ptr(),
+            150,
+            2,
+            128,
+            280,
+            out.data_ptr(),
+            threads,
         )
         return [h, wh, dz, dweight, out, no_grad(case, backend="cpp")]
 
@@ -122,7 +160,8 @@ def test_threads_change_no_bit(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("threads", [2, 5, 64])
 def test_threads_that_share_the_tokens_change_no_bit(threads, dtype, monkeypatch, variant):
-    case = make_case(1300, 70, 33, 2, 1, dtype, "halves", bias=True)  # fewer panels than threads, tokens enough to share
+    # fewer panels than threads, tokens enough to share
+    case = make_case(1300, 70, 33, 2, 1, dtype, "halves", bias=True)
     case.topk_idx[:1100] = 0  # two pieces of one expert
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: moe_mlp_cpp.ANY)
     want = no_grad(case, backend="cpp")
@@ -155,15 +194,29 @@ def test_threads_stay_whatever_the_sizes():
 
 def evaluate(act: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The library's activation and its slope at x."""
-    h, dz, wh, ones = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x), torch.ones_like(x)
-    slots, dots = torch.zeros(1, dtype=torch.int32), torch.empty(1)
-    form, n = (0, cpp.ACTS[act], 0, float("inf"), 0.0), x.numel()
+    h = torch.empty_like(x)
+    dz = torch.empty_like(x)
+    wh = torch.empty_like(x)
+    ones = torch.ones_like(x)
+    slots = torch.zeros(1, dtype=torch.int32)
+    dots = torch.empty(1)
+    form = (0, cpp.ACTS[act], 0, float("inf"), 0.0)
+    n = x.numel()
     calls = cpp.library().handle
     calls.moert_cpu_activate(*form, x.data_ptr(), 1, n, h.data_ptr(), 1)
     calls.moert_cpu_activate_backward(
-        *form, x.data_ptr(), ones.data_ptr(), ones.data_ptr(), slots.data_ptr(), 1, n, dz.data_ptr(), wh.data_ptr(),
-        dots.data_ptr(), 1,
-    )  # fmt: skip
+        *form,
+        x.data_ptr(),
+        ones.data_ptr(),
+        ones.data_ptr(),
+        slots.data_ptr(),
+        1,
+        n,
+        dz.data_ptr(),
+        wh.data_ptr(),
+        dots.data_ptr(),
+        1,
+    )
     assert torch.equal(h.nan_to_num(), wh.nan_to_num())
     return h, dz
 
@@ -175,7 +228,8 @@ def test_activations_and_slopes_are_those_of_float64(act, variant):
     want = ACT[act](wide)
     (slope,) = torch.autograd.grad(want.sum(), wide)
     h, dz = evaluate(act, x)
-    # of the larger of x and the value: 1 + erf and 1 + tanh lose their last digits where they are next to 0
+    # of the larger of x and the value: 1 + erf and 1 + tanh lose their last digits where they are
+    # next to 0
     assert ((h - want).abs() / torch.maximum(x.abs(), want.abs()).clamp_min(1e-3)).max() < 4e-7
     assert ((dz - slope).abs() / x.abs().clamp_min(1)).max() < 6e-7
 
@@ -186,13 +240,17 @@ def test_the_exponential_is_within_two_units_in_the_last_place(variant):
     want = x.double() / (1 + torch.exp(-x.double()))
     got = evaluate("silu", x)[0]
     ulp = torch.from_numpy(np.spacing(want.float().abs().numpy())).double()
-    assert ((got.double() - want).abs() / ulp).max() < 4  # two of the exponential, one of each rounding that follows
+    # two of the exponential, one of each rounding that follows
+    assert ((got.double() - want).abs() / ulp).max() < 4
 
 
 @pytest.mark.parametrize("act", cpp.ACTS)
 def test_extremes(act, variant):
-    x = torch.tensor([float("nan"), float("inf"), 3e38, 100.0, 0.0, -0.0, -100.0, -3e38, 1e-40, -1e-40])
-    want, got = ACT[act](x.double()).float(), evaluate(act, x)[0]
+    x = torch.tensor(
+        [float("nan"), float("inf"), 3e38, 100.0, 0.0, -0.0, -100.0, -3e38, 1e-40, -1e-40]
+    )
+    want = ACT[act](x.double()).float()
+    got = evaluate(act, x)[0]
     torch.testing.assert_close(got[:8], want[:8], rtol=1e-6, atol=1e-37, equal_nan=True)
     assert got[8:].abs().max() <= 1e-40
 
@@ -212,31 +270,56 @@ def test_nan_and_infinity_reach_the_tokens_that_see_them(name, value, dtype, way
 def test_bfloat16_is_rounded_to_nearest_even(variant):
     bits = torch.arange(1 << 16, dtype=torch.int32) << 16
     x = torch.cat([(bits + tail).view(torch.float32) for tail in (0, 0x7FFF, 0x8000, 0x8001)])
-    y, out = x.view(-1, 64), torch.empty(x.numel() // 64, 64)
-    rows, weight = torch.arange(y.shape[0], dtype=torch.int32), torch.ones(y.shape[0])
+    y = x.view(-1, 64)
+    out = torch.empty(x.numel() // 64, 64)
+    rows = torch.arange(y.shape[0], dtype=torch.int32)
+    weight = torch.ones(y.shape[0])
     calls = cpp.library().handle
-    arguments = (weight.data_ptr(), rows.data_ptr(), y.shape[0], 1, 64, y.shape[0], out.data_ptr(), 1)
+    arguments = (
+        weight.data_ptr(),
+        rows.data_ptr(),
+        y.shape[0],
+        1,
+        64,
+        y.shape[0],
+        out.data_ptr(),
+        1,
+    )
     calls.moert_cpu_combine(0, y.data_ptr(), *arguments)
     assert torch.equal(out.nan_to_num(7), y.nan_to_num(7))
-    # from float32 to bfloat16: relu of what is positive is itself; the rounding is in the store of the few-tokens way
+    # from float32 to bfloat16: relu of what is positive is itself; the rounding is in the store of
+    # the few-tokens way
     narrow = y.bfloat16()
     again = torch.empty_like(narrow)
     arguments = (*arguments[:-2], again.data_ptr(), 1)
     calls.moert_cpu_combine(2, narrow.data_ptr(), *arguments)
-    assert torch.equal(again.isnan(), narrow.isnan()) and torch.equal(again.nan_to_num(7), narrow.nan_to_num(7))
-    halves = torch.full_like(weight, 1 + 2**-8)  # every product lies between two bfloat16, many half way
+    assert torch.equal(again.isnan(), narrow.isnan()) and torch.equal(
+        again.nan_to_num(7), narrow.nan_to_num(7)
+    )
+    # every product lies between two bfloat16, many half way
+    halves = torch.full_like(weight, 1 + 2**-8)
     arguments = (halves.data_ptr(), *arguments[1:])
     calls.moert_cpu_combine(2, narrow.data_ptr(), *arguments)
     want = (narrow.float() * (1 + 2**-8)).bfloat16()
-    assert torch.equal(again.isnan(), want.isnan()) and torch.equal(again.nan_to_num(7), want.nan_to_num(7))
+    assert torch.equal(again.isnan(), want.isnan()) and torch.equal(
+        again.nan_to_num(7), want.nan_to_num(7)
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
+)
 def test_sort_is_stable_and_drops_what_is_outside(dtype):
     idx = torch.randint(0 if dtype == torch.uint8 else -2, 9, (500,)).to(dtype)
     offsets, row_slot, slot_row = (torch.full((n,), -7, dtype=torch.int32) for n in (7, 500, 500))
     cpp.library().handle.moert_cpu_sort(
-        idx.data_ptr(), cpp.IDX_KINDS[dtype], 500, 6, offsets.data_ptr(), row_slot.data_ptr(), slot_row.data_ptr()
+        idx.data_ptr(),
+        cpp.IDX_KINDS[dtype],
+        500,
+        6,
+        offsets.data_ptr(),
+        row_slot.data_ptr(),
+        slot_row.data_ptr(),
     )
     key = torch.where((idx < 0) | (idx >= 6), 6, idx.long())
     assert torch.equal(row_slot.long(), key.argsort(stable=True)) and offsets[0] == 0
@@ -248,7 +331,8 @@ def test_the_largest_expert_decides_who_multiplies(monkeypatch):
     taken = []
     one_call = moe_mlp_cpp._one_call
     monkeypatch.setattr(moe_mlp_cpp, "_one_call", lambda *args: taken.append(1) or one_call(*args))
-    for T, few, want in ((48, 48, 1), (49, 48, 0), (500, moe_mlp_cpp.ANY, 1)):  # a quarter of them each on average
+    # a quarter of them each on average
+    for T, few, want in ((48, 48, 1), (49, 48, 0), (500, moe_mlp_cpp.ANY, 1)):
         taken.clear()
         monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype, few=few: few)
         case = make_case(T, 33, 17, 4, 1)
@@ -262,7 +346,8 @@ def test_the_largest_expert_decides_who_multiplies(monkeypatch):
     assert not taken
 
 
-# rows of the experts: below and above where weights are laid out anew, a tile's rest of each length, more than one piece
+# rows of the experts: below and above where weights are laid out anew, a tile's rest of each
+# length, more than one piece
 SKEWED = [
     pytest.param([1, 15, 16, 17, 0, 23], id="about the threshold"),
     pytest.param([0, 300, 1, 0, 2, 5], id="one has nearly all"),
@@ -279,14 +364,18 @@ SKEWED = [
 def test_skewed_routing_both_ways(counts, H, I, gated, dtype, way, tolerance):
     case = make_case(sum(counts), H, I, len(counts), 1, dtype, gated=gated, bias=True)
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    case.topk_idx.copy_(ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))][:, None])
+    case.topk_idx.copy_(
+        ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))][:, None]
+    )
     assert not moe_mismatches(layer(backend="cpp"), case, tolerance[dtype])
 
 
 @pytest.mark.parametrize("H, I", [(4096, 64), (64, 4096)])
 def test_long_sums_are_as_exact_as_torchs(H, I, monkeypatch, variant):
     case = make_case(32, H, I, 1, 1)
-    want = moe_eager(*(case.leaves[name].double() for name in ("x", "up", "down", "topk_weight")), case.topk_idx)
+    want = moe_eager(
+        *(case.leaves[name].double() for name in ("x", "up", "down", "topk_weight")), case.topk_idx
+    )
 
     def error(few):
         monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)
@@ -301,7 +390,10 @@ def test_opcheck(way_of, monkeypatch):
     case = make_case(5, 8, 6, 3, 2, bias=True)
     v = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
     experts = Experts(v["up"], v["down"], v["up_bias"], v["down_bias"]).pack()
-    torch.library.opcheck(torch.ops.moe_runtime.moe_mlp, (v["x"], v["topk_weight"], case.topk_idx, *experts, True, "cpp"))
+    torch.library.opcheck(
+        torch.ops.moe_runtime.moe_mlp,
+        (v["x"], v["topk_weight"], case.topk_idx, *experts, True, "cpp"),
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -309,13 +401,15 @@ def test_compiles_without_a_graph_break(recompute):
     torch._dynamo.reset()
     case = make_case(12, 33, 17, 4, 2)
     compiled = torch.compile(layer(recompute=recompute), fullgraph=True, backend="aot_eager")
-    got, want = run(case, compiled), run(case, layer(recompute=recompute))
+    got = run(case, compiled)
+    want = run(case, layer(recompute=recompute))
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_how_few_are_few_depends_on_the_machine(variant):
     rows = [moe_mlp_cpp.few_rows(dtype) for dtype in FLOATS]
-    any_, tiles = moe_mlp_cpp.ANY, torch.cpu._is_amx_tile_supported()
+    any_ = moe_mlp_cpp.ANY
+    tiles = torch.cpu._is_amx_tile_supported()
     want = {"generic": [16, 16], "avx2": [128, any_]}.get(variant, [any_, any_])
     assert rows == [want[0], 8 if tiles and variant != "amx" else want[1]]
 
@@ -354,7 +448,9 @@ def test_of_two_openmps_it_takes_torchs(where, tmp_path):
     if where == "last":
         line = next(line for line in SECOND.splitlines() if line.startswith("other"))
         program = SECOND.replace(line + "\n", "").replace("\nfound", f"\n{line}\nfound")
-    done = subprocess.run([sys.executable, "-c", program, str(other)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(other)], capture_output=True, text=True
+    )
     assert done.stdout.split() == ["2", "True"], done.stdout + done.stderr
 
 
@@ -368,19 +464,28 @@ def test_without_an_openmp_it_says_so_where_there_are_threads(monkeypatch, _libr
         cpp.bind(_library.path)  # the library is one for the process: give it its threads again
     monkeypatch.setattr(cpp, "_found", alone)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert "no OpenMP runtime, but torch uses 4 threads. Load libgomp" in cpp.why_not(torch.device("cpu"))
+    assert "no OpenMP runtime, but torch uses 4 threads. Load libgomp" in cpp.why_not(
+        torch.device("cpu")
+    )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert cpp.why_not(torch.device("cpu")) is None
 
 
 def test_what_is_mapped_is_searched_torchs_own_first(monkeypatch, tmp_path):
     lib = tmp_path / "torch" / "lib"
-    lines = [["0-1", "r", "0", "0", "0", path] for path in ("/a/libgomp-1.so", f"{lib}/libgomp.so.1", "/a/libcomp.so")]
+    lines = [
+        ["0-1", "r", "0", "0", "0", path]
+        for path in ("/a/libgomp-1.so", f"{lib}/libgomp.so.1", "/a/libcomp.so")
+    ]
     monkeypatch.setattr(torch, "__file__", str(lib.parent / "__init__.py"))
     monkeypatch.setattr(library, "_maps", lambda: lines)
     monkeypatch.setattr(library.ctypes, "CDLL", lambda path: path)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    assert list(library._openmp_runtimes()) == [f"{lib}/libtorch_cpu.so", f"{lib}/libgomp.so.1", "/a/libgomp-1.so"]
+    assert list(library._openmp_runtimes()) == [
+        f"{lib}/libtorch_cpu.so",
+        f"{lib}/libgomp.so.1",
+        "/a/libgomp-1.so",
+    ]
 
 
 def test_acts_are_numbered_once():
@@ -395,8 +500,11 @@ def test_recomputing_multiplies_up_alone_and_a_group_at_a_time(dtype, monkeypatc
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: moe_mlp_cpp.ANY)
     monkeypatch.setattr(expert_rows, "GROUP_ELEMENTS", 60 * 128)
     want = run(case, layer(backend="cpp"))
-    calls, one_call = [], moe_mlp_cpp._one_call
-    monkeypatch.setattr(moe_mlp_cpp, "_one_call", lambda *args: calls.append(args[-3:]) or one_call(*args))
+    calls = []
+    one_call = moe_mlp_cpp._one_call
+    monkeypatch.setattr(
+        moe_mlp_cpp, "_one_call", lambda *args: calls.append(args[-3:]) or one_call(*args)
+    )
     workspace.release()
     got = run(case, layer(backend="cpp", recompute=True))
     assert all(torch.equal(got[name], want[name]) for name in want)
@@ -415,13 +523,19 @@ def test_backward_of_few_equals_that_of_matmuls(monkeypatch):
 
 
 def test_peak_counts_what_it_computes(variant, _library):
-    """The ceiling of the benchmarks: as many sums as it says, none of them left out by the compiler."""
+    """The ceiling of the benchmarks: as many sums as it says, none of them left out by the
+    compiler.
+    """
     lanes = {"generic": 4, "avx2": 8}.get(_library.variant, 16)
     for dtype in FLOATS:
         sink = torch.full((6,), float("nan"))
         flops = _library.handle.moert_cpu_peak(cpp.DTYPES[dtype], 6, 10, sink.data_ptr(), 2)
-        if dtype == torch.bfloat16 and _library.variant == "amx":  # 16 x 16 sums of 32 products, 10 * 12 times
-            assert flops == 6 * 10 * 12 * 2 * 16 * 16 * 32 and (sink == 10 * 12 * 16 * 16 * 32 / 8).all()
+        # 16 x 16 sums of 32 products, 10 * 12 times
+        if dtype == torch.bfloat16 and _library.variant == "amx":
+            assert (
+                flops == 6 * 10 * 12 * 2 * 16 * 16 * 32
+                and (sink == 10 * 12 * 16 * 16 * 32 / 8).all()
+            )
             continue
         depth = 1 + (dtype == torch.bfloat16 and _library.variant == "avx512_bf16")
         assert flops == 6 * 10 * 12 * 2 * lanes * depth

@@ -1,4 +1,6 @@
-"""The backward pass of the cpp backend in one call: gradients, the order of sums, memory, and what is left to torch."""
+"""The backward pass of the cpp backend in one call: gradients, the order of sums, memory, and what
+is left to torch.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,8 @@ def moe_mismatches(call, case, table) -> list[str]:
     return mismatches(run(case, call), want, bounds(run(case, moe_eager), want, table))
 
 
-# less and more than a panel of columns and than what is laid out at once; odd sums; last rows of blocks and pieces
+# less and more than a panel of columns and than what is laid out at once; odd sums; last rows of
+# blocks and pieces
 SIZES = [
     pytest.param(70, 128, 96, 4, 2, id="whole vectors"),
     pytest.param(65, 130, 65, 3, 2, id="rests"),
@@ -69,7 +72,9 @@ def gradients(case, needs=(True,) * 3, trainable=None, into=NOWHERE):
     experts = Experts(v["up"], v["down"], trainable=trainable)
     _, z, *rows = moe_mlp_cpp.forward(v["x"], experts, v["topk_weight"], case.topk_idx, True)
     needs = Gradients(*needs, True, False, False)
-    grads = moe_mlp_cpp.backward(torch.cos(v["x"]), v["x"], experts, v["topk_weight"], z, *rows, needs, into=into)
+    grads = moe_mlp_cpp.backward(
+        torch.cos(v["x"]), v["x"], experts, v["topk_weight"], z, *rows, needs, into=into
+    )
     return grads[:4]
 
 
@@ -91,20 +96,32 @@ def test_adding_gives_the_bits_of_separate_adds(dtype, variant, calls):  # noqa:
     old = [torch.randn_like(up), torch.randn_like(down)]
     into = NOWHERE._replace(up=old[0].clone(), down=old[1].clone())
     _, up_sum, down_sum, _ = gradients(case, into=into)
-    assert up_sum is into.up and torch.equal(up_sum, old[0] + up) and torch.equal(down_sum, old[1] + down)
+    assert (
+        up_sum is into.up
+        and torch.equal(up_sum, old[0] + up)
+        and torch.equal(down_sum, old[1] + down)
+    )
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("form", ["plain", "main_grad", "transposed stacks", layouts.NARROW, "a layer with its router"])
+@pytest.mark.parametrize(
+    "form", ["plain", "main_grad", "transposed stacks", layouts.NARROW, "a layer with its router"]
+)
 def test_accumulating_parameters(form, calls):
     layouts.check_accumulation(form, "cpp")
     assert bool(calls) == (form not in ("transposed stacks", layouts.NARROW))
 
 
-@pytest.mark.parametrize("needs", [(False, True, False), (True, False, False), (False, False, True), (False,) * 3], ids=str)
+@pytest.mark.parametrize(
+    "needs",
+    [(False, True, False), (True, False, False), (False, False, True), (False,) * 3],
+    ids=str,
+)
 def test_what_is_not_needed_is_not_computed(needs):
     case = make_case(40, 33, 17, 4, 2, routing="skip")
-    for got, want, need in zip(gradients(case, needs), gradients(case), (*needs, True), strict=True):
+    for got, want, need in zip(
+        gradients(case, needs), gradients(case), (*needs, True), strict=True
+    ):
         assert torch.equal(got, want) if need else got is None
 
 
@@ -134,11 +151,20 @@ def test_what_it_does_not_serve_goes_the_other_way(what, tolerance, calls):
     if what == "transposed":
         layouts.transposed_weights(case)
     if what == "apart":
-        v, rows = case.leaves, torch.tensor([0, -1, 1, -1], dtype=torch.int32)
-        experts = Experts(v["up"], v["down"], trainable=rows, up_trained=v["up"][[0, 2]], down_trained=v["down"][[0, 2]])
+        v = case.leaves
+        rows = torch.tensor([0, -1, 1, -1], dtype=torch.int32)
+        experts = Experts(
+            v["up"],
+            v["down"],
+            trainable=rows,
+            up_trained=v["up"][[0, 2]],
+            down_trained=v["down"][[0, 2]],
+        )
         _, z, *indices = moe_mlp_cpp.forward(v["x"], experts, v["topk_weight"], case.topk_idx, True)
         needs = Gradients(True, True, True, True, False, False)
-        got = moe_mlp_cpp.backward(torch.cos(v["x"]), v["x"], experts, v["topk_weight"], z, *indices, needs)
+        got = moe_mlp_cpp.backward(
+            torch.cos(v["x"]), v["x"], experts, v["topk_weight"], z, *indices, needs
+        )
         assert not calls
         for a, b in zip(got[1:3], gradients(case)[1:3], strict=True):
             torch.testing.assert_close(a, b[[0, 2]], rtol=1e-4, atol=1e-5)
@@ -155,7 +181,8 @@ def test_what_it_does_not_serve_goes_the_other_way(what, tolerance, calls):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("T, E", [(1100, 1), (900, 6)])
 def test_its_memory_is_what_it_asks_for(T, E, recompute, monkeypatch, variant, calls):  # noqa: F811
-    case, asked = make_case(T, 70, 90, E, 1), []
+    case = make_case(T, 70, 90, E, 1)
+    asked = []
 
     def scratch(name, shape, like, dtype):
         asked.append(torch.full((shape[0] + 4096,), 77, dtype=dtype))

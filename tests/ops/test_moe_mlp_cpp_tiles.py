@@ -1,4 +1,6 @@
-"""The experts on matrix tiles (AMX), and, so that the same holds without them, on every other instruction set."""
+"""The experts on matrix tiles (AMX), and, so that the same holds without them, on every other
+instruction set.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from tests.ops.test_moe_mlp_cpp import _library, no_grad, variant  # noqa: F401 
 from tests.support.oracle import make_case, moe_eager, run
 
 BFLOAT = torch.bfloat16
-# rows of the experts: below and from the fewest that tiles take, about one and two tiles, more than one piece
+# rows of the experts: below and from the fewest that tiles take, about one and two tiles, more than
+# one piece
 COUNTS = [[3, 4, 0, 15, 1, 16], [17, 31, 2, 32, 33, 0], [257, 3, 48, 0, 64, 65]]
 
 
@@ -18,7 +21,9 @@ def routed(counts, H, I, **options):
     """A case whose experts have so many rows each, of tokens that are shuffled."""
     case = make_case(sum(counts), H, I, len(counts), 1, BFLOAT, **options)
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    case.topk_idx.copy_(ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))][:, None])
+    case.topk_idx.copy_(
+        ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))][:, None]
+    )
     return case
 
 
@@ -73,21 +78,30 @@ def test_neither_saving_nor_threads_change_a_bit(monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         workspace.release()
         assert torch.equal(no_grad(case, backend="cpp"), want)
-    saved, again = run(case, layer(backend="cpp")), run(case, layer(backend="cpp", recompute=True))
-    assert torch.equal(saved["out"], want) and all(torch.equal(again[name], saved[name]) for name in saved)
+    saved = run(case, layer(backend="cpp"))
+    again = run(case, layer(backend="cpp", recompute=True))
+    assert torch.equal(saved["out"], want) and all(
+        torch.equal(again[name], saved[name]) for name in saved
+    )
 
 
 def test_torchs_tiles_and_the_librarys_leave_each_other_alone():
     library = cpp.library()
-    a, b = (torch.randn(256, 256, generator=torch.Generator().manual_seed(s)).to(BFLOAT) for s in (1, 2))
-    case, best = routed([40, 3, 70, 16, 5, 33], 96, 64), library.variant
-    product, outs = torch.mm(a, b), {}
+    a, b = (
+        torch.randn(256, 256, generator=torch.Generator().manual_seed(s)).to(BFLOAT) for s in (1, 2)
+    )
+    case = routed([40, 3, 70, 16, 5, 33], 96, 64)
+    best = library.variant
+    product = torch.mm(a, b)
+    outs = {}
     try:
         for name in [*library.info["sets"], *library.info["sets"]]:
             if not library.handle.moert_cpu_limit(name.encode()):
                 continue
             out = no_grad(case, backend="cpp")
-            assert torch.equal(torch.mm(a, b), product) and torch.equal(outs.setdefault(name, out), out)
+            assert torch.equal(torch.mm(a, b), product) and torch.equal(
+                outs.setdefault(name, out), out
+            )
     finally:
         library.handle.moert_cpu_limit(best.encode())
     assert library.variant == best and "generic" in outs
@@ -95,8 +109,11 @@ def test_torchs_tiles_and_the_librarys_leave_each_other_alone():
 
 @each
 def test_a_backward_pass_is_one_call(monkeypatch):
-    taken, one_call = [], moe_mlp_cpp._one_call_back
-    monkeypatch.setattr(moe_mlp_cpp, "_one_call_back", lambda *args: taken.append(1) or one_call(*args))
+    taken = []
+    one_call = moe_mlp_cpp._one_call_back
+    monkeypatch.setattr(
+        moe_mlp_cpp, "_one_call_back", lambda *args: taken.append(1) or one_call(*args)
+    )
     for rows in (3, 9, 70):
         taken.clear()
         run(routed([rows, 1], 48, 64), layer(backend="cpp"))

@@ -1,7 +1,9 @@
-"""Experts whose gate and up are clamped, shifted or stored in turns, on both backends, against float64 loops.
+"""Experts whose gate and up are clamped, shifted or stored in turns, on both backends, against
+float64 loops.
 
-A value near the limit may fall on either side of it by rounding alone, which is no error but looks like one: every case puts
-its limit into a gap between the values that occur, and asserts that some lie beyond it, on each side, and some do not.
+A value near the limit may fall on either side of it by rounding alone, which is no error but looks
+like one: every case puts its limit into a gap between the values that occur, and asserts that some
+lie beyond it, on each side, and some do not.
 """
 
 import math
@@ -16,7 +18,15 @@ from moe_runtime.ops.moe_mlp import moe_mlp, moe_mlp_reference, run_experts
 from tests.ops.test_moe_mlp_kernel import everywhere
 from tests.support import layouts
 from tests.support.layer import moe_layer
-from tests.support.oracle import assert_parity, gate_and_up, gated_product, make_case, moe_mismatches, moe_oracle, run
+from tests.support.oracle import (
+    assert_parity,
+    gate_and_up,
+    gated_product,
+    make_case,
+    moe_mismatches,
+    moe_oracle,
+    run,
+)
 
 pytest.importorskip("triton")
 from moe_runtime.kernels.tiles import Tile
@@ -42,7 +52,9 @@ def device_of(backend: str) -> str:
 
 
 def in_a_gap(case) -> None:
-    """Put the case's limit between two of the values that gate and up take, where nothing is near; see that all sides occur."""
+    """Put the case's limit between two of the values that gate and up take, where nothing is near;
+    see that all sides occur.
+    """
     if not case.form.get("limit"):
         return
     v = case.view({name: leaf.double() for name, leaf in case.leaves.items()})
@@ -65,11 +77,15 @@ def in_a_gap(case) -> None:
 
 
 def on_a_grid(case) -> None:
-    """x, up and its bias of few bits, so that gate and up are multiples of 1/8 in any dtype: between these is room."""
+    """x, up and its bias of few bits, so that gate and up are multiples of 1/8 in any dtype:
+    between these is room.
+    """
     leaves = case.leaves
     leaves["x"] = leaves["x"].clamp(-1, 1).round()
     for name in ("up", "up_bias"):
-        leaves[name] = (leaves[name] * (leaves["x"].shape[1] if name == "up" else 64) ** 0.5).clamp(-1, 1).round() / 8
+        leaves[name] = (leaves[name] * (leaves["x"].shape[1] if name == "up" else 64) ** 0.5).clamp(
+            -1, 1
+        ).round() / 8
 
 
 def transposed_on_a_grid(case) -> None:
@@ -77,7 +93,15 @@ def transposed_on_a_grid(case) -> None:
     layouts.transposed_weights(case)
 
 
-def made(act, form, dtype=torch.float32, sizes=(19, 33, 17, 4, 2), routing="dropped", change=None, bias=True):
+def made(
+    act,
+    form,
+    dtype=torch.float32,
+    sizes=(19, 33, 17, 4, 2),
+    routing="dropped",
+    change=None,
+    bias=True,
+):
     case = make_case(*sizes, dtype, routing, act, bias=bias)
     case.form = dict(form)
     if change:
@@ -88,7 +112,9 @@ def made(act, form, dtype=torch.float32, sizes=(19, 33, 17, 4, 2), routing="drop
 
 def check(case, tolerance, backend, **options):
     dtype = case.leaves["x"].dtype
-    assert not moe_mismatches(moe_layer(backend=backend, **options), case, tolerance[dtype], device_of(backend))
+    assert not moe_mismatches(
+        moe_layer(backend=backend, **options), case, tolerance[dtype], device_of(backend)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -98,7 +124,9 @@ def test_parity(act, form, dtype, backend, tolerance):
     check(made(act, form, dtype), tolerance, backend)
 
 
-@pytest.mark.parametrize("form", [LIMITED[0].values, LIMITED[2].values], ids=["in turns", "gate first"])
+@pytest.mark.parametrize(
+    "form", [LIMITED[0].values, LIMITED[2].values], ids=["in turns", "gate first"]
+)
 def test_parity_in_float64(form, tolerance):
     check(made(*form, torch.float64), tolerance, "torch")
 
@@ -123,7 +151,13 @@ def test_shapes(T, H, I, E, K, routing, bias, backend, tolerance):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("act, form", [LIMITED[0], LIMITED[1]])
 @pytest.mark.parametrize(
-    "change", [layouts.transposed_weights, layouts.experts_last, layouts.transposed_x, layouts.expanded_gradient]
+    "change",
+    [
+        layouts.transposed_weights,
+        layouts.experts_last,
+        layouts.transposed_x,
+        layouts.expanded_gradient,
+    ],
 )
 def test_layouts(change, act, form, backend, tolerance):
     with everywhere(Tile(16, 32, 32, TMA=True)):
@@ -135,29 +169,41 @@ TILES = [
     pytest.param(Tile(32, 32, 32, TMA=True), id="descriptors"),
     pytest.param(Tile(16, 32, 32, TMA=True, PERSISTENT=True), id="descriptors, persistent"),
     pytest.param(Tile(64, 64, 64), id="one tile holds an expert"),
-    pytest.param(Tile(16, 256, 16, TMA=True), id="twice its columns are more than a descriptor's block may have"),
+    pytest.param(
+        Tile(16, 256, 16, TMA=True),
+        id="twice its columns are more than a descriptor's block may have",
+    ),
 ]
 
 
-@pytest.mark.parametrize("change", [None, layouts.transposed_weights], ids=["[E, 2I, H]", "[E, H, 2I] transposed"])
+@pytest.mark.parametrize(
+    "change", [None, layouts.transposed_weights], ids=["[E, 2I, H]", "[E, H, 2I] transposed"]
+)
 @pytest.mark.parametrize("tile", TILES)
 def test_tiles(tile, change, tolerance):
     # 72 columns of up: more than one tile of 32, and at 256 one that is not clipped to it
     I = 136 if tile.BLOCK_N == 256 else 72
     with everywhere(tile):
-        check(made(*GPT_OSS, torch.float16, (21, 40, I, 2, 2), "random", change), tolerance, "triton")
+        check(
+            made(*GPT_OSS, torch.float16, (21, 40, I, 2, 2), "random", change), tolerance, "triton"
+        )
 
 
 def test_the_tiles_of_a_gpu(tolerance):
-    """128 rows by 128 columns of gate and as many of up in one accumulator, by descriptors, at sizes that have tails."""
+    """128 rows by 128 columns of gate and as many of up in one accumulator, by descriptors, at
+    sizes that have tails.
+    """
     with everywhere(Tile(128, 128, 64, TMA=True), dw=Tile(128, 256, 64)):
         case = made(*GPT_OSS, torch.bfloat16, (150, 72, 136, 2, 2), "twice", transposed_on_a_grid)
         check(case, tolerance, "triton")
 
 
 def exactly_at_the_limit(form):
-    """One token that is e_0: gate and up are the first columns of the weights, at the limit, just below it and beyond."""
-    limit, below = 0.75, math.nextafter(0.75, 0)
+    """One token that is e_0: gate and up are the first columns of the weights, at the limit, just
+    below it and beyond.
+    """
+    limit = 0.75
+    below = math.nextafter(0.75, 0)
     gate = torch.tensor([limit, below, -limit, 1.0, limit, limit, limit, -2.0, 0.5])
     up = torch.tensor([limit, limit, limit, limit, -limit, 1.0, -1.0, 0.25, -limit])
     case = make_case(1, 4, 9, 1, 1, torch.float32, act="quick_gelu")
@@ -169,7 +215,9 @@ def exactly_at_the_limit(form):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", [{}, {"interleaved": True, "up_offset": 1.0}], ids=["gate first", "in turns"])
+@pytest.mark.parametrize(
+    "form", [{}, {"interleaved": True, "up_offset": 1.0}], ids=["gate first", "in turns"]
+)
 def test_a_value_on_the_limit_has_a_gradient_and_one_beyond_has_none(form, backend, tolerance):
     case = exactly_at_the_limit(form)
     check(case, tolerance, backend)
@@ -222,7 +270,9 @@ def test_gradcheck(act, form):
 def test_quick_gelu_has_the_derivative_of_its_definition():
     x = torch.linspace(-8, 8, 101, dtype=torch.float64).requires_grad_()
     (want,) = torch.autograd.grad((x / (1 + torch.exp(-1.702 * x))).sum(), x)
-    torch.testing.assert_close(ACT_BACKWARD["quick_gelu"](torch.ones_like(x), x.detach()), want, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        ACT_BACKWARD["quick_gelu"](torch.ones_like(x), x.detach()), want, rtol=1e-12, atol=1e-14
+    )
 
 
 # what the forms have to do with each other
@@ -230,7 +280,8 @@ def test_quick_gelu_has_the_derivative_of_its_definition():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_in_turns_is_the_other_order_of_the_rows(dtype, backend):
     case = made("silu", {"limit": 1, "up_offset": 1.0}, dtype)
-    order = torch.arange(34).view(2, 17).t().flatten()  # row of [gate; up] that stands at each place
+    # row of [gate; up] that stands at each place
+    order = torch.arange(34).view(2, 17).t().flatten()
     device = device_of(backend)
     want = run(case, moe_layer(backend=backend), device=device)
     case.form["interleaved"] = True
@@ -243,7 +294,8 @@ def test_in_turns_is_the_other_order_of_the_rows(dtype, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_limit_that_nothing_reaches_changes_nothing(backend):
-    case, device = made("silu", {}), device_of(backend)
+    case = made("silu", {})
+    device = device_of(backend)
     want = run(case, moe_layer(backend=backend), device=device)
     got = run(case, moe_layer(backend=backend, limit=1e4), device=device)
     assert_parity(got, want, 1e-6)
@@ -252,7 +304,8 @@ def test_a_limit_that_nothing_reaches_changes_nothing(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_recompute_and_a_second_run_give_the_same_bits(dtype, backend):
-    case, device = made(*GPT_OSS, dtype), device_of(backend)
+    case = made(*GPT_OSS, dtype)
+    device = device_of(backend)
     want = run(case, moe_layer(backend=backend), device=device)
     for options in ({"recompute": True}, {}):
         got = run(case, moe_layer(backend=backend, **options), device=device)
@@ -261,9 +314,12 @@ def test_recompute_and_a_second_run_give_the_same_bits(dtype, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_frozen_experts_get_zero_and_all_else_is_the_same(backend):
-    case, device = made(*GPT_OSS), device_of(backend)
+    case = made(*GPT_OSS)
+    device = device_of(backend)
     trainable = torch.tensor([True, False, True, False], device=device)
-    want, got = (run(case, moe_layer(backend=backend, trainable=t), device=device) for t in (None, trainable))
+    want, got = (
+        run(case, moe_layer(backend=backend, trainable=t), device=device) for t in (None, trainable)
+    )
     for name in ("dup", "ddown", "dup_bias", "ddown_bias"):
         mask = trainable.cpu().view(4, *[1] * (got[name].dim() - 1))
         assert torch.equal(got[name], torch.where(mask, want[name], 0))
@@ -272,14 +328,18 @@ def test_frozen_experts_get_zero_and_all_else_is_the_same(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trained_weights_lie_apart(backend, tolerance):
-    """Experts 2 and 0 train, in this order, beside stacks stored in x out; the others' gradients are nobody's."""
-    case, device = made(*GPT_OSS, sizes=(19, 40, 24, 4, 2)), device_of(backend)
+    """Experts 2 and 0 train, in this order, beside stacks stored in x out; the others' gradients
+    are nobody's.
+    """
+    case = made(*GPT_OSS, sizes=(19, 40, 24, 4, 2))
+    device = device_of(backend)
     want = run(case, moe_oracle, torch.float64)
     for name in ("up", "down", "up_bias", "down_bias"):
         want[f"d{name}"][[1, 3]] = 0
 
     def call(x, up, down, *args, **kwargs):
-        order, place = torch.tensor([2, 0], device=x.device), torch.tensor([1, -1, 0, -1], device=x.device).int()
+        order = torch.tensor([2, 0], device=x.device)
+        place = torch.tensor([1, -1, 0, -1], device=x.device).int()
         stacks = (w.detach().transpose(1, 2).contiguous().transpose(1, 2) for w in (up, down))
         layer = moe_layer(backend=backend, trainable=place, trained=(up[order], down[order]))
         return layer(x, *stacks, *args, **kwargs)
@@ -310,18 +370,25 @@ def test_shared_expert_by_torchs_matmul(I, form, tolerance):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_without_a_graph_break(backend, dynamic):
     torch._dynamo.reset()
-    case, device = made(*GPT_OSS, sizes=(12, 33, 17, 3, 2)), device_of(backend)
-    compiled = torch.compile(moe_layer(backend=backend), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    case = made(*GPT_OSS, sizes=(12, 33, 17, 3, 2))
+    device = device_of(backend)
+    compiled = torch.compile(
+        moe_layer(backend=backend), fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
     with everywhere(Tile(32, 32, 64)):
-        for limit in (case.form["limit"], 0.5, 7):  # dynamo may make a variable of a number that changes
+        # dynamo may make a variable of a number that changes
+        for limit in (case.form["limit"], 0.5, 7):
             case.form["limit"] = limit
-            got, want = (run(case, f, device=device) for f in (compiled, moe_layer(backend=backend)))
+            got, want = (
+                run(case, f, device=device) for f in (compiled, moe_layer(backend=backend))
+            )
             assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offsets_count_the_slots(backend):
-    case, device = made(*GPT_OSS), device_of(backend)
+    case = made(*GPT_OSS)
+    device = device_of(backend)
     x, up, down, weight, *_ = (leaf.to(device) for leaf in case.leaves.values())
     experts = Experts(up, down, activation=Activation(**case.form))
     out, offsets = run_experts(x, experts, weight, case.topk_idx.to(device), backend=backend)
@@ -333,8 +400,11 @@ def test_offsets_count_the_slots(backend):
 
 @pytest.mark.parametrize("op", ["moe_mlp", "moe_mlp_backward", "moe_layer", "moe_layer_backward"])
 def test_experts_are_what_the_schemas_say(op):
-    names = [argument.name for argument in getattr(torch.ops.moe_runtime, op).default._schema.arguments]
+    names = [
+        argument.name for argument in getattr(torch.ops.moe_runtime, op).default._schema.arguments
+    ]
     *tensors, _, shared = Experts._fields
-    fields, at = [*tensors, *Activation._fields, shared], names.index("up")
+    fields = [*tensors, *Activation._fields, shared]
+    at = names.index("up")
     assert names[at : at + len(fields)] == fields
     assert Experts.unpack(range(len(fields))).pack() == tuple(range(len(fields)))

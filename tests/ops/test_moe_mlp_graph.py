@@ -1,4 +1,6 @@
-"""The experts of a layer under autograd and torch.compile: what is kept, what the fakes promise, no graph breaks."""
+"""The experts of a layer under autograd and torch.compile: what is kept, what the fakes promise, no
+graph breaks.
+"""
 
 import pytest
 import torch
@@ -14,15 +16,31 @@ from tests.support.oracle import make_case, run, saved_bytes
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype, size", [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bfloat16", "float32"]
+)
 def test_keeps_x_preactivation_gates_and_indices_and_nothing_else(dtype, size, gated):
-    T, H, I, E, K = 512, 64, 96, 4, 2
+    T = 512
+    H = 64
+    I = 96
+    E = 4
+    K = 2
     case = make_case(T, H, I, E, K, dtype, gated=gated, bias=True)
     leaves = [leaf.requires_grad_() for leaf in case.leaves.values()]
     x, up, down, weight, up_bias, down_bias = leaves
 
     def step(**options):
-        return moe_mlp(x, up, down, weight, case.topk_idx, gated=gated, gate_up_bias=up_bias, down_bias=down_bias, **options)
+        return moe_mlp(
+            x,
+            up,
+            down,
+            weight,
+            case.topk_idx,
+            gated=gated,
+            gate_up_bias=up_bias,
+            down_bias=down_bias,
+            **options,
+        )
 
     Z = up.shape[1]
     kept, out = saved_bytes(step, [up, down, up_bias, down_bias])
@@ -37,7 +55,9 @@ def test_keeps_x_preactivation_gates_and_indices_and_nothing_else(dtype, size, g
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "no tensor requires a gradient"])
 def test_keeps_nothing_without_a_gradient(how):
     case = make_case(32, 33, 17, 4, 2)
-    context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)
+    context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(
+        how, torch.enable_grad
+    )
     with context():
         kept, out = saved_bytes(lambda: moe_mlp(*case.leaves.values(), case.topk_idx), [])
     assert kept == 0 and not out.requires_grad
@@ -53,8 +73,12 @@ def form(case) -> Activation:
 OPCHECK = [
     pytest.param({}, {}, id="as it is used"),
     pytest.param({"T": 0}, {}, id="no tokens"),
-    pytest.param({"gated": False, "bias": True, "dtype": torch.bfloat16}, {}, id="biases, no gate, bfloat16"),
-    pytest.param({"bias": True}, {"trainable": torch.tensor([True, False, True])}, id="frozen experts"),
+    pytest.param(
+        {"gated": False, "bias": True, "dtype": torch.bfloat16}, {}, id="biases, no gate, bfloat16"
+    ),
+    pytest.param(
+        {"bias": True}, {"trainable": torch.tensor([True, False, True])}, id="frozen experts"
+    ),
     pytest.param({"bias": True}, {"apart": [1, -1, 0]}, id="trainable weights apart"),
     pytest.param({}, {"save": False}, id="recompute"),
     pytest.param({"act": "quick_gelu", "bias": True}, {"form": GPT_OSS}, id="clamped, in turns"),
@@ -76,10 +100,16 @@ def test_opcheck(sizes, options, backend):
     if "change" in options:
         options["change"](case)
     case.form = options.get("form", {})
-    leaves = case.leaves if "change" in options else {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
+    if "change" in options:
+        leaves = case.leaves
+    else:
+        leaves = {name: leaf.requires_grad_() for name, leaf in case.leaves.items()}
     v = case.view(leaves)
-    weights, biases = (v["up"], v["down"]), (v.get("up_bias"), v.get("down_bias"))
-    trainable, save, apart = options.get("trainable"), options.get("save", True), (None, None)
+    weights = (v["up"], v["down"])
+    biases = (v.get("up_bias"), v.get("down_bias"))
+    trainable = options.get("trainable")
+    save = options.get("save", True)
+    apart = (None, None)
     if "apart" in options:
         trainable = torch.tensor(options["apart"], dtype=torch.int32)
         apart = [torch.randn(2, *v[name].shape[1:]).requires_grad_() for name in ("up", "down")]
@@ -89,7 +119,10 @@ def test_opcheck(sizes, options, backend):
     experts = Experts(*weights, *biases, trainable, *apart, form(case)).pack()
     op = torch.ops.moe_runtime.moe_mlp
     opcheck(op, (v["x"], v["topk_weight"], case.topk_idx, *experts, save, backend), is_traced)
-    x, weight, *experts = (t.detach() if isinstance(t, torch.Tensor) else t for t in (v["x"], v["topk_weight"], *experts))
+    x, weight, *experts = (
+        t.detach() if isinstance(t, torch.Tensor) else t
+        for t in (v["x"], v["topk_weight"], *experts)
+    )
     _, *kept = op(x, weight, case.topk_idx, *experts, save, backend)
     every = [True] * 4 + [bias is not None for bias in biases]
     for needs in (every, [True, False, False, True, False, False], [False] * 6):
@@ -100,7 +133,9 @@ def test_opcheck(sizes, options, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
-    "change", [None, layouts.transposed_weights, layouts.stride_zero], ids=["plain", "weights in x out", "stride 0"]
+    "change",
+    [None, layouts.transposed_weights, layouts.stride_zero],
+    ids=["plain", "weights in x out", "stride 0"],
 )
 @pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
 def test_compiles_without_a_graph_break(recompute, change, dynamic):
@@ -110,9 +145,14 @@ def test_compiles_without_a_graph_break(recompute, change, dynamic):
         change(case)
     if not dynamic:
         leaves = case.view({name: leaf.requires_grad_() for name, leaf in case.leaves.items()})
-        assert torch._dynamo.explain(moe_mlp)(*leaves.values(), case.topk_idx).graph_break_count == 0
-    compiled = torch.compile(layer(recompute=recompute), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        assert (
+            torch._dynamo.explain(moe_mlp)(*leaves.values(), case.topk_idx).graph_break_count == 0
+        )
+    compiled = torch.compile(
+        layer(recompute=recompute), fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
     for T in (12, 29, 5) if dynamic and change is None else (12,):
         other = case if T == 12 else make_case(T, 33, 17, 4, 2)
-        got, want = run(other, compiled), run(other, layer(recompute=recompute))
+        got = run(other, compiled)
+        want = run(other, layer(recompute=recompute))
         assert all(torch.equal(got[name], want[name]) for name in want)

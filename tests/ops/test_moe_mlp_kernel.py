@@ -1,4 +1,6 @@
-"""The experts of a layer by the Triton kernels against float64 loops: values, gradients, shapes, layouts, dtypes, tiles."""
+"""The experts of a layer by the Triton kernels against float64 loops: values, gradients, shapes,
+layouts, dtypes, tiles.
+"""
 
 import pytest
 import torch
@@ -61,8 +63,9 @@ SHAPES = [  # T, H, I, E, K, routing
 
 @pytest.fixture(autouse=True)
 def steps_of_many_slots(monkeypatch):
-    """The sort, the map and the sum as launches of their own, whatever the number of slots: tests/ops/test_decode_kernel.py
-    compares the fused ones with them."""
+    """The sort, the map and the sum as launches of their own, whatever the number of slots:
+    tests/ops/test_decode_kernel.py compares the fused ones with them.
+    """
     monkeypatch.setattr(decode, "SMALL", 0)
 
 
@@ -77,19 +80,28 @@ def test_parity(T, H, I, E, K, routing, dtype, tolerance, device):
 TILES = [
     pytest.param(Tile(32, 32, 32, TMA=True), id="descriptors"),
     pytest.param(Tile(32, 32, 32, PERSISTENT=True), id="persistent"),
-    pytest.param(Tile(16, 16, 32, GROUP_M=1, TMA=True, PERSISTENT=True), id="descriptors, persistent, small"),
+    pytest.param(
+        Tile(16, 16, 32, GROUP_M=1, TMA=True, PERSISTENT=True), id="descriptors, persistent, small"
+    ),
     pytest.param(Tile(32, 16, 32, TMA=True, JOINED=True), id="gate and up joined"),
     pytest.param(Tile(64, 64, 64, GROUP_M=8), id="one tile holds an expert"),
     pytest.param(Tile(16, 64, 16, GROUP_M=1), id="short blocks along the sum"),
-    pytest.param(Tile(32, 16, 64, GROUP_M=8, PERSISTENT=True), id="narrow, one block along the sum"),
+    pytest.param(
+        Tile(32, 16, 64, GROUP_M=8, PERSISTENT=True), id="narrow, one block along the sum"
+    ),
 ]
 
 
-@pytest.mark.parametrize("H, I, dtype, routing", [
-    pytest.param(40, 24, torch.bfloat16, "dropped", id="bfloat16, no block divides, 16-byte rows"),
-    pytest.param(33, 17, torch.float16, "skip", id="float16, odd sizes, no descriptors"),
-    pytest.param(64, 32, torch.float32, "random", id="float32, every block divides"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "H, I, dtype, routing",
+    [
+        pytest.param(
+            40, 24, torch.bfloat16, "dropped", id="bfloat16, no block divides, 16-byte rows"
+        ),
+        pytest.param(33, 17, torch.float16, "skip", id="float16, odd sizes, no descriptors"),
+        pytest.param(64, 32, torch.float32, "random", id="float32, every block divides"),
+    ],
+)
 @pytest.mark.parametrize("tile", TILES)
 def test_tiles(tile, H, I, dtype, routing, tolerance, device):
     case = make_case(29, H, I, 4, 2, dtype, routing, bias=dtype != torch.float32)
@@ -99,15 +111,20 @@ def test_tiles(tile, H, I, dtype, routing, tolerance, device):
 
 def test_each_kernel_has_a_tile_of_its_own(tolerance, device):
     mixed = {
-        "up": Tile(64, 16, 32), "down": Tile(16, 32, 16, TMA=True), "dz": Tile(32, 32, 32, PERSISTENT=True),
-        "dx": Tile(128, 16, 32), "dw": Tile(32, 16, 16),
-    }  # fmt: skip
+        "up": Tile(64, 16, 32),
+        "down": Tile(16, 32, 16, TMA=True),
+        "dz": Tile(32, 32, 32, PERSISTENT=True),
+        "dx": Tile(128, 16, 32),
+        "dw": Tile(32, 16, 16),
+    }
     with tiles.force(**mixed):
         check(make_case(29, 40, 24, 4, 2, torch.float16, "dropped", bias=True), tolerance, device)
 
 
 def test_the_tiles_of_a_gpu(tolerance, device):
-    """128 rows by 128 columns with the Hopper table's flags: what runs there, at sizes that have tails."""
+    """128 rows by 128 columns with the Hopper table's flags: what runs there, at sizes that have
+    tails.
+    """
     with everywhere(Tile(128, 128, 64, TMA=True), dw=Tile(128, 256, 64)):
         check(make_case(180, 136, 200, 2, 2, torch.bfloat16, "twice", bias=True), tolerance, device)
 
@@ -117,7 +134,11 @@ def test_the_tiles_of_a_gpu(tolerance, device):
 def test_activations_and_biases(act, gated, tolerance, device):
     with everywhere(Tile(16, 32, 64)):
         for dtype in (torch.float32, torch.bfloat16 if gated else torch.float16):
-            check(make_case(9, 33, 17, 2, 2, dtype, "dropped", act, gated, bias=True), tolerance, device)
+            check(
+                make_case(9, 33, 17, 2, 2, dtype, "dropped", act, gated, bias=True),
+                tolerance,
+                device,
+            )
 
 
 @pytest.mark.parametrize("bias", ["up_bias", "down_bias"])
@@ -173,7 +194,8 @@ def test_layouts(change, tolerance, device):
 
 
 def test_gates_are_not_rounded_to_the_dtype_of_the_layer(device):
-    # 341 / 256 lies in the middle of two bfloat16; a gate that is off by its last bits shifts every output by as much
+    # 341 / 256 lies in the middle of two bfloat16; a gate that is off by its last bits shifts every
+    # output by as much
     case = make_case(64, 64, 32, 2, 1, torch.bfloat16)
     case.leaves["topk_weight"] = torch.full((64, 1), 341 / 256)
     with everywhere(Tile(64, 64, 64)):
@@ -219,7 +241,9 @@ def test_what_dropped_slots_and_idle_experts_hold_may_be_anything(dtype, tma, de
             case.leaves[name][3] = float("nan")
         got = run(case, layer(), device=device)
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert not got["dtopk_weight"][dead].any() and not got["out"][7].any() and not got["dx"][7].any()
+    assert (
+        not got["dtopk_weight"][dead].any() and not got["out"][7].any() and not got["dx"][7].any()
+    )
     assert not any(got[name][3].any() for name in ("dup", "ddown", "dup_bias", "ddown_bias"))
 
 
@@ -235,13 +259,20 @@ def test_frozen_experts_get_zero_and_all_else_is_the_same(routing, device):
     trainable = torch.tensor([True, False, True, False], device=device)
     want, got = (run(case, layer(trainable=t), device=device) for t in (None, trainable))
     for name in ("dup", "ddown", "dup_bias", "ddown_bias"):
-        assert torch.equal(got[name], torch.where(trainable.cpu().view(4, *[1] * (got[name].dim() - 1)), want[name], 0))
+        assert torch.equal(
+            got[name],
+            torch.where(trainable.cpu().view(4, *[1] * (got[name].dim() - 1)), want[name], 0),
+        )
     assert all(torch.equal(got[name], want[name]) for name in ("out", "dx", "dtopk_weight"))
 
 
 def with_trained_apart(places, layout=lambda w: w, **options):
-    """The weights of the experts that train in tensors of their own, by `places`; the frozen stacks are NaN there."""
-    order = torch.tensor([places.index(place) for place in range(max(places) + 1)], dtype=torch.int64)
+    """The weights of the experts that train in tensors of their own, by `places`; the frozen stacks
+    are NaN there.
+    """
+    order = torch.tensor(
+        [places.index(place) for place in range(max(places) + 1)], dtype=torch.int64
+    )
 
     def call(x, up, down, *args, **kwargs):
         stacks = []
@@ -250,7 +281,9 @@ def with_trained_apart(places, layout=lambda w: w, **options):
             stack[order] = float("nan")
             stacks.append(layout(stack))
         trainable = torch.tensor(places, dtype=torch.int32, device=x.device)
-        return layer(trainable=trainable, trained=(up[order], down[order]), **options)(x, *stacks, *args, **kwargs)
+        return layer(trainable=trainable, trained=(up[order], down[order]), **options)(
+            x, *stacks, *args, **kwargs
+        )
 
     return call
 
@@ -260,7 +293,9 @@ def of_the_trained(places):
     trains = torch.tensor([place >= 0 for place in places])
 
     def frozen(w):
-        return None if w is None else torch.where(trains.view(-1, *[1] * (w.dim() - 1)), w, w.detach())
+        if w is None:
+            return None
+        return torch.where(trains.view(-1, *[1] * (w.dim() - 1)), w, w.detach())
 
     def call(x, up, down, *args, up_bias, down_bias, **kwargs):
         up, down, up_bias, down_bias = map(frozen, (up, down, up_bias, down_bias))
@@ -270,15 +305,19 @@ def of_the_trained(places):
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
-@pytest.mark.parametrize("places, routing", [
-    pytest.param([1, -1, 0, -1], "random", id="two of four, in another order"),
-    pytest.param([-1, -1, -1, 0], "skip", id="the one that nobody picks"),
-    pytest.param([2, 0, 3, 1], "dropped", id="all"),
-    pytest.param([-1, -1, -1, -1], "random", id="none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "places, routing",
+    [
+        pytest.param([1, -1, 0, -1], "random", id="two of four, in another order"),
+        pytest.param([-1, -1, -1, 0], "skip", id="the one that nobody picks"),
+        pytest.param([2, 0, 3, 1], "dropped", id="all"),
+        pytest.param([-1, -1, -1, -1], "random", id="none"),
+    ],
+)
 def test_trained_weights_lie_apart(places, routing, recompute, tolerance, device):
     case = make_case(19, 40, 24, 4, 2, torch.float32, routing, bias=True)
-    want, got = run(case, of_the_trained(places), torch.float64), {}
+    want = run(case, of_the_trained(places), torch.float64)
+    got = {}
     with everywhere(Tile(16, 32, 32, TMA=True)):
         got = run(case, with_trained_apart(places, recompute=recompute), device=device)
 
@@ -289,13 +328,22 @@ def test_rows_of_nobody_get_zero(device):
     check_rows_of_nobody("triton", device)
 
 
-@pytest.mark.parametrize("layout", [
-    pytest.param(lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), id="stacks stored in x out"),
-    pytest.param(lambda w: w.permute(1, 2, 0).contiguous().permute(2, 0, 1), id="stacks with the expert last"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), id="stacks stored in x out"
+        ),
+        pytest.param(
+            lambda w: w.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+            id="stacks with the expert last",
+        ),
+    ],
+)
 def test_trained_weights_in_another_layout_than_the_stacks(layout, tolerance, device):
 
-    places, case = [1, -1, 0, -1], make_case(13, 40, 24, 4, 2)
+    places = [1, -1, 0, -1]
+    case = make_case(13, 40, 24, 4, 2)
     got = run(case, with_trained_apart(places, layout), device=device)
     assert_parity(got, run(case, of_the_trained(places), torch.float64), tolerance[torch.float32])
 
@@ -304,6 +352,8 @@ def test_gradients_of_stacks_stored_in_x_out_are_not_copied(device):
     assert layouts.copies_of_transposed_gradients(moe_mlp, "triton", device=device) == []
 
 
-@pytest.mark.parametrize("form", ["grad", "transposed stacks", layouts.NARROW, "main_grad", "a layer with its router"])
+@pytest.mark.parametrize(
+    "form", ["grad", "transposed stacks", layouts.NARROW, "main_grad", "a layer with its router"]
+)
 def test_gradients_are_added_in_place(form, device):
     layouts.check_accumulation(form, "triton", device)

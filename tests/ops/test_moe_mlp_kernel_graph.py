@@ -1,4 +1,6 @@
-"""The Triton experts under autograd, autocast and torch.compile: what is kept, no graph breaks, what is refused."""
+"""The Triton experts under autograd, autocast and torch.compile: what is kept, no graph breaks,
+what is refused.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,17 @@ from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.ops.routing import route
 from tests.support import layouts
 from tests.support.layer import moe_layer
-from tests.support.oracle import assert_parity, bounds, make_case, mlp, moe_eager, moe_mismatches, moe_oracle, run, saved_bytes
+from tests.support.oracle import (
+    assert_parity,
+    bounds,
+    make_case,
+    mlp,
+    moe_eager,
+    moe_mismatches,
+    moe_oracle,
+    run,
+    saved_bytes,
+)
 
 pytest.importorskip("triton")
 from moe_runtime.kernels import tiles
@@ -32,9 +44,15 @@ def on(device, case):
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype, size", [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bfloat16", "float32"]
+)
 def test_keeps_x_preactivation_gates_and_indices_and_nothing_else(dtype, size, gated, device):
-    T, H, I, E, K = 64, 64, 64, 2, 2
+    T = 64
+    H = 64
+    I = 64
+    E = 2
+    K = 2
     leaves, idx, dout = on(device, make_case(T, H, I, E, K, dtype, gated=gated, bias=True))
     x, up, down, weight, up_bias, down_bias = leaves.values()
 
@@ -57,12 +75,19 @@ def test_keeps_x_preactivation_gates_and_indices_and_nothing_else(dtype, size, g
 def test_keeps_nothing_without_a_gradient(how, device):
     leaves, idx, _ = on(device, make_case(12, 33, 17, 4, 2))
     v = [leaf.detach() if how.startswith("no tensor") else leaf for leaf in leaves.values()]
-    with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)(), one_tile():
+    with (
+        {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(
+            how, torch.enable_grad
+        )(),
+        one_tile(),
+    ):
         kept, out = saved_bytes(lambda: moe_mlp(*v, idx, backend="triton"), [])
     assert kept == 0 and not out.requires_grad
 
 
-@pytest.mark.parametrize("routing, dtype", [("dropped", torch.bfloat16), ("skip", torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "routing, dtype", [("dropped", torch.bfloat16), ("skip", torch.float32)], ids=str
+)
 def test_recompute_and_three_runs_give_the_same_bits(routing, dtype, device):
     case = make_case(13, 33, 17, 4, 2, dtype, routing, bias=True)
     first = run(case, layer(), device=device)
@@ -96,7 +121,11 @@ def test_gradients_of_some_inputs(needs, device):
         out.backward(dout)
     assert torch.equal(out.detach().cpu(), want["out"])
     for name, leaf in leaves.items():
-        assert leaf.grad is None if name not in needs else torch.equal(leaf.grad.cpu(), want[f"d{name}"])
+        assert (
+            leaf.grad is None
+            if name not in needs
+            else torch.equal(leaf.grad.cpu(), want[f"d{name}"])
+        )
 
 
 def test_ids_get_no_gradient_and_a_second_gradient_is_refused(device):
@@ -123,7 +152,9 @@ def with_shared_expert(T, E, K, **sizes):
     """A case whose tokens all have expert 0 in their last slot, and nowhere else."""
     case = make_case(T, 40, 24, E, K, **sizes)
     if T and E > 1:
-        case.topk_idx = torch.stack([torch.randperm(E - 1)[:K] + 1 for _ in range(T)]).to(case.topk_idx.dtype)
+        case.topk_idx = torch.stack([torch.randperm(E - 1)[:K] + 1 for _ in range(T)]).to(
+            case.topk_idx.dtype
+        )
     case.topk_idx[:, -1] = 0
     return case
 
@@ -131,7 +162,9 @@ def with_shared_expert(T, E, K, **sizes):
 SHARED = [
     pytest.param(19, 4, 3, {"bias": True}, id="biases, ragged T"),
     pytest.param(19, 4, 3, {"dtype": torch.bfloat16, "bias": True}, id="bfloat16"),
-    pytest.param(19, 4, 2, {"dtype": torch.float16, "gated": False, "act": "gelu"}, id="no gate, float16"),
+    pytest.param(
+        19, 4, 2, {"dtype": torch.float16, "gated": False, "act": "gelu"}, id="no gate, float16"
+    ),
     pytest.param(13, 3, 1, {}, id="only the shared expert has tokens"),
     pytest.param(13, 1, 1, {"bias": True}, id="only the shared expert exists"),
     pytest.param(0, 4, 2, {"bias": True}, id="no tokens"),
@@ -162,11 +195,24 @@ def test_dense_shared_expert_in_other_layouts_and_recomputed(device):
 @pytest.mark.parametrize("shared", ["group", "dense"])
 def test_equal_experts_are_the_dense_ffn(shared, device):
     """Upcycled: E views of one FFN and XFT's gates, which sum to 1."""
-    T, H, I, E, K = 19, 40, 24, 4, 3
-    x, up, down = torch.randn(T, H), torch.randn(1, 2 * I, H) / H**0.5, torch.randn(1, H, I) / I**0.5
+    T = 19
+    H = 40
+    I = 24
+    E = 4
+    K = 3
+    x = torch.randn(T, H)
+    up = torch.randn(1, 2 * I, H) / H**0.5
+    down = torch.randn(1, H, I) / I**0.5
     weight, idx, *_ = route(torch.randn(T, E - 1), K, "xft")
     args = [t.to(device) for t in (x, up, down, weight, idx)]
-    out = moe_mlp(args[0], args[1].expand(E, -1, -1), args[2].expand(E, -1, -1), *args[3:], shared=shared, backend="triton")
+    out = moe_mlp(
+        args[0],
+        args[1].expand(E, -1, -1),
+        args[2].expand(E, -1, -1),
+        *args[3:],
+        shared=shared,
+        backend="triton",
+    )
     want = torch.stack([mlp(row, up[0].double(), down[0].double()) for row in x.double()])
     assert_parity({"out": out.cpu()}, {"out": want}, 1e-6)
 
@@ -176,9 +222,15 @@ def test_equal_experts_are_the_dense_ffn(shared, device):
 OPCHECK = [
     pytest.param({"bias": True}, {}, id="as it is used"),
     pytest.param({"T": 0}, {}, id="no tokens"),
-    pytest.param({"gated": False, "dtype": torch.bfloat16}, {"trainable": [True, False, True]}, id="frozen experts"),
+    pytest.param(
+        {"gated": False, "dtype": torch.bfloat16},
+        {"trainable": [True, False, True]},
+        id="frozen experts",
+    ),
     pytest.param({}, {"trainable": [0, -1, 1], "apart": True}, id="trained weights apart"),
-    pytest.param({}, {"save": False, "change": layouts.transposed_weights}, id="recompute, weights in x out"),
+    pytest.param(
+        {}, {"save": False, "change": layouts.transposed_weights}, id="recompute, weights in x out"
+    ),
 ]
 
 
@@ -189,32 +241,46 @@ def test_opcheck(sizes, options, device):
     if "change" in options:
         options["change"](case)
     leaves, idx, dout = on(device, case)
-    v = case.view({name: leaf.detach() for name, leaf in leaves.items()} if "change" in options else leaves)
-    trainable = torch.tensor(options["trainable"], device=device) if "trainable" in options else None
+    v = case.view(
+        {name: leaf.detach() for name, leaf in leaves.items()} if "change" in options else leaves
+    )
+    if "trainable" in options:
+        trainable = torch.tensor(options["trainable"], device=device)
+    else:
+        trainable = None
     apart = (None, None)
     if "apart" in options:
         trainable = trainable.int()
         apart = tuple(v[name][:2].detach().clone().requires_grad_() for name in ("up", "down"))
         v |= {name: v[name].detach() for name in ("up", "down")}
-    biases, save = (v.get("up_bias"), v.get("down_bias")), options.get("save", True)
+    biases = (v.get("up_bias"), v.get("down_bias"))
+    save = options.get("save", True)
     activation = Activation(case.act, case.gated)
     experts = Experts(v["up"], v["down"], *biases, trainable, *apart, activation).pack()
     with one_tile():
         forward = torch.ops.moe_runtime.moe_mlp
         torch.library.opcheck(forward, (v["x"], v["topk_weight"], idx, *experts, save, "triton"))
-        x, weight, *experts = (t.detach() if isinstance(t, torch.Tensor) else t for t in (v["x"], v["topk_weight"], *experts))
+        x, weight, *experts = (
+            t.detach() if isinstance(t, torch.Tensor) else t
+            for t in (v["x"], v["topk_weight"], *experts)
+        )
         _, *kept = forward(x, weight, idx, *experts, save, "triton")
         every = [True] * 4 + [bias is not None for bias in biases]
-        for needs in (every, [True, False, False, True, False, False])[: 1 + (sizes == {"bias": True})]:
+        for needs in (every, [True, False, False, True, False, False])[
+            : 1 + (sizes == {"bias": True})
+        ]:
             args = (dout, x, weight, *experts, *kept, needs, "triton")
             torch.library.opcheck(torch.ops.moe_runtime.moe_mlp_backward, args)
 
 
-@pytest.mark.parametrize("backend, options", [
-    pytest.param("eager", {"recompute": True}, id="eager, recompute"),
-    pytest.param("aot_eager", {}, id="aot_eager, T dynamic"),
-    pytest.param("aot_eager", {"shared": "dense"}, id="aot_eager, dense shared expert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "backend, options",
+    [
+        pytest.param("eager", {"recompute": True}, id="eager, recompute"),
+        pytest.param("aot_eager", {}, id="aot_eager, T dynamic"),
+        pytest.param("aot_eager", {"shared": "dense"}, id="aot_eager, dense shared expert"),
+    ],
+)
 def test_compiles_without_a_graph_break(backend, options, device):
     torch._dynamo.reset()
     dynamic = backend == "aot_eager" and not options
@@ -222,7 +288,8 @@ def test_compiles_without_a_graph_break(backend, options, device):
         compiled = torch.compile(layer(**options), fullgraph=True, backend=backend, dynamic=dynamic)
         for T in (12, 5) if dynamic else (12,):
             case = with_shared_expert(T, 4, 2, bias=True)
-            got, want = run(case, compiled, device=device), run(case, layer(**options), device=device)
+            got = run(case, compiled, device=device)
+            want = run(case, layer(**options), device=device)
             assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -230,5 +297,7 @@ def test_no_graph_break(device):
     torch._dynamo.reset()
     leaves, idx, _ = on(device, make_case(12, 40, 24, 4, 2))
     with one_tile():
-        explained = torch._dynamo.explain(lambda *v: moe_mlp(*v, idx, backend="triton"))(*leaves.values())
+        explained = torch._dynamo.explain(lambda *v: moe_mlp(*v, idx, backend="triton"))(
+            *leaves.values()
+        )
     assert explained.graph_break_count == 0

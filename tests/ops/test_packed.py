@@ -1,4 +1,6 @@
-"""Packed stacks: the bytes that the libraries make, every value that the bytes mean, and what cannot be packed."""
+"""Packed stacks: the bytes that the libraries make, every value that the bytes mean, and what
+cannot be packed.
+"""
 
 import hashlib
 
@@ -18,7 +20,9 @@ def _library(monkeypatch):
 
 
 def weights(E: int, P: int, Q: int, dtype=torch.float32) -> torch.Tensor:
-    """Numbers of all sizes, a row of zeros among them; largest values add up exactly, whatever their order."""
+    """Numbers of all sizes, a row of zeros among them; largest values add up exactly, whatever
+    their order.
+    """
     w = ((torch.arange(E * P * Q) * 2654435761) % 1000003).double() / 500001.5 - 1
     w = ((w**3).view(E, P, Q) * (1 + torch.arange(P) % 7)[:, None] * 256).round() / 256
     w[0, 1] = 0
@@ -26,18 +30,39 @@ def weights(E: int, P: int, Q: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(
+        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()[:16]
 
 
 def unpacked(stack: packed.Packed, dtype) -> torch.Tensor:
     return torch.stack([packed.unpack(*stack, e, dtype) for e in range(stack.data.shape[0])])
 
 
-# of weights(3, 40, 192) by bitsandbytes 0.50.2: data, absmax, nested absmax, nested map, offset, and the weights again
+# of weights(3, 40, 192) by bitsandbytes 0.50.2: data, absmax, nested absmax, nested map, offset,
+# and the weights again
 BITSANDBYTES = {
-    torch.float32: "0c9d4f705f96670f cc46f6e1e08c181e 23f12689ae3aac2c e732639a65f497b4 03b90adfefe7ff60 429441a69e8bdd1d",
-    torch.bfloat16: "1ccc43ac52ab4a96 a994575614996989 7a683529a9c94f7a e732639a65f497b4 70522f29ec9eb88f 722070f76f61a95c",
-    torch.float16: "0c9d4f705f96670f cc46f6e1e08c181e 23f12689ae3aac2c e732639a65f497b4 03b90adfefe7ff60 61828cf6f3017b93",
+    torch.float32: (
+        "0c9d4f705f96670f "
+        "cc46f6e1e08c181e "
+        "23f12689ae3aac2c "
+        "e732639a65f497b4 "
+        "03b90adfefe7ff60 429441a69e8bdd1d"
+    ),
+    torch.bfloat16: (
+        "1ccc43ac52ab4a96 "
+        "a994575614996989 "
+        "7a683529a9c94f7a "
+        "e732639a65f497b4 "
+        "70522f29ec9eb88f 722070f76f61a95c"
+    ),
+    torch.float16: (
+        "0c9d4f705f96670f "
+        "cc46f6e1e08c181e "
+        "23f12689ae3aac2c "
+        "e732639a65f497b4 "
+        "03b90adfefe7ff60 61828cf6f3017b93"
+    ),
 }
 INT8 = ("21beeb1b38df800c", "850dc73e143377d6")
 
@@ -45,7 +70,9 @@ INT8 = ("21beeb1b38df800c", "850dc73e143377d6")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nf4_has_the_bytes_of_bitsandbytes(dtype):
     stack = packed.pack(weights(3, 40, 192, dtype), "nf4")
-    assert [digest(t) for t in (stack.data, *stack.scales, unpacked(stack, dtype))] == BITSANDBYTES[dtype].split()
+    assert [digest(t) for t in (stack.data, *stack.scales, unpacked(stack, dtype))] == BITSANDBYTES[
+        dtype
+    ].split()
 
 
 def test_int8_has_the_bytes_of_bitsandbytes():
@@ -57,7 +84,9 @@ def test_int8_has_the_bytes_of_bitsandbytes():
 def test_bitsandbytes_itself(dtype):
     functional = pytest.importorskip("bitsandbytes.functional")
     w = torch.randn(5, 24, 320, generator=torch.Generator().manual_seed(3)).to(dtype)
-    data, state = functional.quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4")
+    data, state = functional.quantize_4bit(
+        w, blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
     stack = packed.pack(w, "nf4")
     theirs = (data, state.absmax, state.state2.absmax, state.state2.code, state.offset.view(1))
     for mine, other in zip((stack.data, *stack.scales), theirs, strict=True):
@@ -72,8 +101,11 @@ def test_fp8_has_the_bytes_of_transformers():
     quantize = Fp8Quantize(type("Quantizer", (), {"quantization_config": config}))
     w = weights(2, 256, 384, torch.bfloat16)
     w[1, :128, :128] = 0
-    theirs, stack = quantize._quantize_one("w", w), packed.pack(w, "fp8_block")
-    assert digest(stack.data) == digest(theirs["w"]) and torch.equal(stack.scales[0], theirs["w_scale_inv"])
+    theirs = quantize._quantize_one("w", w)
+    stack = packed.pack(w, "fp8_block")
+    assert digest(stack.data) == digest(theirs["w"]) and torch.equal(
+        stack.scales[0], theirs["w_scale_inv"]
+    )
 
 
 def test_mxfp4_means_what_transformers_reads():
@@ -100,8 +132,10 @@ def test_mxfp4_takes_the_nearest_value_and_never_overflows():
 def by_hand(data: torch.Tensor, scales, name: str) -> torch.Tensor:
     """The stack in float64 by another way: number by number."""
     E, P, Q = packed.shape_of(data, name)
-    flat, out = data.reshape(-1).view(torch.uint8).tolist(), torch.empty(E * P * Q, dtype=torch.float64)
-    values, scale = data.reshape(-1).float().tolist(), scales[0].tolist()
+    flat = data.reshape(-1).view(torch.uint8).tolist()
+    out = torch.empty(E * P * Q, dtype=torch.float64)
+    values = data.reshape(-1).float().tolist()
+    scale = scales[0].tolist()
     for i in range(E * P * Q):
         (e, r), q = divmod(i // Q, P), i % Q
         if name == "nf4":
@@ -111,7 +145,9 @@ def by_hand(data: torch.Tensor, scales, name: str) -> torch.Tensor:
             out[i] = float(torch.tensor(packed.NF4[code])) * float(absmax)
         elif name == "mxfp4":
             code = flat[i // 2] & 15 if i % 2 == 0 else flat[i // 2] >> 4
-            out[i] = (-1) ** (code >> 3) * packed.E2M1[code & 7] * 2.0 ** (scale[e][r][q // 32] - 127)
+            out[i] = (
+                (-1) ** (code >> 3) * packed.E2M1[code & 7] * 2.0 ** (scale[e][r][q // 32] - 127)
+            )
         elif name == "fp8_block":
             out[i] = values[i] * scale[e][r // 128][q // 128]
         else:
@@ -160,7 +196,12 @@ def test_the_library_makes_the_same_bits(name, variant, monkeypatch):
         ("nf4", (2, 4, 96), torch.float32, "multiple of 64 elements, but they have 96"),
         ("mxfp4", (2, 4, 48), torch.float32, "multiple of 32 elements, but they have 48"),
         ("nf4", (4, 64), torch.float32, "three dimensions"),
-        ("int8", (2, 4, 64), torch.float64, "it must be float16, bfloat16 or float32, but is torch.float64"),
+        (
+            "int8",
+            (2, 4, 64),
+            torch.float64,
+            "it must be float16, bfloat16 or float32, but is torch.float64",
+        ),
         ("int4", (2, 4, 64), torch.float32, "format must be"),
     ],
 )
@@ -181,13 +222,19 @@ def test_weights_that_no_format_can_hold_are_refused(name, value):
 def test_part_of_a_stack_reads_within_its_scales():
     stack = packed.part_of(packed.pack(weights(4, 64, 256), "nf4"), 2, 4)
     stack.scales[4][:] = 3
-    with pytest.raises(ValueError, match="starts at expert 3, for which 4 second-level scales do not suffice"):
+    with pytest.raises(
+        ValueError, match="starts at expert 3, for which 4 second-level scales do not suffice"
+    ):
         packed.unpack(*stack, 0, torch.float32)
 
 
 def test_gate_and_up_share_no_block():
     assert "gate and up, which have 96 each" in packed.why_not((4, 192, 128), "fp8_block", True)
-    assert packed.why_not((4, 256, 128), "fp8_block", True) is packed.why_not((4, 192, 128), "fp8_block") is None
+    assert (
+        packed.why_not((4, 256, 128), "fp8_block", True)
+        is packed.why_not((4, 192, 128), "fp8_block")
+        is None
+    )
     assert "gate and up, which have 32 each" in packed.why_not((4, 128, 64), "nf4_t", True)
 
 

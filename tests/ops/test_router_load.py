@@ -1,4 +1,6 @@
-"""How evenly slots fall on experts, by plain Python; the runs of the counter behind it are in tests/hf/dropin/test_stats.py."""
+"""How evenly slots fall on experts, by plain Python; the runs of the counter behind it are in
+tests/hf/dropin/test_stats.py.
+"""
 
 import math
 
@@ -11,7 +13,9 @@ from moe_runtime.hf.dropin.stats import load_entropy
 @pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 3, 1)])
 def test_a_layer_of_one_expert_is_balanced(shape):
     found = load_entropy(torch.full(shape, 7))
-    assert found.dtype == torch.float64 and torch.equal(found, torch.ones(shape[:-1], dtype=torch.float64))
+    assert found.dtype == torch.float64 and torch.equal(
+        found, torch.ones(shape[:-1], dtype=torch.float64)
+    )
 
 
 def test_entropy_of_each_layer_over_that_of_even_shares():

@@ -1,4 +1,6 @@
-"""Routing: every gate against its equation token by token, the closed-form gradient, ties, NaN, and the papers' claims."""
+"""Routing: every gate against its equation token by token, the closed-form gradient, ties, NaN, and
+the papers' claims.
+"""
 
 import itertools
 
@@ -24,14 +26,17 @@ def slots(gate: str, k: int) -> int:
     return k + (gate in SHARED)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("T, R, k", SHAPES)
 @pytest.mark.parametrize("gate", GATES)
 def test_equals_the_equation(gate, T, R, k, dtype, tolerance):
     logits = (2 * torch.randn(T, R)).to(dtype)
     weight, idx = route(logits, slots(gate, k), gate)
     assert idx.dtype == torch.int32
-    assert weight.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)  # gates are fp32 end to end
+    # gates are fp32 end to end
+    assert weight.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert not route_mismatches(route, logits, slots(gate, k), gate, tolerance[dtype])
 
 
@@ -40,7 +45,10 @@ def test_equals_the_equation(gate, T, R, k, dtype, tolerance):
 def test_gradcheck(gate, T, R, k):
     # apart from ties, where the choice jumps
     T = min(T, 3)
-    logits = torch.stack([torch.randperm(R) for _ in range(T)]).double() / 4 + torch.rand(T, R, dtype=torch.float64) / 10
+    logits = (
+        torch.stack([torch.randperm(R) for _ in range(T)]).double() / 4
+        + torch.rand(T, R, dtype=torch.float64) / 10
+    )
     noise = torch.rand(T, R, dtype=torch.float64) / 20
 
     def weight(logits, noise):
@@ -58,22 +66,31 @@ def test_second_gradient(gate):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_narrow_logits_are_computed_in_float32_and_rounded_once(gate, dtype):
-    logits, dweight = torch.randn(9, 7).to(dtype).requires_grad_(), torch.randn(9, 4)
+    logits = torch.randn(9, 7).to(dtype).requires_grad_()
+    dweight = torch.randn(9, 4)
     wide = logits.detach().float().requires_grad_()
-    got, want = route(logits, 4, gate), route(wide, 4, gate)
+    got = route(logits, 4, gate)
+    want = route(wide, 4, gate)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
-    dlogits, dwide = (torch.autograd.grad(r.topk_weight, x, dweight)[0] for r, x in ((got, logits), (want, wide)))
+    dlogits, dwide = (
+        torch.autograd.grad(r.topk_weight, x, dweight)[0] for r, x in ((got, logits), (want, wide))
+    )
     assert torch.equal(dlogits, dwide.to(dtype))
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_reference_and_op_agree_even_at_ties(gate):
     logits = torch.tensor(
-        [[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 2.0, 2.0], [0.5, 0.1, 0.2, 0.3]], dtype=torch.float64, requires_grad=True
+        [[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 2.0, 2.0], [0.5, 0.1, 0.2, 0.3]],
+        dtype=torch.float64,
+        requires_grad=True,
     )
     dweight = torch.randn(3, 3, dtype=torch.float64)
-    got, want = route(logits, 3, gate), route_reference(logits, 3, gate)
-    assert torch.equal(got.topk_idx, want.topk_idx) and torch.equal(got.topk_weight, want.topk_weight)
+    got = route(logits, 3, gate)
+    want = route_reference(logits, 3, gate)
+    assert torch.equal(got.topk_idx, want.topk_idx) and torch.equal(
+        got.topk_weight, want.topk_weight
+    )
     grads = [torch.autograd.grad(r.topk_weight, logits, dweight)[0] for r in (got, want)]
     # the routing of a new layer with zero weights is one big tie; m = s[:, 0]
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
@@ -89,7 +106,9 @@ def test_gradient_at_ties_is_the_equations(gate):
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("R", [4, 64, 257], ids=["few", "a sort that is not stable by itself", "odd and many"])
+@pytest.mark.parametrize(
+    "R", [4, 64, 257], ids=["few", "a sort that is not stable by itself", "odd and many"]
+)
 def test_ties_go_to_the_lower_id(gate, R):
     logits = torch.zeros(3, R)
     logits[1, R // 2 :] = 1.0
@@ -100,13 +119,19 @@ def test_ties_go_to_the_lower_id(gate, R):
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("row", [
-    pytest.param([float("nan")] * 6, id="all NaN"),
-    pytest.param([1.0, float("nan"), 0.0, float("nan"), 2.0, -1.0], id="some NaN"),
-    pytest.param([-float("inf")] * 6, id="all experts masked"),
-    pytest.param([float("inf"), float("inf"), 0.0, 0.0, 0.0, 0.0], id="overflown logits"),
-    pytest.param([-float("inf"), 1.0, -float("inf"), -float("inf"), -float("inf"), -float("inf")], id="one expert left"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param([float("nan")] * 6, id="all NaN"),
+        pytest.param([1.0, float("nan"), 0.0, float("nan"), 2.0, -1.0], id="some NaN"),
+        pytest.param([-float("inf")] * 6, id="all experts masked"),
+        pytest.param([float("inf"), float("inf"), 0.0, 0.0, 0.0, 0.0], id="overflown logits"),
+        pytest.param(
+            [-float("inf"), 1.0, -float("inf"), -float("inf"), -float("inf"), -float("inf")],
+            id="one expert left",
+        ),
+    ],
+)
 def test_bad_rows_keep_distinct_valid_ids_and_harm_no_other_row(gate, row):
     logits = torch.randn(3, 6)
     clean = route(logits, 4, gate)
@@ -115,7 +140,9 @@ def test_bad_rows_keep_distinct_valid_ids_and_harm_no_other_row(gate, row):
     E = 6 + (gate in SHARED)
     for token in idx.tolist():
         assert len(set(token)) == 4 and all(0 <= e < E for e in token)
-    assert torch.equal(weight[::2], clean.topk_weight[::2]) and torch.equal(idx[::2], clean.topk_idx[::2])
+    assert torch.equal(weight[::2], clean.topk_weight[::2]) and torch.equal(
+        idx[::2], clean.topk_idx[::2]
+    )
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -153,7 +180,8 @@ def test_vanilla_of_the_paper_sums_to_less_than_one():
 
 def test_one_routed_expert_makes_nonorm_and_xft_the_same():
     logits = torch.randn(64, 7)
-    xft, nonorm = route(logits, 2, "xft"), route(logits, 2, "nonorm")
+    xft = route(logits, 2, "xft")
+    nonorm = route(logits, 2, "nonorm")
     torch.testing.assert_close(xft.topk_weight, nonorm.topk_weight, rtol=0, atol=1e-7)
     assert torch.equal(xft.topk_idx, nonorm.topk_idx)
 
@@ -163,7 +191,9 @@ def test_xft_is_softmax_of_probabilities_and_not_of_logits():
     e = torch.tensor([3.0, 1.0, 0.0, -1.0], dtype=torch.float64).exp()
     p = e / e.sum()
     w = torch.exp(p[:2]) / torch.exp(p[:2]).sum() * p[0]
-    torch.testing.assert_close(weight, torch.stack([w[0], w[1], 1 - p[0]])[None], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        weight, torch.stack([w[0], w[1], 1 - p[0]])[None], rtol=1e-12, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("gate", SHARED)
@@ -183,9 +213,12 @@ def test_slots_are_in_descending_order_of_logit(gate):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_experts_relabelled_are_weights_relabelled(gate):
-    logits, order = torch.randn(20, 7, dtype=torch.float64), torch.randperm(7)
-    a, b = route(logits, 5, gate), route(logits[:, order], 5, gate)
-    n, shared = 7 + (gate in SHARED), int(gate in SHARED)
+    logits = torch.randn(20, 7, dtype=torch.float64)
+    order = torch.randperm(7)
+    a = route(logits, 5, gate)
+    b = route(logits[:, order], 5, gate)
+    n = 7 + (gate in SHARED)
+    shared = int(gate in SHARED)
     names = torch.cat([torch.zeros(shared, dtype=torch.int64), order + shared])
     dense = [
         torch.zeros(20, n, dtype=torch.float64).scatter(1, idx, r.topk_weight)
@@ -205,8 +238,10 @@ def test_bias_moves_the_choice_and_not_the_weights():
 
 
 def test_noise_is_added_before_the_choice_and_carries_a_gradient():
-    logits, noise = torch.randn(30, 7, requires_grad=True), torch.randn(30, 7, requires_grad=True)
-    got, want = route(logits, 4, noise=noise), route((logits + noise).detach(), 4)
+    logits = torch.randn(30, 7, requires_grad=True)
+    noise = torch.randn(30, 7, requires_grad=True)
+    got = route(logits, 4, noise=noise)
+    want = route((logits + noise).detach(), 4)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     dlogits, dnoise = torch.autograd.grad(got.topk_weight.square().sum(), (logits, noise))
     assert torch.equal(dlogits, dnoise) and dnoise.abs().sum() > 0
@@ -230,17 +265,23 @@ def test_shared_expert_alone(gate):
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(
     "view",
-    [lambda x: x.t().contiguous().t(), lambda x: x.repeat(1, 2)[:, ::2], lambda x: x[:1].expand(9, 7)],
+    [
+        lambda x: x.t().contiguous().t(),
+        lambda x: x.repeat(1, 2)[:, ::2],
+        lambda x: x[:1].expand(9, 7),
+    ],
     ids=["transposed", "strided", "expanded"],
 )
 def test_layout_of_the_logits_does_not_matter(gate, view):
     logits = view(torch.randn(9, 7)).detach().requires_grad_()
     plain = logits.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-    got, want = route(logits, 4, gate), route(plain, 4, gate)
+    got = route(logits, 4, gate)
+    want = route(plain, 4, gate)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     dweight = torch.randn(9, 4)
     assert torch.equal(
-        torch.autograd.grad(got.topk_weight, logits, dweight)[0], torch.autograd.grad(want.topk_weight, plain, dweight)[0]
+        torch.autograd.grad(got.topk_weight, logits, dweight)[0],
+        torch.autograd.grad(want.topk_weight, plain, dweight)[0],
     )
 
 
@@ -256,32 +297,51 @@ def test_twenty_runs_give_the_same_bits(gate):
     assert all(torch.equal(a, b) for _ in range(20) for a, b in zip(first, step()))
 
 
-@pytest.mark.parametrize("kwargs, words", [
-    pytest.param({"gate": "top2"}, "gate must be", id="unknown gate"),
-    pytest.param({"top_k": 9}, "top_k must be", id="more experts than there are"),
-    pytest.param({"top_k": 1}, "top_k must be", id="shared expert without a routed one"),
-    pytest.param({"top_k": 0, "gate": "topk_softmax"}, "top_k must be", id="no expert"),
-    pytest.param({"router_logits": torch.randn(2, 3, 7)}, "(2, 3, 7)", id="batch dims"),
-    pytest.param({"router_logits": torch.ones(2, 7, dtype=torch.int64)}, "torch.int64", id="integer logits"),
-    pytest.param({"noise": torch.randn(7)}, "noise is (7,)", id="noise that would broadcast"),
-    pytest.param({"bias": torch.randn(7)}, "bias is (7,)", id="bias with a softmax gate"),
-    pytest.param({"bias": torch.randn(6), "gate": "sigmoid_topk"}, "bias is (6,)", id="bias of another size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        pytest.param({"gate": "top2"}, "gate must be", id="unknown gate"),
+        pytest.param({"top_k": 9}, "top_k must be", id="more experts than there are"),
+        pytest.param({"top_k": 1}, "top_k must be", id="shared expert without a routed one"),
+        pytest.param({"top_k": 0, "gate": "topk_softmax"}, "top_k must be", id="no expert"),
+        pytest.param({"router_logits": torch.randn(2, 3, 7)}, "(2, 3, 7)", id="batch dims"),
+        pytest.param(
+            {"router_logits": torch.ones(2, 7, dtype=torch.int64)},
+            "torch.int64",
+            id="integer logits",
+        ),
+        pytest.param({"noise": torch.randn(7)}, "noise is (7,)", id="noise that would broadcast"),
+        pytest.param({"bias": torch.randn(7)}, "bias is (7,)", id="bias with a softmax gate"),
+        pytest.param(
+            {"bias": torch.randn(6), "gate": "sigmoid_topk"},
+            "bias is (6,)",
+            id="bias of another size",
+        ),
+    ],
+)
 def test_bad_arguments_are_named(kwargs, words):
     with pytest.raises(ValueError) as error:
         route(**{"router_logits": torch.randn(4, 7), "top_k": 3} | kwargs)
     assert words in str(error.value)
 
 
-OPCHECK = [*itertools.product(GATES, ["contiguous"]), ("xft", "transposed"), ("topk_softmax", "transposed")]
+OPCHECK = [
+    *itertools.product(GATES, ["contiguous"]),
+    ("xft", "transposed"),
+    ("topk_softmax", "transposed"),
+]
 
 
 @pytest.mark.parametrize("gate, layout", OPCHECK)
 def test_opcheck(gate, layout):
     logits = torch.randn(5, 7) if layout == "contiguous" else torch.randn(7, 5).t()
     weight, idx = torch.ops.moe_runtime.route(logits, None, 3, gate, "torch")
-    torch.library.opcheck(torch.ops.moe_runtime.route, (logits.detach().requires_grad_(), None, 3, gate, "torch"))
-    torch.library.opcheck(torch.ops.moe_runtime.route_backward, (torch.randn_like(weight), logits, idx, gate, "torch"))
+    torch.library.opcheck(
+        torch.ops.moe_runtime.route, (logits.detach().requires_grad_(), None, 3, gate, "torch")
+    )
+    torch.library.opcheck(
+        torch.ops.moe_runtime.route_backward, (torch.randn_like(weight), logits, idx, gate, "torch")
+    )
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -293,9 +353,12 @@ def test_compiles_without_a_graph_break(gate):
     torch._dynamo.reset()
     logits = torch.randn(6, 7, requires_grad=True)
     assert torch._dynamo.explain(step)(logits).graph_break_count == 0
-    got, want = torch.compile(step, fullgraph=True, backend="aot_eager")(logits), step(logits)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(logits)
+    want = step(logits)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
-    assert torch.equal(torch.autograd.grad(got[2], logits)[0], torch.autograd.grad(want[2], logits)[0])
+    assert torch.equal(
+        torch.autograd.grad(got[2], logits)[0], torch.autograd.grad(want[2], logits)[0]
+    )
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -319,7 +382,9 @@ def test_forced_ids_keep_the_routers_weights(gate):
     idx = torch.cat([idx, idx.new_zeros(6, shared)], 1)
     weight, got = route(logits, 3 + shared, gate, topk_idx=idx)
     assert torch.equal(got, idx.int())
-    assert torch.allclose(weight, route_reference(logits, 3 + shared, gate, topk_idx=idx).topk_weight)
+    assert torch.allclose(
+        weight, route_reference(logits, 3 + shared, gate, topk_idx=idx).topk_weight
+    )
     s = logits.sigmoid() if gate == "sigmoid_topk" else logits.softmax(-1)
     chosen = s.gather(1, idx[:, :3] - shared)
     want = {
@@ -329,7 +394,9 @@ def test_forced_ids_keep_the_routers_weights(gate):
     }.get(gate, lambda: chosen)()
     assert torch.allclose(weight[:, :3], want)
     assert not shared or torch.allclose(weight[:, 3], 1 - chosen[:, 0])
-    assert torch.autograd.gradcheck(lambda x: route(x, 3 + shared, gate, topk_idx=idx).topk_weight, logits)
+    assert torch.autograd.gradcheck(
+        lambda x: route(x, 3 + shared, gate, topk_idx=idx).topk_weight, logits
+    )
 
 
 FORCED = {  # logits of the three experts that the router would choose, the ids of the caller
@@ -339,7 +406,9 @@ FORCED = {  # logits of the three experts that the router would choose, the ids 
 
 
 def forced_pairs(gate: str, case: str, backend: str, device="cpu"):
-    """Weights and gradient of the logits of `route` in float32, each with that of the equation in float64."""
+    """Weights and gradient of the logits of `route` in float32, each with that of the equation in
+    float64.
+    """
     top, ids = FORCED[case]
     logits = torch.randn(3, 6, device=device)
     logits[:, :3] += top
@@ -359,10 +428,15 @@ def forced_pairs(gate: str, case: str, backend: str, device="cpu"):
             weight = selected.sigmoid()
         return torch.cat([weight, 1 - s[:, :shared]], 1)
 
-    x, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    got, want = route(x, 3 + shared, gate, topk_idx=idx, backend=backend).topk_weight, equation(wide)
+    x = logits.clone().requires_grad_()
+    wide = logits.double().requires_grad_()
+    got = route(x, 3 + shared, gate, topk_idx=idx, backend=backend).topk_weight
+    want = equation(wide)
     dweight = torch.randn(3, 3 + shared, device=device)
-    (dx,), (dwide,) = torch.autograd.grad(got, x, dweight), torch.autograd.grad(want, wide, dweight.double())
+    (dx,), (dwide,) = (
+        torch.autograd.grad(got, x, dweight),
+        torch.autograd.grad(want, wide, dweight.double()),
+    )
     return (got, want), (dx, dwide)
 
 
@@ -380,5 +454,8 @@ def test_forced_ids_of_a_wrong_shape_are_refused():
 
 
 def test_opcheck_of_the_forced_route():
-    logits, idx = torch.randn(5, 4, requires_grad=True), torch.tensor([[1, 2]] * 5, dtype=torch.int32)
-    torch.library.opcheck(torch.ops.moe_runtime.route_to.default, (logits, idx, "softmax_topk", "torch"))
+    logits = torch.randn(5, 4, requires_grad=True)
+    idx = torch.tensor([[1, 2]] * 5, dtype=torch.int32)
+    torch.library.opcheck(
+        torch.ops.moe_runtime.route_to.default, (logits, idx, "softmax_topk", "torch")
+    )

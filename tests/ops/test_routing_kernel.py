@@ -1,4 +1,6 @@
-"""The router's kernels: every gate against the oracle, ties and bad rows against the reference, layouts, offsets, mutants."""
+"""The router's kernels: every gate against the oracle, ties and bad rows against the reference,
+layouts, offsets, mutants.
+"""
 
 import numpy as np
 import pytest
@@ -12,10 +14,13 @@ from tests.support.mutants import edited, noting
 from tests.support.oracle import GATES, SHARED, mismatches, route_mismatches, saved_bytes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-WHY = backends.why_not("triton", "route", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+WHY = backends.why_not(
+    "triton", "route", torch.device("cuda" if torch.cuda.is_available() else "cpu")
+)
 pytestmark = [
     pytest.mark.skipif(WHY is not None, reason=str(WHY)),
-    pytest.mark.filterwarnings("ignore:(invalid|divide by zero|overflow):RuntimeWarning"),  # numpy's, of NaN and inf rows
+    # numpy's, of NaN and inf rows
+    pytest.mark.filterwarnings("ignore:(invalid|divide by zero|overflow):RuntimeWarning"),
 ]
 
 
@@ -32,7 +37,9 @@ def forward_backward(f, logits, top_k, gate, dweight, **kwargs) -> dict:
 
 def same(a: dict, b: dict) -> bool:
     """Whether the two hold the same numbers, NaN at the same places."""
-    return a.keys() == b.keys() and all(torch.allclose(a[n], b[n], rtol=0, atol=0, equal_nan=True) for n in a)
+    return a.keys() == b.keys() and all(
+        torch.allclose(a[n], b[n], rtol=0, atol=0, equal_nan=True) for n in a
+    )
 
 
 SHAPES = [  # T, experts in the router, experts that it picks
@@ -74,7 +81,8 @@ def test_many_experts(gate, T, R, k, device, tolerance):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_gradient_is_that_of_the_reference_in_float64(gate, device):
-    logits, dweight = 2 * torch.randn(131, 64, device=device), torch.randn(131, slots(gate, 8), device=device)
+    logits = 2 * torch.randn(131, 64, device=device)
+    dweight = torch.randn(131, slots(gate, 8), device=device)
     got = forward_backward(triton, logits, slots(gate, 8), gate, dweight)
     want = forward_backward(route_reference, logits.double(), slots(gate, 8), gate, dweight)
     assert not mismatches(got, want, 5e-6)
@@ -83,7 +91,8 @@ def test_gradient_is_that_of_the_reference_in_float64(gate, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_narrow_logits_are_computed_in_float32_and_rounded_once(gate, dtype, device):
-    logits, dweight = torch.randn(21, 9, device=device).to(dtype), torch.randn(21, 4, device=device)
+    logits = torch.randn(21, 9, device=device).to(dtype)
+    dweight = torch.randn(21, 4, device=device)
     got = forward_backward(triton, logits, 4, gate, dweight)
     want = forward_backward(triton, logits.float(), 4, gate, dweight)
     assert same(got, want | {"dlogits": want["dlogits"].to(dtype)})
@@ -112,27 +121,34 @@ def test_shared_expert_alone(gate, device):
     assert torch.autograd.grad(weight.sum(), logits)[0].shape == (4, 0)
 
 
-@pytest.mark.parametrize("view", [
-    pytest.param(lambda x: x.t().contiguous().t(), id="transposed"),
-    pytest.param(lambda x: x.repeat(1, 2)[:, ::2], id="strided columns"),
-    pytest.param(lambda x: x.repeat_interleave(2, 0)[::2], id="every other row"),
-    pytest.param(lambda x: torch.cat([x, x, x], 1)[:, 3:10], id="columns of a wider matrix"),
-    pytest.param(lambda x: x[:1].expand(19, 7), id="one row for all tokens"),
-    pytest.param(lambda x: x[3:4], id="one row"),
-    pytest.param(lambda x: x[:, :1].t().contiguous().t(), id="one column"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda x: x.t().contiguous().t(), id="transposed"),
+        pytest.param(lambda x: x.repeat(1, 2)[:, ::2], id="strided columns"),
+        pytest.param(lambda x: x.repeat_interleave(2, 0)[::2], id="every other row"),
+        pytest.param(lambda x: torch.cat([x, x, x], 1)[:, 3:10], id="columns of a wider matrix"),
+        pytest.param(lambda x: x[:1].expand(19, 7), id="one row for all tokens"),
+        pytest.param(lambda x: x[3:4], id="one row"),
+        pytest.param(lambda x: x[:, :1].t().contiguous().t(), id="one column"),
+    ],
+)
 @pytest.mark.parametrize("gate", ["xft", "softmax_topk_renorm", "sigmoid_topk"])
 def test_layouts(gate, view, device):
     logits = view(torch.randn(19, 7, device=device))
     k = slots(gate, min(2, logits.shape[1]))
     plain = logits.clone(memory_format=torch.contiguous_format)
-    for dweight in (torch.randn(logits.shape[0], k, device=device), torch.randn(1, 1, device=device).expand(len(logits), k)):
+    for dweight in (
+        torch.randn(logits.shape[0], k, device=device),
+        torch.randn(1, 1, device=device).expand(len(logits), k),
+    ):
         got = forward_backward(triton, logits, k, gate, dweight)
         assert same(got, forward_backward(triton, plain, k, gate, dweight.contiguous()))
         assert got["dlogits"].is_contiguous()
 
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 ROWS = {  # bad and equal numbers
     "one big tie": [0.0] * 6,
     "ties": [1.0, 2.0, 2.0, 0.0, 2.0, 1.0],
@@ -156,8 +172,13 @@ def bad_rows(device) -> torch.Tensor:
 
 
 def close(got: dict, want: dict) -> list[str]:
-    """Where `got` is not `want` up to the rounding of float32: the ids equal, NaN at the same places."""
-    bad = [] if torch.equal(got["idx"], want["idx"]) else [f"ids are {got['idx'].tolist()}, want {want['idx'].tolist()}"]
+    """Where `got` is not `want` up to the rounding of float32: the ids equal, NaN at the same
+    places.
+    """
+    if torch.equal(got["idx"], want["idx"]):
+        bad = []
+    else:
+        bad = [f"ids are {got['idx'].tolist()}, want {want['idx'].tolist()}"]
     return bad + [
         f"{name} is {got[name].tolist()}, want {want[name].tolist()}"
         for name in ("weight", "dlogits")
@@ -168,10 +189,13 @@ def close(got: dict, want: dict) -> list[str]:
 @pytest.mark.parametrize("k", [1, 4, 6])
 @pytest.mark.parametrize("gate", GATES)
 def test_ties_and_bad_rows_are_as_in_the_reference(gate, k, device):
-    logits, dweight = bad_rows(device), torch.randn(len(ROWS), slots(gate, k), device=device)
+    logits = bad_rows(device)
+    dweight = torch.randn(len(ROWS), slots(gate, k), device=device)
     got = forward_backward(triton, logits, slots(gate, k), gate, dweight)
     # the gradient in closed form: autograd of the reference has NaN where 0 inf is meant
-    assert not close(got, forward_backward(route, logits, slots(gate, k), gate, dweight, backend="torch"))
+    assert not close(
+        got, forward_backward(route, logits, slots(gate, k), gate, dweight, backend="torch")
+    )
     reference = route_reference(logits, slots(gate, k), gate)
     assert torch.equal(got["idx"], reference.topk_idx)
     for row in got["idx"].tolist():
@@ -184,7 +208,8 @@ def test_many_ties(gate, dtype, device):
     logits = torch.randint(-2, 2, (40, 64), device=device).to(dtype)
     logits[::3, ::2] = -INF
     k = slots(gate, 40)
-    got, want = triton(logits, k, gate), route_reference(logits.float(), k, gate)
+    got = triton(logits, k, gate)
+    want = route_reference(logits.float(), k, gate)
     assert torch.equal(got.topk_idx, want.topk_idx)
     torch.testing.assert_close(got.topk_weight, want.topk_weight, rtol=1e-5, atol=1e-7)
 
@@ -197,7 +222,9 @@ def test_bias_moves_the_choice_and_not_the_weights(dtype, bias_dtype, device, to
     bias[3], bias[5] = -INF, 2.0
     dweight = torch.randn(37, 4, device=device)
     got = forward_backward(triton, logits, 4, "sigmoid_topk", dweight, bias=bias)
-    want = forward_backward(route_reference, logits.double(), 4, "sigmoid_topk", dweight, bias=bias.double())
+    want = forward_backward(
+        route_reference, logits.double(), 4, "sigmoid_topk", dweight, bias=bias.double()
+    )
     plain = triton(logits, 4, "sigmoid_topk")
     assert torch.equal(got["idx"], want["idx"]) and not torch.equal(got["idx"], plain.topk_idx)
     assert not mismatches({"w": got["weight"]}, {"w": want["weight"]}, 5e-6)
@@ -207,7 +234,8 @@ def test_bias_moves_the_choice_and_not_the_weights(dtype, bias_dtype, device, to
 
 @pytest.mark.parametrize("gate", GATES)
 def test_a_token_has_the_same_bits_in_any_batch_and_run(gate, device):
-    logits, dweight = torch.randn(70, 8, device=device), torch.randn(70, 4, device=device)
+    logits = torch.randn(70, 8, device=device)
+    dweight = torch.randn(70, 4, device=device)
     first = forward_backward(triton, logits, 4, gate, dweight)
     assert all(same(forward_backward(triton, logits, 4, gate, dweight), first) for _ in range(3))
     part = forward_backward(triton, logits[5:43], 4, gate, dweight[5:43])
@@ -217,36 +245,52 @@ def test_a_token_has_the_same_bits_in_any_batch_and_run(gate, device):
 @pytest.mark.parametrize("gate", GATES)
 def test_second_gradient(gate, device):
     logits = torch.randn(9, 7, device=device).requires_grad_()
-    dweight, ddlogits = torch.randn(9, 4, device=device), torch.randn(9, 7, device=device)
+    dweight = torch.randn(9, 4, device=device)
+    ddlogits = torch.randn(9, 7, device=device)
 
     def second(f, dtype):
-        x, d = logits.detach().to(dtype).requires_grad_(), dweight.to(dtype).requires_grad_()
+        x = logits.detach().to(dtype).requires_grad_()
+        d = dweight.to(dtype).requires_grad_()
         (dx,) = torch.autograd.grad(f(x, 4, gate)[0], x, d, create_graph=True)
-        return {"dlogits": dx.detach()} | dict(enumerate(torch.autograd.grad(dx, (x, d), ddlogits.to(dtype))))
+        return {"dlogits": dx.detach()} | dict(
+            enumerate(torch.autograd.grad(dx, (x, d), ddlogits.to(dtype)))
+        )
 
-    got, want = second(triton, torch.float32), second(route_reference, torch.float64)
+    got = second(triton, torch.float32)
+    want = second(route_reference, torch.float64)
     assert not mismatches(got, want, 1e-5)
 
 
 def test_float64_is_never_computed_in_float32(monkeypatch, device):
     logits = torch.randn(5, 7, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match="backend 'triton' cannot run route: the tensor is torch.float64. Use backend 'torch'"):
+    with pytest.raises(
+        ValueError,
+        match="backend 'triton' cannot run route: the tensor is torch.float64. Use backend 'torch'",
+    ):
         triton(logits, 3, "xft")
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
-    got, want = route(logits, 3, "xft"), route_reference(logits, 3, "xft")
-    assert torch.equal(got.topk_weight, want.topk_weight) and torch.equal(got.topk_idx, want.topk_idx)
+    got = route(logits, 3, "xft")
+    want = route_reference(logits, 3, "xft")
+    assert torch.equal(got.topk_weight, want.topk_weight) and torch.equal(
+        got.topk_idx, want.topk_idx
+    )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", ["xft", "topk_softmax", "sigmoid_topk"])
 def test_opcheck(gate, dtype, layout, device):
-    logits = (torch.randn(5, 7) if layout == "contiguous" else torch.randn(7, 5).t()).to(device, dtype)
+    logits = (torch.randn(5, 7) if layout == "contiguous" else torch.randn(7, 5).t()).to(
+        device, dtype
+    )
     bias = torch.randn(7, device=device) if gate == "sigmoid_topk" else None
     weight, idx = torch.ops.moe_runtime.route(logits, bias, 3, gate, "triton")
     leaf = logits.detach().requires_grad_()
     torch.library.opcheck(torch.ops.moe_runtime.route, (leaf, bias, 3, gate, "triton"))
-    torch.library.opcheck(torch.ops.moe_runtime.route_backward, (torch.randn_like(weight), logits, idx, gate, "triton"))
+    torch.library.opcheck(
+        torch.ops.moe_runtime.route_backward,
+        (torch.randn_like(weight), logits, idx, gate, "triton"),
+    )
 
 
 def test_compiles_without_a_graph_break(device):
@@ -256,16 +300,22 @@ def test_compiles_without_a_graph_break(device):
 
     torch._dynamo.reset()
     logits = torch.randn(6, 7, device=device, dtype=torch.bfloat16, requires_grad=True)
-    got, want = torch.compile(step, fullgraph=True, backend="aot_eager")(logits), step(logits)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(logits)
+    want = step(logits)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
-    assert torch.equal(torch.autograd.grad(got[2], logits)[0], torch.autograd.grad(want[2], logits)[0])
+    assert torch.equal(
+        torch.autograd.grad(got[2], logits)[0], torch.autograd.grad(want[2], logits)[0]
+    )
 
 
-@pytest.mark.parametrize("rows, stride", [
-    pytest.param(2, 2**31 - 1, id="2^31 - 1"),
-    pytest.param(2, 2**31 + 1, id="2^31 + 1"),
-    pytest.param(34, 2**26 + 1, id="the second program begins behind 2^31"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, stride",
+    [
+        pytest.param(2, 2**31 - 1, id="2^31 - 1"),
+        pytest.param(2, 2**31 + 1, id="2^31 + 1"),
+        pytest.param(34, 2**26 + 1, id="the second program begins behind 2^31"),
+    ],
+)
 def test_offsets_beyond_int32(rows, stride, device):
     if device == "cuda":
         pytest.skip("calloc's trick is the CPU's")
@@ -279,7 +329,10 @@ def test_offsets_beyond_int32(rows, stride, device):
     want = triton(numbers, 3, "xft")
     assert torch.equal(weight, want.topk_weight) and torch.equal(idx, want.topk_idx)
     dweight = torch.randn(rows, 3)
-    grads = [torch.ops.moe_runtime.route_backward(dweight, x, idx, "xft", "triton") for x in (logits, numbers)]
+    grads = [
+        torch.ops.moe_runtime.route_backward(dweight, x, idx, "xft", "triton")
+        for x in (logits, numbers)
+    ]
     assert torch.equal(*grads)
 
 
@@ -288,7 +341,9 @@ def test_forced_with_its_own_choice_changes_no_bit(gate, device):
     logits = torch.randn(35, 7, device=device)
     args = logits, slots(gate, 3), gate, torch.randn(35, slots(gate, 3), device=device)
     idx = triton(*args[:3]).topk_idx
-    assert same(forward_backward(triton, *args), forward_backward(triton, *args, topk_idx=idx.clone()))
+    assert same(
+        forward_backward(triton, *args), forward_backward(triton, *args, topk_idx=idx.clone())
+    )
 
 
 def forced_mismatches(gate: str, device) -> list[str]:
@@ -298,7 +353,12 @@ def forced_mismatches(gate: str, device) -> list[str]:
     idx = torch.rand(35, 7, device=device).argsort(1)[:, :3] + shared
     idx = torch.cat([idx, idx.new_zeros(35, shared)], 1)
     args = logits, 3 + shared, gate, torch.randn(35, 3 + shared, device=device)
-    return close(*(forward_backward(route, *args, topk_idx=idx, backend=backend) for backend in ("triton", "torch")))
+    return close(
+        *(
+            forward_backward(route, *args, topk_idx=idx, backend=backend)
+            for backend in ("triton", "torch")
+        )
+    )
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -330,10 +390,14 @@ def caught(module, monkeypatch, device, tolerance) -> list[str]:
     found = []
     for gate in ("xft", "nonorm", "softmax_topk_renorm", "sigmoid_topk"):
         with noting(found):
-            found += route_mismatches(triton, torch.randn(35, 7, device=device), slots(gate, 3), gate, tolerance)
+            found += route_mismatches(
+                triton, torch.randn(35, 7, device=device), slots(gate, 3), gate, tolerance
+            )
             dweight = torch.randn(len(ROWS), slots(gate, 4), device=device)
             args = bad_rows(device), slots(gate, 4), gate, dweight
-            found += close(forward_backward(triton, *args), forward_backward(route, *args, backend="torch"))
+            found += close(
+                forward_backward(triton, *args), forward_backward(route, *args, backend="torch")
+            )
             # what is wrong with the choice already may not run without one
             found += [] if found else forced_mismatches(gate, device)
             found += [] if found else unusual_forced_mismatches(gate, device)
@@ -347,38 +411,88 @@ MUTANTS = [
     pytest.param("bits ^ 0x7FFFFFFF", "bits", id="negative numbers in reverse order"),
     pytest.param("> 0x7F800000", "> 0x7FFFFFFF", id="a negative NaN ranks lowest"),
     pytest.param("key == -1, 0, key", "key == -2, 0, key", id="-0.0 below 0.0"),
-    pytest.param("first = tl.min(tl.where(key == best[:, None], e,",
-                 "first = E - 1 - tl.min(tl.where(key == best[:, None], E - 1 - e,", id="ties to the higher id"),
-    pytest.param("_key(choice), DEAD + E_PAD", "_key(choice), 0x7F800000", id="padding can be chosen"),
+    pytest.param(
+        "first = tl.min(tl.where(key == best[:, None], e,",
+        "first = E - 1 - tl.min(tl.where(key == best[:, None], E - 1 - e,",
+        id="ties to the higher id",
+    ),
+    pytest.param(
+        "_key(choice), DEAD + E_PAD", "_key(choice), 0x7F800000", id="padding can be chosen"
+    ),
     pytest.param("DEAD + slot, key)", "DEAD + K - 1 - slot, key)", id="slots in reverse order"),
-    pytest.param("e == first[:, None], DEAD", "key == best[:, None], DEAD", id="equal logits chosen together"),
-    pytest.param("exp = tl.exp(weight)", "exp = exp", id="softmax of the logits, not of the probabilities"),
+    pytest.param(
+        "e == first[:, None], DEAD", "key == best[:, None], DEAD", id="equal logits chosen together"
+    ),
+    pytest.param(
+        "exp = tl.exp(weight)", "exp = exp", id="softmax of the logits, not of the probabilities"
+    ),
     pytest.param("(largest / _sum", "(1 / _sum", id="s_max forgotten"),
     pytest.param("slots + K, 1 - largest", "slots + K, largest", id="shared expert gets s_max"),
     pytest.param("e + SHARED", "e", id="ids not shifted past the shared expert"),
-    pytest.param("tl.where(is_first, d + mean", "tl.where(is_first & (d != d), d + mean", id="no gradient through s_max"),
-    pytest.param("d - dshared[:, None]", "d + dshared[:, None]", id="shared expert's gradient with the wrong sign"),
-    pytest.param("q = tl.where(chosen, tl.exp(y), 0.0)", "q = tl.exp(y)", id="second softmax over all experts"),
+    pytest.param(
+        "tl.where(is_first, d + mean",
+        "tl.where(is_first & (d != d), d + mean",
+        id="no gradient through s_max",
+    ),
+    pytest.param(
+        "d - dshared[:, None]",
+        "d + dshared[:, None]",
+        id="shared expert's gradient with the wrong sign",
+    ),
+    pytest.param(
+        "q = tl.where(chosen, tl.exp(y), 0.0)",
+        "q = tl.exp(y)",
+        id="second softmax over all experts",
+    ),
     pytest.param("tl.where(chosen, value, 0.0)", "value", id="sum over all experts"),
-    pytest.param("dx = y * (d", "dx = tl.where(chosen, y, 0.0) * (d", id="no gradient for experts not chosen"),
+    pytest.param(
+        "dx = y * (d", "dx = tl.where(chosen, y, 0.0) * (d", id="no gradient for experts not chosen"
+    ),
     pytest.param("d * s * (1 - s)", "d * s", id="sigmoid's derivative"),
     pytest.param("other=-1) - SHARED", "other=-1)", id="the neighbour"),
-    pytest.param("(K + SHARED) + slot, mask", "(K + SHARED) + 0, mask", id="forced: one expert in all slots"),
-    pytest.param("t, 0, T, K, SHARED), weight", "t, 1, T, K, SHARED), weight", id="forced: s_max of the second"),
-    pytest.param("tl.where(is_first, y, 0.0)", "tl.max(y, 1)[:, None] * is_first", id="forced: dx of the largest"),
-    pytest.param("x = tl.where(chosen, x, -float", "x = tl.where(chosen | True, x, -float", id="forced: 0 / 0"),
-    pytest.param("value = value * count", "value = value", id="forced: an expert twice counts once"),
-    pytest.param("d += tl.where(here", "d = tl.where(here, 0.0, d) + tl.where(here", id="forced: gradients do not add up"),
-    pytest.param("_per_slot(tl.sum(y * d, 1)[:, None], count, FORCED)", "tl.sum(y * d, 1)[:, None]",
-                 id="forced: one slot's share of the mean"),
-]  # fmt: skip
+    pytest.param(
+        "(K + SHARED) + slot, mask", "(K + SHARED) + 0, mask", id="forced: one expert in all slots"
+    ),
+    pytest.param(
+        "t, 0, T, K, SHARED), weight",
+        "t, 1, T, K, SHARED), weight",
+        id="forced: s_max of the second",
+    ),
+    pytest.param(
+        "tl.where(is_first, y, 0.0)",
+        "tl.max(y, 1)[:, None] * is_first",
+        id="forced: dx of the largest",
+    ),
+    pytest.param(
+        "x = tl.where(chosen, x, -float",
+        "x = tl.where(chosen | True, x, -float",
+        id="forced: 0 / 0",
+    ),
+    pytest.param(
+        "value = value * count", "value = value", id="forced: an expert twice counts once"
+    ),
+    pytest.param(
+        "d += tl.where(here",
+        "d = tl.where(here, 0.0, d) + tl.where(here",
+        id="forced: gradients do not add up",
+    ),
+    pytest.param(
+        "_per_slot(tl.sum(y * d, 1)[:, None], count, FORCED)",
+        "tl.sum(y * d, 1)[:, None]",
+        id="forced: one slot's share of the mean",
+    ),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("old, new", MUTANTS)
 def test_mutant_is_caught(old, new, tmp_path, monkeypatch, device, tolerance):
-    assert caught(edited(kernels, tmp_path, old, new), monkeypatch, device, tolerance[torch.float32])
+    assert caught(
+        edited(kernels, tmp_path, old, new), monkeypatch, device, tolerance[torch.float32]
+    )
 
 
 def test_unharmed_kernels_pass(tmp_path, monkeypatch, device, tolerance):
-    assert not caught(edited(kernels, tmp_path, "", ""), monkeypatch, device, tolerance[torch.float32])
+    assert not caught(
+        edited(kernels, tmp_path, "", ""), monkeypatch, device, tolerance[torch.float32]
+    )

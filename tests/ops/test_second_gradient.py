@@ -1,4 +1,6 @@
-"""Gradients of gradients: refused by name where an op has none, whichever backend runs; never a silent zero."""
+"""Gradients of gradients: refused by name where an op has none, whichever backend runs; never a
+silent zero.
+"""
 
 import pytest
 import torch
@@ -10,19 +12,29 @@ from moe_runtime.ops.grouped_gemm import grouped_gemm
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.moe_mlp import moe_mlp
 
-WHY = backends.why_not("triton", "combine", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.skipif(WHY is not None, reason=str(WHY)))]
+WHY = backends.why_not(
+    "triton", "combine", torch.device("cuda" if torch.cuda.is_available() else "cpu")
+)
+BACKENDS = [
+    "torch",
+    pytest.param("triton", marks=pytest.mark.skipif(WHY is not None, reason=str(WHY))),
+]
 IDX = torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32)
 
 
 def call(op, x, backend):
     device = x.device
-    up, down = torch.randn(2, 6, 4, device=device), torch.randn(2, 4, 3, device=device)
+    up = torch.randn(2, 6, 4, device=device)
+    down = torch.randn(2, 4, 3, device=device)
     weight = torch.rand(3, 2, device=device)
     return {
         "moe_mlp": lambda: moe_mlp(x, up, down, weight, IDX.to(device), backend=backend),
-        "moe_layer": lambda: moe_layer(x, up[:, 0], Experts(up, down), 2, "softmax_topk", backend=backend).out,
-        "grouped_gemm": lambda: grouped_gemm(x, up, torch.tensor([0, 1, 3], device=device), backend=backend),
+        "moe_layer": lambda: (
+            moe_layer(x, up[:, 0], Experts(up, down), 2, "softmax_topk", backend=backend).out
+        ),
+        "grouped_gemm": lambda: grouped_gemm(
+            x, up, torch.tensor([0, 1, 3], device=device), backend=backend
+        ),
         "combine": lambda: combine(x[:2], weight[:1], torch.tensor([1, 0], device=device), backend),
     }[op]()
 

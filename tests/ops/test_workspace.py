@@ -1,4 +1,6 @@
-"""Leased memory: never shared by two live tensors, never read before it is written, back in the pool when a graph dies."""
+"""Leased memory: never shared by two live tensors, never read before it is written, back in the
+pool when a graph dies.
+"""
 
 import concurrent.futures
 import copy
@@ -33,7 +35,9 @@ def pool_bytes() -> int:
 
 
 def poison() -> int:
-    """Fill every free lease and all of this thread's scratch memory with bits that are NaN; returns the number of blocks."""
+    """Fill every free lease and all of this thread's scratch memory with bits that are NaN; returns
+    the number of blocks.
+    """
     for block in workspace._pool.free:
         block[:] = b"\xff" * len(block)
     for buffer in getattr(workspace._local, "buffers", {}).values():
@@ -83,7 +87,12 @@ SHAPE = (3, 1 << 18)
 def test_a_lease_is_a_plain_tensor():
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         tensor = workspace.lease(SHAPE, LIKE.to(dtype))
-        assert tensor.shape == SHAPE and tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
+        assert (
+            tensor.shape == SHAPE
+            and tensor.dtype == dtype
+            and tensor.is_contiguous()
+            and tensor.data_ptr() % 64 == 0
+        )
         tensor.normal_()
         for other in (copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor)), tensor.clone()):
             assert torch.equal(other, tensor) and other.data_ptr() != tensor.data_ptr()
@@ -112,7 +121,13 @@ def test_two_live_leases_never_share():
 
 @pytest.mark.parametrize(
     "part",
-    [lambda t: t[2, 5:], lambda t: t.detach(), lambda t: t.view(-1)[::7], lambda t: t.numpy(), lambda t: t.untyped_storage()],
+    [
+        lambda t: t[2, 5:],
+        lambda t: t.detach(),
+        lambda t: t.view(-1)[::7],
+        lambda t: t.numpy(),
+        lambda t: t.untyped_storage(),
+    ],
 )
 def test_a_view_keeps_the_memory(part):
     tensor = workspace.lease(SHAPE, LIKE).fill_(7)
@@ -126,7 +141,8 @@ def test_a_view_keeps_the_memory(part):
 
 
 def test_release_empties_the_pool_and_spares_the_living():
-    dead, alive = workspace.lease(SHAPE, LIKE), workspace.lease(SHAPE, LIKE).fill_(5)
+    dead = workspace.lease(SHAPE, LIKE)
+    alive = workspace.lease(SHAPE, LIKE).fill_(5)
     del dead
     workspace.release()
     assert pool_bytes() == 0 and (alive == 5).all()
@@ -146,14 +162,17 @@ def test_scratch_is_uninitialized_and_private_to_its_thread():
 
 
 def test_a_collection_in_the_middle_of_a_lease_does_not_deadlock():
-    # a lease in a reference cycle (an exception's traceback is enough) is returned by the garbage collector, which may
-    # run between any two instructions from Python 3.12 on, also while this thread holds the pool's lock
+    # a lease in a reference cycle (an exception's traceback is enough) is returned by the garbage
+    # collector, which may run between any two instructions from Python 3.12 on, also while this
+    # thread holds the pool's lock
     spec = importlib.util.find_spec("moe_runtime.ops.workspace")
-    fresh = importlib.util.module_from_spec(spec)  # its own lock: a deadlock must not reach the other tests
+    # its own lock: a deadlock must not reach the other tests
+    fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
     gc.collect()
     gc.freeze()  # or every collection walks through torch
-    cycles, done = [], threading.Event()
+    cycles = []
+    done = threading.Event()
     for n in range(40):
         cycles.append([fresh.lease((fresh.LEASE_FROM // 4 + n,), LIKE)])
         cycles[-1].append(cycles[-1])
@@ -205,7 +224,8 @@ def test_old_contents_never_show(dtype, routing):
 
 @pytest.mark.parametrize("routing", ["random", "dropped", "skip"])
 def test_poison_between_forward_and_backward_does_not_reach_the_graph(routing):
-    case, other = big_case(routing=routing), big_case()
+    case = big_case(routing=routing)
+    other = big_case()
     want = finish(case, *start(case))
     out, leaves = start(case)
     finish(other, *start(other))
@@ -228,7 +248,9 @@ def test_layers_of_different_shapes_in_one_graph():
     x = cases[0].leaves["x"]
 
     def network(layer):
-        leaves = [{n: leaf.clone().requires_grad_() for n, leaf in case.leaves.items()} for case in cases]
+        leaves = [
+            {n: leaf.clone().requires_grad_() for n, leaf in case.leaves.items()} for case in cases
+        ]
         h = x.clone().requires_grad_()
         leaves[0]["x"] = h
         for case, own in zip(cases, leaves):
@@ -236,7 +258,8 @@ def test_layers_of_different_shapes_in_one_graph():
         flat = [own[n] for own in leaves for n in NAMES[1:]] + [leaves[0]["x"]]
         return [h.detach(), *torch.autograd.grad(h, flat, cases[0].dout)]
 
-    got, want = network(moe_mlp), network(moe_eager)
+    got = network(moe_mlp)
+    want = network(moe_eager)
     assert_parity(dict(enumerate(got)), dict(enumerate(want)), 1e-5)
     poison()
     assert same(network(moe_mlp), got)
@@ -253,7 +276,8 @@ def test_backward_twice_with_retain_graph():
 
 
 def test_gradients_outlive_later_steps():
-    case, other = big_case(), big_case()
+    case = big_case()
+    other = big_case()
     got = finish(case, *start(case))
     copies = [t.clone() for t in got]
     for _ in range(2):
@@ -317,7 +341,9 @@ def test_activation_checkpointing():
     want = finish(case, *start(case))
     leaves = [case.leaves[name].clone().requires_grad_() for name in NAMES]
     for reentrant in (False, True):
-        out = torch.utils.checkpoint.checkpoint(lambda *v: moe_mlp(*v, case.topk_idx), *leaves, use_reentrant=reentrant)
+        out = torch.utils.checkpoint.checkpoint(
+            lambda *v: moe_mlp(*v, case.topk_idx), *leaves, use_reentrant=reentrant
+        )
         for leaf in leaves:
             leaf.grad = None
         out.backward(case.dout)
@@ -325,8 +351,11 @@ def test_activation_checkpointing():
 
 
 def test_streams_have_scratch_memory_of_their_own(monkeypatch):
-    """Two streams of one thread wrote into each other's buffers; here two made-up ones take turns at a whole forward pass."""
-    stream, x = [1], torch.randn(4, 3)
+    """Two streams of one thread wrote into each other's buffers; here two made-up ones take turns
+    at a whole forward pass.
+    """
+    stream = [1]
+    x = torch.randn(4, 3)
     monkeypatch.setattr(workspace, "stream_of", lambda device: stream[0])
     first = workspace.scratch("rows", (4, 3), x)
     stream[0] = 2
@@ -344,6 +373,11 @@ def test_streams_have_scratch_memory_of_their_own(monkeypatch):
 
 
 def test_a_device_with_streams_is_asked_for_the_current_one(monkeypatch):
-    stream = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(stream_id=device.index + 7))
+    stream = types.SimpleNamespace(
+        current_stream=lambda device: types.SimpleNamespace(stream_id=device.index + 7)
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda device: stream)
-    assert workspace.stream_of(torch.device("cuda", 3)) == 10 and workspace.stream_of(torch.device("cpu")) is None
+    assert (
+        workspace.stream_of(torch.device("cuda", 3)) == 10
+        and workspace.stream_of(torch.device("cpu")) is None
+    )

@@ -1,7 +1,8 @@
-"""`main(FOLDER, LIMIT)`: each way of a folder to a folder in a process of its own, which may take LIMIT bytes more than it has.
+"""`main(FOLDER, LIMIT)`: each way of a folder to a folder in a process of its own, which may take
+LIMIT bytes more than it has.
 
-Every source of a way holds more than twice the limit. What a way needs comes from those before it. A way prints a line of
-json: its name, whether the limit held to the end, and what went wrong.
+Every source of a way holds more than twice the limit. What a way needs comes from those before it.
+A way prints a line of json: its name, whether the limit held to the end, and what went wrong.
 """
 
 import contextlib
@@ -30,7 +31,9 @@ MOE = {"num_experts": 2, "top_k": 2}
 
 
 def prepare(place: Path, sizes: dict) -> None:
-    """Write what the ways begin with: a dense model, another of its kind, a stock mixture with an adapter."""
+    """Write what the ways begin with: a dense model, another of its kind, a stock mixture with an
+    adapter.
+    """
     model = tiny.dense("llama", mlp_bias=None, **sizes)
     model.save_pretrained(place / "dense", **SIZE)
     with Checkpoint(place / "dense") as base:
@@ -41,7 +44,10 @@ def prepare(place: Path, sizes: dict) -> None:
                 parameter.mul_(1 + (e + 1) / 64)
         model.save_pretrained(place / f"expert-{e}", **SIZE)
         save_expert(model, place / f"delta-{e}", base=place / "dense", record=record, **SIZE)
-    sizes = {"hidden_size": sizes["hidden_size"], "num_hidden_layers": -(-4 * sizes["num_hidden_layers"] // 9)}
+    sizes = {
+        "hidden_size": sizes["hidden_size"],
+        "num_hidden_layers": -(-4 * sizes["num_hidden_layers"] // 9),
+    }
     for family in ("qwen3_moe", "gpt_oss"):  # a tensor for each expert, and stacks
         stock = stock_moe.stock(family, **sizes, intermediate_size=256, moe_intermediate_size=256)
         stock.save_pretrained(place / family, **SIZE)
@@ -50,36 +56,71 @@ def prepare(place: Path, sizes: dict) -> None:
 
 # a way: the folder that it reads, whose size counts, and what it does in the folder of all of them
 WAYS = {
-    "upcycle": ("dense", lambda f: xft_folders.upcycle_folder(f / "dense", f / "moe", **MOE, **SIZE)),
-    "to-mergeable": ("moe", lambda f: xft_folders.mergeable_folder(f / "moe", f / "mergeable", **SIZE)),
-    "merge": ("mergeable", lambda f: xft_folders.merge_folder(f / "mergeable", f / "merged", **SIZE)),
-    "export-official": ("moe", lambda f: xft_official.export_official(f / "moe", f / "theirs", keep_rope=True, **SIZE)),
+    "upcycle": (
+        "dense",
+        lambda f: xft_folders.upcycle_folder(f / "dense", f / "moe", **MOE, **SIZE),
+    ),
+    "to-mergeable": (
+        "moe",
+        lambda f: xft_folders.mergeable_folder(f / "moe", f / "mergeable", **SIZE),
+    ),
+    "merge": (
+        "mergeable",
+        lambda f: xft_folders.merge_folder(f / "mergeable", f / "merged", **SIZE),
+    ),
+    "export-official": (
+        "moe",
+        lambda f: xft_official.export_official(f / "moe", f / "theirs", keep_rope=True, **SIZE),
+    ),
     "export-official, weighted": (
         "mergeable",
-        lambda f: xft_official.export_official(f / "mergeable", f / "weighted", keep_rope=True, **SIZE),
+        lambda f: xft_official.export_official(
+            f / "mergeable", f / "weighted", keep_rope=True, **SIZE
+        ),
     ),
-    "import-official": ("theirs", lambda f: xft_official.import_official(f / "theirs", f / "ours", **SIZE)),
+    "import-official": (
+        "theirs",
+        lambda f: xft_official.import_official(f / "theirs", f / "ours", **SIZE),
+    ),
     "assemble": (
         "expert-0",
-        lambda f: upit_assembly.assemble([f / "expert-0", f / "expert-1"], None, f / "upit", top_k=1, **SIZE),
+        lambda f: upit_assembly.assemble(
+            [f / "expert-0", f / "expert-1"], None, f / "upit", top_k=1, **SIZE
+        ),
     ),
     "assemble of deltas, the base's backbone": (
         "delta-0",
         lambda f: upit_assembly.assemble(
-            [f / "delta-0", f / "delta-1"], None, f / "upit-base", base=f / "dense", backbone="base", top_k=1, **SIZE
+            [f / "delta-0", f / "delta-1"],
+            None,
+            f / "upit-base",
+            base=f / "dense",
+            backbone="base",
+            top_k=1,
+            **SIZE,
         ),
     ),
-    "export-mixtral": ("upit", lambda f: upit_mixtral.export_mixtral(f / "upit", f / "mixtral", **SIZE)),
+    "export-mixtral": (
+        "upit",
+        lambda f: upit_mixtral.export_mixtral(f / "upit", f / "mixtral", **SIZE),
+    ),
     "esft merge": (
         "qwen3_moe",
-        lambda f: esft_folders.merge_folder(f / "qwen3_moe", f / "qwen3_moe-adapter", f / "esft", **SIZE),
+        lambda f: esft_folders.merge_folder(
+            f / "qwen3_moe", f / "qwen3_moe-adapter", f / "esft", **SIZE
+        ),
     ),
     "esft merge of stacks": (
         "gpt_oss",
-        lambda f: esft_folders.merge_folder(f / "gpt_oss", f / "gpt_oss-adapter", f / "esft-stacks", **SIZE),
+        lambda f: esft_folders.merge_folder(
+            f / "gpt_oss", f / "gpt_oss-adapter", f / "esft-stacks", **SIZE
+        ),
     ),
-    "esft apply": ("qwen3_moe", lambda f: esft_folders.check_fit(f / "qwen3_moe", f / "qwen3_moe-adapter")),
-}  # fmt: skip
+    "esft apply": (
+        "qwen3_moe",
+        lambda f: esft_folders.check_fit(f / "qwen3_moe", f / "qwen3_moe-adapter"),
+    ),
+}
 
 
 def size(folder: Path) -> int:
@@ -88,7 +129,8 @@ def size(folder: Path) -> int:
 
 def main(folder: str, limit: str) -> None:
     torch.set_num_threads(1)
-    wide, limit = Path(folder, "wide"), int(limit)
+    wide = Path(folder, "wide")
+    limit = int(limit)
     warm = Path(folder, "warm")
     prepare(warm, NARROW)
     with open(os.devnull, "w") as silent, contextlib.redirect_stderr(silent):
@@ -96,7 +138,9 @@ def main(folder: str, limit: str) -> None:
             way(warm)
     _in_a_child(lambda: prepare(wide, WIDE))
     for name, (source, way) in WAYS.items():
-        _in_a_child(lambda name=name, source=source, way=way: _limited(name, wide, source, way, limit))
+        _in_a_child(
+            lambda name=name, source=source, way=way: _limited(name, wide, source, way, limit)
+        )
 
 
 def _limited(name: str, wide: Path, source: str, way, limit: int) -> None:

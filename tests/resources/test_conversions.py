@@ -1,4 +1,6 @@
-"""Every way from a folder to a folder, from folders of twice the memory that it may take, enforced by the kernel."""
+"""Every way from a folder to a folder, from folders of twice the memory that it may take, enforced
+by the kernel.
+"""
 
 import json
 

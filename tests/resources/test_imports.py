@@ -1,4 +1,6 @@
-"""What importing costs and does: every module of the package, in a fresh process, watched by an audit hook."""
+"""What importing costs and does: every module of the package, in a fresh process, watched by an
+audit hook.
+"""
 
 import json
 import os
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# an import reads files and compiles; it writes no file, starts no program and no thread, and asks no network
+# an import reads files and compiles; it writes no file, starts no program and no thread, and asks
+# no network
 WATCH = """
 import json, os, signal, sys, threading, time, warnings
 
@@ -55,12 +58,21 @@ def state():
 
 
 def child(code: str, **env) -> dict:
-    """Run WATCH and `code` in a fresh process, where a warning is an error; return the json that it prints."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MOE_", "TRITON_", "PYTEST"))}
+    """Run WATCH and `code` in a fresh process, where a warning is an error; return the json that it
+    prints.
+    """
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MOE_", "TRITON_", "PYTEST"))
+    }
     done = subprocess.run(
         [sys.executable, "-c", WATCH + code],
-        capture_output=True, text=True, cwd=ROOT, env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env,
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -79,21 +91,35 @@ print(json.dumps({{"done": done, "changed": changed, "seconds": seconds, "brough
 """
 
 
-@pytest.mark.parametrize("code, brought", [
-    pytest.param("import moe_runtime", {"moe_runtime"}, id="package"),
-    pytest.param("import moe_runtime; moe_runtime.MoEConfig", {"moe_runtime"}, id="config"),
-    pytest.param("import moe_runtime.cli", {"moe_runtime", "typer", "annotated_doc", "shellingham"}, id="command line"),
-    pytest.param("import moe_runtime; dir(moe_runtime), moe_runtime.__version__", {"moe_runtime"}, id="names"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code, brought",
+    [
+        pytest.param("import moe_runtime", {"moe_runtime"}, id="package"),
+        pytest.param("import moe_runtime; moe_runtime.MoEConfig", {"moe_runtime"}, id="config"),
+        pytest.param(
+            "import moe_runtime.cli",
+            {"moe_runtime", "typer", "annotated_doc", "shellingham"},
+            id="command line",
+        ),
+        pytest.param(
+            "import moe_runtime; dir(moe_runtime), moe_runtime.__version__",
+            {"moe_runtime"},
+            id="names",
+        ),
+    ],
+)
 def test_what_is_light(code, brought):
-    """No torch, so no CUDA context and none of its threads; CPU time, for a busy machine is no slow import."""
+    """No torch, so no CUDA context and none of its threads; CPU time, for a busy machine is no slow
+    import.
+    """
     told = child(LIGHT.format(code=code))
     assert told["done"] == [] and told["changed"] == []
     assert set(told["brought"]) <= brought
     assert told["seconds"] < 1
 
 
-# transformers and torch write caches and start threads of their own when they are imported; what is ours comes after
+# transformers and torch write caches and start threads of their own when they are imported; what is
+# ours comes after
 ALL = """
 import importlib, pathlib
 import torch, transformers, transformers.models.llama.modeling_llama, transformers.modeling_utils, transformers.trainer
@@ -134,16 +160,25 @@ def test_the_layer_and_its_ops_bring_torch_alone():
     assert child(PUBLIC) == []
 
 
-@pytest.mark.parametrize("code, found", [
-    pytest.param("open(os.devnull, 'w').close()", "open /dev/null w", id="a file"),
-    pytest.param("os.environ['A'] = 'b'", "os.putenv", id="the environment"),
-    pytest.param("import subprocess; subprocess.run(['true'])", "subprocess.Popen", id="a program"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code, found",
+    [
+        pytest.param("open(os.devnull, 'w').close()", "open /dev/null w", id="a file"),
+        pytest.param("os.environ['A'] = 'b'", "os.putenv", id="the environment"),
+        pytest.param(
+            "import subprocess; subprocess.run(['true'])", "subprocess.Popen", id="a program"
+        ),
+    ],
+)
 def test_the_watcher_sees(code, found):
     told = child(LIGHT.format(code=code))
     assert any(line.startswith(found) for line in told["done"])
 
 
 def test_the_watcher_sees_a_thread_and_a_module():
-    told = child(LIGHT.format(code="import numpy; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"))
+    told = child(
+        LIGHT.format(
+            code="import numpy; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+        )
+    )
     assert {"threads", "tasks"} <= set(told["changed"]) and "numpy" in told["brought"]

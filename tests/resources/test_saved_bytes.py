@@ -1,6 +1,8 @@
-"""What a training step keeps for the backward pass is what docs/performance.md says, byte for byte, on every backend.
+"""What a training step keeps for the backward pass is what docs/performance.md says, byte for byte,
+on every backend.
 
-    T (s (H + Z K) + 12 K + s R) + 4 (E + 1)     of a layer; Z is 2 I with a gate, else I; R the router's logits per token
+    T (s (H + Z K) + 12 K + s R) + 4 (E + 1)     of a layer; Z is 2 I with a gate, else I; R the
+                                                 router's logits per token
 
 Elements have s bytes; 12 K are weights, ids and rows of a token's slots; `recompute` drops the Z K.
 """
@@ -20,13 +22,20 @@ from tests.hf import tiny
 from tests.support.oracle import SHARED, saved_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
-T, H, I, E, K = 48, 32, 40, 4, 2
+T = 48
+H = 32
+I = 40
+E = 4
+K = 2
 BACKENDS = ("torch", "cpp", "triton")
 
 
 def formula(config: MoEConfig, tokens: int, size: int) -> int:
     """Return the bytes that one layer keeps, from its config alone."""
-    rows = 0 if config.recompute else config.intermediate_size * config.top_k * (2 if config.gated else 1)
+    if config.recompute:
+        rows = 0
+    else:
+        rows = config.intermediate_size * config.top_k * (2 if config.gated else 1)
     logits = config.num_experts - (config.gate in SHARED)
     if config.router == "mlp":
         logits *= 2  # its hidden layer is as wide
@@ -44,18 +53,26 @@ def backend(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("settings", [
-    pytest.param({}, id="xft"),
-    pytest.param({"gate": "nonorm"}, id="shared, no second softmax"),
-    pytest.param({"gate": "softmax_topk_renorm"}, id="no shared expert"),
-    pytest.param({"gate": "sigmoid_topk", "top_k": E}, id="all experts"),
-    pytest.param({"router": "mlp"}, id="MLP router"),
-    pytest.param({"bias": True, "gated": False}, id="biases, no gate"),
-    pytest.param({"recompute": True}, id="recompute"),
-    pytest.param({"recompute": True, "router": "mlp", "gated": False}, id="recompute, MLP router, no gate"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="xft"),
+        pytest.param({"gate": "nonorm"}, id="shared, no second softmax"),
+        pytest.param({"gate": "softmax_topk_renorm"}, id="no shared expert"),
+        pytest.param({"gate": "sigmoid_topk", "top_k": E}, id="all experts"),
+        pytest.param({"router": "mlp"}, id="MLP router"),
+        pytest.param({"bias": True, "gated": False}, id="biases, no gate"),
+        pytest.param({"recompute": True}, id="recompute"),
+        pytest.param(
+            {"recompute": True, "router": "mlp", "gated": False},
+            id="recompute, MLP router, no gate",
+        ),
+    ],
+)
 def test_a_layer(settings, dtype, backend, device):
-    config = MoEConfig(**{"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K} | settings)
+    config = MoEConfig(
+        **{"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K} | settings
+    )
     layer = MoE(config).to(device, dtype)
     x = torch.randn(T, H, dtype=dtype, device=device, requires_grad=True)
     kept, _ = saved_bytes(lambda: layer(x), list(layer.parameters()))
@@ -64,7 +81,10 @@ def test_a_layer(settings, dtype, backend, device):
 
 def kept_by(model, ids: torch.Tensor) -> int:
     """Bytes that a model keeps for the backward pass of a step, its parameters aside."""
-    kept, _ = saved_bytes(lambda: model(input_ids=ids, use_cache=False).logits, [*model.parameters(), *model.buffers()])
+    kept, _ = saved_bytes(
+        lambda: model(input_ids=ids, use_cache=False).logits,
+        [*model.parameters(), *model.buffers()],
+    )
     return kept
 
 
@@ -92,14 +112,20 @@ def test_recompute_saves_the_pre_activations_of_a_whole_model_and_no_more(backen
 @pytest.mark.parametrize("recompute", [False, True])
 def test_experts_that_do_not_train_keep_no_more(recompute, backend):
     ids = tiny.batch(2, 16)
-    every, few = (kept_by(m, ids) for m in (mixture(2, recompute), selected(mixture(2, recompute), [1])))
+    every, few = (
+        kept_by(m, ids) for m in (mixture(2, recompute), selected(mixture(2, recompute), [1]))
+    )
     assert 0 < few <= every, (few, every)
 
 
 def test_the_formula_is_the_page_s():
     text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
-    per_token, each = re.search(r"([\dA-Z +]+) bytes in bfloat16, and ([^ ]+ \+ 1\)) a layer", text).groups()
+    per_token, each = re.search(
+        r"([\dA-Z +]+) bytes in bfloat16, and ([^ ]+ \+ 1\)) a layer", text
+    ).groups()
     values = {"H": H, "I": I, "K": K, "R": E - 1, "E": E}
-    per_token, each = (eval(re.sub(r"(?<=[\dA-Z])(?=[A-Z(])", "*", part), values) for part in (per_token, each))
+    per_token, each = (
+        eval(re.sub(r"(?<=[\dA-Z])(?=[A-Z(])", "*", part), values) for part in (per_token, each)
+    )
     config = MoEConfig(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K)
     assert formula(config, T, 2) == T * per_token + each

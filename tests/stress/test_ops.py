@@ -1,4 +1,6 @@
-"""Every op on every backend that runs here, on drawn sizes, dtypes, strides and routings, against float64 equations."""
+"""Every op on every backend that runs here, on drawn sizes, dtypes, strides and routings, against
+float64 equations.
+"""
 
 import pytest
 import torch
@@ -31,9 +33,14 @@ pytestmark = pytest.mark.stress
 
 def quiet(examples: int):
     return settings(
-        max_examples=examples, derandomize=not STRESS, database=None, deadline=None, print_blob=True,
-        suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
-    )  # fmt: skip
+        max_examples=examples,
+        derandomize=not STRESS,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:(invalid|divide by zero|overflow):RuntimeWarning")
@@ -102,11 +109,17 @@ def test_the_measure_sees_what_is_planted(name):
     @given(st.data())
     def check(data):
         nonlocal cases
-        case, upstream = CASES[name][1](Draw(data.draw, torch.float32)), {}
+        case = CASES[name][1](Draw(data.draw, torch.float32))
+        upstream = {}
         got = run(case, "torch", upstream)
         allowed = allowance(case, got, upstream)
-        parts = [n for n, t in got.items() if n in allowed.moved and t.dim() and t.numel() >= 20 and t.any()]
-        assume(parts)  # few numbers, or nothing but zeros, show nothing: such draws are replaced, not counted
+        parts = [
+            n
+            for n, t in got.items()
+            if n in allowed.moved and t.dim() and t.numel() >= 20 and t.any()
+        ]
+        # few numbers, or nothing but zeros, show nothing: such draws are replaced, not counted
+        assume(parts)
         cases += 1
         for part in parts:
             for planted, change in PLANTED.items():

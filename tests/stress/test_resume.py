@@ -1,4 +1,6 @@
-"""A training that stops after any step and goes on is the one that never stopped: weights, optimizer, losses, data, routers."""
+"""A training that stops after any step and goes on is the one that never stopped: weights,
+optimizer, losses, data, routers.
+"""
 
 import pytest
 import torch
@@ -8,9 +10,13 @@ from tests.support.stress import STRESS
 
 STEPS = 10 if STRESS else 4
 SETTINGS = {
-    "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine", "warmup_steps": 2,
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
     "save_total_limit": None,
-}  # fmt: skip
+}
 pytestmark = pytest.mark.stress
 
 
@@ -18,7 +24,8 @@ class Order:
     """The rows of each batch, as the model gets them."""
 
     def __init__(self, trainer):
-        self.rows, prepare = [], trainer._prepare_inputs
+        self.rows = []
+        prepare = trainer._prepare_inputs
 
         def noted(inputs):
             self.rows.append(inputs["input_ids"].tolist())
@@ -28,9 +35,13 @@ class Order:
 
 
 def state_of(folder, step) -> dict:
-    """What a checkpoint has beside the weights: optimizer, scheduler, and the generators' states."""
+    """What a checkpoint has beside the weights: optimizer, scheduler, and the generators'
+    states.
+    """
     names = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
-    return {name: torch.load(folder / f"checkpoint-{step}" / name, weights_only=False) for name in names}
+    return {
+        name: torch.load(folder / f"checkpoint-{step}" / name, weights_only=False) for name in names
+    }
 
 
 def same(a, b) -> bool:
@@ -46,9 +57,13 @@ def same(a, b) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that never stops; a noisy router draws numbers at every step, and the third batch ends an epoch."""
+    """The run that never stops; a noisy router draws numbers at every step, and the third batch
+    ends an epoch.
+    """
     folder = tmp_path_factory.mktemp("whole")
-    trainer = trainer_of("trainer", upcycled(noisy_gate=True), folder, places=[0, 1, 2, 3, 4, 5], **SETTINGS)
+    trainer = trainer_of(
+        "trainer", upcycled(noisy_gate=True), folder, places=[0, 1, 2, 3, 4, 5], **SETTINGS
+    )
     order = Order(trainer)
     trainer.train()
     return folder, trainer, order.rows, (folder / "router_stats.csv").read_text()
@@ -59,13 +74,19 @@ def test_stopped_after_any_step_it_is_the_same_training(step, whole, tmp_path):
     folder, wanted, rows, stats = whole
     (tmp_path / "router_stats.csv").write_text(stats)
     torch.manual_seed(1234 + step)  # another process has other numbers
-    trainer = trainer_of("trainer", upcycled(noisy_gate=True), tmp_path, places=[0, 1, 2, 3, 4, 5], **SETTINGS)
+    trainer = trainer_of(
+        "trainer", upcycled(noisy_gate=True), tmp_path, places=[0, 1, 2, 3, 4, 5], **SETTINGS
+    )
     order = Order(trainer)
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
     for name in ("loss", "lm_loss", "balance_loss", "grad_norm", "learning_rate"):
-        assert len(logged(wanted, name)) == STEPS and logged(trainer, name) == logged(wanted, name), name
+        assert len(logged(wanted, name)) == STEPS and logged(trainer, name) == logged(
+            wanted, name
+        ), name
     assert order.rows == rows[step:]
-    for (name, got), want in zip(trainer.model.named_parameters(), wanted.model.parameters(), strict=True):
+    for (name, got), want in zip(
+        trainer.model.named_parameters(), wanted.model.parameters(), strict=True
+    ):
         assert torch.equal(got, want), name
     assert same(state_of(tmp_path, STEPS), state_of(folder, STEPS))
     assert (tmp_path / "router_stats.csv").read_text() == stats

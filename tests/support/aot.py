@@ -1,6 +1,8 @@
-"""Kernels compiled for GPUs that are not present, for tests/kernels/test_aot.py and docs/kernels.md.
+"""Kernels compiled for GPUs that are not present, for tests/kernels/test_aot.py and
+docs/kernels.md.
 
-As a program it compiles the [case, target] pairs that stand in its input, in a process that does not interpret.
+As a program it compiles the [case, target] pairs that stand in its input, in a process that does
+not interpret.
 """
 
 import collections
@@ -46,7 +48,8 @@ class Case(NamedTuple):
     """A kernel with the types, constants and launch options that a launcher of ours gives it."""
 
     kernel: str  # module.name, such as "routing._route_fwd_kernel"
-    # argument -> "*bf16:16", "i32:16" (":16" as the JIT specialises what 16 divides), "fp32"; a tuple's as one of these each
+    # argument -> "*bf16:16", "i32:16" (":16" as the JIT specialises what 16 divides), "fp32"; a
+    # tuple's as one of these each
     signature: dict[str, str | tuple[str, ...]]
     constants: dict[str, object]
     num_warps: int = 4
@@ -57,10 +60,13 @@ class Case(NamedTuple):
     note: str = ""  # what distinguishes it from the kernel's other cases
     listed: bool = False  # in docs/kernels.md
     shared_atomics: bool = False  # whether it may count in shared memory
-    stack: dict[str, int] = {}  # Triton version, such as "3.6" -> bytes that are known to spill there
+    # Triton version, such as "3.6" -> bytes that are known to spill there
+    stack: dict[str, int] = {}
 
     def allowed_stack(self) -> int:
-        """Return the bytes that may spill with the Triton that is installed; of an unknown one the most that is known."""
+        """Return the bytes that may spill with the Triton that is installed; of an unknown one the
+        most that is known.
+        """
         version = ".".join(importlib.metadata.version("triton").split(".")[:2])
         return self.stack.get(version, max(self.stack.values(), default=0))
 
@@ -73,7 +79,11 @@ class Case(NamedTuple):
                 + " persistent" * bool(c.get("PERSISTENT"))
                 + " joined" * bool(c.get("JOINED"))
             )
-        return " ".join(f"{name}={value}" for name, value in c.items() if name.startswith("BLOCK") or name.endswith("PAD"))
+        return " ".join(
+            f"{name}={value}"
+            for name, value in c.items()
+            if name.startswith("BLOCK") or name.endswith("PAD")
+        )
 
 
 class Report(NamedTuple):
@@ -90,9 +100,16 @@ class Report(NamedTuple):
 
 
 TYPES = {
-    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8",
-    "uint8": "u8", "bool": "i1",
-}  # fmt: skip
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint8": "u8",
+    "bool": "i1",
+}
 
 
 @functools.cache
@@ -100,31 +117,51 @@ def kernels() -> dict[str, object]:
     """Return the kernels of kernels/ by the names that cases give them."""
     names = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
     modules = {name: vars(importlib.import_module(f"moe_runtime.kernels.{name}")) for name in names}
-    return {f"{m}.{name}": fn for m, all_ in modules.items() for name, fn in all_.items() if re.fullmatch(KERNEL, name)}
+    return {
+        f"{m}.{name}": fn
+        for m, all_ in modules.items()
+        for name, fn in all_.items()
+        if re.fullmatch(KERNEL, name)
+    }
 
 
 @functools.cache
 def _parameters(kernel: str) -> tuple[dict[str, bool], set[str]]:
-    """Return the kernel's arguments, whether each is a constant, and those that the JIT shall not specialise."""
+    """Return the kernel's arguments, whether each is a constant, and those that the JIT shall not
+    specialise.
+    """
     import triton.language as tl
 
     fn = kernels()[kernel]
     # the interpreter keeps what was given to triton.jit
     plain = fn.kwargs["do_not_specialize"] if hasattr(fn, "kwargs") else fn.do_not_specialize
     parameters = inspect.signature(fn.fn).parameters
-    return {name: parameter.annotation is tl.constexpr for name, parameter in parameters.items()}, set(plain or ())
+    return {
+        name: parameter.annotation is tl.constexpr for name, parameter in parameters.items()
+    }, set(plain or ())
 
 
 def record(step: Callable[[], object]) -> list[Case]:
-    """Run `step`, which calls launchers on tensors of the meta device, and return a case for each launch in its place."""
+    """Run `step`, which calls launchers on tensors of the meta device, and return a case for each
+    launch in its place.
+    """
     found = []
 
-    def run(kernel: str, *args, grid, warmup, num_warps=4, num_stages=3, enable_fp_fusion=True, **kwargs):
+    def run(
+        kernel: str, *args, grid, warmup, num_warps=4, num_stages=3, enable_fp_fusion=True, **kwargs
+    ):
         parameters, plain = _parameters(kernel)
         given = dict(zip(parameters, args)) | kwargs
         assert given.keys() == parameters.keys(), given.keys() ^ parameters.keys()
-        types = {name: v if parameters[name] else _type(v, name not in plain) for name, v in given.items()}
-        signature = {name: t for name, t in types.items() if isinstance(t, str | tuple) and not parameters[name]}
+        types = {
+            name: v if parameters[name] else _type(v, name not in plain)
+            for name, v in given.items()
+        }
+        signature = {
+            name: t
+            for name, t in types.items()
+            if isinstance(t, str | tuple) and not parameters[name]
+        }
         constants = {name: t for name, t in types.items() if name not in signature}
         found.append(Case(kernel, signature, constants, num_warps, num_stages))
 
@@ -145,18 +182,28 @@ def _type(value, specialise: bool = True) -> str | int | tuple | None:
     if value is None or (isinstance(value, int) and value == 1 and specialise):
         return value
     if isinstance(value, int):
-        return ("i32" if -(2**31) <= value < 2**31 else "i64") + ":16" * (specialise and value % 16 == 0)
+        return ("i32" if -(2**31) <= value < 2**31 else "i64") + ":16" * (
+            specialise and value % 16 == 0
+        )
     if isinstance(value, float):
         return "fp32"
     if hasattr(value, "block_shape"):
         return f"tensordesc<{_type(value.base)[1:].removesuffix(':16')}[{','.join(map(str, value.block_shape))}]>"
-    return f"*{TYPES[str(value.dtype).removeprefix('torch.')]}" + ":16" * (value.data_ptr() % 16 == 0)
+    return f"*{TYPES[str(value.dtype).removeprefix('torch.')]}" + ":16" * (
+        value.data_ptr() % 16 == 0
+    )
 
 
 def all_cases() -> list[Case]:
-    """Collect the CASES of every file in aot_cases/; of a kernel that lists none the first is listed."""
+    """Collect the CASES of every file in aot_cases/; of a kernel that lists none the first is
+    listed.
+    """
     names = sorted(path.stem for path in (Path(__file__).parent / "aot_cases").glob("*.py"))
-    cases = [case for name in names for case in importlib.import_module(f"tests.support.aot_cases.{name}").CASES]
+    cases = [
+        case
+        for name in names
+        for case in importlib.import_module(f"tests.support.aot_cases.{name}").CASES
+    ]
     listed = {case.kernel for case in cases if case.listed}
     for i, case in enumerate(cases):
         if case.kernel not in listed:
@@ -166,17 +213,22 @@ def all_cases() -> list[Case]:
 
 
 def jobs(cases: list[Case]) -> list[tuple[int, int | str]]:
-    """List (index into cases, target): capabilities of every case, and AMD once a kernel, where it has no descriptors.
+    """List (index into cases, target): capabilities of every case, and AMD once a kernel, where it
+    has no descriptors.
 
-    A case that leaves its capabilities open is compiled for all if it is listed, else for the two that most have: in
-    `make test` for one of them, a kernel's cases in turns.
+    A case that leaves its capabilities open is compiled for all if it is listed, else for the two
+    that most have: in `make test` for one of them, a kernel's cases in turns.
     """
-    pairs, first, turns = [], {}, collections.Counter()
+    pairs = []
+    first = {}
+    turns = collections.Counter()
     for i, case in enumerate(cases):
         if case.capabilities != CAPABILITIES or case.listed:
             pairs += [(i, capability) for capability in case.capabilities]
         else:
-            pairs += [(i, capability) for capability in share([80, 90], turns[case.kernel] % 2, of=2)]
+            pairs += [
+                (i, capability) for capability in share([80, 90], turns[case.kernel] % 2, of=2)
+            ]
             turns[case.kernel] += 1
         if 80 in case.capabilities and not any("tensordesc" in t for t in case.signature.values()):
             first.setdefault(case.kernel, i)
@@ -192,19 +244,27 @@ def compile_all(work: list[tuple[Case, int | str]]) -> list[Report]:
 
 
 def _compile_part(work: list) -> list[Report]:
-    """Run one process after another until all is done: a failed assertion inside of the compiler ends the process."""
+    """Run one process after another until all is done: a failed assertion inside of the compiler
+    ends the process.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = []
     while left := work[len(found) :]:
         pairs = json.dumps([[case._asdict(), target] for case, target in left])
         command = [sys.executable, "-m", "tests.support.aot"]
-        done = subprocess.run(command, input=pairs, env=env, capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(
+            command, input=pairs, env=env, capture_output=True, text=True, cwd=ROOT
+        )
         if not done.stdout.startswith("ready"):
             raise RuntimeError(done.stderr[-2000:])
         for line in done.stdout.splitlines():
             if line.startswith("report "):  # a compiler that fails prints whole programs here
                 fields = json.loads(line.removeprefix("report "))
-                found.append(Report(**fields | {name: tuple(fields[name]) for name in ("features", "hazards")}))
+                found.append(
+                    Report(
+                        **fields | {name: tuple(fields[name]) for name in ("features", "hazards")}
+                    )
+                )
         if done.returncode:
             found.append(Report(error=f"the compiler died: {done.stderr[:300]}"))
     return found
@@ -227,11 +287,17 @@ def assemble(case: Case, target: int | str):
     from triton.backends.compiler import GPUTarget
 
     fn = kernels()[case.kernel]
-    types, attrs = {a: "constexpr" for a in fn.arg_names}, {}
+    types = {a: "constexpr" for a in fn.arg_names}
+    attrs = {}
     for a, given in case.signature.items():
         place = (fn.arg_names.index(a),)
-        members = {place: given} if isinstance(given, str) else {(*place, i): t for i, t in enumerate(given)}
-        attrs |= {place: [["tt.divisibility", 16]] for place, t in members.items() if t.endswith(":16")}
+        if isinstance(given, str):
+            members = {place: given}
+        else:
+            members = {(*place, i): t for i, t in enumerate(given)}
+        attrs |= {
+            place: [["tt.divisibility", 16]] for place, t in members.items() if t.endswith(":16")
+        }
         plain = [t.removesuffix(":16") for t in members.values()]
         types[a] = plain[0] if isinstance(given, str) else tuple(plain)
     # JSON has no tuples
@@ -251,7 +317,8 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
     ptx = compiled.asm["ptx"]
     report = _read_ptx(ptx, int(usage[1]), int(usage[2]), compiled.metadata.shared)
     hazards = chained_products(compiled.asm["ttir"])
-    if not importlib.metadata.version("triton").startswith("3.6."):  # which leaves them out everywhere
+    # which leaves them out everywhere
+    if not importlib.metadata.version("triton").startswith("3.6."):
         hazards += missing_fences(ptx)
     listed = case.listed and TENSOR & set(case.expect)
     if listed or REGISTER_A.search(ptx):  # a disassembly takes longer than most compilations
@@ -263,8 +330,12 @@ def _compile(case: Case, target: int | str, file: Path) -> Report:
 
 
 def chained_products(ttir: str) -> list[str]:
-    """Find products of one round of a loop that are added to each other: wrong on sm_100, Triton 3.6 to 3.8 (triton#10821)."""
-    found, open_regions, products = [], [], {}
+    """Find products of one round of a loop that are added to each other: wrong on sm_100, Triton
+    3.6 to 3.8 (triton#10821).
+    """
+    found = []
+    open_regions = []
+    products = {}
     for number, line in enumerate(ttir.splitlines()):
         if line.lstrip().startswith("}"):
             open_regions.pop()
@@ -279,60 +350,102 @@ def chained_products(ttir: str) -> list[str]:
 
 
 def missing_fences(ptx: str) -> list[str]:
-    """Find loops in which tensor cores read what cp.async wrote, without a fence of the two proxies (triton#9610)."""
-    lines, labels, found = ptx.splitlines(), {}, []
+    """Find loops in which tensor cores read what cp.async wrote, without a fence of the two proxies
+    (triton#9610).
+    """
+    lines = ptx.splitlines()
+    labels = {}
+    found = []
     for number, line in enumerate(lines):
         if label := re.match(r"(\$\w+):", line):
             labels[label[1]] = number
         branch = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
         if branch and branch[1] in labels:
             body = "\n".join(lines[labels[branch[1]] : number])
-            mixed = re.search(r"cp\.async\.c[ag]", body) and re.search(r"wgmma\.mma_async|tcgen05\.mma", body)
+            mixed = re.search(r"cp\.async\.c[ag]", body) and re.search(
+                r"wgmma\.mma_async|tcgen05\.mma", body
+            )
             if mixed and "fence.proxy.async" not in body:
-                found.append(f"no fence.proxy.async in the loop {branch[1]}, where a product reads what cp.async wrote")
+                found.append(
+                    f"no fence.proxy.async in the loop {branch[1]}, "
+                    "where "
+                    "a "
+                    "product "
+                    "reads "
+                    "what "
+                    "cp.async wrote"
+                )
     return found
 
 
 # wgmma's A is in registers: after the accumulators come other registers, and not a descriptor
 REGISTER_A = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
-SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
+SASS = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE
+)
 
 
 def loops(sass: str) -> tuple[list, list[list]]:
-    """Return a program as (address, instruction, operands), and its loops with products of the tensor cores in them."""
+    """Return a program as (address, instruction, operands), and its loops with products of the
+    tensor cores in them.
+    """
     program = []
     for at, op, rest in SASS.findall(sass):
-        operands = re.split(r"\s{2,}", rest)[0]  # behind a gap come the scheduler's notes, of newer architectures
+        # behind a gap come the scheduler's notes, of newer architectures
+        operands = re.split(r"\s{2,}", rest)[0]
         program.append((int(at, 16), op, [part.strip() for part in operands.split(",")]))
-    places, found = {at: i for i, (at, _, _) in enumerate(program)}, []
+    places = {at: i for i, (at, _, _) in enumerate(program)}
+    found = []
     for i, (_, op, rest) in enumerate(program):
-        start = places.get(int(rest[-1], 16), i + 1) if op.startswith("BRA") and rest[-1].startswith("0x") else i + 1
+        if op.startswith("BRA") and rest[-1].startswith("0x"):
+            start = places.get(int(rest[-1], 16), i + 1)
+        else:
+            start = i + 1
         if start <= i and any(op.startswith("HGMMA") for _, op, _ in program[start:i]):
             found.append(program[start : i + 1])
     return program, found
 
 
 def main_loop(case: Case) -> str:
-    """Compile a case for sm_90; return its registers, its stack and the instructions of its shortest loop with products."""
+    """Compile a case for sm_90; return its registers, its stack and the instructions of its
+    shortest loop with products.
+    """
     compiled = assemble(case, 90)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", Path(file.name)))
         body = min(loops(_cuobjdump("-sass", Path(file.name)))[1], key=len)
-    kinds = collections.Counter(op if op.startswith("HGMMA") else op.split(".")[0] for _, op, _ in body)
+    kinds = collections.Counter(
+        op if op.startswith("HGMMA") else op.split(".")[0] for _, op, _ in body
+    )
     shown = ("HGMMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDS", "STSM", "BAR", "FENCE")
     parts = [f"{count} {op}" for op, count in kinds.items() if op.startswith(shown)]
-    return f"{usage[1]} registers, {usage[2]} bytes of stack, {len(body)} instructions: {', '.join(parts)}"
+    return (
+        f"{usage[1]} registers, {usage[2]} "
+        "bytes "
+        "of "
+        "stack, "
+        f"{len(body)} "
+        "instructions: "
+        f"{', '.join(parts)}"
+    )
 
 
 def rewritten_operands(sass: str) -> list[str]:
-    """Find registers that are written while an asynchronous product may still read its A from them (triton#11781)."""
+    """Find registers that are written while an asynchronous product may still read its A from them
+    (triton#11781).
+    """
     program, bodies = loops(sass)
-    return sorted({line for body in (program, *(body * 2 for body in bodies)) for line in _rewritten(body)})
+    return sorted(
+        {line for body in (program, *(body * 2 for body in bodies)) for line in _rewritten(body)}
+    )
 
 
 def _rewritten(body: list) -> list[str]:
-    found, groups, read = [], [], set()  # A's registers of the products that may run: of complete groups, of the open one
+    # A's registers of the products that may run: of complete groups, of the open one
+    found = []
+    groups = []
+    read = set()
     for at, op, rest in body:
         busy = read.union(*groups)
         if early := written(op, rest) & busy:
@@ -341,7 +454,8 @@ def _rewritten(body: list) -> list[str]:
             if number := re.match(r"R(\d+)", rest[1]):
                 read |= set(range(int(number[1]), int(number[1]) + 4))
             if rest[-1] == "gsb0":
-                groups, read = [*groups, read], set()
+                groups = [*groups, read]
+                read = set()
         elif op.startswith("WARPGROUP.DEPBAR"):
             groups = groups[len(groups) - min(int(rest[-1], 16), len(groups)) :]
     return found
@@ -354,7 +468,12 @@ def written(op: str, operands: list[str]) -> set[int]:
     number = re.match(r"R(\d+)", first)
     if number is None or op.startswith(("ST", "RED", "BAR", "SYNCS", "UTMA")):
         return set()
-    count = 4 if ".128" in op or op.endswith(".4") else 2 if ".64" in op or ".WIDE" in op or op.endswith(".2") else 1
+    if ".128" in op or op.endswith(".4"):
+        count = 4
+    elif ".64" in op or ".WIDE" in op or op.endswith(".2"):
+        count = 2
+    else:
+        count = 1
     if tile := re.match(r"HGMMA\.64x(\d+)x\d+\.F32", op):
         count = int(tile[1]) // 2
     return set(range(int(number[1]), int(number[1]) + count))
@@ -374,18 +493,26 @@ def _read_ptx(ptx: str, registers: int, stack: int, shared: int) -> Report:
         return sum(bool(re.match(pattern, op)) for op in ops)
 
     features = tuple(name for name, (pattern, _) in FEATURES.items() if count(pattern))
-    return Report("", registers, stack, shared, features, count(GLOBAL_ATOMICS[0]), count(SHARED_ATOMICS))
+    return Report(
+        "", registers, stack, shared, features, count(GLOBAL_ATOMICS[0]), count(SHARED_ATOMICS)
+    )
 
 
 def _check_sass(report: Report, dump: str) -> None:
     """Fail where ptxas made other instructions than the PTX asks for, or spills without a stack."""
     ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", dump, re.MULTILINE)
     assert ops, "cuobjdump printed no program"
-    features = tuple(name for name, (_, pattern) in FEATURES.items() if any(re.match(pattern, op) for op in ops))
+    features = tuple(
+        name for name, (_, pattern) in FEATURES.items() if any(re.match(pattern, op) for op in ops)
+    )
     assert features == report.features, f"SASS has {features}, PTX {report.features}"
-    spills, atomics = (sum(bool(re.match(p, op)) for op in ops) for p in ("LDL|STL", GLOBAL_ATOMICS[1]))
+    spills, atomics = (
+        sum(bool(re.match(p, op)) for op in ops) for p in ("LDL|STL", GLOBAL_ATOMICS[1])
+    )
     assert spills == 0 or report.stack, f"{spills} instructions spill without a stack"
-    assert bool(atomics) == bool(report.global_atomics), f"{atomics} atomics in SASS, {report.global_atomics} in PTX"
+    assert bool(atomics) == bool(report.global_atomics), (
+        f"{atomics} atomics in SASS, {report.global_atomics} in PTX"
+    )
 
 
 def _read_amd(assembly: str, shared: int) -> Report:
@@ -396,13 +523,17 @@ def _read_amd(assembly: str, shared: int) -> Report:
         return len(re.findall(rf"^\s+{pattern}", assembly, re.MULTILINE))
 
     features = ("mfma",) if count(FEATURES["mfma"][0]) else ()
-    atomics, counters = count(r"(global|flat|buffer)_atomic"), count(r"ds_(add|or|max|min|inc)_")
-    stack, registers = number("private_segment_fixed_size"), number("vgpr_count")
+    atomics = count(r"(global|flat|buffer)_atomic")
+    counters = count(r"ds_(add|or|max|min|inc)_")
+    stack = number("private_segment_fixed_size")
+    registers = number("vgpr_count")
     return Report("", registers, stack, shared, features, atomics, counters)
 
 
 def complaints(case: Case, target: int | str, report: Report) -> list[str]:
-    """List what is wrong with the program that a case became. AMD's compiler is only asked for one."""
+    """List what is wrong with the program that a case became. AMD's compiler is only asked
+    for one.
+    """
     from moe_runtime.kernels.tiles import SHARED_MEMORY
 
     if report.error or target == AMD:
@@ -413,17 +544,40 @@ def complaints(case: Case, target: int | str, report: Report) -> list[str]:
     if report.registers > case.max_registers:
         bad.append(f"{report.registers} registers; want {case.max_registers}")
     if report.shared > SHARED_MEMORY[target]:
-        bad.append(f"{report.shared} bytes of shared memory; sm_{target} has {SHARED_MEMORY[target]}")
+        bad.append(
+            f"{report.shared} bytes of shared memory; sm_{target} has {SHARED_MEMORY[target]}"
+        )
     if report.global_atomics or (report.shared_atomics and not case.shared_atomics):
-        bad.append(f"{report.global_atomics} atomics on global memory, {report.shared_atomics} on shared; want none")
+        bad.append(
+            f"{report.global_atomics} atomics "
+            "on "
+            "global "
+            "memory, "
+            f"{report.shared_atomics} "
+            "on "
+            "shared; want none"
+        )
     if missing := [name for name in case.expect if name not in report.features]:
-        bad.append(f"no {', '.join(missing)}; has {', '.join(report.features) or 'nothing special'}")
-    c, grouped = case.constants, case.kernel.startswith("grouped_gemm")
+        bad.append(
+            f"no {', '.join(missing)}; has {', '.join(report.features) or 'nothing special'}"
+        )
+    c = case.constants
+    grouped = case.kernel.startswith("grouped_gemm")
     if target >= 100 and c.get("TMA") and not c.get("EVEN_K"):
-        bad.append("descriptors for a sum that ends inside of a block; sm_100 multiplies wrongly (triton#10927)")
+        bad.append(
+            "descriptors for a sum that ends inside of "
+            "a "
+            "block; "
+            "sm_100 "
+            "multiplies "
+            "wrongly "
+            "(triton#10927)"
+        )
     width = c.get("BLOCK_N", 0) * (2 if "up_fwd" in case.kernel and c.get("INTERLEAVED") else 1)
     if grouped and 100 <= target < 110 and width > 128:
-        bad.append(f"a product of {width} columns; want 128 on sm_100 until one has run a wider one")
+        bad.append(
+            f"a product of {width} columns; want 128 on sm_100 until one has run a wider one"
+        )
     return bad + list(report.hazards)
 
 

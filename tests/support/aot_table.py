@@ -1,55 +1,106 @@
 """docs/kernels.md: what every kernel compiles to on every GPU.
 
 python -m tests.support.aot_table                   # rewrites it
-python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel and note one of these patterns finds
-python -m tests.support.aot_table --loops           # prints the main loops of the grouped products on sm_90
+python -m tests.support.aot_table route 'dz.*bias'  # prints the cases whose kernel and note one of
+                                                    these patterns finds
+python -m tests.support.aot_table --loops           # prints the main loops of the grouped products
+                                                    on sm_90
 """
 
 import importlib.metadata
 import re
 import sys
 
-from tests.support.aot import AMD, ROOT, Case, Report, all_cases, compile_all, complaints, jobs, main_loop
+from tests.support.aot import (
+    AMD,
+    ROOT,
+    Case,
+    Report,
+    all_cases,
+    compile_all,
+    complaints,
+    jobs,
+    main_loop,
+)
 
 PATH = ROOT / "docs" / "kernels.md"
 GPUS = {
-    80: "sm_80: A100", 86: "sm_86: A40, RTX 30", 89: "sm_89: L40S, RTX 40", 90: "sm_90: H100, H200", 100: "sm_100: B200",
-    120: "sm_120: RTX 50", AMD: f"{AMD}: MI300",
-}  # fmt: skip
+    80: "sm_80: A100",
+    86: "sm_86: A40, RTX 30",
+    89: "sm_89: L40S, RTX 40",
+    90: "sm_90: H100, H200",
+    100: "sm_100: B200",
+    120: "sm_120: RTX 50",
+    AMD: f"{AMD}: MI300",
+}
 WHAT = {
     "combine._combine_fwd_kernel": "weighted sum of each token's rows",
     "combine._combine_bwd_kernel": "its gradient: rows and weights",
-    "combine._sum_rows_kernel": "plain sum of each token's rows, and of the weights' partial gradients",
+    "combine._sum_rows_kernel": (
+        "plain sum of each token's rows, and of the weights' partial gradients"
+    ),
     "combine._sum_rows_router_kernel": "the sum of rows with the router's part of the gradient",
     "decode._plan_kernel": "few slots: routing, sort and tiles in one launch",
-    "decode._down_combine_kernel": "few rows: down projection and each token's weighted sum in one launch",
-    "dispatch._dispatch_fwd_count_kernel": "stable counting sort of slots by expert: how many in each block of slots",
+    "decode._down_combine_kernel": (
+        "few rows: down projection and each token's weighted sum in one launch"
+    ),
+    "dispatch._dispatch_fwd_count_kernel": (
+        "stable counting sort of slots by expert: how many in each block of slots"
+    ),
     "dispatch._dispatch_fwd_scan_kernel": "where each block's slots of an expert begin",
     "dispatch._dispatch_fwd_scatter_kernel": "each slot to its row, each row to its slot and token",
     "dispatch._invert_kernel": "the inverse of a permutation",
     "dispatch._tile_map_kernel": "the grouped GEMMs' tiles: expert, first row, end",
-    "fusion._fused_logits_fwd_kernel": "specialists' mixed logits, a tile at a time: the softmax's sums in the epilogue",
+    "fusion._fused_logits_fwd_kernel": (
+        "specialists' mixed logits, a tile at a time: the softmax's sums in the epilogue"
+    ),
     "fusion._fused_logits_bwd_kernel": "gradient of the mixed logits of a chunk of tokens",
-    "fusion._fused_hidden_bwd_kernel": "gradients of a specialist's states and weight from its product",
+    "fusion._fused_hidden_bwd_kernel": (
+        "gradients of a specialist's states and weight from its product"
+    ),
     "expansion._gram_kernel": "Gram matrix of several experts, each read once",
-    "expansion._dare_merge_kernel": "two parents' randomly thinned differences, summed onto their base",
+    "expansion._dare_merge_kernel": (
+        "two parents' randomly thinned differences, summed onto their base"
+    ),
     "lora._lora_fwd_kernel": "LoRA experts' mixed activation over one base",
     "lora._lora_fwd_low_kernel": "its products with the experts' own down projections",
-    "lora_backward._lora_bwd_z_kernel": "gradient of the base's pre-activation, summed over the experts",
-    "lora_backward._lora_bwd_low_kernel": "gradients of what has rank r, and of the experts' weights, summed over the columns",
-    "lora_backward._lora_bwd_w_kernel": "gradients of the experts' own matrices, summed over the tokens",
-    "grouped_gemm._up_fwd_kernel": "up projection: gathers tokens, activation in its epilogue, keeps the pre-activation z",
-    "grouped_gemm._grouped_gemm_fwd_kernel": "one product per expert over rows in order: down projection, and dx",
-    "grouped_gemm._grouped_gemm_stream_kernel": "the same on Hopper, a program's tiles as one loop: loads under the epilogue",
-    "grouped_gemm_backward._dz_kernel": "gradient of z: gathers dout, activation's gradient in its epilogue, weights' too",
-    "grouped_gemm_backward._grouped_gemm_bwd_w_kernel": "gradient of an expert's weight: dy^T x over its rows",
-    "grouped_gemm_backward._bias_bwd_kernel": "gradient of the biases: sums over each expert's rows",
+    "lora_backward._lora_bwd_z_kernel": (
+        "gradient of the base's pre-activation, summed over the experts"
+    ),
+    "lora_backward._lora_bwd_low_kernel": (
+        "gradients of what has rank r, and of the experts' weights, summed over the columns"
+    ),
+    "lora_backward._lora_bwd_w_kernel": (
+        "gradients of the experts' own matrices, summed over the tokens"
+    ),
+    "grouped_gemm._up_fwd_kernel": (
+        "up projection: gathers tokens, activation in its epilogue, keeps the pre-activation z"
+    ),
+    "grouped_gemm._grouped_gemm_fwd_kernel": (
+        "one product per expert over rows in order: down projection, and dx"
+    ),
+    "grouped_gemm._grouped_gemm_stream_kernel": (
+        "the same on Hopper, a program's tiles as one loop: loads under the epilogue"
+    ),
+    "grouped_gemm_backward._dz_kernel": (
+        "gradient of z: gathers dout, activation's gradient in its epilogue, weights' too"
+    ),
+    "grouped_gemm_backward._grouped_gemm_bwd_w_kernel": (
+        "gradient of an expert's weight: dy^T x over its rows"
+    ),
+    "grouped_gemm_backward._bias_bwd_kernel": (
+        "gradient of the biases: sums over each expert's rows"
+    ),
     "merging._merge_experts_fwd_kernel": "weighted sum of experts' weights, each read once",
     "merging._merge_experts_bwd_alpha_kernel": "gradient of the mixing coefficients",
-    "merging._merged_linear_bwd_alpha_kernel": "the same without the merged weight's gradient in memory",
+    "merging._merged_linear_bwd_alpha_kernel": (
+        "the same without the merged weight's gradient in memory"
+    ),
     "routing._route_fwd_kernel": "router logits to K experts and their weights",
     "routing._route_bwd_kernel": "gradient of the logits",
-    "shared_expert._shared_activation_fwd_kernel": "activation of the shared expert, whose products are the library's",
+    "shared_expert._shared_activation_fwd_kernel": (
+        "activation of the shared expert, whose products are the library's"
+    ),
     "shared_expert._shared_dz_kernel": "its gradient, and its weight's",
 }
 HEAD = """# Kernels
@@ -76,7 +127,9 @@ are per thread, shared memory per block. `rows an expert` is the mean number of 
 GPT-OSS-20B's lines are the same configs for its experts: interleaved and clamped gate and up, biases, weights stored in x
 out.
 """
-COLUMNS = "| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | loads |"
+COLUMNS = (
+    "| kernel | case | tile | warps | stages | registers | shared KiB | tensor cores | loads |"
+)
 AMD_HEAD = f"""
 ## {GPUS[AMD]}
 
@@ -90,7 +143,13 @@ Compiled, not run: these kernels have not run on such a GPU, and their configs a
 
 def plan(case: Case) -> list[str]:
     """The columns that need no compiler."""
-    return [case.kernel, case.note or "-", case.title() or "-", str(case.num_warps), str(case.num_stages)]
+    return [
+        case.kernel,
+        case.note or "-",
+        case.title() or "-",
+        str(case.num_warps),
+        str(case.num_stages),
+    ]
 
 
 def row(case: Case, target: int | str, report: Report) -> str:
@@ -98,7 +157,11 @@ def row(case: Case, target: int | str, report: Report) -> str:
     if report.error:
         return f"| {' | '.join(plan(case))} | does not compile ||||"
     tensor = [name for name in ("tcgen05", "wgmma", "mma.sync", "mfma") if name in report.features]
-    loads = [word for name, word in (("tma", "TMA"), ("cp.async", "cp.async"), ("wide", "16 bytes")) if name in report.features]
+    loads = [
+        word
+        for name, word in (("tma", "TMA"), ("cp.async", "cp.async"), ("wide", "16 bytes"))
+        if name in report.features
+    ]
     last = str(report.stack) if target == AMD else ", ".join(loads) or "-"
     facts = [str(report.registers), f"{report.shared / 1024:.1f}", ", ".join(tensor) or "-", last]
     return f"| {' | '.join(plan(case) + facts)} |"
@@ -124,21 +187,33 @@ def read(text: str) -> tuple[str, dict[str, list[list[str]]]]:
     """From the file: the Triton version, and for each GPU the columns that need no compiler."""
     version = re.search(r"with Triton ([\d.]+);", text)[1]
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
-    rows = {gpu: [line.split(" | ") for line in part.split("\n") if " | " in line][1:] for gpu, part in sections.items()}
-    return version, {gpu: [[cell.strip("| ") for cell in line[:5]] for line in lines] for gpu, lines in rows.items()}
+    rows = {
+        gpu: [line.split(" | ") for line in part.split("\n") if " | " in line][1:]
+        for gpu, part in sections.items()
+    }
+    return version, {
+        gpu: [[cell.strip("| ") for cell in line[:5]] for line in lines]
+        for gpu, lines in rows.items()
+    }
 
 
 def main(words: list[str]) -> None:
     cases = all_cases()
     if words == ["--loops"]:
         for case in cases:
-            wanted = "grouped_gemm" in case.kernel and "wgmma" in case.expect and 90 in case.capabilities
+            wanted = (
+                "grouped_gemm" in case.kernel and "wgmma" in case.expect and 90 in case.capabilities
+            )
             if wanted and case.constants["BLOCK_M"] == 128:
                 print(f"{case.kernel} {case.note} {case.title()}: {main_loop(case)}", flush=True)
         return
     work = listed(cases)
     if words:
-        work = [(i, t) for i, t in jobs(cases) if any(re.search(w, f"{cases[i].kernel} {cases[i].note}") for w in words)]
+        work = [
+            (i, t)
+            for i, t in jobs(cases)
+            if any(re.search(w, f"{cases[i].kernel} {cases[i].note}") for w in words)
+        ]
     reports = dict(zip(work, compile_all([(cases[i], target) for i, target in work])))
     for (i, target), report in reports.items():
         bad = "; ".join(complaints(cases[i], target, report))

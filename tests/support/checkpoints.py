@@ -1,4 +1,6 @@
-"""Folders of safetensors to test readers and writers with: random tensors, files by hand, what a folder holds."""
+"""Folders of safetensors to test readers and writers with: random tensors, files by hand, what a
+folder holds.
+"""
 
 import hashlib
 import json
@@ -17,7 +19,9 @@ def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tenso
     """Random bits, NaNs included; bools are 0 or 1."""
     count = torch.Size(shape).numel() * dtype.itemsize
     high = 2 if dtype == torch.bool else 256
-    bits = torch.randint(0, high, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(
+        0, high, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return bits.view(dtype).view(shape)
 
 
@@ -35,21 +39,29 @@ def ten_tensors() -> dict[str, torch.Tensor]:
     return {f"layers.{i}.weight": random_tensor(torch.float32, 4, 25, seed=i) for i in range(10)}
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], max_shard_size: int = 10**9, **options) -> Path:
+def write(
+    folder: Path, tensors: dict[str, torch.Tensor], max_shard_size: int = 10**9, **options
+) -> Path:
     with CheckpointWriter(folder, max_shard_size, **options) as writer:
         for key, tensor in tensors.items():
             writer.add(key, tensor)
     return folder
 
 
-def raw_file(path: Path, header: dict | bytes, data: bytes = b"", length: int | None = None) -> None:
+def raw_file(
+    path: Path, header: dict | bytes, data: bytes = b"", length: int | None = None
+) -> None:
     """A safetensors file by hand, as broken as asked."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.rglob("*") if f.is_file()}
+    return {
+        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
+        for f in folder.rglob("*")
+        if f.is_file()
+    }
 
 
 def siblings(folder: Path) -> list[str]:

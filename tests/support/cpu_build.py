@@ -1,4 +1,6 @@
-"""The library of csrc/cpu for the tests: built once into the user's cache, as `python -m moe_runtime.native.build cpu` does."""
+"""The library of csrc/cpu for the tests: built once into the user's cache, as `python -m
+moe_runtime.native.build cpu` does.
+"""
 
 import functools
 

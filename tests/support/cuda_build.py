@@ -1,4 +1,6 @@
-"""What the tests of csrc/'s build share: the library for every architecture, and a toolkit whose nvcc is g++."""
+"""What the tests of csrc/'s build share: the library for every architecture, and a toolkit whose
+nvcc is g++.
+"""
 
 import functools
 import re
@@ -34,11 +36,15 @@ def cuobjdump(library: Path, *options: str) -> str:
     tools = [parent / "bin" / "cuobjdump" for parent in beside.parents]
     tools += Path(__import__("triton").__file__).parent.glob("backends/nvidia/bin/cuobjdump")
     tool = next(tool for tool in tools if tool.is_file())
-    return subprocess.run([tool, *options, library], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [tool, *options, library], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def cubins(library: Path) -> tuple[list[str], list[str]]:
-    """Return the architectures of the machine code and of the PTX in `library`; older cuobjdumps drop the 90a's letter."""
+    """Return the architectures of the machine code and of the PTX in `library`; older cuobjdumps
+    drop the 90a's letter.
+    """
     found = [
         re.findall(rf"\.sm_(\d+)[af]?\.{kind}", cuobjdump(library, option))
         for option, kind in (("-lelf", "cubin"), ("-lptx", "ptx"))
@@ -114,5 +120,7 @@ def fake_sources(folder: Path) -> Path:
     """Write sources of one launcher that need no CUDA."""
     folder.mkdir()
     for name, text in SOURCES.items():
-        (folder / name).write_text(text.replace("#pragma once\n", "#pragma once\n#include <stdint.h>\n"))
+        (folder / name).write_text(
+            text.replace("#pragma once\n", "#pragma once\n#include <stdint.h>\n")
+        )
     return folder

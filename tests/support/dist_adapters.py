@@ -1,6 +1,8 @@
-"""One of the ranks of tests/hf/dropin/test_adapters_parallel.py: `dist_adapters.py OUT SCENARIO...`.
+"""One of the ranks of tests/hf/dropin/test_adapters_parallel.py: `dist_adapters.py OUT
+SCENARIO...`.
 
-Steps of SGD on PEFT's adapters of a tiny stock model, the ranks' batches so unlike that some leave experts without a token.
+Steps of SGD on PEFT's adapters of a tiny stock model, the ranks' batches so unlike that some leave
+experts without a token.
 """
 
 from typing import NamedTuple
@@ -19,7 +21,8 @@ from moe_runtime.hf.dropin.parallel import shard_experts
 from tests.support.stock_moe import stock
 
 torch.set_num_threads(1)
-STEPS, LR = 3, 0.5
+STEPS = 3
+LR = 0.5
 
 
 class Scenario(NamedTuple):
@@ -27,7 +30,8 @@ class Scenario(NamedTuple):
     engine: str
     mesh: tuple[int, int] | None = None  # replicas, owners
     format: str = ""  # of packed stacks
-    packed: str = "first"  # before shard_experts, "after" it, or "loaded", each rank's experts alone
+    # before shard_experts, "after" it, or "loaded", each rank's experts alone
+    packed: str = "first"
 
 
 SCENARIOS = {
@@ -52,15 +56,23 @@ SCENARIOS = {
 
 
 def base(family: str, format: str):
-    """The stock model. With I = 64 an expert's down projection has 64 NF4 scales: blocks of 256 span ranks."""
+    """The stock model. With I = 64 an expert's down projection has 64 NF4 scales: blocks of 256
+    span ranks.
+    """
     wide = 128 if format == "fp8_block" else 64
-    sizes = {"hidden_size": 64, "intermediate_size": wide, "moe_intermediate_size": wide} if format else {}
+    if format:
+        sizes = {"hidden_size": 64, "intermediate_size": wide, "moe_intermediate_size": wide}
+    else:
+        sizes = {}
     return stock(family, num_hidden_layers=2, **sizes).eval()
 
 
 def make(scenario: Scenario, mesh=None, folder: str = ""):
-    """The model with adapters; the base equal in every process, the adapters by the process' own generator."""
-    model, loads = base(scenario.family, scenario.format), mesh is not None and scenario.packed == "loaded"
+    """The model with adapters; the base equal in every process, the adapters by the process' own
+    generator.
+    """
+    model = base(scenario.family, scenario.format)
+    loads = mesh is not None and scenario.packed == "loaded"
     if loads:
         if dist.get_rank() == 0:
             model.save_pretrained(f"{folder}-base")
@@ -75,7 +87,13 @@ def make(scenario: Scenario, mesh=None, folder: str = ""):
         moe_runtime.save_quantized(model, f"{folder}-quantized")
     torch.manual_seed(0 if mesh is None else dist.get_rank())
     targets = ["experts.gate_up_proj", "experts.down_proj", "q_proj"]
-    config = LoraConfig(r=3, lora_alpha=6, target_parameters=targets[:2], target_modules=targets[2:], init_lora_weights=False)
+    config = LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_parameters=targets[:2],
+        target_modules=targets[2:],
+        init_lora_weights=False,
+    )
     model = get_peft_model(model, config)
     if mesh is None:
         moe_runtime.patch(model)
@@ -97,12 +115,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def learned(model) -> dict[str, torch.nn.Parameter]:
-    return {name.removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        name.removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def train(model, ranks, scale: float, lr: float = LR, folder: str = "") -> dict:
-    """Train on the batches of `ranks`; return losses, the last gradients and the weights. A checkpoint to `folder` is read."""
-    optimizer, losses = torch.optim.SGD(list(learned(model).values()), lr=lr, momentum=0.3), []
+    """Train on the batches of `ranks`; return losses, the last gradients and the weights. A
+    checkpoint to `folder` is read.
+    """
+    optimizer = torch.optim.SGD(list(learned(model).values()), lr=lr, momentum=0.3)
+    losses = []
     for step in range(STEPS):
         if step == 1 and folder:
             optimizer.zero_grad()
@@ -113,7 +136,11 @@ def train(model, ranks, scale: float, lr: float = LR, folder: str = "") -> dict:
         losses.append([part.item() for part in parts])
         optimizer.step()
     gradients = {name: whole(p.grad) for name, p in learned(model).items()}
-    return {"losses": losses, "gradients": gradients, "weights": {name: whole(p) for name, p in learned(model).items()}}
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "weights": {name: whole(p) for name, p in learned(model).items()},
+    }
 
 
 def alone(scenario: Scenario, ranks: int) -> dict:
@@ -122,15 +149,22 @@ def alone(scenario: Scenario, ranks: int) -> dict:
 
 @torch.no_grad()
 def resume(model, optimizer, folder: str) -> None:
-    """Write model and optimizer by torch.distributed.checkpoint, forget them, and read them again."""
+    """Write model and optimizer by torch.distributed.checkpoint, forget them, and read them
+    again.
+    """
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
     dcp.save(parts, checkpoint_id=folder)
-    held = [*model.state_dict().values(), *(value for state in optimizer.state.values() for value in state.values())]
+    held = [
+        *model.state_dict().values(),
+        *(value for state in optimizer.state.values() for value in state.values()),
+    ]
     for tensor in held:
         (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
     parts = dict(zip(parts, get_state_dict(model, optimizer)))
     dcp.load(parts, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
+    )
 
 
 def lr_of(scenario: Scenario) -> float:
@@ -139,7 +173,8 @@ def lr_of(scenario: Scenario) -> float:
 
 
 def run(scenario: Scenario, folder) -> dict:
-    mesh, rank = None, dist.get_rank()
+    mesh = None
+    rank = dist.get_rank()
     if scenario.mesh is not None:
         mesh = init_device_mesh("cpu", scenario.mesh, mesh_dim_names=("dp", "ep"))
         mesh = mesh["ep"] if scenario.mesh[0] == 1 or scenario.engine == "fsdp2" else mesh
@@ -153,8 +188,15 @@ def run(scenario: Scenario, folder) -> dict:
         fully_shard(model, mesh=everyone)
     else:
         model = DistributedDataParallel(model)
-    tensors = {name.removeprefix("module."): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    held = {name: held_of(tensor) for name, tensor in tensors.items() if "experts" in name and "lora" not in name}
+    tensors = {
+        name.removeprefix("module."): tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    held = {
+        name: held_of(tensor)
+        for name, tensor in tensors.items()
+        if "experts" in name and "lora" not in name
+    }
     checkpoint = f"{folder}-checkpoint" if mesh is not None or scenario.format else ""
     result = {"held": held} | train(model, [rank], 1.0, lr_of(scenario), checkpoint)
     if scenario.engine == "ddp":
@@ -165,7 +207,9 @@ def run(scenario: Scenario, folder) -> dict:
 
 
 def held_of(tensor: torch.Tensor) -> int:
-    return tensor.to_local().untyped_storage().nbytes() if hasattr(tensor, "to_local") else tensor.nbytes
+    if hasattr(tensor, "to_local"):
+        return tensor.to_local().untyped_storage().nbytes()
+    return tensor.nbytes
 
 
 def main(out: str, *names: str) -> None:

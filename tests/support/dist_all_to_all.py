@@ -1,4 +1,6 @@
-"""One of the ranks of tests/ops/test_all_to_all.py: `dist_all_to_all.py OUT`, started by dist_launch."""
+"""One of the ranks of tests/ops/test_all_to_all.py: `dist_all_to_all.py OUT`, started by
+dist_launch.
+"""
 
 import random
 
@@ -13,7 +15,10 @@ from moe_runtime.ops.moe_mlp import run_experts
 from tests.support.stress import scaled
 
 torch.set_num_threads(1)
-E, H, I, K = 8, 33, 17, 3
+E = 8
+H = 33
+I = 17
+K = 3
 TOKENS = {  # tokens of rank r, by case
     "ragged": lambda rank: 7 + 5 * rank,
     "empty_rank": lambda rank: 0 if rank == 1 else 9,
@@ -22,11 +27,22 @@ TOKENS = {  # tokens of rank r, by case
     "all_dropped": lambda rank: 4,
 }
 DRAWN = scaled(3, 150)  # cases of drawn sizes and routings, their names seeds
-TOWARDS = ("anywhere", "one rank", "one expert", "the last rank", "nowhere", "some nowhere", "by rank", "half of the ranks")
+TOWARDS = (
+    "anywhere",
+    "one rank",
+    "one expert",
+    "the last rank",
+    "nowhere",
+    "some nowhere",
+    "by rank",
+    "half of the ranks",
+)
 
 
 class Drawn(random.Random):
-    """Sizes, tokens of each rank and where they go, of a seed: what all ranks know of a drawn case."""
+    """Sizes, tokens of each rank and where they go, of a seed: what all ranks know of a
+    drawn case.
+    """
 
     def __init__(self, seed: int, ranks: int):
         super().__init__(f"{seed} {ranks}")
@@ -40,18 +56,25 @@ class Drawn(random.Random):
     def case(self, rank: int) -> dict[str, torch.Tensor]:
         """What rank `rank` brings, as `case` does."""
         generator = torch.Generator().manual_seed(self.ranks * 1000 + rank + sum(self.tokens))
-        T, E, K, share = self.tokens[rank], self.E, self.K, self.E // self.ranks
+        T = self.tokens[rank]
+        E = self.E
+        K = self.K
+        share = self.E // self.ranks
         if self.towards == "one expert":
             idx = torch.full((T, K), E // 2)
         elif self.towards in ("one rank", "the last rank", "by rank"):
-            owner = {"one rank": 0, "the last rank": self.ranks - 1}.get(self.towards, (rank + 1) % self.ranks)
+            owner = {"one rank": 0, "the last rank": self.ranks - 1}.get(
+                self.towards, (rank + 1) % self.ranks
+            )
             idx = owner * share + torch.randint(share, (T, K), generator=generator)
         elif self.towards == "half of the ranks":
             idx = torch.randint(max(E // 2, 1), (T, K), generator=generator)
         else:
             idx = torch.rand(T, E, generator=generator).topk(K).indices
         if self.towards in ("nowhere", "some nowhere"):
-            lost = torch.rand(T, K, generator=generator) < (1.1 if self.towards == "nowhere" else 0.4)
+            lost = torch.rand(T, K, generator=generator) < (
+                1.1 if self.towards == "nowhere" else 0.4
+            )
             idx[lost] = torch.where(torch.rand(int(lost.sum()), generator=generator) < 0.5, -1, E)
         x, dout = torch.randn(2, T, self.H, generator=generator, dtype=torch.float64).unbind()
         weight = torch.rand(T, K, generator=generator, dtype=torch.float64)
@@ -77,7 +100,12 @@ def case(name: str, rank: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
     x, dout = (torch.randn(2, T, H, generator=generator, dtype=torch.float64).to(dtype)).unbind()
     weight = torch.rand(T, K, generator=generator, dtype=torch.float64)
     weight[(idx < 0) | (idx >= E)] = torch.nan  # must not be read
-    return {"x": x, "idx": idx, "weight": weight if dtype == torch.float64 else weight.float(), "dout": dout}
+    return {
+        "x": x,
+        "idx": idx,
+        "weight": weight if dtype == torch.float64 else weight.float(),
+        "dout": dout,
+    }
 
 
 def stacks(dtype=torch.float64) -> dict[str, torch.Tensor]:
@@ -88,7 +116,8 @@ def _stacks(E: int, H: int, I: int, dtype: torch.dtype) -> dict[str, torch.Tenso
     generator = torch.Generator().manual_seed(0)
     shapes = {"up": (E, 2 * I, H), "down": (E, H, I), "up_bias": (E, 2 * I), "down_bias": (E, H)}
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / shape[-1] ** 0.5
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        / shape[-1] ** 0.5
         for name, shape in shapes.items()
     }
 
@@ -99,13 +128,15 @@ def run_case(name: str, mesh, gradients: str, dtype=torch.float64) -> dict:
 
 def run_inputs(inputs: dict, experts: dict, mesh, gradients: str) -> dict:
     """This rank's share of a batch, through the experts of all ranks."""
-    placements, n = [Replicate()] * (mesh.ndim - 1) + [Shard(0)], mesh.size(-1)
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    n = mesh.size(-1)
     place = mesh.get_local_rank(mesh.ndim - 1)
     leaves = {
         key: DTensor.from_local(stack.chunk(n)[place].clone(), mesh, placements).requires_grad_()
         for key, stack in experts.items()
     }
-    x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
+    x = inputs["x"].requires_grad_()
+    weight = inputs["weight"].requires_grad_()
     (up, down, up_bias, down_bias), owners = local_parts(list(leaves.values()), gradients)
 
     def run(rows, idx, ones):
@@ -114,28 +145,46 @@ def run_inputs(inputs: dict, experts: dict, mesh, gradients: str) -> dict:
     out, offsets = run_at_owners(x, inputs["idx"], weight, owners, run)
     out.backward(inputs["dout"])
     grads = {key: leaf.grad.full_tensor() for key, leaf in leaves.items()}
-    return {"out": out.detach(), "offsets": offsets, "grads": grads | {"x": x.grad, "weight": weight.grad}}
+    return {
+        "out": out.detach(),
+        "offsets": offsets,
+        "grads": grads | {"x": x.grad, "weight": weight.grad},
+    }
 
 
 def rows_there_and_back(group) -> dict:
     """Rank r sends r + s + 1 rows to rank s, so that what it gets says where it comes from."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    send, receive = [rank + s + 1 for s in range(n)], [s + rank + 1 for s in range(n)]
-    rows = torch.tensor([[10.0 * rank + s] for s in range(n) for _ in range(send[s])], requires_grad=True)
+    rank = dist.get_rank(group)
+    n = dist.get_world_size(group)
+    send = [rank + s + 1 for s in range(n)]
+    receive = [s + rank + 1 for s in range(n)]
+    rows = torch.tensor(
+        [[10.0 * rank + s] for s in range(n) for _ in range(send[s])], requires_grad=True
+    )
     there = all_to_all(rows, send, receive, group)
     back = all_to_all(there * 2, receive, send, group)
     (back * torch.arange(len(back))[:, None]).sum().backward()
-    return {"sent": rows.detach(), "there": there.detach(), "back": back.detach(), "grad": rows.grad}
+    return {
+        "sent": rows.detach(),
+        "there": there.detach(),
+        "back": back.detach(),
+        "grad": rows.grad,
+    }
 
 
 def refusals(mesh) -> dict[str, str]:
-    parts, messages = [torch.zeros(E // mesh.size(), 2, 3), torch.zeros(E // mesh.size(), 3)], {}
+    parts = [torch.zeros(E // mesh.size(), 2, 3), torch.zeros(E // mesh.size(), 3)]
+    messages = {}
     sharded = [DTensor.from_local(part, mesh, [Shard(0)]) for part in parts]
     tries = {
         "columns": [DTensor.from_local(part, mesh, [Shard(1)]) for part in parts],
         "mixed": [sharded[0], DTensor.from_local(parts[1], mesh, [Replicate()])],
         "half": [sharded[0], parts[1]],
-        "ragged": [DTensor.from_local(torch.zeros(1 + dist.get_rank(), 2), mesh, [Shard(0)], shape=(3, 2), stride=(2, 1))],
+        "ragged": [
+            DTensor.from_local(
+                torch.zeros(1 + dist.get_rank(), 2), mesh, [Shard(0)], shape=(3, 2), stride=(2, 1)
+            )
+        ],
     }
     for name, tensors in tries.items():
         try:
@@ -150,15 +199,25 @@ def refusals(mesh) -> dict[str, str]:
 def main(out: str) -> None:
     n = dist.get_world_size()
     mesh = init_device_mesh("cpu", (n,))
-    results = {(name, 1, gradients): run_case(name, mesh, gradients) for name in TOKENS for gradients in ("mean", "sum")}
+    results = {
+        (name, 1, gradients): run_case(name, mesh, gradients)
+        for name in TOKENS
+        for gradients in ("mean", "sum")
+    }
     results["float32"] = run_case("ragged", mesh, "mean", torch.float32)
     results["bfloat16"] = run_case("ragged", mesh, "mean", torch.bfloat16)
     for seed in range(DRAWN):
         drawn = Drawn(seed, n)
-        results["drawn", seed] = run_inputs(drawn.case(dist.get_rank()), drawn.stacks(), mesh, drawn.gradients)
+        results["drawn", seed] = run_inputs(
+            drawn.case(dist.get_rank()), drawn.stacks(), mesh, drawn.gradients
+        )
     results["rows"] = rows_there_and_back(mesh.get_group())
     results["refusals"] = refusals(mesh) if n == 2 else {}
     if n == 4:
         both = init_device_mesh("cpu", (2, 2))
-        results |= {(name, 2, gradients): run_case(name, both, gradients) for name in TOKENS for gradients in ("mean", "sum")}
+        results |= {
+            (name, 2, gradients): run_case(name, both, gradients)
+            for name in TOKENS
+            for gradients in ("mean", "sum")
+        }
     torch.save(results, f"{out}/rank{dist.get_rank()}.pt")

@@ -1,4 +1,6 @@
-"""One of the ranks of tests/methods/xft/test_averaging.py: EWA under FSDP2, stacks of each placement; arguments OUT."""
+"""One of the ranks of tests/methods/xft/test_averaging.py: EWA under FSDP2, stacks of each
+placement; arguments OUT.
+"""
 
 import os
 
@@ -12,13 +14,19 @@ from moe_runtime.modules.ewa import average_experts_
 from tests.hf import tiny
 
 torch.set_num_threads(1)
-EXPERTS, STEPS = 3, 3  # which two ranks cannot share equally
+# which two ranks cannot share equally
+EXPERTS = 3
+STEPS = 3
 
 
 def train(model, ids: torch.Tensor) -> None:
-    """Three steps of AdamW with a share that rises, the partitions drawn from the same seed wherever this runs."""
+    """Three steps of AdamW with a share that rises, the partitions drawn from the same seed
+    wherever this runs.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    averaging = baselines.average_after_steps(model, optimizer, share=0.6, schedule="linear", total_steps=STEPS)
+    averaging = baselines.average_after_steps(
+        model, optimizer, share=0.6, schedule="linear", total_steps=STEPS
+    )
     torch.manual_seed(5)
     model.train()
     for _ in range(STEPS):
@@ -45,7 +53,11 @@ def stacks() -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2,))
     weight = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(3))
     found = {}
-    for name, placement in {"experts": Shard(0), "columns": Shard(2), "copies": Replicate()}.items():
+    for name, placement in {
+        "experts": Shard(0),
+        "columns": Shard(2),
+        "copies": Replicate(),
+    }.items():
         for dtype in (torch.float32, torch.bfloat16):
             stack = distribute_tensor(weight.to(dtype, copy=True), mesh, [placement])
             found[f"{name} {dtype}"] = average_experts_(stack, 0.3).full_tensor()
@@ -66,4 +78,6 @@ def main(out: str) -> None:
     train(model, tiny.batch())
     kinds = {type(p).__name__ for p in model.parameters()}
     weights = {name: p.full_tensor() for name, p in model.named_parameters()}
-    torch.save({"stacks": found, "weights": weights, "kinds": kinds}, f"{out}/{os.environ['RANK']}.pt")
+    torch.save(
+        {"stacks": found, "weights": weights, "kinds": kinds}, f"{out}/{os.environ['RANK']}.pt"
+    )

@@ -41,39 +41,63 @@ def spread(out: str) -> None:
     esft.save_adapter(model, f"{out}/spread")
 
 
-SETTINGS = {"steps": 3, "batch_size": 4, "per_device_batch_size": 2, "learning_rate": 1e-2, "save_steps": 2}
+SETTINGS = {
+    "steps": 3,
+    "batch_size": 4,
+    "per_device_batch_size": 2,
+    "learning_rate": 1e-2,
+    "save_steps": 2,
+}
 TRAININGS = (
-    ("law", (2, 4.0), 1, "sgd"), ("law-ep2", (2, 4.0), 2, "sgd"), ("rows-ep2", None, 2, "adamw_torch"),
-)  # fmt: skip
+    ("law", (2, 4.0), 1, "sgd"),
+    ("law-ep2", (2, 4.0), 2, "sgd"),
+    ("rows-ep2", None, 2, "adamw_torch"),
+)
 
 
 def save_spread(out: str) -> None:
     """Expert parallelism, saved by what cannot and by what can."""
-    model, errors = spread_over(), []
+    model = spread_over()
+    errors = []
     guard = model.save_pretrained
-    esft.train_only(model, SELECTION, shared_experts=True)  # DDP needs a parameter that it reduces itself
+    # DDP needs a parameter that it reduces itself
+    esft.train_only(model, SELECTION, shared_experts=True)
     try:
         model.save_pretrained(f"{out}/none")
     except ValueError as error:
         errors.append(str(error))
-    trainer = trainer_of(MoETrainer, f"{out}/spread-run", model=model, max_steps=2, save_steps=1, optim="sgd")
+    trainer = trainer_of(
+        MoETrainer, f"{out}/spread-run", model=model, max_steps=2, save_steps=1, optim="sgd"
+    )
     trainer.train()
     trainer.save_model(f"{out}/spread-last")
     esft.save_adapter(model, f"{out}/spread-saved")
     esft.drop(model)
-    torch.save({"errors": errors, "is_guarded": model.save_pretrained == guard}, f"{out}/spread-{dist.get_rank()}.pt")
+    torch.save(
+        {"errors": errors, "is_guarded": model.save_pretrained == guard},
+        f"{out}/spread-{dist.get_rank()}.pt",
+    )
 
 
 def train(out: str) -> None:
     """A trainer of both ranks, its checkpoint, and its adapter at the end."""
-    trainer = trainer_of(MoETrainer, f"{out}/run", per_device_train_batch_size=1, max_steps=4, save_steps=2, optim="sgd")
+    trainer = trainer_of(
+        MoETrainer,
+        f"{out}/run",
+        per_device_train_batch_size=1,
+        max_steps=4,
+        save_steps=2,
+        optim="sgd",
+    )
     trainer.train()
     esft.save_adapter(trainer.model, f"{out}/adapter")
     trainer.save_model(f"{out}/last")
 
 
 def train_folder(out: str) -> None:
-    """`esft train` of both ranks, on a base and rows in the folder; the selection is layer 1's experts 5 and 2."""
+    """`esft train` of both ranks, on a base and rows in the folder; the selection is layer 1's
+    experts 5 and 2.
+    """
     selection = esft.ExpertSelection(experts={1: (5, 2)})
     for name, lora, ep_size, optimizer in TRAININGS:
         training = Tuning.from_dict(SETTINGS | {"optimizer": optimizer, "ep_size": ep_size})
@@ -88,7 +112,10 @@ def train_folder(out: str) -> None:
             lora=lora,
         )
         if lora is None:  # ends before it saves, and resumes from the checkpoint of the second step
-            with mock.patch.object(esft, "save_adapter", side_effect=ValueError), contextlib.suppress(ValueError):
+            with (
+                mock.patch.object(esft, "save_adapter", side_effect=ValueError),
+                contextlib.suppress(ValueError),
+            ):
                 run()
             assert last_checkpoint(f"{out}/{name}-checkpoints").name == "checkpoint-2"
         run()

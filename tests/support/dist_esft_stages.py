@@ -1,4 +1,6 @@
-"""One of the ranks of tests/methods/esft/test_distributed.py: `dist_esft_stages.py OUT ENGINE RECIPE METHODS...`."""
+"""One of the ranks of tests/methods/esft/test_distributed.py: `dist_esft_stages.py OUT ENGINE
+RECIPE METHODS...`.
+"""
 
 from pathlib import Path
 
@@ -22,9 +24,16 @@ def main(out: str, engine: str, recipe: str, *names: str) -> None:
         print(text, flush=True)  # to the log that a failed launch shows
 
     if engine == "ep":
-        recipe = load_recipe(recipe).change(esft__ep_size=2, fft__ep_size=2, lora__training__ep_size=2)
+        recipe = load_recipe(recipe).change(
+            esft__ep_size=2, fft__ep_size=2, lora__training__ep_size=2
+        )
     stages = Stages(recipe, Path(out, "out"), say=say)
     selection = stages.selection("sums", "gate")
-    results = {name: stages.esft("sums", selection) if name == "esft" else getattr(stages, name)("sums") for name in names}
+    results = {
+        name: stages.esft("sums", selection) if name == "esft" else getattr(stages, name)("sums")
+        for name in names
+    }
     scores = stages.scores("sums").scores
-    torch.save({"results": results, "said": said, "gate": scores.gate}, f"{out}/rank{dist.get_rank()}.pt")
+    torch.save(
+        {"results": results, "said": said, "gate": scores.gate}, f"{out}/rank{dist.get_rank()}.pt"
+    )

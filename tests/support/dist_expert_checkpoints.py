@@ -1,6 +1,8 @@
-"""One of the ranks of tests/methods/upit/test_checkpoints.py: `dist_expert_checkpoints.py OUT BASE`.
+"""One of the ranks of tests/methods/upit/test_checkpoints.py: `dist_expert_checkpoints.py OUT
+BASE`.
 
-A training under DDP with the callback, and models that FSDP2 has split: whole, as a delta, and as an adapter.
+A training under DDP with the callback, and models that FSDP2 has split: whole, as a delta, and as
+an adapter.
 """
 
 from pathlib import Path
@@ -39,13 +41,27 @@ def adapted(base: str):
 def main(out: str, base: str) -> None:
     out = Path(out)
     callback = ExpertCheckpoints(out / "ddp", every_steps=2)
-    trainer(loaded(base), out / "run", callback, kind=MoETrainer, per_device_train_batch_size=2, max_steps=3).train()
+    trainer(
+        loaded(base),
+        out / "run",
+        callback,
+        kind=MoETrainer,
+        per_device_train_batch_size=2,
+        max_steps=3,
+    ).train()
     # every process finds them as soon as its training has ended
     assert [path.name for path in saved_steps(out / "ddp")] == ["step-2", "step-3"]
-    mesh, is_main = init_device_mesh("cpu", (2,)), dist.get_rank() == 0
-    models = {"whole": changed(base), "tied": changed(base, tie_word_embeddings=True), "delta": changed(base)}
+    mesh = init_device_mesh("cpu", (2,))
+    is_main = dist.get_rank() == 0
+    models = {
+        "whole": changed(base),
+        "tied": changed(base, tie_word_embeddings=True),
+        "delta": changed(base),
+    }
     for name, model in (models | {"lora": adapted(base)}).items():
-        for layer in model.get_submodule("base_model.model.model.layers" if name == "lora" else "model.layers"):
+        for layer in model.get_submodule(
+            "base_model.model.model.layers" if name == "lora" else "model.layers"
+        ):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         save_expert(model, out / name, base=base if name == "delta" else None, is_main=is_main)

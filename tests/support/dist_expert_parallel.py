@@ -1,6 +1,7 @@
 """One of the ranks of tests/hf/dropin/test_parallel.py: `dist_expert_parallel.py OUT SCENARIO...`.
 
-Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unlike that some leave experts without a token.
+Steps of AdamW with clipped gradients on tiny models, the ranks' batches so unlike that some leave
+experts without a token.
 """
 
 import functools
@@ -19,18 +20,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_runtime.hf.dropin.parallel import clip_grad_norm, parameter_groups, save_pretrained, shard_experts
+from moe_runtime.hf.dropin.parallel import (
+    clip_grad_norm,
+    parameter_groups,
+    save_pretrained,
+    shard_experts,
+)
 from moe_runtime.hf.training.saving import last_whole_checkpoint
 from tests.support.pickled import Planted
 from tests.support.stock_moe import counted
 
 torch.set_num_threads(1)
-STEPS, MAX_NORM, VOCAB = 2, 0.1, 96
+STEPS = 2
+MAX_NORM = 0.1
+VOCAB = 96
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 FIELDS = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+}
 
 
 class Scenario(NamedTuple):
@@ -60,7 +73,9 @@ SCENARIOS = {
 
 
 def make(family: str):
-    """The model, equal in every process, larger than life so that routing is not a matter of rounding."""
+    """The model, equal in every process, larger than life so that routing is not a matter of
+    rounding.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -73,17 +88,29 @@ def make(family: str):
         config._attn_implementation = "eager"
         model = transformers.GptOssForCausalLM(config)
     else:
-        config = transformers.Qwen3MoeConfig(**FIELDS, moe_intermediate_size=24, num_experts=8, tie_word_embeddings=True)
+        config = transformers.Qwen3MoeConfig(
+            **FIELDS, moe_intermediate_size=24, num_experts=8, tie_word_embeddings=True
+        )
         model = transformers.Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 8)
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+            else:
+                (parameter.add_(torch.randn_like(parameter) / 8))
     return model
 
 
 def batch(rank: int) -> torch.Tensor:
-    """Many tokens for the even ranks, two for the odd: 2 tokens of 2 slots leave at least half of 8 experts idle."""
-    return torch.randint(0, VOCAB, (2, 20) if rank % 2 == 0 else (1, 2), generator=torch.Generator().manual_seed(rank))
+    """Many tokens for the even ranks, two for the odd: 2 tokens of 2 slots leave at least half of 8
+    experts idle.
+    """
+    return torch.randint(
+        0,
+        VOCAB,
+        (2, 20) if rank % 2 == 0 else (1, 2),
+        generator=torch.Generator().manual_seed(rank),
+    )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +119,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def optimizers_of(model, scenario: Scenario | None = None) -> list[torch.optim.Optimizer]:
     """One AdamW as it comes, or as the docs say for its switches and a GradScaler."""
-    groups = parameter_groups(model) if scenario and (scenario.optimizer or scenario.scaled) else model.parameters()
+    if scenario and (scenario.optimizer or scenario.scaled):
+        groups = parameter_groups(model)
+    else:
+        groups = model.parameters()
     switches = {scenario.optimizer: True} if scenario and scenario.optimizer else {}
     # far from 1e-8, where the sign of a gradient of zero but for rounding would make a whole step
     make = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-5, **switches)
@@ -101,14 +131,18 @@ def optimizers_of(model, scenario: Scenario | None = None) -> list[torch.optim.O
 
 def steps(model, losses_of, clip, optimizers, scaler=NO_SCALER) -> dict:
     """Train and return losses, the norms of the gradients, and the first step's gradients."""
-    losses, norms, gradients = [], [], {}
+    losses = []
+    norms = []
+    gradients = {}
     for _ in range(STEPS):
         model.zero_grad()
         losses.append(losses_of())
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         missing = [name for name, p in model.named_parameters() if p.grad is None]
-        gradients = gradients or {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        gradients = gradients or {
+            name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None
+        }
         norms.append(whole(clip(model, MAX_NORM)).item())
         for optimizer in optimizers:
             scaler.step(optimizer)
@@ -117,7 +151,9 @@ def steps(model, losses_of, clip, optimizers, scaler=NO_SCALER) -> dict:
 
 
 def alone(family: str, ranks: int) -> dict:
-    """What all engines must come to: the mean of the ranks' losses in one process, the model as it comes."""
+    """What all engines must come to: the mean of the ranks' losses in one process, the model as it
+    comes.
+    """
     model = make(family)
 
     def losses_of():
@@ -131,7 +167,10 @@ def alone(family: str, ranks: int) -> dict:
     result = steps(model, losses_of, clip, optimizers_of(model))
     with torch.no_grad():
         logits = model(batch(0)).logits
-    return result | {"weights": {name: p.detach().clone() for name, p in model.named_parameters()}, "logits": logits}
+    return result | {
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "logits": logits,
+    }
 
 
 def spread(model, scenario: Scenario):
@@ -149,12 +188,14 @@ def spread(model, scenario: Scenario):
 
 
 def run(scenario: Scenario, folder: str) -> dict:
-    model, ids = make(scenario.family), batch(dist.get_rank())
+    model = make(scenario.family)
+    ids = batch(dist.get_rank())
     before = {name: p.shape for name, p in model.named_parameters()}
     if scenario.checkpointing:
         model.gradient_checkpointing_enable()
     called = spread(model, scenario)
-    counts, scaler = counted(model), torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scenario.scaled)
+    counts = counted(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scenario.scaled)
 
     def losses_of():
         loss = called(ids, labels=ids).loss
@@ -169,24 +210,39 @@ def run(scenario: Scenario, folder: str) -> dict:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     states = get_model_state_dict(model, options=options)  # of torch, on rank 0
     weights = {name: whole(p) for name, p in model.named_parameters()}
-    assert dist.get_rank() or all(torch.equal(states[name], weight) for name, weight in weights.items())
+    assert dist.get_rank() or all(
+        torch.equal(states[name], weight) for name, weight in weights.items()
+    )
     experts = {
-        name: tuple(p.to_local().shape) for name, p in model.named_parameters() if "experts" in name and hasattr(p, "to_local")
+        name: tuple(p.to_local().shape)
+        for name, p in model.named_parameters()
+        if "experts" in name and hasattr(p, "to_local")
     }
     return result | {"weights": weights, "logits": logits, "counts": counts, "experts": experts}
 
 
 def trainer_of(model, ranks: int, folder: str, callbacks=(), kind=None, **options):
-    """transformers' Trainer, unless `kind` is another: two steps of 8 rows in two micro-batches on `ranks` processes."""
+    """transformers' Trainer, unless `kind` is another: two steps of 8 rows in two micro-batches on
+    `ranks` processes.
+    """
     from transformers import Trainer, TrainingArguments
 
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, VOCAB, (12,), generator=generator) for _ in range(16)]
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=2, per_device_train_batch_size=4 // ranks, gradient_accumulation_steps=2,
-        max_grad_norm=MAX_NORM, learning_rate=1e-2, adam_epsilon=1e-5, logging_steps=1, report_to=[], disable_tqdm=True,
+        folder,
+        use_cpu=True,
+        max_steps=2,
+        per_device_train_batch_size=4 // ranks,
+        gradient_accumulation_steps=2,
+        max_grad_norm=MAX_NORM,
+        learning_rate=1e-2,
+        adam_epsilon=1e-5,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
         **{"save_strategy": "no"} | options,
-    )  # fmt: skip
+    )
     data = [{"input_ids": row, "labels": row} for row in ids]
     return (kind or Trainer)(model, arguments, train_dataset=data, callbacks=list(callbacks))
 
@@ -234,14 +290,17 @@ def run_resumed(folder: str) -> dict:
             control.should_training_stop = True
 
     options = {"kind": MoETrainer, "save_strategy": "steps", "save_steps": 1}
-    trainer_of(sharded(make("qwen3_moe")), dist.get_world_size(), folder, [Stop()], **options).train()
+    trainer_of(
+        sharded(make("qwen3_moe")), dist.get_world_size(), folder, [Stop()], **options
+    ).train()
     model = sharded(make("qwen3_moe"))
     for parameter in model.parameters():
         (parameter.data.to_local() if hasattr(parameter, "to_local") else parameter.data).zero_()
     again = trainer_of(model, dist.get_world_size(), folder, **options)
     again.train(resume_from_checkpoint=True)
     weights = {name: whole(p) for name, p in model.named_parameters()}
-    index, touched = last_whole_checkpoint(folder) / "experts-optimizer" / ".metadata", Path(f"{folder}-touched")
+    index = last_whole_checkpoint(folder) / "experts-optimizer" / ".metadata"
+    touched = Path(f"{folder}-touched")
     dist.barrier()
     if dist.get_rank() == 0:
         index.write_bytes(pickle.dumps(Planted(touched)))
@@ -264,15 +323,33 @@ def write_base(folder: str) -> None:
 
 
 def run_command(folder: str) -> dict:
-    """`moe-runtime train` with each rank's experts, and with all of them on both: routers' losses are those of a rank."""
+    """`moe-runtime train` with each rank's experts, and with all of them on both: routers' losses
+    are those of a rank.
+    """
     from moe_runtime.hf import train_command
 
     base = f"{folder}-base"
     if dist.get_rank() == 0:
         write_base(base)
     dist.barrier()
-    words = "--max_steps 2 --save_steps 1 --learning_rate 1e-2 --adam_epsilon 1e-5 --per_device_train_batch_size 1"
-    words += f" --optim adamw_torch --report_to none --no_router_stats --model {base} --data {base}/rows.jsonl"
+    words = (
+        "--max_steps 2 --save_steps "
+        "1 "
+        "--learning_rate "
+        "1e-2 "
+        "--adam_epsilon "
+        "1e-5 "
+        "--per_device_train_batch_size 1"
+    )
+    words += (
+        " --optim adamw_torch --report_to "
+        "none "
+        "--no_router_stats "
+        "--model "
+        f"{base} "
+        "--data "
+        f"{base}/rows.jsonl"
+    )
     with mock.patch.object(dist, "destroy_process_group"):  # which others need
         for out, ep_size in ((folder, "2"), (f"{folder}-whole", "1")):
             train_command([*words.split(), "--output_dir", out, "--ep_size", ep_size])
@@ -282,11 +359,15 @@ def run_command(folder: str) -> dict:
 def with_lora(model):
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    return get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
 
 
 def run_lora(folder: str) -> dict:
-    """Adapters of the attention over experts that are spread and frozen, with Trainer's own checkpoints."""
+    """Adapters of the attention over experts that are spread and frozen, with Trainer's own
+    checkpoints.
+    """
     model = sharded(with_lora(make("qwen3_moe")))
     return train(model, dist.get_world_size(), folder, save_strategy="steps", save_steps=1)
 
@@ -294,8 +375,10 @@ def run_lora(folder: str) -> dict:
 def run_overflow(folder: str) -> dict:
     """A gradient of one expert, on the last rank alone, is infinite."""
     model = sharded(make("qwen3_moe"))
-    scaler, optimizers = (torch.amp.GradScaler("cpu"), [torch.optim.SGD([group], lr=10) for group in parameter_groups(model)])
-    before, ids = {name: whole(p) for name, p in model.named_parameters()}, batch(dist.get_rank())
+    scaler = torch.amp.GradScaler("cpu")
+    optimizers = [torch.optim.SGD([group], lr=10) for group in parameter_groups(model)]
+    before = {name: whole(p) for name, p in model.named_parameters()}
+    ids = batch(dist.get_rank())
     scale = scaler.get_scale()
     scaler.scale(DistributedDataParallel(model)(ids, labels=ids).loss).backward()
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -303,14 +386,25 @@ def run_overflow(folder: str) -> dict:
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    moved = {name for name, p in model.named_parameters() if not torch.equal(whole(p), before[name])}
+    moved = {
+        name for name, p in model.named_parameters() if not torch.equal(whole(p), before[name])
+    }
     return {"moved": moved, "scale": scaler.get_scale() / scale}
 
 
-OTHERS = {"trainer": run_trainer, "resumed": run_resumed, "lora": run_lora, "overflow": run_overflow, "command": run_command}
+OTHERS = {
+    "trainer": run_trainer,
+    "resumed": run_resumed,
+    "lora": run_lora,
+    "overflow": run_overflow,
+    "command": run_command,
+}
 
 
 def main(out: str, *names: str) -> None:
     for name in names:
-        result = OTHERS[name](f"{out}/{name}") if name in OTHERS else run(SCENARIOS[name], f"{out}/{name}")
+        if name in OTHERS:
+            result = OTHERS[name](f"{out}/{name}")
+        else:
+            result = run(SCENARIOS[name], f"{out}/{name}")
         torch.save(result, f"{out}/{name}-rank{dist.get_rank()}.pt")

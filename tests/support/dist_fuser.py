@@ -1,4 +1,6 @@
-"""One of the ranks of tests/methods/ultrafuser/test_training.py: `dist_fuser.py OUT`; trains both stages."""
+"""One of the ranks of tests/methods/ultrafuser/test_training.py: `dist_fuser.py OUT`; trains both
+stages.
+"""
 
 import torch
 import torch.distributed as dist
@@ -12,4 +14,7 @@ def main(out: str) -> None:
     for stage in ("freeze_specialists", "train_all"):
         model = getattr(make(), stage)()
         done = train(model, f"{out}/{stage}")
-        torch.save({"losses": done.losses, "weights": weights(model)}, f"{out}/{stage}-{dist.get_rank()}.pt")
+        torch.save(
+            {"losses": done.losses, "weights": weights(model)},
+            f"{out}/{stage}-{dist.get_rank()}.pt",
+        )

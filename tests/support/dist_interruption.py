@@ -1,4 +1,6 @@
-"""One of two ranks of tests/io/test_signals.py: `dist_interruption.py OUT`; signals in different steps of each."""
+"""One of two ranks of tests/io/test_signals.py: `dist_interruption.py OUT`; signals in different
+steps of each.
+"""
 
 import os
 import signal
@@ -56,9 +58,18 @@ def train(folder: Path, signals: dict, steps: list) -> dict:
             steps.append(state.global_step)
 
     fit.train(
-        model, rows, TOKENIZER, folder=folder, learning_rate=1e-2, batch_size=4, held_out=rows, steps=STEPS,
-        per_device_batch_size=2, evaluations=1, callbacks=[Sender(signals), Count()],
-    )  # fmt: skip
+        model,
+        rows,
+        TOKENIZER,
+        folder=folder,
+        learning_rate=1e-2,
+        batch_size=4,
+        held_out=rows,
+        steps=STEPS,
+        per_device_batch_size=2,
+        evaluations=1,
+        callbacks=[Sender(signals), Count()],
+    )
     return model.state_dict()
 
 
@@ -72,9 +83,12 @@ def ended(*arguments) -> tuple[str, dict | None]:
 
 def main(out: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server that forks us ignores it
-    rank, found = dist.get_rank(), {}
+    rank = dist.get_rank()
+    found = {}
     for name, signals in CASES.items():
-        folder, steps, again = Path(out, name), [], []
+        folder = Path(out, name)
+        steps = []
+        again = []
         with interruption.sigterm_raises():
             how, weights = ended(folder, signals[rank], steps)
             saved = sorted(path.name for path in folder.glob("checkpoint-*"))
@@ -82,7 +96,11 @@ def main(out: str) -> None:
             # a signal after the last step is raised here
             next_how, next_weights = ended(folder, {}, again)
         found[name] = {
-            "how": how, "steps": steps, "saved": saved, "next": next_how, "again": again,
+            "how": how,
+            "steps": steps,
+            "saved": saved,
+            "next": next_how,
+            "again": again,
             "weights": next_weights if weights is None else weights,
-        }  # fmt: skip
+        }
     torch.save(found, f"{out}/rank{rank}.pt")

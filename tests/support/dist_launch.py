@@ -1,7 +1,8 @@
-"""Runs a script in several processes that find each other through a file: no port to be taken, no hang that lasts.
+"""Runs a script in several processes that find each other through a file: no port to be taken, no
+hang that lasts.
 
-A server imports what they share once for each worker of the tests, and forks them; each is alone otherwise. `forked` runs so
-what is no rank.
+A server imports what they share once for each worker of the tests, and forks them; each is alone
+otherwise. `forked` runs so what is no rank.
 """
 
 import multiprocessing
@@ -23,19 +24,31 @@ import torch.distributed as dist
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
-# what nearly every rank imports, and no more: a rank starts from these without having computed anything
+# what nearly every rank imports, and no more: a rank starts from these without having computed
+# anything
 IMPORTED = [
-    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "transformers.trainer",
-    "transformers.models.llama.modeling_llama", "transformers.models.qwen3_moe.modeling_qwen3_moe", "accelerate",
-    "moe_runtime.hf.training.trainer", "trl.trainer.sft_trainer", "moe_runtime.cli.app", "tests.support.frozen",
-]  # fmt: skip
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "accelerate",
+    "moe_runtime.hf.training.trainer",
+    "trl.trainer.sft_trainer",
+    "moe_runtime.cli.app",
+    "tests.support.frozen",
+]
 
 
 def launch(script: str | Path, ranks: int, folder: Path, *args: str) -> None:
-    """Run main(*args) of `script` in `ranks` processes that have met; fails with the first one's output."""
+    """Run main(*args) of `script` in `ranks` processes that have met; fails with the first one's
+    output.
+    """
     env = _environment() | {"GLOO_SOCKET_IFNAME": "lo"}
     env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    context, rendezvous, processes = _forks(), folder / "rendezvous", []
+    context = _forks()
+    rendezvous = folder / "rendezvous"
+    processes = []
     rendezvous.unlink(missing_ok=True)
     try:
         for rank in range(ranks):
@@ -52,11 +65,15 @@ def launch(script: str | Path, ranks: int, folder: Path, *args: str) -> None:
                 process.join()
     if failed is not None:
         log = (folder / f"rank{failed}.log").read_text()
-        raise AssertionError(f"rank {failed} of {ranks} ended with {processes[failed].exitcode}:\n{log[-6000:]}")
+        raise AssertionError(
+            f"rank {failed} of {ranks} ended with {processes[failed].exitcode}:\n{log[-6000:]}"
+        )
 
 
 def forked(code: str, *args) -> subprocess.CompletedProcess:
-    """Run `python -c CODE ARGS` in a fork of the server, and return how it ended and what it printed."""
+    """Run `python -c CODE ARGS` in a fork of the server, and return how it ended and what it
+    printed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         script, out, errors = (Path(folder, name) for name in ("script.py", "out", "errors"))
         script.write_text(code)
@@ -68,18 +85,26 @@ def forked(code: str, *args) -> subprocess.CompletedProcess:
         process.kill()
         process.join()
         found = subprocess.CompletedProcess(
-            run[1], process.exitcode, *(file.read_text() if file.exists() else "" for file in (out, errors))
+            run[1],
+            process.exitcode,
+            *(file.read_text() if file.exists() else "" for file in (out, errors)),
         )
     assert not is_late, f"{found.args} did not end in {PATIENCE} seconds:\n{found.stderr[-6000:]}"
     return found
 
 
 def killed(code: str, *args, when: Callable[[], object]) -> None:
-    """Run what `forked` runs, and kill it as soon as `when` finds something; fails where it ends before."""
+    """Run what `forked` runs, and kill it as soon as `when` finds something; fails where it ends
+    before.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        script, log = Path(folder, "script.py"), Path(folder, "log")
+        script = Path(folder, "script.py")
+        log = Path(folder, "log")
         script.write_text(code)
-        process = _forks().Process(target=_run, args=(str(script), list(map(str, args)), _environment(), str(ROOT), log, log))
+        process = _forks().Process(
+            target=_run,
+            args=(str(script), list(map(str, args)), _environment(), str(ROOT), log, log),
+        )
         process.start()
         try:
             deadline = time.monotonic() + PATIENCE
@@ -93,20 +118,35 @@ def killed(code: str, *args, when: Callable[[], object]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the server and of all that it forks, some of which is read at import."""
+    """Return the environment of the server and of all that it forks, some of which is read at
+    import.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     quiet = {
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "HF_UPDATE_DOWNLOAD_COUNTS": "0",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    }  # fmt: skip
-    return os.environ | quiet | {
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "TRITON_INTERPRET": "0",
-    }  # fmt: skip
+    }
+    return (
+        os.environ
+        | quiet
+        | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": path,
+            "TRITON_INTERPRET": "0",
+        }
+    )
 
 
 def _forks():
-    """Return the context of a server that has imported IMPORTED and forks the ranks: seconds less for each of them."""
-    context, own = multiprocessing.get_context("forkserver"), dict(os.environ)
+    """Return the context of a server that has imported IMPORTED and forks the ranks: seconds less
+    for each of them.
+    """
+    context = multiprocessing.get_context("forkserver")
+    own = dict(os.environ)
     context.set_forkserver_preload(IMPORTED)
     try:
         os.environ.update(_environment())
@@ -118,9 +158,17 @@ def _forks():
 
 
 def _run(
-    script: str, args: list[str], env: dict[str, str], folder: str, out: Path, errors: Path, rendezvous: str | None = None
+    script: str,
+    args: list[str],
+    env: dict[str, str],
+    folder: str,
+    out: Path,
+    errors: Path,
+    rendezvous: str | None = None,
 ) -> None:
-    """Be a process of its own: environment, working directory, output, arguments; a rank, if there is a `rendezvous`."""
+    """Be a process of its own: environment, working directory, output, arguments; a rank, if there
+    is a `rendezvous`.
+    """
     for number, path in ((1, out), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644), number)
     os.environ.clear()
@@ -137,10 +185,14 @@ def _run(
 
 
 class Launches:
-    """Launches of `script` in a folder of their own each, once: one that failed fails again and is not run again."""
+    """Launches of `script` in a folder of their own each, once: one that failed fails again and is
+    not run again.
+    """
 
     def __init__(self, script: str, tmp_path_factory):
-        self.script, self.folder_of, self.done = script, tmp_path_factory.mktemp, {}
+        self.script = script
+        self.folder_of = tmp_path_factory.mktemp
+        self.done = {}
 
     def __call__(self, ranks: int, *args: str) -> Path:
         """Return the folder, which is the script's first argument after the rendezvous."""
@@ -157,28 +209,41 @@ class Launches:
 
 def torchrun(*args: str, **options) -> None:
     """Run `args` in two processes of torch's launcher; fails with what they printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *args]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *args,
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, **options) as process:
         try:
             out, errors = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            process.terminate()  # not kill: the launcher's processes, in sessions of their own, would live on
+            # not kill: the launcher's processes, in sessions of their own, would live on
+            process.terminate()
             raise
     assert process.returncode == 0, out[-2000:] + errors[-6000:]
 
 
 def start(rendezvous: str) -> None:
     """Meet the other ranks of `launch`."""
-    rank, ranks, seconds = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", f"file://{rendezvous}", timeout=seconds, world_size=ranks, rank=rank)
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
+    seconds = timedelta(seconds=PATIENCE)
+    dist.init_process_group(
+        "gloo", f"file://{rendezvous}", timeout=seconds, world_size=ranks, rank=rank
+    )
 
 
 def leave() -> NoReturn:
     """End this rank when all have come here, without gloo's own end.
 
-    Its destructor joins threads which may wait for the interpreter's lock that it holds (PyTorch issues 56297,
-    190489), and then a rank never ends.
+    Its destructor joins threads which may wait for the interpreter's lock that it holds (PyTorch
+    issues 56297, 190489), and then a rank never ends.
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"left/{dist.get_rank()}", "")
@@ -189,7 +254,9 @@ def leave() -> NoReturn:
 
 
 def _wait(processes: list, deadline: float) -> int | None:
-    """Return the first rank that failed or, at the deadline, that has not ended; None where all are well."""
+    """Return the first rank that failed or, at the deadline, that has not ended; None where all are
+    well.
+    """
     while True:
         codes = [process.exitcode for process in processes]
         bad = [rank for rank, code in enumerate(codes) if code not in (None, 0)]

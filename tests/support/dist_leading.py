@@ -1,4 +1,6 @@
-"""One of the ranks of tests/experiments/test_stages.py: `dist_leading.py OUT`; what rank 0 alone cannot do ends all."""
+"""One of the ranks of tests/experiments/test_stages.py: `dist_leading.py OUT`; what rank 0 alone
+cannot do ends all.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,8 @@ def said(call) -> str:
 
 
 def main(out: str) -> None:
-    out, main = Path(out), dist.get_rank() == 0
+    out = Path(out)
+    main = dist.get_rank() == 0
 
     def full(*_, **__):
         raise OSError(28, "No space left on device", "model.safetensors")
@@ -47,7 +50,8 @@ def main(out: str) -> None:
     rows = SimpleNamespace(make_data=lacks)
     make = lambda tmp: stages.KeptStages._made_data(rows, tmp)  # noqa: E731
     found["rows"] = said(lambda: stages.made_once(out / "rows", "rows.json", make))
-    real, stages.atomic_write_text = stages.atomic_write_text, full
+    real = stages.atomic_write_text
+    stages.atomic_write_text = full
     found["mark"] = said(lambda: stages.made_once(out / "stage", "result.json", write))
     stages.atomic_write_text = real
     found["whole"] = said(lambda: stages.made_once(out / "stage", "result.json", write))

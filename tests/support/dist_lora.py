@@ -27,7 +27,11 @@ def train(model, ids: torch.Tensor) -> dict:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    weights = {n.removeprefix("module."): p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    weights = {
+        n.removeprefix("module."): p.detach()
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
     return {"losses": losses, "weights": weights}
 
 

@@ -1,4 +1,6 @@
-"""What two ranks really send in one training step, by engine: for tests/tools/test_memory_plan.py."""
+"""What two ranks really send in one training step, by engine: for
+tests/tools/test_memory_plan.py.
+"""
 
 import json
 from pathlib import Path
@@ -14,15 +16,26 @@ from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.dropin.parallel import shard_experts
 
 CONFIG = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 16, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-}  # fmt: skip
-BATCH, LENGTH = 2, 32
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+BATCH = 2
+LENGTH = 32
 sent: dict[str, list[int]] = {}  # kind -> bytes of each call
 
 
 def counted(kind: str, names: tuple[str, ...], size) -> None:
-    """Let torch.distributed's functions `names`, those that there are, note how many bytes this rank sends by them."""
+    """Let torch.distributed's functions `names`, those that there are, note how many bytes this
+    rank sends by them.
+    """
     sent[kind] = []
     for name in names:
         original = getattr(dist, name, None)
@@ -36,10 +49,16 @@ def counted(kind: str, names: tuple[str, ...], size) -> None:
 
 
 def main(folder: str) -> None:
-    """Write sent-ENGINE-CHECKPOINTING.json: the bytes and calls of a step, summed over the ranks."""
+    """Write sent-ENGINE-CHECKPOINTING.json: the bytes and calls of a step, summed over the
+    ranks.
+    """
     n = dist.get_world_size()
     # torch 2.13 has new names for what FSDP2 calls
-    counted("all_gather", ("all_gather_into_tensor", "all_gather_single"), lambda output, part, *_: part.nbytes * (n - 1))
+    counted(
+        "all_gather",
+        ("all_gather_into_tensor", "all_gather_single"),
+        lambda output, part, *_: part.nbytes * (n - 1),
+    )
     scatter = ("reduce_scatter_tensor", "reduce_scatter_single")
     counted("reduce_scatter", scatter, lambda output, *args: output.nbytes * (n - 1))
     counted(
@@ -64,16 +83,22 @@ def main(folder: str) -> None:
         if engine != "fsdp2":
             model = DistributedDataParallel(model)
             model.register_comm_hook(buckets, noted)
-        ids = torch.randint(0, 512, (BATCH, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank()))
+        ids = torch.randint(
+            0, 512, (BATCH, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank())
+        )
         for calls in sent.values():
             calls.clear()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         total = sum(map(sum, sent.values())) + sum(2 * size * (n - 1) // n for size in buckets)
-        calls = {name: len(found) for name, found in sent.items() if found} | ({"all_reduce": len(buckets)} if buckets else {})
+        calls = {name: len(found) for name, found in sent.items() if found} | (
+            {"all_reduce": len(buckets)} if buckets else {}
+        )
         every = [None] * n
         dist.all_gather_object(every, total)
         if dist.get_rank() == 0:
-            Path(folder, f"sent-{engine}-{checkpointing}.json").write_text(json.dumps([sum(every), calls]))
+            Path(folder, f"sent-{engine}-{checkpointing}.json").write_text(
+                json.dumps([sum(every), calls])
+            )
 
 
 def noted(buckets: list[int], bucket):

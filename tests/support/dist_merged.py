@@ -1,4 +1,6 @@
-"""One of the ranks of tests/modules/test_merged_kept.py: DDP trains a MergedMLP; `dist_merged.py OUT`."""
+"""One of the ranks of tests/modules/test_merged_kept.py: DDP trains a MergedMLP; `dist_merged.py
+OUT`.
+"""
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,10 @@ def main(path: str) -> None:
                 model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    w, up = layer.merged_weights(), layer.experts.up_name
-    h = Activation(layer.config.hidden_act, layer.config.gated).apply(F.linear(x, w[up], w[f"{up}_bias"]))
+    w = layer.merged_weights()
+    up = layer.experts.up_name
+    h = Activation(layer.config.hidden_act, layer.config.gated).apply(
+        F.linear(x, w[up], w[f"{up}_bias"])
+    )
     assert torch.equal(layer(x), F.linear(h, w["down_proj"], w["down_proj_bias"]))  # nothing stale
     torch.save(layer.state_dict(), f"{path}/{rank}")

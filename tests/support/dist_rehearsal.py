@@ -1,4 +1,6 @@
-"""One of the ranks of tests/methods/test_rehearsal.py: `dist_rehearsal.py OUT ENGINE METHOD RECIPE`."""
+"""One of the ranks of tests/methods/test_rehearsal.py: `dist_rehearsal.py OUT ENGINE METHOD
+RECIPE`.
+"""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""One of two ranks of tests/hf/training/test_resume.py, `dist_resume.py OUT`: stock models train, stop and resume."""
+"""One of two ranks of tests/hf/training/test_resume.py, `dist_resume.py OUT`: stock models train,
+stop and resume.
+"""
 
 from pathlib import Path
 
@@ -12,11 +14,21 @@ from moe_runtime.hf.training.ranks import expert_mesh
 torch.set_num_threads(1)
 # family, and the trainer and adapters if they are not MoETrainer without any
 CASES = {
-    "olmoe": ("olmoe", {}), "mixtral": ("mixtral", {}), "qwen3_moe": ("qwen3_moe", {}), "deepseek_v3": ("deepseek_v3", {}),
-    "gpt_oss": ("gpt_oss", {}), "lora": ("olmoe", {"lora": True}), "stock": ("olmoe", {"kind": "stock"}),
-}  # fmt: skip
-# fsdp2 is last, as accelerate's state stays changed; transformers' Trainer cannot save sharded experts
-ENGINES = {"ddp": list(CASES), "ep2": [case for case in CASES if case != "stock"], "fsdp2": list(CASES)}
+    "olmoe": ("olmoe", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "lora": ("olmoe", {"lora": True}),
+    "stock": ("olmoe", {"kind": "stock"}),
+}
+# fsdp2 is last, as accelerate's state stays changed; transformers' Trainer cannot save sharded
+# experts
+ENGINES = {
+    "ddp": list(CASES),
+    "ep2": [case for case in CASES if case != "stock"],
+    "fsdp2": list(CASES),
+}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,7 +48,11 @@ def run(engine: str, base: Path, folder: Path, settings: dict, callbacks=(), res
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     is_distributed = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-    return losses, {name: whole(tensor.detach()).clone() for name, tensor in model.state_dict().items()}, is_distributed
+    return (
+        losses,
+        {name: whole(tensor.detach()).clone() for name, tensor in model.state_dict().items()},
+        is_distributed,
+    )
 
 
 def resumed(engine: str, case: str, out: Path) -> dict:
@@ -50,20 +66,31 @@ def resumed(engine: str, case: str, out: Path) -> dict:
     dist.barrier()
     wanted_losses, want, is_distributed = run(engine, base, folder / "whole", settings)
     run(engine, base, folder / "run", settings, [Stop()])
-    losses, weights, _ = run(engine, base, folder / "run", settings, resume=str(folder / "run" / f"checkpoint-{STOP}"))
+    losses, weights, _ = run(
+        engine, base, folder / "run", settings, resume=str(folder / "run" / f"checkpoint-{STOP}")
+    )
     torch.manual_seed(0)
     start = load(base, lora=settings.get("lora", False)).state_dict()
     trained = "lora" if "lora" in settings else "experts"
-    moved = [name for name, tensor in want.items() if trained in name and not torch.equal(tensor, start[name])]
+    moved = [
+        name
+        for name, tensor in want.items()
+        if trained in name and not torch.equal(tensor, start[name])
+    ]
     different = [name for name, tensor in want.items() if not torch.equal(tensor, weights[name])]
     return {
-        "losses": losses, "wanted_losses": wanted_losses, "different": different, "moved": moved,
+        "losses": losses,
+        "wanted_losses": wanted_losses,
+        "different": different,
+        "moved": moved,
         "is_distributed": is_distributed,
-    }  # fmt: skip
+    }
 
 
 def loaded_into_shards(base: Path) -> list[str]:
-    """Load a folder's tensors into sharded experts of other values; return the parameters that then differ."""
+    """Load a folder's tensors into sharded experts of other values; return the parameters that then
+    differ.
+    """
     from tests.hf.training.test_resume import load
 
     model = load(base)
@@ -72,7 +99,11 @@ def loaded_into_shards(base: Path) -> list[str]:
     for parameter in model.parameters():
         (parameter.data.to_local() if hasattr(parameter, "to_local") else parameter.data).add_(1)
     model.load_state_dict(load_file(base / "model.safetensors"))
-    return [name for name, tensor in model.state_dict().items() if not torch.equal(whole(tensor), want[name])]
+    return [
+        name
+        for name, tensor in model.state_dict().items()
+        if not torch.equal(whole(tensor), want[name])
+    ]
 
 
 def main(out: str) -> None:

@@ -1,4 +1,6 @@
-"""One of the ranks of tests/methods/esft/test_scores.py: scores of shared-out data, FSDP2 too; arguments OUT."""
+"""One of the ranks of tests/methods/esft/test_scores.py: scores of shared-out data, FSDP2 too;
+arguments OUT.
+"""
 
 import os
 
@@ -44,4 +46,7 @@ def main(out: str) -> None:
     except ValueError as error:
         errors.append(str(error))
     found = {"whole": whole, "cut": cut, "alone": alone, "split": split}
-    torch.save({name: scores.to_dict() for name, scores in found.items()} | {"errors": errors}, f"{out}/{rank}.pt")
+    torch.save(
+        {name: scores.to_dict() for name, scores in found.items()} | {"errors": errors},
+        f"{out}/{rank}.pt",
+    )

@@ -1,6 +1,8 @@
-"""One of the ranks of tests/experiments/test_sharded.py: `dist_sharded.py OUT METHOD RECIPE STOPPED...`; FSDP2 on the CPU.
+"""One of the ranks of tests/experiments/test_sharded.py: `dist_sharded.py OUT METHOD RECIPE
+STOPPED...`; FSDP2 on the CPU.
 
-The trainings of the stages `STOPPED` end with an error after their third step, and go on from their checkpoints.
+The trainings of the stages `STOPPED` end with an error after their third step, and go on from their
+checkpoints.
 """
 
 import importlib
@@ -16,12 +18,18 @@ from tests.support.dist_stages import use_fsdp2
 torch.set_num_threads(1)
 STAGES = {
     "upit": lambda s: {"dense": s.dense("ffn"), "upit": s.upit("ffn"), "lora": s.upit("lora")},
-    "ultrafuser": lambda s: {"specialist": s.specialist("sums"), "gate": s.gate(), "fused": s.fused()},
+    "ultrafuser": lambda s: {
+        "specialist": s.specialist("sums"),
+        "gate": s.gate(),
+        "fused": s.fused(),
+    },
 }
 
 
 class Watch(TrainerCallback):
-    """Notes where a training begins and what its parameters are; raises in the third step of the one to be stopped."""
+    """Notes where a training begins and what its parameters are; raises in the third step of the
+    one to be stopped.
+    """
 
     def __init__(self, name: str, stopped: set[str]):
         self.name, self.stopped, self.begins, self.kinds = name, stopped, None, set()
@@ -37,9 +45,15 @@ class Watch(TrainerCallback):
 
 
 def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
-    """Return the stages' results, where their trainings began, and the kinds of parameters that they had."""
-    stages = importlib.import_module(f"moe_runtime.methods.{method}.study").Stages(recipe, out, say=say)
-    watches, train, left = [], trainers.train, set(stopped)
+    """Return the stages' results, where their trainings began, and the kinds of parameters that
+    they had.
+    """
+    stages = importlib.import_module(f"moe_runtime.methods.{method}.study").Stages(
+        recipe, out, say=say
+    )
+    watches = []
+    train = trainers.train
+    left = set(stopped)
 
     def watched(model, *arguments, callbacks=(), **settings):
         name = Path(settings["folder"]).name.partition("-")[0]
@@ -62,5 +76,7 @@ def run(out: Path, method: str, recipe: str, *stopped: str, say=print) -> dict:
 
 def main(out: str, method: str, recipe: str, *stopped: str) -> None:
     use_fsdp2()
-    found = run(Path(out, "out"), method, recipe, *stopped, say=lambda text: print(text, flush=True))
+    found = run(
+        Path(out, "out"), method, recipe, *stopped, say=lambda text: print(text, flush=True)
+    )
     torch.save(found, f"{out}/rank{dist.get_rank()}.pt")

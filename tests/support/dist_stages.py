@@ -1,4 +1,6 @@
-"""One of the ranks of tests/methods/xft/test_distributed.py: `dist_stages.py OUT ENGINE RECIPE STAGES...`."""
+"""One of the ranks of tests/methods/xft/test_distributed.py: `dist_stages.py OUT ENGINE RECIPE
+STAGES...`.
+"""
 
 from pathlib import Path
 
@@ -14,18 +16,26 @@ torch.set_num_threads(1)
 
 
 class Spy(TrainerCallback):
-    """Notes which parameters have a gradient when the optimizer steps, and of what kind the parameters are."""
+    """Notes which parameters have a gradient when the optimizer steps, and of what kind the
+    parameters are.
+    """
 
     def __init__(self):
         self.graded, self.kinds = set(), set()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.graded |= {name.removeprefix("module.") for name, p in model.named_parameters() if p.grad is not None}
+        self.graded |= {
+            name.removeprefix("module.")
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
         self.kinds |= {type(p).__name__ for p in model.parameters()}
 
 
 def use_fsdp2(mixed_precision: str | None = None) -> None:
-    """Have accelerate take FSDP2, which it turns off on the CPU; its own code runs there all the same."""
+    """Have accelerate take FSDP2, which it turns off on the CPU; its own code runs there all the
+    same.
+    """
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
@@ -38,7 +48,8 @@ def use_fsdp2(mixed_precision: str | None = None) -> None:
 
     def init(self, *args, **kwargs):
         real(self, *args, **kwargs)
-        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = plugin
 
     AcceleratorState.__init__ = init
 
@@ -46,7 +57,9 @@ def use_fsdp2(mixed_precision: str | None = None) -> None:
 def main(out: str, engine: str, recipe: str, *names: str) -> None:
     if engine == "fsdp2":
         use_fsdp2()
-    real, spies, said = trainers.train, {}, []
+    real = trainers.train
+    spies = {}
+    said = []
 
     def train(*args, callbacks=(), **kwargs):
         spies[name] = Spy()

@@ -1,6 +1,8 @@
-"""One of the ranks of tests/hf/training/test_trainable_engines.py: `dist_trainable.py OUT SCENARIO...`.
+"""One of the ranks of tests/hf/training/test_trainable_engines.py: `dist_trainable.py OUT
+SCENARIO...`.
 
-Steps of AdamW with clipped gradients on tiny models of which some experts train, more of them on one rank than on the other.
+Steps of AdamW with clipped gradients on tiny models of which some experts train, more of them on
+one rank than on the other.
 """
 
 import functools
@@ -19,7 +21,8 @@ from tests.support.dist_expert_parallel import MAX_NORM, batch, make, whole
 from tests.support.trained_rows import gathered_rows, trained_rows
 
 torch.set_num_threads(1)
-RANKS, STEPS = 2, 3
+RANKS = 2
+STEPS = 3
 
 
 class Scenario(NamedTuple):
@@ -37,23 +40,34 @@ SCENARIOS = {
     "gpt_oss-ddp-everything": Scenario("gpt_oss", "ddp", everything=True),
     "qwen3-fsdp2": Scenario("qwen3_moe", "fsdp2"),
     "qwen3-fsdp2-low": Scenario("qwen3_moe", "fsdp2", low=True),
-    "qwen3-fsdp2-low-everything": Scenario("qwen3_moe", "fsdp2", everything=True, low=True, groups=True),
+    "qwen3-fsdp2-low-everything": Scenario(
+        "qwen3_moe", "fsdp2", everything=True, low=True, groups=True
+    ),
     "ours-fsdp2-everything": Scenario("ours", "fsdp2", everything=True),
     "gpt_oss-fsdp2-checkpointing": Scenario("gpt_oss", "fsdp2", checkpointing=True),
     "qwen3-accelerate": Scenario("qwen3_moe", "accelerate"),
-    "qwen3-ep2": Scenario("qwen3_moe", "none", spread=True),  # nothing is left for DDP, which refuses that
+    # nothing is left for DDP, which refuses that
+    "qwen3-ep2": Scenario("qwen3_moe", "none", spread=True),
     "gpt_oss-ep2-checkpointing": Scenario("gpt_oss", "none", spread=True, checkpointing=True),
     "qwen3-ddp-ep2-everything": Scenario("qwen3_moe", "ddp", spread=True, everything=True),
     "ours-ddp-ep2-everything": Scenario("ours", "ddp", spread=True, everything=True),
     "qwen3-fsdp2-ep2": Scenario("qwen3_moe", "fsdp2", spread=True),
 }
 # two on the second rank and one on the first, then none on one of them
-EXPERTS = {"qwen3_moe": {0: [6, 1, 7], 1: [2]}, "gpt_oss": {0: [3, 0, 2], 1: [3]}, "ours": {0: [3], 1: [2, 1]}}
+EXPERTS = {
+    "qwen3_moe": {0: [6, 1, 7], 1: [2]},
+    "gpt_oss": {0: [3, 0, 2], 1: [3]},
+    "ours": {0: [3], 1: [2, 1]},
+}
 
 
 def freeze(model, scenario: Scenario):
     return freeze_for_esft(
-        model, EXPERTS[scenario.family], scenario.everything, scenario.everything, dtype=torch.float32 if scenario.low else None
+        model,
+        EXPERTS[scenario.family],
+        scenario.everything,
+        scenario.everything,
+        dtype=torch.float32 if scenario.low else None,
     )
 
 
@@ -70,13 +84,18 @@ def gradients_of(model) -> dict[str, torch.Tensor]:
         for name in split.requires_grad if split else ():
             padded = gradients[f"{path}.trained_{name}"]
             rows = gradients[f"{path}.trained_{name}"] = padded[list(split.places)]
-            assert padded.count_nonzero() == rows.count_nonzero()  # rows that belong to no expert get nothing
+            # rows that belong to no expert get nothing
+            assert padded.count_nonzero() == rows.count_nonzero()
     return gradients
 
 
 def steps(model, losses_of, optimizer) -> dict:
-    """Train; return losses, the norms of the gradients, the first step's gradients and the rows at the end."""
-    losses, norms, gradients = [], [], {}
+    """Train; return losses, the norms of the gradients, the first step's gradients and the rows at
+    the end.
+    """
+    losses = []
+    norms = []
+    gradients = {}
     for _ in range(STEPS):
         optimizer.zero_grad()
         losses.append(losses_of())
@@ -86,14 +105,21 @@ def steps(model, losses_of, optimizer) -> dict:
     rows = {number: layer.stacks for number, layer in gathered_rows(model).items()}
     states = [state["exp_avg"] for state in optimizer.state.values()]
     return {
-        "losses": losses, "norms": norms, "gradients": gradients, "rows": rows,
-        "states": sum(s.to_local().numel() if hasattr(s, "to_local") else s.numel() for s in states),
-    }  # fmt: skip
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "rows": rows,
+        "states": sum(
+            s.to_local().numel() if hasattr(s, "to_local") else s.numel() for s in states
+        ),
+    }
 
 
 def optimizer_of(model) -> torch.optim.Optimizer:
     # far from 1e-8, where the sign of a gradient of zero but for rounding would make a whole step
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, eps=1e-5)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, eps=1e-5
+    )
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
@@ -116,7 +142,12 @@ def alone(family: str, everything: bool, low: bool) -> dict:
     result = steps(model, losses_of, optimizer_of(model))
     weights = weights_of(model)
     fold_rows(model)
-    return result | {"before": before, "weights": weights, "folded": weights_of(model), "receipt": receipt}
+    return result | {
+        "before": before,
+        "weights": weights,
+        "folded": weights_of(model),
+        "receipt": receipt,
+    }
 
 
 def held_by(engine: str, model, mesh, scenario: Scenario):
@@ -139,7 +170,8 @@ def held_by(engine: str, model, mesh, scenario: Scenario):
 
 
 def run(scenario: Scenario, folder: str) -> dict:
-    model, ids = made(scenario), batch(dist.get_rank())
+    model = made(scenario)
+    ids = batch(dist.get_rank())
     mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "ep"))
     if scenario.spread:
         shard_experts(model, mesh["ep"])
@@ -154,7 +186,10 @@ def run(scenario: Scenario, folder: str) -> dict:
         return loss.item()
 
     result = steps(model, losses_of, optimizer) | {"receipt": receipt, "weights": weights_of(model)}
-    shapes = {n: [tuple(p.shape) for p in layer.stacks.values()] for n, layer in trained_rows(model).items()}
+    shapes = {
+        n: [tuple(p.shape) for p in layer.stacks.values()]
+        for n, layer in trained_rows(model).items()
+    }
     result["shapes"] = shapes
     if scenario.spread and scenario.engine != "fsdp2":
         result["refused"] = says(lambda: save_pretrained(called, folder))

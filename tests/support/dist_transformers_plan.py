@@ -23,8 +23,12 @@ def plans(ranks: int) -> dict[str, dict]:
     if not NEW:
         return {"plan": {"tp_size": ranks, "enable_expert_parallel": True}}
     implementations = ("auto", "all_reduce", "all_to_all")
-    found = {name: {"tp_size": ranks, "ep_size": ranks, "ep_implementation": name} for name in implementations}
-    if ranks == 4:  # more than the tiny models have heads; the dense part goes over two ranks, or over none
+    found = {
+        name: {"tp_size": ranks, "ep_size": ranks, "ep_implementation": name}
+        for name in implementations
+    }
+    # more than the tiny models have heads; the dense part goes over two ranks, or over none
+    if ranks == 4:
         found = {"tp2": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}}
     return found | {"fsdp": {"tp_size": 1, "fsdp_size": ranks, "ep_size": ranks}}
 
@@ -35,16 +39,29 @@ def batches(plan: dict, ranks: int) -> list[torch.Tensor]:
 
 
 def run(family: str, plan: dict, folder: str) -> dict:
-    config, ids = DistributedConfig(**plan), batches(plan, dist.get_world_size())[dist.get_rank()]
-    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moe_runtime", distributed_config=config)
+    config = DistributedConfig(**plan)
+    ids = batches(plan, dist.get_world_size())[dist.get_rank()]
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="moe_runtime", distributed_config=config
+    )
     with torch.no_grad():
         logits = whole(model.eval()(ids).logits)
     loss = model.train()(ids, labels=ids).loss
     loss.backward()
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    experts = {name: len(local(p)) for name, p in model.named_parameters() if name.endswith("down_proj")}
-    implementations = {module.config._experts_implementation for module in model.modules() if is_experts(module)}
-    return {"logits": logits, "loss": whole(loss).item(), "gradients": gradients, "experts": experts, "ours": implementations}
+    experts = {
+        name: len(local(p)) for name, p in model.named_parameters() if name.endswith("down_proj")
+    }
+    implementations = {
+        module.config._experts_implementation for module in model.modules() if is_experts(module)
+    }
+    return {
+        "logits": logits,
+        "loss": whole(loss).item(),
+        "gradients": gradients,
+        "experts": experts,
+        "ours": implementations,
+    }
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -53,11 +70,14 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 def main(out: str) -> None:
     moe_runtime.register()
-    results, ranks = {}, dist.get_world_size()
+    results = {}
+    ranks = dist.get_world_size()
     for family in FAMILIES:
         folder = f"{out}/{family}"
         if dist.get_rank() == 0:
             make(family).save_pretrained(folder)
         dist.barrier()
-        results |= {(family, name): run(family, plan, folder) for name, plan in plans(ranks).items()}
+        results |= {
+            (family, name): run(family, plan, folder) for name, plan in plans(ranks).items()
+        }
     torch.save(results, f"{out}/rank{dist.get_rank()}.pt")

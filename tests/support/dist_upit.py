@@ -1,4 +1,6 @@
-"""One of the ranks of tests/methods/upit/test_distributed.py: `dist_upit.py OUT EXPERTS ADAPTERS`."""
+"""One of the ranks of tests/methods/upit/test_distributed.py: `dist_upit.py OUT EXPERTS
+ADAPTERS`.
+"""
 
 from pathlib import Path
 
@@ -15,9 +17,12 @@ SETTINGS = {"learning_rate": 3e-3, "steps": 2, "batch_size": 4}
 
 
 def run(out: Path, experts: list[Path], adapters: list[Path]) -> dict:
-    """Perplexities of both kinds, and a trained router of each, in `out`; in one process or in several."""
+    """Perplexities of both kinds, and a trained router of each, in `out`; in one process or in
+    several.
+    """
     tokenizer = ranks.load_tokenizer(experts[0])
-    rows, base = upit.make_rows(8, spread=1), experts[0].parent / "base"
+    rows = upit.make_rows(8, spread=1)
+    base = experts[0].parent / "base"
     odd = upit.make_rows(7)
     found = {"perplexity": perplexities([*experts, *adapters], odd, tokenizer, base=base)}
     for name, expert in {"ffn": experts[0], "lora": adapters[0]}.items():
@@ -28,5 +33,8 @@ def run(out: Path, experts: list[Path], adapters: list[Path]) -> dict:
 
 
 def main(out: str, experts: str, adapters: str) -> None:
-    folders = [sorted(Path(folder).glob(pattern)) for folder, pattern in ((experts, "expert-*"), (adapters, "adapter-*"))]
+    folders = [
+        sorted(Path(folder).glob(pattern))
+        for folder, pattern in ((experts, "expert-*"), (adapters, "adapter-*"))
+    ]
     torch.save(run(Path(out), *folders), f"{out}/rank{dist.get_rank()}.pt")

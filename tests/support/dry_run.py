@@ -1,10 +1,13 @@
-"""bench/gpu.sh without a GPU, its whole control flow in little time: python -m tests.support.dry_run FOLDER [PART ...]
+"""bench/gpu.sh without a GPU, its whole control flow in little time: python -m
+tests.support.dry_run FOLDER [PART ...]
 
-Every step runs its real processes on `tests.support.fake_gpu`; only timeout, nvidia-smi, ncu and compute-sanitizer are
-stand-ins. The clock is a file, so that limits, shares and leftovers are those of a GPU machine, whatever this one is.
+Every step runs its real processes on `tests.support.fake_gpu`; only timeout, nvidia-smi, ncu and
+compute-sanitizer are stand-ins. The clock is a file, so that limits, shares and leftovers are those
+of a GPU machine, whatever this one is.
 
     python -m tests.support.dry_run /tmp/dry first                            # results in /tmp/dry/out
-    python -m tests.support.dry_run /tmp/dry first --faults "bench_forward[OLMoE-16384=lost" --missing "httpx datasets"
+    python -m tests.support.dry_run /tmp/dry first --faults "bench_forward[OLMoE-16384=lost"
+    --missing "httpx datasets"
 """
 
 import argparse
@@ -17,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
 COMMIT = "0123abc"
 
-# GNU's, by the clock of the file: who waits there is waited for no longer, and the deadline comes at once
+# GNU's, by the clock of the file: who waits there is waited for no longer, and the deadline comes
+# at once
 TIMEOUT = """#!{python} -SE
 import os, signal, subprocess, sys, time
 
@@ -74,31 +78,52 @@ SITE = "from tests.support import fake_gpu\n\nfake_gpu.install()\n"
 
 
 def environment(folder: Path, python: str, faults: str = "", missing: str = "") -> dict[str, str]:
-    """Write the stand-ins and the clock into `folder`; return the environment of bench/gpu.sh, with OUT in there too."""
-    programs, site, clock = folder / "bin", folder / "site", folder / "clock"
+    """Write the stand-ins and the clock into `folder`; return the environment of bench/gpu.sh, with
+    OUT in there too.
+    """
+    programs = folder / "bin"
+    site = folder / "site"
+    clock = folder / "clock"
     for made in (programs, site):
         made.mkdir(parents=True, exist_ok=True)
     for name in ("timeout", "nvidia-smi", "ncu", "compute-sanitizer"):
-        (programs / name).write_text(TIMEOUT.format(python=sys.executable) if name == "timeout" else PROGRAM)
+        (programs / name).write_text(
+            TIMEOUT.format(python=sys.executable) if name == "timeout" else PROGRAM
+        )
         (programs / name).chmod(0o755)
     (site / "sitecustomize.py").write_text(SITE)
     clock.write_text(f"{0:012d}\n")
     (folder / "clock.deadline").write_text("999999999")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TRITON"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "TRITON"))
+    }
     return kept | {
-        "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": python, "OUT": str(folder / "out"), "COMMIT": COMMIT,
-        "CLOCK": str(clock), "FAULTS": faults, "MISSING": missing, "PYTHONPATH": str(site), "WORKERS": "2",
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHON": python,
+        "OUT": str(folder / "out"),
+        "COMMIT": COMMIT,
+        "CLOCK": str(clock),
+        "FAULTS": faults,
+        "MISSING": missing,
+        "PYTHONPATH": str(site),
+        "WORKERS": "2",
         "PYTEST_PLUGINS": "tests.support.fake_gpu",
-    }  # fmt: skip
+    }
 
 
 def run(parts: list[str], env: dict[str, str]) -> tuple[int, str]:
     """Run parts of the script; return its exit status and what it printed."""
     command = f'export SCRIPT_PID=$$; exec bash {SCRIPT} "$@"'
     done = subprocess.run(
-        ["bash", "-c", command, "bash", *parts], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ["bash", "-c", command, "bash", *parts],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     return done.returncode, done.stdout
 
 
@@ -112,14 +137,23 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("parts", nargs="*", default=["first", "second", "third"])
     parser.add_argument("--python", default=sys.executable, help="of another environment")
-    parser.add_argument("--faults", default="", help="WORD=KIND ..., as tests/support/fake_gpu.py says")
+    parser.add_argument(
+        "--faults", default="", help="WORD=KIND ..., as tests/support/fake_gpu.py says"
+    )
     parser.add_argument("--missing", default="", help="packages that are hidden")
     given = parser.parse_args()
     for part in given.parts:
         env = environment(given.folder.resolve(), given.python, given.faults, given.missing)
         status, said = run([part], env)
-        print(said, f"{part}: exit status {status} after {elapsed(env):.0f} s of the clock", sep="\n")
-    print("\n".join(f"{path.name}: {path.stat().st_size:,} bytes" for path in sorted((given.folder / "out").iterdir())))
+        print(
+            said, f"{part}: exit status {status} after {elapsed(env):.0f} s of the clock", sep="\n"
+        )
+    print(
+        "\n".join(
+            f"{path.name}: {path.stat().st_size:,} bytes"
+            for path in sorted((given.folder / "out").iterdir())
+        )
+    )
     return 0
 
 

@@ -1,6 +1,8 @@
-"""One of the processes of tests/hf/dropin/test_engines.py: `python -m torch.distributed.run ... engine_worker.py ENGINE OUT`.
+"""One of the processes of tests/hf/dropin/test_engines.py: `python -m torch.distributed.run ...
+engine_worker.py ENGINE OUT`.
 
-Two steps of SGD on a tiny stock model, the batches of the two ranks so unlike that one leaves experts without a token.
+Two steps of SGD on a tiny stock model, the batches of the two ranks so unlike that one leaves
+experts without a token.
 """
 
 import os
@@ -13,15 +15,26 @@ from tests.support.dist_launch import leave
 from tests.support.stock_moe import counted
 
 torch.set_num_threads(1)
-RANKS, STEPS, LR = 2, 2, 0.5
+RANKS = 2
+STEPS = 2
+LR = 0.5
 FIELDS = {
-    "vocab_size": 96, "hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
 
 
 def make(kind: str):
-    """The model; equal in every process. Of "lora", PEFT's adapters of the experts and the attention are what trains."""
+    """The model; equal in every process. Of "lora", PEFT's adapters of the experts and the
+    attention are what trains.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     import moe_runtime
@@ -29,7 +42,11 @@ def make(kind: str):
 
     torch.manual_seed(0)
     if kind == "upcycled":
-        of_dense = {name: value for name, value in FIELDS.items() if "experts" not in name and "moe" not in name}
+        of_dense = {
+            name: value
+            for name, value in FIELDS.items()
+            if "experts" not in name and "moe" not in name
+        }
         model = LlamaForCausalLM(LlamaConfig(**of_dense, intermediate_size=24))
         xft.upcycle(model, num_experts=8, top_k=2)
         with torch.no_grad():
@@ -42,14 +59,18 @@ def make(kind: str):
         from peft import LoraConfig, get_peft_model
 
         targets = ["experts.gate_up_proj", "experts.down_proj"]
-        config = LoraConfig(r=3, target_parameters=targets, target_modules=["q_proj"], init_lora_weights=False)
+        config = LoraConfig(
+            r=3, target_parameters=targets, target_modules=["q_proj"], init_lora_weights=False
+        )
         model = get_peft_model(model, config)
     moe_runtime.patch(model)
     return model
 
 
 def batch(rank: int) -> torch.Tensor:
-    """Many tokens for rank 0, two for the others: 2 tokens of 2 slots leave at least half of 8 experts idle."""
+    """Many tokens for rank 0, two for the others: 2 tokens of 2 slots leave at least half of 8
+    experts idle.
+    """
     size = (2, 40) if rank == 0 else (1, 2)
     return torch.randint(0, 96, size, generator=torch.Generator().manual_seed(rank))
 
@@ -81,7 +102,8 @@ def accelerator_of(engine: str):
             transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
             cpu_ram_efficient_loading=False,
         )
-        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
     return accelerator
 
 
@@ -90,24 +112,33 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def steps_with_accelerate(engine: str) -> dict:
-    accelerator, model = accelerator_of(engine), make("stock")
+    accelerator = accelerator_of(engine)
+    model = make("stock")
     counts = counted(model)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
-    ids, losses = batch(accelerator.process_index), []
+    ids = batch(accelerator.process_index)
+    losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = model(ids, labels=ids).loss
         accelerator.backward(loss)
         losses.append(loss.item())
         missing = [name for name, p in model.named_parameters() if p.grad is None]
-        gradients = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+        gradients = {
+            name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()
+        }
         optimizer.step()
     weights = {name.removeprefix("module."): whole(p) for name, p in model.named_parameters()}
     kinds = {type(p).__name__ for p in model.parameters()}
     return {
-        "losses": losses, "gradients": gradients, "weights": weights, "counts": counts, "missing": missing,
-        "model": type(model).__name__, "parameters": kinds,
-    }  # fmt: skip
+        "losses": losses,
+        "gradients": gradients,
+        "weights": weights,
+        "counts": counts,
+        "missing": missing,
+        "model": type(model).__name__,
+        "parameters": kinds,
+    }
 
 
 def steps_with_deepspeed(kind: str) -> dict:
@@ -116,15 +147,21 @@ def steps_with_deepspeed(kind: str) -> dict:
     # minutes of g++ for collectives through shared memory, in each process; gloo's do
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    rank, model = int(os.environ["RANK"]), make(kind)
+    rank = int(os.environ["RANK"])
+    model = make(kind)
     counts = counted(model)
     config = {
-        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0, "steps_per_print": 1000,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 1000,
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    ids, losses, missing = batch(rank), [], []
+    ids = batch(rank)
+    losses = []
+    missing = []
     for _ in range(STEPS):
         loss = engine(ids, labels=ids).loss
         engine.backward(loss)
@@ -138,9 +175,14 @@ def steps_with_deepspeed(kind: str) -> dict:
         with deepspeed.zero.GatheredParameters(parameter):
             weights[name] = whole(parameter.data)
     return {
-        "losses": losses, "gradients": gradients, "weights": weights, "counts": counts, "missing": missing,
-        "model": type(engine).__name__, "parameters": {str(p.ds_status) for p in engine.module.parameters()},
-    }  # fmt: skip
+        "losses": losses,
+        "gradients": gradients,
+        "weights": weights,
+        "counts": counts,
+        "missing": missing,
+        "model": type(engine).__name__,
+        "parameters": {str(p.ds_status) for p in engine.module.parameters()},
+    }
 
 
 def main(engine: str, kind: str, out: str) -> None:

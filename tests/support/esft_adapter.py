@@ -9,22 +9,30 @@ from moe_runtime.methods.esft.selection import ExpertSelection
 
 
 def random_adapter(model, others: bool = False, dtype: torch.dtype | None = None) -> Adapter:
-    """The last and the second expert of every layer, and with `others` all that is no routed expert."""
-    layers, generator = numbered_layers(model), torch.Generator().manual_seed(5)
+    """The last and the second expert of every layer, and with `others` all that is no routed
+    expert.
+    """
+    layers = numbered_layers(model)
+    generator = torch.Generator().manual_seed(5)
     experts = {number: (layer.num_experts - 1, 1) for number, layer in layers.items()}
     selection = ExpertSelection(experts=experts, shared_experts=others, non_expert_modules=others)
-    tensors, stacks = {}, set()
+    tensors = {}
+    stacks = set()
 
     def draw(like: torch.Tensor) -> torch.Tensor:
         return torch.randn(like.shape, generator=generator).to(dtype or like.dtype)
 
     for number, layer in layers.items():
-        module, path = experts_module(model, layer), experts_path(layer)
+        module = experts_module(model, layer)
+        path = experts_path(layer)
         for stack in stack_parts(layout_of(module)):
             stacks.add(id(getattr(module, stack)))
             for e in experts[number]:
                 row = draw(getattr(module, stack)[e])
-                tensors |= {f"{path}.{e}.{p}": t for p, t in split_row(layout_of(module), stack, row).items()}
+                tensors |= {
+                    f"{path}.{e}.{p}": t
+                    for p, t in split_row(layout_of(module), stack, row).items()
+                }
     if others:
         tensors |= {name: draw(p) for name, p in model.named_parameters() if id(p) not in stacks}
     return Adapter(selection=selection, tensors=tensors, base=base_of(model, experts))
@@ -37,4 +45,6 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Whether the same names have the same bits."""
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
+    )

@@ -1,9 +1,10 @@
-"""A fake H200, and a clock that stands still until somebody works: what `tests.support.dry_run` puts into its processes.
+"""A fake H200, and a clock that stands still until somebody works: what `tests.support.dry_run`
+puts into its processes.
 
-CUDA tensors lie on the CPU, kernels run in Triton's interpreter at small sizes, and times are drawn at random. Tests are
-collected as on a GPU and not run: their twins are the CPU suite. `at(name)` stands where a GPU would work: it costs time, and
-FAULTS says what happens there, WORD=KIND with spaces between: what has WORD in its
-name, with _ for spaces
+CUDA tensors lie on the CPU, kernels run in Triton's interpreter at small sizes, and times are drawn
+at random. Tests are collected as on a GPU and not run: their twins are the CPU suite. `at(name)`
+stands where a GPU would work: it costs time, and FAULTS says what happens there, WORD=KIND with
+spaces between: what has WORD in its name, with _ for spaces
 
     segv   dies by a signal      lost   breaks the CUDA context, and every later call fails in this process
     hang   never ends            oom    finds no memory          taken   ends everything, once: the machine is taken back
@@ -25,9 +26,25 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-START, TEST, BENCHMARK, CONFIG, OP = 2000, 100, 3000, 150, 500  # milliseconds of a process, a test, a benchmark, ...
+# milliseconds of a process, a test, a benchmark, ...
+START = 2000
+TEST = 100
+BENCHMARK = 3000
+CONFIG = 150
+OP = 500
 LOST = "CUDA error: an illegal memory access was encountered"
-SMALL = {"T": 32, "H": 64, "I": 64, "V": 64, "L": 2, "rows": 2, "length": 16, "heads": 2, "E": 8, "K": 3}
+SMALL = {
+    "T": 32,
+    "H": 64,
+    "I": 64,
+    "V": 64,
+    "L": 2,
+    "rows": 2,
+    "length": 16,
+    "heads": 2,
+    "E": 8,
+    "K": 3,
+}
 _state = SimpleNamespace(lost=False, oom=False, tests=False)
 
 
@@ -36,7 +53,9 @@ def now() -> int:
 
 
 def spend(ms: int) -> None:
-    """Let time pass; a deadline of bench/gpu.sh in between comes first, and this waits for its signal."""
+    """Let time pass; a deadline of bench/gpu.sh in between comes first, and this waits for its
+    signal.
+    """
     clock = os.environ["CLOCK"]
     with open(clock, "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -56,7 +75,9 @@ def wait(why: str) -> None:
 
 
 def at(name: str, ms: int, patience: float = 0) -> None:
-    """Work for so long on what has this name, or meet its fault; a hang ends after the seconds that pytest-timeout has."""
+    """Work for so long on what has this name, or meet its fault; a hang ends after the seconds that
+    pytest-timeout has.
+    """
     for fault in os.environ.get("FAULTS", "").split():
         word, _, kind = fault.rpartition("=")
         if word not in name.replace(" ", "_"):
@@ -99,10 +120,14 @@ def _fake_cuda(torch) -> None:
             if function is torch.device:  # a name, which may be asked for
                 return function(*args, **(kwargs or {}))
             alive()
-            return function(*map(_cpu, args), **{name: _cpu(value) for name, value in (kwargs or {}).items()})
+            return function(
+                *map(_cpu, args), **{name: _cpu(value) for name, value in (kwargs or {}).items()}
+            )
 
     def _cpu(value):
-        cuda = (isinstance(value, torch.device) and value.type == "cuda") or (type(value) is str and value.startswith("cuda"))
+        cuda = (isinstance(value, torch.device) and value.type == "cuda") or (
+            type(value) is str and value.startswith("cuda")
+        )
         return "cpu" if cuda else value
 
     class Event:
@@ -113,12 +138,24 @@ def _fake_cuda(torch) -> None:
         def elapsed_time(self, _) -> float:
             return random.uniform(1, 2)
 
-    about = {"major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 139 << 30, "L2_cache_size": 60 << 20}
+    about = {
+        "major": 9,
+        "minor": 0,
+        "multi_processor_count": 132,
+        "total_memory": 139 << 30,
+        "L2_cache_size": 60 << 20,
+    }
     fakes = {
-        "is_available": True, "is_initialized": True, "current_device": 0, "device_count": 1, "get_device_name": "NVIDIA H200",
-        "get_device_capability": (9, 0), "get_device_properties": SimpleNamespace(name="NVIDIA H200", **about),
-        "mem_get_info": (139 << 30, 139 << 30), "is_current_stream_capturing": False,
-    }  # fmt: skip
+        "is_available": True,
+        "is_initialized": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_name": "NVIDIA H200",
+        "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(name="NVIDIA H200", **about),
+        "mem_get_info": (139 << 30, 139 << 30),
+        "is_current_stream_capturing": False,
+    }
     for name, value in fakes.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "_sleep"):
@@ -126,7 +163,9 @@ def _fake_cuda(torch) -> None:
     allocated = itertools.count(1 << 20, 1 << 20)  # what a call keeps is more than nothing
     torch.cuda.memory_allocated = lambda *_: next(allocated)
     torch.cuda.max_memory_allocated = lambda *_: random.randrange(1 << 31, 1 << 32)
-    torch.cuda.Event, torch.cuda.profiler.start, torch.cuda.profiler.stop = Event, alive, alive
+    torch.cuda.Event = Event
+    torch.cuda.profiler.start = alive
+    torch.cuda.profiler.stop = alive
 
     class Generator(torch.Generator):
         def __new__(cls, device="cpu"):
@@ -148,7 +187,8 @@ def _fake_backends(backends) -> None:
 
     interp_fix.install()
     interp_fast.install()
-    why_not, choose = backends.why_not, backends.choose
+    why_not = backends.why_not
+    choose = backends.choose
     backends.interpreted = lambda: False
     backends.why_not = lambda backend, op, device: why_not(backend, op, torch.device("cuda", 0))
     # every op in torch: the interpreter takes seconds for a GPU's tiles
@@ -157,11 +197,17 @@ def _fake_backends(backends) -> None:
 
 def _fake_timing(tune) -> None:
     """Each product on a small layer, with the config of the large one; each timing at random."""
-    runner, trying = tune.runner, tune.Results.trying
+    runner = tune.runner
+    trying = tune.Results.trying
 
     def small_runner(product, layer, T, *where):
         at(f"runner {product}", 0)
-        return runner(product, layer._replace(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2), 16, *where)
+        return runner(
+            product,
+            layer._replace(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2),
+            16,
+            *where,
+        )
 
     def named_trying(self, key, tile):
         context = trying(self, key, tile)
@@ -180,7 +226,9 @@ def _fake_timing(tune) -> None:
         spend(20)
         return [random.uniform(1, 2) for _ in functions]
 
-    tune.runner, tune.Results.trying, tune.EventTimer.round = small_runner, named_trying, rounds
+    tune.runner = small_runner
+    tune.Results.trying = named_trying
+    tune.EventTimer.round = rounds
     tune.EventTimer.__init__ = lambda self, device, ahead_ms=0.2: None
 
 
@@ -197,19 +245,26 @@ def _fake_check(cases) -> None:
     for op, (make, kernel, first, second) in list(cases.CASES.items()):
         del cases.CASES[op]
         if op in ("route", "dispatch", "merge_experts"):
-            worked = functools.partial(lambda make, op, *case: at(f"check {op}", OP) or make(*case), make, op)
+            worked = functools.partial(
+                lambda make, op, *case: at(f"check {op}", OP) or make(*case), make, op
+            )
             cases.CASES[op] = (worked, kernel, first[1:2], second[:1])
 
 
 AFTER = {
-    "torch": _fake_cuda, "moe_runtime.backends": _fake_backends, "moe_runtime.tools.tune": _fake_timing,
-    "moe_runtime.bench.machine": _fake_machine, "moe_runtime.bench.ceilings": _fake_ceilings,
+    "torch": _fake_cuda,
+    "moe_runtime.backends": _fake_backends,
+    "moe_runtime.tools.tune": _fake_timing,
+    "moe_runtime.bench.machine": _fake_machine,
+    "moe_runtime.bench.ceilings": _fake_ceilings,
     "moe_runtime.tools.check_cases": _fake_check,
-}  # fmt: skip
+}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls a function after the import of a module; finds none of the packages that MISSING names."""
+    """Calls a function after the import of a module; finds none of the packages that
+    MISSING names.
+    """
 
     find_distributions = staticmethod(importlib.machinery.PathFinder.find_distributions)
 
@@ -237,7 +292,8 @@ def install() -> None:
 
 
 def pytest_collection_modifyitems(items):
-    for node in {node for item in items for node in item.listchain()}:  # conftest.py would skip what needs a GPU
+    # conftest.py would skip what needs a GPU
+    for node in {node for item in items for node in item.listchain()}:
         node.own_markers = [mark for mark in node.own_markers if mark.name != "gpu"]
     for item in items if _state.tests else ():
         item.fixturenames.clear()  # what is not run needs none
@@ -254,7 +310,13 @@ def _small(value):
     """A size, or the layer in a tuple."""
     if hasattr(value, "shape"):
         return value._replace(shape=_small(value.shape))
-    return value._replace(**{name: min(getattr(value, name), most) for name, most in SMALL.items() if name in value._fields})
+    return value._replace(
+        **{
+            name: min(getattr(value, name), most)
+            for name, most in SMALL.items()
+            if name in value._fields
+        }
+    )
 
 
 def pytest_timeout_set_timer(item, settings):
@@ -266,7 +328,11 @@ pytest_timeout_set_timer.pytest_impl = {"optionalhook": True}
 
 
 def pytest_pyfunc_call(pyfuncitem):
-    at(pyfuncitem.nodeid, TEST if _state.tests else BENCHMARK, pyfuncitem.config.getoption("timeout", None) or 0)
+    at(
+        pyfuncitem.nodeid,
+        TEST if _state.tests else BENCHMARK,
+        pyfuncitem.config.getoption("timeout", None) or 0,
+    )
     if _state.tests:
         alive()
         return True

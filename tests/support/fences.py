@@ -44,14 +44,18 @@ class Fence(NamedTuple):
 
 def fences(path: Path) -> list[Fence]:
     """List the blocks of a page; one that does not end is an error."""
-    found, opened, last = [], None, ""
+    found = []
+    opened = None
+    last = ""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if opened is None and line.lstrip().startswith("```"):
             language, *options = line.strip()[3:].split()
             opened = (number, language, dict(option.split("=", 1) for option in options), [])
         elif opened is not None and line.strip() == "```":
             start, language, options, lines = opened
-            found.append(Fence(str(path.relative_to(ROOT)), start, language, options, "".join(lines), last))
+            found.append(
+                Fence(str(path.relative_to(ROOT)), start, language, options, "".join(lines), last)
+            )
             opened = None
         elif opened is not None:
             opened[3].append(line + "\n")
@@ -65,12 +69,15 @@ ALL = [fence for page in PAGES for fence in fences(page)]
 
 
 def statements(text: str) -> list[list[str]]:
-    """Return the words of each command of a shell block, without comments; pipes and && part commands."""
+    """Return the words of each command of a shell block, without comments; pipes and && part
+    commands.
+    """
     joined = re.sub(r"\\\n\s*", " ", text)
     found = []
     for line in joined.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="|&")
-        lexer.whitespace_split, lexer.commenters = True, "#"
+        lexer.whitespace_split = True
+        lexer.commenters = "#"
         words: list[str] = []
         for word in lexer:
             if set(word) <= {"|", "&"}:
@@ -83,7 +90,9 @@ def statements(text: str) -> list[list[str]]:
 
 
 def check_command(words: list[str], page: str) -> str:
-    """Parse one command with the parser of its program; return the program's name. Raises for what would not run."""
+    """Parse one command with the parser of its program; return the program's name. Raises for what
+    would not run.
+    """
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
         words = words[1:]
     if not words:
@@ -95,7 +104,9 @@ def check_command(words: list[str], page: str) -> str:
     elif name in COMMANDS:
         COMMANDS[name](arguments, page)
     elif (ROOT / program).is_file():
-        assert not arguments and (ROOT / program).stat().st_mode & 0o100, f"{program} takes nothing, and can be run"
+        assert not arguments and (ROOT / program).stat().st_mode & 0o100, (
+            f"{program} takes nothing, and can be run"
+        )
     else:
         raise AssertionError(f"{page}: {program} is a command that no test knows")
     return name
@@ -109,14 +120,19 @@ def command_line():
 
 def parse_verb(arguments: list[str], page: str = "") -> None:
     """Parse the words after `moe-runtime` with typer, and those of `train` with TRL."""
-    command, path = command_line(), "moe-runtime"
-    assert not {"--install-completion", "--show-completion"} & set(arguments), "parsing it would do it"
+    command = command_line()
+    path = "moe-runtime"
+    assert not {"--install-completion", "--show-completion"} & set(arguments), (
+        "parsing it would do it"
+    )
     arguments = [argument for argument in arguments if argument not in ("--help", "--version")]
     while True:
         context = command.make_context(path, list(arguments))
         if not hasattr(command, "commands"):
             break
-        name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+        name, command, arguments = command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
         path = f"{path} {name}"
     if path == "moe-runtime train":
         import trl
@@ -131,13 +147,17 @@ def parse_make(arguments: list[str], page: str) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", text, re.MULTILINE))
     for argument in arguments:
         variable = argument.partition("=")[0]
-        known = re.search(rf"\$\({variable}\)|\$\(or \$\({variable}\)", text) if "=" in argument else variable in targets
+        if "=" in argument:
+            known = re.search(rf"\$\({variable}\)|\$\(or \$\({variable}\)", text)
+        else:
+            known = variable in targets
         assert known, f"{page}: make knows no {argument}"
 
 
 def parse_python(arguments: list[str], page: str) -> None:
     if arguments[0] == "-m":
-        module, rest = arguments[1], arguments[2:]
+        module = arguments[1]
+        rest = arguments[2:]
         if module.startswith("tests."):
             importlib.import_module(module)
             assert not rest
@@ -146,7 +166,9 @@ def parse_python(arguments: list[str], page: str) -> None:
         else:
             parse_main(module, rest)
     else:
-        assert any(fence.options.get("file") == arguments[0] for fence in ALL), f"{page}: nothing is called {arguments[0]}"
+        assert any(fence.options.get("file") == arguments[0] for fence in ALL), (
+            f"{page}: nothing is called {arguments[0]}"
+        )
 
 
 def parse_main(module: str, arguments: list[str]) -> None:
@@ -177,12 +199,18 @@ def parse_pip(arguments: list[str], page: str) -> None:
     action, *rest = arguments
     options, wanted = create_command(action).parser.parse_args(rest)
     extras = set(
-        re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1], re.M)
+        re.findall(
+            r"^(\w+) = \[",
+            (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1],
+            re.M,
+        )
     )
     for target in [*wanted, *getattr(options, "editables", [])]:
         name, _, asked = target.partition("[")
         assert name in (".", "moe-runtime", WHEEL, *PACKAGES), f"{page}: pip wants {name}"
-        assert set(asked.rstrip("]").split(",")) - {""} <= extras, f"{page}: {target} has an extra that is none"
+        assert set(asked.rstrip("]").split(",")) - {""} <= extras, (
+            f"{page}: {target} has an extra that is none"
+        )
 
 
 def parse_accelerate(arguments: list[str], page: str) -> None:
@@ -191,7 +219,11 @@ def parse_accelerate(arguments: list[str], page: str) -> None:
     assert arguments[0] == "launch"
     options = launch_command_parser().parse_args(arguments[1:])
     file = options.config_file
-    assert file is None or (ROOT / file).is_file() or any(fence.options.get("file") == file for fence in ALL), file
+    assert (
+        file is None
+        or (ROOT / file).is_file()
+        or any(fence.options.get("file") == file for fence in ALL)
+    ), file
     if options.module:
         assert options.training_script == "moe_runtime"
         parse_verb(options.training_script_args)
@@ -203,7 +235,12 @@ def parse_torchrun(arguments: list[str], page: str) -> None:
     from torch.distributed.run import get_args_parser
 
     options = get_args_parser().parse_args(arguments)
-    parse_python(["-m"] * options.module + [options.training_script] + options.training_script_args * options.module, page)
+    parse_python(
+        ["-m"] * options.module
+        + [options.training_script]
+        + options.training_script_args * options.module,
+        page,
+    )
 
 
 def parse_bash(arguments: list[str], page: str) -> None:
@@ -214,11 +251,16 @@ def parse_bash(arguments: list[str], page: str) -> None:
 
 
 def parse_pre_commit(arguments: list[str], page: str) -> None:
-    assert arguments == ["install"] and yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert (
+        arguments == ["install"]
+        and yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    )
 
 
 def parse_vllm(arguments: list[str], page: str) -> None:
-    """`vllm serve FOLDER`, with nothing else or with what `make test-serving` runs an upcycled model with."""
+    """`vllm serve FOLDER`, with nothing else or with what `make test-serving` runs an upcycled
+    model with.
+    """
     from tests.support.serving import OURS
 
     parser = argparse.ArgumentParser(exit_on_error=False)
@@ -234,19 +276,30 @@ def parse_vllm(arguments: list[str], page: str) -> None:
 
 
 COMMANDS = {
-    "moe-runtime": parse_verb, "make": parse_make, "python": parse_python, "pip": parse_pip, "accelerate": parse_accelerate,
-    "torchrun": parse_torchrun, "bash": parse_bash, "pre-commit": parse_pre_commit, "vllm": parse_vllm,
-}  # fmt: skip
+    "moe-runtime": parse_verb,
+    "make": parse_make,
+    "python": parse_python,
+    "pip": parse_pip,
+    "accelerate": parse_accelerate,
+    "torchrun": parse_torchrun,
+    "bash": parse_bash,
+    "pre-commit": parse_pre_commit,
+    "vllm": parse_vllm,
+}
 
 
 def run_cli(words: list[str], monkeypatch) -> tuple[int, str, str]:
-    """Run `moe-runtime ...` in this process, NAME=VALUE words first; return exit code, stdout and stderr."""
+    """Run `moe-runtime ...` in this process, NAME=VALUE words first; return exit code, stdout and
+    stderr.
+    """
     while "=" in words[0] and words[0] != "moe-runtime":
         monkeypatch.setenv(*words[0].split("=", 1))
         words = words[1:]
     assert words[0] == "moe-runtime", words
     monkeypatch.setattr(sys, "argv", words)
-    out, err, code = io.StringIO(), io.StringIO(), 0
+    out = io.StringIO()
+    err = io.StringIO()
+    code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             cli.main()

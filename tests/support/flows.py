@@ -1,6 +1,8 @@
-"""The bash blocks of the README and docs/, run page by page: in order, in one folder, on models and texts that take seconds.
+"""The bash blocks of the README and docs/, run page by page: in order, in one folder, on models and
+texts that take seconds.
 
-FLOWS says for each page what its folder contains beforehand and what is made smaller; NOT_RUN lists what cannot run here.
+FLOWS says for each page what its folder contains beforehand and what is made smaller; NOT_RUN lists
+what cannot run here.
 """
 
 import contextlib
@@ -22,7 +24,9 @@ from tests.support.fences import ALL, ROOT, Fence, run_cli, statements
 
 
 class Flow(NamedTuple):
-    """What a page's commands find in their folder, and the texts in them that stand for something smaller."""
+    """What a page's commands find in their folder, and the texts in them that stand for something
+    smaller.
+    """
 
     prepare: tuple[Callable[[Path], None], ...] = ()
     smaller: dict[str, str] = {}
@@ -38,10 +42,15 @@ class NotRun(NamedTuple):
 NETWORK = "fetches packages"
 NOT_RUN = {
     "make demo": NotRun(
-        "fills a .venv, and takes minutes", "tests/methods/xft/test_demo.py::test_the_table_the_folders_and_the_picture"
+        "fills a .venv, and takes minutes",
+        "tests/methods/xft/test_demo.py::test_the_table_the_folders_and_the_picture",
     ),
-    "make demo-real": NotRun("fills a .venv, and takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"),
-    "moe-runtime demo-real": NotRun("takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"),
+    "make demo-real": NotRun(
+        "fills a .venv, and takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"
+    ),
+    "moe-runtime demo-real": NotRun(
+        "takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"
+    ),
     "make test": NotRun("is the suite that this belongs to"),
     "make test-slow": NotRun("is the rest of the suite"),
     "make test-all": NotRun("is both"),
@@ -54,11 +63,16 @@ NOT_RUN = {
         "tests/hf/models/test_modeling.py::test_the_model_without_its_head_is_the_same_model",
     ),
     "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
-    "make bench": NotRun("takes an hour", "tests/methods/xft/test_demo.py::test_every_benchmark_runs"),
+    "make bench": NotRun(
+        "takes an hour", "tests/methods/xft/test_demo.py::test_every_benchmark_runs"
+    ),
     "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
-    "make wheel": NotRun("fills a .venv", "tests/test_packaging.py::test_wheel_holds_the_package_and_no_more"),
+    "make wheel": NotRun(
+        "fills a .venv", "tests/test_packaging.py::test_wheel_holds_the_package_and_no_more"
+    ),
     "make wheel-cuda": NotRun(
-        "fills a .venv, and compiles for minutes", "tests/test_packaging.py::test_cuda_wheel_is_the_pure_one_and_the_library"
+        "fills a .venv, and compiles for minutes",
+        "tests/test_packaging.py::test_cuda_wheel_is_the_pure_one_and_the_library",
     ),
     "pip wheel": NotRun(NETWORK, "tests/test_packaging.py::test_cuda_is_never_built_in_silence"),
     "pip install": NotRun(NETWORK),
@@ -66,22 +80,32 @@ NOT_RUN = {
     ".ci/run": NotRun("calls make lint and make test"),
     ".venv/bin/pre-commit": NotRun("changes the clone's git hooks"),
     "bash bench/gpu.sh": NotRun("wants a GPU"),
-    "accelerate launch": NotRun("wants several GPUs", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"),
-    "python -m moe_runtime.native.build cuda": NotRun(
-        "compiles for minutes", "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks"
+    "accelerate launch": NotRun(
+        "wants several GPUs", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
     ),
-    "torchrun": NotRun("wants several nodes", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"),
+    "python -m moe_runtime.native.build cuda": NotRun(
+        "compiles for minutes",
+        "tests/native/test_build_cuda.py::test_the_command_builds_where_the_package_looks",
+    ),
+    "torchrun": NotRun(
+        "wants several nodes", "tests/methods/xft/test_distributed.py::test_two_processes_equal_one"
+    ),
     "moe-runtime memory": NotRun(NETWORK, "tests/tools/test_memory.py::test_estimate"),
-    "moe-runtime tune": NotRun("needs a GPU", "tests/tools/test_tune.py::test_the_fastest_config_is_written_and_picked_up"),
+    "moe-runtime tune": NotRun(
+        "needs a GPU", "tests/tools/test_tune.py::test_the_fastest_config_is_written_and_picked_up"
+    ),
     "moe-runtime data smollm2": NotRun(
-        "reads a package of 93 MB", "tests/tools/test_smollm2.py::test_the_folder_is_the_files_model"
+        "reads a package of 93 MB",
+        "tests/tools/test_smollm2.py::test_the_folder_is_the_files_model",
     ),
 }
 
 
 def rows(path: Path, count: int = 16) -> None:
     """Write pairs of a question and an answer."""
-    values = [{"prompt": f"{i} and {i % 7} make ", "completion": str(i + i % 7)} for i in range(count)]
+    values = [
+        {"prompt": f"{i} and {i % 7} make ", "completion": str(i + i % 7)} for i in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in values))
 
 
@@ -98,14 +122,18 @@ def base(folder: Path) -> None:
 def benchmarks(folder: Path) -> None:
     """Rows, one of which holds a benchmark's text."""
     rows(folder / "rows.jsonl")
-    (folder / "humaneval.jsonl").write_text(json.dumps({"task_id": "0", "prompt": "nothing of these rows"}) + "\n")
+    (folder / "humaneval.jsonl").write_text(
+        json.dumps({"task_id": "0", "prompt": "nothing of these rows"}) + "\n"
+    )
     (folder / "gsm8k-test.jsonl").write_text(
         json.dumps({"question": "so 3 and 3 and nothing else make ", "answer": "6"}) + "\n"
     )
 
 
 def real(folder: Path) -> None:
-    """A tiny model in place of SmolLM2, what `demo-real` makes of it, and the page's recipes at a size that takes seconds."""
+    """A tiny model in place of SmolLM2, what `demo-real` makes of it, and the page's recipes at a
+    size that takes seconds.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -119,10 +147,16 @@ def real(folder: Path) -> None:
     torch.manual_seed(0)
     xft.upcycle(model, num_experts=4, top_k=2)
     model.save_pretrained(folder / "runs" / "demo-real" / "MoE")
-    for own in (fence for fence in ALL if fence.page == "docs/real-model.md" and fence.language == "yaml"):
+    for own in (
+        fence for fence in ALL if fence.page == "docs/real-model.md" and fence.language == "yaml"
+    ):
         text = re.sub(r"steps: \d+", "steps: 2", own.text).replace("batch_size: 8", "batch_size: 4")
-        text = text.replace("held_out_rows: 40", "held_out_rows: 4").replace("validation_rows: 32", "validation_rows: 4")
-        text = text.replace("validation_rows: 16", "validation_rows: 4").replace("at_least: 48", "at_least: 6")
+        text = text.replace("held_out_rows: 40", "held_out_rows: 4").replace(
+            "validation_rows: 32", "validation_rows: 4"
+        )
+        text = text.replace("validation_rows: 16", "validation_rows: 4").replace(
+            "at_least: 48", "at_least: 6"
+        )
         (folder / own.options["file"]).write_text(text)
 
 
@@ -172,7 +206,11 @@ def specialists(folder: Path) -> None:
     for name, count in (("law", 12), ("code", 12), ("code-test", 4)):
         pairs = [{"prompt": f"{name} {i}", "completion": f"{i + 1}"} for i in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    (own,) = (fence for fence in ALL if fence.page == "docs/ultrafuser-tables.md" and fence.language == "yaml")
+    (own,) = (
+        fence
+        for fence in ALL
+        if fence.page == "docs/ultrafuser-tables.md" and fence.language == "yaml"
+    )
     text = replaced(
         own.text,
         {
@@ -192,17 +230,25 @@ def evaluated(folder: Path) -> None:
 
     files.make_folders(folder)
     for old, new in {
-        "dense": ("llama", "base", "sft", "merged", "models/code", "models/sums"), "moe": ("llama-moe", "tuned"),
-        "mixtral": ("olmoe",), "esft": ("law/adapter",), "peft": ("lora-adapter",),
-    }.items():  # fmt: skip
+        "dense": ("llama", "base", "sft", "merged", "models/code", "models/sums"),
+        "moe": ("llama-moe", "tuned"),
+        "mixtral": ("olmoe",),
+        "esft": ("law/adapter",),
+        "peft": ("lora-adapter",),
+    }.items():
         for name in new:
             shutil.copytree(folder / old, folder / name)
-    (own,) = (fence for fence in ALL if fence.page == "docs/evaluation.md" and fence.language == "yaml")
+    (own,) = (
+        fence for fence in ALL if fence.page == "docs/evaluation.md" and fence.language == "yaml"
+    )
     (folder / "smoke.yaml").write_text(own.text)
     lines = {
-        "gsm8k-test": {"question": "1 + 1?", "answer": "#### 2"}, "intent": {"prompt": "On?", "raw_answers": ["{}"]},
-        "smoke": {"question": "Is it?", "label": 1}, "mbpp": files.MBPP, "humaneval": files.CODE,
-    }  # fmt: skip
+        "gsm8k-test": {"question": "1 + 1?", "answer": "#### 2"},
+        "intent": {"prompt": "On?", "raw_answers": ["{}"]},
+        "smoke": {"question": "Is it?", "label": 1},
+        "mbpp": files.MBPP,
+        "humaneval": files.CODE,
+    }
     for name, row in lines.items():
         files.write(folder / f"{name}.jsonl", [row] * 3)
 
@@ -212,7 +258,9 @@ def study(method: str, **changes) -> Callable[[Path], None]:
 
     def write(folder: Path) -> None:
         (folder / method).mkdir()
-        importlib.import_module(f"tests.support.{method}_study").write_study(folder / method, **changes)
+        importlib.import_module(f"tests.support.{method}_study").write_study(
+            folder / method, **changes
+        )
 
     return write
 
@@ -222,7 +270,11 @@ def three_domains(folder: Path) -> None:
     path = folder / "fuser" / "study.yaml"
     values = yaml.safe_load(path.read_text())
     sums, words = values["domains"].values()
-    values["domains"] = {"prose": words, "code": words | {"train": str(folder / "fuser" / "code.jsonl")}, "arithmetic": sums}
+    values["domains"] = {
+        "prose": words,
+        "code": words | {"train": str(folder / "fuser" / "code.jsonl")},
+        "arithmetic": sums,
+    }
     values["specialists"] = {name: {"template": "{prompt}\n"} for name in values["domains"]}
     values["stage1"]["batch_size"] = values["stage2"]["batch_size"] = 6
     rows(folder / "fuser" / "code.jsonl")
@@ -263,52 +315,72 @@ def library(folder: Path) -> None:
 FLOWS = {
     "docs/adapters-serving.md": Flow((peft_adapters,)),
     "docs/benchmarks.md": Flow(
-        (results,), {"--only layer,step": "--only merging --tiny", "bench --tiny": "bench --tiny --only merging"}
+        (results,),
+        {
+            "--only layer,step": "--only merging --tiny",
+            "bench --tiny": "bench --tiny --only merging",
+        },
     ),
     "docs/build.md": Flow((library,)),
     "docs/commands.md": Flow(),
     "docs/cpu.md": Flow(),
     "docs/data.md": Flow((benchmarks,)),
     "docs/esft.md": Flow(
-        (law, study("esft")), {"esft train": "esft train --steps 2 --batch-size 4"} | small_table("esft main", "esft")
+        (law, study("esft")),
+        {"esft train": "esft train --steps 2 --batch-size 4"} | small_table("esft main", "esft"),
     ),
     "docs/esft-tables.md": Flow(
-        (study("esft"), mine), {"--seeds 1": "--seeds 1 --recipe esft/study.yaml", "esft main": "esft counts --seeds 1"}
+        (study("esft"), mine),
+        {"--seeds 1": "--seeds 1 --recipe esft/study.yaml", "esft main": "esft counts --seeds 1"},
     ),
     "docs/evaluation.md": Flow(
         (evaluated,),
         {
-            "arithmetic": "arithmetic=gsm8k-test.jsonl", "humaneval": "humaneval=humaneval.jsonl",
+            "arithmetic": "arithmetic=gsm8k-test.jsonl",
+            "humaneval": "humaneval=humaneval.jsonl",
             "--out runs/": "--max-new-tokens 4 --out runs/",
         },
     ),
     "docs/real-model.md": Flow(
         (real,),
         {
-            "data tasks tasks": "data tasks tasks --train 12 --held-out 4", "--train 400": "--train 48",
-            "eval runs/": "eval --max-new-tokens 4 runs/", "--seeds 3": "--seeds 1",
+            "data tasks tasks": "data tasks tasks --train 12 --held-out 4",
+            "--train 400": "--train 48",
+            "eval runs/": "eval --max-new-tokens 4 runs/",
+            "--seeds 3": "--seeds 1",
         },
     ),
-    "docs/performance.md": Flow(smaller={"--only layer,step": "--only merging --tiny --out bench.json"}),
+    "docs/performance.md": Flow(
+        smaller={"--only layer,step": "--only merging --tiny --out bench.json"}
+    ),
     "docs/recipes.md": Flow((study("xft"),), {"run tiny": "run xft/study.yaml"}),
     "docs/serving.md": Flow((base,)),
     "docs/start.md": Flow(),
     "docs/troubleshooting.md": Flow(),
     "docs/ultrafuser-tables.md": Flow(
-        (specialists, study("fuser")), {"weights --seeds 1": "weights --seeds 1 --recipe fuser/study.yaml"}
+        (specialists, study("fuser")),
+        {"weights --seeds 1": "weights --seeds 1 --recipe fuser/study.yaml"},
     ),
-    "docs/ultrafuser.md": Flow((specialists, study("fuser"), three_domains), small_table("ultrafuser ablate", "fuser")),
-    "docs/upit-tables.md": Flow((study("upit"), mine), {"router --seeds 1": "router --seeds 1 --recipe upit/study.yaml"}),
+    "docs/ultrafuser.md": Flow(
+        (specialists, study("fuser"), three_domains), small_table("ultrafuser ablate", "fuser")
+    ),
+    "docs/upit-tables.md": Flow(
+        (study("upit"), mine), {"router --seeds 1": "router --seeds 1 --recipe upit/study.yaml"}
+    ),
     "docs/upit.md": Flow((checkpoints, study("upit")), small_table("upit main", "upit")),
     "docs/xft-official.md": Flow((theirs,)),
-    "docs/xft-tables.md": Flow((study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}),
+    "docs/xft-tables.md": Flow(
+        (study("xft"), mine), {"--preset deepseek-coder-1.3b": "--recipe mine.yaml"}
+    ),
     "docs/xft.md": Flow((base, study("xft")), small_table("xft table1", "xft")),
     "README.md": Flow(),
-}  # fmt: skip
+}
 
 
 def replaced(text: str, smaller: dict[str, str]) -> str:
-    """Return a text with each of the given ones in it exchanged; ValueError for one that is not there."""
+    """Return a text with each of the given ones in it exchanged; ValueError for one that is not
+    there.
+    """
     for old, new in smaller.items():
         if old not in text:
             raise ValueError(f"{old!r} is not in the page; want what stands there")
@@ -317,10 +389,14 @@ def replaced(text: str, smaller: dict[str, str]) -> str:
 
 
 def commands(page: str) -> list[tuple[Fence, list[str]]]:
-    """Return the commands of a page's bash blocks, in order, each with its block, as FLOWS makes them smaller."""
+    """Return the commands of a page's bash blocks, in order, each with its block, as FLOWS makes
+    them smaller.
+    """
     fences = [fence for fence in ALL if fence.page == page and fence.language == "bash"]
     smaller = FLOWS[page].smaller if page in FLOWS else {}
-    texts = replaced("\0".join(re.sub(r" {2,}", " ", fence.text) for fence in fences), smaller).split("\0")
+    texts = replaced(
+        "\0".join(re.sub(r" {2,}", " ", fence.text) for fence in fences), smaller
+    ).split("\0")
     return [(fence, words) for fence, text in zip(fences, texts) for words in statements(text)]
 
 
@@ -329,7 +405,11 @@ def reason_of(words: list[str]) -> str | None:
     while re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
         words = words[1:]
     line = " ".join(words)
-    found = [key for key in NOT_RUN if line == key or line.startswith(key if key.endswith("=") else f"{key} ")]
+    found = [
+        key
+        for key in NOT_RUN
+        if line == key or line.startswith(key if key.endswith("=") else f"{key} ")
+    ]
     return max(found, key=len, default=None)
 
 
@@ -340,23 +420,31 @@ def wants_a_compiler(words: list[str]) -> bool:
 
 
 def run(words: list[str], monkeypatch) -> str:
-    """Run one command in this process, patterns of file names expanded; return what it printed. Asserts that it ended well."""
-    words = [name for word in words for name in (sorted(glob.glob(word)) if "*" in word else [word])]
+    """Run one command in this process, patterns of file names expanded; return what it printed.
+    Asserts that it ended well.
+    """
+    words = [
+        name for word in words for name in (sorted(glob.glob(word)) if "*" in word else [word])
+    ]
     if words[0] == "moe-runtime":
         code, out, err = run_cli(words, monkeypatch)
     else:
         assert words[:2] == ["python", "-m"], words
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         monkeypatch.setattr(sys, "argv", words[2:])
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = importlib.import_module(words[2]).main(words[3:])
-        out, err = out.getvalue(), err.getvalue()
+        out = out.getvalue()
+        err = err.getvalue()
     assert not code, f"{' '.join(words)} ended with {code}: {out[-1000:]}{err[-3000:]}"
     return out
 
 
 def shown(fence: Fence) -> list[list[str]]:
-    """Return the cells of the markdown table that follows a block, head first; none where something else follows."""
+    """Return the cells of the markdown table that follows a block, head first; none where something
+    else follows.
+    """
     end = fence.line + fence.text.count("\n") + 2  # the blank line below the block
     found = []
     for line in (ROOT / fence.page).read_text().splitlines()[end:]:
@@ -367,7 +455,9 @@ def shown(fence: Fence) -> list[list[str]]:
 
 
 def check_table(table: list[list[str]], printed: str) -> None:
-    """Assert that what a command printed has the columns and the rows that the page shows of it, names that is."""
+    """Assert that what a command printed has the columns and the rows that the page shows of it,
+    names that is.
+    """
     head, *rows = table
     lines = [re.split(r" {2,}", line.strip()) for line in printed.splitlines()]
     heads = [i for i, cells in enumerate(lines) if set(head) <= set(cells)]

@@ -1,4 +1,6 @@
-"""Imported last by what forks: excludes what was imported from garbage collection, which every training runs."""
+"""Imported last by what forks: excludes what was imported from garbage collection, which every
+training runs.
+"""
 
 import gc
 

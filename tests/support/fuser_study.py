@@ -1,4 +1,6 @@
-"""A fuser study that runs in seconds: a random Llama of one layer, sums and words in files, a template for each."""
+"""A fuser study that runs in seconds: a random Llama of one layer, sums and words in files, a
+template for each.
+"""
 
 import functools
 import json
@@ -15,7 +17,9 @@ STEPS = {"steps": 4, "learning_rate": 1e-2, "batch_size": 4}
 
 @functools.cache
 def folder() -> tempfile.TemporaryDirectory:
-    """A folder with a study, whose stages all tests of a process share; it goes when the process does."""
+    """A folder with a study, whose stages all tests of a process share; it goes when the process
+    does.
+    """
     made = tempfile.TemporaryDirectory(prefix="fuser-study-")
     # steps enough for four checkpoints in the last seven ninths
     write_study(Path(made.name), stage2=STEPS | {"steps": 6})
@@ -24,8 +28,14 @@ def folder() -> tempfile.TemporaryDirectory:
 
 def domain_rows() -> dict[str, list[dict]]:
     """Rows of the two domains, all different; one has three times as many."""
-    sums = [{"prompt": f"{i} and {j}", "completion": str(i + j)} for i in range(12) for j in range(4)]
-    words = [{"prompt": f"turn {word} {i}", "completion": word[::-1] * 2} for word in WORDS for i in range(2)]
+    sums = [
+        {"prompt": f"{i} and {j}", "completion": str(i + j)} for i in range(12) for j in range(4)
+    ]
+    words = [
+        {"prompt": f"turn {word} {i}", "completion": word[::-1] * 2}
+        for word in WORDS
+        for i in range(2)
+    ]
     return {"sums": sums, "words": words}
 
 
@@ -43,7 +53,9 @@ def write_study(to: Path, **changes) -> Path:
         "method": "ultrafuser",
         "base_model": str(to / "base"),
         "max_length": 48,
-        "domains": {name: {"train": str(to / f"{name}.jsonl"), "held_out_rows": 6} for name in rows},
+        "domains": {
+            name: {"train": str(to / f"{name}.jsonl"), "held_out_rows": 6} for name in rows
+        },
         "specialists": {"sums": {"template": "ultralm"}, "words": {"template": "# {prompt}\n"}},
         "specialist": STEPS | {"optimizer": "adamw_torch"},
         "stage1": STEPS,

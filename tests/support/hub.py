@@ -1,7 +1,7 @@
 """A stand-in for the Hub's HTTP API on this machine: repositories are dictionaries in memory.
 
-It knows what uploading and downloading of small files need, nothing of LFS, branches or rate limits. A card whose license is
-not in LICENSES is refused, as the Hub does.
+It knows what uploading and downloading of small files need, nothing of LFS, branches or rate
+limits. A card whose license is not in LICENSES is refused, as the Hub does.
 """
 
 import base64
@@ -26,7 +26,9 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, value, code: int = 200, **headers: str) -> None:
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(code)
-        for name, text in ({"Content_Type": "application/json", "Content_Length": str(len(data))} | headers).items():
+        for name, text in (
+            {"Content_Type": "application/json", "Content_Length": str(len(data))} | headers
+        ).items():
             self.send_header(name.replace("_", "-"), text)
         self.end_headers()
         if self.command != "HEAD":
@@ -46,51 +48,95 @@ class Handler(BaseHTTPRequestHandler):
         return data
 
     def do_POST(self) -> None:
-        path, data, repos = urlsplit(self.path).path, self.received(), self.server.repos
+        path = urlsplit(self.path).path
+        data = self.received()
+        repos = self.server.repos
         if path == "/api/repos/create":
             asked = json.loads(data)
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             found = name in repos
             repos.setdefault(name, {"sha": "0" * 40, "files": {}})
-            self.answer({"url": f"{self.server.url}/{name}", "id": name, "name": name}, 409 if found else 200)
+            self.answer(
+                {"url": f"{self.server.url}/{name}", "id": name, "name": name},
+                409 if found else 200,
+            )
         elif path == "/api/validate-yaml":
             license = re.search(r"^license: (.*)$", json.loads(data)["content"], re.MULTILINE)
-            errors = [{"message": f"license {license[1]} is unknown"}] if license and license[1] not in LICENSES else []
+            if license and license[1] not in LICENSES:
+                errors = [{"message": f"license {license[1]} is unknown"}]
+            else:
+                errors = []
             self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
         elif found := re.fullmatch(r"/api/models/(.+?)/preupload/.+", path):
             names = [file["path"] for file in json.loads(data)["files"]]
-            self.answer({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})
+            self.answer(
+                {
+                    "files": [
+                        {"path": name, "uploadMode": "regular", "shouldIgnore": False}
+                        for name in names
+                    ]
+                }
+            )
         elif found := re.fullmatch(r"/api/models/(.+?)/commit/.+", path):
             if found[1].startswith("locked/"):
                 return self.answer({"error": "You may not write here"}, 403)
             repo = repos[found[1]]
             for line in map(json.loads, data.splitlines()):
                 if line["key"] == "file":
-                    repo["files"][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                    repo["files"][line["value"]["path"]] = base64.b64decode(
+                        line["value"]["content"]
+                    )
             repo["sha"] = hashlib.sha1(data).hexdigest()
             url = f"{self.server.url}/{found[1]}/commit/{repo['sha']}"
-            self.answer({"success": True, "commitUrl": url, "commitOid": repo["sha"], "hookOutput": ""})
+            self.answer(
+                {"success": True, "commitUrl": url, "commitOid": repo["sha"], "hookOutput": ""}
+            )
         else:
             self.absent()
 
     def do_GET(self) -> None:
-        path, repos = unquote(urlsplit(self.path).path), self.server.repos
+        path = unquote(urlsplit(self.path).path)
+        repos = self.server.repos
         if path == "/api/whoami-v2":
-            return self.answer({"name": "me", "type": "user", "orgs": [], "auth": {"type": "access_token"}})
-        found = re.fullmatch(r"/(?:api/models/)?([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)/?(.*))?", path)
+            return self.answer(
+                {"name": "me", "type": "user", "orgs": [], "auth": {"type": "access_token"}}
+            )
+        found = re.fullmatch(
+            r"/(?:api/models/)?([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)/?(.*))?", path
+        )
         repo = repos.get(found[1]) if found else None
         if repo is None:
             return self.absent()
-        files, what, name = repo["files"], found[2], found[4]
+        files = repo["files"]
+        what = found[2]
+        name = found[4]
         if what == "resolve":
             if name not in files:
                 return self.absent("EntryNotFound", X_Repo_Commit=repo["sha"])
             tag = hashlib.sha1(files[name]).hexdigest()
-            return self.answer(files[name], ETag=f'"{tag}"', X_Repo_Commit=repo["sha"], Content_Type="application/octet-stream")
+            return self.answer(
+                files[name],
+                ETag=f'"{tag}"',
+                X_Repo_Commit=repo["sha"],
+                Content_Type="application/octet-stream",
+            )
         if what == "tree":
-            return self.answer([{"type": "file", "path": n, "size": len(b), "oid": "0" * 40} for n, b in sorted(files.items())])
+            return self.answer(
+                [
+                    {"type": "file", "path": n, "size": len(b), "oid": "0" * 40}
+                    for n, b in sorted(files.items())
+                ]
+            )
         return self.answer(
-            {"_id": "0", "id": found[1], "modelId": found[1], "sha": repo["sha"], "private": False, "tags": [], "downloads": 0}
+            {
+                "_id": "0",
+                "id": found[1],
+                "modelId": found[1],
+                "sha": repo["sha"],
+                "private": False,
+                "tags": [],
+                "downloads": 0,
+            }
             | {"likes": 0, "siblings": [{"rfilename": n} for n in sorted(files)]}
         )
 
@@ -100,7 +146,8 @@ class Handler(BaseHTTPRequestHandler):
 def start() -> ThreadingHTTPServer:
     """Start it in a thread; `.url` is its address, `.repos` what it holds."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url, server.repos = f"http://127.0.0.1:{server.server_port}", {}
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.repos = {}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
@@ -108,6 +155,10 @@ def start() -> ThreadingHTTPServer:
 def environment(server: ThreadingHTTPServer, home) -> dict[str, str]:
     """Return the variables that make a new process use `server` as the Hub."""
     return {
-        "HF_ENDPOINT": server.url, "HF_TOKEN": "hf_stand_in", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1",
-    }  # fmt: skip
+        "HF_ENDPOINT": server.url,
+        "HF_TOKEN": "hf_stand_in",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }

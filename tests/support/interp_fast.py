@@ -1,7 +1,8 @@
 """Makes Triton's interpreter faster and changes nothing that it computes (triton 3.6 to 3.9).
 
-Most of its time goes into describing types that it has described before, into asking which type two types compute in,
-into wrappers around wrappers, and into checks for integer overflow whose result reaches an assertion that is off.
+Most of its time goes into describing types that it has described before, into asking which type two
+types compute in, into wrappers around wrappers, and into checks for integer overflow whose result
+reaches an assertion that is off.
 """
 
 import dataclasses
@@ -34,8 +35,11 @@ def install() -> None:
 
 
 def _patch_languages_once() -> None:
-    """Nested @triton.jit calls patch triton.language again on every call; patch it once per launch and module."""
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    """Nested @triton.jit calls patch triton.language again on every call; patch it once per launch
+    and module.
+    """
+    launch = interpreter.GridExecutor.__call__
+    patch = interpreter._patch_lang
     seen = None  # modules patched in the launch that runs; None between launches
 
     def patch_once(fn):
@@ -48,19 +52,27 @@ def _patch_languages_once() -> None:
 
     def launch_once(self, *args, **kwargs):
         nonlocal seen
-        outer, seen = seen, set()
+        outer = seen
+        seen = set()
         try:
             return launch(self, *args, **kwargs)
         finally:
             seen = outer
 
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_once
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = launch_once
 
 
 def _know_the_builtins() -> None:
-    """Look through the language's modules and classes for what a launch patches now, not at each launch."""
-    is_builtin, packages = tl.core.is_builtin, (tl, tl.core, tl.math, tl.core.tensor, tl.core.tensor_descriptor_base)
-    names = {package: [name for name in dir(package) if is_builtin(getattr(package, name))] for package in packages}
+    """Look through the language's modules and classes for what a launch patches now, not at each
+    launch.
+    """
+    is_builtin = tl.core.is_builtin
+    packages = (tl, tl.core, tl.math, tl.core.tensor, tl.core.tensor_descriptor_base)
+    names = {
+        package: [name for name in dir(package) if is_builtin(getattr(package, name))]
+        for package in packages
+    }
     look = interpreter._patch_builtin
 
     def patch_builtin(package, builder, scope):
@@ -75,9 +87,13 @@ def _know_the_builtins() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """A launch wraps every builtin again, around a wrapper that only looks whether it was given `_semantic`."""
-    semantic, wrapper = interpreter.interpreter_semantic, tl.core.builtin(lambda: None).__code__
-    patch, made = interpreter._patch_attr, {}
+    """A launch wraps every builtin again, around a wrapper that only looks whether it was given
+    `_semantic`.
+    """
+    semantic = interpreter.interpreter_semantic
+    wrapper = tl.core.builtin(lambda: None).__code__
+    patch = interpreter._patch_attr
+    made = {}
 
     def patch_attr(obj, name, member, builder, scope):
         if builder is not interpreter.interpreter_builder:
@@ -104,9 +120,16 @@ def _compute_no_unread_overflow() -> None:
 
 def _describe_types_once() -> None:
     """Types with the same name have the same NumPy type, shape and number of elements."""
-    block, tensor, np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
-    other, equal = tl.block_type.with_element_ty, tl.dtype.__eq__
-    np_dtypes, blocks, tensors, others, widths = {}, {}, {}, {}, {}
+    block = tl.block_type.__init__
+    tensor = tl.tensor.__init__
+    np_dtype = interpreter._get_np_dtype
+    other = tl.block_type.with_element_ty
+    equal = tl.dtype.__eq__
+    np_dtypes = {}
+    blocks = {}
+    tensors = {}
+    others = {}
+    widths = {}
 
     def get_np_dtype(dtype):
         found = np_dtypes.get(dtype.name)
@@ -122,7 +145,9 @@ def _describe_types_once() -> None:
         if known is None:
             block(self, element_ty, list(shape))
             self.sizes = sizes  # a tuple of Python's, which compares faster than Triton's
-            blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+            blocks[key] = {
+                name: value for name, value in vars(self).items() if name != "element_ty"
+            }
         else:
             self.element_ty = element_ty
             vars(self).update(known)
@@ -133,7 +158,9 @@ def _describe_types_once() -> None:
             tensor(self, handle, type)
             tensors[type.name] = {name: vars(self)[name] for name in ("shape", "numel")}
         else:
-            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.handle = handle
+            self.type = type
+            self.dtype = type.scalar
             vars(self).update(known)
 
     def with_element_ty(self, scalar_ty):
@@ -146,11 +173,15 @@ def _describe_types_once() -> None:
         width = widths.get(dtype.name)
         if width is None:
             # a pointer's array may have any; a smaller number has a byte
-            width = widths[dtype.name] = 1 << 30 if dtype.is_ptr() else max(8, dtype.primitive_bitwidth) / 8
+            width = widths[dtype.name] = (
+                1 << 30 if dtype.is_ptr() else max(8, dtype.primitive_bitwidth) / 8
+            )
         return array.itemsize <= width
 
-    interpreter._get_np_dtype, interpreter._validate_np_data_size = get_np_dtype, is_size_valid
-    tl.block_type.__init__, tl.tensor.__init__ = init_block, init_tensor
+    interpreter._get_np_dtype = get_np_dtype
+    interpreter._validate_np_data_size = is_size_valid
+    tl.block_type.__init__ = init_block
+    tl.tensor.__init__ = init_tensor
     tl.block_type.with_element_ty = with_element_ty
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     integers = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
@@ -177,7 +208,8 @@ def _translate_types_once() -> None:
 
 
 def _unwrap_only_what_is_wrapped() -> None:
-    unwrap, plain = tl.core._unwrap_if_constexpr, {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
+    unwrap = tl.core._unwrap_if_constexpr
+    plain = {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
 
     def unwrap_if_constexpr(o):
         return o if type(o) in plain else unwrap(o)
@@ -187,7 +219,9 @@ def _unwrap_only_what_is_wrapped() -> None:
 
 def _know_what_two_types_compute_in() -> None:
     """The answer follows from the types' names; of one type that is not narrow it is that type."""
-    compute, check, answers = TritonSemantic.computation_type_impl, TritonSemantic.binary_op_type_checking_impl, {}
+    compute = TritonSemantic.computation_type_impl
+    check = TritonSemantic.binary_op_type_checking_impl
+    answers = {}
     wide = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES + ["fp32", "fp64"])
 
     def computation_type_impl(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
@@ -209,11 +243,14 @@ def _know_what_two_types_compute_in() -> None:
 
 def _make_constants_once() -> None:
     """No operation changes its operands; of the two zeros of a float either may be meant."""
-    constant, made = TritonSemantic.scalar_constant, {}
+    constant = TritonSemantic.scalar_constant
+    made = {}
 
     def scalar_constant(self, value, dtype):
         kind = type(value)
-        if self is not interpreter.interpreter_semantic or (kind is not int and (kind is not float or value == 0)):
+        if self is not interpreter.interpreter_semantic or (
+            kind is not int and (kind is not float or value == 0)
+        ):
             return constant(self, value, dtype)
         key = kind, value, dtype.name
         if key not in made:
@@ -229,7 +266,8 @@ def _broadcast_only_what_differs() -> None:
     broadcast = TritonSemantic.broadcast_impl_value
 
     def broadcast_impl_value(self, lhs, rhs):
-        left, right = lhs.type, rhs.type
+        left = lhs.type
+        right = rhs.type
         if left is right:
             return lhs, rhs
         if left.is_block():

@@ -1,8 +1,9 @@
 """Makes Triton's NumPy interpreter tell the truth about bf16 and fp8 (triton 3.6 to 3.9).
 
-The interpreter keeps bf16 as raw uint16, so tl.dot multiplies and binary operators add and compare those integers, and
-casts truncate (bf16) or lose the mantissa's carry (fp8). This repairs dots, casts and comparisons, and raises on bf16
-arithmetic, reductions and atomics: a kernel upcasts to float32 right after the load, on the GPU as well.
+The interpreter keeps bf16 as raw uint16, so tl.dot multiplies and binary operators add and compare
+those integers, and casts truncate (bf16) or lose the mantissa's carry (fp8). This repairs dots,
+casts and comparisons, and raises on bf16 arithmetic, reductions and atomics: a kernel upcasts to
+float32 right after the load, on the GPU as well.
 """
 
 import numpy as np
@@ -13,7 +14,11 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from moe_runtime import backends
 
-NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+NARROW = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
 NARROW_NAMES = frozenset(dtype.name for dtype in NARROW)  # a type's own hash is slow
 COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
 EXACT = (*COMPARISONS, np.maximum, np.minimum, np.fmax, np.fmin)
@@ -29,7 +34,9 @@ def decode(handle) -> np.ndarray:
 
 
 def encode(values: np.ndarray, scalar) -> np.ndarray:
-    """Return `values` as the interpreter stores the Triton type `scalar`, rounded to nearest even."""
+    """Return `values` as the interpreter stores the Triton type `scalar`, rounded to
+    nearest even.
+    """
     dtype = NARROW.get(scalar)
     if dtype is None:
         return values.astype(interpreter._get_np_dtype(scalar))
@@ -60,7 +67,8 @@ def _refuse(what: str):
 
 
 def _fix_casts() -> None:
-    cast, fp_to_fp = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
+    cast = InterpreterBuilder.cast_impl
+    fp_to_fp = InterpreterBuilder.create_fp_to_fp
 
     def fixed(original):
         def convert(self, src, dst, *mode):
@@ -74,7 +82,8 @@ def _fix_casts() -> None:
 
 
 def _fix_operators() -> None:
-    binary, unary = InterpreterBuilder.binary_op, InterpreterBuilder.unary_op
+    binary = InterpreterBuilder.binary_op
+    unary = InterpreterBuilder.unary_op
     atomic = InterpreterBuilder.create_atomic_rmw
 
     def binary_op(self, lhs, rhs, op):
@@ -82,7 +91,8 @@ def _fix_operators() -> None:
             return binary(self, lhs, rhs, op)
         if op not in EXACT:
             _refuse(op.__name__)
-        out, scalar = op(decode(lhs), decode(rhs)), lhs.dtype.scalar
+        out = op(decode(lhs), decode(rhs))
+        scalar = lhs.dtype.scalar
         return TensorHandle(out if out.dtype == np.bool_ else encode(out, scalar), scalar)
 
     def unary_op(self, arg, op):
@@ -105,8 +115,10 @@ def _fix_operators() -> None:
             _refuse("atomic")
         return atomic(self, op, ptr, value, mask, sem, scope)
 
-    InterpreterBuilder.binary_op, InterpreterBuilder.unary_op = binary_op, unary_op
-    InterpreterBuilder.create_dot, InterpreterBuilder.create_atomic_rmw = create_dot, create_atomic_rmw
+    InterpreterBuilder.binary_op = binary_op
+    InterpreterBuilder.unary_op = unary_op
+    InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
 
 
 def _fix_reductions() -> None:
@@ -124,7 +136,8 @@ def _fix_reductions() -> None:
 
 
 def _fix_index() -> None:
-    # triton < 3.7 calls int() on an array of one element in range(0, K, BLOCK_K), which numpy >= 2.4 refuses
+    # triton < 3.7 calls int() on an array of one element in range(0, K, BLOCK_K), which numpy >=
+    # 2.4 refuses
     patch = interpreter._patch_lang_tensor
 
     def index(self) -> int:

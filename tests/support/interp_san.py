@@ -23,11 +23,13 @@ class _Launch:
         # ranges may nest, so an address is inside if any range that starts before it ends after it
         self.reach = np.maximum.accumulate(self.high) if ranges else self.high
         self.program = 0
-        self.reads, self.writes = [], []
+        self.reads = []
+        self.writes = []
 
     def check(self, kind: str, ptr, mask, size: int) -> None:
         """Raise unless all active lanes of `ptr`, `size` bytes each, are inside the tensors."""
-        data, active = ptr.data, np.asarray(mask.data).astype(bool, copy=False)
+        data = ptr.data
+        active = np.asarray(mask.data).astype(bool, copy=False)
         if data.shape != active.shape:
             data, active = np.broadcast_arrays(data, active)
         address = data[active]
@@ -36,10 +38,18 @@ class _Launch:
         i = np.maximum(np.searchsorted(self.low, address, side="right") - 1, 0)
         inside = (address >= self.low[i]) & (address + np.uint64(size) <= self.reach[i])
         if not inside.all():
-            bad, near = int(address[~inside][0]), int(i[~inside][0])
-            low, high = int(self.low[near]), int(self.high[near])
+            bad = int(address[~inside][0])
+            near = int(i[~inside][0])
+            low = int(self.low[near])
+            high = int(self.high[near])
             raise KernelMemoryError(
-                f"{kind} out of bounds: {int((~inside).sum())} lane(s), the first at byte {bad - low} of a tensor of "
+                f"{kind} out of bounds: {int((~inside).sum())} "
+                "lane(s), "
+                "the "
+                "first "
+                "at "
+                "byte "
+                f"{bad - low} of a tensor of "
                 f"{high - low} bytes, program {interpreter.interpreter_builder.grid_idx}"
             )
         if kind != "atomic":
@@ -51,7 +61,8 @@ class _Launch:
             return
         address, program = _flatten(self.writes)
         order = np.lexsort((program, address))
-        address, program = address[order], program[order]
+        address = address[order]
+        program = program[order]
         twice = (address[1:] == address[:-1]) & (program[1:] != program[:-1])
         if twice.any():
             raise KernelMemoryError(
@@ -64,7 +75,13 @@ class _Launch:
             raced = (address[i] == read) & (program[i] != reader)
             if raced.any():
                 raise KernelMemoryError(
-                    f"read/write race: program {reader[raced][0]} reads what program {program[i][raced][0]} stores"
+                    "read/write race: "
+                    "program "
+                    f"{reader[raced][0]} "
+                    "reads "
+                    "what "
+                    "program "
+                    f"{program[i][raced][0]} stores"
                 )
 
 
@@ -86,7 +103,9 @@ def _ranges(args) -> list[tuple[int, int]]:
             found += _ranges([arg.base])
         elif hasattr(arg, "data_ptr") and hasattr(arg, "untyped_storage"):
             # the extent of the view, not of its storage
-            last = sum((size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True))
+            last = sum(
+                (size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True)
+            )
             elements = last + 1 if arg.numel() else 0
             found.append((arg.data_ptr(), arg.data_ptr() + elements * arg.element_size()))
     return found
@@ -98,7 +117,8 @@ def _size(ptr) -> int:
 
 def _poison(ptr) -> TensorHandle:
     dtype = interpreter._get_np_dtype(ptr.get_element_ty())
-    nan_bits = {np.dtype(np.uint16): 0x7FC0, np.dtype(np.uint8): 0x7F}  # bf16 and fp8 are stored as these
+    # bf16 and fp8 are stored as these
+    nan_bits = {np.dtype(np.uint16): 0x7FC0, np.dtype(np.uint8): 0x7F}
     if dtype.kind == "f":
         value = np.nan
     elif dtype.kind == "i":
@@ -118,7 +138,8 @@ def install() -> None:
 
 
 def _watch_memory() -> None:
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    load = InterpreterBuilder.create_masked_load
+    store = InterpreterBuilder.create_masked_store
     atomic = InterpreterBuilder.create_atomic_rmw
 
     def create_masked_load(self, ptrs, mask, other, *args, **kwargs):
@@ -143,7 +164,9 @@ def _watch_memory() -> None:
 
 
 def _watch_launches() -> None:
-    init, call, set_index = GridExecutor._init_args_hst, GridExecutor.__call__, InterpreterBuilder.set_grid_idx
+    init = GridExecutor._init_args_hst
+    call = GridExecutor.__call__
+    set_index = InterpreterBuilder.set_grid_idx
 
     def init_args(self, args, kwargs):
         global _launch
@@ -167,5 +190,6 @@ def _watch_launches() -> None:
         finally:
             _launch = None
 
-    GridExecutor._init_args_hst, GridExecutor.__call__ = init_args, launch
+    GridExecutor._init_args_hst = init_args
+    GridExecutor.__call__ = launch
     InterpreterBuilder.set_grid_idx = set_grid_idx

@@ -8,6 +8,8 @@ def moe_layer(**options):
 
     def call(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated, **form):
         biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
-        return moe_mlp(x, up, down, topk_weight, topk_idx, act=act, gated=gated, **form, **biases, **options)
+        return moe_mlp(
+            x, up, down, topk_weight, topk_idx, act=act, gated=gated, **form, **biases, **options
+        )
 
     return call

@@ -1,4 +1,6 @@
-"""The imports of moe_runtime, read without running them: for tests/test_layout.py and docs/architecture.svg."""
+"""The imports of moe_runtime, read without running them: for tests/test_layout.py and
+docs/architecture.svg.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -9,15 +11,34 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "moe_runtime"
 # a module imports from its own rank and below; the order in one rank is free, but for circles
 RANK = {
-    "kernels": 0, "config": 1, "native": 1, "io": 1, "backends": 2, "ops": 3, "modules": 4,
-    "hf": 5, "hf.models": 5, "hf.dropin": 5, "hf.training": 5.5, "experiments": 6,
-    "methods": 7, "methods.lora": 7, "methods.ultrafuser": 7, "methods.xft": 7.1, "methods.esft": 7.1, "methods.upit": 7.2,
-    "tools": 7.5, "cli": 8, "__main__": 8,
-}  # fmt: skip
+    "kernels": 0,
+    "config": 1,
+    "native": 1,
+    "io": 1,
+    "backends": 2,
+    "ops": 3,
+    "modules": 4,
+    "hf": 5,
+    "hf.models": 5,
+    "hf.dropin": 5,
+    "hf.training": 5.5,
+    "experiments": 6,
+    "methods": 7,
+    "methods.lora": 7,
+    "methods.ultrafuser": 7,
+    "methods.xft": 7.1,
+    "methods.esft": 7.1,
+    "methods.upit": 7.2,
+    "tools": 7.5,
+    "cli": 8,
+    "__main__": 8,
+}
 
 
 class Import(NamedTuple):
-    """One imported name; `level` counts its leading dots, and a `lazy` one stands inside a function."""
+    """One imported name; `level` counts its leading dots, and a `lazy` one stands inside a
+    function.
+    """
 
     name: str
     line: int
@@ -35,9 +56,15 @@ class Arrow(NamedTuple):
 
 
 def own_files(root: Path) -> list[Path]:
-    """List the package's files; kernels/ and bench/ are reached by links, and are not among them."""
+    """List the package's files; kernels/ and bench/ are reached by links, and are not among
+    them.
+    """
     links = [root / PACKAGE / name for name in ("kernels", "bench")]
-    return [path for path in sorted((root / PACKAGE).rglob("*.py")) if not any(link in path.parents for link in links)]
+    return [
+        path
+        for path in sorted((root / PACKAGE).rglob("*.py"))
+        if not any(link in path.parents for link in links)
+    ]
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -57,14 +84,22 @@ def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
             yield from (Import(alias.name, child.lineno, 0, lazy) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             prefix = f"{child.module}." if child.module else ""
-            yield from (Import(prefix + alias.name, child.lineno, child.level, lazy) for alias in child.names)
+            yield from (
+                Import(prefix + alias.name, child.lineno, child.level, lazy)
+                for alias in child.names
+            )
         else:
-            yield from imports(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+            yield from imports(
+                child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            )
 
 
 def arrows(root: Path) -> list[Arrow]:
-    """Return who imports whom. `from package import module` names the module, `from module import name` its parent."""
-    known, found = modules(root), []
+    """Return who imports whom. `from package import module` names the module, `from module import
+    name` its parent.
+    """
+    known = modules(root)
+    found = []
     for source, path in known.items():
         for found_import in imports(ast.parse(path.read_text())):
             name = found_import.name
@@ -76,18 +111,25 @@ def arrows(root: Path) -> list[Arrow]:
 
 
 def folder_of(module: str) -> str:
-    """Return the folder of a module as DESIGN names them: `ops`, `hf.models`, `methods.xft`; of the root's files themselves."""
+    """Return the folder of a module as DESIGN names them: `ops`, `hf.models`, `methods.xft`; of the
+    root's files themselves.
+    """
     parts = module.split(".")[1:]
     depth = 2 if parts[:1] in (["hf"], ["methods"]) else 1
     return ".".join(parts[:depth])
 
 
 def circles(root: Path) -> list[list[str]]:
-    """Return the groups of modules that reach themselves; imports inside functions count (Tarjan's components)."""
+    """Return the groups of modules that reach themselves; imports inside functions count (Tarjan's
+    components).
+    """
     targets: dict[str, set[str]] = {name: set() for name in modules(root)}
     for arrow in arrows(root):
         targets[arrow.source].add(arrow.target)
-    number, low, stack, found = {}, {}, [], []
+    number = {}
+    low = {}
+    stack = []
+    found = []
 
     def visit(name: str) -> None:
         number[name] = low[name] = len(number)

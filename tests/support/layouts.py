@@ -1,4 +1,6 @@
-"""Ways to hold the same tensors of a `Case` in memory; each changes the leaves and the view that undoes the change."""
+"""Ways to hold the same tensors of a `Case` in memory; each changes the leaves and the view that
+undoes the change.
+"""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,31 +13,55 @@ from tests.support.oracle import choose_experts, relative_error
 
 
 class _Large(TorchDispatchMode):
-    """Names the ops that return a tensor of `size` elements: copies, or with `every` all but views and in-place ops."""
+    """Names the ops that return a tensor of `size` elements: copies, or with `every` all but views
+    and in-place ops.
+    """
 
     def __init__(self, size: int, every: bool = False):
         super().__init__()
-        self.size, self.found, self.every = size, [], every
+        self.size = size
+        self.found = []
+        self.every = every
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        copies = func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy)
-        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and not any(t is arg for arg in args)]
-        if (copies or (self.every and not func.is_view)) and any(t.numel() == self.size for t in made):
+        copies = func.overloadpacket in (
+            torch.ops.aten.clone,
+            torch.ops.aten.copy_,
+            torch.ops.aten._to_copy,
+        )
+        made = [
+            t
+            for t in tree_leaves(out)
+            if isinstance(t, torch.Tensor) and not any(t is arg for arg in args)
+        ]
+        if (copies or (self.every and not func.is_view)) and any(
+            t.numel() == self.size for t in made
+        ):
             self.found.append(str(func))
         return out
 
 
 def copies_of_transposed_gradients(layer, backend: str | None, device: str = "cpu") -> list[str]:
-    """Run layer(x, up, down, weight, idx, backend=) on stacks stored as [E, in, out]; return what copied their gradients."""
-    E, H, I, T = 3, 16, 16, 20
-    x, weight = torch.randn(T, H, device=device), torch.rand(T, 2, device=device)
+    """Run layer(x, up, down, weight, idx, backend=) on stacks stored as [E, in, out]; return what
+    copied their gradients.
+    """
+    E = 3
+    H = 16
+    I = 16
+    T = 20
+    x = torch.randn(T, H, device=device)
+    weight = torch.rand(T, 2, device=device)
     idx = torch.stack([torch.randperm(E)[:2] for _ in range(T)]).to(device)
-    up, down = (torch.randn(size, device=device, requires_grad=True) for size in ((E, H, 2 * I), (E, I, H)))
+    up, down = (
+        torch.randn(size, device=device, requires_grad=True) for size in ((E, H, 2 * I), (E, I, H))
+    )
     for size in (up.numel(), down.numel()):
         up.grad = down.grad = None
         with _Large(size) as copies:
-            layer(x, up.transpose(1, 2), down.transpose(1, 2), weight, idx, backend=backend).sum().backward()
+            layer(
+                x, up.transpose(1, 2), down.transpose(1, 2), weight, idx, backend=backend
+            ).sum().backward()
         if copies.found:
             return copies.found
     assert up.grad.stride() == up.stride() and down.grad.stride() == down.stride()
@@ -46,11 +72,16 @@ NARROW = "transposed stacks with H = 1"  # [E, 1, 2I] and [E, 2I, 1] may have th
 
 
 def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> None:
-    """Three micro-batches with `accumulate_into_grad` give the sums of separate adds, in the same memory and no other.
+    """Three micro-batches with `accumulate_into_grad` give the sums of separate adds, in the same
+    memory and no other.
 
-    Our kernels add the rounded product, as autograd does, so they give its bits; a BLAS may round once.
+    Our kernels add the rounded product, as autograd does, so they give its bits; a BLAS may round
+    once.
     """
-    E, H, I, T = 3, 1 if form == NARROW else 16, 8, 20
+    E = 3
+    H = 1 if form == NARROW else 16
+    I = 8
+    T = 20
     torch.manual_seed(0)
     swapped = form in ("transposed stacks", NARROW)
     shapes = [(E, H, 2 * I), (E, I, H)] if swapped else [(E, 2 * I, H), (E, H, I)]
@@ -62,14 +93,21 @@ def check_accumulation(form: str, backend: str | None, device: str = "cpu") -> N
             weight.main_grad = torch.zeros_like(weight)
     router = torch.randn(E, H, device=device)
     batches = [
-        (torch.randn(T, H, device=device), torch.rand(T, 2, device=device), choose_experts(T, E, 2, "skip")) for _ in range(3)
+        (
+            torch.randn(T, H, device=device),
+            torch.rand(T, 2, device=device),
+            choose_experts(T, E, 2, "skip"),
+        )
+        for _ in range(3)
     ]
     places = []
     for x, weight, idx in batches:
         for up, down in (plain, added):
             up, down = (w.transpose(1, 2) if swapped else w for w in (up, down))
             if form == "a layer with its router":
-                out = moe_layer(x, router, Experts(up, down), 2, "softmax_topk", backend=backend).out
+                out = moe_layer(
+                    x, router, Experts(up, down), 2, "softmax_topk", backend=backend
+                ).out
             else:
                 out = moe_mlp(x, up, down, weight, idx.to(device), backend=backend)
             with _Large(up.numel(), every=True) as large:
@@ -95,7 +133,9 @@ def transposed_weights(case):
 
 
 def experts_last(case):
-    case.leaves |= {name: case.leaves[name].permute(1, 2, 0).contiguous() for name in ("up", "down")}
+    case.leaves |= {
+        name: case.leaves[name].permute(1, 2, 0).contiguous() for name in ("up", "down")
+    }
     case.view = lambda v: v | {name: v[name].permute(2, 0, 1) for name in ("up", "down")}
 
 

@@ -1,4 +1,6 @@
-"""Children that may take a fixed number of bytes: RLIMIT_DATA, on top of what the process holds when it asks."""
+"""Children that may take a fixed number of bytes: RLIMIT_DATA, on top of what the process holds
+when it asks.
+"""
 
 import os
 import re
@@ -9,9 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# glibc raises the size from which it maps memory of its own as large blocks are freed, up to 32 MiB; smaller ones then
-# leave holes in the heap, some 20 MiB of them in some runs and none in others
-ALLOCATOR = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+# glibc raises the size from which it maps memory of its own as large blocks are freed, up to 32
+# MiB; smaller ones then leave holes in the heap, some 20 MiB of them in some runs and none in
+# others
+ALLOCATOR = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(256 << 10),
+}
 
 
 def memory(name: str) -> int:

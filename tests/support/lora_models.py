@@ -10,7 +10,9 @@ from moe_runtime.methods.lora.baseline import add_mlp_lora
 from tests.hf import tiny
 
 
-def lora_model(model_type: str = "llama", form: str = "block", changes: dict | None = None, **settings):
+def lora_model(
+    model_type: str = "llama", form: str = "block", changes: dict | None = None, **settings
+):
     """A tiny model of 4 LoRA experts, rank 3, whose pairs and routers have a say in the logits."""
     model = tiny.dense(model_type, **changes or {})
     to_lora_moe(model, **{"num_experts": 4, "rank": 3, "form": form} | settings)
@@ -24,11 +26,23 @@ def shake(model) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_b" in name or ".gate." in name or "lora_B" in name:
-            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 2)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 2
+            )
 
 
-def adapters(folder: Path, count: int = 3, rank: int = 2, alpha: float = 5.0, targets=None, model=None, **extra) -> list[Path]:
-    """Adapter folders of the tiny Llama, by PEFT itself; `extra` are LoraConfig's fields, in place of the MLPs alone."""
+def adapters(
+    folder: Path,
+    count: int = 3,
+    rank: int = 2,
+    alpha: float = 5.0,
+    targets=None,
+    model=None,
+    **extra,
+) -> list[Path]:
+    """Adapter folders of the tiny Llama, by PEFT itself; `extra` are LoraConfig's fields, in place
+    of the MLPs alone.
+    """
     folders = []
     for e in range(count):
         dense = copy.deepcopy(tiny.dense() if model is None else model)
@@ -36,7 +50,9 @@ def adapters(folder: Path, count: int = 3, rank: int = 2, alpha: float = 5.0, ta
             from peft import LoraConfig, get_peft_model
 
             names = extra.get("target_modules", ["gate_proj", "up_proj", "down_proj"])
-            config = LoraConfig(**{"r": rank, "lora_alpha": alpha} | extra | {"target_modules": names})
+            config = LoraConfig(
+                **{"r": rank, "lora_alpha": alpha} | extra | {"target_modules": names}
+            )
             adapted = get_peft_model(dense, config)
         else:
             adapted = add_mlp_lora(dense, rank, alpha, targets, seed=e)

@@ -1,17 +1,25 @@
-"""Where merging on the CPU library is not torch's to the last bit, or its gradient not float64's."""
+"""Where merging on the CPU library is not torch's to the last bit, or its gradient not
+float64's.
+"""
 
 import torch
 
 from moe_runtime.ops.merging import merge_experts
 
-# experts and numbers: less than a vector, a vector and more, several blocks with a rest; one group of experts and several
+# experts and numbers: less than a vector, a vector and more, several blocks with a rest; one group
+# of experts and several
 CASES = [(1, 7), (3, 64), (8, 4096), (9, 4097), (13, 130), (17, 2 * 4096 + 200), (33, 129)]
 
 
 def merge_mismatches(E: int, P: int, dtype: torch.dtype) -> list[str]:
-    """Name what is wrong for `E` experts of `P` numbers; weights and dout in one dtype and in both."""
-    weight, alpha, dout = torch.randn(E, P).to(dtype), torch.randn(E, requires_grad=True), torch.randn(P).to(dtype)
-    out, case = merge_experts(weight, alpha, backend="cpp"), f"{E} experts of {P} {dtype}"
+    """Name what is wrong for `E` experts of `P` numbers; weights and dout in one dtype and
+    in both.
+    """
+    weight = torch.randn(E, P).to(dtype)
+    alpha = torch.randn(E, requires_grad=True)
+    dout = torch.randn(P).to(dtype)
+    out = merge_experts(weight, alpha, backend="cpp")
+    case = f"{E} experts of {P} {dtype}"
     bad = []
     if not torch.equal(out, merge_experts(weight, alpha, backend="torch")):
         bad.append(f"merged: {case}")

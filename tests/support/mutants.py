@@ -1,4 +1,6 @@
-"""Mistakes planted in the source of the kernels: one line is changed, and the modules that depend on it are reloaded."""
+"""Mistakes planted in the source of the kernels: one line is changed, and the modules that depend
+on it are reloaded.
+"""
 
 import contextlib
 import importlib.util
@@ -15,12 +17,16 @@ from tests.support.interp_san import KernelMemoryError
 
 
 def edited(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
-    """`module`, one of kernels/, with `old` replaced by `new`, from a file of its own: a jit function reads its source."""
+    """`module`, one of kernels/, with `old` replaced by `new`, from a file of its own: a jit
+    function reads its source.
+    """
     if not backends.interpreted():
         pytest.skip("some mutants write out of bounds")
     file = Path(module.__file__)
     source = file.read_text()
-    assert old in source, f"kernels/{file.name} has no {old!r} any more; plant this mutant elsewhere"
+    assert old in source, (
+        f"kernels/{file.name} has no {old!r} any more; plant this mutant elsewhere"
+    )
     path = folder / f"mutant_of_{file.name}"
     path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location("mutant", path)
@@ -31,7 +37,9 @@ def edited(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
 
 @contextlib.contextmanager
 def noting(found: list[str], *names: str) -> Iterator[None]:
-    """Add to `found` what the sanitizer raises, bare or wrapped by the interpreter, or an error of one of these names."""
+    """Add to `found` what the sanitizer raises, bare or wrapped by the interpreter, or an error of
+    one of these names.
+    """
     try:
         yield
     except (KernelMemoryError, InterpreterError) as error:

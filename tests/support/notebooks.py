@@ -1,4 +1,6 @@
-"""`python -m tests.support.notebooks [NAME ...]`: run the notebooks of docs/ and write what they print into them."""
+"""`python -m tests.support.notebooks [NAME ...]`: run the notebooks of docs/ and write what they
+print into them.
+"""
 
 import sys
 import tempfile
@@ -10,25 +12,36 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
 
 
 def execute(path: Path, folder: Path):
-    """Return a notebook, run in a folder by a kernel of this Python; of the outputs only stdout is kept, and no metadata."""
+    """Return a notebook, run in a folder by a kernel of this Python; of the outputs only stdout is
+    kept, and no metadata.
+    """
     import nbformat
     from nbclient import NotebookClient
 
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=PATIENCE, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(
+        book, timeout=PATIENCE, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
     book.metadata = {"language_info": {"name": "python"}}
     for cell in book.cells:
         cell.metadata = {}
         if cell.cell_type == "code":
             printed = "".join(out.text for out in cell.outputs if out.get("name") == "stdout")
-            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed)] if printed else []
+            if printed:
+                cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed)]
+            else:
+                cell.outputs = []
     return book
 
 
 if __name__ == "__main__":
     import nbformat
 
-    for path in (path for path in sorted(FOLDER.glob("*.ipynb")) if not sys.argv[1:] or path.stem in sys.argv[1:]):
+    for path in (
+        path
+        for path in sorted(FOLDER.glob("*.ipynb"))
+        if not sys.argv[1:] or path.stem in sys.argv[1:]
+    ):
         with tempfile.TemporaryDirectory() as folder:
             book = execute(path, Path(folder))
         path.write_text(nbformat.writes(book) + "\n")

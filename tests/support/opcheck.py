@@ -1,10 +1,17 @@
-"""torch.library.opcheck, whose last part traces an op with fakes: the same program for every backend, and most of the time."""
+"""torch.library.opcheck, whose last part traces an op with fakes: the same program for every
+backend, and most of the time.
+"""
 
 import torch
 
 from tests.support.stress import STRESS
 
-PARTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+PARTS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
 
 
 def opcheck(op, args: tuple, is_traced: bool = True) -> None:

@@ -1,7 +1,9 @@
-"""Oracles in plain loops from the papers' equations, and the metrics that hold an implementation against them.
+"""Oracles in plain loops from the papers' equations, and the metrics that hold an implementation
+against them.
 
-Nothing here imports moe_runtime: the oracle is a second opinion. It runs in float64 on the inputs as they are after
-rounding to the tested dtype, so an error is the implementation's own. Gradients come from autograd through the loops.
+Nothing here imports moe_runtime: the oracle is a second opinion. It runs in float64 on the inputs
+as they are after rounding to the tested dtype, so an error is the implementation's own. Gradients
+come from autograd through the loops.
 """
 
 import math
@@ -26,8 +28,11 @@ ACT = {
 
 # metrics
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of `want`; of `got` itself where `want` is zero; inf for a NaN."""
-    got, want = got.detach().double(), want.detach().double()
+    """Frobenius norm of the difference over that of `want`; of `got` itself where `want` is zero;
+    inf for a NaN.
+    """
+    got = got.detach().double()
+    want = want.detach().double()
     if got.shape != want.shape:
         return math.inf
     scale = want.norm().item()
@@ -36,19 +41,25 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def cosine(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Cosine of the angle between two tensors; 1 if both are zero, 0 if one is or the shapes differ."""
+    """Cosine of the angle between two tensors; 1 if both are zero, 0 if one is or the shapes
+    differ.
+    """
     if got.shape != want.shape:
         return 0.0
-    got, want = got.detach().double().flatten(), want.detach().double().flatten()
+    got = got.detach().double().flatten()
+    want = want.detach().double().flatten()
     norms = (got.norm() * want.norm()).item()
     return (got @ want).item() / norms if norms > 0 else float(got.norm() == want.norm())
 
 
 def worst_slice(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest error of a slice along dim 0 (a token, an expert) over the larger of its norm and the slices' rms norm."""
+    """Largest error of a slice along dim 0 (a token, an expert) over the larger of its norm and the
+    slices' rms norm.
+    """
     if want.dim() < 2 or want.numel() == 0 or got.shape != want.shape:
         return 0.0
-    got, want = got.detach().double().flatten(1), want.detach().double().flatten(1)
+    got = got.detach().double().flatten(1)
+    want = want.detach().double().flatten(1)
     norm = want.norm(dim=1)
     scale = norm.clamp_min(norm.square().mean().sqrt().item())
     error = ((got - want).norm(dim=1) / torch.where(scale > 0, scale, 1.0)).max().item()
@@ -56,14 +67,25 @@ def worst_slice(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def mismatches(got: dict, want: dict, bound: dict | float) -> list[str]:
-    """Names and numbers of the tensors in `got` that are farther from `want` than `bound` (one for all, or per name)."""
+    """Names and numbers of the tensors in `got` that are farther from `want` than `bound` (one for
+    all, or per name).
+    """
     bad = [] if got.keys() == want.keys() else [f"got {sorted(got)}, want {sorted(want)}"]
     for name in got.keys() & want.keys():
         limit = bound[name] if isinstance(bound, dict) else bound
-        error, angle = relative_error(got[name], want[name]), cosine(got[name], want[name])
+        error = relative_error(got[name], want[name])
+        angle = cosine(got[name], want[name])
         piece = worst_slice(got[name], want[name])
         if not (error <= limit and 1 - angle <= max(limit, 1e-12) and piece <= 4 * limit):
-            bad.append(f"{name}: relative error {error:.2e}, cosine {angle:.6f}, worst slice {piece:.2e}; want {limit:.2e}")
+            bad.append(
+                f"{name}: relative error "
+                f"{error:.2e}, "
+                "cosine "
+                f"{angle:.6f}, "
+                "worst "
+                "slice "
+                f"{piece:.2e}; want {limit:.2e}"
+            )
     return bad
 
 
@@ -74,14 +96,20 @@ def assert_parity(got: dict, want: dict, bound: dict | float) -> None:
 
 
 def bounds(eager: dict, want: dict, table: float) -> dict:
-    """Per tensor a few times the error of an eager path in the tested dtype, and never more than the table's tolerance."""
-    return {name: min(table, 3 * relative_error(eager[name], want[name]) + table / 5) for name in want}
+    """Per tensor a few times the error of an eager path in the tested dtype, and never more than
+    the table's tolerance.
+    """
+    return {
+        name: min(table, 3 * relative_error(eager[name], want[name]) + table / 5) for name in want
+    }
 
 
 # one MoE layer's experts
 @dataclass
 class Case:
-    """Leaves as the user holds them, and `view`, which turns them into the op's arguments (strides included)."""
+    """Leaves as the user holds them, and `view`, which turns them into the op's arguments (strides
+    included).
+    """
 
     leaves: dict[str, torch.Tensor]  # x, up, down, topk_weight, maybe up_bias, down_bias
     topk_idx: torch.Tensor
@@ -93,10 +121,15 @@ class Case:
 
 
 def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
-    """Ids [T, K]: random distinct | skip (no token picks the last expert) | all (every token picks expert E // 2) | twice |
-    halves (token t picks expert t % 2 in all slots: T rows each at K = 2, and yet not every token) | dropped."""
+    """Ids [T, K]: random distinct | skip (no token picks the last expert) | all (every token picks
+    expert E // 2) | twice | halves (token t picks expert t % 2 in all slots: T rows each at K = 2,
+    and yet not every token) | dropped.
+    """
     pool = E - 1 if routing == "skip" else E
-    idx = torch.stack([torch.randperm(pool)[:K] for _ in range(T)]) if T else torch.zeros(0, K, dtype=torch.int64)
+    if T:
+        idx = torch.stack([torch.randperm(pool)[:K] for _ in range(T)])
+    else:
+        idx = torch.zeros(0, K, dtype=torch.int64)
     if routing == "all":
         idx = torch.full((T, K), E // 2)
     if routing == "halves":
@@ -111,7 +144,17 @@ def choose_experts(T: int, E: int, K: int, routing: str) -> torch.Tensor:
 
 
 def make_case(
-    T, H, I, E, K, dtype=torch.float32, routing="random", act="silu", gated=True, bias=False, idx=torch.int32
+    T,
+    H,
+    I,
+    E,
+    K,
+    dtype=torch.float32,
+    routing="random",
+    act="silu",
+    gated=True,
+    bias=False,
+    idx=torch.int32,
 ) -> Case:
     """A layer whose outputs and gradients are O(1)."""
     Z = 2 * I if gated else I
@@ -124,26 +167,47 @@ def make_case(
     if bias:
         leaves |= {"up_bias": torch.randn(E, Z), "down_bias": torch.randn(E, H)}
     gates = torch.float64 if dtype == torch.float64 else torch.float32
-    leaves = {name: leaf.to(gates if name == "topk_weight" else dtype) for name, leaf in leaves.items()}
-    return Case(leaves, choose_experts(T, E, K, routing).to(idx), torch.randn(T, H).to(dtype), act, gated)
+    leaves = {
+        name: leaf.to(gates if name == "topk_weight" else dtype) for name, leaf in leaves.items()
+    }
+    return Case(
+        leaves, choose_experts(T, E, K, routing).to(idx), torch.randn(T, H).to(dtype), act, gated
+    )
 
 
-def run(case: Case, layer: Callable, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Run layer(x, up, down, topk_weight, topk_idx, up_bias=, down_bias=, act=, gated=, [form]) -> out and every d<leaf>.
+def run(
+    case: Case, layer: Callable, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Run layer(x, up, down, topk_weight, topk_idx, up_bias=, down_bias=, act=, gated=, [form]) ->
+    out and every d<leaf>.
 
     It runs on `device`; what it gives comes back to the CPU.
     """
     leaves = {
-        name: leaf.detach().clone().to(device, dtype or leaf.dtype).requires_grad_() for name, leaf in case.leaves.items()
+        name: leaf.detach().clone().to(device, dtype or leaf.dtype).requires_grad_()
+        for name, leaf in case.leaves.items()
     }
     v = case.view(leaves)
     out = layer(
-        v["x"], v["up"], v["down"], v["topk_weight"], case.topk_idx.to(device),
-        up_bias=v.get("up_bias"), down_bias=v.get("down_bias"), act=case.act, gated=case.gated, **case.form,
-    )  # fmt: skip
-    grads = torch.autograd.grad(out, list(leaves.values()), case.dout.to(device, out.dtype), allow_unused=True)
+        v["x"],
+        v["up"],
+        v["down"],
+        v["topk_weight"],
+        case.topk_idx.to(device),
+        up_bias=v.get("up_bias"),
+        down_bias=v.get("down_bias"),
+        act=case.act,
+        gated=case.gated,
+        **case.form,
+    )
+    grads = torch.autograd.grad(
+        out, list(leaves.values()), case.dout.to(device, out.dtype), allow_unused=True
+    )
     zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
-    grads = {f"d{name}": (zero if grad is None else grad).cpu() for name, zero, grad in zip(leaves, zeros, grads, strict=True)}
+    grads = {
+        f"d{name}": (zero if grad is None else grad).cpu()
+        for name, zero, grad in zip(leaves, zeros, grads, strict=True)
+    }
     return {"out": out.detach().cpu(), **grads}
 
 
@@ -159,11 +223,14 @@ def cut(v: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return torch.where(v > high, high, torch.where(v < low, low, v))
 
 
-def gated_product(z: torch.Tensor, act, limit=None, up_offset=0.0, interleaved=False) -> torch.Tensor:
+def gated_product(
+    z: torch.Tensor, act, limit=None, up_offset=0.0, interleaved=False
+) -> torch.Tensor:
     """act(min(gate, limit)) * (clamp(up) + up_offset), as autograd differentiates it."""
     gate, up = gate_and_up(z, interleaved)
     if limit is not None:
-        gate, up = cut(gate, -math.inf, limit), cut(up, -limit, limit)
+        gate = cut(gate, -math.inf, limit)
+        up = cut(up, -limit, limit)
     return act(gate) * (up + up_offset)
 
 
@@ -175,7 +242,19 @@ def mlp(x, up, down, up_bias=None, down_bias=None, act="silu", gated=True, **for
     return y if down_bias is None else y + down_bias
 
 
-def moe_oracle(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=None, act="silu", gated=True, **form):
+def moe_oracle(
+    x,
+    up,
+    down,
+    topk_weight,
+    topk_idx,
+    *,
+    up_bias=None,
+    down_bias=None,
+    act="silu",
+    gated=True,
+    **form,
+):
     """out[t] = sum_k topk_weight[t, k] FFN_{topk_idx[t, k]}(x[t]), slot by slot."""
     rows = []
     for t in range(x.shape[0]):
@@ -183,13 +262,29 @@ def moe_oracle(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=No
         for k, e in enumerate(topk_idx[t].tolist()):
             if 0 <= e < up.shape[0]:
                 biases = [None if b is None else b[e] for b in (up_bias, down_bias)]
-                row = row + topk_weight[t, k] * mlp(x[t], up[e], down[e], *biases, act, gated, **form)
+                row = row + topk_weight[t, k] * mlp(
+                    x[t], up[e], down[e], *biases, act, gated, **form
+                )
         rows.append(row)
     return torch.stack(rows) if rows else x * up.sum() * 0
 
 
-def moe_eager(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=None, act="silu", gated=True, **form):
-    """What transformers' eager experts do, in the inputs' dtype: its error is the yardstick of the tolerance."""
+def moe_eager(
+    x,
+    up,
+    down,
+    topk_weight,
+    topk_idx,
+    *,
+    up_bias=None,
+    down_bias=None,
+    act="silu",
+    gated=True,
+    **form,
+):
+    """What transformers' eager experts do, in the inputs' dtype: its error is the yardstick of the
+    tolerance.
+    """
     native = {"silu": torch.nn.functional.silu, "relu": torch.relu}.get(act, ACT[act])
     out = torch.zeros_like(x)
     for e in range(up.shape[0]):
@@ -203,14 +298,22 @@ def moe_eager(x, up, down, topk_weight, topk_idx, *, up_bias=None, down_bias=Non
 
 
 def moe_mismatches(layer: Callable, case: Case, table: float, device: str = "cpu") -> list[str]:
-    """Where `layer` is not the equation on this case: the parity check of the tests, and what the mutants must not pass."""
+    """Where `layer` is not the equation on this case: the parity check of the tests, and what the
+    mutants must not pass.
+    """
     want = run(case, moe_oracle, torch.float64)
-    return mismatches(run(case, layer, device=device), want, bounds(run(case, moe_eager), want, table))
+    return mismatches(
+        run(case, layer, device=device), want, bounds(run(case, moe_eager), want, table)
+    )
 
 
 # what autograd keeps
-def saved_bytes(step: Callable[[], torch.Tensor], besides: list[torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """Bytes of the distinct storages that step() saves for the backward pass, without those of `besides`; and its result."""
+def saved_bytes(
+    step: Callable[[], torch.Tensor], besides: list[torch.Tensor]
+) -> tuple[int, torch.Tensor]:
+    """Bytes of the distinct storages that step() saves for the backward pass, without those of
+    `besides`; and its result.
+    """
     skip = {tensor.untyped_storage().data_ptr() for tensor in besides}
     saved = {}
 
@@ -226,10 +329,15 @@ def saved_bytes(step: Callable[[], torch.Tensor], besides: list[torch.Tensor]) -
 
 
 # routing, balance, merging: numbers, not tensors, wherever no gradient is wanted
-def route_oracle(logits: torch.Tensor, top_k: int, gate: str) -> tuple[torch.Tensor, list[list[int]]]:
-    """Weights [T, K] in logits' dtype (differentiable) and ids, token by token, from XFT's Eq. (1), (2)."""
+def route_oracle(
+    logits: torch.Tensor, top_k: int, gate: str
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """Weights [T, K] in logits' dtype (differentiable) and ids, token by token, from XFT's Eq. (1),
+    (2).
+    """
     k = top_k - (gate in SHARED)
-    weights, ids = [], []
+    weights = []
+    ids = []
     for row in logits:
         values = row.tolist()
         chosen = sorted(range(len(values)), key=lambda r: (-values[r], r))[:k]
@@ -250,31 +358,43 @@ def route_oracle(logits: torch.Tensor, top_k: int, gate: str) -> tuple[torch.Ten
             w = [1 / (1 + torch.exp(-row[r])) for r in chosen]
         else:
             w = s
-        if gate in SHARED:  # s[0] is the largest probability; no routed experts at all leave everything to the shared one
-            w, chosen = [*w, 1 - s[0] if s else 1 + row.sum()], [*(r + 1 for r in chosen), 0]
+        # s[0] is the largest probability; no routed experts at all leave everything to the shared
+        # one
+        if gate in SHARED:
+            w = [*w, 1 - s[0] if s else 1 + row.sum()]
+            chosen = [*(r + 1 for r in chosen), 0]
         weights.append(torch.stack(w))
         ids.append(chosen)
     return torch.stack(weights), ids
 
 
-def route_mismatches(route: Callable, logits: torch.Tensor, top_k: int, gate: str, table: float) -> list[str]:
-    """Where route(logits, top_k, gate) -> (weight, idx) is not the equation: ids, weights, gradient of the logits."""
+def route_mismatches(
+    route: Callable, logits: torch.Tensor, top_k: int, gate: str, table: float
+) -> list[str]:
+    """Where route(logits, top_k, gate) -> (weight, idx) is not the equation: ids, weights, gradient
+    of the logits.
+    """
     logits = logits.detach().requires_grad_()
     weight, idx = route(logits, top_k, gate)
     clean = logits.detach().double().requires_grad_()
     want, ids = route_oracle(clean, top_k, gate)
     bad = [] if idx.tolist() == ids else [f"ids are {idx.tolist()}, want {ids}"]
-    bad += mismatches({"weight": weight}, {"weight": want}, min(table, 5e-6))  # gates are float32 or wider
+    # gates are float32 or wider
+    bad += mismatches({"weight": weight}, {"weight": want}, min(table, 5e-6))
     dweight = torch.cos(torch.arange(want.numel(), dtype=torch.float64)).view(want.shape)
     (dlogits,) = torch.autograd.grad(weight, logits, dweight.to(weight.dtype))
     (dwant,) = torch.autograd.grad(want, clean, dweight)
     if dwant.norm() < 1e-9:  # a softmax over one expert
         return bad + ([] if dlogits.norm() < 1e-6 else [f"dlogits is {dlogits}, want 0"])
-    return bad + mismatches({"dlogits": dlogits}, {"dlogits": dwant}, max(table, 2e-5) if table > 1e-9 else table)
+    return bad + mismatches(
+        {"dlogits": dlogits}, {"dlogits": dwant}, max(table, 2e-5) if table > 1e-9 else table
+    )
 
 
 def mixing_oracle(logits: list[float], shared_rate: float | None) -> list[float]:
-    """alpha of XFT's Eq. (5): [lambda, (1 - lambda) softmax(logits)], or softmax(logits) for the soup (None)."""
+    """alpha of XFT's Eq. (5): [lambda, (1 - lambda) softmax(logits)], or softmax(logits) for the
+    soup (None).
+    """
     exp = [math.exp(a - max(logits)) for a in logits]
     soft = [v / sum(exp) for v in exp]
     return soft if shared_rate is None else [shared_rate, *((1 - shared_rate) * v for v in soft)]

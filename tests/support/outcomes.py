@@ -2,9 +2,9 @@
 
     python -m pytest -p tests.support.outcomes --results FILE.jsonl [--restarted] ...
 
-What the file has as passed is not run again; nor is, with --restarted, the test that the last process died in.
-A test that breaks the CUDA context ends its process with exit code 99, as all others would fail after it; pytest-xdist starts
-another worker then.
+What the file has as passed is not run again; nor is, with --restarted, the test that the last
+process died in. A test that breaks the CUDA context ends its process with exit code 99, as all
+others would fail after it; pytest-xdist starts another worker then.
 """
 
 import os
@@ -13,13 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
-LOST, DIED = 99, "the process died"
+LOST = 99
+DIED = "the process died"
 
 
 def pytest_addoption(parser):
     # bench/conftest.py has options of the same names for its own records
-    parser.addoption("--results", type=Path, help="JSON lines: each outcome is written as it comes, and no test run twice")
-    parser.addoption("--restarted", action="store_true", help="the last run died in the test that it began last: not again")
+    parser.addoption(
+        "--results",
+        type=Path,
+        help="JSON lines: each outcome is written as it comes, and no test run twice",
+    )
+    parser.addoption(
+        "--restarted",
+        action="store_true",
+        help="the last run died in the test that it began last: not again",
+    )
 
 
 def pytest_configure(config):
@@ -27,15 +36,19 @@ def pytest_configure(config):
 
 
 class Outcomes:
-    """Writes in the process that the user started; workers of pytest-xdist only learn from it what is done."""
+    """Writes in the process that the user started; workers of pytest-xdist only learn from it what
+    is done.
+    """
 
     def __init__(self, config):
-        from moe_runtime.bench.machine import commit  # after tests/conftest.py, since it imports the package
+        # after tests/conftest.py, since it imports the package
+        from moe_runtime.bench.machine import commit
         from moe_runtime.bench.records import Written
 
         self.worker = getattr(config, "workerinput", None)
         self.records = Written(config.getoption("--results"))
-        self.commit, self.failed = commit(), False
+        self.commit = commit()
+        self.failed = False
         if self.worker is not None:
             self.done = set(self.worker["done"])
             return
@@ -45,7 +58,11 @@ class Outcomes:
             lines = self.records.lines()
         last = {line["name"]: line for line in lines if "outcome" in line}
         # what was skipped may find now what it missed
-        self.done = {name for name, line in last.items() if line["outcome"] == "passed" or line.get("why") == DIED}
+        self.done = {
+            name
+            for name, line in last.items()
+            if line["outcome"] == "passed" or line.get("why") == DIED
+        }
 
     def write(self, name: str, outcome: str, **more) -> None:
         self.records.write(name[:500], outcome=outcome, commit=self.commit, **more)
@@ -77,7 +94,8 @@ class Outcomes:
             self.write(report.nodeid, report.outcome, seconds=round(report.duration, 3), **more)
 
     def pytest_runtest_logfinish(self):
-        failed, self.failed = self.failed, False
+        failed = self.failed
+        self.failed = False
         if failed and torch.cuda.is_available() and torch.cuda.is_initialized():
             try:
                 torch.cuda.synchronize()
@@ -89,5 +107,8 @@ def _why(report) -> str:
     from moe_runtime.bench.machine import public
 
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(crash.message if crash else report.longrepr)
+    if isinstance(report.longrepr, tuple):
+        text = report.longrepr[2]
+    else:
+        text = str(crash.message if crash else report.longrepr)
     return public(text)[-1000:]

@@ -1,4 +1,6 @@
-"""PEFT adapters of tiny MoE models, and the files that older versions of PEFT would have written of them."""
+"""PEFT adapters of tiny MoE models, and the files that older versions of PEFT would have written of
+them.
+"""
 
 import json
 import shutil
@@ -13,8 +15,19 @@ from tests.support.stock_moe import stock
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def adapted(folder: Path, family: str = "qwen3_moe", *, parameters=BOTH, modules=("q_proj",), model=None, seed=2, **settings):
-    """Write a base to folder/base and a random adapter of it to folder/adapter; return the model with the adapter."""
+def adapted(
+    folder: Path,
+    family: str = "qwen3_moe",
+    *,
+    parameters=BOTH,
+    modules=("q_proj",),
+    model=None,
+    seed=2,
+    **settings,
+):
+    """Write a base to folder/base and a random adapter of it to folder/adapter; return the model
+    with the adapter.
+    """
     from peft import LoraConfig, get_peft_model
 
     base = stock(family) if model is None else model
@@ -38,16 +51,22 @@ def deltas(model) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         if hasattr(module, "get_delta_weight") and "default" in module.lora_A:
             path = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            found[f"{path}.{getattr(module, 'parameter_name', 'weight')}"] = module.get_delta_weight("default").detach()
+            found[f"{path}.{getattr(module, 'parameter_name', 'weight')}"] = (
+                module.get_delta_weight("default").detach()
+            )
     return found
 
 
-def as_written_by(version: str | None, folder: Path, old: Path, transposed: bool, num_experts: int = 8) -> Path:
-    """Write to `old` what PEFT of this version saves where the adapter in `folder` is the one that it trained.
+def as_written_by(
+    version: str | None, folder: Path, old: Path, transposed: bool, num_experts: int = 8
+) -> Path:
+    """Write to `old` what PEFT of this version saves where the adapter in `folder` is the one that
+    it trained.
 
-    The axes are those of the table in `moe_runtime.hf.dropin.peft_files`, written out by indices. Compared with files of PEFT
-    0.18.0 and 0.19.0 themselves, of Qwen3-MoE and GPT-OSS with these sizes, on 2026-11-22: keys, shapes and order of the
-    wrappers are theirs, and `read_peft` gives the change that their get_delta_weight returns.
+    The axes are those of the table in `moe_runtime.hf.dropin.peft_files`, written out by indices.
+    Compared with files of PEFT 0.18.0 and 0.19.0 themselves, of Qwen3-MoE and GPT-OSS with these
+    sizes, on 2026-11-22: keys, shapes and order of the wrappers are theirs, and `read_peft` gives
+    the change that their get_delta_weight returns.
     """
     shutil.copytree(folder, old)
     config = json.loads((old / "adapter_config.json").read_text())
@@ -57,11 +76,16 @@ def as_written_by(version: str | None, folder: Path, old: Path, transposed: bool
     (old / "adapter_config.json").write_text(json.dumps(config))
     flip = (version in (None, "0.18.0") and not transposed) or version == "0.19.0"
     tensors = load_file(old / "adapter_model.safetensors")
-    for key in [key for key in tensors if flip and ".experts." in key and key.endswith("lora_A.weight")]:
-        other, E = key.replace("lora_A", "lora_B"), num_experts
-        a, b = tensors[key], tensors[other]
+    for key in [
+        key for key in tensors if flip and ".experts." in key and key.endswith("lora_A.weight")
+    ]:
+        other = key.replace("lora_A", "lora_B")
+        E = num_experts
+        a = tensors[key]
+        b = tensors[other]
         r = a.shape[0] // E
-        new_a, new_b = a.new_zeros(E * r, b.shape[0]), b.new_zeros(a.shape[1], r * E)
+        new_a = a.new_zeros(E * r, b.shape[0])
+        new_b = b.new_zeros(a.shape[1], r * E)
         for e in range(E):
             for j in range(r):
                 new_a[e * r + j] = b[:, j * E + e]

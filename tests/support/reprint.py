@@ -1,7 +1,8 @@
-"""`python -m tests.support.reprint docs/esft-tables.md --out runs/esft`: run the commands of a page's tables again.
+"""`python -m tests.support.reprint docs/esft-tables.md --out runs/esft`: run the commands of a
+page's tables again.
 
-What each prints replaces the table below its name on the page; `--only counts` runs those whose table is named so. What the
-page says about the numbers is written by hand.
+What each prints replaces the table below its name on the page; `--only counts` runs those whose
+table is named so. What the page says about the numbers is written by hand.
 """
 
 import argparse
@@ -14,7 +15,9 @@ from pathlib import Path
 from moe_runtime.cli.app import app
 from moe_runtime.io.files import atomic_write_text
 
-TABLE = re.compile(r"^`moe-runtime (paper [^`\n]+)`\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(
+    r"^`moe-runtime (paper [^`\n]+)`\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
 
 
 class Terminal(io.StringIO):
@@ -25,12 +28,15 @@ class Terminal(io.StringIO):
 
 
 def printed(words: list[str]) -> str:
-    """Run a command, whose last word is the folder that it writes to; return its table and what is said below."""
+    """Run a command, whose last word is the folder that it writes to; return its table and what is
+    said below.
+    """
     with contextlib.redirect_stdout(Terminal()) as out:
         app(words, standalone_mode=False)
     text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
     lines = [line.rstrip() for line in text[text.index("┏") :].splitlines()]
-    return "".join(f"{line}\n" for line in lines if words[-1] not in line)  # but the files that it wrote
+    # but the files that it wrote
+    return "".join(f"{line}\n" for line in lines if words[-1] not in line)
 
 
 def reprint(page: Path, out: Path, only: str | None = None) -> int:

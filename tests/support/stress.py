@@ -1,4 +1,6 @@
-"""How much of a long check runs: a share in `make test`, all of it in `make stress`, which sets MOE_STRESS=1."""
+"""How much of a long check runs: a share in `make test`, all of it in `make stress`, which sets
+MOE_STRESS=1.
+"""
 
 import os
 
@@ -11,5 +13,7 @@ def scaled(few: int, many: int) -> int:
 
 
 def share(names: list, begin: int, of: int = 3) -> list:
-    """Return every third of `names` from the one `begin` on in `make test`, all in `make stress`."""
+    """Return every third of `names` from the one `begin` on in `make test`, all in `make
+    stress`.
+    """
     return list(names) if STRESS else list(names)[begin::of]

@@ -12,29 +12,45 @@ from moe_runtime.modules.trainable import Split, split_of, trained_parameters
 
 @dataclass(frozen=True, eq=False)
 class TrainedLayer:
-    """The experts of a layer that train. Rows are in the order of `ids`, but where experts are spread over ranks."""
+    """The experts of a layer that train. Rows are in the order of `ids`, but where experts are
+    spread over ranks.
+    """
 
     ids: tuple[int, ...]
     stacks: dict[str, torch.Tensor]  # by the stack's name, [n, ...] in its layout
 
 
 def trained_rows(model: nn.Module) -> dict[int, TrainedLayer]:
-    """Return the layers whose experts train, and their parameters themselves: under FSDP2 and expert parallelism DTensors."""
+    """Return the layers whose experts train, and their parameters themselves: under FSDP2 and
+    expert parallelism DTensors.
+    """
     return {
-        number: TrainedLayer(split.ids, trained_parameters(module)) for number, (module, split) in _split_modules(model).items()
+        number: TrainedLayer(split.ids, trained_parameters(module))
+        for number, (module, split) in _split_modules(model).items()
     }
 
 
 def gathered_rows(model: nn.Module) -> dict[int, TrainedLayer]:
-    """Return copies of `trained_rows` on the CPU, whole and in the order of their ids. Every rank must call it."""
+    """Return copies of `trained_rows` on the CPU, whole and in the order of their ids. Every rank
+    must call it.
+    """
     return {
         number: TrainedLayer(
-            split.ids, {name: whole(rows)[list(split.places)] for name, rows in trained_parameters(module).items()}
+            split.ids,
+            {
+                name: whole(rows)[list(split.places)]
+                for name, rows in trained_parameters(module).items()
+            },
         )
         for number, (module, split) in _split_modules(model).items()
     }
 
 
 def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, Split]]:
-    found = {number: (layer.module, split_of(layer.module)) for number, layer in layers_of(model, False).items()}
-    return {number: (module, split) for number, (module, split) in found.items() if split is not None}
+    found = {
+        number: (layer.module, split_of(layer.module))
+        for number, layer in layers_of(model, False).items()
+    }
+    return {
+        number: (module, split) for number, (module, split) in found.items() if split is not None
+    }

@@ -1,4 +1,6 @@
-"""What tests of UpIT share: a tokenizer, tiny models whose checkpoints are the experts, adapters of one, rows of two kinds."""
+"""What tests of UpIT share: a tokenizer, tiny models whose checkpoints are the experts, adapters of
+one, rows of two kinds.
+"""
 
 from pathlib import Path
 
@@ -22,11 +24,14 @@ def make_tokenizer():
 
 
 def make_rows(count: int = 8, seed: int = 0, spread: int = 5) -> Dataset:
-    """Rows of `spread` different lengths with a prompt without labels: ids 10 to 39 or, in every second row, 200 to 229."""
+    """Rows of `spread` different lengths with a prompt without labels: ids 10 to 39 or, in every
+    second row, 200 to 229.
+    """
     generator = torch.Generator().manual_seed(seed)
     columns = {"input_ids": [], "labels": [], "domain": []}
     for i in range(count):
-        length, low = 6 + i % spread, 200 if i % 2 else 10
+        length = 6 + i % spread
+        low = 200 if i % 2 else 10
         ids = torch.randint(low, low + 30, (length,), generator=generator).tolist()
         columns["input_ids"].append(ids)
         columns["labels"].append([-100] * 3 + ids[3:])
@@ -34,19 +39,30 @@ def make_rows(count: int = 8, seed: int = 0, spread: int = 5) -> Dataset:
     return Dataset.from_dict(columns)
 
 
-def make_model(tokenizer, model_type: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
+def make_model(
+    tokenizer,
+    model_type: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **changes,
+):
     """A tiny stock model, larger than life."""
     torch.manual_seed(seed)
     settings = {"vocab_size": len(tokenizer), "mlp_bias": None} | changes
     model = AutoModelForCausalLM.from_config(dense_config(model_type, **settings), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 8)
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+            else:
+                (parameter.add_(torch.randn_like(parameter) / 8))
     return model.eval()
 
 
 def save_experts(folder: Path, tokenizer, count: int = 3, **settings) -> list[Path]:
-    """Save a model and, as `count` experts, copies of it with noise on every tensor: FOLDER/base, FOLDER/expert-<i>."""
+    """Save a model and, as `count` experts, copies of it with noise on every tensor: FOLDER/base,
+    FOLDER/expert-<i>.
+    """
     model = make_model(tokenizer, **settings)
     folders = [folder / "base", *(folder / f"expert-{i}" for i in range(count))]
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -61,13 +77,17 @@ def save_experts(folder: Path, tokenizer, count: int = 3, **settings) -> list[Pa
     return folders[1:]
 
 
-def save_adapters(folder: Path, base: Path, count: int = 3, targets=ADAPTED, rank: int = 2) -> list[Path]:
+def save_adapters(
+    folder: Path, base: Path, count: int = 3, targets=ADAPTED, rank: int = 2
+) -> list[Path]:
     """Save `count` PEFT adapters of a model folder, both halves random."""
     paths = [folder / f"adapter-{i}" for i in range(count)]
     for seed, path in enumerate(paths):
         model = AutoModelForCausalLM.from_pretrained(base)
         torch.manual_seed(seed)
-        settings = LoraConfig(r=rank, lora_alpha=4, target_modules=list(targets), init_lora_weights=False)
+        settings = LoraConfig(
+            r=rank, lora_alpha=4, target_modules=list(targets), init_lora_weights=False
+        )
         get_peft_model(model, settings).save_pretrained(path)
     return paths
 

@@ -1,7 +1,9 @@
-"""Which kernels a model launches that its warmup did not compile: python -m tests.support.warmed CASE
+"""Which kernels a model launches that its warmup did not compile: python -m tests.support.warmed
+CASE
 
-Runs without a GPU and without the interpreter. The model's real tensors pass through the real code, and every launch only
-compiles, for sm_90; what its results would be, nobody reads. Prints the launches and the misses of Triton's cache.
+Runs without a GPU and without the interpreter. The model's real tensors pass through the real code,
+and every launch only compiles, for sm_90; what its results would be, nobody reads. Prints the
+launches and the misses of Triton's cache.
 """
 
 import functools
@@ -19,14 +21,23 @@ from moe_runtime.kernels import tiles
 from moe_runtime.modules.moe import MoE
 from moe_runtime.tools import warmup
 
-TOKENS, ARCH = 24, 90
+TOKENS = 24
+ARCH = 90
 
 
 def _olmoe():
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = OlmoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, eos_token_id=None, pad_token_id=None)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = OlmoeConfig(
+        **sizes, num_experts=8, num_experts_per_tok=2, eos_token_id=None, pad_token_id=None
+    )
     model = OlmoeForCausalLM(config).bfloat16()
     moe_runtime.patch(model)
     return model, (torch.randint(0, 64, (1, TOKENS)),)

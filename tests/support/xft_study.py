@@ -1,4 +1,6 @@
-"""An XFT study that runs in seconds: a random Llama of two layers, sums to learn, a few steps of everything."""
+"""An XFT study that runs in seconds: a random Llama of two layers, sums to learn, a few steps of
+everything.
+"""
 
 import json
 from pathlib import Path
@@ -13,19 +15,29 @@ TRAINING = {"steps": 4, "learning_rate": 1e-2, "batch_size": 8}
 
 def write_study(folder: Path, **changes) -> Path:
     """Write the base, the rows and the recipe; return the recipe's file."""
-    rows = [{"prompt": f"{i} and {j} make ", "completion": str(i + j)} for i in range(8) for j in range(8)]
+    rows = [
+        {"prompt": f"{i} and {j} make ", "completion": str(i + j)}
+        for i in range(8)
+        for j in range(8)
+    ]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = train_tokenizer([row["prompt"] + row["completion"] for row in rows], 280)
     dense("llama", vocab_size=len(tokenizer), mlp_bias=False).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     values = {
         "base_model": str(folder / "base"),
-        "data": {"train": str(folder / "sums.jsonl"), "held_out_rows": 20, "prompt": "plain", "max_length": 32},
+        "data": {
+            "train": str(folder / "sums.jsonl"),
+            "held_out_rows": 20,
+            "prompt": "plain",
+            "max_length": 32,
+        },
         "experts": {"num_experts": 4, "top_k": 3},
         "shared_rate": 0.5,
         "sft": TRAINING,
         "tune": TRAINING,
-        "mix": TRAINING | {"steps": 2, "learning_rate": 0.1},  # the first step of a warmup moves nothing
+        # the first step of a warmup moves nothing
+        "mix": TRAINING | {"steps": 2, "learning_rate": 0.1},
         "evaluations": 2,
     }
     (folder / "study.yaml").write_text(yaml.safe_dump(values | changes))

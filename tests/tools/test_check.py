@@ -1,4 +1,6 @@
-"""`moe-runtime doctor --check`: sound ops pass, and one wrong result of any op fails on each backend."""
+"""`moe-runtime doctor --check`: sound ops pass, and one wrong result of any op fails on each
+backend.
+"""
 
 import json
 import os
@@ -17,9 +19,14 @@ from moe_runtime.tools import check, check_cases
 
 CPU = torch.device("cpu")
 SEES = {  # the case that runs an op of the library, where it has another name
-    "route_to": "route", "merge_experts": "merging", "merged_linear": "merging", "gram": "expansion", "dare_merge": "expansion",
-    "fused_nll": "fused_cross_entropy", "fused_loss": "fused_cross_entropy",
-}  # fmt: skip
+    "route_to": "route",
+    "merge_experts": "merging",
+    "merged_linear": "merging",
+    "gram": "expansion",
+    "dare_merge": "expansion",
+    "fused_nll": "fused_cross_entropy",
+    "fused_loss": "fused_cross_entropy",
+}
 
 
 def seen_by(name: str) -> str:
@@ -65,7 +72,9 @@ def test_sound_ops_pass(op, backend):
 
 
 # runs only where a graph is kept, which is when nobody may write into it
-LIBRARY = sorted({name.removeprefix("moe_runtime::") for name in LIB._op_defs} - {"fused_loss_backward"})
+LIBRARY = sorted(
+    {name.removeprefix("moe_runtime::") for name in LIB._op_defs} - {"fused_loss_backward"}
+)
 PLANTED = [
     pytest.param(name, backend, id=f"{name}-{backend}")
     for name in LIBRARY
@@ -74,7 +83,8 @@ PLANTED = [
 ]
 
 
-# of the results of these the first alone is handed out; the others went into the gradient's hands before they come here
+# of the results of these the first alone is handed out; the others went into the gradient's hands
+# before they come here
 ONE_RESULT = ("moe_mlp", "frozen_mlp", "lora_mlp", "fused_nll", "fused_loss")
 
 
@@ -82,7 +92,12 @@ class Planted:
     """An op of the library of whose results one, the one that `at` counts to, is wrong."""
 
     def __init__(self, name: str):
-        self.name, self.real, self.at, self.results = name, getattr(torch.ops.moe_runtime, name), 0, 1
+        self.name, self.real, self.at, self.results = (
+            name,
+            getattr(torch.ops.moe_runtime, name),
+            0,
+            1,
+        )
 
     def __call__(self, *args):
         leaves, tree = torch.utils._pytree.tree_flatten(self.real(*args))
@@ -100,7 +115,8 @@ def test_a_planted_bug_is_found(name, backend, few, monkeypatch):
     """Each result of each op in turn is a thousandth off, or of integers in another order."""
     case = seen_by(name)
     skip_without(case, backend)
-    planted, touched = Planted(name), 0
+    planted = Planted(name)
+    touched = 0
     monkeypatch.setattr(torch.ops.moe_runtime, name, planted)
     while planted.at < planted.results:
         planted.touched = False
@@ -113,9 +129,13 @@ def test_a_planted_bug_is_found(name, backend, few, monkeypatch):
 
 
 OUTSIDE = [  # the case, where a function that is no op of the library is looked up, its name
-    ("merging", check_cases, "average_experts_"), ("merging", merging, "mixing"), ("expansion", expansion, "distances"),
-    ("fused_cross_entropy", fusion, "fuse_logits"), ("balance", balance, "balance_loss"), ("balance", balance, "top_k_loss"),
-]  # fmt: skip
+    ("merging", check_cases, "average_experts_"),
+    ("merging", merging, "mixing"),
+    ("expansion", expansion, "distances"),
+    ("fused_cross_entropy", fusion, "fuse_logits"),
+    ("balance", balance, "balance_loss"),
+    ("balance", balance, "top_k_loss"),
+]
 
 
 @pytest.mark.parametrize("case, module, name", OUTSIDE, ids=[name for *_, name in OUTSIDE])
@@ -129,13 +149,16 @@ def test_a_planted_bug_outside_the_library_is_found(case, module, name, few, mon
 def test_a_merge_in_place_that_does_not_look_at_alpha_is_found(few, monkeypatch):
     real = merging.remerge_experts
     monkeypatch.setattr(
-        merging, "remerge_experts", lambda out, w, alpha, seen, backend: real(out, w, alpha, alpha + 1, backend)
+        merging,
+        "remerge_experts",
+        lambda out, w, alpha, seen, backend: real(out, w, alpha, alpha + 1, backend),
     )
     assert ": same:" in failures("merging", "triton")[0]
 
 
 def test_a_run_of_other_bits_is_found(few, monkeypatch):
-    real, runs = check_cases.run_experts, []
+    real = check_cases.run_experts
+    runs = []
 
     def plant(*args, **options):
         runs.append(1)
@@ -149,11 +172,17 @@ def test_a_run_of_other_bits_is_found(few, monkeypatch):
 @pytest.mark.parametrize(
     "change, says",
     [
-        pytest.param(lambda out: out * float("nan"), ": out: the error is inf times", id="not a number"),
+        pytest.param(
+            lambda out: out * float("nan"), ": out: the error is inf times", id="not a number"
+        ),
         pytest.param(lambda out: out.detach(), "the error is inf times", id="no gradient"),
         pytest.param(lambda out: out[:-1], "the error is inf times", id="another shape"),
         pytest.param(lambda out: out.unknown, "has no attribute 'unknown'", id="an error"),
-        pytest.param(lambda out: torch.cat([out[:-1], out[:1]]), "the error is ", id="one row of another token"),
+        pytest.param(
+            lambda out: torch.cat([out[:-1], out[:1]]),
+            "the error is ",
+            id="one row of another token",
+        ),
     ],
 )
 def test_what_else_may_be_wrong(few, monkeypatch, change, says):
@@ -172,7 +201,11 @@ def one_op(few, monkeypatch):
 def test_doctor_prints_a_table_and_ends_in_1_for_a_wrong_op(one_op, monkeypatch):
     monkeypatch.setattr("moe_runtime.tools.doctor.report", lambda: {"devices": {}, "problems": {}})
     found = CliRunner().invoke(main_app, ["doctor", "--check"])
-    assert found.exit_code == 0 and "worst error / tolerance" in found.stdout and "0 failed" in found.stdout
+    assert (
+        found.exit_code == 0
+        and "worst error / tolerance" in found.stdout
+        and "0 failed" in found.stdout
+    )
     assert "combine" in found.stdout and "torch" in found.stdout
     real = torch.ops.moe_runtime.combine
     monkeypatch.setattr(torch.ops.moe_runtime, "combine", lambda *args: real(*args) * 1.001)
@@ -184,7 +217,9 @@ def test_doctor_prints_a_table_and_ends_in_1_for_a_wrong_op(one_op, monkeypatch)
     assert found.exit_code == 1 and report["failures"] and report["results"][0]["op"] == "combine"
 
 
-def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(one_op, monkeypatch, tmp_path):
+def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(
+    one_op, monkeypatch, tmp_path
+):
     for name in ("typer", "transformers"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError")
@@ -192,25 +227,37 @@ def test_kernels_are_interpreted_in_a_process_that_needs_no_command_line(one_op,
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     (result,), left = check._children(("triton",), True)
     assert left == []
-    assert (result.op, result.backend, result.failures) == ("combine", "interpreter", []) and result.cases >= 8
+    assert (result.op, result.backend, result.failures) == (
+        "combine",
+        "interpreter",
+        [],
+    ) and result.cases >= 8
     monkeypatch.setattr(sys, "executable", "false")
     assert "failed with exit code 1: no output" in check.report(interpret=True)["failures"][0]
 
 
 @pytest.fixture
 def played(one_op, monkeypatch):
-    """Processes that compile are played by ones that answer at once; returns the commands that ran."""
+    """Processes that compile are played by ones that answer at once; returns the commands
+    that ran.
+    """
     ran = []
 
     def play(command, env, **_):
         ran.append((command[4:], env["TRITON_INTERPRET"]))
-        result = check.Result("combine", "triton", 2, float("inf"), "", ["combine on triton, bfloat16: out is wrong"])
-        return subprocess.CompletedProcess(command, 1, json.dumps({"results": [result._asdict() | {"worst": "inf"}]}), "")
+        result = check.Result(
+            "combine", "triton", 2, float("inf"), "", ["combine on triton, bfloat16: out is wrong"]
+        )
+        return subprocess.CompletedProcess(
+            command, 1, json.dumps({"results": [result._asdict() | {"worst": "inf"}]}), ""
+        )
 
     monkeypatch.setattr(subprocess, "run", play)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backends, "interpreted", lambda: False)
-    monkeypatch.setattr(backends, "why_not", lambda name, *_: "not built" if name == "cuda" else None)
+    monkeypatch.setattr(
+        backends, "why_not", lambda name, *_: "not built" if name == "cuda" else None
+    )
     monkeypatch.setattr(check, "_cases_of", lambda *_: [(torch.float32, ())] * 5)
     monkeypatch.setattr(check, "check", lambda *_: ([], {}))
     return ran
@@ -221,7 +268,9 @@ def test_on_a_gpu_the_cases_of_an_op_are_divided_among_processes(played, tmp_pat
     lines = tmp_path / "lines.jsonl"
     report = check.report(lines=lines)
     options = ["--json", "--ops", "combine", "--backends", "torch", "triton", "cuda"]
-    wanted = [(["moe_runtime.tools.check", *options, "--part", f"{number}/3"], "0") for number in range(3)]
+    wanted = [
+        (["moe_runtime.tools.check", *options, "--part", f"{number}/3"], "0") for number in range(3)
+    ]
     assert sorted(played) == wanted
     assert report["failures"] == ["combine on triton, bfloat16: out is wrong"] * 3
     assert [(one["op"], one["cases"]) for one in report["results"]] == [("combine", 6)]

@@ -1,4 +1,6 @@
-"""`moe-runtime doctor` on a broken setup: it never crashes, names each mend in one line, and ends in 1."""
+"""`moe-runtime doctor` on a broken setup: it never crashes, names each mend in one line, and ends
+in 1.
+"""
 
 import importlib.metadata
 import json
@@ -23,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def sound(monkeypatch, tmp_path):
-    """A setup without what the machine of the tests may have: variables, a GPU, a folder of measured configs.
+    """A setup without what the machine of the tests may have: variables, a GPU, a folder of
+    measured configs.
 
     PyTorch's backend is asked for, since a CPU without the library is a problem otherwise.
     """
@@ -67,7 +70,15 @@ def gpu(tmp_path):
 
     def plug(driver: str):
         (tmp_path / "nvidia0").touch()
-        text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed Sep 3\nGCC version: 12\n"
+        text = (
+            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver} "
+            " "
+            "Wed "
+            "Sep "
+            "3\n"
+            "GCC "
+            "version: 12\n"
+        )
         (tmp_path / "version").write_text(text)
 
     return plug
@@ -89,7 +100,13 @@ def test_a_problem_is_a_line_and_the_exit_code(versions):
     assert out.exit_code == 1
     line = out.output.split("problems\n")[1]
     assert line.strip().endswith(
-        "transformers is 4.57.0, but >=5.16,<6 is required. Run pip install -U 'transformers>=5.16,<6'"
+        "transformers is 4.57.0, but >=5.16,<6 is "
+        "required. "
+        "Run "
+        "pip "
+        "install "
+        "-U "
+        "'transformers>=5.16,<6'"
     )
     assert len(line.splitlines()) == 1
     out = CliRunner().invoke(main_app, ["doctor", "--json"])
@@ -99,13 +116,35 @@ def test_a_problem_is_a_line_and_the_exit_code(versions):
 GONE = importlib.metadata.PackageNotFoundError("gone")
 
 
-@pytest.mark.parametrize("name, version, says", [
-    pytest.param("torch", "2.9.1", "torch is 2.9.1, but >=2.11 is required. Run pip install -U 'torch>=2.11'", id="old torch"),
-    pytest.param("triton", "4.0", "triton is 4.0, but >=3.6,<4 is required. Run pip", id="new triton"),
-    pytest.param("triton", GONE, "triton is missing. Run pip install 'triton>=3.6,<4'", id="no triton"),
-    pytest.param("numpy", None, "numpy is unreadable (no version). Run pip install --force-reinstall 'numpy'", id="none"),
-    pytest.param("safetensors", KeyError("Version"), "safetensors is unreadable ('Version'). Run pip", id="metadata"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, version, says",
+    [
+        pytest.param(
+            "torch",
+            "2.9.1",
+            "torch is 2.9.1, but >=2.11 is required. Run pip install -U 'torch>=2.11'",
+            id="old torch",
+        ),
+        pytest.param(
+            "triton", "4.0", "triton is 4.0, but >=3.6,<4 is required. Run pip", id="new triton"
+        ),
+        pytest.param(
+            "triton", GONE, "triton is missing. Run pip install 'triton>=3.6,<4'", id="no triton"
+        ),
+        pytest.param(
+            "numpy",
+            None,
+            "numpy is unreadable (no version). Run pip install --force-reinstall 'numpy'",
+            id="none",
+        ),
+        pytest.param(
+            "safetensors",
+            KeyError("Version"),
+            "safetensors is unreadable ('Version'). Run pip",
+            id="metadata",
+        ),
+    ],
+)
 def test_packages(versions, name, version, says):
     versions(**{name: version})
     assert list(problems()) == [name] and problems()[name].startswith(says)
@@ -116,7 +155,9 @@ def test_an_extra_that_is_missing_says_who_needs_it_and_is_no_problem(versions):
     report = doctor.report()
     assert report["problems"] == {}
     assert report["packages"]["trl"].startswith("missing. It is needed by demo, run, train,")
-    assert report["packages"]["matplotlib"].endswith("all tables. Run pip install 'moe-runtime[plot]'")
+    assert report["packages"]["matplotlib"].endswith(
+        "all tables. Run pip install 'moe-runtime[plot]'"
+    )
 
 
 @pytest.mark.parametrize("count, says", [(1, "1 core, 1 thread"), (2, "2 cores, 2 threads")])
@@ -138,20 +179,29 @@ def test_an_old_driver(gpu, monkeypatch):
     gpu("535.104.05")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert problems() == {
-        "driver": "driver is 535, but torch is built with CUDA 13.0, which requires 580 or newer. Update the driver, or "
+        "driver": "driver is 535, but torch is built with CUDA 13.0, "
+        "which "
+        "requires "
+        "580 "
+        "or "
+        "newer. "
+        "Update the driver, or "
         "install torch for an older CUDA"
     }
     monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
     assert list(problems()) == ["devices"] and "nvidia-smi" in problems()["devices"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # somebody wants that
     report = doctor.report()
-    assert report["problems"] == {} and report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
+    assert (
+        report["problems"] == {} and report["devices"]["cuda"] == "none: CUDA_VISIBLE_DEVICES is ''"
+    )
 
 
 def test_a_driver_without_a_gpu_is_the_hosts(gpu, tmp_path, monkeypatch):
     gpu("580.65.06")
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")  # what SLURM sets for a job without GPUs
+    # what SLURM sets for a job without GPUs
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
     assert problems() == {}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert list(problems()) == ["devices"]
@@ -174,14 +224,20 @@ def test_torch_and_numpy_that_do_not_fit(monkeypatch):
         raise RuntimeError("Numpy is not available")
 
     monkeypatch.setattr(torch.Tensor, "numpy", broken)
-    assert problems() == {"numpy": "torch cannot use numpy (Numpy is not available). Run pip install -U numpy"}
+    assert problems() == {
+        "numpy": "torch cannot use numpy (Numpy is not available). Run pip install -U numpy"
+    }
 
 
-@pytest.mark.parametrize("asked, says", [("fast", "backend must be one of"), ("triton", "TRITON_INTERPRET=1")])
+@pytest.mark.parametrize(
+    "asked, says", [("fast", "backend must be one of"), ("triton", "TRITON_INTERPRET=1")]
+)
 def test_a_backend_that_cannot_run(monkeypatch, asked, says):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", asked)
     assert list(problems()) == ["MOE_RUNTIME_BACKEND"] and says in problems()["MOE_RUNTIME_BACKEND"]
-    assert problems()["MOE_RUNTIME_BACKEND"].endswith("Unset MOE_RUNTIME_BACKEND or set another one")
+    assert problems()["MOE_RUNTIME_BACKEND"].endswith(
+        "Unset MOE_RUNTIME_BACKEND or set another one"
+    )
 
 
 def test_a_file_of_measured_configs_that_is_none(tmp_path):
@@ -195,17 +251,34 @@ def test_a_file_of_measured_configs_that_is_none(tmp_path):
 
 @pytest.mark.parametrize("library, row", [(cuda, "cuda library"), (cpp, "cpu library")])
 def test_a_library_of_other_sources(monkeypatch, library, row):
-    text = "lib.so was built from other sources than csrc. To rebuild it: python -m moe_runtime.native.build"
+    text = (
+        "lib.so was built from other sources than csrc. "
+        "To "
+        "rebuild "
+        "it: "
+        "python "
+        "-m "
+        "moe_runtime.native.build"
+    )
     monkeypatch.setattr(library, "_found", text)
     assert problems() == {row: text}
     monkeypatch.setattr(library, "_found", "the library is not built. To build it, run how to")
     monkeypatch.delenv("MOE_RUNTIME_BACKEND")
     # without a GPU the CPU's is what the experts would run in
-    slow = (
-        {row: "experts run in PyTorch, which is slower: the library is not built. To build it, run how to"}
-        if library is cpp
-        else {}
-    )
+    if library is cpp:
+        slow = {
+            row: (
+                "experts run in PyTorch, which is slower: the library is "
+                "not "
+                "built. "
+                "To "
+                "build "
+                "it, "
+                "run how to"
+            )
+        }
+    else:
+        slow = {}
     found = {name: text for name, text in problems().items() if name == row}
     assert found == (slow if not torch.cuda.is_available() else {})
 
@@ -216,10 +289,14 @@ def test_one_broken_part_hides_no_other(monkeypatch):
 
     monkeypatch.setattr(doctor.platform, "platform", broken)
     report = doctor.report()
-    assert report["system"]["platform"] == "unknown: no platform" and set(report["backends"]) == set(backends.OPS)
+    assert report["system"]["platform"] == "unknown: no platform" and set(
+        report["backends"]
+    ) == set(backends.OPS)
 
 
-@pytest.mark.parametrize("how", ["raise ImportError('libcudart.so.13: cannot open')", "raise OSError('bad ELF')"])
+@pytest.mark.parametrize(
+    "how", ["raise ImportError('libcudart.so.13: cannot open')", "raise OSError('bad ELF')"]
+)
 def test_without_torch(tmp_path, how):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(how)
@@ -233,7 +310,10 @@ cli.main()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     line = done.stdout.split("problems\n")[1].splitlines()[0]
-    assert "torch cannot be imported: " in line and "pip install --force-reinstall 'torch>=2.11'" in line
+    assert (
+        "torch cannot be imported: " in line
+        and "pip install --force-reinstall 'torch>=2.11'" in line
+    )
 
 
 def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
@@ -246,16 +326,28 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "none-such")
     says = doctor.report()["system"]["compiler"]
     assert says.startswith(
-        "none: The compiler of CXX, 'none-such', was not found. Install g++ or clang++, or set CXX to one. Only "
+        "none: The compiler of CXX, 'none-such', was not found. Install "
+        "g++ "
+        "or "
+        "clang++, "
+        "or "
+        "set "
+        "CXX to one. Only "
     )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.report()["system"]["compiler"].startswith("none: Neither g++ nor clang++ was found. ")
+    assert doctor.report()["system"]["compiler"].startswith(
+        "none: Neither g++ nor clang++ was found. "
+    )
 
 
 @pytest.mark.parametrize(
     "triton, capability, says",
-    [("3.6.0", (10, 0), "triton is 3.6.0, which omits a fence"), ("3.7.1", (10, 0), None), ("3.6.0", (9, 0), None)],
+    [
+        ("3.6.0", (10, 0), "triton is 3.6.0, which omits a fence"),
+        ("3.7.1", (10, 0), None),
+        ("3.6.0", (9, 0), None),
+    ],
 )
 def test_what_triton_compiles_wrongly(versions, monkeypatch, triton, capability, says):
     versions(triton=triton)
@@ -265,4 +357,8 @@ def test_what_triton_compiles_wrongly(versions, monkeypatch, triton, capability,
     lines = [text for name, text in found if name == "triton"]
     assert [line.startswith(says) for line in lines] == [True] * (says is not None)
     assert "triton#10927" in doctor.miscompiled()["sm_100"]
-    assert ("triton#9610" in str(doctor.miscompiled())) == (triton == "3.6.0") == ("sm_90" in doctor.miscompiled())
+    assert (
+        ("triton#9610" in str(doctor.miscompiled()))
+        == (triton == "3.6.0")
+        == ("sm_90" in doctor.miscompiled())
+    )

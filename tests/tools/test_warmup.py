@@ -1,4 +1,6 @@
-"""`moe_runtime.warmup`: what it compiles is what a model launches; without a GPU it says so; the line of a first launch."""
+"""`moe_runtime.warmup`: what it compiles is what a model launches; without a GPU it says so; the
+line of a first launch.
+"""
 
 import json
 import os
@@ -17,17 +19,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(command: list[str], cache: Path, *path: str) -> subprocess.CompletedProcess:
-    """Run Python without the interpreter, with an empty cache of Triton's and `path` in front of all packages."""
+    """Run Python without the interpreter, with an empty cache of Triton's and `path` in front of
+    all packages.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join([*path, str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("case", ["stock model", pytest.param("layer with its router", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["stock model", pytest.param("layer with its router", marks=pytest.mark.slow)]
+)
 def test_a_model_launches_nothing_that_was_not_compiled(case, tmp_path):
     pytest.importorskip("transformers")
     done = run(["-m", "tests.support.warmed", case], tmp_path)
@@ -63,14 +71,19 @@ def test_without_a_gpu_there_is_nothing_to_compile(monkeypatch, capsys):
     monkeypatch.setattr(backends, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert moe_runtime.warmup(torch.nn.Linear(2, 2)) == (0, 0, 0, ())
-    assert capsys.readouterr().out == "moe_runtime.warmup: nothing to compile: torch.cuda.is_available() is False\n"
+    assert (
+        capsys.readouterr().out
+        == "moe_runtime.warmup: nothing to compile: torch.cuda.is_available() is False\n"
+    )
 
 
 @pytest.mark.parametrize(
     "tokens, says",
     [
         pytest.param(0, "tokens must be at least 1, but got \\[0\\]", id="no tokens"),
-        pytest.param(8, "No layer of Linear runs on moe_runtime. Call moe_runtime.patch", id="no layer"),
+        pytest.param(
+            8, "No layer of Linear runs on moe_runtime. Call moe_runtime.patch", id="no layer"
+        ),
     ],
 )
 def test_what_cannot_be_warmed_up(tokens, says, monkeypatch):

@@ -1,10 +1,12 @@
-"""Run PEFT's LoRA on expert stacks (`target_parameters`) without copying the stacks: base and low-rank terms in one op.
+"""Run PEFT's LoRA on expert stacks (`target_parameters`) without copying the stacks: base and
+low-rank terms in one op.
 
-PEFT wraps an experts module in one `ParamWrapper` for each adapted parameter, and before the module runs each wrapper puts
-W + s B A in the parameter's place (`ParamWrapper._activate_lora`): a tensor as large as the stack, twice a call, kept for the
-backward pass. `install` replaces only that method. If the module runs on moe_runtime, the wrapper stores its factors A, B and
-s on the module, and `experts_forward` computes base and adapters together (`ops.frozen_mlp`). Everything else is left to PEFT:
-which adapters are active, disabled or merged, parameters, initialization, files.
+PEFT wraps an experts module in one `ParamWrapper` for each adapted parameter, and before the module
+runs each wrapper puts W + s B A in the parameter's place (`ParamWrapper._activate_lora`): a tensor
+as large as the stack, twice a call, kept for the backward pass. `install` replaces only that
+method. If the module runs on moe_runtime, the wrapper stores its factors A, B and s on the module,
+and `experts_forward` computes base and adapters together (`ops.frozen_mlp`). Everything else is
+left to PEFT: which adapters are active, disabled or merged, parameters, initialization, files.
 """
 
 import functools
@@ -29,14 +31,20 @@ LAYER = "peft.tuners.lora.layer"  # PEFT's module of wrappers
 MODEL = "peft.peft_model"  # its module of models
 # fields of LoraConfig that PEFT ignores for `target_parameters`, and what to do instead
 IGNORED = {
-    "layers_to_transform": "every layer gets an adapter. Name the layers' parameters in target_parameters",
-    "exclude_modules": "excluded experts still get an adapter. Name the others in target_parameters",
+    "layers_to_transform": (
+        "every layer gets an adapter. Name the layers' parameters in target_parameters"
+    ),
+    "exclude_modules": (
+        "excluded experts still get an adapter. Name the others in target_parameters"
+    ),
     "use_qalora": "the experts' adapters are plain LoRA",
 }
 
 
 class _LayerLoader(SourceFileLoader):
-    """Loads files of PEFT as Python does, and calls `install` after its modules of wrappers and of models."""
+    """Loads files of PEFT as Python does, and calls `install` after its modules of wrappers and of
+    models.
+    """
 
     def exec_module(self, module) -> None:
         super().exec_module(module)
@@ -45,7 +53,8 @@ class _LayerLoader(SourceFileLoader):
 
 
 def install() -> bool:
-    """Make PEFT's wrappers of our experts' parameters store their factors on the module, now or once PEFT is imported.
+    """Make PEFT's wrappers of our experts' parameters store their factors on the module, now or
+    once PEFT is imported.
 
     Returns whether PEFT's module of wrappers has been imported.
     """
@@ -70,7 +79,9 @@ def install() -> bool:
 
 
 def _count_weights(model: type) -> None:
-    """Make PEFT's counts of parameters, as print_trainable_parameters shows them, count a packed stack's weights, not bytes."""
+    """Make PEFT's counts of parameters, as print_trainable_parameters shows them, count a packed
+    stack's weights, not bytes.
+    """
     stock = model.get_nb_trainable_parameters
     if hasattr(stock, "moe_runtime_stock"):
         return
@@ -88,7 +99,9 @@ def _count_weights(model: type) -> None:
 
 
 def _guard(wrapper: type, name: str) -> None:
-    """Make a method of PEFT's wrappers, which computes in the parameter's dtype, raise ValueError for packed stacks."""
+    """Make a method of PEFT's wrappers, which computes in the parameter's dtype, raise ValueError
+    for packed stacks.
+    """
     stock = getattr(wrapper, name)
     if hasattr(stock, "moe_runtime_stock"):
         return
@@ -97,7 +110,13 @@ def _guard(wrapper: type, name: str) -> None:
     def guarded(self, *args, **kwargs):
         if packed.is_packed(self.get_base_layer(), self.parameter_name):
             raise ValueError(
-                f"{self.parameter_name} is quantized, so an adapter cannot be merged into it. Merge it into the 16-bit "
+                f"{self.parameter_name} is quantized, so an adapter "
+                "cannot "
+                "be "
+                "merged "
+                "into "
+                "it. "
+                "Merge it into the 16-bit "
                 "model and quantize the result"
             )
         return stock(self, *args, **kwargs)
@@ -117,19 +136,37 @@ def _activating(stock):
             return
         if self.num_experts == 1 and getattr(base, "is_transposed", False):
             raise ValueError(
-                f"{self.parameter_name} of {type(base).__name__} is one transposed expert, to which PEFT would add the "
+                f"{self.parameter_name} of {type(base).__name__} "
+                "is "
+                "one "
+                "transposed "
+                "expert, "
+                "to "
+                "which PEFT would add the "
                 "transposed update. Use a model with at least two experts per layer"
             )
         found = [
-            Factors(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], self.num_experts)
-            for name in active_adapters or () if name in self.lora_A
-        ]  # fmt: skip
+            Factors(
+                self.lora_A[name].weight,
+                self.lora_B[name].weight,
+                self.scaling[name],
+                self.num_experts,
+            )
+            for name in active_adapters or ()
+            if name in self.lora_A
+        ]
         if not found:
             yield
             return
         if hasattr(base, "_hf_hook") and any(half.is_meta for one in found for half in one[:2]):
             raise ValueError(
-                f"The adapter of {self.parameter_name} is offloaded, but PEFT reads its weights without accelerate's hooks. "
+                f"The adapter of {self.parameter_name} is offloaded, "
+                "but "
+                "PEFT "
+                "reads "
+                "its "
+                "weights "
+                "without accelerate's hooks. "
                 "Offload the model without adapters of the expert stacks"
             )
         before = base.__dict__.pop(ADAPTERS, {})
@@ -138,7 +175,13 @@ def _activating(stock):
             yield
             if ADAPTERS in base.__dict__:
                 raise RuntimeError(
-                    f"The adapter of {self.parameter_name} was not used, because {type(base).__name__} did not run on "
+                    "The adapter of "
+                    f"{self.parameter_name} "
+                    "was "
+                    "not "
+                    "used, "
+                    "because "
+                    f"{type(base).__name__} did not run on "
                     "moe_runtime although its config says so. Call moe_runtime.patch(model) again"
                 )
         finally:
@@ -159,12 +202,17 @@ def _is_ours(wrapper, base: nn.Module) -> bool:
     if wrapper.parameter_name not in names or backends.portable() is not None:
         return False
     # a stack that is trained as well gets its gradient as in PEFT, through W + s B A
-    return all(name in base._parameters and not base._parameters[name].requires_grad for name in names)
+    return all(
+        name in base._parameters and not base._parameters[name].requires_grad for name in names
+    )
 
 
 def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
-    """Return the expert stacks that PEFT adapts: path of the experts -> parameter -> adapters, including merged ones."""
-    layer, found = sys.modules.get(LAYER), {}
+    """Return the expert stacks that PEFT adapts: path of the experts -> parameter -> adapters,
+    including merged ones.
+    """
+    layer = sys.modules.get(LAYER)
+    found = {}
     if layer is None or not hasattr(layer, "ParamWrapper"):
         return found
     for name, module in model.named_modules():
@@ -176,18 +224,25 @@ def adapted_stacks(model: nn.Module) -> dict[str, dict[str, list[str]]]:
 
 def expert_adapters(model: nn.Module) -> list[nn.Parameter]:
     """Return A and B of every adapter of an expert stack, in the order of the model's modules."""
-    layer, found = sys.modules.get(LAYER), []
+    layer = sys.modules.get(LAYER)
+    found = []
     for module in model.modules() if hasattr(layer, "ParamWrapper") else ():
         if isinstance(module, layer.ParamWrapper) and module._param_ndim == 3:
-            found += [p for name in module.lora_A for half in (module.lora_A, module.lora_B) for p in half[name].parameters()]
+            found += [
+                p
+                for name in module.lora_A
+                for half in (module.lora_A, module.lora_B)
+                for p in half[name].parameters()
+            ]
     return found
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ValueError for adapters that would not compute what was requested, and warn about settings that PEFT ignores.
+    """Raise ValueError for adapters that would not compute what was requested, and warn about
+    settings that PEFT ignores.
 
-    It raises for layer_replication, which copies configs so that layers stay on another implementation, and for square stacks
-    saved by PEFT before 0.20, which PEFT loads transposed.
+    It raises for layer_replication, which copies configs so that layers stay on another
+    implementation, and for square stacks saved by PEFT before 0.20, which PEFT loads transposed.
     """
     configs = {}
     for module in model.modules():
@@ -197,25 +252,52 @@ def check_adapters(model: nn.Module) -> None:
     for adapter, config in configs.items():
         if getattr(config, "layer_replication", None):
             raise ValueError(
-                f"Adapter {adapter!r} has layer_replication {config.layer_replication}, which is not supported, as copied "
+                f"Adapter {adapter!r} "
+                "has "
+                "layer_replication "
+                f"{config.layer_replication}, "
+                "which "
+                "is "
+                "not supported, as copied "
                 "layers have separate configs. Use an adapter without it"
             )
-        targets, version = getattr(config, "target_parameters", None), str(getattr(config, "peft_version", None) or "0")
-        if not targets or not any(adapter in names for stack in stacks.values() for names in stack.values()):
+        targets = getattr(config, "target_parameters", None)
+        version = str(getattr(config, "peft_version", None) or "0")
+        if not targets or not any(
+            adapter in names for stack in stacks.values() for names in stack.values()
+        ):
             _warn_of_experts_without_adapter(model, adapter, config, stacks)
             continue
         if (wrong := transposed_stack(model, adapter, version)) is not None:
             raise ValueError(
-                f"Adapter {adapter!r} was saved by PEFT {version}, which stored LoRA of expert stacks with other axes than "
-                f"PEFT does today. As {wrong} is square, PEFT has loaded the transposed update. Convert the folder "
+                f"Adapter {adapter!r} was saved by PEFT {version}, "
+                "which "
+                "stored "
+                "LoRA "
+                "of "
+                "expert "
+                "stacks with other axes than "
+                f"PEFT does today. As {wrong} is square, PEFT "
+                "has "
+                "loaded "
+                "the "
+                "transposed "
+                "update. "
+                "Convert the folder "
                 "with `moe-runtime lora convert` and load the result"
             )
         for field, says in IGNORED.items():
             if getattr(config, field, None):
-                warnings.warn(f"Adapter {adapter!r}: PEFT ignores {field} for target_parameters: {says}.", stacklevel=3)
+                warnings.warn(
+                    f"Adapter {adapter!r}: PEFT ignores {field} for target_parameters: {says}.",
+                    stacklevel=3,
+                )
         if getattr(config, "bias", "none") == "all":
             says = "the experts' biases stay frozen. Target them by name, or set requires_grad"
-            warnings.warn(f"Adapter {adapter!r}: PEFT's bias='all' does not apply to experts: {says}.", stacklevel=3)
+            warnings.warn(
+                f"Adapter {adapter!r}: PEFT's bias='all' does not apply to experts: {says}.",
+                stacklevel=3,
+            )
 
 
 def _warn_of_experts_without_adapter(model: nn.Module, adapter: str, config, stacks) -> None:
@@ -225,7 +307,19 @@ def _warn_of_experts_without_adapter(model: nn.Module, adapter: str, config, sta
     named = [name for name in targets if name.endswith(("gate_proj", "up_proj", "down_proj"))]
     if named and not any(adapter in names for stack in stacks.values() for names in stack.values()):
         warnings.warn(
-            f"Adapter {adapter!r} has target_modules {sorted(named)}, which do not match this model's expert stacks, so these "
-            "get no adapter. Name them in target_parameters, for example ['experts.gate_up_proj', 'experts.down_proj'].",
+            f"Adapter {adapter!r} has target_modules {sorted(named)}, "
+            "which "
+            "do "
+            "not "
+            "match "
+            "this "
+            "model's expert stacks, so these "
+            "get no adapter. Name them "
+            "in "
+            "target_parameters, "
+            "for "
+            "example "
+            "['experts.gate_up_proj', "
+            "'experts.down_proj'].",
             stacklevel=4,
         )

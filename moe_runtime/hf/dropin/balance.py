@@ -1,9 +1,10 @@
 """Balance losses for the stock MoE models of transformers: their pooled loss, and one per layer.
 
-    loss = lm_loss + coef * aux_loss,    aux_loss = pooled_loss or per_layer_loss of the router logits (moe_runtime.ops.balance)
+    loss = lm_loss + coef * aux_loss,    aux_loss = pooled_loss or per_layer_loss of the router
+                                         logits (moe_runtime.ops.balance)
 
-`use_balance_loss` gets the logits where the model's class declares its router outputs. It therefore works for families with an
-auxiliary loss, which it replaces, and for families without one.
+`use_balance_loss` gets the logits where the model's class declares its router outputs. It therefore
+works for families with an auxiliary loss, which it replaces, and for families without one.
 """
 
 import functools
@@ -17,7 +18,15 @@ from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice, check_number
 from moe_runtime.hf.dropin.experts import is_experts
-from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, routed_layers, token_mask
+from moe_runtime.hf.dropin.layers import (
+    OpenCall,
+    RoutedLayer,
+    block_of,
+    forget_compiled,
+    ids_of,
+    routed_layers,
+    token_mask,
+)
 from moe_runtime.hf.models import modeling
 from moe_runtime.ops import balance
 
@@ -28,20 +37,34 @@ _MISSING = object()
 
 
 def pooled_loss(
-    router_logits: Sequence[torch.Tensor], num_experts: int, top_k: int, attention_mask: torch.Tensor | None = None
+    router_logits: Sequence[torch.Tensor],
+    num_experts: int,
+    top_k: int,
+    attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute transformers' auxiliary loss of L router logits [T, E], with means over all layers together, [] float32.
+    """Compute transformers' auxiliary loss of L router logits [T, E], with means over all layers
+    together, [] float32.
 
-    `attention_mask` [B, S] excludes padding. The value is `top_k` when balanced, and also when the layers' imbalances cancel.
+    `attention_mask` [B, S] excludes padding. The value is `top_k` when balanced, and also when the
+    layers' imbalances cancel.
     """
-    return balance.pooled_loss(router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask))
+    return balance.pooled_loss(
+        router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask)
+    )
 
 
 def per_layer_loss(
-    router_logits: Sequence[torch.Tensor], num_experts: int, top_k: int, attention_mask: torch.Tensor | None = None
+    router_logits: Sequence[torch.Tensor],
+    num_experts: int,
+    top_k: int,
+    attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the mean of the layers' auxiliary losses from L router logits [T, E], [] float32; `top_k` if all are balanced."""
-    return balance.per_layer_loss(router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask))
+    """Compute the mean of the layers' auxiliary losses from L router logits [T, E], [] float32;
+    `top_k` if all are balanced.
+    """
+    return balance.per_layer_loss(
+        router_logits, top_k, _checked(router_logits, num_experts, top_k, attention_mask)
+    )
 
 
 def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> torch.Tensor | None:
@@ -50,8 +73,20 @@ def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> tor
     if not fits or (attention_mask is not None and attention_mask.numel() != shapes[0][0]):
         got = "" if attention_mask is None else f", attention_mask {tuple(attention_mask.shape)}"
         raise ValueError(
-            f"Expected router_logits of shape [T, {num_experts}] for each layer, 1 <= top_k <= {num_experts} and an "
-            f"attention_mask [B, S] with B * S = T, but got router_logits {shapes}, top_k {top_k}{got}"
+            f"Expected router_logits of shape [T, {num_experts}] for each "
+            "layer, "
+            "1 "
+            "<= "
+            "top_k "
+            "<= "
+            f"{num_experts} and an "
+            "attention_mask [B, S] with B * S = T, "
+            "but "
+            "got "
+            "router_logits "
+            f"{shapes}, "
+            "top_k "
+            f"{top_k}{got}"
         )
     return None if attention_mask is None else attention_mask.reshape(-1) != 0
 
@@ -59,20 +94,31 @@ def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> tor
 class BalanceLoss:
     """An active balance loss of a model, created by `use_balance_loss`; `close` restores the model.
 
-    A router that returns probabilities (Gemma 4's) is detected at its first call, and their logarithm is used as logits.
+    A router that returns probabilities (Gemma 4's) is detected at its first call, and their
+    logarithm is used as logits.
     """
 
     def __init__(self, model: PreTrainedModel, kind: str, coef: float):
-        self.model, self.kind, self.coef = model, kind, coef
+        self.model = model
+        self.kind = kind
+        self.coef = coef
         layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
         self.routers = _declared_routers(model) or _routers_beside(model, layers)
         if not self.routers or not layers:
             raise ValueError(
-                f"No {'routers' if layers else 'MoE layers'} of {type(model).__name__} are known to transformers. Pass a stock "
+                f"No {'routers' if layers else 'MoE layers'} "
+                "of "
+                f"{type(model).__name__} "
+                "are "
+                "known "
+                "to transformers. Pass a stock "
                 "MoE model; for layers of moe_runtime set MoEConfig(balance_loss=...)"
             )
         self._logits: list[torch.Tensor] = []
-        self._top_k, self._kwargs, self._wanted, self._as_tuple = 1, {}, False, False
+        self._top_k = 1
+        self._kwargs = {}
+        self._wanted = False
+        self._as_tuple = False
         self._softmaxed: dict[type, bool] = {}  # by the router's class, known after its first call
         forget_compiled()
         self._call = OpenCall(model, leave=self._forget)
@@ -80,7 +126,10 @@ class BalanceLoss:
             model.register_forward_pre_hook(self._prepare, with_kwargs=True),
             # before the call closes
             model.register_forward_hook(self._add, prepend=True),
-            *(module.register_forward_hook(functools.partial(self._catch, i)) for module, i in self.routers),
+            *(
+                module.register_forward_hook(functools.partial(self._catch, i))
+                for module, i in self.routers
+            ),
             layers[0].module.register_forward_pre_hook(self._count, with_kwargs=True),
         ]
         self._before = self._take_over()
@@ -106,18 +155,27 @@ class BalanceLoss:
         self._before = []
 
     def _prepare(self, module, args, kwargs):
-        names, named, config = self._call.names, self._call.named(args, kwargs), self.model.config
-        asked, as_dict = named.get("output_router_logits"), named.get("return_dict")
-        self._wanted = bool(config.get_text_config().output_router_logits if asked is None else asked)
+        names = self._call.names
+        named = self._call.named(args, kwargs)
+        config = self.model.config
+        asked = named.get("output_router_logits")
+        as_dict = named.get("return_dict")
+        self._wanted = bool(
+            config.get_text_config().output_router_logits if asked is None else asked
+        )
         self._as_tuple = not (config.return_dict if as_dict is None else as_dict)
         self._kwargs = named
         # the model's auxiliary loss would be added as well
-        changes = {"output_router_logits": False} if asked or "output_router_logits" in names else {}
+        if asked or "output_router_logits" in names:
+            changes = {"output_router_logits": False}
+        else:
+            changes = {}
         if self._as_tuple:
             # the parts of a tuple have no names, so it is built after the loss is added
             changes["return_dict"] = True
         if any(name in names[: len(args)] for name in changes):
-            args, kwargs = (), named
+            args = ()
+            kwargs = named
         return args, kwargs | changes
 
     def _catch(self, place: Place, module, args, out) -> None:
@@ -142,22 +200,35 @@ class BalanceLoss:
         self._top_k = ids_of(args, kwargs).shape[-1]
 
     def _forget(self) -> None:
-        self._logits, self._kwargs = [], {}
+        self._logits = []
+        self._kwargs = {}
 
     def _add(self, module, args, out):
         """Add the loss to the model's output, and convert it to a tuple if one was requested."""
         logits = self._logits
         if not isinstance(out, ModelOutput):
             if logits:
-                raise ValueError(f"{type(module).__name__} must return a ModelOutput, but returned a {type(out).__name__}")
+                raise ValueError(
+                    f"{type(module).__name__} must return "
+                    "a "
+                    "ModelOutput, "
+                    "but "
+                    "returned "
+                    "a "
+                    f"{type(out).__name__}"
+                )
             return None
         loss = out.get("loss")
         if logits and (loss is not None or self._wanted):
             self._complete(out, logits, loss)
         return out.to_tuple() if self._as_tuple else out
 
-    def _complete(self, out: ModelOutput, logits: list[torch.Tensor], loss: torch.Tensor | None) -> None:
-        modeling.check_gradients([p for router, _ in self.routers for p in router.parameters()], logits)
+    def _complete(
+        self, out: ModelOutput, logits: list[torch.Tensor], loss: torch.Tensor | None
+    ) -> None:
+        modeling.check_gradients(
+            [p for router, _ in self.routers for p in router.parameters()], logits
+        )
         aux_loss = self._loss(logits)
         if self._wanted:
             out["aux_loss"] = aux_loss
@@ -172,27 +243,43 @@ class BalanceLoss:
             out["loss"] = loss + self.coef * share * aux_loss.to(loss.device)
 
     def _loss(self, logits: list[torch.Tensor]) -> torch.Tensor:
-        rows, experts = {len(layer) for layer in logits}, {layer.shape[1] for layer in logits}
+        rows = {len(layer) for layer in logits}
+        experts = {layer.shape[1] for layer in logits}
         if self.kind == "pooled" and len(experts) > 1:
-            raise ValueError(f"kind 'pooled' requires the same number of experts in all layers, but got {sorted(experts)}")
+            raise ValueError(
+                "kind 'pooled' requires the same number of experts "
+                "in "
+                "all "
+                "layers, "
+                "but "
+                "got "
+                f"{sorted(experts)}"
+            )
         mask = token_mask(self._call.mask, rows.pop()) if len(rows) == 1 else None
         function = balance.per_layer_loss if self.kind == "per_layer" else balance.pooled_loss
         return function(logits, self._top_k, mask)
 
 
-def use_balance_loss(model: nn.Module, kind: str = "per_layer", coef: float | None = None) -> BalanceLoss:
-    """Add coef * (per-layer or pooled loss) to the loss of a stock MoE model, instead of its own auxiliary loss.
+def use_balance_loss(
+    model: nn.Module, kind: str = "per_layer", coef: float | None = None
+) -> BalanceLoss:
+    """Add coef * (per-layer or pooled loss) to the loss of a stock MoE model, instead of its own
+    auxiliary loss.
 
-    `coef` defaults to the config's router_aux_loss_coef. The model's output has the parts as `lm_loss` and `aux_loss` (without
-    coef). It works with Trainer and, if called before its construction, with TRL's SFTTrainer; the loss is averaged over the
-    micro-batches of a step. Raises ValueError if transformers does not declare the model's router logits, or without a coef.
+    `coef` defaults to the config's router_aux_loss_coef. The model's output has the parts as
+    `lm_loss` and `aux_loss` (without coef). It works with Trainer and, if called before its
+    construction, with TRL's SFTTrainer; the loss is averaged over the micro-batches of a step.
+    Raises ValueError if transformers does not declare the model's router logits, or without a coef.
     """
     check_choice("kind", kind, KINDS)
     model = _unwrap(model)
     for hook in list(model._forward_hooks.values()):
         if isinstance(getattr(hook, "__self__", None), BalanceLoss):
             hook.__self__.close()
-    coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) if coef is None else coef
+    if coef is None:
+        coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    else:
+        coef = coef
     check_number("coef", coef, positive=True)
     return BalanceLoss(model, kind, float(coef))
 
@@ -203,17 +290,33 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
     while not isinstance(inner, PreTrainedModel):
         parts = [getattr(inner, name, None) for name in ("module", "_orig_mod", "model")]
         get = getattr(inner, "get_base_model", None)
-        inner = get() if get is not None else next((part for part in parts if isinstance(part, nn.Module)), None)
+        if get is not None:
+            inner = get()
+        else:
+            inner = next((part for part in parts if isinstance(part, nn.Module)), None)
         if inner is None:
-            raise ValueError(f"Expected a model of transformers, or PEFT or DDP around one, but got {type(model).__name__}")
+            raise ValueError(
+                "Expected a model of transformers, or PEFT or "
+                "DDP "
+                "around "
+                "one, "
+                "but "
+                "got "
+                f"{type(model).__name__}"
+            )
     return inner
 
 
 def _declared_routers(model: PreTrainedModel) -> list[tuple[nn.Module, Place]]:
-    """List the modules that return router logits and their place in the output, as declared by the model's classes."""
+    """List the modules that return router logits and their place in the output, as declared by the
+    model's classes.
+    """
     found = {}
     for part in model.modules():
-        specs = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
+        if isinstance(part, PreTrainedModel):
+            specs = getattr(part, "_can_record_outputs", None)
+        else:
+            specs = None
         specs = (specs or {}).get("router_logits", [])
         for spec in specs if isinstance(specs, list) else [specs]:
             for name, module in part.named_modules():
@@ -223,12 +326,18 @@ def _declared_routers(model: PreTrainedModel) -> list[tuple[nn.Module, Place]]:
     return list(found.items())
 
 
-def _routers_beside(model: PreTrainedModel, layers: list[RoutedLayer]) -> list[tuple[nn.Module, Place]]:
-    """Do the same for classes that declare nothing: find the routers by name in the blocks of `layers`."""
+def _routers_beside(
+    model: PreTrainedModel, layers: list[RoutedLayer]
+) -> list[tuple[nn.Module, Place]]:
+    """Do the same for classes that declare nothing: find the routers by name in the blocks of
+    `layers`.
+    """
     found = {}
     for layer in layers:
         for name, module in block_of(model, layer).named_children():
-            if name in ("gate", "router") or re.search("router|gating", type(module).__name__, re.IGNORECASE):
+            if name in ("gate", "router") or re.search(
+                "router|gating", type(module).__name__, re.IGNORECASE
+            ):
                 found[module] = functools.partial(_first_as_wide, layer.num_experts)
     return list(found.items())
 
@@ -244,7 +353,9 @@ def _first_as_wide(E: int, parts: Sequence) -> torch.Tensor:
 
 
 def _are_probabilities(found: torch.Tensor) -> torch.Tensor:
-    """Return whether all rows of `found` [T, E] are distributions, [] bool; sums of bfloat16 may be off by some thousandths."""
+    """Return whether all rows of `found` [T, E] are distributions, [] bool; sums of bfloat16 may be
+    off by some thousandths.
+    """
     return ((found >= 0).all(-1) & ((found.float().sum(-1) - 1).abs() < 1e-2)).all()
 
 
@@ -253,9 +364,13 @@ def _log(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def _matches(spec, name: str, module: nn.Module) -> bool:
-    """Return whether transformers' recorder (an OutputRecorder, a class or the end of a path) refers to this module."""
+    """Return whether transformers' recorder (an OutputRecorder, a class or the end of a path)
+    refers to this module.
+    """
     kind = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
     suffix = spec if isinstance(spec, str) else getattr(spec, "class_name", None)
     layer = (getattr(spec, "layer_name", None) or "").strip(".")
-    is_it = (kind is not None and isinstance(module, kind)) or bool(suffix and name.endswith(suffix))
+    is_it = (kind is not None and isinstance(module, kind)) or bool(
+        suffix and name.endswith(suffix)
+    )
     return is_it and (not layer or f".{layer}." in f".{name}.")

@@ -1,10 +1,12 @@
-"""Experts for transformers' experts interface: `experts_implementation="moe_runtime"` for every stock MoE model.
+"""Experts for transformers' experts interface: `experts_implementation="moe_runtime"` for every
+stock MoE model.
 
     out[t] = sum_k top_k_weights[t, k] norm(down_e(gate_e(up_e x[t]))),   e = top_k_index[t, k]
 
-`norm` is the identity except for models with a norm after each expert. The model's router is kept. What a class computes
-between its two products is determined numerically (hf.dropin.gates): if our kernels support it, `moe_mlp` runs everything;
-otherwise the class's `_apply_gate` runs between two grouped products. Parameters keep their names, shapes and layout.
+`norm` is the identity except for models with a norm after each expert. The model's router is kept.
+What a class computes between its two products is determined numerically (hf.dropin.gates): if our
+kernels support it, `moe_mlp` runs everything; otherwise the class's `_apply_gate` runs between two
+grouped products. Parameters keep their names, shapes and layout.
 """
 
 import contextlib
@@ -34,17 +36,25 @@ BEFORE = "moe_runtime_replaced"
 
 
 def register() -> None:
-    """Register `experts_implementation="moe_runtime"` with transformers; calling it again has no effect.
+    """Register `experts_implementation="moe_runtime"` with transformers; calling it again has no
+    effect.
 
-    load_state_dict of transformers' models then accepts saved names, so that Trainer resumes experts (`hf.dropin.loading`).
-    Then use `from_pretrained(..., experts_implementation="moe_runtime")` or `model.set_experts_implementation("moe_runtime")`.
+    load_state_dict of transformers' models then accepts saved names, so that Trainer resumes
+    experts (`hf.dropin.loading`). Then use `from_pretrained(...,
+    experts_implementation="moe_runtime")` or `model.set_experts_implementation("moe_runtime")`.
     Raises ImportError if transformers is older than 5.16.
     """
     import transformers
 
     if Version(transformers.__version__) < Version(OLDEST):
         raise ImportError(
-            f"transformers>={OLDEST},<6 is required to replace experts, but {transformers.__version__} is installed. "
+            f"transformers>={OLDEST},<6 is "
+            "required "
+            "to "
+            "replace "
+            "experts, "
+            "but "
+            f"{transformers.__version__} is installed. "
             f"Run pip install -U 'transformers>={OLDEST},<6'"
         )
     from transformers.integrations.moe import ExpertsInterface
@@ -61,21 +71,31 @@ def register() -> None:
 
 @functools.cache
 def make_exports_portable() -> None:
-    """Make transformers' exporters to formats without our ops set `backends.foreign_experts` while they trace."""
+    """Make transformers' exporters to formats without our ops set `backends.foreign_experts` while
+    they trace.
+    """
     with contextlib.suppress(ImportError):  # a transformers without exporters
         from transformers.exporters.utils import register_patch
 
-        for target, experts in (("onnx", "grouped_mm"), ("executorch", "batched_mm"), ("openvino", "batched_mm")):
-            register_patch(target, "moe_runtime.backends.foreign_experts")(lambda _, experts=experts: experts)
+        for target, experts in (
+            ("onnx", "grouped_mm"),
+            ("executorch", "batched_mm"),
+            ("openvino", "batched_mm"),
+        ):
+            register_patch(target, "moe_runtime.backends.foreign_experts")(
+                lambda _, experts=experts: experts
+            )
 
 
 def patch(model: nn.Module) -> int:
-    """Run the experts of `model` on moe_runtime from now on and return the number of layers; `unpatch` reverts it.
+    """Run the experts of `model` on moe_runtime from now on and return the number of layers;
+    `unpatch` reverts it.
 
-    MoE layers of moe_runtime are counted too. Unlike `set_experts_implementation`, it also works on wrapped models (PEFT, DDP)
-    and never silently leaves a model unchanged: it raises ValueError if no module uses transformers' experts interface, if the
-    experts are quantized, or if PEFT's adapters would not compute what they should (`check_adapters`). Adapters on the expert
-    stacks, added before or after, run in the same op without a copy of a stack.
+    MoE layers of moe_runtime are counted too. Unlike `set_experts_implementation`, it also works on
+    wrapped models (PEFT, DDP) and never silently leaves a model unchanged: it raises ValueError if
+    no module uses transformers' experts interface, if the experts are quantized, or if PEFT's
+    adapters would not compute what they should (`check_adapters`). Adapters on the expert stacks,
+    added before or after, run in the same op without a copy of a stack.
     """
     from transformers import PreTrainedModel
 
@@ -85,10 +105,19 @@ def patch(model: nn.Module) -> int:
     ours = {name: module.experts for name, module in modules.items() if isinstance(module, MoE)}
     if not layers and not ours:
         raise ValueError(
-            f"{type(model).__name__} has no experts that use transformers' experts interface. Pass an MoE model of a "
+            f"{type(model).__name__} has no experts "
+            "that "
+            "use "
+            "transformers' "
+            "experts "
+            "interface. "
+            "Pass an MoE model of a "
             "supported family (see docs/families.md)"
         )
-    for found, names in ((layers, stack_names), (ours, lambda experts: getattr(experts, "stacks", tuple)())):
+    for found, names in (
+        (layers, stack_names),
+        (ours, lambda experts: getattr(experts, "stacks", tuple)()),
+    ):
         for name, module in found.items():
             check_stacks(module, names(module), name)
     adapters.check_adapters(model)
@@ -101,27 +130,50 @@ def patch(model: nn.Module) -> int:
     for name, module in layers.items():
         if ".modules_to_save." in name:  # PEFT's copy of a module has a copy of its config
             module.config._experts_implementation = NAME
-    missed = [name for name, module in layers.items() if module.config._experts_implementation != NAME]
+    missed = [
+        name for name, module in layers.items() if module.config._experts_implementation != NAME
+    ]
     if missed:
         still = layers[missed[0]].config._experts_implementation
         unpatch(model)
         raise ValueError(
-            f"experts_implementation of {missed[0] or type(model).__name__} cannot be set to {NAME!r} and is still {still!r}. "
+            "experts_implementation of "
+            f"{missed[0] or type(model).__name__} "
+            "cannot "
+            "be "
+            "set "
+            "to "
+            f"{NAME!r} and is still {still!r}. "
             "Load the model through a class of transformers"
         )
     return len(layers) + len(ours)
 
 
 def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
-    """Raise ValueError unless our kernels support the stacks of an experts module: floats, packed, or FP8 in blocks of 128."""
-    is_fp8 = bool(names) and not packed.layouts(module) and packed.is_packed(module, names[0])  # LoRA experts have no stacks
+    """Raise ValueError unless our kernels support the stacks of an experts module: floats, packed,
+    or FP8 in blocks of 128.
+    """
+    # LoRA experts have no stacks
+    is_fp8 = bool(names) and not packed.layouts(module) and packed.is_packed(module, names[0])
     if is_fp8:
         blocks = getattr(module, "block_size", None)
         halves = names[0] == "gate_up_proj" and getattr(module, names[0]).shape[1] // 2 % BLOCK
         if not blocks or tuple(blocks) != (BLOCK, BLOCK) or halves or note_gate(module) is None:
             raise ValueError(
-                f"FP8 experts {path} {list(getattr(module, names[0]).shape)} have blocks of {blocks}, but need "
-                f"blocks of {BLOCK} x {BLOCK} that do not mix gate and up, and an activation that moe_mlp supports"
+                "FP8 experts "
+                f"{path} "
+                f"{list(getattr(module, names[0]).shape)} "
+                "have "
+                "blocks "
+                "of "
+                f"{blocks}, but need "
+                f"blocks of {BLOCK} x {BLOCK} that do not mix gate and "
+                "up, "
+                "and "
+                "an "
+                "activation "
+                "that "
+                "moe_mlp supports"
             )
     elif not packed.layouts(module):
         check_floats([getattr(module, name) for name in names], path)
@@ -134,16 +186,23 @@ def check_runnable(module: nn.Module, implementation: str | None, path: str = ""
         form = layout.format.removesuffix(TRANSPOSED)
         which = "the previous implementation" if implementation is None else repr(implementation)
         raise ValueError(
-            f"The experts {path or type(module).__name__} are packed in {form}, which {which} cannot run: only {NAME!r} can. "
+            f"The experts {path or type(module).__name__} are "
+            "packed "
+            "in "
+            f"{form}, "
+            "which "
+            f"{which} "
+            f"cannot run: only {NAME!r} can. "
             "Load the model without quantization to use another"
         )
 
 
 def unpatch(model: nn.Module) -> None:
-    """Restore the implementation that the experts of `model` had before `patch`, also through other wrappers.
+    """Restore the implementation that the experts of `model` had before `patch`, also through other
+    wrappers.
 
-    Experts that `patch` has not changed are left unchanged. Raises ValueError, before anything changes, for experts that
-    `quantize_experts` or `load_quantized` has packed.
+    Experts that `patch` has not changed are left unchanged. Raises ValueError, before anything
+    changes, for experts that `quantize_experts` or `load_quantized` has packed.
     """
     for name, module in model.named_modules():
         if is_experts(module):
@@ -155,12 +214,17 @@ def unpatch(model: nn.Module) -> None:
 
 
 def experts_forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the experts module `self` on `hidden_states` [T, H] with ids and weights [T, K] -> [T, H] in the same dtype.
+    """Compute the experts module `self` on `hidden_states` [T, H] with ids and weights [T, K] ->
+    [T, H] in the same dtype.
 
-    Computes in the dtype of the weights or, under autocast, in that of autocast; routing weights and sums stay float32. A slot
-    with an id outside 0..E-1 (the sentinel of expert parallelism) contributes nothing and gets no gradient.
+    Computes in the dtype of the weights or, under autocast, in that of autocast; routing weights
+    and sums stay float32. A slot with an id outside 0..E-1 (the sentinel of expert parallelism)
+    contributes nothing and gets no gradient.
     """
     plain = trainable.split_of(self) is None and not packed.is_packed(self, stack_names(self)[0])
     if (portable := backends.portable()) is not None and plain:
@@ -169,9 +233,15 @@ def experts_forward(
         return ALL_EXPERTS_FUNCTIONS[portable](self, hidden_states, top_k_index, top_k_weights)
     gate = gate_of(self)
     out, expert_offsets = forward_experts(
-        self, hidden_states, top_k_index, top_k_weights, stack_names(self), gate, transposed=self.is_transposed,
+        self,
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        stack_names(self),
+        gate,
+        transposed=self.is_transposed,
         run=functools.partial(_composed, self) if gate is None else None,
-    )  # fmt: skip
+    )
     counts = getattr(self, "moe_runtime_counts", None)
     if counts is not None:  # a RouterCounter is open
         counts += expert_offsets.diff()
@@ -193,12 +263,18 @@ def _composed(module: nn.Module, x, topk_idx, topk_weight, experts: Experts | Fr
 
 
 def _product(rows, experts: Experts | FrozenExperts, name: str, expert_offsets) -> torch.Tensor:
-    """Return the grouped product of `rows` [R, in] with the stack `name`, its bias and its low-rank terms."""
-    stack, bias = getattr(experts, name), getattr(experts, f"{name}_bias")
+    """Return the grouped product of `rows` [R, in] with the stack `name`, its bias and its low-rank
+    terms.
+    """
+    stack = getattr(experts, name)
+    bias = getattr(experts, f"{name}_bias")
     if isinstance(experts, Experts):
         trained = getattr(experts, f"{name}_trained")
-        return grouped_gemm(rows, stack, expert_offsets, bias, trainable=experts.trainable, trained=trained)
-    y, pair = grouped_gemm(rows, stack.data.to(rows.dtype), expert_offsets, bias), getattr(experts, f"{name}_lora")
+        return grouped_gemm(
+            rows, stack, expert_offsets, bias, trainable=experts.trainable, trained=trained
+        )
+    y = grouped_gemm(rows, stack.data.to(rows.dtype), expert_offsets, bias)
+    pair = getattr(experts, f"{name}_lora")
     if pair is None:
         return y
     low = grouped_gemm(rows, pair.a, expert_offsets)

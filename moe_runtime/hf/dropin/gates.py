@@ -1,8 +1,10 @@
-"""Detect stock experts, and determine numerically, once per class, what they compute between their two products.
+"""Detect stock experts, and determine numerically, once per class, what they compute between their
+two products.
 
-If it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset) with an activation of `moe_mlp`, that op runs all of
-it. Anything that could change the numbers without changing the class (a gate or a forward set on an instance, hooks, an
-activation with state, an unknown attribute) makes the result None, and the class's own code runs.
+If it is h = act(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset) with an activation of
+`moe_mlp`, that op runs all of it. Anything that could change the numbers without changing the class
+(a gate or a forward set on an instance, hooks, an activation with state, an unknown attribute)
+makes the result None, and the class's own code runs.
 """
 
 import functools
@@ -18,7 +20,8 @@ from moe_runtime.modules.moe import is_plain
 from moe_runtime.ops.activation import ACT, QUICK, Activation
 
 NAME = "moe_runtime"  # of our implementation, in transformers' interface
-GATE = "moe_runtime_gate"  # attribute of an experts module: its Activation, if it depends on the instance
+# attribute of an experts module: its Activation, if it depends on the instance
+GATE = "moe_runtime_gate"
 LIMITS = ("limit", "swiglu_limit")  # attributes that classes clamp by
 ALPHAS = ("alpha", "swiglu_alpha")  # and scale by, inside the sigmoid
 # packages whose activations are determined by their types; others may have state
@@ -37,20 +40,25 @@ class Form(NamedTuple):
 def is_experts(module: nn.Module) -> bool:
     """Return whether `module` is a stock experts module, with a class decorated by transformers."""
     return hasattr(type(module), "_apply_gate") and all(
-        hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
+        hasattr(module, name)
+        for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
     )
 
 
 def stack_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the up and down projections and of their biases, if any."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    return (up, "down_proj", f"{up}_bias", "down_proj_bias") if module.has_bias else (up, "down_proj")
+    if module.has_bias:
+        return (up, "down_proj", f"{up}_bias", "down_proj_bias")
+    return (up, "down_proj")
 
 
 def gate_of(module: nn.Module) -> Activation | None:
-    """Return what the experts module computes between its products, or None if `moe_mlp` does not support it.
+    """Return what the experts module computes between its products, or None if `moe_mlp` does not
+    support it.
 
-    All attributes that the result depends on are read here, so that torch.compile guards them and one graph serves all layers.
+    All attributes that the result depends on are read here, so that torch.compile guards them and
+    one graph serves all layers.
     """
     if GATE in module.__dict__:
         return module.__dict__[GATE]
@@ -60,7 +68,9 @@ def gate_of(module: nn.Module) -> Activation | None:
     if isinstance(act_fn, nn.Module):
         if not is_plain(act_fn, type(act_fn)):
             return None
-        form = _form(type(module), module.has_gate, type(act_fn), getattr(act_fn, "approximate", None))
+        form = _form(
+            type(module), module.has_gate, type(act_fn), getattr(act_fn, "approximate", None)
+        )
     else:
         form = _form(type(module), module.has_gate, act_fn, None)
     return None if form is None else _of_instance(form, module)
@@ -69,12 +79,19 @@ def gate_of(module: nn.Module) -> Activation | None:
 def note_gate(module: nn.Module) -> Activation | None:
     """Determine what one instance computes, store it for `gate_of`, and return it.
 
-    Used for FP8Experts, a single class for the gates of all families whose branches depend on the instance's parameters.
+    Used for FP8Experts, a single class for the gates of all families whose branches depend on the
+    instance's parameters.
     """
     limits = {getattr(module, name, None) for name in LIMITS} | {None}
     known = itertools.product(ACT, [True], limits, (0.0, 1.0), [False])
-    known = {gate: gate.apply for gate in itertools.starmap(Activation, known)} if module.has_gate else {}
-    gate = _first_equal(functools.partial(type(module)._apply_gate, module), known) if known else gate_of(module)
+    if module.has_gate:
+        known = {gate: gate.apply for gate in itertools.starmap(Activation, known)}
+    else:
+        known = {}
+    if known:
+        gate = _first_equal(functools.partial(type(module)._apply_gate, module), known)
+    else:
+        gate = gate_of(module)
     module.__dict__[GATE] = gate
     return gate
 
@@ -83,7 +100,8 @@ def _of_instance(form: Form, module: nn.Module) -> Activation | None:
     """Fill in the instance's parameters; None for values that `moe_mlp` does not support."""
     # by name, as torch 2.11 cannot trace unpacking a constant tuple
     activation = form.activation
-    act, limit = activation.act, None
+    act = activation.act
+    limit = None
     if form.alpha is not None:
         alpha = getattr(module, form.alpha)
         if not isinstance(alpha, (int, float)) or not (alpha == QUICK or alpha == 1):
@@ -104,8 +122,8 @@ def _form(kind: type, gated: bool, act_fn, approximate: str | None) -> Form | No
     return _form_of_gate(kind._apply_gate, act)
 
 
-# the attribute that torch.compiler.assume_constant_result sets, so that tracing executes it. It gets no module as argument, or
-# the graph would be specific to one module
+# the attribute that torch.compiler.assume_constant_result sets, so that tracing executes it. It
+# gets no module as argument, or the graph would be specific to one module
 _form._dynamo_marked_constant = True
 
 
@@ -123,10 +141,16 @@ def _name_of(act_fn, approximate: str | None) -> str | None:
 
 
 class _StandIn:
-    """A stand-in for an experts module with an activation and given parameters, which records which of them were read."""
+    """A stand-in for an experts module with an activation and given parameters, which records which
+    of them were read.
+    """
 
     def __init__(self, act: str | None, limit: float, alpha: float):
-        self._act, self._numbers, self.read = act, dict.fromkeys(LIMITS, limit) | dict.fromkeys(ALPHAS, alpha), set()
+        self._act, self._numbers, self.read = (
+            act,
+            dict.fromkeys(LIMITS, limit) | dict.fromkeys(ALPHAS, alpha),
+            set(),
+        )
 
     def __getattr__(self, name: str):
         if name == "act_fn" and self._act is not None:
@@ -155,30 +179,41 @@ def _form_of_gate(apply_gate, act: str | None) -> Form | None:
     names = [[name for name in group if name in stand_in.read] for group in (LIMITS, ALPHAS)]
     if max(map(len, names)) > 1:
         return None
-    (first, other_limit, other_alpha), (limit, alpha) = found.values(), (next(iter(group), None) for group in names)
+    (first, other_limit, other_alpha), (limit, alpha) = (
+        found.values(),
+        (next(iter(group), None) for group in names),
+    )
     wanted = [
         first._replace(limit=None if first.limit is None else 0.7),
         first if alpha is None else first._replace(act="silu"),
     ]
     # every attribute that is read must affect the result in the assumed way
     fits = [other_limit, other_alpha] == wanted and (first.limit is None) == (limit is None)
-    return Form(first, limit, alpha) if fits and (alpha is None or first.act == "quick_gelu") else None
+    if fits and (alpha is None or first.act == "quick_gelu"):
+        return Form(first, limit, alpha)
+    return None
 
 
 @torch.no_grad()
 def _first_equal(wanted, candidates: dict):
-    """Return the key of the first candidate equal to `wanted`; None if there is none, or if `wanted` cannot run."""
+    """Return the key of the first candidate equal to `wanted`; None if there is none, or if
+    `wanted` cannot run.
+    """
     with _disable_current_modes():  # an outer fake or meta mode would give no numbers
         # both signs of both parts, unordered, and large enough that a clamp has an effect
         generator = torch.Generator(device="cpu").manual_seed(0)
         z = torch.randn(96, 16, dtype=torch.float64, device="cpu", generator=generator)
-        z *= torch.tensor([0.5, 5.0, 50.0, 1e3, 1e5, 1e8], dtype=torch.float64, device="cpu").repeat_interleave(16)[:, None]
+        z *= torch.tensor(
+            [0.5, 5.0, 50.0, 1e3, 1e5, 1e8], dtype=torch.float64, device="cpu"
+        ).repeat_interleave(16)[:, None]
         try:
             values = wanted(z.clone())
         except Exception:  # a class that needs more than numbers runs through its own code
             return None
         for key, candidate in candidates.items():
             got = candidate(z)
-            if got.shape == values.shape and torch.allclose(got, values.to(got.dtype), rtol=1e-6, atol=1e-9):
+            if got.shape == values.shape and torch.allclose(
+                got, values.to(got.dtype), rtol=1e-6, atol=1e-9
+            ):
                 return key
     return None

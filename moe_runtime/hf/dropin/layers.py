@@ -1,7 +1,8 @@
-"""Find the MoE layers of a model, ours and transformers' stock experts, and observe their calls and sizes.
+"""Find the MoE layers of a model, ours and transformers' stock experts, and observe their calls and
+sizes.
 
-A layer is watched only while the model that contains it runs, as gradient checkpointing runs it again in the backward pass,
-which is not a call of the model.
+A layer is watched only while the model that contains it runs, as gradient checkpointing runs it
+again in the backward pass, which is not a call of the model.
 """
 
 import functools
@@ -21,7 +22,14 @@ from moe_runtime.modules.lora_linear import LoRALinear
 from moe_runtime.modules.moe import MoE, Router
 
 # parts that DDP, torch.compile, FSDP and PEFT insert into a module's path
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "original_module"}
+_WRAPPERS = {
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "base_layer",
+    "original_module",
+}
 _TRAINED_COPY = re.compile(r"\.modules_to_save\.[^.]+")
 
 
@@ -42,7 +50,9 @@ class RoutedLayer:
     def watch(self, see: Callable[[torch.Tensor], None]):
         """Call `see` with the ids [T, K] of each call of the layer; return the hook's handle."""
         if self.is_stock:
-            return self.module.register_forward_pre_hook(functools.partial(_before_experts, see), with_kwargs=True)
+            return self.module.register_forward_pre_hook(
+                functools.partial(_before_experts, see), with_kwargs=True
+            )
         return self.module.register_forward_hook(functools.partial(_after_router, see))
 
 
@@ -62,35 +72,55 @@ def ids_of(args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
-    """Return the MoE layers of `model` by path, in the order of its modules; raises ValueError if there are none."""
+    """Return the MoE layers of `model` by path, in the order of its modules; raises ValueError if
+    there are none.
+    """
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, Router):
             config = module.config
-            layers[name] = RoutedLayer(name, module, config.num_experts, int(config.has_shared_expert))
+            layers[name] = RoutedLayer(
+                name, module, config.num_experts, int(config.has_shared_expert)
+            )
         elif is_experts(module):
             layers[name] = RoutedLayer(name, module, module.num_experts)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no MoE layers with a router. Upcycle it first, or use a stock model whose experts use "
+            f"{type(model).__name__} has no MoE layers with a router. Upcycle "
+            "it "
+            "first, "
+            "or "
+            "use "
+            "a "
+            "stock model whose experts use "
             "transformers' experts interface"
         )
     return layers
 
 
 def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
-    """Return the MoE layers of `model` by layer number, the first number in their path (as in ESFT's files).
+    """Return the MoE layers of `model` by layer number, the first number in their path (as in
+    ESFT's files).
 
-    Copies that an adapter trains replace their originals. Raises ValueError if two layers have the same number, as in models
-    with several stacks of layers.
+    Copies that an adapter trains replace their originals. Raises ValueError if two layers have the
+    same number, as in models with several stacks of layers.
     """
     numbered: dict[int, RoutedLayer] = {}
     for layer in routed_layers(model).values():
         digits = re.search(r"\d+", plain_name(layer.name))
         number = None if digits is None else int(digits[0])
-        other, problem = numbered.get(number), None
+        other = numbered.get(number)
+        problem = None
         if number is None:
-            problem = f"Layer {layer.name} has no number in its path, but a model with numbered layers is required"
+            problem = (
+                f"Layer {layer.name} has no number in its path, "
+                "but "
+                "a "
+                "model "
+                "with "
+                "numbered "
+                "layers is required"
+            )
         elif other is not None and plain_name(other.name) != plain_name(layer.name):
             both = f"layers {other.name} and {layer.name} have the same number {number}"
             problem = f"{both}, but a model with a single stack of layers is required"
@@ -104,7 +134,8 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
 
 
 def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
-    """Return the module with a layer's expert stacks: transformers' experts, or our Experts beside our Router.
+    """Return the module with a layer's expert stacks: transformers' experts, or our Experts beside
+    our Router.
 
     Raises ValueError for LoRA experts, which have none.
     """
@@ -112,18 +143,30 @@ def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
         return layer.module
     block = block_of(model, layer)
     if isinstance(block, LoRALinear) or isinstance(block.experts, LoRAExperts):
-        raise ValueError(f"{layer.name} has LoRA experts, but whole ones are required. Convert them with lora_moe.to_moe")
+        raise ValueError(
+            f"{layer.name} has LoRA experts, but whole ones "
+            "are "
+            "required. "
+            "Convert "
+            "them "
+            "with "
+            "lora_moe.to_moe"
+        )
     return block.experts
 
 
 def plain_name(name: str) -> str:
     """Return a layer's path without the parts of wrappers such as DDP or PEFT."""
-    name = ".".join(part for part in _TRAINED_COPY.sub("", name).split(".") if part not in _WRAPPERS)
+    name = ".".join(
+        part for part in _TRAINED_COPY.sub("", name).split(".") if part not in _WRAPPERS
+    )
     return name.removeprefix("base_model.model.")
 
 
 def block_of(model: nn.Module, layer: RoutedLayer) -> nn.Module:
-    """Return the module that contains a layer, skipping wrappers; for stock experts, the MoE block."""
+    """Return the module that contains a layer, skipping wrappers; for stock experts, the
+    MoE block.
+    """
     path = layer.name.split(".")
     while path and path[-1] in _WRAPPERS:
         path.pop()
@@ -133,14 +176,19 @@ def block_of(model: nn.Module, layer: RoutedLayer) -> nn.Module:
 class OpenCall:
     """Track whether `model` is being called, and with which 2-d attention mask.
 
-    `enter`, if given, is called at the start and returns whether this call counts; `leave` is called at the end, also after an
-    error; after Ctrl-C, when the next call starts or at `close`. `names` are those of the forward's arguments.
+    `enter`, if given, is called at the start and returns whether this call counts; `leave` is
+    called at the end, also after an error; after Ctrl-C, when the next call starts or at `close`.
+    `names` are those of the forward's arguments.
     """
 
-    def __init__(self, model: nn.Module, enter: Callable[[nn.Module], bool] | None = None, leave=None):
-        self.is_open, self.mask = False, None
+    def __init__(
+        self, model: nn.Module, enter: Callable[[nn.Module], bool] | None = None, leave=None
+    ):
+        self.is_open = False
+        self.mask = None
         self.with_gradient = 0  # calls so far
-        self._on_enter, self._on_leave = enter, leave
+        self._on_enter = enter
+        self._on_leave = leave
         self.names = tuple(inspect.signature(model.forward).parameters)
         self._handles = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -156,7 +204,8 @@ class OpenCall:
         self.is_open = self._on_enter is None or self._on_enter(module)
 
     def _leave(self, *_) -> None:
-        self.is_open, self.mask = False, None
+        self.is_open = False
+        self.mask = None
         if self._on_leave is not None:
             self._on_leave()
 
@@ -172,7 +221,8 @@ class OpenCall:
 
 
 def token_mask(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-    """Return which of `rows` tokens are not padding, [rows] bool, by an attention mask [B, S]; None if it does not match.
+    """Return which of `rows` tokens are not padding, [rows] bool, by an attention mask [B, S]; None
+    if it does not match.
 
     With a cache, the mask also covers past tokens, and the new ones come last.
     """
@@ -189,7 +239,9 @@ def forget_compiled() -> None:
 
 
 def sizes(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of parameters of a model and of those that process a token; tied weights count once."""
+    """Return the numbers of parameters of a model and of those that process a token; tied weights
+    count once.
+    """
     total = sum(p.numel() for p in model.parameters())
     idle = 0.0
     for module in model.modules():
@@ -197,7 +249,10 @@ def sizes(model: nn.Module) -> tuple[int, int]:
             # EWA assigns each token to one expert, whatever top_k is
             seen = 1 if isinstance(module, EWAMLP) else module.config.top_k
             # all experts of an MoE; for LoRA experts the pairs, without their common base
-            pairs = module.experts.pairs() if isinstance(module, LoRAMoE) else getattr(module, "pairs", list)()
+            if isinstance(module, LoRAMoE):
+                pairs = module.experts.pairs()
+            else:
+                pairs = getattr(module, "pairs", list)()
             parts = [half for pair in pairs for half in pair] or module.experts.parameters()
             idle += (1 - seen / module.config.num_experts) * sum(p.numel() for p in parts)
     return total, round(total - idle)

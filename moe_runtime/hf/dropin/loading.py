@@ -1,13 +1,15 @@
-"""Load saved tensors into an existing model: `load_state_dict` accepts the names and layouts of a model's folder.
+"""Load saved tensors into an existing model: `load_state_dict` accepts the names and layouts of a
+model's folder.
 
-transformers saves most families with a matrix per expert (`experts.0.gate_proj.weight`) and holds stacks [E, 2I, H]
-(`experts.gate_up_proj`). Only from_pretrained converts between them. Trainer resumes with load_state_dict(strict=False),
-which recognizes none of these names and leaves the experts unchanged (transformers#48805).
+transformers saves most families with a matrix per expert (`experts.0.gate_proj.weight`) and holds
+stacks [E, 2I, H] (`experts.gate_up_proj`). Only from_pretrained converts between them. Trainer
+resumes with load_state_dict(strict=False), which recognizes none of these names and leaves the
+experts unchanged (transformers#48805).
 
-After `install`, load_state_dict of every transformers model converts with from_pretrained's rules. A stack is written
-into the model as soon as all of its tensors have arrived: it may be spread over the files of a sharded checkpoint, and
-memory never holds a second copy of all experts. A stack of which only some tensors have arrived raises ValueError when
-it is used or saved.
+After `install`, load_state_dict of every transformers model converts with from_pretrained's rules.
+A stack is written into the model as soon as all of its tensors have arrived: it may be spread over
+the files of a sharded checkpoint, and memory never holds a second copy of all experts. A stack of
+which only some tensors have arrived raises ValueError when it is used or saved.
 """
 
 import copy
@@ -44,11 +46,14 @@ class _Partial:
     """The tensors of a stack that have arrived so far."""
 
     converter: Any  # transformers' WeightConverter
-    tensors: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)  # saved name -> (pattern, tensor)
+    # saved name -> (pattern, tensor)
+    tensors: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
 
 
 def install() -> None:
-    """Make load_state_dict of transformers' models accept saved names; calling it again has no effect."""
+    """Make load_state_dict of transformers' models accept saved names; calling it again has no
+    effect.
+    """
     from transformers import PreTrainedModel
 
     stock = PreTrainedModel._load_from_state_dict
@@ -69,15 +74,18 @@ def install() -> None:
 
 @torch.no_grad()
 def convert_saved(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str = "") -> None:
-    """Replace saved names and layouts in `state_dict`, whose keys start with `prefix`, by those of `model`.
+    """Replace saved names and layouts in `state_dict`, whose keys start with `prefix`, by those of
+    `model`.
 
-    Converted stacks are copied into the model's parameters at once, and `state_dict` gets the parameters themselves.
-    Tensors of incomplete stacks are removed from it and stored until the next call. A state_dict in the model's layout
-    is not changed.
+    Converted stacks are copied into the model's parameters at once, and `state_dict` gets the
+    parameters themselves. Tensors of incomplete stacks are removed from it and stored until the
+    next call. A state_dict in the model's layout is not changed.
     """
     targets = _tensors_of(model)
     partial = model.__dict__.get(PARTIAL, {})
-    is_saved = any(key.removeprefix(prefix) not in targets for key in state_dict if key.startswith(prefix))
+    is_saved = any(
+        key.removeprefix(prefix) not in targets for key in state_dict if key.startswith(prefix)
+    )
     if not is_saved and not partial:
         return
     _rename(model, state_dict, prefix, targets, partial)
@@ -91,15 +99,21 @@ def convert_saved(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix:
 
 
 def _rename(
-    model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, targets: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    prefix: str,
+    targets: Mapping[str, torch.Tensor],
     partial: dict[str, _Partial],
-) -> None:  # fmt: skip
-    """Give tensors of a `state_dict` with saved names the model's names; move those to be converted into `partial`."""
+) -> None:
+    """Give tensors of a `state_dict` with saved names the model's names; move those to be converted
+    into `partial`.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    # ZeRO-3 has partitioned the parameters; a quantizer has conversions of its own, and only adapters are trained
+    # ZeRO-3 has partitioned the parameters; a quantizer has conversions of its own, and only
+    # adapters are trained
     is_excluded = is_deepspeed_zero3_enabled() or getattr(model, "hf_quantizer", None) is not None
     conversions = [] if is_excluded else get_model_conversion_mapping(model, add_legacy=False)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
@@ -126,17 +140,27 @@ def _rename(
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by name, without the hooks of state_dict."""
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
 
 
 def _modules_with_hooks(model: nn.Module) -> set[str]:
-    """Return the paths of experts whose hooks read saved names: packed stacks and separately trained rows."""
+    """Return the paths of experts whose hooks read saved names: packed stacks and separately
+    trained rows.
+    """
     found = model.named_modules()
-    return {path for path, module in found if packed.layouts(module) or trainable.split_of(module) is not None}
+    return {
+        path
+        for path, module in found
+        if packed.layouts(module) or trainable.split_of(module) is not None
+    }
 
 
 def _is_complete(stack: _Partial, name: str, targets: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether all tensors of a stack have arrived, by the number of values, which no conversion changes."""
+    """Return whether all tensors of a stack have arrived, by the number of values, which no
+    conversion changes.
+    """
     first, *others = stack.converter.target_patterns
     names = {name, *(name.replace(first, other) for other in others)}
     arrived = sum(tensor.numel() for _, tensor in stack.tensors.values())
@@ -146,11 +170,14 @@ def _is_complete(stack: _Partial, name: str, targets: Mapping[str, torch.Tensor]
 def _convert(stack: _Partial, name: str, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the converted tensors by the names of the model's parameters."""
     converter = copy.deepcopy(stack.converter)
-    for key in sorted(stack.tensors, key=_natural):  # experts are stacked in the order in which they are added
+    # experts are stacked in the order in which they are added
+    for key in sorted(stack.tensors, key=_natural):
         pattern, tensor = stack.tensors[key]
         converter.add_tensor(name, key, pattern, tensor)
     values = converter.convert(name, model=model, config=model.config)
-    return {target: value[0] if isinstance(value, list) else value for target, value in values.items()}
+    return {
+        target: value[0] if isinstance(value, list) else value for target, value in values.items()
+    }
 
 
 def _natural(key: str) -> list[str | int]:
@@ -158,12 +185,16 @@ def _natural(key: str) -> list[str | int]:
 
 
 def _write(value: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Copy a tensor into a parameter and return that; return a tensor that does not fit, for torch to report."""
+    """Copy a tensor into a parameter and return that; return a tensor that does not fit, for torch
+    to report.
+    """
     if target is None or target.is_meta or target.shape != value.shape:
         return value
     if isinstance(target, DTensor):
         # every rank has read the whole tensor
-        value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        value = distribute_tensor(
+            value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
+        )
     target.copy_(value)
     return target.detach()
 
@@ -179,7 +210,10 @@ def _set_partial(model: nn.Module, partial: dict[str, _Partial]) -> None:
     hooks = []
     for path in {name.rpartition(".")[0] for name in partial}:
         module = model.get_submodule(path)
-        hooks += [module.register_forward_pre_hook(refuse), module.register_state_dict_pre_hook(refuse)]
+        hooks += [
+            module.register_forward_pre_hook(refuse),
+            module.register_state_dict_pre_hook(refuse),
+        ]
     model.__dict__[PARTIAL] = partial
     model.__dict__[GUARDS] = tuple(hooks)
 
@@ -188,13 +222,21 @@ def _refuse(partial: Mapping[str, _Partial], *_) -> None:
     """Raise ValueError for the first incomplete stack."""
     for name, stack in partial.items():
         raise ValueError(
-            f"Only {len(stack.tensors)} of the tensors of {name} were loaded. Load a complete checkpoint into a new model"
+            f"Only {len(stack.tensors)} of the tensors of {name} "
+            "were "
+            "loaded. "
+            "Load "
+            "a "
+            "complete "
+            "checkpoint into a new model"
         )
 
 
 @contextmanager
 def loading_whole(model: nn.Module) -> Iterator[Loaded]:
-    """Load a whole checkpoint in the block, in one or more files; raise ValueError if a stack got no weights."""
+    """Load a whole checkpoint in the block, in one or more files; raise ValueError if a stack got
+    no weights.
+    """
     install()
     model.__dict__[LOADED] = loaded = Loaded()
     try:
@@ -204,13 +246,20 @@ def loading_whole(model: nn.Module) -> Iterator[Loaded]:
     _refuse(model.__dict__.get(PARTIAL, {}))
     targets = _tensors_of(model)
     ignored = model._keys_to_ignore_on_save or ()
-    arrived = {id(targets[name]) for name in loaded.names if name in targets}  # tied stacks have several names
+    # tied stacks have several names
+    arrived = {id(targets[name]) for name in loaded.names if name in targets}
     for path, module in model.named_modules():
         if not isinstance(module, Experts) and not is_experts(module):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in arrived and f"{path}.{name}" not in ignored:
                 raise ValueError(
-                    f"The checkpoint has no weights for {path}.{name}, which would stay as before. Resume from a "
+                    "The checkpoint has no weights for "
+                    f"{path}.{name}, "
+                    "which "
+                    "would "
+                    "stay "
+                    "as "
+                    "before. Resume from a "
                     f"checkpoint of this {type(model).__name__}"
                 )

@@ -1,8 +1,9 @@
-"""Offload models with packed experts to the CPU or a disk by accelerate (cpu_offload, disk_offload, dispatch_model).
+"""Offload models with packed experts to the CPU or a disk by accelerate (cpu_offload, disk_offload,
+dispatch_model).
 
-accelerate moves a module's parameters to the execution device for each call, from a map that it builds from the state_dict.
-There packed stacks have the names and shapes of the formats' libraries. `install` gives its hooks of experts modules a map
-with the stacks as the module holds them.
+accelerate moves a module's parameters to the execution device for each call, from a map that it
+builds from the state_dict. There packed stacks have the names and shapes of the formats' libraries.
+`install` gives its hooks of experts modules a map with the stacks as the module holds them.
 """
 
 import functools
@@ -13,8 +14,10 @@ from torch import nn
 
 from moe_runtime.modules import packed
 
-PLANS = ("auto", "balanced", "balanced_low_0", "sequential")  # from_pretrained's names of a device_map
-SETTINGS = ("device_map", "max_memory", "offload_folder", "offload_buffers")  # those of from_pretrained that `dispatch` has
+# from_pretrained's names of a device_map
+PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
+# those of from_pretrained that `dispatch` has
+SETTINGS = ("device_map", "max_memory", "offload_folder", "offload_buffers")
 
 
 class _Stacks(Mapping):
@@ -24,7 +27,11 @@ class _Stacks(Mapping):
         self.saved, self.layouts = saved, packed.layouts(module)
         self.shapes = {name: module._parameters[name].shape for name in self.layouts}
         # the scales are few, and some are not in a state_dict
-        names = [name for name in module._buffers if any(name.startswith(f"{stack}_packed") for stack in self.layouts)]
+        names = [
+            name
+            for name in module._buffers
+            if any(name.startswith(f"{stack}_packed") for stack in self.layouts)
+        ]
         self.scales = {name: module._buffers[name].to("cpu") for name in names}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -43,7 +50,9 @@ class _Stacks(Mapping):
 
 
 def install() -> None:
-    """Make accelerate's hooks offload packed stacks, if accelerate is installed; calling it again has no effect."""
+    """Make accelerate's hooks offload packed stacks, if accelerate is installed; calling it again
+    has no effect.
+    """
     try:
         from accelerate.hooks import AlignDevicesHook
     except ImportError:
@@ -63,21 +72,32 @@ def install() -> None:
 
 
 def is_several(device_map) -> bool:
-    """Return whether a device_map of from_pretrained may split a model over devices, or offload it."""
+    """Return whether a device_map of from_pretrained may split a model over devices, or
+    offload it.
+    """
     if isinstance(device_map, str):
         return device_map in PLANS
-    return isinstance(device_map, Mapping) and (len(set(device_map.values())) > 1 or "disk" in device_map.values())
+    return isinstance(device_map, Mapping) and (
+        len(set(device_map.values())) > 1 or "disk" in device_map.values()
+    )
 
 
-def dispatch(model: nn.Module, device_map, max_memory=None, offload_folder=None, offload_buffers=False) -> nn.Module:
-    """Place a whole model on devices, the CPU and a disk, as from_pretrained does with these settings; returns the model."""
+def dispatch(
+    model: nn.Module, device_map, max_memory=None, offload_folder=None, offload_buffers=False
+) -> nn.Module:
+    """Place a whole model on devices, the CPU and a disk, as from_pretrained does with these
+    settings; returns the model.
+    """
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
     if isinstance(device_map, str):
-        whole, memory = list(model._no_split_modules or ()), max_memory
+        whole = list(model._no_split_modules or ())
+        memory = max_memory
         if device_map != "sequential":
             low = device_map == "balanced_low_0"
             memory = get_balanced_memory(model, memory, no_split_module_classes=whole, low_zero=low)
         device_map = infer_auto_device_map(model, memory, no_split_module_classes=whole)
-    return dispatch_model(model, dict(device_map), offload_dir=offload_folder, offload_buffers=offload_buffers)
+    return dispatch_model(
+        model, dict(device_map), offload_dir=offload_folder, offload_buffers=offload_buffers
+    )

@@ -1,12 +1,16 @@
-"""Expert parallelism: experts sharded over ranks as DTensors; `ops.all_to_all` sends the tokens to their experts.
+"""Expert parallelism: experts sharded over ranks as DTensors; `ops.all_to_all` sends the tokens to
+their experts.
 
     mesh = init_device_mesh("cuda", (dp, ep), mesh_dim_names=("dp", "ep"))
-    shard_experts(model, mesh["ep"])        # with FSDP2: fully_shard the experts over mesh["dp"], all else over the mesh
-    shard_experts(model, mesh)              # with DDP: copies of an expert are averaged here, all else by DDP
+    shard_experts(model, mesh["ep"])        # with FSDP2: fully_shard the experts over mesh["dp"],
+                                            all else over the mesh
+    shard_experts(model, mesh)              # with DDP: copies of an expert are averaged here, all
+                                            else by DDP
     save_pretrained(model, folder)          # one checkpoint, like that of an unsharded model
 
-Expert parallelism runs within data parallelism: every rank processes its own tokens. Auxiliary and balance losses are
-computed over a rank's own tokens, as under data parallelism. Nothing here starts processes.
+Expert parallelism runs within data parallelism: every rank processes its own tokens. Auxiliary and
+balance losses are computed over a rank's own tokens, as under data parallelism. Nothing here starts
+processes.
 """
 
 import os
@@ -32,34 +36,60 @@ from moe_runtime.ops.packed import part_of
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -> int:
-    """Keep E / n experts of every MoE layer on each of the n ranks of `mesh`'s last dimension; return the number of layers.
+    """Keep E / n experts of every MoE layer on each of the n ranks of `mesh`'s last dimension;
+    return the number of layers.
 
-    Stacks and biases become DTensors under the same names, Shard(0) over the last mesh dimension and replicated over a first
-    one, if any; each rank's part moves to the mesh's device. Every rank must hold the same weights, as after from_pretrained;
-    they are not communicated. Gradients are averaged over the mesh's ranks, as DDP and FSDP do for all other parameters, or
-    summed with gradients="sum", for engines that sum.
+    Stacks and biases become DTensors under the same names, Shard(0) over the last mesh dimension
+    and replicated over a first one, if any; each rank's part moves to the mesh's device. Every rank
+    must hold the same weights, as after from_pretrained; they are not communicated. Gradients are
+    averaged over the mesh's ranks, as DDP and FSDP do for all other parameters, or summed with
+    gradients="sum", for engines that sum.
 
-    Call this before the model reaches DDP, which then ignores the experts, FSDP or an optimizer, and after adding PEFT's
-    adapters. Adapters of expert stacks stay whole on every rank, which uses its experts' part; rank 0's values are broadcast,
-    and DDP or FSDP average their gradients like all others. Packed stacks (`quantize_experts`) are sharded too; their adapters
-    may be added later, and a second call with the same mesh only broadcasts them. MoETrainer's checkpoints hold every rank's
-    experts; transformers' Trainer would save one rank's, so its first checkpoint raises.
+    Call this before the model reaches DDP, which then ignores the experts, FSDP or an optimizer,
+    and after adding PEFT's adapters. Adapters of expert stacks stay whole on every rank, which uses
+    its experts' part; rank 0's values are broadcast, and DDP or FSDP average their gradients like
+    all others. Packed stacks (`quantize_experts`) are sharded too; their adapters may be added
+    later, and a second call with the same mesh only broadcasts them. MoETrainer's checkpoints hold
+    every rank's experts; transformers' Trainer would save one rank's, so its first checkpoint
+    raises.
 
-    Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model without MoE layers or with
-    LoRA experts, a number of experts that the ranks do not divide, experts that PEFT trains a copy of, and parameters that
-    are already distributed in another way.
+    Raises ValueError, before anything is changed, for a mesh of more than two dimensions, a model
+    without MoE layers or with LoRA experts, a number of experts that the ranks do not divide,
+    experts that PEFT trains a copy of, and parameters that are already distributed in another way.
     """
     check_choice("gradients", gradients, GRADIENTS)
     modules = dict(model.named_modules())
-    layers = {name: part for name, part in modules.items() if is_experts(part) or isinstance(part, Experts)}
+    layers = {
+        name: part
+        for name, part in modules.items()
+        if is_experts(part) or isinstance(part, Experts)
+    }
     lora = [name for name, part in modules.items() if isinstance(part, LoRAMoE | LoRALinear)]
     problem = None
     if mesh.ndim > 2:
-        problem = f"The mesh must have one dimension for the experts, or two for replicas and experts, but has {mesh.ndim}"
+        problem = (
+            "The mesh must have one dimension for the experts, "
+            "or "
+            "two "
+            "for "
+            "replicas "
+            "and "
+            f"experts, but has {mesh.ndim}"
+        )
     elif isinstance(model, nn.parallel.DistributedDataParallel):
-        problem = "The model is wrapped in DistributedDataParallel. Call shard_experts before wrapping it"
+        problem = (
+            "The model is wrapped in DistributedDataParallel. Call shard_experts before wrapping it"
+        )
     elif lora:
-        problem = f"{lora[0]} has LoRA experts, which have no stacks. Convert them to whole experts with lora_moe.to_moe"
+        problem = (
+            f"{lora[0]} has LoRA experts, which have no "
+            "stacks. "
+            "Convert "
+            "them "
+            "to "
+            "whole "
+            "experts with lora_moe.to_moe"
+        )
     if problem is not None:
         raise ValueError(problem)
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
@@ -77,70 +107,144 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
             elif not isinstance(parameter, DTensor):
                 setattr(module, parameter_name, _shard(parameter, mesh, placements))
             ignored.add(f"{name}.{parameter_name}")
-        ignored |= {f"{name}.{buffer}" for buffer in module._buffers if packed.layouts(module)}  # scales of the rank's experts
+        # scales of the rank's experts
+        ignored |= {f"{name}.{buffer}" for buffer in module._buffers if packed.layouts(module)}
     model._ddp_params_and_buffers_to_ignore = sorted(ignored)
-    for parameter in expert_adapters(model):  # each rank has initialized them from its own generator
+    # each rank has initialized them from its own generator
+    for parameter in expert_adapters(model):
         dist.broadcast(parameter.data, 0)
-    checked = model.register_forward_pre_hook(lambda model, _: (checked.remove(), _check_adapters(model, mesh))[0])
+    checked = model.register_forward_pre_hook(
+        lambda model, _: (checked.remove(), _check_adapters(model, mesh))[0]
+    )
     for module in model.modules():
         # not a PeftModel: adapters are whole on every rank, so PEFT can save them
-        if isinstance(module, PreTrainedModel) and any(part in layers.values() for part in module.modules()):
+        if isinstance(module, PreTrainedModel) and any(
+            part in layers.values() for part in module.modules()
+        ):
             module.save_pretrained = types.MethodType(_save_whole_only, module)
     return len(layers)
 
 
 def _save_whole_only(self, save_directory, *args, state_dict=None, **options) -> None:
-    """Call transformers' save_pretrained with gathered weights; without them raise, as one rank alone would wait forever."""
+    """Call transformers' save_pretrained with gathered weights; without them raise, as one rank
+    alone would wait forever.
+    """
     if state_dict is None:
         raise ValueError(
             f"The experts of {type(self).__name__} are distributed over several ranks. Call "
-            "moe_runtime.hf.dropin.parallel.save_pretrained(model, folder) on every rank, and save_strategy='no' in Trainer"
+            "moe_runtime.hf.dropin.parallel.save_pretrained(model, "
+            "folder) "
+            "on "
+            "every "
+            "rank, "
+            "and "
+            "save_strategy='no' in Trainer"
         )
     type(self).save_pretrained(self, save_directory, *args, state_dict=state_dict, **options)
 
 
 def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> None:
-    stacks, n, problem = list(module.named_parameters(recurse=False)), mesh.size(-1), None
+    stacks = list(module.named_parameters(recurse=False))
+    n = mesh.size(-1)
+    problem = None
     if trainable.split_of(module) is not None:
         problem = "already trains some experts separately. Call shard_experts before train_rows"
     elif ADAPTED.intersection(name.split(".")) and not name.endswith(".base_layer"):
-        problem = "is a copy that PEFT trains. Use LoRA on the experts' stacks (target_parameters), or on other modules"
+        problem = (
+            "is a copy that PEFT trains. Use "
+            "LoRA "
+            "on "
+            "the "
+            "experts' "
+            "stacks "
+            "(target_parameters), or on other modules"
+        )
     elif parametrize.is_parametrized(module):  # for example by bitsandbytes' replace_parameter_4bit
-        problem = f"has parametrized {list(module.parametrizations)}. Use plain stacks, or moe_runtime.quantize_experts"
+        problem = (
+            "has parametrized "
+            f"{list(module.parametrizations)}. "
+            "Use "
+            "plain "
+            "stacks, "
+            "or "
+            "moe_runtime.quantize_experts"
+        )
     elif getattr(module, "_is_expert_parallel", False):
-        problem = "already holds only a part of its experts. Use either shard_experts or transformers' expert-parallel plan"
+        problem = (
+            "already holds only a part of its "
+            "experts. "
+            "Use "
+            "either "
+            "shard_experts "
+            "or "
+            "transformers' expert-parallel plan"
+        )
     for part, stack in stacks if problem is None else ():
         spread = isinstance(stack, DTensor)
         if part not in packed.layouts(module) and is_quantized(stack):
-            problem = f"has {part} as {named(stack)}. Load it without that quantization, or use moe_runtime.quantize_experts"
+            problem = (
+                f"has {part} as {named(stack)}. Load it "
+                "without "
+                "that "
+                "quantization, "
+                "or "
+                "use "
+                "moe_runtime.quantize_experts"
+            )
         elif stack.shape[0] % n:
-            problem = f"has {stack.shape[0]} experts, which must be divisible by the {n} ranks of the mesh"
+            problem = (
+                f"has {stack.shape[0]} experts, which must be divisible "
+                "by "
+                "the "
+                f"{n} "
+                "ranks "
+                "of "
+                "the mesh"
+            )
         elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
             got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
-            problem = f"has {part} as {got}, but must be unsharded. Call shard_experts before fully_shard"
+            problem = (
+                f"has {part} as {got}, but must be unsharded. Call shard_experts before fully_shard"
+            )
     if problem is not None:
         raise ValueError(f"{name} {problem}")
 
 
 def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ValueError for adapters whose gradients FSDP2 reduces over other ranks than those that hold the experts.
+    """Raise ValueError for adapters whose gradients FSDP2 reduces over other ranks than those that
+    hold the experts.
 
     Called before the first forward pass, when FSDP2 has sharded the parameters but gathered none.
     """
     owners = set(mesh.mesh.flatten().tolist())
     for parameter in expert_adapters(model):
-        ranks = parameter.device_mesh.mesh.flatten().tolist() if isinstance(parameter, DTensor) else owners
+        if isinstance(parameter, DTensor):
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
+        else:
+            ranks = owners
         if not owners.issubset(ranks):
             raise ValueError(
-                f"The experts' adapters are sharded by FSDP2 over ranks {ranks}, but the experts are on {sorted(owners)}. Call "
-                "fully_shard(experts.get_base_layer(), mesh=replicas), then fully_shard(decoder_layer) over all ranks"
+                "The experts' adapters are sharded by FSDP2 over "
+                "ranks "
+                f"{ranks}, "
+                "but "
+                "the "
+                "experts "
+                f"are on {sorted(owners)}. Call "
+                "fully_shard(experts.get_base_layer(), "
+                "mesh=replicas), "
+                "then "
+                "fully_shard(decoder_layer) over all ranks"
             )
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Parameter:
     """Return this rank's experts of a whole stack, in separate memory."""
-    rank, size = mesh.get_local_rank(mesh.ndim - 1), parameter.shape[0] // mesh.size(-1)
-    part = parameter.detach()[rank * size : (rank + 1) * size].clone(memory_format=torch.contiguous_format)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    size = parameter.shape[0] // mesh.size(-1)
+    part = parameter.detach()[rank * size : (rank + 1) * size].clone(
+        memory_format=torch.contiguous_format
+    )
     part = part if part.is_meta else part.to(mesh.device_type)
     whole = DTensor.from_local(part, mesh, placements, run_check=False)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
@@ -148,34 +252,49 @@ def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list) -> nn.Pa
 
 def _shard_packed(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
     """Return the bytes and scales of this rank's experts of a packed stack."""
-    layout, stack = packed.layouts(module)[name], packed.get(module, name)
+    layout = packed.layouts(module)[name]
+    stack = packed.get(module, name)
     if layout.spread is None:
-        rank, size = mesh.get_local_rank(mesh.ndim - 1), layout.shape[0] // mesh.size(-1)
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+        size = layout.shape[0] // mesh.size(-1)
         part = part_of(stack, rank * size, (rank + 1) * size)
-        packed.put(module, name, part.to(mesh.device_type), layout.shape, layout.dtype, (mesh, placements))
+        packed.put(
+            module, name, part.to(mesh.device_type), layout.shape, layout.dtype, (mesh, placements)
+        )
 
 
 @torch.no_grad()
-def split_spread_rows(model: nn.Module, path: str, names: tuple[str, ...], ids: tuple[int, ...], dtype) -> None:
-    """Do modules.trainable.split_rows for experts sharded by `shard_experts`: each rank holds the rows of its own experts.
+def split_spread_rows(
+    model: nn.Module, path: str, names: tuple[str, ...], ids: tuple[int, ...], dtype
+) -> None:
+    """Do modules.trainable.split_rows for experts sharded by `shard_experts`: each rank holds the
+    rows of its own experts.
 
-    The parameters are sharded like the stacks, so every rank has as many rows as the one with the most trained experts;
-    unused rows stay zero. DDP ignores these parameters.
+    The parameters are sharded like the stacks, so every rank has as many rows as the one with the
+    most trained experts; unused rows stay zero. DDP ignores these parameters.
     """
     module = model.get_submodule(path)
     stacks = {name: getattr(module, name) for name in names}
     first = stacks[names[0]]
-    mesh, placements = first.device_mesh, first.placements
-    n, rank, size = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1), first.shape[0] // mesh.size(-1)
+    mesh = first.device_mesh
+    placements = first.placements
+    n = mesh.size(-1)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    size = first.shape[0] // mesh.size(-1)
     owned = [[e for e in ids if e // size == r] for r in range(n)]
     most = max(map(len, owned))
-    index = torch.tensor([e - rank * size for e in owned[rank]], dtype=torch.int64, device=first.to_local().device)
+    index = torch.tensor(
+        [e - rank * size for e in owned[rank]], dtype=torch.int64, device=first.to_local().device
+    )
     rows = {}
     for name, stack in stacks.items():
         part = stack.detach().to_local()
         rows[name] = part.new_zeros(most, *part.shape[1:], dtype=dtype or part.dtype)
         rows[name][: index.numel()] = part.index_select(0, index)
-    spread = {name: DTensor.from_local(part, mesh, placements, run_check=False) for name, part in rows.items()}
+    spread = {
+        name: DTensor.from_local(part, mesh, placements, run_check=False)
+        for name, part in rows.items()
+    }
     trainable.register_maps(module, size, index)  # the last step that can run out of memory
     for name, part in spread.items():
         module.register_parameter(trainable.PREFIX + name, nn.Parameter(part))
@@ -185,7 +304,9 @@ def split_spread_rows(model: nn.Module, path: str, names: tuple[str, ...], ids: 
 
 
 def forget_rows(model: nn.Module, path: str) -> None:
-    """Remove the separate rows of the experts at `path` from DDP's ignored parameters, before they are deleted."""
+    """Remove the separate rows of the experts at `path` from DDP's ignored parameters, before they
+    are deleted.
+    """
     gone = _rows_in(model.get_submodule(path), path)
     model._ddp_params_and_buffers_to_ignore = sorted(_ignored(model) - gone)
 
@@ -201,10 +322,11 @@ def _rows_in(module: nn.Module, path: str) -> set[str]:
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip gradients in place to a norm of `max_norm` over all ranks' experts; return the norm before clipping, [].
+    """Clip gradients in place to a norm of `max_norm` over all ranks' experts; return the norm
+    before clipping, [].
 
-    torch's function raises if only some gradients are DTensors, as under DDP, or if they are on several meshes.
-    Trainer and accelerate's clip_grad_norm_ handle this themselves.
+    torch's function raises if only some gradients are DTensors, as under DDP, or if they are on
+    several meshes. Trainer and accelerate's clip_grad_norm_ handle this themselves.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -217,10 +339,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """Return the trainable parameters as optimizer groups, one per mesh and one for parameters without a mesh.
+    """Return the trainable parameters as optimizer groups, one per mesh and one for parameters
+    without a mesh.
 
-    With fused=True or foreach=True an optimizer group cannot mix DTensors and plain parameters; a GradScaler requires one
-    optimizer per group.
+    With fused=True or foreach=True an optimizer group cannot mix DTensors and plain parameters; a
+    GradScaler requires one optimizer per group.
     """
     groups = {}
     for parameter in model.parameters():
@@ -231,15 +354,34 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's state_dict with gathered tensors on rank 0's CPU, and {} on other ranks. Every rank must call this.
+    """Return a model's state_dict with gathered tensors on rank 0's CPU, and {} on other ranks.
+    Every rank must call this.
 
-    Raises ValueError for quantized experts, and for experts that are trained separately from their stacks.
+    Raises ValueError for quantized experts, and for experts that are trained separately from their
+    stacks.
     """
     if any(trainable.split_of(module) is not None for module in model.modules()):
-        raise ValueError("The model trains some experts separately. Call fold_rows(model) first, or save an adapter")
+        raise ValueError(
+            "The model trains some experts separately. Call "
+            "fold_rows(model) "
+            "first, "
+            "or "
+            "save "
+            "an "
+            "adapter"
+        )
     if any(packed.layouts(module) for module in model.modules()):
-        raise ValueError("The experts are quantized. Call moe_runtime.save_quantized(model, folder) on every rank instead")
-    writes, found = dist.get_rank() == 0, {}
+        raise ValueError(
+            "The experts are quantized. "
+            "Call "
+            "moe_runtime.save_quantized(model, "
+            "folder) "
+            "on "
+            "every "
+            "rank instead"
+        )
+    writes = dist.get_rank() == 0
+    found = {}
     # the parameters themselves, so that tied ones are one tensor, which transformers recognises
     tensors = model.state_dict(keep_vars=True)
     for tensor in tensors.values():
@@ -251,10 +393,11 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike, **options) -> None:
-    """Write `model` as one checkpoint for plain from_pretrained; every rank must call this, and rank 0 writes.
+    """Write `model` as one checkpoint for plain from_pretrained; every rank must call this, and
+    rank 0 writes.
 
-    Tensors sharded by `shard_experts` or FSDP2 are gathered one at a time, and only rank 0 holds all of them, in CPU memory.
-    `options` go to transformers' save_pretrained.
+    Tensors sharded by `shard_experts` or FSDP2 are gathered one at a time, and only rank 0 holds
+    all of them, in CPU memory. `options` go to transformers' save_pretrained.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     whole = gathered(model)

@@ -9,8 +9,9 @@
 | 0.19 | reversed | reversed |
 | 0.20 and later | current | current |
 
-`peft_version` in adapter_config.json names the version from 0.18 on. PEFT 0.20 and later ignores it: it rejects a reversed
-pair if the shapes differ, and misreads that of a square stack, which adds the transposed change.
+`peft_version` in adapter_config.json names the version from 0.18 on. PEFT 0.20 and later ignores
+it: it rejects a reversed pair if the shapes differ, and misreads that of a square stack, which adds
+the transposed change.
 """
 
 import torch
@@ -19,7 +20,9 @@ from torch import nn
 
 
 def is_reversed(version: str | None, transposed: bool) -> bool | None:
-    """Return whether this PEFT version writes reversed pairs for stacks of this layout; None if unknown."""
+    """Return whether this PEFT version writes reversed pairs for stacks of this layout; None if
+    unknown.
+    """
     try:
         found = Version((version or "").partition("@")[0])
     except InvalidVersion:
@@ -29,23 +32,39 @@ def is_reversed(version: str | None, transposed: bool) -> bool | None:
     return found < Version("0.20") and (not transposed or found >= Version("0.19"))
 
 
-def unpack(a: torch.Tensor, b: torch.Tensor, num_experts: int, reverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of a file's pair by expert, A [E, r, in] and B [E, out, r]; `reverse` for a reversed pair."""
+def unpack(
+    a: torch.Tensor, b: torch.Tensor, num_experts: int, reverse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of a file's pair by expert, A [E, r, in] and B [E, out, r]; `reverse` for a
+    reversed pair.
+    """
     a = a.view(num_experts, -1, a.shape[1])
     b = b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
     return (b.transpose(1, 2), a.transpose(1, 2)) if reverse else (a, b)
 
 
 def pack(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return lora_A.weight [E r, in] and lora_B.weight [out, r E] of A [E, r, in] and B [E, out, r], as PEFT writes them."""
-    return a.reshape(-1, a.shape[2]).contiguous(), b.permute(1, 2, 0).reshape(b.shape[1], -1).contiguous()
+    """Return lora_A.weight [E r, in] and lora_B.weight [out, r E] of A [E, r, in] and B [E, out,
+    r], as PEFT writes them.
+    """
+    return a.reshape(-1, a.shape[2]).contiguous(), b.permute(1, 2, 0).reshape(
+        b.shape[1], -1
+    ).contiguous()
 
 
 def transposed_stack(model: nn.Module, adapter: str, version: str) -> str | None:
-    """Return a square stack of `model` whose reversed pair PEFT would have misread from a file of this version."""
+    """Return a square stack of `model` whose reversed pair PEFT would have misread from a file of
+    this version.
+    """
     for name, wrapper in model.named_modules():
-        if type(wrapper).__name__ == "ParamWrapper" and wrapper.num_experts > 1 and adapter in wrapper.lora_A:
+        if (
+            type(wrapper).__name__ == "ParamWrapper"
+            and wrapper.num_experts > 1
+            and adapter in wrapper.lora_A
+        ):
             is_square = wrapper.lora_A[adapter].in_features == wrapper.lora_B[adapter].out_features
-            if is_square and is_reversed(version, getattr(wrapper.get_base_layer(), "is_transposed", False)):
+            if is_square and is_reversed(
+                version, getattr(wrapper.get_base_layer(), "is_transposed", False)
+            ):
                 return f"{wrapper.parameter_name} of {name}"
     return None

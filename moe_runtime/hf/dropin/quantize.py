@@ -1,10 +1,12 @@
-"""Quantize a model's experts, and load models with quantized experts without ever holding 16-bit stacks.
+"""Quantize a model's experts, and load models with quantized experts without ever holding 16-bit
+stacks.
 
     quantize_experts(model, "nf4")      the stacks of a model in memory, one at a time
-    load_quantized(folder, "nf4")       a folder or a Hub id's local copy: every expert is packed as it is read
+    load_quantized(folder, "nf4")       a folder or a Hub id's local copy: every expert is packed as
+                                        it is read
 
-`hf.dropin.quantized_files` writes such models. Packed stacks cannot be trained, but adapters on them can
-(PEFT's `target_parameters`). Attention, routers and embeddings are not quantized.
+`hf.dropin.quantized_files` writes such models. Packed stacks cannot be trained, but adapters on
+them can (PEFT's `target_parameters`). Attention, routers and embeddings are not quantized.
 """
 
 import functools
@@ -39,16 +41,26 @@ class Quantized(NamedTuple):
 
     def __str__(self) -> str:
         """Return a one-line summary."""
-        return f"{self.layers} layers of experts in {self.format}: {self.before:,} bytes before, {self.after:,} after"
+        return (
+            f"{self.layers} layers of experts "
+            "in "
+            f"{self.format}: "
+            f"{self.before:,} "
+            "bytes "
+            "before, "
+            f"{self.after:,} after"
+        )
 
 
 def quantize_experts(model: nn.Module, format: str) -> Quantized:
-    """Pack the expert stacks of `model`, stock or ours, in place: format "nf4", "mxfp4", "fp8_block" or "int8".
+    """Pack the expert stacks of `model`, stock or ours, in place: format "nf4", "mxfp4",
+    "fp8_block" or "int8".
 
-    Memory holds one stack at a time twice. The model then runs only on moe_runtime (`patch`), its stacks stay frozen, and
-    `save_pretrained` raises (use `save_quantized`). With `shard_experts` every rank must call this and packs its own experts.
-    Raises ValueError, before anything changes, for stacks that are already packed, unsupported by the format, sharded by
-    FSDP2 or trained separately, and for a model without experts.
+    Memory holds one stack at a time twice. The model then runs only on moe_runtime (`patch`), its
+    stacks stay frozen, and `save_pretrained` raises (use `save_quantized`). With `shard_experts`
+    every rank must call this and packs its own experts. Raises ValueError, before anything changes,
+    for stacks that are already packed, unsupported by the format, sharded by FSDP2 or trained
+    separately, and for a model without experts.
     """
     packed.of_name(format)
     found = experts_of(model)
@@ -60,7 +72,8 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
     for module in found.values():
         for name in _names(module):
             stack = getattr(module, name).detach()
-            spread, own = _spread_of(module, stack), stack.to_local() if all_to_all.is_distributed(stack) else stack
+            spread = _spread_of(module, stack)
+            own = stack.to_local() if all_to_all.is_distributed(stack) else stack
             before += own.numel() * own.element_size()
             stored, kind = stored_as(module, own, format)
             result = modules.pack(stored, format, spread)._replace(format=kind)
@@ -75,10 +88,24 @@ def quantize_experts(model: nn.Module, format: str) -> Quantized:
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the experts modules of a model, stock or ours, by path; raises ValueError if it has none."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts) or is_experts(module)}
+    """Return the experts modules of a model, stock or ours, by path; raises ValueError if it has
+    none.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Experts) or is_experts(module)
+    }
     if not found:
-        raise ValueError(f"{type(model).__name__} has no experts that moe_runtime supports (see docs/families.md)")
+        raise ValueError(
+            f"{type(model).__name__} has no "
+            "experts "
+            "that "
+            "moe_runtime "
+            "supports "
+            "(see "
+            "docs/families.md)"
+        )
     return found
 
 
@@ -98,7 +125,9 @@ def stored_as(module: nn.Module, stack: torch.Tensor, format: str) -> tuple[torc
     """
     if not is_transposed(module):
         return stack, format
-    return (stack, format + packed.TRANSPOSED) if format == "nf4" else (stack.transpose(1, 2), format)
+    if format == "nf4":
+        return (stack, format + packed.TRANSPOSED)
+    return (stack.transpose(1, 2), format)
 
 
 def bytes_of(module: nn.Module, name: str) -> int:
@@ -108,17 +137,22 @@ def bytes_of(module: nn.Module, name: str) -> int:
 
 
 def _spread_of(module: nn.Module, stack: torch.Tensor) -> tuple | None:
-    """Return mesh and placements of a stack that `shard_experts`, but not FSDP2, has sharded; otherwise None."""
+    """Return mesh and placements of a stack that `shard_experts`, but not FSDP2, has sharded;
+    otherwise None.
+    """
     *others, last = getattr(stack, "placements", (None,))
     spread = all_to_all.GRADIENTS_OF in module.__dict__ and last is not None and last.is_shard(0)
-    return (stack.device_mesh, tuple(stack.placements)) if spread and all(p.is_replicate() for p in others) else None
+    if spread and all(p.is_replicate() for p in others):
+        return (stack.device_mesh, tuple(stack.placements))
+    return None
 
 
 def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
     """Raise ValueError unless the experts `module` can be packed on this number of ranks."""
     activation = module.activation() if isinstance(module, Experts) else gate_of(module)
     for name in _names(module):
-        stack, reason = getattr(module, name), None
+        stack = getattr(module, name)
+        reason = None
         if modules.is_packed(module, name):
             reason = "it is already quantized. Load the model in 16 bits"
         elif all_to_all.is_distributed(stack) and _spread_of(module, stack) is None:
@@ -126,18 +160,39 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
         elif stack.shape[0] % ranks:
             reason = f"its number of experts is not divisible by {ranks} ranks"
         elif trainable.split_of(module) is not None or parametrize.is_parametrized(module, name):
-            reason = "some of its experts are trained separately, or it has a parametrization. Remove that first"
+            reason = (
+                "some of its experts are trained separately, "
+                "or "
+                "it "
+                "has "
+                "a "
+                "parametrization. "
+                "Remove that first"
+            )
         elif activation is None:
-            reason = f"no kernel supports the code that {type(module).__name__} runs between its products"
+            reason = (
+                "no kernel supports the code "
+                "that "
+                f"{type(module).__name__} "
+                "runs "
+                "between "
+                "its "
+                "products"
+            )
         elif stack.dtype not in packed.FLOATS or is_quantized(stack):
-            remedy = "Convert the model first, with model.float()" if stack.dtype == torch.float64 else "Load it in 16 bits"
+            if stack.dtype == torch.float64:
+                remedy = "Convert the model first, with model.float()"
+            else:
+                remedy = "Load it in 16 bits"
             reason = f"it must be float16, bfloat16 or float32, but is {named(stack)}. {remedy}"
         else:
             halves = name == "gate_up_proj" and not activation.interleaved
             stored, kind = stored_as(module, stack, format)
             reason = packed.why_not(stored.shape, kind, halves)
         if reason:
-            raise ValueError(f"{path}.{name} {list(stack.shape)} cannot be quantized to {format}: {reason}")
+            raise ValueError(
+                f"{path}.{name} {list(stack.shape)} cannot be quantized to {format}: {reason}"
+            )
 
 
 def _check_finite(path: str, module: nn.Module) -> None:
@@ -145,27 +200,50 @@ def _check_finite(path: str, module: nn.Module) -> None:
     for name in _names(module):
         stack = getattr(module, name).detach()
         if stack.is_meta:
-            raise ValueError(f"{path}.{name} is offloaded or has no weights. Quantize the model first, then offload it")
+            raise ValueError(
+                f"{path}.{name} is offloaded or has no weights. "
+                "Quantize "
+                "the "
+                "model "
+                "first, "
+                "then "
+                "offload it"
+            )
         stack = stack.to_local() if all_to_all.is_distributed(stack) else stack
         wrong = next((e for e, weight in enumerate(stack) if not weight.isfinite().all()), None)
         if wrong is not None:
-            raise ValueError(f"{path}.{name} of expert {wrong} has weights that are NaN or infinite. Repair the model first")
+            raise ValueError(
+                f"{path}.{name} of expert {wrong} has weights that "
+                "are "
+                "NaN "
+                "or "
+                "infinite. "
+                "Repair "
+                "the model first"
+            )
 
 
 def _restrict(model: nn.Module) -> None:
-    """Make the methods raise that would save packed bytes as weights, or run code that takes them for weights."""
+    """Make the methods raise that would save packed bytes as weights, or run code that takes them
+    for weights.
+    """
     from transformers import PreTrainedModel
 
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _save_pretrained
-            module.set_experts_implementation = functools.partial(_set_experts_implementation, module)
+            module.set_experts_implementation = functools.partial(
+                _set_experts_implementation, module
+            )
 
 
 def _set_experts_implementation(model: nn.Module, experts_implementation: str | dict) -> None:
     from moe_runtime.hf.dropin.experts import check_runnable
 
-    by_part = experts_implementation if isinstance(experts_implementation, dict) else {"": experts_implementation}
+    if isinstance(experts_implementation, dict):
+        by_part = experts_implementation
+    else:
+        by_part = {"": experts_implementation}
     for path, module in model.named_modules():  # of which a vision encoder has no experts
         for implementation in by_part.values() if is_experts(module) else ():
             check_runnable(module, implementation, path)
@@ -175,7 +253,13 @@ def _set_experts_implementation(model: nn.Module, experts_implementation: str | 
 def _save_pretrained(*args, **kwargs):
     raise ValueError(
         "The experts are quantized, which save_pretrained does not support. Save the model with "
-        "moe_runtime.save_quantized(model, folder), or only its adapter with the PEFT model's save_pretrained"
+        "moe_runtime.save_quantized(model, folder), or only its "
+        "adapter "
+        "with "
+        "the "
+        "PEFT "
+        "model's "
+        "save_pretrained"
     )
 
 
@@ -188,10 +272,25 @@ def _run_here(model: nn.Module) -> None:
 
 
 class _File:
-    """Lazy stack of a folder's tensors, read one expert at a time; `packed.pack` accepts it like a tensor."""
+    """Lazy stack of a folder's tensors, read one expert at a time; `packed.pack` accepts it like a
+    tensor.
+    """
 
-    def __init__(self, checkpoint: Checkpoint, parts: dict[int, list[tuple[str, int | None]]], shape, dtype, read):
-        self.checkpoint, self.parts, self.shape, self.dtype, self.read = checkpoint, parts, torch.Size(shape), dtype, read
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        parts: dict[int, list[tuple[str, int | None]]],
+        shape,
+        dtype,
+        read,
+    ):
+        self.checkpoint, self.parts, self.shape, self.dtype, self.read = (
+            checkpoint,
+            parts,
+            torch.Size(shape),
+            dtype,
+            read,
+        )
         self.device = torch.device("cpu")
 
     def dim(self) -> int:
@@ -216,33 +315,59 @@ def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
         weight, scale = _fp8(checkpoint, key, row)
         return packed.unpack(weight[None], [scale[None]], "fp8_block", 0, torch.float32)
     if dtype not in (*packed.FLOATS, torch.float64):
-        raise ValueError(f"{key} of {checkpoint.path} is {dtype}, but must be in 16 bits, 32 bits or FP8. Pass such a folder")
+        raise ValueError(
+            f"{key} of {checkpoint.path} is {dtype}, but must be in 16 bits, "
+            "32 "
+            "bits "
+            "or "
+            "FP8. "
+            "Pass "
+            "such a folder"
+        )
     return _read(checkpoint, key, row)
 
 
 def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read a matrix in FP8 and its scales in float32; raises ValueError unless they fit each other."""
+    """Read a matrix in FP8 and its scales in float32; raises ValueError unless they fit
+    each other.
+    """
     name = f"{key}_scale_inv"
     if name not in checkpoint:
-        raise ValueError(f"{key} of {checkpoint.path} is in FP8, but its scales {name} are missing. Download the folder again")
-    weight, count = _read(checkpoint, key, row), checkpoint.specs()[name].shape[:1]
-    scale = checkpoint.get(name)[:0] if row is not None and count <= (row,) else _read(checkpoint, name, row)
+        raise ValueError(
+            f"{key} of {checkpoint.path} is in FP8, but its "
+            "scales "
+            f"{name} "
+            "are "
+            "missing. "
+            "Download "
+            "the folder again"
+        )
+    weight = _read(checkpoint, key, row)
+    count = checkpoint.specs()[name].shape[:1]
+    if row is not None and count <= (row,):
+        scale = checkpoint.get(name)[:0]
+    else:
+        scale = _read(checkpoint, name, row)
     wrong = packed.wrong_tensor(weight[None], [scale[None]], "fp8_block")
     if wrong is not None:
         raise ValueError(f"{name if wrong[0] else key} of {checkpoint.path} {wrong[1]}")
     return weight, modules.as_read(name, scale)
 
 
-def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, **settings: Any) -> nn.Module:
-    """Load the model of a folder with its experts packed; at most one expert at a time is held in 16 bits.
+def load_quantized(
+    source: str | Path, format: str | None = None, *, mesh=None, **settings: Any
+) -> nn.Module:
+    """Load the model of a folder with its experts packed; at most one expert at a time is held in
+    16 bits.
 
     With a `mesh`, every rank must call this, and reads and packs its own experts (`shard_experts`).
 
-    `format` is as in `quantize_experts`, by default that of the folder's experts: MXFP4 (GPT-OSS), FP8 in blocks
-    (DeepSeek-V3), or the format of `save_quantized`. Packed bytes in the same format are copied unchanged; another format
-    rounds the folder's weights a second time, with a warning. `settings` go to from_pretrained; a `device_map` of several
-    devices, the CPU or a disk is applied once the packed model is in the CPU's memory.
-    Raises ValueError, before the weights are read, as `quantize_experts` does, and for tensors that do not fit the format.
+    `format` is as in `quantize_experts`, by default that of the folder's experts: MXFP4 (GPT-OSS),
+    FP8 in blocks (DeepSeek-V3), or the format of `save_quantized`. Packed bytes in the same format
+    are copied unchanged; another format rounds the folder's weights a second time, with a warning.
+    `settings` go to from_pretrained; a `device_map` of several devices, the CPU or a disk is
+    applied once the packed model is in the CPU's memory. Raises ValueError, before the weights are
+    read, as `quantize_experts` does, and for tensors that do not fit the format.
     """
     from torch.distributed.tensor import Replicate, Shard
     from transformers import AutoConfig
@@ -252,7 +377,15 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
     source = Path(source)
     implementation = settings.get("experts_implementation", NAME)
     if implementation != NAME:
-        raise ValueError(f"Packed experts run on {NAME} only, but experts_implementation is {implementation!r}. Leave it out")
+        raise ValueError(
+            "Packed experts run on "
+            f"{NAME} "
+            "only, "
+            "but "
+            "experts_implementation "
+            "is "
+            f"{implementation!r}. Leave it out"
+        )
     config = load(AutoConfig, source)
     held, format = _formats(config, source, format)
     device_map = settings.get("device_map")
@@ -261,23 +394,46 @@ def load_quantized(source: str | Path, format: str | None = None, *, mesh=None, 
     checkpoint = Checkpoint(source)
     if held is not None and held != format:
         warnings.warn(
-            f"The experts in {source} are quantized to {held}, and {format} rounds them a second time. Quantize the model in "
+            f"The experts in {source} are quantized to {held}, and "
+            f"{format} "
+            "rounds "
+            "them "
+            "a "
+            "second "
+            "time. Quantize the model in "
             "16 bits where you have it",
             stacklevel=2,
         )
-    model, shapes, names = _without_stacks(config, source, format, settings, 1 if mesh is None else mesh.size(-1))
+    model, shapes, names = _without_stacks(
+        config, source, format, settings, 1 if mesh is None else mesh.size(-1)
+    )
     spread = None if mesh is None else (mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)))
     for path, module in experts_of(model).items():
         for name in _names(module):
-            if (path, name) not in shapes or name in module._parameters:  # transformers has kept it packed, as on a GPU
+            # transformers has kept it packed, as on a GPU
+            if (path, name) not in shapes or name in module._parameters:
                 if format != held:
                     raise ValueError(
-                        f"With a GPU, transformers loads {path} of {source} as {type(module).__name__}, not in {format}. Set "
-                        "CUDA_VISIBLE_DEVICES='' and write the folder in that format with save_quantized"
+                        "With a GPU, transformers "
+                        "loads "
+                        f"{path} "
+                        "of "
+                        f"{source} "
+                        "as "
+                        f"{type(module).__name__}, not in {format}. Set "
+                        "CUDA_VISIBLE_DEVICES='' and write the "
+                        "folder "
+                        "in "
+                        "that "
+                        "format "
+                        "with "
+                        "save_quantized"
                     )
                 continue
             shape, dtype = shapes[path, name]
-            stack = _read_stack(checkpoint, module, path, name, shape, dtype, held, format, spread, names)
+            stack = _read_stack(
+                checkpoint, module, path, name, shape, dtype, held, format, spread, names
+            )
             modules.put(module, name, stack.to(model.device), shape, dtype, spread)
     _run_here(model)
     if mesh is not None:
@@ -295,41 +451,83 @@ def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]
     """
     quantization = getattr(config, "quantization_config", None) or {}
     quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method, formats = quantization.get("quant_method"), ", ".join(packed.FORMATS)
+    method = quantization.get("quant_method")
+    formats = ", ".join(packed.FORMATS)
     known = {None: None, "mxfp4": "mxfp4", "fp8": "fp8_block", METHOD: quantization.get("format")}
     if not isinstance(method, str | None) or method not in known:
         raise ValueError(
-            f"The experts in {source} are quantized by {shown(method)}, which load_quantized cannot read. Pass a folder in 16 "
+            f"The experts in {source} are "
+            "quantized "
+            "by "
+            f"{shown(method)}, "
+            "which "
+            "load_quantized "
+            "cannot read. Pass a folder in 16 "
             f"bits, MXFP4, FP8 or written by save_quantized"
         )
     held = known[method]
     if method is not None:
         if not isinstance(held, str) or held not in packed.FORMATS:
-            raise ValueError(f"format in quantization_config of {source} must be one of {formats}, but is {shown(held)}")
+            raise ValueError(
+                f"format in quantization_config of {source} must be "
+                "one "
+                "of "
+                f"{formats}, "
+                "but "
+                "is "
+                f"{shown(held)}"
+            )
     elif format is None:
-        raise ValueError(f"The experts in {source} are not quantized. Pass a format to quantize them to, one of {formats}")
+        raise ValueError(
+            f"The experts in {source} are not quantized. Pass a format "
+            "to "
+            "quantize "
+            "them "
+            "to, "
+            "one "
+            f"of {formats}"
+        )
     sizes = quantization.get("weight_block_size", [packed.BLOCK] * 2)
     if method == "fp8" and sizes != [packed.BLOCK] * 2:
         raise ValueError(
-            f"weight_block_size in quantization_config of {source} must be {[packed.BLOCK] * 2}, but is {shown(sizes)}. Load "
+            "weight_block_size in quantization_config "
+            "of "
+            f"{source} "
+            "must "
+            "be "
+            f"{[packed.BLOCK] * 2}, "
+            f"but is {shown(sizes)}. Load "
             "the model in 16 bits and call quantize_experts"
         )
     if format is not None:
         packed.of_name(format)
-    if method in ("mxfp4", METHOD):  # only experts are quantized, and load_quantized reads those itself
+    # only experts are quantized, and load_quantized reads those itself
+    if method in ("mxfp4", METHOD):
         del config.quantization_config
     return held, format or held
 
 
 def _without_stacks(config, source: Path, format: str, settings: dict, ranks: int):
-    """Load the model without its expert stacks; return it with their shapes and dtypes, and the names of `matrices_of`."""
+    """Load the model without its expert stacks; return it with their shapes and dtypes, and the
+    names of `matrices_of`.
+    """
     import transformers
 
     from moe_runtime.hf.models.folders import load
 
-    shapes, names, base = {}, {}, getattr(transformers, (config.architectures or [""])[0], None)
+    shapes = {}
+    names = {}
+    base = getattr(transformers, (config.architectures or [""])[0], None)
     if base is None:
-        raise ValueError(f"{source} is a {(config.architectures or ['model'])[0]}, which is not a class of transformers")
+        raise ValueError(
+            f"{source} is a {(config.architectures or ['model'])[0]}, which "
+            "is "
+            "not "
+            "a "
+            "class "
+            "of "
+            "transformers"
+        )
 
     def __init__(self, *args, **kwargs):
         base.__init__(self, *args, **kwargs)
@@ -338,7 +536,11 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
             _check(path, module, format, ranks)
             for name in _names(module):
                 shapes[path, name] = tuple(getattr(module, name).shape), getattr(module, name).dtype
-        names.update(matrices_of(self, {f"{path}.{name}": shape for (path, name), (shape, _) in shapes.items()}))
+        names.update(
+            matrices_of(
+                self, {f"{path}.{name}": shape for (path, name), (shape, _) in shapes.items()}
+            )
+        )
         for path, module in layers.items():
             for name in _names(module):
                 # of two tied stacks a file has only one
@@ -347,28 +549,45 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
                     names[f"{path}.{name}"] = names[tied]
                 module._parameters.pop(name)
             layer = self.get_submodule(path.rpartition(".")[0])
-            for one in (module, layer):  # no random initialization; some families initialize the stacks with their layer
+            # no random initialization; some families initialize the stacks with their layer
+            for one in (module, layer):
                 one._is_hf_initialized = one is module or not (one._parameters or one._buffers)
 
     passed_over = [*(base._keys_to_ignore_on_load_unexpected or ()), r"\.experts\."]
-    attributes = {"__init__": __init__, "__module__": base.__module__, "_keys_to_ignore_on_load_unexpected": passed_over}
+    attributes = {
+        "__init__": __init__,
+        "__module__": base.__module__,
+        "_keys_to_ignore_on_load_unexpected": passed_over,
+    }
     model = load(type(base.__name__, (base,), attributes), source, config=config, **settings)
     model.__class__ = base
     return model, shapes, names
 
 
-def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held, format: str, spread, names) -> packed.Packed:
-    """Return the stack `name` of a folder packed to `format`; with sharded experts, only this rank's.
+def _read_stack(
+    checkpoint, module, path: str, name: str, shape, dtype, held, format: str, spread, names
+) -> packed.Packed:
+    """Return the stack `name` of a folder packed to `format`; with sharded experts, only this
+    rank's.
 
     `names` are those of `matrices_of`.
     """
-    key, order = f"{path}.{name}", torch.empty(shape, device="meta")
+    key = f"{path}.{name}"
+    order = torch.empty(shape, device="meta")
     stored, kind = stored_as(module, order, format)
-    ranks, rank = (1, 0) if spread is None else (spread[0].size(-1), spread[0].get_local_rank(spread[0].ndim - 1))
+    if spread is None:
+        ranks, rank = (1, 0)
+    else:
+        ranks, rank = (spread[0].size(-1), spread[0].get_local_rank(spread[0].ndim - 1))
     count = shape[0] // ranks
-    experts, stored = range(rank * count, (rank + 1) * count), (count, *stored.shape[1:])
+    experts = range(rank * count, (rank + 1) * count)
+    stored = (count, *stored.shape[1:])
     if held is not None and (key in checkpoint or f"{key}_blocks" in checkpoint):
-        entries = [entry for entry in checkpoint if entry.startswith(key) and not entry.startswith(f"{key}_bias")]
+        entries = [
+            entry
+            for entry in checkpoint
+            if entry.startswith(key) and not entry.startswith(f"{key}_bias")
+        ]
         tensors = {entry: _share(checkpoint, entry, rank, ranks) for entry in entries}
         if held == "mxfp4" and key in tensors:
             tensors[f"{key}_blocks"] = tensors.pop(key)
@@ -378,17 +597,26 @@ def _read_stack(checkpoint, module, path: str, name: str, shape, dtype, held, fo
             own.scales.append(torch.tensor([experts[0]]))
         if held == format:  # copy the packed bytes
             return own
-        return modules.pack(_Unpacked(own, stored, dtype, kind), format, spread)._replace(format=kind)
+        return modules.pack(_Unpacked(own, stored, dtype, kind), format, spread)._replace(
+            format=kind
+        )
     parts = _parts(checkpoint, path, name, shape, names.get(key))
     parts = {i: parts[e] for i, e in enumerate(experts)}
     if held == format == "fp8_block":
         return _fp8_as_it_is(checkpoint, parts, (count, *shape[1:]))
-    read = (lambda *where: _dense(*where).t()) if is_transposed(module) and kind == format else _dense
-    return modules.pack(_File(checkpoint, parts, stored, dtype, read), format, spread)._replace(format=kind)
+    if is_transposed(module) and kind == format:
+        read = lambda *where: _dense(*where).t()
+    else:
+        read = _dense
+    return modules.pack(_File(checkpoint, parts, stored, dtype, read), format, spread)._replace(
+        format=kind
+    )
 
 
 def _share(checkpoint: Checkpoint, key: str, rank: int, ranks: int) -> torch.Tensor:
-    """Read a rank's part of a packed stack's tensor; NF4's second-level scales are read for all experts."""
+    """Read a rank's part of a packed stack's tensor; NF4's second-level scales are read for all
+    experts.
+    """
     if ranks == 1 or ".nested_" in key or ".quant_" in key:
         return checkpoint.get(key)
     size = (*checkpoint.specs()[key].shape, 0)[0] // ranks
@@ -399,7 +627,12 @@ class _Unpacked:
     """Packed stack that unpacks one expert at a time; `packed.pack` accepts it like a tensor."""
 
     def __init__(self, own: packed.Packed, shape, dtype: torch.dtype, kind: str):
-        self.own, self.shape, self.dtype, self.device = own, torch.Size(shape), dtype, own.data.device
+        self.own, self.shape, self.dtype, self.device = (
+            own,
+            torch.Size(shape),
+            dtype,
+            own.data.device,
+        )
         self.turn = kind.endswith(packed.TRANSPOSED)
 
     def dim(self) -> int:
@@ -426,34 +659,62 @@ def _fp8_as_it_is(checkpoint, parts, shape) -> packed.Packed:
 # how files name the projections of an expert
 _PROJECTIONS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3"), ("gate_up_proj",), ("gate", "up")),
-    "down_proj": (("down_proj",), ("w2",), ("down",)), "up_proj": (("up_proj",), ("w1",), ("up",)),
-}  # fmt: skip
+    "down_proj": (("down_proj",), ("w2",), ("down",)),
+    "up_proj": (("up_proj",), ("w1",), ("up",)),
+}
 
 
-def _parts(checkpoint, path: str, name: str, shape, published: dict[int, list] | None) -> dict[int, list]:
+def _parts(
+    checkpoint, path: str, name: str, shape, published: dict[int, list] | None
+) -> dict[int, list]:
     """Return the place of each expert's matrix in a file, as one or two pairs (key, row).
 
-    It has the model's own name, the one that transformers publishes, or one of DeepSeek's, Mixtral's or Phi-MoE's.
+    It has the model's own name, the one that transformers publishes, or one of DeepSeek's,
+    Mixtral's or Phi-MoE's.
     """
     key = f"{path}.{name}"
     candidates = [{e: [(key, e)] for e in range(shape[0])}, published or {}]
-    for layer in (path, *(path.replace(".mlp.", f".{other}.") for other in ("block_sparse_moe", "feed_forward", "moe"))):
+    for layer in (
+        path,
+        *(
+            path.replace(".mlp.", f".{other}.")
+            for other in ("block_sparse_moe", "feed_forward", "moe")
+        ),
+    ):
         for names in _PROJECTIONS[name]:
-            candidates.append({e: [(f"{layer}.{e}.{part}.weight", None) for part in names] for e in range(shape[0])})
+            candidates.append(
+                {
+                    e: [(f"{layer}.{e}.{part}.weight", None) for part in names]
+                    for e in range(shape[0])
+                }
+            )
     wrong = [f"{key} {list(shape)}", f"matrices {path}.0.*.weight"]
     for parts in filter(None, candidates):
-        unfit = [pair for pairs in parts.values() if _size(checkpoint, pairs) != tuple(shape[1:]) for pair in pairs]
+        unfit = [
+            pair
+            for pairs in parts.values()
+            if _size(checkpoint, pairs) != tuple(shape[1:])
+            for pair in pairs
+        ]
         if not unfit:
             return parts
         if len(unfit) < sum(map(len, parts.values())):  # the right names, but for a few
             wrong = [f"{entry} that fits {list(shape[1:])}" for entry, _ in unfit]
     raise ValueError(
-        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. Load it with from_pretrained and call quantize_experts"
+        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. "
+        "Load "
+        "it "
+        "with "
+        "from_pretrained "
+        "and "
+        "call quantize_experts"
     )
 
 
 def _size(checkpoint: Checkpoint, pairs: list[tuple[str, int | None]]) -> tuple[int, int] | None:
-    """Return rows and columns of an expert's matrices, one below the other; None if the file lacks one or they do not fit."""
+    """Return rows and columns of an expert's matrices, one below the other; None if the file lacks
+    one or they do not fit.
+    """
     sizes = []
     for key, row in pairs:
         if key not in checkpoint:

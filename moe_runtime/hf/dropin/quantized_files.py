@@ -1,6 +1,8 @@
-"""Write a model with quantized experts: MXFP4 as in GPT-OSS and FP8 as in DeepSeek-V3, under the family's published names.
+"""Write a model with quantized experts: MXFP4 as in GPT-OSS and FP8 as in DeepSeek-V3, under the
+family's published names.
 
-save_quantized(model, folder)       from one or several ranks to one folder, which hf.dropin.quantize.load_quantized reads
+save_quantized(model, folder)       from one or several ranks to one folder, which
+                                    hf.dropin.quantize.load_quantized reads
 """
 
 import json
@@ -25,41 +27,66 @@ from moe_runtime.ops.all_to_all import is_distributed
 def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
     """Write a model with packed experts: config.json and safetensors.
 
-    MXFP4 of GPT-OSS, and FP8 of families that publish a matrix per expert, are written in the form that transformers loads;
-    everything else in one that `load_quantized` reads and transformers refuses. If experts are on several ranks, every rank
-    must call this, and rank 0 writes. Raises ValueError for a model without packed experts or with PEFT's wrappers.
+    MXFP4 of GPT-OSS, and FP8 of families that publish a matrix per expert, are written in the form
+    that transformers loads; everything else in one that `load_quantized` reads and transformers
+    refuses. If experts are on several ranks, every rank must call this, and rank 0 writes. Raises
+    ValueError for a model without packed experts or with PEFT's wrappers.
     """
     found = {path: module for path, module in experts_of(model).items() if modules.layouts(module)}
     if not found or not hasattr(model, "config") or any("base_layer" in path for path in found):
-        what = "has experts in a PEFT adapter. Unload it" if found else "has no quantized experts. Use save_pretrained"
+        if found:
+            what = "has experts in a PEFT adapter. Unload it"
+        else:
+            what = "has no quantized experts. Use save_pretrained"
         raise ValueError(f"{type(model).__name__} {what}")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError(f"{type(model).__name__} is offloaded. Call save_quantized before offloading it")
+        raise ValueError(
+            f"{type(model).__name__} is offloaded. Call save_quantized before offloading it"
+        )
     first = next(iter(found.values()))
     form = next(iter(modules.layouts(first).values())).format.removesuffix(packed.TRANSPOSED)
     names = _names_in_files(model, found) if form == "fp8_block" else None
-    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding))
+    ]
     config = json.loads(model.config.to_json_string(use_diff=True))
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     if names is not None:
-        quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": linear}
+        quantization = {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": linear,
+        }
     elif form == "mxfp4" and is_transposed(first) and not isinstance(first, Experts):
         quantization = {"quant_method": "mxfp4", "modules_to_not_convert": linear}
     else:
         quantization = {"quant_method": METHOD, "format": form}
     config["quantization_config"] = quantization
-    tied, on_ranks = set(getattr(model, "all_tied_weights_keys", None) or ()), any(map(is_distributed, model.parameters()))
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    on_ranks = any(map(is_distributed, model.parameters()))
     check_out_dir(folder, overwrite)
     if on_ranks and dist.get_rank():
         for _ in _gathered(model, found):
             pass
         dist.barrier()
         return Path(folder)
-    others, stacks = {}, [f"{path}.{name}" for path, module in found.items() for name in modules.layouts(module)]
+    others = {}
+    stacks = [
+        f"{path}.{name}" for path, module in found.items() for name in modules.layouts(module)
+    ]
     with CheckpointWriter(folder, overwrite=overwrite) as writer:
         for key, tensor in _gathered(model, found):
-            stack = next((stack for stack in stacks if key.startswith(stack) and not key.startswith(f"{stack}_bias")), None)
+            stack = next(
+                (
+                    stack
+                    for stack in stacks
+                    if key.startswith(stack) and not key.startswith(f"{stack}_bias")
+                ),
+                None,
+            )
             if stack is None and key in tied:
                 continue
             if stack is None:
@@ -68,7 +95,8 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
                 for name, part in _per_expert(names[stack], tensor):
                     writer.add(name + key.removeprefix(stack), part)
             elif quantization["quant_method"] == METHOD and key in (stack, f"{stack}_blocks"):
-                writer.add(stack, tensor.reshape(-1, 1))  # no other reader mistakes this for a stack
+                # no other reader mistakes this for a stack
+                writer.add(stack, tensor.reshape(-1, 1))
             else:
                 writer.add(key, tensor)
         for key, tensor in published(model, others).items():
@@ -82,25 +110,41 @@ def save_quantized(model: nn.Module, folder: str | Path, *, overwrite: bool = Fa
 
 
 def _gathered(model: nn.Module, found: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model by their saved names; tensors on several ranks are gathered on each."""
-    stacks = {f"{path}.{name}": (module, name) for path, module in found.items() for name in modules.layouts(module)}
+    """Yield the tensors of a model by their saved names; tensors on several ranks are gathered on
+    each.
+    """
+    stacks = {
+        f"{path}.{name}": (module, name)
+        for path, module in found.items()
+        for name in modules.layouts(module)
+    }
     for key, tensor in model.state_dict().items():
         if key in stacks and is_distributed(tensor):
             module, name = stacks[key]
-            saved = modules.to_saved(modules.whole(module, name), name, modules.layouts(module)[name])
+            saved = modules.to_saved(
+                modules.whole(module, name), name, modules.layouts(module)[name]
+            )
             yield from ((key.removesuffix(name) + part, whole) for part, whole in saved.items())
         elif re.sub(r"_packed\d$", "", key) == key or re.sub(r"_packed\d$", "", key) not in stacks:
             yield key, tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
-def _names_in_files(model: nn.Module, found: dict[str, nn.Module]) -> dict[str, dict[int, list[str]]] | None:
-    """Return stack -> expert -> the published names of its matrices, if transformers loads them in FP8; otherwise None.
+def _names_in_files(
+    model: nn.Module, found: dict[str, nn.Module]
+) -> dict[str, dict[int, list[str]]] | None:
+    """Return stack -> expert -> the published names of its matrices, if transformers loads them in
+    FP8; otherwise None.
 
-    It knows FP8 for a matrix per expert, without biases. Where it has no GPU it takes a block's size from the number of
-    blocks, which is right for whole blocks and for a single one.
+    It knows FP8 for a matrix per expert, without biases. Where it has no GPU it takes a block's
+    size from the number of blocks, which is right for whole blocks and for a single one.
     """
     for path, module in found.items():
-        if isinstance(module, Experts) or is_transposed(module) or module.has_bias or not path.endswith(".experts"):
+        if (
+            isinstance(module, Experts)
+            or is_transposed(module)
+            or module.has_bias
+            or not path.endswith(".experts")
+        ):
             return None
     names = {}
     for path, module in found.items():
@@ -113,7 +157,9 @@ def _names_in_files(model: nn.Module, found: dict[str, nn.Module]) -> dict[str, 
             except ValueError:
                 return None
             if pairs is None or not all(
-                row is None and key.endswith(".weight") for parts in pairs.values() for key, row in parts
+                row is None and key.endswith(".weight")
+                for parts in pairs.values()
+                for key, row in parts
             ):
                 return None
             names[stack] = {e: [key for key, _ in parts] for e, parts in pairs.items()}
@@ -121,7 +167,9 @@ def _names_in_files(model: nn.Module, found: dict[str, nn.Module]) -> dict[str, 
 
 
 def _knows_fp8(model: nn.Module) -> bool:
-    """Return whether transformers can read FP8 under the names of this family, some of whose conversions have no FP8 form."""
+    """Return whether transformers can read FP8 under the names of this family, some of whose
+    conversions have no FP8 form.
+    """
     from transformers import FineGrainedFP8Config
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -134,8 +182,12 @@ def _knows_fp8(model: nn.Module) -> bool:
     return True
 
 
-def _per_expert(names: dict[int, list[str]], stack: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the matrices of a stack, or the scales of one, by the published names of the weights."""
+def _per_expert(
+    names: dict[int, list[str]], stack: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the matrices of a stack, or the scales of one, by the published names of the
+    weights.
+    """
     for e, parts in names.items():
         for name, rows in zip(parts, stack[e].chunk(len(parts))):
             yield name, rows.contiguous()

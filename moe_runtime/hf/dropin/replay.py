@@ -1,17 +1,20 @@
-"""Record the experts of a model's tokens and replay them later, for reinforcement learning and debugging.
+"""Record the experts of a model's tokens and replay them later, for reinforcement learning and
+debugging.
 
     with record_routing(model) as record:
         model(**batch)
     with replay_routing(model, record):
         model(**batch).loss.backward()
 
-Only the choice of experts is replayed. The model's own router computes their weights, so gradients reach it. With the same
-model weights and batch a replay is bit-identical, forward and backward; other model weights, or router noise, change the
-routing weights but not the experts. Ids are [T, K] in the layer's own order, one tensor per call of the layer.
+Only the choice of experts is replayed. The model's own router computes their weights, so gradients
+reach it. With the same model weights and batch a replay is bit-identical, forward and backward;
+other model weights, or router noise, change the routing weights but not the experts. Ids are [T, K]
+in the layer's own order, one tensor per call of the layer.
 
-Stock routers of transformers choose with torch.topk, whose result a replay overrides: over experts by the recorded ids, over
-groups of experts by the groups that contain these ids. Routers that choose in another way (PhiMoE's sparsemixer, ZAYA's skip
-expert) cannot be overridden, and raise ValueError as soon as their experts differ from the record's.
+Stock routers of transformers choose with torch.topk, whose result a replay overrides: over experts
+by the recorded ids, over groups of experts by the groups that contain these ids. Routers that
+choose in another way (PhiMoE's sparsemixer, ZAYA's skip expert) cannot be overridden, and raise
+ValueError as soon as their experts differ from the record's.
 """
 
 import contextlib
@@ -26,7 +29,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, plain_name, routed_layers
+from moe_runtime.hf.dropin.layers import (
+    OpenCall,
+    RoutedLayer,
+    block_of,
+    forget_compiled,
+    ids_of,
+    plain_name,
+    routed_layers,
+)
 from moe_runtime.io.checkpoint import Checkpoint, write_tensors
 from moe_runtime.io.files import atomic_file
 
@@ -35,7 +46,9 @@ FORMAT = "moe_runtime.routing.1"
 
 @dataclass(eq=False)
 class RoutingRecord:
-    """Expert ids by layer: `ids[layer][call]` is [T, K] int32; layers are named by their paths without wrappers."""
+    """Expert ids by layer: `ids[layer][call]` is [T, K] int32; layers are named by their paths
+    without wrappers.
+    """
 
     ids: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     num_experts: dict[str, int] = field(default_factory=dict)
@@ -56,12 +69,25 @@ class RoutingRecord:
         """Read a file of `save`; raises ValueError for other files and for ids out of range."""
         path = Path(path)
         with Checkpoint(path.parent, path.name) as file:
-            prefix, found = "num_experts/", file.metadata.get("format")
-            sizes = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+            prefix = "num_experts/"
+            found = file.metadata.get("format")
+            sizes = {
+                k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)
+            }
             names = [name.rpartition("/") for name in file.keys()]
             numbers = (*sizes.values(), *(name[2] for name in names))
-            if found != FORMAT or not all(number.isascii() and number.isdigit() for number in numbers):
-                raise ValueError(f"{path} must be a file written by save, of format {FORMAT!r}, but its format is {found!r}")
+            if found != FORMAT or not all(
+                number.isascii() and number.isdigit() for number in numbers
+            ):
+                raise ValueError(
+                    f"{path} must be a file written by save, of "
+                    "format "
+                    f"{FORMAT!r}, "
+                    "but "
+                    "its "
+                    "format "
+                    f"is {found!r}"
+                )
             record = cls({}, {layer: int(size) for layer, size in sizes.items()})
             for layer, _, call in sorted(names, key=lambda name: int(name[2])):
                 record.ids.setdefault(layer, []).append(file.get(f"{layer}/{call}"))
@@ -77,20 +103,34 @@ class RoutingRecord:
                 low, high = map(int, ids.aminmax()) if fits and ids.numel() else (0, 0)
                 if not fits or low < 0 or high >= E:
                     got = f"{tuple(ids.shape)}, {ids.dtype}, {low} to {high}"
-                    raise ValueError(f"ids of {layer}, call {call}, must be [T, K] integers from 0 to {E - 1}, but got {got}")
+                    raise ValueError(
+                        f"ids of {layer}, call {call}, must be [T, K] "
+                        "integers "
+                        "from "
+                        "0 "
+                        "to "
+                        f"{E - 1}, "
+                        f"but got {got}"
+                    )
 
 
 @contextlib.contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """Record the experts of each call of `model`, which may be wrapped; yields a RoutingRecord.
 
-    Recomputation under gradient checkpointing is not recorded. The ids stay on their device, without a sync.
+    Recomputation under gradient checkpointing is not recorded. The ids stay on their device,
+    without a sync.
     """
     layers = routed_layers(model)
     forget_compiled()
-    record = RoutingRecord({}, {plain_name(name): layer.num_experts for name, layer in layers.items()})
+    record = RoutingRecord(
+        {}, {plain_name(name): layer.num_experts for name, layer in layers.items()}
+    )
     call = OpenCall(model)
-    handles = [layer.watch(functools.partial(_note, call, record, plain_name(name))) for name, layer in layers.items()]
+    handles = [
+        layer.watch(functools.partial(_note, call, record, plain_name(name)))
+        for name, layer in layers.items()
+    ]
     try:
         yield record
     finally:
@@ -109,9 +149,10 @@ def _note(call: OpenCall, record: RoutingRecord, name: str, topk_idx: torch.Tens
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     """Route the tokens of the n-th call of `model` to the experts of the record's n-th call.
 
-    Recomputation under gradient checkpointing gets the ids of the call that it repeats, so the backward pass must run inside
-    the block too. Layers that are not in the record use their own routing. Raises ValueError if the record does not fit the
-    model or the batch, if it has more calls than were made, and for routers that cannot be overridden: a layer's first call is
+    Recomputation under gradient checkpointing gets the ids of the call that it repeats, so the
+    backward pass must run inside the block too. Layers that are not in the record use their own
+    routing. Raises ValueError if the record does not fit the model or the batch, if it has more
+    calls than were made, and for routers that cannot be overridden: a layer's first call is
     compared with the record immediately, the others at the end, without a sync.
     """
     layers = routed_layers(model)
@@ -121,15 +162,28 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     for name, layer in layers.items():
         ids = record.ids.get(plain_name(name))
         if ids:
-            replays.append(_StockReplay(model, layer, ids, calls) if layer.is_stock else _Replay(layer, ids, calls))
+            replays.append(
+                _StockReplay(model, layer, ids, calls)
+                if layer.is_stock
+                else _Replay(layer, ids, calls)
+            )
     try:
         yield
         for replay in replays:
             replay.finish()
-        recomputes = any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
+        recomputes = any(
+            getattr(module, "gradient_checkpointing", False) and module.training
+            for module in model.modules()
+        )
         if recomputes and calls.with_gradient and not any(replay.repetitions for replay in replays):
             warnings.warn(
-                "Gradient checkpointing has not recomputed its layers yet. A backward pass outside of replay_routing would "
+                "Gradient checkpointing has not recomputed its "
+                "layers "
+                "yet. "
+                "A "
+                "backward "
+                "pass "
+                "outside of replay_routing would "
                 "select experts again",
                 stacklevel=3,
             )
@@ -140,12 +194,23 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
 
 def _check_fits(model: nn.Module, layers: dict[str, RoutedLayer], record: RoutingRecord) -> None:
-    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
-        raise ValueError(f"{type(model).__name__} is compiled. Pass the original model, before torch.compile")
+    if any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
+        for m in model.modules()
+    ):
+        raise ValueError(
+            f"{type(model).__name__} is compiled. Pass the original model, before torch.compile"
+        )
     sizes = {plain_name(name): layer.num_experts for name, layer in layers.items()}
     if not any(record.ids.values()) or record.ids.keys() - sizes.keys():
         raise ValueError(
-            f"The record must have layers of the model ({', '.join(sizes)}), but has {', '.join(record.ids) or '(none)'}"
+            "The record must have layers of "
+            "the "
+            "model "
+            f"({', '.join(sizes)}), "
+            "but "
+            "has "
+            f"{', '.join(record.ids) or '(none)'}"
         )
     RoutingRecord(record.ids, sizes).check()
 
@@ -154,7 +219,9 @@ class _Replay:
     """Replays one of our routers, which accept ids as an argument."""
 
     def __init__(self, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall):
-        self.layer, self.ids, self.calls = layer, ids, calls
+        self.layer = layer
+        self.ids = ids
+        self.calls = calls
         self.inputs: list[torch.Tensor] = []  # of the calls so far, to recognise repetitions
         self.repetitions = 0
         self.handles = [layer.module.register_forward_pre_hook(self._give, with_kwargs=True)]
@@ -165,7 +232,8 @@ class _Replay:
 
     def next(self, x: torch.Tensor) -> torch.Tensor:
         """Return the ids [T, K] for the call with input `x` [..., H]."""
-        # a few numbers of each token tell calls apart; a copy, since a block may change its input in place
+        # a few numbers of each token tell calls apart; a copy, since a block may change its input
+        # in place
         x = x.detach().flatten(0, -2)[:, :4]
         if self.calls.is_open:
             number = len(self.inputs)
@@ -177,14 +245,35 @@ class _Replay:
             if number is None:
                 problem = f"{self.layer.name} was called outside of a call of the model"
             else:
-                has = f"{len(self.ids[number])} tokens" if number < len(self.ids) else f"{len(self.ids)} calls"
-                problem = f"call {number} of {self.layer.name} has {len(x)} tokens, but the record has {has}"
-            remedy = "Replay the recorded batches in their order, with gradient checkpointing that recomputes them"
+                if number < len(self.ids):
+                    has = f"{len(self.ids[number])} tokens"
+                else:
+                    has = f"{len(self.ids)} calls"
+                problem = (
+                    f"call {number} of {self.layer.name} "
+                    "has "
+                    f"{len(x)} "
+                    "tokens, "
+                    "but "
+                    "the "
+                    f"record has {has}"
+                )
+            remedy = (
+                "Replay the recorded batches in "
+                "their "
+                "order, "
+                "with "
+                "gradient "
+                "checkpointing "
+                "that recomputes them"
+            )
             raise ValueError(f"{problem}. {remedy}")
         return self.ids[number]
 
     def _repetition(self, x: torch.Tensor) -> int | None:
-        """Return the call that checkpointing repeats: the only one of this size, or the latest with this input."""
+        """Return the call that checkpointing repeats: the only one of this size, or the latest with
+        this input.
+        """
         found = [i for i in reversed(range(len(self.inputs))) if self.inputs[i].shape == x.shape]
         found = found if len(found) == 1 else [i for i in found if torch.equal(self.inputs[i], x)]
         return found[0] if found else None
@@ -193,7 +282,13 @@ class _Replay:
         """Raise ValueError if not all calls of the record were used."""
         if len(self.inputs) < len(self.ids):
             raise ValueError(
-                f"{self.layer.name} was called {len(self.inputs)} times, but the record has {len(self.ids)} calls. Replay all "
+                f"{self.layer.name} was called {len(self.inputs)} "
+                "times, "
+                "but "
+                "the "
+                "record "
+                "has "
+                f"{len(self.ids)} calls. Replay all "
                 "recorded batches, or use a record with fewer calls"
             )
 
@@ -204,11 +299,18 @@ class _Replay:
 
 
 class _StockReplay(_Replay):
-    """Replays a stock layer by overriding torch.topk between the start of its block and its experts."""
+    """Replays a stock layer by overriding torch.topk between the start of its block and its
+    experts.
+    """
 
-    def __init__(self, model: nn.Module, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall):
-        self.layer, self.ids, self.calls = layer, ids, calls
-        self.inputs, self.repetitions = [], 0
+    def __init__(
+        self, model: nn.Module, layer: RoutedLayer, ids: list[torch.Tensor], calls: OpenCall
+    ):
+        self.layer = layer
+        self.ids = ids
+        self.calls = calls
+        self.inputs = []
+        self.repetitions = 0
         self.mode: _TopK | None = None
         self.is_wrong: torch.Tensor | None = None
         self.steers = True
@@ -226,12 +328,14 @@ class _StockReplay(_Replay):
         self.mode.__enter__()
 
     def _stop(self, *_) -> None:
-        mode, self.mode = self.mode, None
+        mode = self.mode
+        self.mode = None
         if mode is not None:
             mode.__exit__(None, None, None)
 
     def _compare(self, module, args, kwargs) -> None:
-        mode, got = self.mode, ids_of(args, kwargs)
+        mode = self.mode
+        got = ids_of(args, kwargs)
         same = mode is not None and got.shape == mode.ids.shape
         if mode is not None:
             mode.ends = True
@@ -242,7 +346,9 @@ class _StockReplay(_Replay):
         self.is_wrong = is_wrong if self.is_wrong is None else self.is_wrong | is_wrong
 
     def finish(self) -> None:
-        """Raise ValueError if a later call used other experts than the record, or if not all calls were used."""
+        """Raise ValueError if a later call used other experts than the record, or if not all calls
+        were used.
+        """
         if self.is_wrong is not None:
             self._refuse(self.is_wrong)
         super().finish()
@@ -253,21 +359,42 @@ class _StockReplay(_Replay):
         self._stop()
 
     def _refuse(self, is_wrong: torch.Tensor) -> None:
-        # checked by the result: a router that uses token ids, or is unchanged, may select the same experts unaided
+        # checked by the result: a router that uses token ids, or is unchanged, may select the same
+        # experts unaided
         if is_wrong:
-            E, K = self.layer.num_experts, self.ids[0].shape[1]
-            why = "its router, or a hook on it, changes the ids after torch.topk, which is not supported"
+            E = self.layer.num_experts
+            K = self.ids[0].shape[1]
+            why = (
+                "its router, or a hook on it, changes the ids "
+                "after "
+                "torch.topk, "
+                "which "
+                "is "
+                "not "
+                "supported"
+            )
             if not self.steers:
-                why = f"its router does not select {K} of {E} with torch.topk, so this family cannot be replayed"
+                why = (
+                    f"its router does not select {K} of {E} "
+                    "with "
+                    "torch.topk, "
+                    "so "
+                    "this "
+                    "family "
+                    "cannot be replayed"
+                )
             raise ValueError(f"{self.layer.name} selected other experts than the record: {why}")
 
 
 class _TopK(TorchFunctionMode):
-    """Overrides torch.topk: over E experts with `ids` [T, K], over groups of experts with their groups."""
+    """Overrides torch.topk: over E experts with `ids` [T, K], over groups of experts with their
+    groups.
+    """
 
     def __init__(self, ids: torch.Tensor, E: int):
         super().__init__()
-        self.ids, self.E = ids, E
+        self.ids = ids
+        self.E = E
         self.answered = self.ends = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -279,7 +406,9 @@ class _TopK(TorchFunctionMode):
                 return torch.return_types.topk((source.gather(-1, indices), indices))
         return func(*args, **kwargs)
 
-    def _indices(self, func, input, k, dim=-1, largest=True, sorted=True, **_) -> torch.Tensor | None:
+    def _indices(
+        self, func, input, k, dim=-1, largest=True, sorted=True, **_
+    ) -> torch.Tensor | None:
         T, K = self.ids.shape
         wide = input.shape[-1]
         if dim not in (-1, input.dim() - 1) or not largest or input.numel() != T * wide:
@@ -290,5 +419,7 @@ class _TopK(TorchFunctionMode):
         if not (1 < wide < self.E and self.E % wide == 0):
             return None
         # the best groups by score, but first those with forced experts
-        groups = self.ids.long().div(self.E // wide, rounding_mode="floor").view(*input.shape[:-1], K)
+        groups = (
+            self.ids.long().div(self.E // wide, rounding_mode="floor").view(*input.shape[:-1], K)
+        )
         return func(input.detach().scatter(-1, groups, torch.inf), k, dim=-1, sorted=sorted).indices

@@ -4,9 +4,10 @@ load           count_e / sum_e count_e                      share of the slots
 max violation  max_e count_e / mean_e count_e               1 when balanced
 entropy        -sum_e load_e log(load_e) / log(E)           1 when balanced, 0 when one expert takes all
 
-Max violation and entropy are over the routed experts: a shared one (gates xft, nonorm) sees every token. Supported are our own
-layers and stock ones behind transformers' experts interface. If experts_implementation is "moe_runtime" and the call has no
-attention mask, the dispatch's own counts are used; otherwise counting costs one small scatter per layer, without a sync.
+Max violation and entropy are over the routed experts: a shared one (gates xft, nonorm) sees every
+token. Supported are our own layers and stock ones behind transformers' experts interface. If
+experts_implementation is "moe_runtime" and the call has no attention mask, the dispatch's own
+counts are used; otherwise counting costs one small scatter per layer, without a sync.
 """
 
 import csv
@@ -22,7 +23,14 @@ import torch
 from torch import nn
 
 from moe_runtime.hf.dropin.experts import NAME
-from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, forget_compiled, plain_name, routed_layers, token_mask
+from moe_runtime.hf.dropin.layers import (
+    OpenCall,
+    RoutedLayer,
+    forget_compiled,
+    plain_name,
+    routed_layers,
+    token_mask,
+)
 from moe_runtime.io.files import atomic_file
 from moe_runtime.io.rows import require
 
@@ -33,7 +41,9 @@ ENOUGH = 10  # minimum slots per expert, if balanced, to judge a layer
 
 
 def expert_load(counts: torch.Tensor) -> torch.Tensor:
-    """Return each expert's share of the slots, `counts` [..., E] -> [..., E] float64; zeros if nothing was routed."""
+    """Return each expert's share of the slots, `counts` [..., E] -> [..., E] float64; zeros if
+    nothing was routed.
+    """
     return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -43,13 +53,19 @@ def dead_experts(counts: torch.Tensor) -> torch.Tensor:
 
 
 def max_violation(counts: torch.Tensor) -> torch.Tensor:
-    """Return the largest over the mean load, `counts` [..., E] -> [...] float64: 1 if balanced, E if one expert has all."""
+    """Return the largest over the mean load, `counts` [..., E] -> [...] float64: 1 if balanced, E
+    if one expert has all.
+    """
     E = counts.shape[-1]
-    return expert_load(counts).amax(-1) * E if E else counts.new_ones(counts.shape[:-1], dtype=torch.float64)
+    if E:
+        return expert_load(counts).amax(-1) * E
+    return counts.new_ones(counts.shape[:-1], dtype=torch.float64)
 
 
 def load_entropy(counts: torch.Tensor) -> torch.Tensor:
-    """Return the load's entropy divided by log E, `counts` [..., E] -> [...] float64 from 0 to 1; 1 for E < 2."""
+    """Return the load's entropy divided by log E, `counts` [..., E] -> [...] float64 from 0 to 1; 1
+    for E < 2.
+    """
     E = counts.shape[-1]
     if E < 2:
         return counts.new_ones(counts.shape[:-1], dtype=torch.float64)
@@ -58,11 +74,15 @@ def load_entropy(counts: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RouterStats:
-    """Slots per layer and expert, with derived statistics; layers may have different numbers of experts."""
+    """Slots per layer and expert, with derived statistics; layers may have different numbers of
+    experts.
+    """
 
-    counts: torch.Tensor  # [L, E] int64, on the CPU; E is the largest layer's, zeros beyond a smaller one's
+    # [L, E] int64, on the CPU; E is the largest layer's, zeros beyond a smaller one's
+    counts: torch.Tensor
     layers: tuple[str, ...]  # a layer's number, or its path if that is not unique
-    num_shared: int | tuple[int, ...] = 0  # leading experts that see every token; a tuple if layers differ
+    # leading experts that see every token; a tuple if layers differ
+    num_shared: int | tuple[int, ...] = 0
     num_experts: tuple[int, ...] | None = None  # per layer; None if all have E
 
     def _experts(self, layer: int, routed: bool = True) -> range:
@@ -79,12 +99,16 @@ class RouterStats:
 
     @property
     def load(self) -> torch.Tensor:
-        """Return each expert's share of its layer's slots, including shared experts, [L, E] float64."""
+        """Return each expert's share of its layer's slots, including shared experts, [L, E]
+        float64.
+        """
         return expert_load(self.counts)
 
     @property
     def dead(self) -> torch.Tensor:
-        """Return which experts received no slot, [L, E] bool; False for experts a layer does not have."""
+        """Return which experts received no slot, [L, E] bool; False for experts a layer does not
+        have.
+        """
         stops = torch.tensor([self._experts(i).stop for i in range(len(self.layers))])
         return dead_experts(self.counts) & (torch.arange(self.counts.shape[1]) < stops[:, None])
 
@@ -104,7 +128,8 @@ class RouterStats:
         A layer without slots was not called, and is left out.
         """
         called = self.counts.any(1)
-        violation, entropy = self.max_violation[called].tolist(), self.entropy[called].tolist()
+        violation = self.max_violation[called].tolist()
+        entropy = self.entropy[called].tolist()
         return {
             "router/max_violation": max(violation, default=math.nan),
             "router/min_entropy": min(entropy, default=math.nan),
@@ -113,33 +138,50 @@ class RouterStats:
 
     def per_layer(self) -> dict[str, float]:
         """Return the three numbers and each expert's load, for every layer."""
-        values, load = {}, self.load.tolist()
-        measures = zip(self.max_violation.tolist(), self.entropy.tolist(), self.dead.sum(1).tolist(), strict=True)
-        for i, (layer, (violation, entropy, dead)) in enumerate(zip(self.layers, measures, strict=True)):
+        values = {}
+        load = self.load.tolist()
+        measures = zip(
+            self.max_violation.tolist(),
+            self.entropy.tolist(),
+            self.dead.sum(1).tolist(),
+            strict=True,
+        )
+        for i, (layer, (violation, entropy, dead)) in enumerate(
+            zip(self.layers, measures, strict=True)
+        ):
             values[f"router/{layer}/max_violation"] = violation
             values[f"router/{layer}/entropy"] = entropy
             values[f"router/{layer}/dead_experts"] = float(dead)
-            values |= {f"router/{layer}/load/{e}": load[i][e] for e in self._experts(i, routed=False)}
+            values |= {
+                f"router/{layer}/load/{e}": load[i][e] for e in self._experts(i, routed=False)
+            }
         return values
 
     def warning(self, min_entropy: float = LOW_ENTROPY) -> str | None:
-        """Describe layers with dead experts or an entropy below `min_entropy`; None if there are none.
+        """Describe layers with dead experts or an entropy below `min_entropy`; None if there are
+        none.
 
         A layer with fewer than ENOUGH slots per routed expert is not judged.
         """
-        found, measures = [], zip(self.entropy.tolist(), self.max_violation.tolist(), strict=True)
-        for layer, row, dead, (entropy, violation) in zip(self.layers, self.routed, self.dead, measures, strict=True):
+        found = []
+        measures = zip(self.entropy.tolist(), self.max_violation.tolist(), strict=True)
+        for layer, row, dead, (entropy, violation) in zip(
+            self.layers, self.routed, self.dead, measures, strict=True
+        ):
             if row.sum() < ENOUGH * len(row) or not (dead.any() or entropy < min_entropy):
                 continue
             ids = ", ".join(map(str, dead.nonzero().flatten().tolist()))
             unused = f"experts {ids} got no token, " if ids else ""
-            found.append(f"layer {layer}: {unused}entropy {entropy:.2f}, max violation {violation:.2f}")
+            found.append(
+                f"layer {layer}: {unused}entropy {entropy:.2f}, max violation {violation:.2f}"
+            )
         cure = ". Add a balance loss (balance_loss, balance_loss_coef)"
         return "routers collapse: " + "; ".join(found) + cure if found else None
 
     def rows(self) -> list[tuple]:
         """Return one row of FIELDS per layer and expert."""
-        load, counts = self.load.tolist(), self.counts.tolist()
+        load = self.load.tolist()
+        counts = self.counts.tolist()
         return [
             (layer, e, int(e < self._experts(i).start), counts[i][e], load[i][e])
             for i, layer in enumerate(self.layers)
@@ -154,28 +196,43 @@ class RouterStats:
             writer.writerows(self.rows())
 
     def heatmap(self, ax_or_path=None):
-        """Plot each routed expert's load over the mean, with layers as rows, on an Axes, to a file or on new Axes.
+        """Plot each routed expert's load over the mean, with layers as rows, on an Axes, to a file
+        or on new Axes.
 
         Returns the Axes. Raises ImportError without matplotlib.
         """
         ids = [self._experts(i) for i in range(len(self.layers))]
-        first, stop, L = min(r.start for r in ids), self.counts.shape[1], len(ids)
+        first = min(r.start for r in ids)
+        stop = self.counts.shape[1]
+        L = len(ids)
         is_path = isinstance(ax_or_path, (str, Path))
         if is_path or ax_or_path is None:
             # created without pyplot, hence without a display or global state
             size = (1.8 + 0.45 * (stop - first), 1.2 + 0.3 * L)
-            ax = require("matplotlib.figure", "plot").Figure(figsize=size, layout="constrained").add_subplot()
+            ax = (
+                require("matplotlib.figure", "plot")
+                .Figure(figsize=size, layout="constrained")
+                .add_subplot()
+            )
         else:
             ax = ax_or_path
         relative = torch.full((L, stop), math.nan, dtype=torch.float64)
         for i, row in enumerate(self.routed):
             relative[i, ids[i].start : ids[i].stop] = expert_load(row) * len(row)
         relative = relative[:, first:].numpy()
-        image = ax.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")  # blue and red: seen without green, too
+        # blue and red: seen without green, too
+        image = ax.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
         if relative.shape[1] <= WIDEST:
             for (y, x), value in np.ndenumerate(relative):
                 look = {"color": "white" if abs(value - 1) > 0.7 else "#222222", "fontsize": 8}
-                ax.text(x, y, "" if math.isnan(value) else f"{value:.2f}", ha="center", va="center", **look)
+                ax.text(
+                    x,
+                    y,
+                    "" if math.isnan(value) else f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    **look,
+                )
         ax.figure.colorbar(image, ax=ax, label="load / mean load", extend="max")
         step = 1 + (stop - first - 1) // 32
         ax.set_xticks(range(0, stop - first, step), range(first, stop, step))
@@ -188,21 +245,26 @@ class RouterStats:
 
 
 class RouterCounter:
-    """Counts slots per expert during forward passes, on the device and without a sync; `read` returns RouterStats.
+    """Counts slots per expert during forward passes, on the device and without a sync; `read`
+    returns RouterStats.
 
-    Only calls of `model` itself count, so recomputation under gradient checkpointing, which happens in backward, does
-    not; with `only_training`, none in eval mode. Padding, by the call's attention_mask, is left out, and so are ids
-    outside 0..E-1, the sentinels of expert parallelism. `close` removes the hooks. Compiled code is recompiled with counting
-    (torch.compiler.reset, for the whole process). Raises ValueError for a model without routers.
+    Only calls of `model` itself count, so recomputation under gradient checkpointing, which happens
+    in backward, does not; with `only_training`, none in eval mode. Padding, by the call's
+    attention_mask, is left out, and so are ids outside 0..E-1, the sentinels of expert parallelism.
+    `close` removes the hooks. Compiled code is recompiled with counting (torch.compiler.reset, for
+    the whole process). Raises ValueError for a model without routers.
     """
 
     def __init__(self, model: nn.Module, only_training: bool = False):
-        self.layers, self.only_training = routed_layers(model), only_training
+        self.layers = routed_layers(model)
+        self.only_training = only_training
         forget_compiled()
         self._counts = {name: _zeros(layer) for name, layer in self.layers.items()}
         self._direct: dict[str, nn.Module] = {}  # layers whose dispatch counts in this call
         self._call = OpenCall(model, self._enter, self._leave)
-        self._handles = [layer.watch(functools.partial(self._see, name)) for name, layer in self.layers.items()]
+        self._handles = [
+            layer.watch(functools.partial(self._see, name)) for name, layer in self.layers.items()
+        ]
 
     def _enter(self, module: nn.Module) -> bool:
         is_open = module.training or not self.only_training
@@ -238,10 +300,14 @@ class RouterCounter:
         if mask is not None:
             live = live & mask.to(live.device)[:, None]
         self._move(name, live.device)
-        self._counts[name].scatter_add_(0, topk_idx.clamp(0, E - 1).long().flatten(), live.long().flatten())
+        self._counts[name].scatter_add_(
+            0, topk_idx.clamp(0, E - 1).long().flatten(), live.long().flatten()
+        )
 
     def read(self, reset: bool = False, reduce: bool = False) -> RouterStats:
-        """Copy the counts to the CPU; `reduce` sums them over torch.distributed's processes, `reset` sets them to 0."""
+        """Copy the counts to the CPU; `reduce` sums them over torch.distributed's processes,
+        `reset` sets them to 0.
+        """
         device = next(iter(self._counts.values())).device
         sizes = [layer.num_experts for layer in self.layers.values()]
         counts = torch.zeros(len(sizes), max(sizes), dtype=torch.int64, device=device)
@@ -251,15 +317,19 @@ class RouterCounter:
                 count.zero_()
         if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts)
-        counts, layers = counts.cpu(), list(self.layers.values())
+        counts = counts.cpu()
+        layers = list(self.layers.values())
         # skip uncalled layers: an adapter that trains a copy of a module keeps the original
         called = [i for i in range(len(layers)) if counts[i].any()] or list(range(len(layers)))
         layers = [layers[i] for i in called]
-        shared, sizes = tuple(layer.num_shared for layer in layers), tuple(layer.num_experts for layer in layers)
+        shared = tuple(layer.num_shared for layer in layers)
+        sizes = tuple(layer.num_experts for layer in layers)
         return RouterStats(
-            counts[called, : max(sizes)], layer_names([plain_name(layer.name) for layer in layers]),
-            shared if len(set(shared)) > 1 else shared[0], sizes if len(set(sizes)) > 1 else None,
-        )  # fmt: skip
+            counts[called, : max(sizes)],
+            layer_names([plain_name(layer.name) for layer in layers]),
+            shared if len(set(shared)) > 1 else shared[0],
+            sizes if len(set(sizes)) > 1 else None,
+        )
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -276,7 +346,9 @@ def _zeros(layer: RoutedLayer) -> torch.Tensor:
 
 
 def _counts_itself(layer: RoutedLayer) -> bool:
-    """Return whether the layer's own dispatch can add to our counts, which must be on its device."""
+    """Return whether the layer's own dispatch can add to our counts, which must be on its
+    device.
+    """
     if not layer.is_stock or getattr(layer.module.config, "_experts_implementation", None) != NAME:
         return False
     device = next(layer.module.parameters()).device.type
@@ -286,15 +358,26 @@ def _counts_itself(layer: RoutedLayer) -> bool:
 
 
 def layer_names(names: list[str]) -> tuple[str, ...]:
-    """Return the first number in each path if that tells them apart, else the paths without the router's own name."""
+    """Return the first number in each path if that tells them apart, else the paths without the
+    router's own name.
+    """
     numbers = [match[0] if (match := re.search(r"\d+", name)) else name for name in names]
-    return tuple(numbers if len(set(numbers)) == len(names) else (name.rpartition(".")[0] or name for name in names))
+    return tuple(
+        numbers
+        if len(set(numbers)) == len(names)
+        else (name.rpartition(".")[0] or name for name in names)
+    )
 
 
 @torch.no_grad()
-def collect_router_stats(model: nn.Module, batches: Iterable[Mapping | torch.Tensor]) -> RouterStats:
-    """Run `model` in eval mode over `batches` (keyword arguments, or one argument); return its RouterStats."""
-    counter, modes = RouterCounter(model), [(module, module.training) for module in model.modules()]
+def collect_router_stats(
+    model: nn.Module, batches: Iterable[Mapping | torch.Tensor]
+) -> RouterStats:
+    """Run `model` in eval mode over `batches` (keyword arguments, or one argument); return its
+    RouterStats.
+    """
+    counter = RouterCounter(model)
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         for batch in batches:

@@ -1,11 +1,12 @@
-"""The config of an upcycled model: the fields it adds to its base's, their conversion, and the format of config.json.
+"""The config of an upcycled model: the fields it adds to its base's, their conversion, and the
+format of config.json.
 
 base's --become_moe--> upcycled --become_mergeable--> mergeable
    ^                      '-------------.--------------'
    '----------- stock_config -----------'
 
-config.json has the rotary keys of transformers 4 in addition to `rope_parameters` of version 5, as 4.57 and other
-readers of the old keys would otherwise silently use a base of 10000 without scaling.
+config.json has the rotary keys of transformers 4 in addition to `rope_parameters` of version 5, as
+4.57 and other readers of the old keys would otherwise silently use a base of 10000 without scaling.
 """
 
 import copy
@@ -40,7 +41,9 @@ def legacy_rope(config: dict) -> dict:
 
 
 def write_legacy_rope(folder: str | os.PathLike) -> None:
-    """Add the rotary keys of transformers 4 to `folder`/config.json of a stock model, such as a merged one."""
+    """Add the rotary keys of transformers 4 to `folder`/config.json of a stock model, such as a
+    merged one.
+    """
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= legacy_rope(config)
@@ -58,34 +61,65 @@ def _scaling(rope: dict, model_type: str) -> dict | None:
     if kind == "default":
         return None
     if model_type == "phi3":  # its old config takes exactly these three
-        return {"type": kind} | {key: rope[key] for key in ("short_factor", "long_factor") if key in rope}
-    return {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        return {"type": kind} | {
+            key: rope[key] for key in ("short_factor", "long_factor") if key in rope
+        }
+    return {
+        key: value
+        for key, value in rope.items()
+        if key not in ("rope_theta", "partial_rotary_factor")
+    }
 
 
 FORMAT = 1
 STAGES = ("moe", "mergeable", "ewa", "lora")
 SHIM = "modeling_moe_runtime"  # the file beside a checkpoint that leads trust_remote_code here
-# fields that an upcycled config adds to its base's; all are removed when the model becomes dense again
+# fields that an upcycled config adds to its base's; all are removed when the model becomes dense
+# again
 MOE_FIELDS = (
-    "moe_runtime", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "decoder_sparse_step", "output_router_logits", "router_aux_loss_coef", "auto_map",
-)  # fmt: skip
+    "moe_runtime",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "decoder_sparse_step",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "auto_map",
+)
 
 
 def moe_fields(
-    config: MoEConfig, *, layers: list[int], base_model_type: str, base_architecture: str, method: str = "xft",
-    stage: str = "moe", shared_rate: float | None = None, soup: bool = False, lora: dict | None = None,
-) -> dict:  # fmt: skip
-    """Return the fields that an upcycled model's config adds: our block, and the names that transformers and TRL read.
+    config: MoEConfig,
+    *,
+    layers: list[int],
+    base_model_type: str,
+    base_architecture: str,
+    method: str = "xft",
+    stage: str = "moe",
+    shared_rate: float | None = None,
+    soup: bool = False,
+    lora: dict | None = None,
+) -> dict:
+    """Return the fields that an upcycled model's config adds: our block, and the names that
+    transformers and TRL read.
 
-    The latter count only routed experts: `num_experts` is the width of the router logits. `lora` has the additional
-    settings of stage "lora": form, rank, alpha, targets, the pairs' dtype (None: the model's), train_backbone, and the
-    backbone, which is that of the "base" or changed by the "mean" of adapters.
+    The latter count only routed experts: `num_experts` is the width of the router logits. `lora`
+    has the additional settings of stage "lora": form, rank, alpha, targets, the pairs' dtype (None:
+    the model's), train_backbone, and the backbone, which is that of the "base" or changed by the
+    "mean" of adapters.
     """
     block = {
-        "format": FORMAT, "method": method, "stage": stage, "config": config.to_dict(), "layers": list(layers),
-        "base_model_type": base_model_type, "base_architecture": base_architecture, "shared_rate": shared_rate, "soup": soup,
-    } | ({} if lora is None else {"lora": lora})  # fmt: skip
+        "format": FORMAT,
+        "method": method,
+        "stage": stage,
+        "config": config.to_dict(),
+        "layers": list(layers),
+        "base_model_type": base_model_type,
+        "base_architecture": base_architecture,
+        "shared_rate": shared_rate,
+        "soup": soup,
+    } | ({} if lora is None else {"lora": lora})
     return {
         "moe_runtime": block,
         "num_experts": config.num_routed_experts,
@@ -113,13 +147,20 @@ def become_moe(config, classes, fields: dict) -> None:
 
 def become_mergeable(config, shared_rate: float, soup: bool) -> None:
     """Convert an upcycled model's config to that of the mergeable one, in place."""
-    config.moe_runtime = config.moe_runtime | {"stage": "mergeable", "shared_rate": shared_rate, "soup": soup}
+    config.moe_runtime = config.moe_runtime | {
+        "stage": "mergeable",
+        "shared_rate": shared_rate,
+        "soup": soup,
+    }
     # there is nothing to balance without routers
-    config.output_router_logits, config.router_aux_loss_coef = False, 0.0
+    config.output_router_logits = False
+    config.router_aux_loss_coef = 0.0
 
 
 def check_mergeable(config: MoEConfig, soup: bool) -> None:
-    """Raise ValueError unless the experts of `config` can be mixed, as XFT's mixture needs a shared expert."""
+    """Raise ValueError unless the experts of `config` can be mixed, as XFT's mixture needs a shared
+    expert.
+    """
     if not (soup or config.has_shared_expert):
         raise ValueError(f"Gate {config.gate!r} has no shared expert. Pass soup=True")
 
@@ -130,7 +171,8 @@ def stock_config(config, base: type):
     new.__class__ = base
     for name in MOE_FIELDS:
         new.__dict__.pop(name, None)
-    # of the rotary keys that our config.json adds, a reader may keep some as attributes that the base does not have
+    # of the rotary keys that our config.json adds, a reader may keep some as attributes that the
+    # base does not have
     values = new.to_dict()
     added = legacy_rope(values)
     read = base(**{key: value for key, value in values.items() if key not in added})
@@ -141,16 +183,39 @@ def stock_config(config, base: type):
 
 
 def moe_config(hf_config) -> MoEConfig:
-    """Return the layers' MoEConfig of an upcycled model's config; raises ValueError unless upcycling wrote its block."""
+    """Return the layers' MoEConfig of an upcycled model's config; raises ValueError unless
+    upcycling wrote its block.
+    """
     block = getattr(hf_config, "moe_runtime", None)
-    known = isinstance(block, dict) and block.get("format") == FORMAT and block.get("stage") in STAGES
+    known = (
+        isinstance(block, dict) and block.get("format") == FORMAT and block.get("stage") in STAGES
+    )
     needed = {"config", "base_model_type", "base_architecture"}
-    known = known and (needed | ({"soup", "shared_rate"} if block["stage"] == "mergeable" else set())) <= block.keys()
-    layers, count = block.get("layers") if known else None, hf_config.num_hidden_layers
-    if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
+    known = (
+        known
+        and (needed | ({"soup", "shared_rate"} if block["stage"] == "mergeable" else set()))
+        <= block.keys()
+    )
+    layers = block.get("layers") if known else None
+    count = hf_config.num_hidden_layers
+    if not isinstance(layers, list) or any(
+        type(layer) is not int or not 0 <= layer < count for layer in layers
+    ):
         raise ValueError(
-            f"moe_runtime in config.json must have format {FORMAT}, a stage of {', '.join(STAGES)}, a config and layers from 0 "
-            f"to {count - 1}, but is {shown(block)}. Upcycle a dense model, or upgrade moe_runtime if a newer one wrote this"
+            "moe_runtime in config.json must have "
+            "format "
+            f"{FORMAT}, "
+            "a "
+            "stage "
+            "of "
+            f"{', '.join(STAGES)}, a config and layers from 0 "
+            f"to {count - 1}, but is {shown(block)}. Upcycle "
+            "a "
+            "dense "
+            "model, "
+            "or "
+            "upgrade "
+            "moe_runtime if a newer one wrote this"
         )
     return MoEConfig.from_dict(block["config"])
 
@@ -169,13 +234,21 @@ class ConfigMixin:
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Do nothing, as transformers would copy this file into each checkpoint and point auto_map at the copy."""
+        """Do nothing, as transformers would copy this file into each checkpoint and point auto_map
+        at the copy.
+        """
 
     def to_diff_dict(self) -> dict:
-        """Return what config.json holds: with auto_map for trust_remote_code, and the rotary keys of transformers 4."""
+        """Return what config.json holds: with auto_map for trust_remote_code, and the rotary keys
+        of transformers 4.
+        """
         values = super().to_diff_dict()
         stem = type(self).__name__.removesuffix("Config")
-        kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        kinds = {
+            "AutoConfig": "Config",
+            "AutoModel": "Model",
+            "AutoModelForCausalLM": "ForCausalLM",
+        }
         values["auto_map"] = {auto: f"{SHIM}.{stem}{kind}" for auto, kind in kinds.items()}
         return values | legacy_rope(values)
 
@@ -189,4 +262,12 @@ class ConfigMixin:
     def shim(cls) -> str:
         """Return the source of the module that auto_map names."""
         stem = cls.__name__.removesuffix("Config")
-        return f"# needs moe_runtime\nfrom {cls.__module__} import {stem}Config, {stem}ForCausalLM, {stem}Model\n"
+        return (
+            "# needs "
+            "moe_runtime\n"
+            "from "
+            f"{cls.__module__} "
+            "import "
+            f"{stem}Config, "
+            f"{stem}ForCausalLM, {stem}Model\n"
+        )

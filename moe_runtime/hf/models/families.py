@@ -1,10 +1,12 @@
-"""The MLPs of the supported dense architectures: a table of their names, and their conversion to expert stacks and back.
+"""The MLPs of the supported dense architectures: a table of their names, and their conversion to
+expert stacks and back.
 
     gated   mlp(x) = down(act(gate x) * up x)      our names gate_up_proj [2I, H] (gate first), down_proj [H, I]
     plain   mlp(x) = down(act(up x))               our names up_proj [I, H],                    down_proj [H, I]
 
-Biases are `<name>_bias`, as in `moe_runtime.modules.moe.Experts` without its leading expert dimension. The functions on
-modules serve a model in memory; those on names serve checkpoints that are read tensor by tensor.
+Biases are `<name>_bias`, as in `moe_runtime.modules.moe.Experts` without its leading expert
+dimension. The functions on modules serve a model in memory; those on names serve checkpoints that
+are read tensor by tensor.
 """
 
 import re
@@ -26,7 +28,8 @@ class Family:
 
     model_type: str
     path: str = "model.layers.{}.mlp"
-    up: tuple[str, ...] = ("gate_proj", "up_proj")  # its rows, stacked in this order, are our up projection
+    # its rows, stacked in this order, are our up projection
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     gated: bool = True
     act: str = "act_fn"  # the MLP's activation module
@@ -48,21 +51,39 @@ _PLAIN = {"gated": False, "act": "act", "bias": True}
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family(model_type="llama", bias="mlp_bias"), Family(model_type="mistral"), Family(model_type="qwen2"),
-        Family(model_type="qwen3"), Family(model_type="gemma2", act_field="hidden_activation"),
+        Family(model_type="llama", bias="mlp_bias"),
+        Family(model_type="mistral"),
+        Family(model_type="qwen2"),
+        Family(model_type="qwen3"),
+        Family(model_type="gemma2", act_field="hidden_activation"),
         Family(model_type="gemma3_text", act_field="hidden_activation"),
-        Family(model_type="phi3", up=("gate_up_proj",), act="activation_fn"), Family(model_type="stablelm"),
-        Family(model_type="smollm3", bias="mlp_bias"), Family(model_type="olmo2"),
-        Family(model_type="granite", bias="mlp_bias"), Family(model_type="gemma"), Family(model_type="olmo3"),
-        Family(model_type="glm4", up=("gate_up_proj",), act="activation_fn"), Family(model_type="cohere2"),
-        Family(model_type="exaone4"), Family(model_type="ernie4_5", bias="use_bias"), Family(model_type="hunyuan_v1_dense"),
+        Family(model_type="phi3", up=("gate_up_proj",), act="activation_fn"),
+        Family(model_type="stablelm"),
+        Family(model_type="smollm3", bias="mlp_bias"),
+        Family(model_type="olmo2"),
+        Family(model_type="granite", bias="mlp_bias"),
+        Family(model_type="gemma"),
+        Family(model_type="olmo3"),
+        Family(model_type="glm4", up=("gate_up_proj",), act="activation_fn"),
+        Family(model_type="cohere2"),
+        Family(model_type="exaone4"),
+        Family(model_type="ernie4_5", bias="use_bias"),
+        Family(model_type="hunyuan_v1_dense"),
         Family(model_type="nemotron", up=("up_proj",), gated=False, bias="mlp_bias"),
         Family(model_type="arcee", up=("up_proj",), gated=False, bias="mlp_bias"),
-        Family(model_type="gpt_neox", path="gpt_neox.layers.{}.mlp", up=("dense_h_to_4h",), down="dense_4h_to_h", **_PLAIN),
+        Family(
+            model_type="gpt_neox",
+            path="gpt_neox.layers.{}.mlp",
+            up=("dense_h_to_4h",),
+            down="dense_4h_to_h",
+            **_PLAIN,
+        ),
         Family(model_type="phi", up=("fc1",), down="fc2", **_PLAIN | {"act": "activation_fn"}),
-        Family(model_type="starcoder2", up=("c_fc",), down="c_proj", **_PLAIN | {"bias": "use_bias"}),
+        Family(
+            model_type="starcoder2", up=("c_fc",), down="c_proj", **_PLAIN | {"bias": "use_bias"}
+        ),
     )
-}  # fmt: skip
+}
 
 _REFUSED = {
     "opt": "has no separate MLP module: fc1 and fc2 are in the decoder layer",
@@ -79,12 +100,20 @@ def check_module(model) -> None:
     """Raise ValueError unless `model` is a module, for example for the path of one."""
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"Expected a model, but got {shown(model, 60)}. Load a folder with AutoModelForCausalLM.from_pretrained(folder)"
+            "Expected a model, but got "
+            f"{shown(model, 60)}. "
+            "Load "
+            "a "
+            "folder "
+            "with "
+            "AutoModelForCausalLM.from_pretrained(folder)"
         )
 
 
 def family_of(model) -> Family:
-    """Return the family of a dense model, its config or a model_type; raises ValueError with the reason for others."""
+    """Return the family of a dense model, its config or a model_type; raises ValueError with the
+    reason for others.
+    """
     config = getattr(model, "config", model)
     model_type = config if isinstance(config, str) else getattr(config, "model_type", None)
     if model_type in FAMILIES:
@@ -95,14 +124,16 @@ def family_of(model) -> Family:
     elif reason is None and any(getattr(config, field, None) for field in _EXPERT_FIELDS):
         reason = "already has experts"
     hint = f", which {reason}" if reason else ""
-    raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, but got {model_type!r}{hint}")
+    raise ValueError(
+        f"model_type must be one of {', '.join(FAMILIES)}, but got {model_type!r}{hint}"
+    )
 
 
 def activation_name(act) -> str:
     """Return our name of an activation, given as transformers' name or as a callable.
 
-    Activations are compared as functions, in float64 on [-12, 12] to 1e-5: gelu_new, gelu_fast and gelu_pytorch_tanh are
-    "gelu_tanh". Raises ValueError for an unsupported one.
+    Activations are compared as functions, in float64 on [-12, 12] to 1e-5: gelu_new, gelu_fast and
+    gelu_pytorch_tanh are "gelu_tanh". Raises ValueError for an unsupported one.
     """
     from transformers.activations import ACT2FN
 
@@ -120,31 +151,45 @@ def activation_name(act) -> str:
 
 
 def moe_shape(family: Family, source) -> dict:
-    """Return MoEConfig's hidden_size, intermediate_size, hidden_act, gated and bias, from a dense config or an MLP.
+    """Return MoEConfig's hidden_size, intermediate_size, hidden_act, gated and bias, from a dense
+    config or an MLP.
 
     Raises ValueError for an unsupported activation.
     """
     if isinstance(source, nn.Module):
         down = _linear(source, family.down)
         sizes = (down.out_features, down.in_features)
-        act, bias = getattr(source, family.act), down.bias is not None
+        act = getattr(source, family.act)
+        bias = down.bias is not None
     else:
         sizes = (source.hidden_size, source.intermediate_size)
         act = getattr(source, family.act_field)
         bias = getattr(source, family.bias) if isinstance(family.bias, str) else family.bias
     return {
-        "hidden_size": sizes[0], "intermediate_size": sizes[1], "hidden_act": activation_name(act), "gated": family.gated,
+        "hidden_size": sizes[0],
+        "intermediate_size": sizes[1],
+        "hidden_act": activation_name(act),
+        "gated": family.gated,
         "bias": bool(bias),
-    }  # fmt: skip
+    }
 
 
 def _linear(mlp: nn.Module, name: str) -> nn.Linear:
-    """Return the linear layer `name`; raises ValueError for anything else, such as an adapter or a quantized layer."""
+    """Return the linear layer `name`; raises ValueError for anything else, such as an adapter or a
+    quantized layer.
+    """
     layer = getattr(mlp, name, None)
-    # subclasses are refused too, as PEFT's and the quantizers' layers compute more than their weight shows
+    # subclasses are refused too, as PEFT's and the quantizers' layers compute more than their
+    # weight shows
     if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
         raise ValueError(
-            f"{type(mlp).__name__}.{name} must be a plain torch.nn.Linear of floats, but is {type(layer).__name__}. "
+            f"{type(mlp).__name__}.{name} must be a plain "
+            "torch.nn.Linear "
+            "of "
+            "floats, "
+            "but "
+            "is "
+            f"{type(layer).__name__}. "
             "Merge adapters (merge_and_unload) and load without quantization"
         )
     return layer
@@ -153,8 +198,12 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
 @torch.no_grad()
 def read_mlp(mlp: nn.Module, family: Family) -> dict[str, torch.Tensor]:
     """Return the MLP's weights under our names, without the expert dimension."""
-    up, down = [_linear(mlp, name) for name in family.up], _linear(mlp, family.down)
-    weights = {family.up_name: torch.cat([layer.weight for layer in up]), "down_proj": down.weight.detach()}
+    up = [_linear(mlp, name) for name in family.up]
+    down = _linear(mlp, family.down)
+    weights = {
+        family.up_name: torch.cat([layer.weight for layer in up]),
+        "down_proj": down.weight.detach(),
+    }
     if down.bias is not None:
         weights[f"{family.up_name}_bias"] = torch.cat([layer.bias for layer in up])
         weights["down_proj_bias"] = down.bias.detach()
@@ -162,7 +211,9 @@ def read_mlp(mlp: nn.Module, family: Family) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def write_mlp(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor], requires_grad: bool = True) -> None:
+def write_mlp(
+    mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor], requires_grad: bool = True
+) -> None:
     """Set the weights of an MLP, which may be on the meta device, from the format of `read_mlp`.
 
     Raises ValueError, and writes nothing, for a wrong set of names or a wrong shape.
@@ -178,7 +229,8 @@ def write_mlp(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor], 
 def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tensor]) -> None:
     """Raise ValueError unless `weights` has the names and shapes that `write_mlp` expects."""
     shape = moe_shape(family, mlp)
-    H, rows = shape["hidden_size"], shape["intermediate_size"] * (1 + family.gated)
+    H = shape["hidden_size"]
+    rows = shape["intermediate_size"] * (1 + family.gated)
     want = {family.up_name: (rows, H), "down_proj": (H, shape["intermediate_size"])}
     if shape["bias"]:
         want |= {f"{family.up_name}_bias": (rows,), "down_proj_bias": (H,)}
@@ -187,8 +239,12 @@ def check_weights(mlp: nn.Module, family: Family, weights: dict[str, torch.Tenso
         raise ValueError(f"Expected an MLP with weights of shapes {want}, but got {got}")
 
 
-def split_weights(family: Family, weights: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Split our tensors into the base's, in the order of `mlp_keys`; the parts of a split tensor are copies."""
+def split_weights(
+    family: Family, weights: dict[str, torch.Tensor]
+) -> dict[str, list[torch.Tensor]]:
+    """Split our tensors into the base's, in the order of `mlp_keys`; the parts of a split tensor
+    are copies.
+    """
     return {
         name: [weight]
         if name.startswith("down_proj") or len(family.up) == 1
@@ -199,7 +255,9 @@ def split_weights(family: Family, weights: dict[str, torch.Tensor]) -> dict[str,
 
 
 def mlp_keys(family: Family, layer: int, bias: bool = False) -> dict[str, list[str]]:
-    """Return, for each of our names, the keys of that layer in the base checkpoint whose rows it stacks, in order."""
+    """Return, for each of our names, the keys of that layer in the base checkpoint whose rows it
+    stacks, in order.
+    """
     path = family.path.format(layer)
     kinds = {"weight": ""} | ({"bias": "_bias"} if bias else {})
     return {
@@ -218,16 +276,22 @@ class MLPKey(NamedTuple):
 
 
 def locate_key(family: Family, key: str) -> MLPKey | None:
-    """Return the layer, our name and the part of a base checkpoint's key; None for a key outside the MLPs."""
+    """Return the layer, our name and the part of a base checkpoint's key; None for a key outside
+    the MLPs.
+    """
     prefix, suffix = (re.escape(text) for text in family.path.split("{}"))
     match = re.fullmatch(rf"{prefix}(\d+){suffix}\.(\w+)\.(weight|bias)", key)
     if match is None:
         return None
-    layer, module, kind = int(match[1]), match[2], match[3]
+    layer = int(match[1])
+    module = match[2]
+    kind = match[3]
     bias = "_bias" if kind == "bias" else ""
     if module == family.down:
         return MLPKey(layer, f"down_proj{bias}", 0)
-    return MLPKey(layer, family.up_name + bias, family.up.index(module)) if module in family.up else None
+    if module in family.up:
+        return MLPKey(layer, family.up_name + bias, family.up.index(module))
+    return None
 
 
 def expert_keys(family: Family, layer: int, bias: bool = False) -> dict[str, str]:

@@ -1,9 +1,13 @@
-"""Read and write model folders without loading the model: configs, sizes, side files, names of tensors.
+"""Read and write model folders without loading the model: configs, sizes, side files, names of
+tensors.
 
-load                          a config, tokenizer or model of a folder or a Hub id; never runs its code
-read_config, check_tensors    check that a folder holds a model that transformers knows, with all of its tensors
+load                          a config, tokenizer or model of a folder or a Hub id; never runs its
+                              code
+read_config, check_tensors    check that a folder holds a model that transformers knows, with all of
+                              its tensors
 upcycled_config, ...          the config of the model that a conversion makes; write_config
-skeleton, to_saved            the names and layouts in which transformers saves experts, mostly a matrix for each projection
+skeleton, to_saved            the names and layouts in which transformers saves experts, mostly a
+                              matrix for each projection
 Conversion, FolderReceipt     counts and result of a conversion
 """
 
@@ -19,7 +23,10 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from moe_runtime.config import Layer, MoEConfig, check_choice, check_shared_rate, one_line, shown
@@ -38,45 +45,82 @@ from moe_runtime.hf.models.hub import check_source, hub_problem, without_retries
 from moe_runtime.hf.models.modeling import model_classes
 from moe_runtime.hf.models.swap import check_layers, mlp_error
 from moe_runtime.io import files
-from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointWriter, TensorSpec, check_keys
+from moe_runtime.io.checkpoint import (
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    CheckpointWriter,
+    TensorSpec,
+    check_keys,
+)
 from moe_runtime.ops.merging import check_mixture, init_mixture, mixing, uniform_mixture
 
-MAX_LAYERS, MAX_EXPERTS, MAX_LABELS, MAX_SIZE = 10_000, 2**16, 2**20, 2**31 - 1
-# keys of a config.json, or of parts of it (text_config), for which transformers or this package allocates something
-_COUNTS = {r"\w*layers|n_layer": MAX_LAYERS, r"\w*experts(_per_tok)?": MAX_EXPERTS, "num_labels": MAX_LABELS}
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 2**16
+MAX_LABELS = 2**20
+MAX_SIZE = 2**31 - 1
+# keys of a config.json, or of parts of it (text_config), for which transformers or this package
+# allocates something
+_COUNTS = {
+    r"\w*layers|n_layer": MAX_LAYERS,
+    r"\w*experts(_per_tok)?": MAX_EXPERTS,
+    "num_labels": MAX_LABELS,
+}
 _SIZES = r"num_hidden_layers|n_layer|vocab_size|(\w+_)?hidden_size|(\w+_)?intermediate_size|head_dim|num_\w+_heads"
 
 
 def check_counts(values: Mapping[str, Any], source: str | os.PathLike) -> None:
-    """Raise ValueError for invalid sizes in a config.json: text, NaN, negative, or larger than any memory."""
+    """Raise ValueError for invalid sizes in a config.json: text, NaN, negative, or larger than any
+    memory.
+    """
     parts = [values]
     while parts:
         for key, value in parts.pop().items():
             if isinstance(value, Mapping):
                 parts.append(value)
             is_size = re.fullmatch(_SIZES, key) and not isinstance(value, list | None)
-            most = next((most for keys, most in _COUNTS.items() if re.fullmatch(keys, key)), MAX_SIZE if is_size else None)
+            most = next(
+                (most for keys, most in _COUNTS.items() if re.fullmatch(keys, key)),
+                MAX_SIZE if is_size else None,
+            )
             fits = value == value and (most is None or not isinstance(value, int) or value <= most)
             if not fits or (is_size and not (isinstance(value, int) and value >= 0)):
-                valid = f"an integer from 0 to {most}" if is_size else "a number" + f" up to {most}" * bool(most)
-                raise ValueError(f"{shown(key)[1:-1]} in {source} must be {valid}, but is {shown(value)}")
+                if is_size:
+                    valid = f"an integer from 0 to {most}"
+                else:
+                    valid = "a number" + f" up to {most}" * bool(most)
+                raise ValueError(
+                    f"{shown(key)[1:-1]} in {source} must be {valid}, but is {shown(value)}"
+                )
 
 
 def check_folder(source: str | os.PathLike) -> None:
-    """Call `check_counts` for a folder's config.json; do nothing for a Hub id. Raises ValueError if it is not JSON."""
+    """Call `check_counts` for a folder's config.json; do nothing for a Hub id. Raises ValueError if
+    it is not JSON.
+    """
     path = Path(source, "config.json")
     if os.path.isfile(path):
         values = files.read_json(path)
         check_counts(values, path)
-        if values.get("transformers_weights") not in (None, SINGLE, INDEX):  # transformers would read it in place of these
-            raise ValueError(f"transformers_weights in {path} must be {SINGLE}, but is {shown(values['transformers_weights'])}")
+        # transformers would read it in place of these
+        if values.get("transformers_weights") not in (None, SINGLE, INDEX):
+            raise ValueError(
+                f"transformers_weights in {path} "
+                "must "
+                "be "
+                f"{SINGLE}, "
+                "but "
+                "is "
+                f"{shown(values['transformers_weights'])}"
+            )
 
 
 def load(kind: type, source: str | os.PathLike, name: str = "model", **settings):
     """Return kind.from_pretrained(source) without ever running code from a folder or a Hub id.
 
-    A folder's weights must be those that `Checkpoint` opens: no pickles, and no files outside it. Raises a ValueError with the
-    `name` of the source if it cannot be loaded. Only TRL's `train --trust_remote_code` runs a folder's code.
+    A folder's weights must be those that `Checkpoint` opens: no pickles, and no files outside it.
+    Raises a ValueError with the `name` of the source if it cannot be loaded. Only TRL's `train
+    --trust_remote_code` runs a folder's code.
     """
     check_source(source, name)
     check_folder(source)
@@ -88,44 +132,76 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
             return kind.from_pretrained(source, trust_remote_code=False, **settings)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # config classes raise various errors, and the Rust code of tokenizers raises Exception itself
+    # config classes raise various errors, and the Rust code of tokenizers raises Exception itself
+    except Exception as error:
         reason = f"cannot be loaded by transformers: {reason_of(error)}"
         if not os.path.exists(source):
             problem = hub_problem(source, error).rstrip(".")
-            reason = f"is no folder, and cannot be loaded from the Hub: {problem}. Pass a folder or a Hub id"
+            reason = (
+                "is no folder, and cannot be loaded from the "
+                "Hub: "
+                f"{problem}. "
+                "Pass "
+                "a "
+                "folder "
+                "or a Hub id"
+            )
         if "trust_remote_code" in str(error):
-            reason = "requires custom code (auto_map), which is never run. Use a model whose classes are in transformers"
+            reason = (
+                "requires custom code (auto_map), which is never "
+                "run. "
+                "Use "
+                "a "
+                "model "
+                "whose "
+                "classes are in transformers"
+            )
         raise ValueError(f"{name} {str(source)!r} {reason}") from error
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of another package's error as one short line, to be included in another message."""
+    """Return the message of another package's error as one short line, to be included in another
+    message.
+    """
     return one_line(error).rstrip(".:") or type(error).__name__
 
 
 def _build(config, cls: type | None = None) -> nn.Module:
-    """Build a config's model on the meta device, of the class `cls` if given; raises ValueError if transformers cannot."""
+    """Build a config's model on the meta device, of the class `cls` if given; raises ValueError if
+    transformers cannot.
+    """
     config = copy.deepcopy(config)
     try:
         with torch.device("meta"):
             if cls is None:
                 return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             return cls._from_config(config)
-    except Exception as error:  # model classes raise various errors, for indivisible sizes or an unknown activation
+    # model classes raise various errors, for indivisible sizes or an unknown activation
+    except Exception as error:
         where = f" of {config.name_or_path}" if config.name_or_path else ""
         raise ValueError(
-            f"config.json{where} does not describe a {config.model_type} model: {reason_of(error)}. Pass a causal language "
+            f"config.json{where} does "
+            "not "
+            "describe "
+            "a "
+            f"{config.model_type} "
+            "model: "
+            f"{reason_of(error)}. Pass a causal language "
             "model saved by transformers"
         ) from error
 
 
 def read_layer(folder: Path) -> Layer:
-    """Return the sizes of the MoE layers from a config.json, ours or transformers'; 0 for those that a dense model lacks."""
+    """Return the sizes of the MoE layers from a config.json, ours or transformers'; 0 for those
+    that a dense model lacks.
+    """
     check_folder(folder)
     values = files.read_json(Path(folder) / "config.json")
     if isinstance(block := values.get("moe_runtime"), dict):
         c = MoEConfig.from_dict(block.get("config"))
-        return Layer(c.hidden_size, c.intermediate_size, c.num_experts, c.top_k, c.has_shared_expert, c.gated)
+        return Layer(
+            c.hidden_size, c.intermediate_size, c.num_experts, c.top_k, c.has_shared_expert, c.gated
+        )
     values = values.get("text_config") or values
 
     def first(*names: str) -> int:
@@ -133,30 +209,60 @@ def read_layer(folder: Path) -> Layer:
 
     return Layer(
         first("hidden_size"),
-        first("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"),
+        first(
+            "moe_intermediate_size",
+            "expert_ffn_hidden_size",
+            "intermediate_size",
+            "ffn_hidden_size",
+        ),
         first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
         first("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k"),
     )
 
 
 # files with weights, which are not copied
-_LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
-# nor are files that are rewritten or describe the old weights: cards, records, and logs of their training
+_LEFT_OUT = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".index.json",
+)
+# nor are files that are rewritten or describe the old weights: cards, records, and logs of their
+# training
 _OF_THESE = (
-    "config.json", f"{SHIM}.py", "README.md", "adapter_config.json", "expert_cfg.json", "expert.json", "router.json",
-    "router_stats.csv", "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
-)  # fmt: skip
+    "config.json",
+    f"{SHIM}.py",
+    "README.md",
+    "adapter_config.json",
+    "expert_cfg.json",
+    "expert.json",
+    "router.json",
+    "router_stats.csv",
+    "trainer_state.json",
+    "all_results.json",
+    "train_results.json",
+    "eval_results.json",
+)
 
 
 def read_config(folder: str | Path):
     """Return the transformers config of a model folder; raises ValueError for anything else."""
     if not Path(folder, "config.json").is_file():
-        raise ValueError(f"Folder {str(folder)!r} has no config.json. Pass the folder of a transformers model")
+        raise ValueError(
+            f"Folder {str(folder)!r} has no config.json. Pass the folder of a transformers model"
+        )
     return load(AutoConfig, folder)
 
 
 def config_for_folder(config, **settings) -> MoEConfig:
-    """Return the MoEConfig for a dense model's config; `settings` are the other fields of MoEConfig."""
+    """Return the MoEConfig for a dense model's config; `settings` are the other fields of
+    MoEConfig.
+    """
     return MoEConfig(**moe_shape(family_of(config), config), **settings)
 
 
@@ -166,13 +272,17 @@ def upcycled_config(config, moe: MoEConfig, layers: Sequence[int] | None = None)
     new = copy.deepcopy(config)
     architecture = classes.base_causal_lm.__name__
     layers = check_layers(config.num_hidden_layers, layers)
-    fields = moe_fields(moe, layers=layers, base_model_type=config.model_type, base_architecture=architecture)
+    fields = moe_fields(
+        moe, layers=layers, base_model_type=config.model_type, base_architecture=architecture
+    )
     become_moe(new, classes, fields)
     return new
 
 
 def mergeable_config(config, shared_rate: float, soup: bool):
-    """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises the same ValueErrors."""
+    """Return the config of an upcycled model after `swap.moe_to_mergeable`; raises the same
+    ValueErrors.
+    """
     check_mergeable(moe_config(config), soup)
     check_shared_rate(shared_rate)
     new = copy.deepcopy(config)
@@ -186,19 +296,29 @@ def dense_config(config):
 
 
 def write_config(writer: CheckpointWriter, config) -> None:
-    """Write config.json with both formats of the rotary keys and, for an upcycled model, the file named by its auto_map."""
+    """Write config.json with both formats of the rotary keys and, for an upcycled model, the file
+    named by its auto_map.
+    """
     values = json.loads(config.to_json_string(use_diff=True))
-    writer.write_text("config.json", json.dumps(values | legacy_rope(values), indent=2, sort_keys=True) + "\n")
+    writer.write_text(
+        "config.json", json.dumps(values | legacy_rope(values), indent=2, sort_keys=True) + "\n"
+    )
     if hasattr(config, "moe_runtime"):
         writer.write_text(f"{SHIM}.py", config.shim())
 
 
 def side_files(source: Path) -> list[str]:
-    """Return the names of the files that a model derived from this folder also needs: tokenizer, generation config, ..."""
+    """Return the names of the files that a model derived from this folder also needs: tokenizer,
+    generation config, ...
+    """
     names = [path.name for path in source.iterdir() if path.is_file()]
     files.check_names(names, source)  # a receipt names them
     hidden = (".", "training_args")
-    return sorted(n for n in names if n not in _OF_THESE and not n.endswith(_LEFT_OUT) and not n.startswith(hidden))
+    return sorted(
+        n
+        for n in names
+        if n not in _OF_THESE and not n.endswith(_LEFT_OUT) and not n.startswith(hidden)
+    )
 
 
 def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
@@ -210,27 +330,50 @@ def copy_side_files(source: Path, writer: CheckpointWriter) -> list[str]:
 
 
 def check_depth(config, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for far more layers than the folder has tensors, as even a model on the meta device needs memory."""
-    layers, found = getattr(config.get_text_config(), "num_hidden_layers", 1), len(checkpoint.specs())
+    """Raise ValueError for far more layers than the folder has tensors, as even a model on the meta
+    device needs memory.
+    """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    found = len(checkpoint.specs())
     if layers > max(found, 100):
-        raise ValueError(f"num_hidden_layers in config.json is {layers}, but {checkpoint.path} has only {found} tensors")
+        raise ValueError(
+            "num_hidden_layers in config.json is "
+            f"{layers}, "
+            "but "
+            f"{checkpoint.path} "
+            "has "
+            "only "
+            f"{found} tensors"
+        )
 
 
 def check_tensors(config, checkpoint: Checkpoint) -> None:
     """Raise ValueError unless a folder's tensors match the model of its config by name and shape.
 
-    Tied weights may be missing, and tensors that transformers ignores (old rotary buffers) may be present.
+    Tied weights may be missing, and tensors that transformers ignores (old rotary buffers) may be
+    present.
     """
     specs = checkpoint.specs()
     check_depth(config, checkpoint)
     model = _build(config)
     renamings = get_checkpoint_conversion_mapping(type(model).__name__) or []
-    # the keys of the model, as transformers renames some between file and model (GPT-NeoX's embed_out)
+    # the keys of the model, as transformers renames some between file and model (GPT-NeoX's
+    # embed_out)
     own = {key: key for key in specs}
-    for source, target in ((s, t) for r in renamings for s, t in zip(r.source_patterns, r.target_patterns)):
+    for source, target in (
+        (s, t) for r in renamings for s, t in zip(r.source_patterns, r.target_patterns)
+    ):
         own = {key: re.sub(source, target, name) for key, name in own.items()}
-    passed_over = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
-    got = {own[key]: spec for key, spec in specs.items() if not any(re.search(p, own[key]) for p in passed_over)}
+    passed_over = [
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        r"rotary_emb\.inv_freq$",
+        r"\.masked_bias$",
+    ]
+    got = {
+        own[key]: spec
+        for key, spec in specs.items()
+        if not any(re.search(p, own[key]) for p in passed_over)
+    }
     tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else set()
     buffers = {name for name, _ in model.named_buffers()}
     want = {
@@ -242,7 +385,9 @@ def check_tensors(config, checkpoint: Checkpoint) -> None:
 
 
 def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) -> float:
-    """Return the relative difference between transformers' MLP with `weights` (see `read_mlp`) and our formula, in float64."""
+    """Return the relative difference between transformers' MLP with `weights` (see `read_mlp`) and
+    our formula, in float64.
+    """
     family = FAMILIES[config.model_type]
     with torch.device("meta"):
         stock = model_classes(config.model_type).base_causal_lm(copy.deepcopy(config))
@@ -252,11 +397,15 @@ def stock_mlp_error(config, weights: dict[str, torch.Tensor], layer: int = 0) ->
 
 
 def probe_logits(source) -> torch.Tensor:
-    """Return the float32 logits of a fixed batch of random token ids; `source` is a model, or its folder."""
+    """Return the float32 logits of a fixed batch of random token ids; `source` is a model, or its
+    folder.
+    """
     model = source if isinstance(source, torch.nn.Module) else load(AutoModelForCausalLM, source)
     config = model.config.get_text_config()
     length = min(32, getattr(config, "max_position_embeddings", None) or 32)
-    input_ids = torch.randint(0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    input_ids = torch.randint(
+        0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)
+    )
     training = model.training
     model.eval()
     with torch.no_grad():
@@ -270,12 +419,16 @@ def skeleton(config) -> nn.Module:
     model = _build(config, getattr(transformers, (config.architectures or [""])[0], None))
     # cache what transformers looks up for every tensor of a model that was not loaded
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+    model._weight_conversions = [
+        conversion for conversion in conversions if not isinstance(conversion, PrefixChange)
+    ]
     return model
 
 
 def to_saved(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what `save_pretrained` would write of these tensors of `model`; rows [n, ...] may stand for a stack of experts."""
+    """Return what `save_pretrained` would write of these tensors of `model`; rows [n, ...] may
+    stand for a stack of experts.
+    """
     return revert_weight_conversion(model, dict(tensors))
 
 
@@ -292,7 +445,8 @@ class FolderReceipt(NamedTuple):
     bytes: int
     side_files: list[str]  # copied: tokenizer and so on
     layers: list[int]
-    mlp_error: float | None = None  # upcycling: first, middle and last MLP against the formula, relative
+    # upcycling: first, middle and last MLP against the formula, relative
+    mlp_error: float | None = None
     alpha: list[list[float]] | None = None  # merging: [L, E]
     mixing: str | None = None  # merging: whether these are initial or learned
     exact: bool | None = None  # export: whether the stock family computes the gate
@@ -300,16 +454,23 @@ class FolderReceipt(NamedTuple):
 
 
 class Conversion:
-    """Counts of a conversion while it iterates over the source's keys: bytes read and tensors written.
+    """Counts of a conversion while it iterates over the source's keys: bytes read and tensors
+    written.
 
-    `source` has the reading interface of Checkpoint; `specs` are those of the tensors that are read, by default all.
+    `source` has the reading interface of Checkpoint; `specs` are those of the tensors that are
+    read, by default all.
     """
 
     def __init__(
-        self, source: Checkpoint, writer: CheckpointWriter, progress: Progress | None,
+        self,
+        source: Checkpoint,
+        writer: CheckpointWriter,
+        progress: Progress | None,
         specs: dict[str, TensorSpec] | None = None,
-    ):  # fmt: skip
-        self.source, self.writer, self.progress = source, writer, progress
+    ):
+        self.source = source
+        self.writer = writer
+        self.progress = progress
         self.specs = source.specs() if specs is None else specs
         self.total = sum(spec.nbytes for spec in self.specs.values())
         self.done = self.tensors = self.bytes = 0
@@ -328,14 +489,21 @@ class Conversion:
 
 
 def rewrite(
-    checkpoint: Checkpoint, out: str | Path, tensor: Callable[[str], torch.Tensor], *, max_shard_size: int | str,
-    overwrite: bool, progress: Progress | None,
-) -> tuple[Conversion, list[str]]:  # fmt: skip
-    """Rewrite a model's folder to `out`, atomically: each tensor is the result of `tensor(name)`, other files are copied.
+    checkpoint: Checkpoint,
+    out: str | Path,
+    tensor: Callable[[str], torch.Tensor],
+    *,
+    max_shard_size: int | str,
+    overwrite: bool,
+    progress: Progress | None,
+) -> tuple[Conversion, list[str]]:
+    """Rewrite a model's folder to `out`, atomically: each tensor is the result of `tensor(name)`,
+    other files are copied.
 
     Returns the receipt and the names of the other files.
     """
-    base, total = Path(checkpoint.path), sum(spec.nbytes for spec in checkpoint.specs().values())
+    base = Path(checkpoint.path)
+    total = sum(spec.nbytes for spec in checkpoint.specs().values())
     with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=total) as writer:
         names = [name for name in ("config.json", f"{SHIM}.py") if (base / name).is_file()]
         for name in names:
@@ -349,7 +517,9 @@ def rewrite(
 
 
 def open_upcycled(source: str | Path, stage: str | None = None):
-    """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder, at `stage` if given."""
+    """Return config, MoEConfig and {path of an upcycled MLP: layer} of an upcycled folder, at
+    `stage` if given.
+    """
     config = read_config(source)
     block = getattr(config, "moe_runtime", None)
     found = block.get("stage") if isinstance(block, dict) else None
@@ -363,8 +533,12 @@ def open_upcycled(source: str | Path, stage: str | None = None):
     return config, moe, {family.path.format(layer): layer for layer in block["layers"]}
 
 
-def mixture_of(checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75) -> torch.Tensor:
-    """Return alpha [E] of a layer for its stage: INIT's at `shared_rate`, the learned one, or EWA's mean."""
+def mixture_of(
+    checkpoint: Checkpoint, config, moe: MoEConfig, path: str, shared_rate: float = 0.75
+) -> torch.Tensor:
+    """Return alpha [E] of a layer for its stage: INIT's at `shared_rate`, the learned one, or EWA's
+    mean.
+    """
     block = config.moe_runtime
     if block["stage"] == "ewa":
         return uniform_mixture(moe.num_experts)

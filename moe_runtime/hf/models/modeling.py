@@ -1,17 +1,20 @@
 """The saved form of an upcycled model: one config class and one model class per base architecture.
 
-`MoeRuntimeLlamaForCausalLM` is `LlamaForCausalLM` whose MLPs, in the layers that `config.moe_runtime` lists, are
-`modules.moe.MoE` (stage "moe"), `modules.merged.MergedMLP` ("mergeable"), `modules.ewa.EWAMLP` ("ewa") or what
-the result of `modules.lora_linear.add_experts` ("lora"); the same holds for every family. Checkpoints hold the stacks
-unchanged: `model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
+`MoeRuntimeLlamaForCausalLM` is `LlamaForCausalLM` whose MLPs, in the layers that
+`config.moe_runtime` lists, are `modules.moe.MoE` (stage "moe"), `modules.merged.MergedMLP`
+("mergeable"), `modules.ewa.EWAMLP` ("ewa") or what the result of `modules.lora_linear.add_experts`
+("lora"); the same holds for every family. Checkpoints hold the stacks unchanged:
+`model.layers.N.mlp.experts.gate_up_proj` [E, 2I, H], `.down_proj`, `.gate.weight`.
 
-The classes are generated and registered with transformers' auto classes on first use. `import moe_runtime` adds the names of
-the configs to transformers' table, so that saved folders are recognized; `register_auto_classes` creates all classes.
+The classes are generated and registered with transformers' auto classes on first use. `import
+moe_runtime` adds the names of the configs to transformers' table, so that saved folders are
+recognized; `register_auto_classes` creates all classes.
 
     loss     = lm_loss + aux_loss
     aux_loss = sum over layers of RouterOutput.balance_loss + router_aux_loss_coef * pooled
 
-pooled is `ops.balance.pooled_loss`, transformers' loss over the router logits of all layers together (Switch, Eq. (4) to (6)).
+pooled is `ops.balance.pooled_loss`, transformers' loss over the router logits of all layers
+together (Switch, Eq. (4) to (6)).
 """
 
 import copy
@@ -26,7 +29,10 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from moe_runtime.hf.dropin.experts import make_exports_portable
@@ -50,17 +56,29 @@ class MoeRuntimeModelOutput(MoeModelOutputWithPast):
 
 @dataclass
 class MoeRuntimeCausalLMOutput(MoeCausalLMOutputWithPast):
-    """Output of the causal LM; `loss` is `lm_loss` plus `aux_loss`, the balance and pooled losses with coefficients."""
+    """Output of the causal LM; `loss` is `lm_loss` plus `aux_loss`, the balance and pooled losses
+    with coefficients.
+    """
 
     lm_loss: torch.FloatTensor | None = None
 
 
-def check_gradients(parameters: list[torch.nn.Parameter], router_logits: list[torch.Tensor]) -> None:
-    """Raise ValueError if routers with these `parameters` train but use_reentrant=True detached their logits."""
+def check_gradients(
+    parameters: list[torch.nn.Parameter], router_logits: list[torch.Tensor]
+) -> None:
+    """Raise ValueError if routers with these `parameters` train but use_reentrant=True detached
+    their logits.
+    """
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
         raise ValueError(
-            "use_reentrant=True in gradient checkpointing would lose the gradient of a balance loss or router_aux_loss_coef. "
+            "use_reentrant=True in gradient checkpointing would lose "
+            "the "
+            "gradient "
+            "of "
+            "a "
+            "balance "
+            "loss or router_aux_loss_coef. "
             "Pass gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
 
@@ -72,13 +90,17 @@ def sum_balance_losses(records: list[RouterOutput]) -> torch.Tensor | None:
 
 
 def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
-    """Return the auxiliary part of the loss, [] float32: balance and pooled losses with their coefficients."""
+    """Return the auxiliary part of the loss, [] float32: balance and pooled losses with their
+    coefficients.
+    """
     balance = sum_balance_losses(records)
     aux = torch.zeros((), device=device) if balance is None else balance.to(device)
     if not config.router_aux_loss_coef or not config.num_experts_per_tok:
         return aux
     rows = logits[0].shape[0]
-    fits = attention_mask is not None and attention_mask.dim() == 2 and attention_mask.numel() == rows
+    fits = (
+        attention_mask is not None and attention_mask.dim() == 2 and attention_mask.numel() == rows
+    )
     mask = attention_mask.reshape(-1) if fits else None
     pooled = pooled_loss(logits, config.num_experts_per_tok, mask)
     return aux + config.router_aux_loss_coef * pooled.to(device)
@@ -87,10 +109,11 @@ def aux_loss(config, records, logits, attention_mask, device) -> torch.Tensor:
 def share_of_batch(kwargs: dict, device) -> torch.Tensor | float:
     """Return this call's share of the step's tokens; 1 unless Trainer passes num_items_in_batch.
 
-    The base's loss is then a sum over num_items_in_batch; without this factor, gradient accumulation over n calls would
-    count an auxiliary loss n times.
+    The base's loss is then a sum over num_items_in_batch; without this factor, gradient
+    accumulation over n calls would count an auxiliary loss n times.
     """
-    items, labels = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+    items = kwargs.get("num_items_in_batch")
+    labels = kwargs.get("shift_labels")
     if items is None:
         return 1.0
     labels = kwargs["labels"][..., 1:] if labels is None else labels
@@ -99,21 +122,35 @@ def share_of_batch(kwargs: dict, device) -> torch.Tensor | float:
 
 
 def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the modules that replace the MLPs of an upcycled model, by layer; raises ValueError for another model."""
+    """Return the modules that replace the MLPs of an upcycled model, by layer; raises ValueError
+    for another model.
+    """
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     if block is None:
-        raise ValueError(f"Expected an upcycled model, but got {type(model).__name__}. Use xft.upcycle to create one")
+        raise ValueError(
+            "Expected an upcycled model, but "
+            "got "
+            f"{type(model).__name__}. "
+            "Use "
+            "xft.upcycle "
+            "to "
+            "create one"
+        )
     return {layer: model.get_submodule(_layer_path(model, layer)) for layer in block["layers"]}
 
 
 def _layer_path(model: nn.Module, layer: int) -> str:
-    """Return the path of a layer's MLP in `model`; a model without its head has no prefix before its layers."""
+    """Return the path of a layer's MLP in `model`; a model without its head has no prefix before
+    its layers.
+    """
     path = FAMILIES[model.config.moe_runtime["base_model_type"]].path.format(layer)
     return path.removeprefix(f"{model.base_model_prefix}.") if isinstance(model, _Inner) else path
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Return whether a module collects its router's outputs; it does not while its experts are forced."""
+    """Return whether a module collects its router's outputs; it does not while its experts are
+    forced.
+    """
     return isinstance(module, MoE | LoRALinear) and getattr(module, "forced", None) is None
 
 
@@ -125,11 +162,18 @@ class _Model(PushesCard):
         if isinstance(module, (Router, Experts)):
             for name, weight in module.named_parameters(recurse=False):
                 std = module.config.initializer_range
-                # transformers' functions skip weights loaded from a checkpoint; a module's reset_parameters would not
-                init.zeros_(weight) if name.endswith("_bias") else init.normal_(weight, mean=0.0, std=std)
+                # transformers' functions skip weights loaded from a checkpoint; a module's
+                # reset_parameters would not
+                if name.endswith("_bias"):
+                    init.zeros_(weight)
+                else:
+                    (init.normal_(weight, mean=0.0, std=std))
         elif isinstance(module, DrawnHalves | LoRALinear):
             # a LoRALinear initializes its router as a linear layer, not as Routers above
-            drawn = (*module.gate.parameters(), module.lora_a) if isinstance(module, LoRALinear) else module.values()
+            if isinstance(module, LoRALinear):
+                drawn = (*module.gate.parameters(), module.lora_a)
+            else:
+                drawn = module.values()
             for weight in drawn:
                 init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
             if isinstance(module, LoRALinear):
@@ -147,19 +191,33 @@ class _Model(PushesCard):
         """Reject transformers' own implementations, which these experts would silently ignore."""
         if requested_experts not in (None, "eager", "moe_runtime"):
             raise ValueError(
-                f"experts_implementation must be 'moe_runtime' or None, but got {requested_experts!r}. This model always runs "
+                "experts_implementation must be "
+                "'moe_runtime' "
+                "or "
+                "None, "
+                "but "
+                "got "
+                f"{requested_experts!r}. This model always runs "
                 "moe_runtime.ops.moe_mlp; MOE_RUNTIME_BACKEND selects its kernel"
             )
         return "eager"  # transformers' name for a module's own forward
 
     def _routed(self, forward, output_router_logits, *args, **kwargs):
-        """Run `forward`; return its output, the RouterOutputs, and whether the output should include their logits.
+        """Run `forward`; return its output, the RouterOutputs, and whether the output should
+        include their logits.
 
-        The records are None if none are needed or an outer model collects them; otherwise the output is not a tuple.
+        The records are None if none are needed or an outer model collects them; otherwise the
+        output is not a tuple.
         """
-        want = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        if output_router_logits is None:
+            want = self.config.output_router_logits
+        else:
+            want = output_router_logits
         balanced = self.config.moe_runtime["config"]["balance_loss"] != "none"
-        blocks = [module for module in self.modules() if is_routed(module)] if want or balanced else []
+        if want or balanced:
+            blocks = [module for module in self.modules() if is_routed(module)]
+        else:
+            blocks = []
         if not blocks or blocks[0].records is not None:
             return forward(*args, **kwargs), None, False
         records: list[RouterOutput] = []
@@ -171,17 +229,29 @@ class _Model(PushesCard):
             for block in blocks:
                 block.records = None
         if balanced or self.config.router_aux_loss_coef:
-            check_gradients([p for b in blocks for p in b.gate.parameters()], [r.router_logits for r in records])
+            check_gradients(
+                [p for b in blocks for p in b.gate.parameters()], [r.router_logits for r in records]
+            )
         return out, records, want
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """Load as transformers does, but raise ValueError for a checkpoint with missing or unknown keys, and list them."""
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs
+    ):
+        """Load as transformers does, but raise ValueError for a checkpoint with missing or unknown
+        keys, and list them.
+        """
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
         # a model without a head ignores the checkpoint's head
         left = ("lm_head.", "embed_out.") if issubclass(cls, _Inner) else ()
         found = {kind: info.get(f"{kind}_keys") or () for kind in ("missing", "unexpected")}
-        bad = {kind: new for kind, keys in found.items() if (new := sorted(k for k in keys if not k.startswith(left)))}
+        bad = {
+            kind: new
+            for kind, keys in found.items()
+            if (new := sorted(k for k in keys if not k.startswith(left)))
+        }
         if bad:
             raise ValueError(
                 f"The keys of {pretrained_model_name_or_path} do not match {cls.__name__}: "
@@ -200,9 +270,11 @@ class _Model(PushesCard):
 
 
 class _Inner(_Model):
-    """The model without its head, which TRL calls directly with output_router_logits before it runs the head.
+    """The model without its head, which TRL calls directly with output_router_logits before it runs
+    the head.
 
-    `AutoModel` loads it, and serving engines with a head of their own build it (vLLM's and SGLang's Transformers backends).
+    `AutoModel` loads it, and serving engines with a head of their own build it (vLLM's and SGLang's
+    Transformers backends).
     """
 
     def __init__(self, config, *args, **kwargs):
@@ -211,7 +283,9 @@ class _Inner(_Model):
         self.post_init()
 
     def forward(self, *args, output_router_logits=None, **kwargs):
-        """Run the base's forward; add `router_logits` if requested, and `balance_loss` if the layers have one."""
+        """Run the base's forward; add `router_logits` if requested, and `balance_loss` if the
+        layers have one.
+        """
         out, records, want = self._routed(super().forward, output_router_logits, *args, **kwargs)
         if records is None:
             return out
@@ -231,25 +305,34 @@ class _CausalLM(_Model):
         self.post_init()
 
     def forward(self, *args, output_router_logits=None, **kwargs):
-        """Run the base's forward; add the auxiliary losses to its loss, and `router_logits` if requested."""
+        """Run the base's forward; add the auxiliary losses to its loss, and `router_logits` if
+        requested.
+        """
         out, records, want = self._routed(super().forward, output_router_logits, *args, **kwargs)
         if records is None:
             return out
         logits = tuple(record.router_logits for record in records)
         aux = lm_loss = None
         if out.loss is not None or want:
-            aux = aux_loss(self.config, records, logits, kwargs.get("attention_mask"), out.logits.device)
+            aux = aux_loss(
+                self.config, records, logits, kwargs.get("attention_mask"), out.logits.device
+            )
         fields = dict(out) | {"aux_loss": aux, "router_logits": logits if want else None}
         if out.loss is not None:
             lm_loss = out.loss
-            fields["loss"] = lm_loss + share_of_batch(kwargs, lm_loss.device) * aux.to(lm_loss.device)
+            fields["loss"] = lm_loss + share_of_batch(kwargs, lm_loss.device) * aux.to(
+                lm_loss.device
+            )
         out = MoeRuntimeCausalLMOutput(**fields, lm_loss=lm_loss)
         return self._as_asked(out, kwargs.get("return_dict"))
 
 
 def install_layers(model: PreTrainedModel) -> None:
-    """Replace the base's MLPs by the modules that `model.config.moe_runtime` describes, newly initialized."""
-    config, block = moe_config(model.config), model.config.moe_runtime
+    """Replace the base's MLPs by the modules that `model.config.moe_runtime` describes, newly
+    initialized.
+    """
+    config = moe_config(model.config)
+    block = model.config.moe_runtime
     for layer in block["layers"]:
         path = _layer_path(model, layer)
         if block["stage"] == "lora":
@@ -276,7 +359,9 @@ def freeze_for_mixing(model: nn.Module) -> None:
 
 
 def freeze_for_lora(model: nn.Module) -> None:
-    """Freeze everything except the low-rank pairs and their routers; with train_backbone only their base MLPs."""
+    """Freeze everything except the low-rank pairs and their routers; with train_backbone only their
+    base MLPs.
+    """
     model.requires_grad_(model.config.moe_runtime["lora"]["train_backbone"])
     for module in model.modules():
         if isinstance(module, LoRAMoE):
@@ -291,16 +376,22 @@ FREEZE = {"mergeable": freeze_for_mixing, "lora": freeze_for_lora}
 def adopt(model: PreTrainedModel, causal_lm: type, inner: type) -> None:
     """Set the classes of a model and its inner model to `causal_lm` and `inner`, in place.
 
-    The inner class matters too, as transformers initializes a nested model's children with its code.
+    The inner class matters too, as transformers initializes a nested model's children with its
+    code.
     """
-    model.__class__, model.base_model.__class__ = causal_lm, inner
+    model.__class__ = causal_lm
+    model.base_model.__class__ = inner
     for module in (model, model.base_model):
         if vars(module).pop("forward", None) is not None:
-            # for example by accelerate's autocast or TRL: bound to the old class, whose super() would fail
-            warnings.warn(f"forward was replaced on this object; that of {type(module).__name__} is restored", stacklevel=3)
+            # for example by accelerate's autocast or TRL: bound to the old class, whose super()
+            # would fail
+            warnings.warn(
+                f"forward was replaced on this object; that of {type(module).__name__} is restored",
+                stacklevel=3,
+            )
     for cls in {causal_lm, inner} - _INTRODUCED:
-        # transformers records what a class can output (hidden states) when an object is created, which `__class__ =`
-        # does not do, so create one without submodules
+        # transformers records what a class can output (hidden states) when an object is created,
+        # which `__class__ =` does not do, so create one without submodules
         PreTrainedModel.__init__(cls.__new__(cls), copy.deepcopy(model.config))
         _INTRODUCED.add(cls)
 
@@ -328,11 +419,19 @@ def _config_class(model_type: str) -> type:
         "__doc__": f"{base.__name__} of a model whose MLPs are mixtures of experts.",
         "model_type": PREFIX + model_type,
         "base_type": model_type,
-        # the model classes are created with the first config, as they import the base's modeling file
+        # the model classes are created with the first config, as they import the base's modeling
+        # file
         "make_models": staticmethod(functools.partial(model_classes, model_type)),
         # outputs that an evaluation loop should not gather
-        "keys_to_ignore_at_inference": [*base.keys_to_ignore_at_inference, "aux_loss", "lm_loss", "router_logits"],
-        "base_model_tp_plan": {k: v for k, v in (base.base_model_tp_plan or {}).items() if ".mlp." not in k},
+        "keys_to_ignore_at_inference": [
+            *base.keys_to_ignore_at_inference,
+            "aux_loss",
+            "lm_loss",
+            "router_logits",
+        ],
+        "base_model_tp_plan": {
+            k: v for k, v in (base.base_model_tp_plan or {}).items() if ".mlp." not in k
+        },
     }
     cls = type(f"MoeRuntime{base.__name__}", (ConfigMixin, base), members)
     AutoConfig.register(cls.model_type, cls, exist_ok=True)
@@ -342,18 +441,28 @@ def _config_class(model_type: str) -> type:
 
 @functools.cache
 def model_classes(model_type: str) -> ModelClasses:
-    """Return the classes for a base model_type such as "llama", created and registered on the first call."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModel, AutoModelForCausalLM
+    """Return the classes for a base model_type such as "llama", created and registered on the first
+    call.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_MAPPING,
+        AutoModel,
+        AutoModelForCausalLM,
+    )
 
     make_exports_portable()
-    config, base_config = _config_class(model_type), CONFIG_MAPPING[model_type]
-    base_inner, base_causal_lm = MODEL_MAPPING[base_config], MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
+    config = _config_class(model_type)
+    base_config = CONFIG_MAPPING[model_type]
+    base_inner = MODEL_MAPPING[base_config]
+    base_causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
     stem = config.__name__.removesuffix("Config")
     inner = _derive(f"{stem}Model", _Inner, base_inner, config)
     causal_lm = _derive(f"{stem}ForCausalLM", _CausalLM, base_causal_lm, config)
     AutoModel.register(config, inner, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
-    # a base's renamings between file and model (GPT-NeoX's embed_out is lm_head) are looked up by class name
+    # a base's renamings between file and model (GPT-NeoX's embed_out is lm_head) are looked up by
+    # class name
     renamings = get_checkpoint_conversion_mapping(base_causal_lm.__name__)
     if renamings:
         register_checkpoint_conversion_mapping(causal_lm.__name__, renamings, overwrite=True)
@@ -372,24 +481,32 @@ def _derive(name: str, ours: type, base: type, config: type) -> type:
     parameters = list(signature.parameters.values())
     wanted = inspect.Parameter("output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
     place = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
-    forward.__signature__ = signature.replace(parameters=parameters[:place] + [wanted] + parameters[place:])
+    forward.__signature__ = signature.replace(
+        parameters=parameters[:place] + [wanted] + parameters[place:]
+    )
     members = {
-        "__module__": __name__, "__doc__": f"{base.__name__} whose MLPs are mixtures of experts.", "config_class": config,
+        "__module__": __name__,
+        "__doc__": f"{base.__name__} whose MLPs are mixtures of experts.",
+        "config_class": config,
         "forward": forward,
-    }  # fmt: skip
+    }
     cls = type(name, (ours, base), members)
     globals()[name] = cls
     return cls
 
 
 def register_auto_classes() -> None:
-    """Register every family with AutoConfig, AutoModel and AutoModelForCausalLM; calling it again has no effect."""
+    """Register every family with AutoConfig, AutoModel and AutoModelForCausalLM; calling it again
+    has no effect.
+    """
     for model_type in FAMILIES:
         _config_class(model_type)
 
 
 def __getattr__(name: str):
-    """Create a generated class on its first import, as pickles, saved folders and users refer to it by name."""
+    """Create a generated class on its first import, as pickles, saved folders and users refer to it
+    by name.
+    """
     match = re.fullmatch(r"MoeRuntime(\w+?)(Config|Model|ForCausalLM)", name)
     for model_type in FAMILIES if match else ():
         if CONFIG_MAPPING[model_type].__name__ == f"{match[1]}Config":

@@ -1,7 +1,8 @@
-"""Map a model's parameters to the tensors of its folder: which tensors hold which rows of an expert stack.
+"""Map a model's parameters to the tensors of its folder: which tensors hold which rows of an expert
+stack.
 
-Most folders have a matrix per expert and projection, some have the stack of the model; `saved_rows` determines this from names
-and shapes, so that a folder can be changed tensor by tensor.
+Most folders have a matrix per expert and projection, some have the stack of the model; `saved_rows`
+determines this from names and shapes, so that a folder can be changed tensor by tensor.
 """
 
 import re
@@ -22,7 +23,8 @@ class SavedRows(NamedTuple):
 
     name: str  # of the stack
     ids: tuple[int, ...]
-    saved: str | None  # the tensor's name if it holds one row; None if it has the model's own layout
+    # the tensor's name if it holds one row; None if it has the model's own layout
+    saved: str | None
     stacked: bool  # whether the tensor is a stack of all experts instead of one expert's
 
     def row(self, model: nn.Module, row: torch.Tensor) -> torch.Tensor:
@@ -35,24 +37,40 @@ class SavedRows(NamedTuple):
 def saved_rows(
     model: nn.Module, name: str, stack: torch.Tensor, ids: tuple[int, ...], checkpoint: Checkpoint
 ) -> dict[str, SavedRows]:
-    """Return which tensors of a folder, by name, hold the rows `ids` of the stack `name` of `model`."""
-    found, shapes = {}, {}
+    """Return which tensors of a folder, by name, hold the rows `ids` of the stack `name` of
+    `model`.
+    """
+    found = {}
+    shapes = {}
     one = torch.empty(1, *stack.shape[1:], device="meta")
     for saved, tensor in to_saved(model, {name: one}).items():
         stacked = _FIRST.search(saved) is None
-        keys = {saved: ids} if stacked else {_FIRST.sub(rf"\g<1>{e}\g<2>", saved): (e,) for e in ids}
+        if stacked:
+            keys = {saved: ids}
+        else:
+            keys = {_FIRST.sub(rf"\g<1>{e}\g<2>", saved): (e,) for e in ids}
         found |= {key: SavedRows(name, own, saved, stacked) for key, own in keys.items()}
-        shapes |= dict.fromkeys(keys, (stack.shape[0], *tensor.shape[1:]) if stacked else tuple(tensor.shape))
+        shapes |= dict.fromkeys(
+            keys, (stack.shape[0], *tensor.shape[1:]) if stacked else tuple(tensor.shape)
+        )
     whole = {name: tuple(stack.shape)}
-    return {name: SavedRows(name, ids, None, True)} if _choose(shapes, whole, checkpoint) is whole else found
+    if _choose(shapes, whole, checkpoint) is whole:
+        return {name: SavedRows(name, ids, None, True)}
+    return found
 
 
-def saved_tensors(model: nn.Module, own: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return `own`, tensors for parameters of `model` other than stacks, with the names and layouts of a folder."""
+def saved_tensors(
+    model: nn.Module, own: Mapping[str, torch.Tensor], checkpoint: Checkpoint
+) -> dict[str, torch.Tensor]:
+    """Return `own`, tensors for parameters of `model` other than stacks, with the names and layouts
+    of a folder.
+    """
     if not own:
         return {}
     saved = to_saved(model, own)
-    shapes, whole = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (saved, own))
+    shapes, whole = (
+        {name: tuple(t.shape) for name, t in tensors.items()} for tensors in (saved, own)
+    )
     found = dict(own if _choose(shapes, whole, checkpoint) is whole else saved)
     # a folder may hold both names of one weight
     for pair in getattr(model, "all_tied_weights_keys", {}).items():
@@ -62,8 +80,12 @@ def saved_tensors(model: nn.Module, own: Mapping[str, torch.Tensor], checkpoint:
     return found
 
 
-def _choose(saved: dict[str, tuple], whole: dict[str, tuple], checkpoint: Checkpoint) -> dict[str, tuple]:
-    """Return the set of names and shapes that the folder has: `saved`, as transformers writes, or `whole`, the model's own."""
+def _choose(
+    saved: dict[str, tuple], whole: dict[str, tuple], checkpoint: Checkpoint
+) -> dict[str, tuple]:
+    """Return the set of names and shapes that the folder has: `saved`, as transformers writes, or
+    `whole`, the model's own.
+    """
     specs = checkpoint.specs()
     for shapes in (saved, whole):
         if all(key in specs and specs[key].shape == shape for key, shape in shapes.items()):
@@ -71,6 +93,12 @@ def _choose(saved: dict[str, tuple], whole: dict[str, tuple], checkpoint: Checkp
     key = next(key for key, shape in saved.items() if key not in specs or specs[key].shape != shape)
     there = f"has it as {list(specs[key].shape)}" if key in specs else "lacks it"
     raise ValueError(
-        f"{checkpoint.path} should have {key} {list(saved[key])}, but {there}. Pass a folder written by transformers' "
+        f"{checkpoint.path} should have {key} {list(saved[key])}, "
+        "but "
+        f"{there}. "
+        "Pass "
+        "a "
+        "folder "
+        "written by transformers' "
         "save_pretrained, or the model from the Hub"
     )

@@ -1,16 +1,23 @@
-"""Export an upcycled model as a stock MoE model of transformers, which runs without this package; see docs/serving.md.
+"""Export an upcycled model as a stock MoE model of transformers, which runs without this package;
+see docs/serving.md.
 
-A family fits if it has the base's attention and its router computes the gate, with s = softmax(router logits):
+A family fits if it has the base's attention and its router computes the gate, with s =
+softmax(router logits):
 
-    topk_softmax, softmax_topk_renorm   the top k of s divided by their sum, which is softmax over the chosen logits
+    topk_softmax, softmax_topk_renorm   the top k of s divided by their sum, which is softmax over
+                                        the chosen logits
     softmax_topk                        the top k of s: `norm_topk_prob` false
-    sigmoid_topk                        the router of DeepSeek-V3 without correction, groups and scale, as in GLM4-MoE
-    xft, nonorm, top_k 2                (1 - s_max) shared(x) + s_max expert(x) = shared(x) + s_max (expert - shared)(x), where
-                                        expert - shared is one MLP of twice the width; Qwen2-MoE has both terms
+    sigmoid_topk                        the router of DeepSeek-V3 without correction, groups and
+                                        scale, as in GLM4-MoE
+    xft, nonorm, top_k 2                (1 - s_max) shared(x) + s_max expert(x) = shared(x) + s_max
+                                        (expert - shared)(x), where
+                                        expert - shared is one MLP of twice the width; Qwen2-MoE has
+                                        both terms
 
-With larger top_k, xft and nonorm depend on s_max in a way that no stock router supports. Their closest approximation is a
-shared expert with the constant weight 1 - m, m being the layer's mean s_max on a probe batch. nonorm's routed weights are then
-exact; xft's are a softmax over probabilities: to first order around equal ones, a softmax over the chosen logits / R.
+With larger top_k, xft and nonorm depend on s_max in a way that no stock router supports. Their
+closest approximation is a shared expert with the constant weight 1 - m, m being the layer's mean
+s_max on a probe batch. nonorm's routed weights are then exact; xft's are a softmax over
+probabilities: to first order around equal ones, a softmax over the chosen logits / R.
 """
 
 import re
@@ -32,72 +39,130 @@ from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter
 from moe_runtime.io.files import check_out_dir
 
 _NORMALIZED = {"softmax_topk_renorm": {}, "topk_softmax": {}}
-_SOFTMAX = {gate: {"norm_topk_prob": gate != "softmax_topk"} for gate in (*_NORMALIZED, "softmax_topk")}
+_SOFTMAX = {
+    gate: {"norm_topk_prob": gate != "softmax_topk"} for gate in (*_NORMALIZED, "softmax_topk")
+}
 _LLAMAS = ("llama", "mistral")
-_E, _K, _I = "num_routed_experts", "num_routed_per_token", "intermediate_size"  # fields of MoEConfig
+# fields of MoEConfig
+_E = "num_routed_experts"
+_K = "num_routed_per_token"
+_I = "intermediate_size"
 _QWEN = {"num_experts": _E, "num_experts_per_tok": _K, "moe_intermediate_size": _I}
 _UNUSED = 128  # width of a shared expert that a family always has and the model does not
-_ZERO = ("bias", ".shared_expert")  # parts of the names of tensors that are zero where the model has none
+# parts of the names of tensors that are zero where the model has none
+_ZERO = ("bias", ".shared_expert")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stock:
-    """A stock MoE family: the dense bases whose attention it has, the gates it computes, and its names.
+    """A stock MoE family: the dense bases whose attention it has, the gates it computes, and its
+    names.
 
-    `also` lists optional features: "shared" (an expert times the sigmoid of a linear gate), "window" (sliding
-    attention), "partial" (dense layers), "stacked" (experts saved as stacks), "pairs" (rotary embeddings of neighbours).
+    `also` lists optional features: "shared" (an expert times the sigmoid of a linear gate),
+    "window" (sliding attention), "partial" (dense layers), "stacked" (experts saved as stacks),
+    "pairs" (rotary embeddings of neighbours).
     """
 
     bases: tuple[str, ...]
-    gates: Mapping[str, Mapping[str, Any]]  # the fields of the config that make the router compute the gate
+    # the fields of the config that make the router compute the gate
+    gates: Mapping[str, Mapping[str, Any]]
     sizes: Mapping[str, str]  # other fields, and the fields of MoEConfig that they equal
-    more: Callable[[Any, str], dict] = lambda config, base: {}  # and fields computed from the upcycled model's config
+    # and fields computed from the upcycled model's config
+    more: Callable[[Any, str], dict] = lambda config, base: {}
     names: Mapping[str, str] = field(default_factory=dict)  # parts of our names -> the family's
     also: tuple[str, ...] = ()
 
 
 STOCK = {
     "mixtral": Stock(
-        bases=_LLAMAS, gates=_NORMALIZED, sizes={"num_local_experts": _E, "num_experts_per_tok": _K}, also=("window",)
+        bases=_LLAMAS,
+        gates=_NORMALIZED,
+        sizes={"num_local_experts": _E, "num_experts_per_tok": _K},
+        also=("window",),
     ),
     "qwen2_moe": Stock(
-        bases=(*_LLAMAS, "qwen2"), gates=_SOFTMAX, sizes=_QWEN, also=("shared", "partial"),
+        bases=(*_LLAMAS, "qwen2"),
+        gates=_SOFTMAX,
+        sizes=_QWEN,
+        also=("shared", "partial"),
         # without these biases vLLM's class would read uninitialized memory
         more=lambda config, base: {"qkv_bias": True, "shared_expert_intermediate_size": _UNUSED},
     ),
     "qwen3_moe": Stock(bases=("qwen3",), gates=_SOFTMAX, sizes=_QWEN, also=("partial",)),
     "glm4_moe": Stock(
-        bases=(*_LLAMAS, "qwen2", "qwen3"), gates={"sigmoid_topk": {"norm_topk_prob": False}},
+        bases=(*_LLAMAS, "qwen2", "qwen3"),
+        gates={"sigmoid_topk": {"norm_topk_prob": False}},
         sizes={"n_routed_experts": _E, "num_experts_per_tok": _K, "moe_intermediate_size": _I},
         more=lambda config, base: {
-            "attention_bias": base == "qwen2", "use_qk_norm": base == "qwen3", "partial_rotary_factor": 1.0,
-            "first_k_dense_replace": 0, "n_shared_experts": 1, "num_nextn_predict_layers": 0,
+            "attention_bias": base == "qwen2",
+            "use_qk_norm": base == "qwen3",
+            "partial_rotary_factor": 1.0,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+            "num_nextn_predict_layers": 0,
         },
     ),
     "granitemoe": Stock(
-        bases=(*_LLAMAS, "granite"), gates=_NORMALIZED, sizes={"num_local_experts": _E, "num_experts_per_tok": _K},
-        more=lambda config, base: {"attention_multiplier": getattr(config, "attention_multiplier", _head_dim(config) ** -0.5)},
-        names={".mlp.": ".block_sparse_moe.", ".gate.": ".router."}, also=("stacked",),
+        bases=(*_LLAMAS, "granite"),
+        gates=_NORMALIZED,
+        sizes={"num_local_experts": _E, "num_experts_per_tok": _K},
+        more=lambda config, base: {
+            "attention_multiplier": getattr(
+                config, "attention_multiplier", _head_dim(config) ** -0.5
+            )
+        },
+        names={".mlp.": ".block_sparse_moe.", ".gate.": ".router."},
+        also=("stacked",),
     ),
     "ernie4_5_moe": Stock(
-        bases=(*_LLAMAS, "ernie4_5"), gates=_NORMALIZED,
-        sizes={"moe_num_experts": _E, "moe_k": _K, "moe_intermediate_size": _I}, also=("pairs",),
-        more=lambda config, base: {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "use_bias": False},
+        bases=(*_LLAMAS, "ernie4_5"),
+        gates=_NORMALIZED,
+        sizes={"moe_num_experts": _E, "moe_k": _K, "moe_intermediate_size": _I},
+        also=("pairs",),
+        more=lambda config, base: {
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "use_bias": False,
+        },
     ),
-    "flex_olmo": Stock(bases=("olmo2",), gates=_SOFTMAX, sizes={"num_experts": _E, "num_experts_per_tok": _K}),
-}  # fmt: skip
+    "flex_olmo": Stock(
+        bases=("olmo2",), gates=_SOFTMAX, sizes={"num_experts": _E, "num_experts_per_tok": _K}
+    ),
+}
 # families whose attention no dense base has
 _UNFIT = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "has latent attention (glm4_moe has DeepSeek-V3's router)"),
-    "olmoe": "has norms of queries and keys beside those before its blocks (flex_olmo is for OLMo 2)",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"), "has latent attention (glm4_moe has DeepSeek-V3's router)"
+    ),
+    "olmoe": (
+        "has norms of queries and keys beside those before its blocks (flex_olmo is for OLMo 2)"
+    ),
 }
 # fields of a base's config that the stock config has too
 _COMMON = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",
-    "bos_token_id", "eos_token_id", "tie_word_embeddings", "attention_dropout", "rope_parameters", "dtype",
-    "embedding_multiplier", "logits_scaling", "residual_multiplier",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "attention_dropout",
+    "rope_parameters",
+    "dtype",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+)
 
 
 def _head_dim(config) -> int:
@@ -106,30 +171,46 @@ def _head_dim(config) -> int:
 
 def is_exact(to: str, moe: MoEConfig) -> bool:
     """Return whether the stock family `to` computes the gate of `moe`."""
-    return moe.gate in STOCK[to].gates or ("shared" in STOCK[to].also and moe.has_shared_expert and moe.top_k == 2)
+    return moe.gate in STOCK[to].gates or (
+        "shared" in STOCK[to].also and moe.has_shared_expert and moe.top_k == 2
+    )
 
 
-def exact_settings(to: str, gate: str | None = None, top_k: int | None = None) -> tuple[str, int | None]:
-    """Return a gate and top_k (None: any) that the family `to` computes exactly; given values are kept."""
+def exact_settings(
+    to: str, gate: str | None = None, top_k: int | None = None
+) -> tuple[str, int | None]:
+    """Return a gate and top_k (None: any) that the family `to` computes exactly; given values are
+    kept.
+    """
     stock = _stock(to)
-    gate = gate or ("xft" if "shared" in stock.also and top_k in (None, 2) else next(iter(stock.gates)))
+    gate = gate or (
+        "xft" if "shared" in stock.also and top_k in (None, 2) else next(iter(stock.gates))
+    )
     return gate, 2 if gate in SHARED_GATES and top_k is None else top_k
 
 
 def _stock(to: str) -> Stock:
     if to in _UNFIT:
-        raise ValueError(f"{to} {_UNFIT[to]}, so no dense base becomes one. Choose one of {', '.join(STOCK)}")
+        raise ValueError(
+            f"{to} {_UNFIT[to]}, so no dense base becomes one. Choose one of {', '.join(STOCK)}"
+        )
     check_choice("to", to, STOCK_FAMILIES)
     return STOCK[to]
 
 
 def stock_config(config, to: str = "mixtral", approximate: bool = False):
-    """Return the config of the stock model of family `to` that computes what an upcycled model does.
+    """Return the config of the stock model of family `to` that computes what an upcycled model
+    does.
 
-    `approximate` allows a gate that the family does not compute exactly. Raises ValueError if there is no such model.
+    `approximate` allows a gate that the family does not compute exactly. Raises ValueError if there
+    is no such model.
     """
-    stock, moe, block = _stock(to), moe_config(config), config.moe_runtime
-    layers, rope, base = list(range(config.num_hidden_layers)), config.rope_parameters or {}, block["base_model_type"]
+    stock = _stock(to)
+    moe = moe_config(config)
+    block = config.moe_runtime
+    layers = list(range(config.num_hidden_layers))
+    rope = config.rope_parameters or {}
+    base = block["base_model_type"]
     window = getattr(config, "sliding_window", None)
     may = moe.num_routed_experts and ("shared" in stock.also or not moe.has_shared_expert)
     checks = {
@@ -148,19 +229,32 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
         if value not in known:
             only = f"{name} is {value!r}, but {to} supports only {' or '.join(map(repr, known))}"
             only += ". Use xft merge for a dense model"
-            raise ValueError(_inexact(to, moe, base, approximate or not may) if name == "gate" else only)
+            raise ValueError(
+                _inexact(to, moe, base, approximate or not may) if name == "gate" else only
+            )
     nearest = {name: moe.gate != "nonorm" for name in next(iter(stock.gates.values()))}
-    fields = {name: getattr(config, name) for name in _COMMON if hasattr(config, name)} | stock.more(config, base)
-    fields |= {name: getattr(moe, size) for name, size in stock.sizes.items()} | stock.gates.get(moe.gate, nearest)
+    fields = {
+        name: getattr(config, name) for name in _COMMON if hasattr(config, name)
+    } | stock.more(config, base)
+    fields |= {name: getattr(moe, size) for name, size in stock.sizes.items()} | stock.gates.get(
+        moe.gate, nearest
+    )
     fields |= {"sliding_window": window} if "window" in stock.also else {}
-    fields |= {"mlp_only_layers": [n for n in layers if n not in block["layers"]]} if "partial" in stock.also else {}
-    fields |= {"shared_expert_intermediate_size": moe.intermediate_size} if moe.has_shared_expert else {}
+    if "partial" in stock.also:
+        fields |= {"mlp_only_layers": [n for n in layers if n not in block["layers"]]}
+    else:
+        fields |= {}
+    if moe.has_shared_expert:
+        fields |= {"shared_expert_intermediate_size": moe.intermediate_size}
+    else:
+        fields |= {}
     if moe.has_shared_expert and moe.top_k == 2:
         fields |= {"moe_intermediate_size": 2 * moe.intermediate_size, "norm_topk_prob": False}
     return AutoConfig.for_model(
         to,
         **fields,
-        # its loss pools the layers, ours has one for each; the coefficient is the closest equivalent
+        # its loss pools the layers, ours has one for each; the coefficient is the closest
+        # equivalent
         router_aux_loss_coef=moe.balance_loss_coef if moe.balance_loss == "switch" else 0.0,
         architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[to]],
     )
@@ -169,52 +263,93 @@ def stock_config(config, to: str = "mixtral", approximate: bool = False):
 def _inexact(to: str, moe: MoEConfig, base: str, never: bool) -> str:
     """Describe why the family does not compute the gate, and what to do."""
     has_shared = "shared" in STOCK[to].also
-    known = [*map(repr, STOCK[to].gates), *(["'xft' and 'nonorm' with top_k 2"] if has_shared else [])]
-    others = [f"--to {name}" for name, stock in STOCK.items() if base in stock.bases and is_exact(name, moe)]
+    known = [
+        *map(repr, STOCK[to].gates),
+        *(["'xft' and 'nonorm' with top_k 2"] if has_shared else []),
+    ]
+    others = [
+        f"--to {name}"
+        for name, stock in STOCK.items()
+        if base in stock.bases and is_exact(name, moe)
+    ]
     others += [] if never else ["--approximate for the nearest neighbour, which needs training"]
     remedies = ", ".join(["xft merge for a dense model", "xft export --to official", *others])
-    got = f"gate is {moe.gate!r}" + f" with top_k {moe.top_k}" * (moe.has_shared_expert and has_shared)
-    return f"{got}, but {to} supports only {' or '.join(known)}. Use {remedies}, or start with xft upcycle --for {to}"
+    got = f"gate is {moe.gate!r}" + f" with top_k {moe.top_k}" * (
+        moe.has_shared_expert and has_shared
+    )
+    return (
+        f"{got}, but {to} supports only {' or '.join(known)}. "
+        "Use "
+        f"{remedies}, "
+        "or "
+        "start "
+        "with "
+        f"xft upcycle --for {to}"
+    )
 
 
 class _Target:
-    """The stock model on the meta device: names and layouts on disk, and the tensors still to be written."""
+    """The stock model on the meta device: names and layouts on disk, and the tensors still to be
+    written.
+    """
 
     def __init__(self, config):
         self.model = folders.skeleton(config)
         tied = self.model.all_tied_weights_keys
-        self.left = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+        self.left = {
+            name: tensor for name, tensor in self.model.state_dict().items() if name not in tied
+        }
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.left.values())
 
     def saved(self, name: str, tensor: torch.Tensor, expert: int = 0) -> dict[str, torch.Tensor]:
         """Return the saved form of a tensor, or of the row [1, ...] of an expert in a stack."""
         self.left.pop(name, None)
         found = folders.to_saved(self.model, {name: tensor})
-        return {key.replace(".experts.0.", f".experts.{expert}."): value for key, value in found.items()}
+        return {
+            key.replace(".experts.0.", f".experts.{expert}."): value for key, value in found.items()
+        }
 
 
 def export_stock(
-    folder: str | Path, out: str | Path, to: str = "mixtral", *, approximate: bool = False, check: bool = False,
-    max_shard_size: int | str = SHARD, overwrite: bool = False, progress: Progress | None = None,
-) -> FolderReceipt:  # fmt: skip
-    """Write the upcycled model `folder` as a stock model of family `to`, a key of STOCK, to the folder `out`.
+    folder: str | Path,
+    out: str | Path,
+    to: str = "mixtral",
+    *,
+    approximate: bool = False,
+    check: bool = False,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Write the upcycled model `folder` as a stock model of family `to`, a key of STOCK, to the
+    folder `out`.
 
-    Tensors are streamed: memory holds one tensor of the backbone, one expert's matrices and one shard. With `check`, or with
-    `approximate` and a gate that the family does not compute, both models are loaded and the receipt has the relative error of
-    the logits. Raises ValueError, with nothing written, if the family has no such model.
+    Tensors are streamed: memory holds one tensor of the backbone, one expert's matrices and one
+    shard. With `check`, or with `approximate` and a gate that the family does not compute, both
+    models are loaded and the receipt has the relative error of the logits. Raises ValueError, with
+    nothing written, if the family has no such model.
     """
     check_out_dir(out, overwrite, [folder])
     config = folders.read_config(folder)
-    new, moe = stock_config(config, to, approximate), moe_config(config)
-    exact, logits, shares = is_exact(to, moe), None, {}
+    new = stock_config(config, to, approximate)
+    moe = moe_config(config)
+    exact = is_exact(to, moe)
+    logits = None
+    shares = {}
     if check or not exact:
         logits, shares = _probe(folder)
     target = _Target(new)
     with Checkpoint(folder) as source:
         folders.check_tensors(config, source)
         # old checkpoints contain buffers that models compute themselves
-        specs = {key: spec for key, spec in source.specs().items() if not key.endswith("rotary_emb.inv_freq")}
-        with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=target.nbytes) as writer:
+        specs = {
+            key: spec
+            for key, spec in source.specs().items()
+            if not key.endswith("rotary_emb.inv_freq")
+        }
+        with CheckpointWriter(
+            out, max_shard_size, overwrite=overwrite, expected_bytes=target.nbytes
+        ) as writer:
             folders.write_config(writer, new)
             side_files = folders.copy_side_files(Path(folder), writer)
             job = Conversion(source, writer, progress, specs)
@@ -224,60 +359,92 @@ def export_stock(
                         job.add(name, tensor)
                 job.read(key)
             for name in [name for name in target.left if any(part in name for part in _ZERO)]:
-                for key, tensor in target.saved(name, torch.zeros_like(target.left[name], device="cpu")).items():
+                for key, tensor in target.saved(
+                    name, torch.zeros_like(target.left[name], device="cpu")
+                ).items():
                     job.add(key, tensor)
-    error = None if logits is None else ((folders.probe_logits(out) - logits).norm() / logits.norm()).item()
+    if logits is None:
+        error = None
+    else:
+        error = ((folders.probe_logits(out) - logits).norm() / logits.norm()).item()
     layers = config.moe_runtime["layers"]
-    return FolderReceipt(Path(out), moe, job.tensors, job.bytes, side_files, layers, logits_error=error, exact=exact)
+    return FolderReceipt(
+        Path(out), moe, job.tensors, job.bytes, side_files, layers, logits_error=error, exact=exact
+    )
 
 
-def _converted(source: Checkpoint, key: str, to: str, target: _Target, config, shares: Mapping[int, float]) -> Iterator[dict]:
+def _converted(
+    source: Checkpoint, key: str, to: str, target: _Target, config, shares: Mapping[int, float]
+) -> Iterator[dict]:
     """Convert one of our tensors, and yield the results in their saved form."""
-    moe, also, name = moe_config(config), STOCK[to].also, key
+    moe = moe_config(config)
+    also = STOCK[to].also
+    name = key
     for ours, theirs in STOCK[to].names.items():
         name = name.replace(ours, theirs)
     if ".experts." in key and moe.has_shared_expert:
-        yield from _with_shared(source, key, target, moe, shares.get(int(re.search(r"\.(\d+)\.", key)[1])))
+        yield from _with_shared(
+            source, key, target, moe, shares.get(int(re.search(r"\.(\d+)\.", key)[1]))
+        )
     elif ".experts." in key and "stacked" not in also:
         for e in range(moe.num_experts):
             yield target.saved(name, source.get_rows(key, slice(e, e + 1)), e)
     else:
-        tensor, half = source.get(key), _head_dim(config) // 2
-        if "pairs" in also and config.moe_runtime["base_model_type"] in _LLAMAS and re.search(r"\.[qk]_proj\.weight$", key):
+        tensor = source.get(key)
+        half = _head_dim(config) // 2
+        if (
+            "pairs" in also
+            and config.moe_runtime["base_model_type"] in _LLAMAS
+            and re.search(r"\.[qk]_proj\.weight$", key)
+        ):
             tensor = tensor.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(tensor.shape)
         elif moe.gate == "xft" and moe.top_k > 2 and key.endswith(".gate.weight"):
             tensor = tensor / moe.num_routed_experts
         yield target.saved(name, tensor)
 
 
-def _with_shared(source: Checkpoint, key: str, target: _Target, moe: MoEConfig, share: float | None) -> Iterator[dict]:
-    """Convert a stack whose expert 0 is shared: it becomes Qwen2-MoE's shared expert, whose zero gate gives it weight 1/2.
+def _with_shared(
+    source: Checkpoint, key: str, target: _Target, moe: MoEConfig, share: float | None
+) -> Iterator[dict]:
+    """Convert a stack whose expert 0 is shared: it becomes Qwen2-MoE's shared expert, whose zero
+    gate gives it weight 1/2.
 
     `share` is its approximate weight, or None if the conversion is exact.
     """
     head, _, stack = key.rpartition(".experts.")
-    shared, is_down = source.get_rows(key, slice(0, 1)), stack == "down_proj"
+    shared = source.get_rows(key, slice(0, 1))
+    is_down = stack == "down_proj"
     for e in range(1, moe.num_experts):
         row = source.get_rows(key, slice(e, e + 1))
         if moe.top_k == 2 and is_down:
             row = torch.cat([row, -shared], 2)
         elif moe.top_k == 2:
-            row = torch.cat([half for pair in zip(row.chunk(2, 1), shared.chunk(2, 1)) for half in pair], 1)
+            row = torch.cat(
+                [half for pair in zip(row.chunk(2, 1), shared.chunk(2, 1)) for half in pair], 1
+            )
         elif is_down and moe.gate == "xft":
             row = row * (1 - share)
         yield target.saved(key, row, e - 1)
     if is_down:
-        yield target.saved(f"{head}.shared_expert.down_proj.weight", shared[0] * (2 if moe.top_k == 2 else 2 * share))
+        yield target.saved(
+            f"{head}.shared_expert.down_proj.weight",
+            shared[0] * (2 if moe.top_k == 2 else 2 * share),
+        )
     else:
         for part, weight in zip(("gate_proj", "up_proj"), shared[0].chunk(2)):
             yield target.saved(f"{head}.shared_expert.{part}.weight", weight)
 
 
 def _probe(folder: str | Path) -> tuple[torch.Tensor, dict[int, float]]:
-    """Return the logits of an upcycled model on the probe batch, and the mean weight of each layer's shared expert there."""
-    model, shares = folders.load(AutoModelForCausalLM, folder), {}
+    """Return the logits of an upcycled model on the probe batch, and the mean weight of each
+    layer's shared expert there.
+    """
+    model = folders.load(AutoModelForCausalLM, folder)
+    shares = {}
     for layer, module in moe_layers(model).items():
         module.gate.register_forward_hook(
-            lambda _router, _inputs, out, layer=layer: shares.update({layer: out.topk_weight[:, -1].mean().item()})
+            lambda _router, _inputs, out, layer=layer: shares.update(
+                {layer: out.topk_weight[:, -1].mean().item()}
+            )
         )
     return folders.probe_logits(model), shares

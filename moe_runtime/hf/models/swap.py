@@ -4,11 +4,11 @@
          ^  '-----------stage="ewa"--> EWAMLP layers                  |
          '------------------------moe_to_dense------------------------'
 
-LoRA experts (stage "lora") are created and merged in `moe_runtime.methods.lora`. All functions work in place: modules are
-replaced, and the model's class and its config change with them, so that save_pretrained and from_pretrained work. The config is
-a new object each time, as other models may hold the old one.
-Attention, norms, embeddings, head, tied weights, generation config and the hooks of other modules are left untouched. Checks
-come first, so that a rejected model is not modified.
+LoRA experts (stage "lora") are created and merged in `moe_runtime.methods.lora`. All functions work
+in place: modules are replaced, and the model's class and its config change with them, so that
+save_pretrained and from_pretrained work. The config is a new object each time, as other models may
+hold the old one. Attention, norms, embeddings, head, tied weights, generation config and the hooks
+of other modules are left untouched. Checks come first, so that a rejected model is not modified.
 """
 
 import copy
@@ -19,8 +19,22 @@ from torch import nn
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models import configuration
-from moe_runtime.hf.models.configuration import become_mergeable, check_mergeable, moe_config, moe_fields, stock_config
-from moe_runtime.hf.models.families import FAMILIES, Family, check_weights, family_of, moe_shape, read_mlp, write_mlp
+from moe_runtime.hf.models.configuration import (
+    become_mergeable,
+    check_mergeable,
+    moe_config,
+    moe_fields,
+    stock_config,
+)
+from moe_runtime.hf.models.families import (
+    FAMILIES,
+    Family,
+    check_weights,
+    family_of,
+    moe_shape,
+    read_mlp,
+    write_mlp,
+)
 from moe_runtime.hf.models.modeling import adopt, freeze_for_mixing, model_classes, moe_layers
 from moe_runtime.modules.ewa import EWAMLP
 from moe_runtime.modules.merged import MergedMLP
@@ -36,12 +50,16 @@ def sampled(layers: Sequence[int]) -> set[int]:
     return {layers[0], layers[len(layers) // 2], layers[-1]}
 
 
-def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, family: Family | None = None) -> dict[int, float]:
-    """Compare a dense model's MLPs with down(act(gate x) * up x) on a probe batch; return the relative errors.
+def verify_mlp(
+    model: nn.Module, layers: Sequence[int] | None = None, family: Family | None = None
+) -> dict[int, float]:
+    """Compare a dense model's MLPs with down(act(gate x) * up x) on a probe batch; return the
+    relative errors.
 
-    Of `layers`, by default all, it runs the first, the middle and the last, and each that differs from the first or is patched;
-    both sides in float64, from a copy of one layer at a time. Raises ValueError for an error above TOLERANCE, weights on the
-    meta device, weights that are not finite, and accelerate's hooks, which move weights in and out.
+    Of `layers`, by default all, it runs the first, the middle and the last, and each that differs
+    from the first or is patched; both sides in float64, from a copy of one layer at a time. Raises
+    ValueError for an error above TOLERANCE, weights on the meta device, weights that are not
+    finite, and accelerate's hooks, which move weights in and out.
     """
     family = family or family_of(model)
     layers = check_layers(model.config.num_hidden_layers, layers)
@@ -50,27 +68,46 @@ def verify_mlp(model: nn.Module, layers: Sequence[int] | None = None, family: Fa
         refuse_offloaded(mlp, family.path.format(layer))
         _refuse_broken(mlp, family.path.format(layer))
     first = repr(mlps[layers[0]])
-    run = sampled(layers) | {layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)}
+    run = sampled(layers) | {
+        layer for layer, mlp in mlps.items() if repr(mlp) != first or _patched(mlp)
+    }
     errors = {layer: mlp_error(mlps[layer], family) for layer in sorted(run)}
     for layer, error in errors.items():
         if not error < TOLERANCE:
             formula = "down(act(gate x) * up x)" if family.gated else "down(act(up x))"
             raise ValueError(
-                f"{family.path.format(layer)} ({type(mlps[layer]).__name__}) must compute {formula}, but the relative "
-                f"difference is {error:.1e}, above {TOLERANCE:.0e}. Check whether the model is patched"
+                f"{family.path.format(layer)} "
+                f"({type(mlps[layer]).__name__}) "
+                "must "
+                "compute "
+                f"{formula}, but the relative "
+                f"difference is {error:.1e}, above {TOLERANCE:.0e}. "
+                "Check "
+                "whether "
+                "the "
+                "model "
+                "is "
+                "patched"
             )
     return errors
 
 
 def dense_to_moe(
-    model: nn.Module, config: MoEConfig, layers: Sequence[int] | None = None, seed: int = 42, method: str = "xft",
-    stage: str = "moe", family: Family | None = None,
-) -> dict[int, float]:  # fmt: skip
-    """Replace the MLPs of a stock model, by default of all layers, by the MoE of `config`; return `verify_mlp`'s errors.
+    model: nn.Module,
+    config: MoEConfig,
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
+    method: str = "xft",
+    stage: str = "moe",
+    family: Family | None = None,
+) -> dict[int, float]:
+    """Replace the MLPs of a stock model, by default of all layers, by the MoE of `config`; return
+    `verify_mlp`'s errors.
 
-    Every expert is a copy of the layer's MLP with the same dtype, device and requires_grad. Routers are drawn by `draw_router`;
-    stage "ewa" creates EWAMLPs without routers. `family` is looked up unless given. Raises ValueError, without modifying the
-    model, if it or the config is not supported.
+    Every expert is a copy of the layer's MLP with the same dtype, device and requires_grad. Routers
+    are drawn by `draw_router`; stage "ewa" creates EWAMLPs without routers. `family` is looked up
+    unless given. Raises ValueError, without modifying the model, if it or the config is not
+    supported.
     """
     family = family or family_of(model)
     layers = check_stock(model, family, config, layers)
@@ -80,19 +117,33 @@ def dense_to_moe(
         router = draw_router(config, seed, layer) if stage == "moe" else None
         model.set_submodule(path, _expand(model.get_submodule(path), family, config, router))
     fields = moe_fields(
-        config, layers=layers, base_model_type=family.model_type, base_architecture=type(model).__name__, method=method,
+        config,
+        layers=layers,
+        base_model_type=family.model_type,
+        base_architecture=type(model).__name__,
+        method=method,
         stage=stage,
-    )  # fmt: skip
+    )
     become_moe(model, fields)
     return errors
 
 
-def check_stock(model: nn.Module, family: Family, config: MoEConfig, layers: Sequence[int] | None) -> list[int]:
-    """Return the layers to change, all for None; raises ValueError unless the model is stock and matches `config`."""
+def check_stock(
+    model: nn.Module, family: Family, config: MoEConfig, layers: Sequence[int] | None
+) -> list[int]:
+    """Return the layers to change, all for None; raises ValueError unless the model is stock and
+    matches `config`.
+    """
     stock = model_classes(family.model_type).base_causal_lm
     if type(model) is not stock:
         raise ValueError(
-            f"Expected a {stock.__name__}, but got {type(model).__name__}. Unwrap it, merge adapters (merge_and_unload), or "
+            f"Expected a {stock.__name__}, but "
+            "got "
+            f"{type(model).__name__}. "
+            "Unwrap "
+            "it, "
+            "merge "
+            "adapters (merge_and_unload), or "
             "load the folder with AutoModelForCausalLM"
         )
     refuse_offloaded(model, type(model).__name__, recurse=False)
@@ -103,7 +154,9 @@ def check_stock(model: nn.Module, family: Family, config: MoEConfig, layers: Seq
 
 
 def become_moe(model: nn.Module, fields: dict) -> None:
-    """Set the class and the config of a stock model whose MLPs are replaced, with `fields` from `moe_fields`."""
+    """Set the class and the config of a stock model whose MLPs are replaced, with `fields` from
+    `moe_fields`.
+    """
     classes = model_classes(fields["moe_runtime"]["base_model_type"])
     set_config(model, copy.deepcopy(model.config))
     configuration.become_moe(model.config, classes, fields)
@@ -111,7 +164,9 @@ def become_moe(model: nn.Module, fields: dict) -> None:
 
 
 def become_stock(model: nn.Module) -> None:
-    """Restore the base's class and a clean config of an upcycled model whose MLPs are stock again."""
+    """Restore the base's class and a clean config of an upcycled model whose MLPs are stock
+    again.
+    """
     classes = model_classes(model.config.moe_runtime["base_model_type"])
     set_config(model, stock_config(model.config, classes.base_config))
     adopt(model, classes.base_causal_lm, classes.base_inner)
@@ -120,7 +175,8 @@ def become_stock(model: nn.Module) -> None:
 def set_config(model: nn.Module, config) -> None:
     """Give a model, and its submodules that hold the same object, the new config object `config`.
 
-    transformers keeps the object that it is given (`LlamaForCausalLM(config)`), so that other models may hold the old one.
+    transformers keeps the object that it is given (`LlamaForCausalLM(config)`), so that other
+    models may hold the old one.
     """
     old = model.config
     for module in model.modules():
@@ -130,15 +186,20 @@ def set_config(model: nn.Module, config) -> None:
 
 
 def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> None:
-    """Replace every MoE of an upcycled model by a MergedMLP with its experts; only the mixing logits are trainable.
+    """Replace every MoE of an upcycled model by a MergedMLP with its experts; only the mixing
+    logits are trainable.
 
-    The experts' parameters are moved, not copied, and the routers are removed. Raises ValueError for a model at another stage,
-    and for a gate without a shared expert unless `soup` is True.
+    The experts' parameters are moved, not copied, and the routers are removed. Raises ValueError
+    for a model at another stage, and for a gate without a shared expert unless `soup` is True.
     """
-    modules, block = _swappable(model, ("moe",)), model.config.moe_runtime
+    modules = _swappable(model, ("moe",))
+    block = model.config.moe_runtime
     config = moe_config(model.config)
     check_mergeable(config, soup)
-    merged = {layer: MergedMLP(config, shared_rate=shared_rate, soup=soup, device="meta") for layer in modules}
+    merged = {
+        layer: MergedMLP(config, shared_rate=shared_rate, soup=soup, device="meta")
+        for layer in modules
+    }
     path = FAMILIES[block["base_model_type"]].path
     for layer, moe in modules.items():
         new = merged[layer]
@@ -152,20 +213,28 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
     become_mergeable(model.config, shared_rate, soup)
 
 
-def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, torch.Tensor]]) -> nn.Module:
-    """Convert an upcycled model at any stage back to its base's stock class, in place, and return it.
+def moe_to_dense(
+    model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[str, torch.Tensor]]
+) -> nn.Module:
+    """Convert an upcycled model at any stage back to its base's stock class, in place, and return
+    it.
 
-    `weights_of_layer` maps an MoE, MergedMLP or EWAMLP to one dense weight per name of `read_mlp`; all layers are computed
-    before the first is replaced. The config has no fields of ours left. Weights are trainable if the experts were; after
-    the mergeable stage, which freezes everything, all weights are trainable again, as in any loaded model.
+    `weights_of_layer` maps an MoE, MergedMLP or EWAMLP to one dense weight per name of `read_mlp`;
+    all layers are computed before the first is replaced. The config has no fields of ours left.
+    Weights are trainable if the experts were; after the mergeable stage, which freezes everything,
+    all weights are trainable again, as in any loaded model.
     """
-    modules, block = _swappable(model, ("moe", "mergeable", "ewa")), model.config.moe_runtime
-    classes, family = model_classes(block["base_model_type"]), FAMILIES[block["base_model_type"]]
+    modules = _swappable(model, ("moe", "mergeable", "ewa"))
+    block = model.config.moe_runtime
+    classes = model_classes(block["base_model_type"])
+    family = FAMILIES[block["base_model_type"]]
     with torch.device("meta"):
         stock = classes.base_causal_lm(stock_config(model.config, classes.base_config))
     weights = {}
     for layer, module in modules.items():
-        weights[layer] = {name: weight.detach() for name, weight in weights_of_layer(module).items()}
+        weights[layer] = {
+            name: weight.detach() for name, weight in weights_of_layer(module).items()
+        }
         check_weights(stock.get_submodule(family.path.format(layer)), family, weights[layer])
     for layer, module in modules.items():
         mlp = stock.get_submodule(family.path.format(layer))
@@ -182,7 +251,8 @@ def moe_to_dense(model: nn.Module, weights_of_layer: Callable[[nn.Module], dict[
 def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, torch.Tensor]:
     """Return a layer's router weights, float32, drawn on the CPU from N(0, initializer_range).
 
-    They depend only on the seed and the layer, not on the device or on which other layers are upcycled.
+    They depend only on the seed and the layer, not on the device or on which other layers are
+    upcycled.
     """
     router = Router(config, device="meta").to_empty(device="cpu").float()
     router.reset_parameters(torch.Generator().manual_seed(seed * 65537 + layer))
@@ -190,7 +260,9 @@ def draw_router(config: MoEConfig, seed: int, layer: int) -> dict[str, torch.Ten
 
 
 @torch.no_grad()
-def _expand(mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str, torch.Tensor] | None) -> MoE | EWAMLP:
+def _expand(
+    mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str, torch.Tensor] | None
+) -> MoE | EWAMLP:
     """Build the MoE that replaces the MLP, or an EWAMLP without a router."""
     moe = EWAMLP(config, device="meta") if router is None else MoE(config, device="meta")
     down = getattr(mlp, family.down).weight
@@ -204,21 +276,40 @@ def _expand(mlp: nn.Module, family: Family, config: MoEConfig, router: dict[str,
 
 
 def check_layers(count: int, layers: Sequence[int] | None) -> list[int]:
-    """Return the layer numbers below `count`, sorted; all of them for None. Raises ValueError for a bad one."""
+    """Return the layer numbers below `count`, sorted; all of them for None. Raises ValueError for a
+    bad one.
+    """
     layers = list(range(count)) if layers is None else sorted(layers)
     if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(count)):
-        raise ValueError(f"layers must be one or more different numbers from 0 to {count - 1}, but got {layers}")
+        raise ValueError(
+            f"layers must be one or more different numbers from 0 to {count - 1}, but got {layers}"
+        )
     return layers
 
 
 def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) -> None:
-    want, reason = moe_shape(family, mlp), None
+    want = moe_shape(family, mlp)
+    reason = None
     got = {name: getattr(config, name) for name in want}
     if got != want:
-        reason = f"The config must have {want}, the shape of layer {layer}'s MLP (see moe_shape), but has {got}"
+        reason = (
+            f"The config must have {want}, the shape of "
+            "layer "
+            f"{layer}'s "
+            "MLP "
+            "(see "
+            "moe_shape), "
+            f"but has {got}"
+        )
     elif getattr(mlp, "residual_dropout", 0):
         reason = (
-            f"residual_dropout must be 0, as the experts have no dropout, but got {mlp.residual_dropout}. "
+            "residual_dropout must be 0, as the experts "
+            "have "
+            "no "
+            "dropout, "
+            "but "
+            "got "
+            f"{mlp.residual_dropout}. "
             "Load the model with from_pretrained(..., residual_dropout=0.0)"
         )
     if reason is not None:
@@ -226,21 +317,52 @@ def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) 
 
 
 def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
-    """Return `moe_layers`; raises ValueError at another stage, or if a module was replaced or wrapped."""
-    modules, stage, reasons = moe_layers(model), model.config.moe_runtime["stage"], []
+    """Return `moe_layers`; raises ValueError at another stage, or if a module was replaced or
+    wrapped.
+    """
+    modules = moe_layers(model)
+    stage = model.config.moe_runtime["stage"]
+    reasons = []
     if stage not in stages:
-        hint = ". Convert it to whole experts with lora.to_moe, or to a dense model with lora.merge" if stage == "lora" else ""
-        reasons.append(f"The model's stage must be {' or '.join(map(repr, stages))}, but is {stage!r}{hint}")
+        if stage == "lora":
+            hint = (
+                ". Convert it to whole experts with lora.to_moe, or "
+                "to "
+                "a "
+                "dense "
+                "model "
+                "with "
+                "lora.merge"
+            )
+        else:
+            hint = ""
+        reasons.append(
+            f"The model's stage must be {' or '.join(map(repr, stages))}, but is {stage!r}{hint}"
+        )
     else:
         refuse_offloaded(model, type(model).__name__, recurse=False)
         for layer, module in modules.items():
             refuse_offloaded(module, f"layer {layer}'s {type(module).__name__}")
             kind = type(module.experts).__name__
             if type(module.experts) is not Experts:
-                reasons.append(f"The experts of layer {layer} must be Experts, but are {kind}. Merge adapters first")
+                reasons.append(
+                    f"The experts of layer {layer} must be "
+                    "Experts, "
+                    "but "
+                    "are "
+                    f"{kind}. "
+                    "Merge "
+                    "adapters first"
+                )
             elif split_of(module.experts) is not None:
                 reasons.append(
-                    f"Some experts of layer {layer} are stored separately for training. Call trainable.fold_rows(model) first"
+                    f"Some experts of layer {layer} are "
+                    "stored "
+                    "separately "
+                    "for "
+                    "training. "
+                    "Call "
+                    "trainable.fold_rows(model) first"
                 )
     if reasons:
         raise ValueError(reasons[0])
@@ -248,7 +370,9 @@ def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
 
 
 def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None:
-    """Raise ValueError if accelerate moves the weights of `module` at `path`, or they are on the meta device."""
+    """Raise ValueError if accelerate moves the weights of `module` at `path`, or they are on the
+    meta device.
+    """
     hooked = any(hasattr(m, "_hf_hook") for m in (module.modules() if recurse else [module]))
     if hooked or (recurse and any(parameter.is_meta for parameter in module.parameters())):
         why = "carries accelerate's hooks" if hooked else "is on the meta device"
@@ -260,27 +384,38 @@ def refuse_offloaded(module: nn.Module, path: str, recurse: bool = True) -> None
 
 
 def _refuse_broken(mlp: nn.Module, path: str) -> None:
-    """Raise ValueError for NaN and infinities in the weights of an MLP, which all copies would contain."""
+    """Raise ValueError for NaN and infinities in the weights of an MLP, which all copies would
+    contain.
+    """
     for name, weight in mlp.named_parameters():
         # torch has no aminmax for 8-bit floats
-        if weight.numel() and weight.dtype.itemsize > 1 and not torch.stack(weight.detach().aminmax()).isfinite().all():
+        if (
+            weight.numel()
+            and weight.dtype.itemsize > 1
+            and not torch.stack(weight.detach().aminmax()).isfinite().all()
+        ):
             raise ValueError(f"{path}.{name} contains NaN or infinity, but weights must be finite")
 
 
 @torch.no_grad()
 def mlp_error(mlp: nn.Module, family: Family) -> float:
-    """Return ||mlp(x) - formula(x)|| / ||formula(x)|| on 16 rows of N(0, 1), in float64; inf if the MLP fails."""
+    """Return ||mlp(x) - formula(x)|| / ||formula(x)|| on 16 rows of N(0, 1), in float64; inf if the
+    MLP fails.
+    """
     shape = moe_shape(family, mlp)
     ours = {name: weight.double() for name, weight in read_mlp(mlp, family).items()}
     device = ours["down_proj"].device
-    x = torch.randn(2, 8, shape["hidden_size"], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(
+        2, 8, shape["hidden_size"], generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     x = x.to(device)
     z = nn.functional.linear(x, ours[family.up_name], ours.get(f"{family.up_name}_bias"))
     h = Activation(shape["hidden_act"], family.gated).apply(z)
     want = nn.functional.linear(h, ours["down_proj"], ours.get("down_proj_bias"))
     try:
         got = copy.deepcopy(mlp).double().eval()(x)
-    except (RuntimeError, TypeError):  # a patched forward with other arguments, or bound to the original's weights
+    # a patched forward with other arguments, or bound to the original's weights
+    except (RuntimeError, TypeError):
         return float("inf")
     if not isinstance(got, torch.Tensor) or got.shape != want.shape:
         return float("inf")
@@ -289,4 +424,6 @@ def mlp_error(mlp: nn.Module, family: Family) -> float:
 
 def _patched(mlp: nn.Module) -> bool:
     """Return whether any of its modules does not run its class's forward."""
-    return any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in mlp.modules())
+    return any(
+        "forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in mlp.modules()
+    )

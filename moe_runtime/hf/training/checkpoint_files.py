@@ -1,9 +1,11 @@
-"""Checks of a Trainer's checkpoint before any of its files is loaded: no file may run code, and a damaged one is named.
+"""Checks of a Trainer's checkpoint before any of its files is loaded: no file may run code, and a
+damaged one is named.
 
-transformers and accelerate load `*.pt`, `*.pth` and `*.bin` weights-only, which builds tensors and plain values and nothing
-else. torch.distributed.checkpoint does not: it unpickles the index `.metadata` without restrictions, and so the values in
-`*.distcp` that are not tensors (torch 2.13, 2026-11-20). Sharded experts and FSDP2 use it. `check_checkpoint` therefore reads
-the index with the few classes that such an index consists of, and the values weights-only, before torch does.
+transformers and accelerate load `*.pt`, `*.pth` and `*.bin` weights-only, which builds tensors and
+plain values and nothing else. torch.distributed.checkpoint does not: it unpickles the index
+`.metadata` without restrictions, and so the values in `*.distcp` that are not tensors (torch 2.13,
+2026-11-20). Sharded experts and FSDP2 use it. `check_checkpoint` therefore reads the index with the
+few classes that such an index consists of, and the values weights-only, before torch does.
 `training_args.bin` is never loaded. DeepSpeed unpickles its own files, which are not checked.
 """
 
@@ -27,16 +29,27 @@ PICKLES = ("*.pt", "*.pth", "*.bin", "*/adapter_model.bin")
 INDEXES = ("*/*.metadata", "*.metadata")
 _STATES = "torch.distributed.checkpoint.metadata"
 _INDEX_CLASSES = {
-    (_STATES, "Metadata"), (_STATES, "MetadataIndex"), (_STATES, "StorageMeta"), (_STATES, "ChunkStorageMetadata"),
-    (_STATES, "TensorStorageMetadata"), (_STATES, "BytesStorageMetadata"), (_STATES, "TensorProperties"),
-    (_STATES, "_MEM_FORMAT_ENCODING"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"), ("torch", "Size"), ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
-}  # fmt: skip
+    (_STATES, "Metadata"),
+    (_STATES, "MetadataIndex"),
+    (_STATES, "StorageMeta"),
+    (_STATES, "ChunkStorageMetadata"),
+    (_STATES, "TensorStorageMetadata"),
+    (_STATES, "BytesStorageMetadata"),
+    (_STATES, "TensorProperties"),
+    (_STATES, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
 
 
 class _IndexUnpickler(Unpickler):
-    """Reads the index of torch.distributed.checkpoint; raises UnpicklingError for any other class or function."""
+    """Reads the index of torch.distributed.checkpoint; raises UnpicklingError for any other class
+    or function.
+    """
 
     def find_class(self, module: str, name: str):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -47,7 +60,9 @@ class _IndexUnpickler(Unpickler):
 
 def refusal(path: Path, error: Exception) -> ValueError:
     """Return the error for a file of a checkpoint that could not be read because of `error`."""
-    unsupported = re.search(r"Unsupported (?:global|class|operand).*?([\w.]+\.[\w.]+)", str(error).replace("\n", " "))
+    unsupported = re.search(
+        r"Unsupported (?:global|class|operand).*?([\w.]+\.[\w.]+)", str(error).replace("\n", " ")
+    )
     if unsupported is not None:
         reason = f"it refers to {unsupported[1]}, but only tensors and plain values are loaded"
     else:
@@ -56,7 +71,8 @@ def refusal(path: Path, error: Exception) -> ValueError:
 
 
 def check_checkpoint(folder: str | Path) -> None:
-    """Raise a ValueError that names the file of a checkpoint that is damaged or holds more than tensors and plain values.
+    """Raise a ValueError that names the file of a checkpoint that is damaged or holds more than
+    tensors and plain values.
 
     `folder` is what transformers' Trainer resumes from. Tensors are mapped, not read.
     """
@@ -77,14 +93,25 @@ def _check_trainer_state(path: Path) -> None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except Exception as error:  # of wrong types, transformers' class may raise anything
         raise refusal(path, error) from error
-    step, last = values.get("global_step"), values.get("max_steps")
+    step = values.get("global_step")
+    last = values.get("max_steps")
     named = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.parent.name)
     reason = None
     if type(step) is not int or type(last) is not int or not 0 <= step <= last:
-        reason = f"global_step must be an integer from 0 to max_steps ({shown(last)}), but is {shown(step)}"
+        reason = (
+            "global_step must be an integer from 0 "
+            "to "
+            "max_steps "
+            f"({shown(last)}), "
+            "but "
+            "is "
+            f"{shown(step)}"
+        )
     elif named is not None and int(named[1]) != step:
         reason = f"global_step is {step}, but the folder is that of step {named[1]}"
-    elif not isinstance(state.log_history, list) or not all(isinstance(entry, dict) for entry in state.log_history):
+    elif not isinstance(state.log_history, list) or not all(
+        isinstance(entry, dict) for entry in state.log_history
+    ):
         reason = "log_history must be a list of objects"
     if reason is not None:
         raise ValueError(f"{path} is damaged: {reason}. Resume from another checkpoint")
@@ -100,8 +127,15 @@ def _check_pickle(path: Path) -> None:
 
 
 def _check_index(path: Path) -> None:
-    """Check an index of torch.distributed.checkpoint and the values beside it that are not tensors."""
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+    """Check an index of torch.distributed.checkpoint and the values beside it that are not
+    tensors.
+    """
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
 
     check_regular(path)
     try:
@@ -111,13 +145,29 @@ def _check_index(path: Path) -> None:
             raise UnpicklingError(f"expected Metadata, but got {type(index).__name__}")
         for stored in index.storage_data.values():
             if not is_plain_name(stored.relative_path) or stored.transform_descriptors:
-                raise UnpicklingError(f"expected the name of a file in its folder, but got {shown(stored.relative_path)}")
+                raise UnpicklingError(
+                    "expected the name of a file "
+                    "in "
+                    "its "
+                    "folder, "
+                    "but "
+                    "got "
+                    f"{shown(stored.relative_path)}"
+                )
         values = []
         for name, described in index.state_dict_metadata.items():
             if type(described) is BytesStorageMetadata:
                 values.append(index.storage_data[MetadataIndex(name)])
             elif type(described) is not TensorStorageMetadata:
-                raise UnpicklingError(f"expected a tensor's or a value's description, but got {type(described).__name__}")
+                raise UnpicklingError(
+                    "expected a tensor's or "
+                    "a "
+                    "value's "
+                    "description, "
+                    "but "
+                    "got "
+                    f"{type(described).__name__}"
+                )
     except Exception as error:  # a pickle may raise anything
         raise refusal(path, error) from error
     for stored in values:

@@ -1,4 +1,6 @@
-"""The processes of one run, started by `accelerate launch`, and model folders that all of them read and one writes."""
+"""The processes of one run, started by `accelerate launch`, and model folders that all of them read
+and one writes.
+"""
 
 import contextlib
 import gc
@@ -19,7 +21,9 @@ from moe_runtime.io.files import atomic_write_json, read_json
 
 
 def state():
-    """Return accelerate's PartialState of this process: its rank, the number of processes, its device."""
+    """Return accelerate's PartialState of this process: its rank, the number of processes, its
+    device.
+    """
     from accelerate import PartialState
 
     # the other ranks wait while rank 0 converts a model or waits for another run
@@ -36,7 +40,8 @@ def agree(value=None):
 
 @contextlib.contextmanager
 def leading() -> Iterator[bool]:
-    """Yield whether this is rank 0, which then works alone; all continue when it is done, or raise its error.
+    """Yield whether this is rank 0, which then works alone; all continue when it is done, or raise
+    its error.
 
     Every process must call it, or an error of rank 0 would leave the others waiting.
     """
@@ -53,9 +58,11 @@ def leading() -> Iterator[bool]:
 
 @contextlib.contextmanager
 def sole_training(folder: str | Path, check: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold a folder for this run's training on rank 0 (`files.sole_training`); every process must call it.
+    """Hold a folder for this run's training on rank 0 (`files.sole_training`); every process must
+    call it.
 
-    Rank 0 then calls `check`, as another training may have ended in the folder since the arguments were checked.
+    Rank 0 then calls `check`, as another training may have ended in the folder since the arguments
+    were checked.
     """
     with contextlib.ExitStack() as stack:
         with leading() as main:
@@ -83,34 +90,67 @@ def largest(value: int) -> int:
 
 
 def engine() -> str:
-    """Return accelerate's DistributedType: NO, MULTI_GPU, MULTI_CPU, DEEPSPEED, ...; FSDP means FSDP2, FSDP1 the older one."""
+    """Return accelerate's DistributedType: NO, MULTI_GPU, MULTI_CPU, DEEPSPEED, ...; FSDP means
+    FSDP2, FSDP1 the older one.
+    """
     from accelerate import Accelerator
 
     made = Accelerator(cpu=state().device.type == "cpu")
     version = getattr(getattr(made.state, "fsdp_plugin", None), "fsdp_version", 2)
-    return made.distributed_type.value + "1" * (made.distributed_type.value == "FSDP" and version == 1)
+    return made.distributed_type.value + "1" * (
+        made.distributed_type.value == "FSDP" and version == 1
+    )
 
 
 def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
-    """Raise ValueError unless `ep_size` divides this run's processes and, by its config, the experts of the model `source`."""
+    """Raise ValueError unless `ep_size` divides this run's processes and, by its config, the
+    experts of the model `source`.
+    """
     check_positive("ep_size", ep_size)
     if ep_size == 1:
         return
-    processes, reason = state().num_processes, None
+    processes = state().num_processes
+    reason = None
     if processes % ep_size:
-        reason = f"must divide the run's {processes} processes, but got {ep_size}. Pass accelerate launch --num_processes N"
+        reason = (
+            f"must divide the run's {processes} "
+            "processes, "
+            "but "
+            "got "
+            f"{ep_size}. "
+            "Pass "
+            "accelerate launch --num_processes N"
+        )
     elif engine() in ("FSDP", "FSDP1", "DEEPSPEED"):
-        reason = f"must be 1 with accelerate's {engine()}, but got {ep_size}. Use DDP, under which experts can be sharded"
+        reason = (
+            f"must be 1 with accelerate's {engine()}, but "
+            "got "
+            f"{ep_size}. "
+            "Use "
+            "DDP, "
+            "under "
+            "which experts can be sharded"
+        )
     elif source is not None:
-        counts = {len(next(layer.parameters(False))) for layer in experts_of(skeleton(load_config(source))).values()}
+        counts = {
+            len(next(layer.parameters(False)))
+            for layer in experts_of(skeleton(load_config(source))).values()
+        }
         odd = [count for count in counts if count % ep_size]
-        reason = f"must divide the {odd[0]} experts of the layers in {source}, but got {ep_size}" if odd else None
+        if odd:
+            reason = (
+                f"must divide the {odd[0]} experts of the layers in {source}, but got {ep_size}"
+            )
+        else:
+            reason = None
     if reason is not None:
         raise ValueError(f"ep_size {reason}")
 
 
 def expert_mesh(ep_size: int):
-    """Return a device mesh of this run's processes for `shard_experts`, with `ep_size` processes per copy of the experts."""
+    """Return a device mesh of this run's processes for `shard_experts`, with `ep_size` processes
+    per copy of the experts.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     copies = state().num_processes // ep_size
@@ -125,7 +165,9 @@ def free_memory() -> None:
 
 
 def load_tokenizer(source: str | Path, name: str = "base_model"):
-    """Load a tokenizer that pads on the right, with EOS if it has no padding token, as in the official XFT code."""
+    """Load a tokenizer that pads on the right, with EOS if it has no padding token, as in the
+    official XFT code.
+    """
     tokenizer = load(AutoTokenizer, source, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -133,14 +175,28 @@ def load_tokenizer(source: str | Path, name: str = "base_model"):
     return tokenizer
 
 
-def load_model(source: str | Path, dtype: str, device: torch.device | str | None = None, name: str = "base_model"):
-    """Load a causal LM in `dtype` ("auto": as saved), to `device` if given; raises ValueError if transformers cannot."""
-    model = load(AutoModelForCausalLM, source, name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+def load_model(
+    source: str | Path,
+    dtype: str,
+    device: torch.device | str | None = None,
+    name: str = "base_model",
+):
+    """Load a causal LM in `dtype` ("auto": as saved), to `device` if given; raises ValueError if
+    transformers cannot.
+    """
+    model = load(
+        AutoModelForCausalLM,
+        source,
+        name,
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+    )
     return model if device is None else model.to(device)
 
 
 def load_config(source: str | Path, name: str = "base_model"):
-    """Load a model's config; raises a ValueError with the `name` of the source if transformers cannot."""
+    """Load a model's config; raises a ValueError with the `name` of the source if transformers
+    cannot.
+    """
     return load(AutoConfig, source, name)
 
 
@@ -151,19 +207,28 @@ def routing_of(source: str | Path) -> tuple[int | None, int | None]:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter on the CPU, gathered if it is sharded by FSDP2. Every process must call it."""
+    """Return a parameter on the CPU, gathered if it is sharded by FSDP2. Every process must call
+    it.
+    """
     tensor = parameter.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
-def save_whole(model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict: dict | None = None) -> None:
-    """Write a model in `dtype`, with its tokenizer and both formats of the rotary keys, to an existing folder.
+def save_whole(
+    model: nn.Module, tokenizer, folder: Path, dtype: str, state_dict: dict | None = None
+) -> None:
+    """Write a model in `dtype`, with its tokenizer and both formats of the rotary keys, to an
+    existing folder.
 
-    `state_dict` replaces the weights of a sharded model; FSDP2 holds them in float32 under mixed precision.
+    `state_dict` replaces the weights of a sharded model; FSDP2 holds them in float32 under mixed
+    precision.
     """
     narrow = getattr(torch, dtype)
     if state_dict is not None:
-        state_dict = {name: value.to(narrow) if value.is_floating_point() else value for name, value in state_dict.items()}
+        state_dict = {
+            name: value.to(narrow) if value.is_floating_point() else value
+            for name, value in state_dict.items()
+        }
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
     values = read_json(folder / "config.json")

@@ -1,11 +1,13 @@
 """Atomic saving of models and checkpoints in a Trainer, and an orderly stop on signals.
 
-`WholeSaves` never resumes from an incomplete checkpoint. On Ctrl-C or SIGTERM the current step finishes, a checkpoint is
-written, and the same command can resume. The processes of a run agree after each step, so that a signal to one of them, or to
-all in different steps, stops all in the same step.
+`WholeSaves` never resumes from an incomplete checkpoint. On Ctrl-C or SIGTERM the current step
+finishes, a checkpoint is written, and the same command can resume. The processes of a run agree
+after each step, so that a signal to one of them, or to all in different steps, stops all in the
+same step.
 
-If trainable experts are sharded over ranks (`hf.dropin.parallel.shard_experts`), every rank writes its part of the weights and
-of the optimizer's state to the checkpoint by torch.distributed.checkpoint; the number of ranks may differ on resuming.
+If trainable experts are sharded over ranks (`hf.dropin.parallel.shard_experts`), every rank writes
+its part of the weights and of the optimizer's state to the checkpoint by
+torch.distributed.checkpoint; the number of ranks may differ on resuming.
 """
 
 import functools
@@ -31,34 +33,48 @@ from moe_runtime.io import signals
 from moe_runtime.io.files import atomic_model, naming
 from moe_runtime.ops.all_to_all import is_distributed
 
-SPREAD = {"model": "experts", "optimizer": "experts-optimizer"}  # folders of torch.distributed.checkpoint in a checkpoint
+# folders of torch.distributed.checkpoint in a checkpoint
+SPREAD = {"model": "experts", "optimizer": "experts-optimizer"}
 
 
 def last_whole_checkpoint(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint of transformers' Trainer in `folder`, or None."""
-    found = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    found = [
+        path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    ]
     whole = [path for path in found if path.name.rpartition("-")[2].isdecimal() and _is_whole(path)]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def _remove_halves(folder: str | Path, last: Path) -> None:
-    """Remove incomplete checkpoints newer than `last` in `folder`, which transformers would count among the kept ones."""
+    """Remove incomplete checkpoints newer than `last` in `folder`, which transformers would count
+    among the kept ones.
+    """
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = path.name.rpartition("-")[2]
-        if step.isdecimal() and int(step) > int(last.name.rpartition("-")[2]) and not _is_whole(path):
+        if (
+            step.isdecimal()
+            and int(step) > int(last.name.rpartition("-")[2])
+            and not _is_whole(path)
+        ):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _clear(checkpoint: Path) -> None:
-    """Remove the completion mark and a killed writer's temporary files from a checkpoint that is written again."""
+    """Remove the completion mark and a killed writer's temporary files from a checkpoint that is
+    written again.
+    """
     (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
     for path in checkpoint.iterdir() if checkpoint.is_dir() else ():
-        if re.fullmatch(r"\.tmp\w{6}", path.name):  # temporary name of a safetensors file; other ranks use no such names
+        # temporary name of a safetensors file; other ranks use no such names
+        if re.fullmatch(r"\.tmp\w{6}", path.name):
             path.unlink(missing_ok=True)
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has the trainer's state, the last file that transformers writes."""
+    """Return whether a checkpoint has the trainer's state, the last file that transformers
+    writes.
+    """
     if not (checkpoint / TRAINER_STATE_NAME).is_file():  # a pipe would wait
         return False
     try:
@@ -69,7 +85,9 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def _spread_state(trainer, kind: str) -> tuple[dict, Callable[[dict], object]]:
-    """Return the state of the trainable "model" or of the "optimizer" (sharded experts as DTensors), and its setter."""
+    """Return the state of the trainable "model" or of the "optimizer" (sharded experts as
+    DTensors), and its setter.
+    """
     from torch.distributed.checkpoint import state_dict as states
 
     model = trainer.model
@@ -84,7 +102,9 @@ def _spread_state(trainer, kind: str) -> tuple[dict, Callable[[dict], object]]:
 
 @contextmanager
 def _naming_state(checkpoint: str | Path | None, names: str) -> Iterator[None]:
-    """Convert the error of a state that does not fit this training into a ValueError that names the checkpoint's files."""
+    """Convert the error of a state that does not fit this training into a ValueError that names the
+    checkpoint's files.
+    """
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -96,19 +116,29 @@ class WholeSaves:
 
     def _trains_spread(self) -> bool:
         """Return whether trainable experts are sharded over ranks; FSDP writes its own files."""
-        return not self.is_fsdp_enabled and any(is_distributed(p) for p in self.model.parameters() if p.requires_grad)
+        return not self.is_fsdp_enabled and any(
+            is_distributed(p) for p in self.model.parameters() if p.requires_grad
+        )
 
     def _write_spread(self, kind: str, folder: str | Path) -> None:
         from torch.distributed import checkpoint
 
-        checkpoint.save({kind: _spread_state(self, kind)[0]}, checkpoint_id=Path(folder, SPREAD[kind]))
+        checkpoint.save(
+            {kind: _spread_state(self, kind)[0]}, checkpoint_id=Path(folder, SPREAD[kind])
+        )
 
     def _read_spread(self, kind: str, folder: str | Path) -> None:
         from torch.distributed import checkpoint
 
         if not Path(folder, SPREAD[kind]).is_dir():
             raise ValueError(
-                f"{folder} has no {SPREAD[kind]}: it is not a checkpoint of a model with sharded experts. Resume it "
+                f"{folder} has no {SPREAD[kind]}: it is not a checkpoint "
+                "of "
+                "a "
+                "model "
+                "with "
+                "sharded "
+                "experts. Resume it "
                 "without expert parallelism"
             )
         state, put = _spread_state(self, kind)
@@ -116,7 +146,9 @@ class WholeSaves:
         put(state)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save as transformers does, with sharded experts gathered; in a checkpoint every rank writes its own."""
+        """Save as transformers does, with sharded experts gathered; in a checkpoint every rank
+        writes its own.
+        """
         if not self._trains_spread():
             super().save_model(output_dir, _internal_call)
         elif _internal_call:
@@ -135,7 +167,8 @@ class WholeSaves:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
-        check_checkpoint(self.state.best_model_checkpoint)  # a resumed checkpoint may name any folder
+        # a resumed checkpoint may name any folder
+        check_checkpoint(self.state.best_model_checkpoint)
         if self._trains_spread():
             self._read_spread("model", self.state.best_model_checkpoint)
         else:
@@ -143,12 +176,18 @@ class WholeSaves:
                 super()._load_best_model()
 
     def _loading(self) -> AbstractContextManager:
-        """Return a context for loading a whole model's checkpoint; FSDP, DeepSpeed and PEFT have their own files."""
-        is_whole = isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        """Return a context for loading a whole model's checkpoint; FSDP, DeepSpeed and PEFT have
+        their own files.
+        """
+        is_whole = isinstance(self.model, PreTrainedModel) and not (
+            self.is_fsdp_enabled or self.is_deepspeed_enabled
+        )
         return loading_whole(self.model) if is_whole else nullcontext()
 
     def _issue_warnings_after_load(self, load_result):
-        """Warn as transformers does, but not of saved names, with which it compares a sharded checkpoint."""
+        """Warn as transformers does, but not of saved names, with which it compares a sharded
+        checkpoint.
+        """
         loaded = self.model.__dict__.get(LOADED, Loaded())
         missing = [name for name in load_result.missing_keys if name not in loaded.names]
         unexpected = [name for name in load_result.unexpected_keys if name not in loaded.saved]
@@ -168,7 +207,9 @@ class WholeSaves:
         with _naming_state(checkpoint, f"{OPTIMIZER_NAME} or {SCHEDULER_NAME}"):
             if self._trains_spread():
                 self._read_spread("optimizer", checkpoint)
-                self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+                self.lr_scheduler.load_state_dict(
+                    torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
+                )
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -177,15 +218,23 @@ class WholeSaves:
             super()._load_rng_state(checkpoint)
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """Train as transformers does; True resumes from the newest complete checkpoint (ValueError if there is none).
+        """Train as transformers does; True resumes from the newest complete checkpoint (ValueError
+        if there is none).
 
-        Raises ValueError for a checkpoint with a damaged file, or one that could run code (`check_checkpoint`).
+        Raises ValueError for a checkpoint with a damaged file, or one that could run code
+        (`check_checkpoint`).
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(
-                    f"output_dir {self.args.output_dir} has no complete checkpoint to resume from. Start without "
+                    f"output_dir {self.args.output_dir} has "
+                    "no "
+                    "complete "
+                    "checkpoint "
+                    "to "
+                    "resume "
+                    "from. Start without "
                     "resume_from_checkpoint"
                 )
             if self.args.should_save:
@@ -196,7 +245,9 @@ class WholeSaves:
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir=None, state_dict=None):
-        """Save as transformers does, into a hidden folder first; a checkpoint's mark is written after it."""
+        """Save as transformers does, into a hidden folder first; a checkpoint's mark is written
+        after it.
+        """
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         if not self.args.should_save or folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
             super()._save(output_dir, state_dict)
@@ -205,8 +256,12 @@ class WholeSaves:
             super()._save(str(tmp), state_dict)
 
     def _save_checkpoint(self, model, trial):
-        """Save as transformers does; first clear an older checkpoint of this step, and remove an incomplete one on failure."""
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        """Save as transformers does; first clear an older checkpoint of this step, and remove an
+        incomplete one on failure.
+        """
+        folder = Path(
+            self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        )
         if self.args.should_save:
             _clear(folder)
         try:
@@ -218,7 +273,9 @@ class WholeSaves:
 
 
 class StopCallback(TrainerCallback):
-    """Stop the training after the step in which a stop is requested, with a checkpoint unless it was the last step."""
+    """Stop the training after the step in which a stop is requested, with a checkpoint unless it
+    was the last step.
+    """
 
     def __init__(self, stopping: signals.Stopping):
         self.stopping = stopping
@@ -237,15 +294,19 @@ class StopCallback(TrainerCallback):
         self.agree()
         if self._stops(state):
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # a stop should not wait for it, and with "best" it would affect saving
+            # a stop should not wait for it, and with "best" it would affect saving
+            control.should_evaluate = False
 
     def on_save(self, args, state, control, **kwargs):
         self.saved = state.global_step
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        """Undo requests for the end of an epoch, which transformers also makes when stopped within one."""
+        """Undo requests for the end of an epoch, which transformers also makes when stopped within
+        one.
+        """
         if self._stops(state):
-            control.should_evaluate, control.should_save = False, self.saved != state.global_step
+            control.should_evaluate = False
+            control.should_save = self.saved != state.global_step
 
     def _stops(self, state) -> bool:
         return self.agreed is not None and state.global_step < state.max_steps
@@ -253,7 +314,9 @@ class StopCallback(TrainerCallback):
 
 @contextmanager
 def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
-    """Run training in the block; raise an interruption at its end, or once the next run begins if training had finished."""
+    """Run training in the block; raise an interruption at its end, or once the next run begins if
+    training had finished.
+    """
     with signals.after_the_step() as stopping:
         callback = StopCallback(stopping)
         trainer.add_callback(callback)
@@ -261,7 +324,8 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
         trainer.remove_callback(callback)
         callback.agree()  # on a stop requested after the last step
     # a later request concerns only this process, which stops immediately, as between training runs
-    ended, asked = trainer.state.global_step >= trainer.state.max_steps, callback.agreed or stopping.asked
+    ended = trainer.state.global_step >= trainer.state.max_steps
+    asked = callback.agreed or stopping.asked
     if callback.agreed is not None and ended:
         signals.raise_later(callback.agreed)
     elif asked is not None:
@@ -269,7 +333,9 @@ def stopping_with_a_checkpoint(trainer) -> Iterator[None]:
 
 
 def hold_workers(loader):
-    """Make a data loader's workers ignore signals to the whole group, so that the step can finish; return the loader."""
+    """Make a data loader's workers ignore signals to the whole group, so that the step can finish;
+    return the loader.
+    """
     inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper has one
     begin = getattr(inner, "worker_init_fn", None)
     if getattr(inner, "num_workers", 0) and getattr(begin, "func", None) is not _begin_worker:

@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer for upcycled and mergeable models, and `moe-runtime train`: TRL's SFT command with additional flags."""
+"""TRL's SFTTrainer for upcycled and mergeable models, and `moe-runtime train`: TRL's SFT command
+with additional flags.
+"""
 
 import argparse
 import functools
@@ -16,8 +18,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback, dynamic_module_utils
-from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    dynamic_module_utils,
+)
+from transformers.integrations import (
+    get_available_reporting_integrations,
+    is_deepspeed_zero3_enabled,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -25,7 +36,13 @@ from moe_runtime.config import check_choice, one_line
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models import modeling
 from moe_runtime.hf.models.folders import load, read_config, skeleton
-from moe_runtime.hf.models.hub import UNKNOWN_OWNER, check_source, is_id, model_card, without_retries
+from moe_runtime.hf.models.hub import (
+    UNKNOWN_OWNER,
+    check_source,
+    is_id,
+    model_card,
+    without_retries,
+)
 from moe_runtime.hf.models.modeling import register_auto_classes
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh
@@ -37,13 +54,31 @@ from moe_runtime.io.files import atomic_write_text, check_regular, contents_of
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.io.rows import encode, in_form, layout_of, read_rows, require
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+)
 PROG = "moe-runtime train"
 HELP = {
     "usage": f"{PROG} --model MODEL --data DATA --output_dir FOLDER [OPTIONS]",
     "description": (
-        "Tune a dense or MoE model with TRL's SFT command. The first options are ours, the others those of "
-        "`trl sft`; --config FILE reads them from a YAML file, --json prints the result as one JSON object."
+        "Tune a dense or MoE model with TRL's SFT command. The first "
+        "options "
+        "are "
+        "ours, "
+        "the "
+        "others "
+        "those of "
+        "`trl sft`; --config FILE reads them from a YAML file, --json "
+        "prints "
+        "the "
+        "result "
+        "as "
+        "one "
+        "JSON object."
     ),
     "epilog": f"Example: {PROG} --model llama-1b-moe --data pairs.jsonl --output_dir tuned",
 }
@@ -53,42 +88,90 @@ HELP = {
 class TrainArguments:
     """Additional flags of `moe-runtime train`."""
 
-    model: str | None = field(default=None, metadata={"help": "folder or Hub id; the same as --model_name_or_path"})
+    model: str | None = field(
+        default=None, metadata={"help": "folder or Hub id; the same as --model_name_or_path"}
+    )
     data: str | None = field(
-        default=None, metadata={"help": "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set"}
+        default=None,
+        metadata={
+            "help": "a .jsonl, .json or .parquet file, a folder of them, or the id of a data set"
+        },
     )
     eval_data: str | None = field(default=None, metadata={"help": "as --data, for --eval_strategy"})
-    router_stats: bool = field(default=True, metadata={"help": "log the experts' load; router_stats.csv in output_dir"})
-    train_on: str = field(
-        default="assistant", metadata={"help": "the assistant's turns (of a pair, the completion), or all", "choices": TRAIN_ON}
+    router_stats: bool = field(
+        default=True, metadata={"help": "log the experts' load; router_stats.csv in output_dir"}
     )
-    ep_size: int = field(default=1, metadata={"help": "processes to shard each layer's experts over"})
-    stop_on_nan: bool = field(default=True, metadata={"help": "stop at a loss that is NaN or infinite"})
-    resume: bool = field(default=False, metadata={"help": "resume from the newest complete checkpoint in --output_dir"})
-    overwrite: bool = field(default=False, metadata={"help": "replace the model and the checkpoints in --output_dir"})
+    train_on: str = field(
+        default="assistant",
+        metadata={
+            "help": "the assistant's turns (of a pair, the completion), or all",
+            "choices": TRAIN_ON,
+        },
+    )
+    ep_size: int = field(
+        default=1, metadata={"help": "processes to shard each layer's experts over"}
+    )
+    stop_on_nan: bool = field(
+        default=True, metadata={"help": "stop at a loss that is NaN or infinite"}
+    )
+    resume: bool = field(
+        default=False,
+        metadata={"help": "resume from the newest complete checkpoint in --output_dir"},
+    )
+    overwrite: bool = field(
+        default=False, metadata={"help": "replace the model and the checkpoints in --output_dir"}
+    )
 
 
 class _TakenBefore(argparse.Action):
-    """A flag that is listed in the help, but removed from the arguments before this parser reads them."""
+    """A flag that is listed in the help, but removed from the arguments before this parser reads
+    them.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string} is not allowed here. Pass {self.option_strings[0]} once, on the command line")
+        parser.error(
+            f"{option_string} is not allowed here. "
+            "Pass "
+            f"{self.option_strings[0]} "
+            "once, "
+            "on "
+            "the "
+            "command line"
+        )
 
 
 def parse(trl, argv: Sequence[str] | None) -> tuple:
-    """Parse flags and config file with TRL's parser; bf16 stays TRL's default only if the device supports it.
+    """Parse flags and config file with TRL's parser; bf16 stays TRL's default only if the device
+    supports it.
 
     Raises ValueError for unknown flags and an invalid config file.
     """
-    types = (TrainArguments, trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    types = (
+        TrainArguments,
+        trl.ScriptArguments,
+        trl.SFTConfig,
+        trl.ModelConfig,
+        trl.DatasetMixtureConfig,
+    )
     parser = trl.TrlParser(types, prog=PROG, **HELP)
     others = parser.add_argument_group("beside them")
     hidden = {"action": _TakenBefore, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    others.add_argument("--config", metavar="FILE", help="YAML file of options; those of the command line win", **hidden)
-    others.add_argument("--json", nargs=0, help="print the result as one JSON object; everything else goes to stderr", **hidden)
+    others.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file of options; those of the command line win",
+        **hidden,
+    )
+    others.add_argument(
+        "--json",
+        nargs=0,
+        help="print the result as one JSON object; everything else goes to stderr",
+        **hidden,
+    )
     if not is_torch_bf16_gpu_available():
         parser.set_defaults(bf16=False)
-    parser.set_defaults(lora_dropout=0.0)  # PEFT rejects any other value on the experts of stock models
+    # PEFT rejects any other value on the experts of stock models
+    parser.set_defaults(lora_dropout=0.0)
     parser.set_defaults(output_dir="")  # transformers would write to ./trainer_output
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True)
@@ -102,8 +185,14 @@ def parse(trl, argv: Sequence[str] | None) -> tuple:
 
 
 def _with_config(argv: list[str]) -> list[str]:
-    """Return the arguments with --config FILE as two words, as TRL expects; raises ValueError for a file without options."""
-    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else (word,))]
+    """Return the arguments with --config FILE as two words, as TRL expects; raises ValueError for a
+    file without options.
+    """
+    argv = [
+        part
+        for word in argv
+        for part in (word.split("=", 1) if word.startswith("--config=") else (word,))
+    ]
     if "--config" not in argv:
         return argv
     path = Path(*argv[argv.index("--config") + 1 :][:1])
@@ -117,15 +206,19 @@ def _with_config(argv: list[str]) -> list[str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = f"cannot be read: {one_line(error)}"
     if reason is not None:
-        raise ValueError(f"Config {str(path)!r} {reason}. Pass a YAML file with one `name: value` per option")
+        raise ValueError(
+            f"Config {str(path)!r} {reason}. Pass a YAML file with one `name: value` per option"
+        )
     return argv
 
 
 class _MoESFTTrainer(_MoETrainer):
-    """TRL's SFTTrainer for upcycled and mergeable models, which adds the layers' balance losses and logs the loss parts.
+    """TRL's SFTTrainer for upcycled and mergeable models, which adds the layers' balance losses and
+    logs the loss parts.
 
-    TRL runs the inner model and computes the head itself, so the loss of our model class is not used. Examples in a layout of
-    io.rows are encoded there, as in every other command; `train_on` is one of TRAIN_ON.
+    TRL runs the inner model and computes the head itself, so the loss of our model class is not
+    used. Examples in a layout of io.rows are encoded there, as in every other command; `train_on`
+    is one of TRAIN_ON.
     """
 
     def __init__(self, model, args=None, *more, train_on: str = "assistant", **kwargs):
@@ -138,31 +231,54 @@ class _MoESFTTrainer(_MoETrainer):
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         model.base_model.register_forward_hook(self._catch)
 
-    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
-        """Write our model card to the output folder, in place of TRL's, once the folder has a model."""
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags=None
+    ) -> None:
+        """Write our model card to the output folder, in place of TRL's, once the folder has a
+        model.
+        """
         folder = Path(self.args.output_dir)
-        has_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        has_model = any(
+            (folder / name).is_file() for name in ("config.json", "adapter_config.json")
+        )
         if not self.is_world_process_zero() or not has_model:
             return
         repo = self.args.hub_model_id or f"{UNKNOWN_OWNER}/{folder.resolve().name}"
         card = model_card(
-            folder, repo, command=self.card_command, base=self.card_base,
+            folder,
+            repo,
+            command=self.card_command,
+            base=self.card_base,
             dataset=dataset_name if dataset_name is not None and is_id(dataset_name) else None,
             facts={"steps": self.state.global_step, "trl": require("trl").__version__},
-        )  # fmt: skip
+        )
         atomic_write_text(folder / "README.md", card)
 
-    card_command, card_base = "", None  # for the card: the command line, and the folder or id of the model that was tuned
+    # for the card: the command line, and the folder or id of the model that was tuned
+    card_command = ""
+    card_base = None
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, *more):
         layout = _layout(dataset)
-        ours = formatting_func is None and args.dataset_text_field == "text"  # otherwise TRL's own encoding is requested
+        # otherwise TRL's own encoding is requested
+        ours = formatting_func is None and args.dataset_text_field == "text"
         if layout and ours and isinstance(processing_class, PreTrainedTokenizerBase):
             how = {"tokenizer": processing_class, "layout": layout, "train_on": self._train_on}
-            workers = {} if isinstance(dataset, IterableDataset) else {"num_proc": args.dataset_num_proc}
+            if isinstance(dataset, IterableDataset):
+                workers = {}
+            else:
+                workers = {"num_proc": args.dataset_num_proc}
             with args.main_process_first(local=True):
-                dataset = dataset.map(_masked, with_indices=True, fn_kwargs=how, remove_columns=list(layout), **workers)
-        return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, *more)
+                dataset = dataset.map(
+                    _masked,
+                    with_indices=True,
+                    fn_kwargs=how,
+                    remove_columns=list(layout),
+                    **workers,
+                )
+        return super()._prepare_dataset(
+            dataset, processing_class, args, packing, formatting_func, *more
+        )
 
     def _catch(self, module, args, out) -> None:
         balance_loss = getattr(out, "balance_loss", None)
@@ -181,7 +297,10 @@ class _MoESFTTrainer(_MoETrainer):
         balance_loss = torch.zeros_like(lm_loss.detach())
         if caught:
             # clamped, as in TRL, for a step without label tokens
-            items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).clamp(min=1)
+            if num_items_in_batch is None:
+                items = None
+            else:
+                items = torch.as_tensor(num_items_in_batch).clamp(min=1)
             share = modeling.share_of_batch({**inputs, "num_items_in_batch": items}, lm_loss.device)
             balance_loss = self._ranks(num_items_in_batch) * share * caught[0].to(lm_loss.device)
         loss = lm_loss + balance_loss if caught else lm_loss
@@ -191,7 +310,9 @@ class _MoESFTTrainer(_MoETrainer):
         return (loss, result[1]) if return_outputs else loss
 
     def _pooled(self, num_items_in_batch) -> float:
-        """Return the pooled loss that TRL has just added, which it logs as `aux_loss` without its coefficient."""
+        """Return the pooled loss that TRL has just added, which it logs as `aux_loss` without its
+        coefficient.
+        """
         if not self.aux_loss_enabled:
             return 0.0
         steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
@@ -207,7 +328,11 @@ def _layout(dataset) -> tuple[str, ...]:
 
 def _masked(row, place: int, tokenizer, layout: tuple[str, ...], train_on: str) -> dict:
     """Return the ids of a row, and as TRL's assistant_masks which of them are trained."""
-    ids, labels = encode(tokenizer, in_form(row, layout, f"example {place + 1}", train_on == "assistant"), train_on=train_on)
+    ids, labels = encode(
+        tokenizer,
+        in_form(row, layout, f"example {place + 1}", train_on == "assistant"),
+        train_on=train_on,
+    )
     return {"input_ids": ids, "assistant_masks": [int(label != -100) for label in labels]}
 
 
@@ -225,14 +350,16 @@ def __getattr__(name: str):
 
 
 def train_command(argv: list[str] | None = None) -> Path:
-    """Fine-tune a model folder with TRL's SFT command and MoESFTTrainer; return the folder it was saved to.
+    """Fine-tune a model folder with TRL's SFT command and MoESFTTrainer; return the folder it was
+    saved to.
 
-    Accepts all flags of `trl sft`, also from the YAML file of --config, and those of TrainArguments. Raises ValueError for a
-    model without tokenizer, unreadable data, unknown flags, and an output folder that is not empty, unless it is resumed or
-    overwritten.
+    Accepts all flags of `trl sft`, also from the YAML file of --config, and those of
+    TrainArguments. Raises ValueError for a model without tokenizer, unreadable data, unknown flags,
+    and an output folder that is not empty, unless it is resumed or overwritten.
     """
     trl = require("trl")
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # never prompt whether to run a folder's code for --chat_template_path
+    # never prompt whether to run a folder's code for --chat_template_path
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     ours, script, args, model, mixture = parse(trl, argv)
     name = ours.model or model.model_name_or_path
     if args.completion_only_loss is False:  # TRL's name of --train_on all
@@ -266,13 +393,24 @@ def _train(trainer, ours: TrainArguments, dataset: str | None, resume: str | boo
     trainer.save_model(args.output_dir)
     trainer.create_model_card(dataset_name=ours.data or dataset)
     trainer.accelerator.print(
-        f"saved {type(trainer.model).__name__} to {args.output_dir} after step {result.global_step}, "
+        f"saved {type(trainer.model).__name__} "
+        "to "
+        f"{args.output_dir} "
+        "after "
+        "step "
+        f"{result.global_step}, "
         f"mean training loss {result.training_loss:.4f}"
     )
     guess = math.log(trainer.model.config.get_text_config().vocab_size)
     if not result.training_loss <= 2 * guess:
         trainer.accelerator.print(
-            f"warning: the training diverged, as a uniform guess has loss {guess:.2f}. Lower --learning_rate, which is "
+            "warning: the training diverged, as a uniform "
+            "guess "
+            "has "
+            "loss "
+            f"{guess:.2f}. "
+            "Lower "
+            "--learning_rate, which is "
             f"{args.learning_rate}",
             file=sys.stderr,
         )
@@ -283,9 +421,17 @@ def _train(trainer, ours: TrainArguments, dataset: str | None, resume: str | boo
 
 
 def _command(argv: Sequence[str] | None) -> str:
-    """Return the command line for a model card, with the names of local files in place of their paths."""
+    """Return the command line for a model card, with the names of local files in place of their
+    paths.
+    """
     words = sys.argv[2:] if argv is None else argv
-    return shlex.join(["moe-runtime", "train", *(Path(word).name if os.path.exists(word) else word for word in words)])
+    return shlex.join(
+        [
+            "moe-runtime",
+            "train",
+            *(Path(word).name if os.path.exists(word) else word for word in words),
+        ]
+    )
 
 
 @contextmanager
@@ -312,33 +458,51 @@ def _kept(folder: str) -> str:
 
 
 def _trainer(trl, name: str, ours: TrainArguments, script, args, model, mixture):
-    """Read the data and build the MoESFTTrainer; TRL loads the model, as it knows the flags for it."""
+    """Read the data and build the MoESFTTrainer; TRL loads the model, as it knows the flags
+    for it.
+    """
     register_auto_classes()
     args.model_init_kwargs = {
-        "revision": model.model_revision, "trust_remote_code": args.trust_remote_code,
-        "attn_implementation": model.attn_implementation, "dtype": model.dtype,
-    } | (args.model_init_kwargs or {})  # fmt: skip
+        "revision": model.model_revision,
+        "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    } | (args.model_init_kwargs or {})
     if not (model.lora_target_modules or model.lora_target_parameters):
         model.lora_target_modules = "all-linear"  # PEFT has no default for MoE models
     train_rows, eval_rows = _load_rows(trl, ours, script, mixture, args.eval_strategy != "no")
     peft_config = trl.get_peft_config(model)
     try:
         if ours.ep_size > 1:
-            name, peft_config = _load_spread(name, ours.ep_size, args, peft_config), None
+            name = _load_spread(name, ours.ep_size, args, peft_config)
+            peft_config = None
         return _sft_trainer()(
-            model=name, args=args, train_dataset=train_rows, eval_dataset=eval_rows,
-            quantization_config=trl.get_quantization_config(model), peft_config=peft_config,
-            router_stats=ours.router_stats, stop_on_nan=ours.stop_on_nan, train_on=ours.train_on,
-        )  # fmt: skip
+            model=name,
+            args=args,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            quantization_config=trl.get_quantization_config(model),
+            peft_config=peft_config,
+            router_stats=ours.router_stats,
+            stop_on_nan=ours.stop_on_nan,
+            train_on=ours.train_on,
+        )
     except SafetensorError as error:
-        raise ValueError(f"Cannot read the weights of model {name!r}: {error}. Download them again") from error
+        raise ValueError(
+            f"Cannot read the weights of model {name!r}: {error}. Download them again"
+        ) from error
 
 
 def _load_spread(name: str, ep_size: int, args, peft_config):
     """Load the model as TRL does, add adapters, and keep each process's share of the experts."""
-    settings, args.model_init_kwargs = args.model_init_kwargs, None
-    dtype, _ = settings.pop("dtype") or "float32", settings.pop("trust_remote_code")  # TRL's default; never run a folder's code
-    model = load(AutoModelForCausalLM, name, "model", dtype=getattr(torch, dtype, dtype), **settings)
+    settings = args.model_init_kwargs
+    args.model_init_kwargs = None
+    # TRL's default; never run a folder's code
+    dtype = settings.pop("dtype") or "float32"
+    _ = settings.pop("trust_remote_code")
+    model = load(
+        AutoModelForCausalLM, name, "model", dtype=getattr(torch, dtype, dtype), **settings
+    )
     if peft_config is not None:
         model = require("peft").get_peft_model(model, peft_config)
     shard_experts(model, expert_mesh(ep_size))
@@ -347,7 +511,8 @@ def _load_spread(name: str, ep_size: int, args, peft_config):
 
 def _check(name: str | None, ours: TrainArguments, script, args, model, mixture) -> None:
     """Raise ValueError for a model without files or tokenizer, and no data."""
-    path, reason = Path(name or ""), None
+    path = Path(name or "")
+    reason = None
     if name is None:
         reason = "No model is given. Pass a folder or a Hub id with --model"
     elif not path.exists():
@@ -361,12 +526,26 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
         )
     if reason is None and ours.data is None and not (script.dataset_name or mixture.datasets):
         reason = "No data is given. Pass a file, a folder or the id of a dataset with --data"
-    elif reason is None and ours.data is not None and ours.eval_data is None and args.eval_strategy != "no":
+    elif (
+        reason is None
+        and ours.data is not None
+        and ours.eval_data is None
+        and args.eval_strategy != "no"
+    ):
         reason = "No evaluation data is given. Pass --eval_data, or --eval_strategy no"
     known = get_available_reporting_integrations()
-    missing = [one for one in args.report_to or () if one not in (*known, "azure_ml", "flyte")]  # valid, but not listed
+    # valid, but not listed
+    missing = [one for one in args.report_to or () if one not in (*known, "azure_ml", "flyte")]
     if reason is None and missing:
-        reason = f"{missing[0]!r} of report_to is not installed. Install it, or pass {' or '.join([*known, 'none'])}"
+        reason = (
+            f"{missing[0]!r} of report_to is not "
+            "installed. "
+            "Install "
+            "it, "
+            "or "
+            "pass "
+            f"{' or '.join([*known, 'none'])}"
+        )
     if reason is not None:
         raise ValueError(reason)
     if not path.exists() and not args.trust_remote_code:
@@ -379,15 +558,25 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
     check_ep_size(ours.ep_size, name)
 
 
-def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | None, adapter: bool) -> None:
-    """Raise ValueError unless --output_dir is new, empty, to be overwritten, or holds the checkpoint to resume from.
+def _check_output(
+    name: str, ours: TrainArguments, args, resume: str | bool | None, adapter: bool
+) -> None:
+    """Raise ValueError unless --output_dir is new, empty, to be overwritten, or holds the
+    checkpoint to resume from.
 
     An adapter may be written into the folder of its model.
     """
-    out, source, last = *map(Path, map(os.path.realpath, (args.output_dir, name))), last_whole_checkpoint(args.output_dir)
+    out, source, last = (
+        *map(Path, map(os.path.realpath, (args.output_dir, name))),
+        last_whole_checkpoint(args.output_dir),
+    )
     checkpoint = last if resume is True else resume
     resumes = checkpoint is not None and Path(os.path.realpath(checkpoint)).is_relative_to(out)
-    beside = adapter and source == out and not [*out.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *out.glob("adapter_config.json")]
+    beside = (
+        adapter
+        and source == out
+        and not [*out.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *out.glob("adapter_config.json")]
+    )
     reason = None
     if not args.output_dir:
         reason = "is not a folder. Pass --output_dir FOLDER"
@@ -398,16 +587,34 @@ def _check_output(name: str, ours: TrainArguments, args, resume: str | bool | No
     elif resume is True and last is None:
         reason = "has no complete checkpoint. Run without --resume"
     elif source.exists() and source.is_relative_to(out) and not (adapter and source == out):
-        reason = f"{'is' if source == out else 'contains'} {name}, the model to train. Pass another folder"
+        reason = (
+            f"{'is' if source == out else 'contains'} {name}, "
+            "the "
+            "model "
+            "to "
+            "train. "
+            "Pass "
+            "another folder"
+        )
     elif not (resumes or beside or ours.overwrite) and out.is_dir() and contents_of(out):
-        reason = "already exists. Pass a new or empty folder, or --overwrite to replace its model and checkpoints"
+        reason = (
+            "already exists. Pass a new or empty folder, or "
+            "--overwrite "
+            "to "
+            "replace "
+            "its "
+            "model "
+            "and checkpoints"
+        )
         reason += f", or --resume to continue from {last.name}" if last else ""
     if reason is not None:
         raise ValueError(f"output_dir {args.output_dir or None} {reason}")
 
 
 def _remove_checkpoints(folder: str) -> None:
-    """Remove the checkpoints of an earlier run, so that none is resumed; its model stays until it is replaced."""
+    """Remove the checkpoints of an earlier run, so that none is resumed; its model stays until it
+    is replaced.
+    """
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         shutil.rmtree(path)
 
@@ -423,5 +630,7 @@ def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> t
         sets = trl.get_dataset(mixture)
     else:
         load = require("datasets").load_dataset
-        sets = load(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        sets = load(
+            script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
+        )
     return sets[script.dataset_train_split], sets[script.dataset_test_split] if evaluates else None

@@ -1,16 +1,20 @@
 """Train only some experts of a model's MoE layers (ESFT, arXiv 2407.01906, Sec. 3.3 and Table 3).
 
-    freeze_for_esft(model, {1: [0, 7], 2: [3]})     # or train_rows(model, ...), which leaves other parameters unchanged
-    ...                                             # any training loop over the parameters that require a gradient
-    fold_rows(model)                                # write the experts to the stacks; drop_rows restores the base instead
+    freeze_for_esft(model, {1: [0, 7], 2: [3]})     # or train_rows(model, ...), which leaves other
+                                                    parameters unchanged
+    ...                                             # any training loop over the parameters that
+                                                    require a gradient
+    fold_rows(model)                                # write the experts to the stacks; drop_rows
+                                                    restores the base instead
 
-Trained experts are stored outside of their stacks (modules.trainable), in parameters `trained_<stack>` [n, ...] that the
-layers read instead of the stacks' rows. Layers are numbered as in `hf.dropin.layers.numbered_layers`, experts as in their
-stacks: the shared expert of our own layers is expert 0. Call `shard_experts` before, DDP and fully_shard after. No gradient is
-computed below the lowest trained layer, unless transformers requires that of the embeddings' output: with gradient
-checkpointing, until model.disable_input_require_grads() (not for the reentrant kind). Such a model cannot be saved in
-checkpoints: MoETrainer raises before the first step, transformers' Trainer at the first checkpoint. Experts that cannot be
-trained raise an error with their path.
+Trained experts are stored outside of their stacks (modules.trainable), in parameters
+`trained_<stack>` [n, ...] that the layers read instead of the stacks' rows. Layers are numbered as
+in `hf.dropin.layers.numbered_layers`, experts as in their stacks: the shared expert of our own
+layers is expert 0. Call `shard_experts` before, DDP and fully_shard after. No gradient is computed
+below the lowest trained layer, unless transformers requires that of the embeddings' output: with
+gradient checkpointing, until model.disable_input_require_grads() (not for the reentrant kind). Such
+a model cannot be saved in checkpoints: MoETrainer raises before the first step, transformers'
+Trainer at the first checkpoint. Experts that cannot be trained raise an error with their path.
 """
 
 import contextlib
@@ -28,7 +32,12 @@ from transformers.modeling_utils import is_fsdp_enabled
 
 from moe_runtime.hf.dropin import experts as stock
 from moe_runtime.hf.dropin import parallel
-from moe_runtime.hf.dropin.layers import experts_module, forget_compiled, numbered_layers, plain_name
+from moe_runtime.hf.dropin.layers import (
+    experts_module,
+    forget_compiled,
+    numbered_layers,
+    plain_name,
+)
 from moe_runtime.modules import trainable
 from moe_runtime.modules.moe import FLOATS, is_quantized
 from moe_runtime.ops.all_to_all import GRADIENTS_OF, is_distributed
@@ -47,14 +56,26 @@ class ExpertsLayer(NamedTuple):
 
 
 def layers_of(model: nn.Module, fresh: bool = True) -> dict[int, ExpertsLayer]:
-    """Return the MoE layers by number; with `fresh`, raise ValueError if experts of `model` are already trained."""
-    if fresh and any(STATE in m.__dict__ or trainable.split_of(m) is not None for m in model.modules()):
-        raise ValueError("The model already trains some experts. Call fold_rows(model) or drop_rows(model) first")
-    paths, layers = {module: name for name, module in model.named_modules()}, {}
+    """Return the MoE layers by number; with `fresh`, raise ValueError if experts of `model` are
+    already trained.
+    """
+    if fresh and any(
+        STATE in m.__dict__ or trainable.split_of(m) is not None for m in model.modules()
+    ):
+        raise ValueError(
+            "The model already trains some experts. Call fold_rows(model) or drop_rows(model) first"
+        )
+    paths = {module: name for name, module in model.named_modules()}
+    layers = {}
     for number, layer in numbered_layers(model).items():
         module = experts_module(model, layer)
-        names = tuple(name for name in stock.stack_names(module) if name) if layer.is_stock else module.stacks()
-        layers[number] = ExpertsLayer(paths[module], module, names, layer.num_experts, layer.num_shared)
+        if layer.is_stock:
+            names = tuple(name for name in stock.stack_names(module) if name)
+        else:
+            names = module.stacks()
+        layers[number] = ExpertsLayer(
+            paths[module], module, names, layer.num_experts, layer.num_shared
+        )
     return layers
 
 
@@ -64,25 +85,57 @@ def with_shared(layers: dict[int, ExpertsLayer], experts: Mapping, shared_expert
     for number, layer in layers.items():
         if layer.num_shared and 0 in experts.get(number, ()):
             raise ValueError(
-                f"experts of layer {number} must be routed ones, but are {list(experts[number])}, and 0 is the shared one. "
+                f"experts of layer {number} must be "
+                "routed "
+                "ones, "
+                "but "
+                "are "
+                f"{list(experts[number])}, "
+                "and 0 is the shared one. "
                 "Pass shared_experts=True to train it"
             )
-    shared = {number: (0,) for number, layer in layers.items() if layer.num_shared} if shared_experts else {}
+    if shared_experts:
+        shared = {number: (0,) for number, layer in layers.items() if layer.num_shared}
+    else:
+        shared = {}
     return experts | {number: (*experts.get(number, ()), *ids) for number, ids in shared.items()}
 
 
-def checked_experts(layers: dict[int, ExpertsLayer], experts: Mapping, dtype: torch.dtype | None) -> dict[int, tuple[int, ...]]:
-    """Return `experts` without empty layers; raises ValueError for experts that cannot be trained."""
-    checked, reason = {}, None
+def checked_experts(
+    layers: dict[int, ExpertsLayer], experts: Mapping, dtype: torch.dtype | None
+) -> dict[int, tuple[int, ...]]:
+    """Return `experts` without empty layers; raises ValueError for experts that cannot be
+    trained.
+    """
+    checked = {}
+    reason = None
     if dtype is not None and dtype not in FLOATS:
         reason = f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}"
     for number, ids in experts.items() if reason is None else ():
         ids = tuple(operator.index(e) for e in ids)
         if number not in layers:
-            reason = f"experts must name layers with experts ({', '.join(map(str, layers))}), but got layer {number!r}"
-        elif len(set(ids)) < len(ids) or any(e not in range(layers[number].num_experts) for e in ids):
+            reason = (
+                "experts must name "
+                "layers "
+                "with "
+                "experts "
+                f"({', '.join(map(str, layers))}), "
+                "but "
+                f"got layer {number!r}"
+            )
+        elif len(set(ids)) < len(ids) or any(
+            e not in range(layers[number].num_experts) for e in ids
+        ):
             most = layers[number].num_experts - 1
-            reason = f"experts of layer {number} must be different ids from 0 to {most}, but got {list(ids)}"
+            reason = (
+                f"experts of layer {number} must be different ids from "
+                "0 "
+                "to "
+                f"{most}, "
+                "but "
+                "got "
+                f"{list(ids)}"
+            )
         elif ids:
             reason = _unfit(layers, number)
             checked[number] = ids
@@ -99,35 +152,80 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
     if stock.ADAPTED.intersection(layer.name.split(".")):
         return f"{layer.name} is wrapped by a PEFT adapter. Use adapters of other modules, or none"
     if getattr(layer.module, "_is_expert_parallel", False):
-        return f"{layer.name} holds only a part of its experts. Use shard_experts, not transformers' expert-parallel plan"
-    owners = {id(other.module._parameters.get(name)): n for n, other in layers.items() if n != number for name in other.names}
+        return (
+            f"{layer.name} holds only a part of "
+            "its "
+            "experts. "
+            "Use "
+            "shard_experts, "
+            "not "
+            "transformers' expert-parallel plan"
+        )
+    owners = {
+        id(other.module._parameters.get(name)): n
+        for n, other in layers.items()
+        if n != number
+        for name in other.names
+    }
     for name in layer.names:
-        stack, path = layer.module._parameters.get(name), f"{layer.name}.{name}"
+        stack = layer.module._parameters.get(name)
+        path = f"{layer.name}.{name}"
         if stack is None or not stack.is_floating_point() or is_quantized(stack):
             got = "no parameter" if stack is None else f"{stack.dtype} ({type(stack).__name__})"
-            return f"{path} must be a floating-point tensor that is not quantized or held by an engine, but is {got}"
-        if stack.is_meta and not is_fsdp_enabled():  # under FSDP the other ranks load nothing and get rank 0's weights
+            return (
+                f"{path} must be a floating-point tensor that is not "
+                "quantized "
+                "or "
+                "held "
+                "by "
+                "an "
+                f"engine, but is {got}"
+            )
+        # under FSDP the other ranks load nothing and get rank 0's weights
+        if stack.is_meta and not is_fsdp_enabled():
             return f"{path} is on the meta device. Load the model without offloading"
         if is_distributed(stack) and GRADIENTS_OF not in layer.module.__dict__:
             return f"{path} is sharded. Call train_rows before FSDP2, and after shard_experts"
         if id(stack) in owners:
-            return f"{name} of layer {number} is shared with layer {owners[id(stack)]}, which is not supported"
+            return (
+                f"{name} of layer {number} is shared "
+                "with "
+                "layer "
+                f"{owners[id(stack)]}, "
+                "which "
+                "is "
+                "not supported"
+            )
     return None
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError for a model whose parameters are held by DDP, FSDP2 or transformers' tensor parallelism."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing takes a second; if not imported, nothing is sharded
+    """Raise ValueError for a model whose parameters are held by DDP, FSDP2 or transformers' tensor
+    parallelism.
+    """
+    # importing takes a second; if not imported, nothing is sharded
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     held = isinstance(model, nn.parallel.DistributedDataParallel) or any(
-        (fsdp is not None and isinstance(m, fsdp.FSDPModule)) or (m.__dict__.get("_tp_size") or 1) > 1 for m in model.modules()
+        (fsdp is not None and isinstance(m, fsdp.FSDPModule))
+        or (m.__dict__.get("_tp_size") or 1) > 1
+        for m in model.modules()
     )
     if held:
-        raise ValueError(f"The parameters of {type(model).__name__} are held by an engine. Pass the model before it is wrapped")
+        raise ValueError(
+            f"The parameters of {type(model).__name__} are held by "
+            "an "
+            "engine. "
+            "Pass "
+            "the "
+            "model "
+            "before it is wrapped"
+        )
 
 
 # MLPs next to the experts that process every token; their gates are not part of them
 SHARED = re.compile(r"(^|\.)shared_(experts?|mlp)$")
-# parameters by which routers choose experts and sparse attention chooses keys, which get no gradient
+# parameters by which routers choose experts and sparse attention chooses keys, which get no
+# gradient
 CHOICE = re.compile(r"\.(e_score_correction_bias|expert_bias)$|(^|\.)indexer\.")
 
 
@@ -154,22 +252,28 @@ class TrainableReceipt:
         return self.trainable_parameters / self.total_parameters
 
 
-def train_rows(model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None) -> TrainableReceipt:
-    """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the other experts of these layers.
+def train_rows(
+    model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype: torch.dtype | None = None
+) -> TrainableReceipt:
+    """Make the experts `experts` (layer -> ids) of `model` trainable in place, and freeze the other
+    experts of these layers.
 
-    Their weights become parameters `trained_<stack>` [n, ...] in `dtype`, by default their stack's; no stack is copied. In
-    float32 next to a bfloat16 model, they are cast where used, and their gradients are float32. (A float32 model under
-    autocast keeps a cast copy of every stack until the backward pass: load it in bfloat16 and pass dtype=torch.float32.) The
-    model then runs on moe_runtime (`hf.dropin.experts.patch`), and raises for other implementations and in save_pretrained,
-    which would write the untrained base.
+    Their weights become parameters `trained_<stack>` [n, ...] in `dtype`, by default their stack's;
+    no stack is copied. In float32 next to a bfloat16 model, they are cast where used, and their
+    gradients are float32. (A float32 model under autocast keeps a cast copy of every stack until
+    the backward pass: load it in bfloat16 and pass dtype=torch.float32.) The model then runs on
+    moe_runtime (`hf.dropin.experts.patch`), and raises for other implementations and in
+    save_pretrained, which would write the untrained base.
 
-    Call this before the model reaches DDP, FSDP2, torch.compile or an optimizer, and after `shard_experts` and PEFT's adapters,
-    which freeze existing parameters. If only sharded experts train, DDP raises, as it has no parameters: call the model
-    directly. Parameters of one FSDP2 group must have one dtype: if other parameters train in another dtype than the rows, make
-    each experts module a separate group, or name its class to accelerate in addition to the layers'.
+    Call this before the model reaches DDP, FSDP2, torch.compile or an optimizer, and after
+    `shard_experts` and PEFT's adapters, which freeze existing parameters. If only sharded experts
+    train, DDP raises, as it has no parameters: call the model directly. Parameters of one FSDP2
+    group must have one dtype: if other parameters train in another dtype than the rows, make each
+    experts module a separate group, or name its class to accelerate in addition to the layers'.
 
-    Raises ValueError, before anything is changed, for unknown layers or ids, for experts that are sharded, adapted, quantized,
-    not loaded, offloaded or tied to those of another layer, and for a model with experts that are already trained.
+    Raises ValueError, before anything is changed, for unknown layers or ids, for experts that are
+    sharded, adapted, quantized, not loaded, offloaded or tied to those of another layer, and for a
+    model with experts that are already trained.
     """
     layers = layers_of(model)
     experts = checked_experts(layers, experts, dtype)
@@ -178,25 +282,43 @@ def train_rows(model: nn.Module, experts: Mapping[int, Sequence[int]], *, dtype:
 
 
 def freeze_for_esft(
-    model: nn.Module, experts: Mapping[int, Sequence[int]], shared_experts: bool = False, non_expert_modules: bool = False, *,
+    model: nn.Module,
+    experts: Mapping[int, Sequence[int]],
+    shared_experts: bool = False,
+    non_expert_modules: bool = False,
+    *,
     dtype: torch.dtype | None = None,
-) -> TrainableReceipt:  # fmt: skip
-    """Call `train_rows` and set whether other parameters are trained (ESFT, Table 3); by default none are.
+) -> TrainableReceipt:
+    """Call `train_rows` and set whether other parameters are trained (ESFT, Table 3); by default
+    none are.
 
-    `shared_experts`: the MLPs next to the experts that process every token, and expert 0 of our own layers that have a
-    shared one, which `experts` must not contain. `non_expert_modules`: everything but routed experts and shared MLPs:
-    routers and the gates of shared MLPs, attention, norms, embeddings, head, dense layers. Raises ValueError as train_rows.
+    `shared_experts`: the MLPs next to the experts that process every token, and expert 0 of our own
+    layers that have a shared one, which `experts` must not contain. `non_expert_modules`:
+    everything but routed experts and shared MLPs: routers and the gates of shared MLPs, attention,
+    norms, embeddings, head, dense layers. Raises ValueError as train_rows.
     """
     layers = layers_of(model)
     experts = checked_experts(layers, with_shared(layers, experts, shared_experts), dtype)
     shared = _shared_mlps(model, layers)
     stacks = {id(getattr(layer.module, name)) for layer in layers.values() for name in layer.names}
-    trains, parameters = {}, dict(model.named_parameters())
+    trains = {}
+    parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        asked = shared_experts if any(name.startswith(f"{path}.") for path in shared) else non_expert_modules
+        if any(name.startswith(f"{path}.") for path in shared):
+            asked = shared_experts
+        else:
+            asked = non_expert_modules
         trains[name] = asked and id(parameter) not in stacks and not CHOICE.search(name)
         if trains[name] and parameter.dtype not in FLOATS:
-            raise ValueError(f"{name} is {parameter.dtype}, but only floating-point parameters can be trained. Freeze it")
+            raise ValueError(
+                f"{name} is {parameter.dtype}, but only "
+                "floating-point "
+                "parameters "
+                "can "
+                "be "
+                "trained. "
+                "Freeze it"
+            )
     before = {plain_name(name): parameter.requires_grad for name, parameter in parameters.items()}
     _split(model, layers, experts, dtype, before)
     for name, parameter in parameters.items():
@@ -205,36 +327,56 @@ def freeze_for_esft(
 
 
 def _shared_mlps(model: nn.Module, layers: dict[int, ExpertsLayer]) -> tuple[str, ...]:
-    """Return the paths of the shared MLPs, found by name or, as in Gemma 4, as the `mlp` of the experts' block."""
+    """Return the paths of the shared MLPs, found by name or, as in Gemma 4, as the `mlp` of the
+    experts' block.
+    """
     beside = {f"{layer.name.rpartition('.')[0]}.mlp" for layer in layers.values()}
-    return tuple(name for name, _ in model.named_modules() if name in beside or SHARED.search(plain_name(name)))
+    return tuple(
+        name
+        for name, _ in model.named_modules()
+        if name in beside or SHARED.search(plain_name(name))
+    )
 
 
 def _split_modules(model: nn.Module) -> dict[int, tuple[nn.Module, trainable.Split]]:
     """Return the experts modules with separately stored rows, by layer number."""
     _state_of(model)
-    found = {number: (layer.module, trainable.split_of(layer.module)) for number, layer in layers_of(model, False).items()}
-    return {number: (module, split) for number, (module, split) in found.items() if split is not None}
+    found = {
+        number: (layer.module, trainable.split_of(layer.module))
+        for number, layer in layers_of(model, False).items()
+    }
+    return {
+        number: (module, split) for number, (module, split) in found.items() if split is not None
+    }
 
 
 def fold_rows(model: nn.Module) -> None:
-    """Write the trained experts into their stacks, rounded to the stacks' dtype, and undo `train_rows` otherwise.
+    """Write the trained experts into their stacks, rounded to the stacks' dtype, and undo
+    `train_rows` otherwise.
 
-    The model's previous experts implementation and requires_grad flags are restored. Under expert parallelism every rank folds
-    its experts. Raises ValueError for a model without trained experts, and for one held by FSDP2 or DDP.
+    The model's previous experts implementation and requires_grad flags are restored. Under expert
+    parallelism every rank folds its experts. Raises ValueError for a model without trained experts,
+    and for one held by FSDP2 or DDP.
     """
     _undo(model, trainable.fold_rows)
 
 
 def drop_rows(model: nn.Module) -> None:
-    """Undo `train_rows` and discard the trained experts; the base is restored bit by bit. Raises ValueError as fold_rows."""
+    """Undo `train_rows` and discard the trained experts; the base is restored bit by bit. Raises
+    ValueError as fold_rows.
+    """
     _undo(model, trainable.drop_rows)
 
 
-def _split(model: nn.Module, layers: dict[int, ExpertsLayer], experts: dict, dtype, before: dict[str, bool]) -> None:
+def _split(
+    model: nn.Module, layers: dict[int, ExpertsLayer], experts: dict, dtype, before: dict[str, bool]
+) -> None:
     """Store all rows separately, or none if memory is insufficient."""
     check_unwrapped(model)
-    patched = all(not stock.is_experts(m) or m.config._experts_implementation == stock.NAME for m in model.modules())
+    patched = all(
+        not stock.is_experts(m) or m.config._experts_implementation == stock.NAME
+        for m in model.modules()
+    )
     if experts:
         stock.patch(model)
         forget_compiled()
@@ -247,7 +389,9 @@ def _split(model: nn.Module, layers: dict[int, ExpertsLayer], experts: dict, dty
         undo.pop_all()
 
 
-def _split_layer(model: nn.Module, layer: ExpertsLayer, ids: tuple[int, ...], dtype: torch.dtype | None) -> None:
+def _split_layer(
+    model: nn.Module, layer: ExpertsLayer, ids: tuple[int, ...], dtype: torch.dtype | None
+) -> None:
     if is_distributed(layer.module.down_proj):
         parallel.split_spread_rows(model, layer.name, layer.names, ids, dtype)
     else:
@@ -257,9 +401,13 @@ def _split_layer(model: nn.Module, layer: ExpertsLayer, ids: tuple[int, ...], dt
 
 
 def _guard(model: nn.Module) -> None:
-    """Make the parts of `model` with separate rows reject save_pretrained, unless `shard_experts` has already done so."""
+    """Make the parts of `model` with separate rows reject save_pretrained, unless `shard_experts`
+    has already done so.
+    """
     for module in model.modules():
-        saves = hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__
+        saves = (
+            hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__
+        )
         if saves and any(trainable.split_of(part) is not None for part in module.modules()):
             module.save_pretrained = functools.partial(_refuse_to_save, module)
 
@@ -271,7 +419,13 @@ def is_guarded(module: nn.Module) -> bool:
 
 def _refuse_to_save(module: nn.Module, *_, **__) -> None:
     raise ValueError(
-        f"Some experts of {type(module).__name__} are stored separately for training, and would be saved untrained. Call "
+        f"Some experts of {type(module).__name__} are stored "
+        "separately "
+        "for "
+        "training, "
+        "and "
+        "would "
+        "be saved untrained. Call "
         "fold_rows(model) first, or use esft.train_only, which saves an adapter"
     )
 
@@ -283,11 +437,19 @@ def unguard(module: nn.Module) -> None:
 
 
 def _refuse_others(module: nn.Module, args) -> None:
-    """Hook of a stock experts module: raise for transformers' implementations, which would ignore separate rows."""
+    """Hook of a stock experts module: raise for transformers' implementations, which would ignore
+    separate rows.
+    """
     implementation = module.config._experts_implementation
     if implementation != stock.NAME:
         raise ValueError(
-            f"experts_implementation must be {stock.NAME!r} while some experts of {type(module).__name__} are stored "
+            "experts_implementation must be "
+            f"{stock.NAME!r} "
+            "while "
+            "some "
+            "experts "
+            "of "
+            f"{type(module).__name__} are stored "
             f"separately for training, but is {implementation!r}. Call fold_rows(model) first"
         )
 
@@ -298,7 +460,15 @@ def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
             return module, module.__dict__[STATE]
     if any(trainable.split_of(module) is not None for module in model.modules()):
         return model, _Before(True, {})  # PEFT has unloaded the wrapper that stored the state
-    raise ValueError(f"{type(model).__name__} has no separately trained experts. Pass a model prepared by train_rows")
+    raise ValueError(
+        f"{type(model).__name__} has no separately trained experts. "
+        "Pass "
+        "a "
+        "model "
+        "prepared "
+        "by "
+        "train_rows"
+    )
 
 
 def _undo(model: nn.Module, rejoin) -> None:
@@ -312,24 +482,34 @@ def _undo(model: nn.Module, rejoin) -> None:
         if is_distributed(module.down_proj):
             parallel.forget_rows(inner, name)
         rejoin(module)
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _refuse_others]:
+        for key in [
+            key for key, hook in module._forward_pre_hooks.items() if hook is _refuse_others
+        ]:
             del module._forward_pre_hooks[key]
     if not before.patched:
         stock.unpatch(inner)
     for name, parameter in inner.named_parameters():
-        parameter.requires_grad_(before.requires_grad.get(plain_name(name), parameter.requires_grad))
+        parameter.requires_grad_(
+            before.requires_grad.get(plain_name(name), parameter.requires_grad)
+        )
     inner.__dict__.pop(STATE, None)
 
 
 def _receipt(model: nn.Module, shared: tuple[str, ...]) -> TrainableReceipt:
-    rows, experts, row_ids = 0, {}, set()
+    rows = 0
+    experts = {}
+    row_ids = set()
     for number, (module, split) in _split_modules(model).items():
         experts[number] = split.ids
         row_ids |= {id(p) for p in trainable.trained_parameters(module).values()}
-        rows += sum(len(split.ids) * getattr(module, name).shape[1:].numel() for name in split.requires_grad)
+        rows += sum(
+            len(split.ids) * getattr(module, name).shape[1:].numel() for name in split.requires_grad
+        )
     others = [p for p in model.parameters() if id(p) not in row_ids]
     return TrainableReceipt(
-        experts=experts, shared_experts=shared, row_parameters=rows,
+        experts=experts,
+        shared_experts=shared,
+        row_parameters=rows,
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
         total_parameters=sum(p.numel() for p in others),
-    )  # fmt: skip
+    )

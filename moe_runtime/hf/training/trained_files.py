@@ -4,8 +4,9 @@ A folder holds model.safetensors and expert_cfg.json. Row e of a layer's stacks 
 
     <path of the experts>.{e}.gate_proj.weight [I, H],  .up_proj.weight [I, H],  .down_proj.weight [H, I]
 
-for every layout of the model's stacks; in a DeepSeek model these are the official names, model.layers.{l}.mlp.experts.{e}.*.
-Experts with biases also have *.bias [I], [I] and [H]. Other trained parameters keep their names in the model.
+for every layout of the model's stacks; in a DeepSeek model these are the official names,
+model.layers.{l}.mlp.experts.{e}.*. Experts with biases also have *.bias [I], [I] and [H]. Other
+trained parameters keep their names in the model.
 """
 
 import functools
@@ -32,7 +33,9 @@ from moe_runtime.ops.all_to_all import is_distributed
 CONFIG = "expert_cfg.json"
 TRAINING = "moe_runtime_training"  # attribute of a model that trains rows: its Training
 Check = Callable[[dict[str, Any], str | Path], None]  # (config, folder); raises ValueError
-_EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<part>(?:gate|up|down)_proj\.(?:weight|bias))")
+_EXPERT = re.compile(
+    r"(?P<path>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<part>(?:gate|up|down)_proj\.(?:weight|bias))"
+)
 
 
 class Layout(NamedTuple):
@@ -54,10 +57,14 @@ class ExpertName(NamedTuple):
 
 
 def parse_name(name: str) -> ExpertName | None:
-    """Parse the name of an expert's tensor; None for any other name. The layer is the first number in the path."""
+    """Parse the name of an expert's tensor; None for any other name. The layer is the first number
+    in the path.
+    """
     match = _EXPERT.fullmatch(name)
     digits = re.search(r"\d+", match["path"]) if match else None
-    return ExpertName(match["path"], int(digits[0]), int(match["expert"]), match["part"]) if digits else None
+    if digits:
+        return ExpertName(match["path"], int(digits[0]), int(match["expert"]), match["part"])
+    return None
 
 
 def layout_of(module: nn.Module) -> Layout:
@@ -70,15 +77,23 @@ def layout_of(module: nn.Module) -> Layout:
 
 def stack_parts(layout: Layout) -> dict[str, tuple[str, ...]]:
     """Return the parts of an expert that each stack holds, by the stack's name."""
-    up, parts = ("gate_up_proj", ("gate_proj", "up_proj")) if layout.gated else ("up_proj", ("up_proj",))
+    if layout.gated:
+        up, parts = ("gate_up_proj", ("gate_proj", "up_proj"))
+    else:
+        up, parts = ("up_proj", ("up_proj",))
     stacks = {up: tuple(f"{part}.weight" for part in parts), "down_proj": ("down_proj.weight",)}
     if layout.bias:
-        stacks |= {f"{up}_bias": tuple(f"{part}.bias" for part in parts), "down_proj_bias": ("down_proj.bias",)}
+        stacks |= {
+            f"{up}_bias": tuple(f"{part}.bias" for part in parts),
+            "down_proj_bias": ("down_proj.bias",),
+        }
     return stacks
 
 
 def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Split a row of the stack of this name into views of an expert's tensors, by part: [out, in], or [out] for biases."""
+    """Split a row of the stack of this name into views of an expert's tensors, by part: [out, in],
+    or [out] for biases.
+    """
     names = stack_parts(layout)[stack]
     row = row.t() if layout.transposed else row  # no effect on a bias
     if len(names) == 1:
@@ -88,7 +103,9 @@ def split_row(layout: Layout, stack: str, row: torch.Tensor) -> dict[str, torch.
 
 
 def join_row(layout: Layout, stack: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Assemble a row of the stack of this name from an expert's tensors, [out, in] each: the inverse of `split_row`."""
+    """Assemble a row of the stack of this name from an expert's tensors, [out, in] each: the
+    inverse of `split_row`.
+    """
     halves = [parts[name] for name in stack_parts(layout)[stack]]
     if len(halves) == 1:
         row = halves[0]
@@ -109,21 +126,27 @@ class Training:
 
     config: dict[str, Any]  # expert_cfg.json
     others: tuple[str, ...]  # plain names of the trained parameters that are not experts
-    dtypes: dict[str, torch.dtype]  # previous dtypes of those in `others` that are trained in another one
+    # previous dtypes of those in `others` that are trained in another one
+    dtypes: dict[str, torch.dtype]
     hooks: tuple = ()
     save: Any = None  # the instance's previous save_pretrained, if it was not that of its class
     check: Check | None = None
 
 
 def mark(
-    model: nn.Module, config: dict[str, Any], others: tuple[str, ...], dtype: torch.dtype | None = None,
+    model: nn.Module,
+    config: dict[str, Any],
+    others: tuple[str, ...],
+    dtype: torch.dtype | None = None,
     check: Check | None = None,
-) -> None:  # fmt: skip
-    """Record the trained parameters of `model`, and make it save only these; `others` are converted to `dtype` if given.
+) -> None:
+    """Record the trained parameters of `model`, and make it save only these; `others` are converted
+    to `dtype` if given.
 
-    `save_pretrained` then writes `config` and `trained_tensors`, like PEFT's models, whereas transformers' own would
-    save the untrained stacks; `load_state_dict` accepts the names in these files as well as the model's own.
-    `check(config, folder)` raises ValueError for a folder whose weights are for another model.
+    `save_pretrained` then writes `config` and `trained_tensors`, like PEFT's models, whereas
+    transformers' own would save the untrained stacks; `load_state_dict` accepts the names in these
+    files as well as the model's own. `check(config, folder)` raises ValueError for a folder whose
+    weights are for another model.
     """
     hooks = tuple(
         module.register_load_state_dict_pre_hook(functools.partial(_take_names, layout_of(module)))
@@ -152,7 +175,9 @@ def unmark(model: nn.Module) -> None:
 
 
 def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """Change the dtypes of parameters, by plain name, in place; return the previous dtypes of those that changed."""
+    """Change the dtypes of parameters, by plain name, in place; return the previous dtypes of those
+    that changed.
+    """
     before = {}
     for name, parameter in model.named_parameters():
         name = plain_name(name)
@@ -164,21 +189,35 @@ def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, torc
 
 
 def needs_autocast(model: nn.Module) -> bool:
-    """Return whether other parameters than experts train in another dtype than the rest, so `model` requires autocast."""
+    """Return whether other parameters than experts train in another dtype than the rest, so `model`
+    requires autocast.
+    """
     training = training_of(model)
     return training is not None and bool(training.dtypes)
 
 
 def check_trains(model: nn.Module) -> None:
-    """Raise ValueError if a parameter recorded by `mark` no longer requires a gradient, as after PEFT."""
+    """Raise ValueError if a parameter recorded by `mark` no longer requires a gradient, as after
+    PEFT.
+    """
     model = holder(model)
     if model is None:
         return
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    frozen = [name for name in _trained_names(model) if name in parameters and not parameters[name].requires_grad]
+    frozen = [
+        name
+        for name in _trained_names(model)
+        if name in parameters and not parameters[name].requires_grad
+    ]
     if frozen:
         raise ValueError(
-            f"{frozen[0]} was selected for training but is frozen. Add PEFT's adapters before esft.train_only, or none"
+            f"{frozen[0]} was selected for training but is "
+            "frozen. "
+            "Add "
+            "PEFT's "
+            "adapters "
+            "before "
+            "esft.train_only, or none"
         )
 
 
@@ -195,18 +234,29 @@ def training_of(model: nn.Module) -> Training | None:
 
 def split_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the experts modules with separately stored trained rows, by plain path."""
-    layers = ((experts_path(layer), experts_module(model, layer)) for layer in numbered_layers(model).values())
+    layers = (
+        (experts_path(layer), experts_module(model, layer))
+        for layer in numbered_layers(model).values()
+    )
     return {path: module for path, module in layers if split_of(module) is not None}
 
 
 def _trained_names(model: nn.Module) -> list[str]:
-    """Return the plain names of the parameters recorded by `mark`: the experts' rows, and the others."""
-    rows = [f"{path}.{PREFIX}{stack}" for path, m in split_modules(model).items() for stack in trained_parameters(m)]
+    """Return the plain names of the parameters recorded by `mark`: the experts' rows, and the
+    others.
+    """
+    rows = [
+        f"{path}.{PREFIX}{stack}"
+        for path, m in split_modules(model).items()
+        for stack in trained_parameters(m)
+    ]
     return [*rows, *training_of(model).others]
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return whether the trained parameters are distributed, so that all processes must take part in gathering them."""
+    """Return whether the trained parameters are distributed, so that all processes must take part
+    in gathering them.
+    """
     names = set(_trained_names(model))
     return any(
         is_distributed(parameter) and parameter.device_mesh.size() > 1
@@ -221,32 +271,45 @@ def gathered(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
 
     If the model is distributed, every process must call it; those without `keep` get nothing.
     """
-    parameters, found = {plain_name(name): parameter for name, parameter in model.named_parameters()}, {}
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    found = {}
     for name in _trained_names(model):
         tensor = whole(parameters[name]) if name in parameters else None
-        if keep and tensor is not None:  # names changed by an engine raise an error when the file is written
+        # names changed by an engine raise an error when the file is written
+        if keep and tensor is not None:
             found[name] = tensor
     return found
 
 
 @torch.no_grad()
-def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return the trained tensors of `model` on the CPU, by their names in the file; `state_dict` replaces its weights if given.
+def trained_tensors(
+    model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the trained tensors of `model` on the CPU, by their names in the file; `state_dict`
+    replaces its weights if given.
 
     Sharded tensors are gathered, so every process must call this, unless `state_dict` is complete.
     """
     source = gathered(model) if state_dict is None else state_dict
-    source, tensors = {plain_name(name): value for name, value in source.items()}, {}
+    source = {plain_name(name): value for name, value in source.items()}
+    tensors = {}
 
     def find(name: str) -> torch.Tensor:
         if name not in source:
             raise ValueError(
-                f"{name}, which the model trains, is missing from the {len(source)} tensors of {type(model).__name__}"
+                f"{name}, which the model trains, is missing "
+                "from "
+                "the "
+                f"{len(source)} "
+                "tensors "
+                "of "
+                f"{type(model).__name__}"
             )
         return whole(source[name])
 
     for path, module in split_modules(model).items():
-        split, layout = split_of(module), layout_of(module)
+        split = split_of(module)
+        layout = layout_of(module)
         for stack in trained_parameters(module):
             rows = find(f"{path}.{PREFIX}{stack}")
             for expert, place in zip(split.ids, split.places, strict=True):
@@ -256,18 +319,35 @@ def trained_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor] | N
 
 
 def save_trained(
-    model: nn.Module, save_directory: str | Path, is_main_process: bool = True,
-    state_dict: Mapping[str, torch.Tensor] | None = None, push_to_hub: bool = False, **_,
-) -> None:  # fmt: skip
-    """Write the trained tensors of `model` into a folder, each file atomically: the `save_pretrained` of a marked model.
+    model: nn.Module,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    push_to_hub: bool = False,
+    **_,
+) -> None:
+    """Write the trained tensors of `model` into a folder, each file atomically: the
+    `save_pretrained` of a marked model.
 
     Accepts the arguments of transformers' method; those not named here have no effect.
     """
     # a single rank would wait forever for the others
     if push_to_hub or (state_dict is None and is_split(model)):
         raise ValueError(
-            f"{type(model).__name__} trains only some experts, so push_to_hub ({push_to_hub}) and sharded states are not "
-            "supported. Use model.push_to_hub(repository), or, for distributed experts, esft.save_adapter(model, folder) "
+            f"{type(model).__name__} trains only some "
+            "experts, "
+            "so "
+            "push_to_hub "
+            f"({push_to_hub}) "
+            "and "
+            "sharded states are not "
+            "supported. Use "
+            "model.push_to_hub(repository), "
+            "or, "
+            "for "
+            "distributed "
+            "experts, "
+            "esft.save_adapter(model, folder) "
             "on every rank, and MoETrainer, or save_strategy='no' in Trainer"
         )
     tensors = trained_tensors(model, state_dict)
@@ -276,17 +356,29 @@ def save_trained(
 
 
 def check_place(folder: str | Path) -> None:
-    """Raise ValueError for the folder of a whole model, as an adapter's file has the same name as its weights."""
+    """Raise ValueError for the folder of a whole model, as an adapter's file has the same name as
+    its weights.
+    """
     found = weights_of(folder)
     # a config.json next to an adapter's two files is that of its base, as in Hub repositories
     if found and not (found == [SINGLE] and (Path(folder) / CONFIG).is_file()):
         raise ValueError(
-            f"Folder {folder} holds a whole model ({found[0]}), but only trained experts are being saved. Choose another folder"
+            f"Folder {folder} holds a whole model ({found[0]}), "
+            "but "
+            "only "
+            "trained "
+            "experts "
+            "are "
+            "being saved. Choose another folder"
         )
 
 
-def write_files(folder: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Write the two files of an adapter into a folder, created if missing; raises ValueError as `check_place`."""
+def write_files(
+    folder: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> None:
+    """Write the two files of an adapter into a folder, created if missing; raises ValueError as
+    `check_place`.
+    """
     check_place(folder)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -298,10 +390,11 @@ def write_files(folder: str | Path, tensors: Mapping[str, torch.Tensor], config:
 def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     """Read the safetensors files of an adapter, memory-mapped.
 
-    Names in old files, which start with "layers.", are prefixed with "model.". Raises ValueError if there is no file, for a
-    truncated file, and for a duplicate name.
+    Names in old files, which start with "layers.", are prefixed with "model.". Raises ValueError if
+    there is no file, for a truncated file, and for a duplicate name.
     """
-    files, reason = sorted(Path(folder).glob("*.safetensors")), None
+    files = sorted(Path(folder).glob("*.safetensors"))
+    reason = None
     tensors: dict[str, torch.Tensor] = {}
     if not files:
         reason = f"{str(folder)!r} has no .safetensors file. Pass the folder of an adapter"
@@ -312,7 +405,10 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
         except (SafetensorError, OSError) as error:
             reason = f"{file} is not a valid safetensors file ({error}). Download it again"
             break
-        found = {f"model.{name}" if name.startswith("layers.") else name: tensor for name, tensor in found.items()}
+        found = {
+            f"model.{name}" if name.startswith("layers.") else name: tensor
+            for name, tensor in found.items()
+        }
         if twice := sorted(found.keys() & tensors.keys()):
             reason = f"{file} has {twice[0]}, which is also in another file of the folder"
         tensors |= found
@@ -323,30 +419,63 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_trained(model: nn.Module, folder: str | Path) -> None:
-    """Load a folder of `save_trained` to resume training; `model` must train the same experts and parameters.
+    """Load a folder of `save_trained` to resume training; `model` must train the same experts and
+    parameters.
 
-    Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that differ in name or shape from
-    those that it trains, and if the `check` of `mark` does.
+    Raises ValueError, with the model untouched, for a model that trains no rows, for tensors that
+    differ in name or shape from those that it trains, and if the `check` of `mark` does.
     """
-    training, tensors, reason = training_of(model), read_tensors(folder), None
+    training = training_of(model)
+    tensors = read_tensors(folder)
+    reason = None
     if training is None:
         reason = (
-            f"{folder} is an adapter, but {type(model).__name__} trains no experts separately. Prepare it with esft.train_only "
+            f"{folder} is an adapter, but "
+            f"{type(model).__name__} "
+            "trains "
+            "no "
+            "experts "
+            "separately. "
+            "Prepare it with esft.train_only "
             "and the same selection, or apply the adapter with esft.apply"
         )
     elif any(hasattr(p, "placements") for p in model.parameters()):
-        reason = f"{type(model).__name__} is distributed over processes. Load the adapter before distributing it"
+        reason = (
+            f"{type(model).__name__} is distributed over "
+            "processes. "
+            "Load "
+            "the "
+            "adapter "
+            "before "
+            "distributing it"
+        )
     else:
         targets = _targets(model, training)
-        want, own = ({name: tuple(t.shape) for name, t in found.items()} for found in (targets, tensors))
+        want, own = (
+            {name: tuple(t.shape) for name, t in found.items()} for found in (targets, tensors)
+        )
         if lacks := want.keys() ^ own.keys():
             kind = "lacks" if min(lacks) in want else "has"
             reason = (
-                f"{folder} {kind} {min(lacks)}, but must have the {len(want)} tensors that the model trains. Prepare the model "
+                f"{folder} {kind} {min(lacks)}, but must have "
+                "the "
+                f"{len(want)} "
+                "tensors "
+                "that "
+                "the "
+                "model trains. Prepare the model "
                 "with the selection in expert_cfg.json"
             )
         elif other := [name for name in want if own[name] != want[name]]:
-            reason = f"{other[0]} in {folder} has shape {list(own[other[0]])}, but the model's is {list(want[other[0]])}"
+            reason = (
+                f"{other[0]} in {folder} has shape "
+                f"{list(own[other[0]])}, "
+                "but "
+                "the "
+                "model's "
+                "is "
+                f"{list(want[other[0]])}"
+            )
     if reason is not None:
         raise ValueError(reason)
     if training.check is not None:
@@ -359,7 +488,8 @@ def _targets(model: nn.Module, training: Training) -> dict[str, torch.Tensor]:
     """Return the views of trained parameters that each tensor of the file is copied to."""
     tensors = {}
     for path, module in split_modules(model).items():
-        split, layout = split_of(module), layout_of(module)
+        split = split_of(module)
+        layout = layout_of(module)
         for stack, parameter in trained_parameters(module).items():
             for expert, place in zip(split.ids, split.places, strict=True):
                 for part, view in split_row(layout, stack, parameter.detach()[place]).items():
@@ -368,20 +498,42 @@ def _targets(model: nn.Module, training: Training) -> dict[str, torch.Tensor]:
     return tensors | {name: parameters[name].detach() for name in training.others}
 
 
-def _take_names(layout: Layout, module: nn.Module, state_dict, prefix: str, _metadata, _strict, _missing, _unexpected, errors):
-    """Hook of load_state_dict: assemble an experts module's rows from an adapter file's tensors, if present."""
+def _take_names(
+    layout: Layout,
+    module: nn.Module,
+    state_dict,
+    prefix: str,
+    _metadata,
+    _strict,
+    _missing,
+    _unexpected,
+    errors,
+):
+    """Hook of load_state_dict: assemble an experts module's rows from an adapter file's tensors, if
+    present.
+    """
     split = split_of(module)
-    parts = {name: state_dict[name] for name in state_dict if name.startswith(prefix) and parse_name(name)}
+    parts = {
+        name: state_dict[name]
+        for name in state_dict
+        if name.startswith(prefix) and parse_name(name)
+    }
     if split is None or not parts:
         return
-    ids, stacks = split.ids, stack_parts(layout)
+    ids = split.ids
+    stacks = stack_parts(layout)
     want = {f"{prefix}{e}.{name}" for names in stacks.values() for name in names for e in ids}
     if parts.keys() != want:
         there = sorted({parse_name(name).expert for name in parts})
-        errors.append(f"{prefix[:-1]}: the file must have the trained experts {sorted(ids)}, but has {there}")
+        errors.append(
+            f"{prefix[:-1]}: the file must have the trained experts {sorted(ids)}, but has {there}"
+        )
         return
     for stack, names in stacks.items():
-        rows = [join_row(layout, stack, {name: parts[f"{prefix}{e}.{name}"] for name in names}) for e in ids]
+        rows = [
+            join_row(layout, stack, {name: parts[f"{prefix}{e}.{name}"] for name in names})
+            for e in ids
+        ]
         state_dict[f"{prefix}{PREFIX}{stack}"] = torch.stack(rows)
     for name in parts:
         del state_dict[name]

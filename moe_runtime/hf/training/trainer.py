@@ -1,13 +1,16 @@
-"""Extensions of transformers' Trainer and TRL's SFTTrainer: the parts of the loss, router statistics, a stop at NaN.
+"""Extensions of transformers' Trainer and TRL's SFTTrainer: the parts of the loss, router
+statistics, a stop at NaN.
 
     loss = lm_loss + balance_loss
-    balance_loss = sum of the layers' balance losses + router_aux_loss_coef * transformers' pooled loss
-                   or, with a trainer's option balance_loss, coef * the loss of moe_runtime.hf.dropin.balance for a stock model
+    balance_loss = sum of the layers' balance losses + router_aux_loss_coef * transformers' pooled
+    loss
+                   or, with a trainer's option balance_loss, coef * the loss of
+                   moe_runtime.hf.dropin.balance for a stock model
 
-A layer's loss includes its coefficient. Over the micro-batches of a step it is a mean weighted by label tokens
-(outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the optimizer, checkpoints and
-resumption are transformers' own. `check_rows` raises for token ids outside the vocabulary before anything runs.
-MoESFTTrainer is in `moe_runtime.hf.training.sft`.
+A layer's loss includes its coefficient. Over the micro-batches of a step it is a mean weighted by
+label tokens (outputs.share_of_batch), so it does not grow with gradient accumulation. The loop, the
+optimizer, checkpoints and resumption are transformers' own. `check_rows` raises for token ids
+outside the vocabulary before anything runs. MoESFTTrainer is in `moe_runtime.hf.training.sft`.
 """
 
 import functools
@@ -40,81 +43,151 @@ ROW_ID = "row_id"  # a column with row numbers, for errors about a batch
 class _MoETrainer(WholeSaves):
     """Mixin of both trainers, placed before transformers' class.
 
-    `router_stats` adds a RouterStatsCallback before the reporting callbacks, and a mergeable model gets a MixingCallback there.
-    `stop_on_nan` stops at a loss that is NaN or infinite, before the optimizer step. For a stock MoE model, `balance_loss`
-    ("per_layer" or "pooled") and `balance_loss_coef` are those of use_balance_loss, which stays active after the training.
+    `router_stats` adds a RouterStatsCallback before the reporting callbacks, and a mergeable model
+    gets a MixingCallback there. `stop_on_nan` stops at a loss that is NaN or infinite, before the
+    optimizer step. For a stock MoE model, `balance_loss` ("per_layer" or "pooled") and
+    `balance_loss_coef` are those of use_balance_loss, which stays active after the training.
     """
 
     def __init__(
-        self, *args, stop_on_nan: bool = True, router_stats: bool = True, balance_loss: str | None = None,
-        balance_loss_coef: float | None = None, **kwargs,
-    ):  # fmt: skip
+        self,
+        *args,
+        stop_on_nan: bool = True,
+        router_stats: bool = True,
+        balance_loss: str | None = None,
+        balance_loss_coef: float | None = None,
+        **kwargs,
+    ):
         self.balance_loss: BalanceLoss | None = None
         if balance_loss is not None:
             model = args[0] if args else kwargs.get("model")
             if not isinstance(model, torch.nn.Module):
-                raise ValueError(f"balance_loss {balance_loss!r} requires a loaded model, but got {model!r}")
+                raise ValueError(
+                    f"balance_loss {balance_loss!r} requires a loaded model, but got {model!r}"
+                )
             # before the constructor of transformers' class, as TRL reads the config there
             self.balance_loss = use_balance_loss(model, balance_loss, balance_loss_coef)
         use_cache = _UseCache()
-        super().__init__(*args, **kwargs | {"callbacks": [*(kwargs.get("callbacks") or ()), use_cache]})
+        super().__init__(
+            *args, **kwargs | {"callbacks": [*(kwargs.get("callbacks") or ()), use_cache]}
+        )
         self.remove_callback(use_cache)
-        if self._trains_spread() and all(is_distributed(p) for p in self.model.parameters() if p.requires_grad):
-            # sharded experts average their own gradients, and DDP raises for a model without other trainable parameters
-            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+        if self._trains_spread() and all(
+            is_distributed(p) for p in self.model.parameters() if p.requires_grad
+        ):
+            # sharded experts average their own gradients, and DDP raises for a model without other
+            # trainable parameters
+            self.accelerator.prepare_model = functools.partial(
+                self.accelerator.prepare_model, evaluation_mode=True
+            )
         self._passes_use_cache = use_cache.put_back()
-        routers = [module for module in self.model.modules() if isinstance(module, Router) or is_experts(module)]
+        routers = [
+            module
+            for module in self.model.modules()
+            if isinstance(module, Router) or is_experts(module)
+        ]
         self._check(routers)
         self._check_place(self.args.output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         for rows in (self.train_dataset, self.eval_dataset):
             check_rows(self.model, rows, tokenizer)
         self.stop_on_nan = stop_on_nan
-        self._sums: dict[str, list] = {}  # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
+        # "train" or "eval": [lm_loss, balance_loss, weight] and the first step
+        self._sums: dict[str, list] = {}
         self._row_ids: torch.Tensor | None = None
         callbacks = self.callback_handler.callbacks
-        mine = [callback for callback in callbacks if isinstance(callback, RouterStatsCallback | MixingCallback)]
+        mine = [
+            callback
+            for callback in callbacks
+            if isinstance(callback, RouterStatsCallback | MixingCallback)
+        ]
         mergeable = any(isinstance(module, MergedMLP) for module in self.model.modules())
-        for kind, there in ((RouterStatsCallback, router_stats and routers), (MixingCallback, mergeable)):
+        for kind, there in (
+            (RouterStatsCallback, router_stats and routers),
+            (MixingCallback, mergeable),
+        ):
             if there and not any(isinstance(callback, kind) for callback in mine):
                 mine.append(kind())
         callbacks[:] = mine + [callback for callback in callbacks if callback not in mine]
 
     def _check(self, routers: list[torch.nn.Module]) -> None:
         """Raise ValueError if the model cannot be trained or saved with these arguments."""
-        args, model = self.args, self.model
+        args = self.args
+        model = self.model
         trained_files.check_trains(model)
         balanced = self.balance_loss is not None or any(
-            r.config.balance_loss != "none" and r.config.balance_loss_coef for r in routers if isinstance(r, Router)
+            r.config.balance_loss != "none" and r.config.balance_loss_coef
+            for r in routers
+            if isinstance(r, Router)
         )
         reason = None
         if args.n_gpu > 1:
             reason = (
-                f"This process sees {args.n_gpu} GPUs, but must use one. Use accelerate launch or torchrun, or set "
+                f"This process sees {args.n_gpu} GPUs, but must use "
+                "one. "
+                "Use "
+                "accelerate "
+                "launch "
+                "or "
+                "torchrun, or set "
                 "CUDA_VISIBLE_DEVICES"
             )
         elif balanced and (self.label_smoother is not None or self.compute_loss_func is not None):
             reason = (
-                f"label_smoothing_factor ({args.label_smoothing_factor}) must be 0 and compute_loss_func "
+                "label_smoothing_factor "
+                f"({args.label_smoothing_factor}) "
+                "must "
+                "be "
+                "0 "
+                "and "
+                "compute_loss_func "
                 f"({self.compute_loss_func}) None with a balance loss, which they would omit"
             )
         elif getattr(self, "aux_loss_enabled", False) and not routers:
-            reason = f"router_aux_loss_coef must be 0 for a model without routers, but got {self.router_aux_loss_coef}"
+            reason = (
+                "router_aux_loss_coef must be 0 for a "
+                "model "
+                "without "
+                "routers, "
+                "but "
+                "got "
+                f"{self.router_aux_loss_coef}"
+            )
         elif trained_files.needs_autocast(model) and not (args.bf16 or args.fp16):
             reason = (
-                "bf16 is False, but the trained parameters have another dtype than the rest of the model. Pass bf16=True, "
+                "bf16 is False, but the trained parameters have another "
+                "dtype "
+                "than "
+                "the "
+                "rest "
+                "of "
+                "the model. Pass bf16=True, "
                 "or call esft.train_only without dtype"
             )
         elif args.save_strategy != "no" and trainable.is_guarded(model):
             reason = (
-                f"save_strategy is {args.save_strategy.value!r}, but a checkpoint cannot hold {type(model).__name__} with "
-                "experts that train separately. Pass save_strategy='no' and save the adapter with esft.train_only"
+                f"save_strategy is {args.save_strategy.value!r}, "
+                "but "
+                "a "
+                "checkpoint "
+                "cannot "
+                "hold "
+                f"{type(model).__name__} with "
+                "experts that train separately. Pass save_strategy='no' "
+                "and "
+                "save "
+                "the "
+                "adapter "
+                "with "
+                "esft.train_only"
             )
         if reason is not None:
             raise ValueError(reason)
 
     def _check_place(self, folder: str | Path) -> None:
-        """Raise ValueError for the folder of a whole model if only trained experts will be saved."""
+        """Raise ValueError for the folder of a whole model if only trained experts will be
+        saved.
+        """
         if trained_files.training_of(self.model) is not None and self.args.should_save:
             trained_files.check_place(folder)
 
@@ -123,13 +196,22 @@ class _MoETrainer(WholeSaves):
         whole = self.args.average_tokens_across_devices and num_items_in_batch is not None
         return self.accelerator.num_processes // self.get_tp_size() if whole else 1
 
-    def _note(self, lm_loss: torch.Tensor, balance_loss: torch.Tensor, inputs, num_items_in_batch) -> None:
-        """Add both parts to the sums for the next log, on the device, weighted as Trainer weights their loss."""
+    def _note(
+        self, lm_loss: torch.Tensor, balance_loss: torch.Tensor, inputs, num_items_in_batch
+    ) -> None:
+        """Add both parts to the sums for the next log, on the device, weighted as Trainer weights
+        their loss.
+        """
         mode = "train" if self.model.training else "eval"
         weight = float(inputs["labels"].shape[0])
         if mode == "train":
-            weight = 1.0 if num_items_in_batch is not None else 1.0 / self.current_gradient_accumulation_steps
-        parts = torch.stack([lm_loss.detach().float(), balance_loss.detach().float(), lm_loss.new_ones(()).float()])
+            if num_items_in_batch is not None:
+                weight = 1.0
+            else:
+                weight = 1.0 / self.current_gradient_accumulation_steps
+        parts = torch.stack(
+            [lm_loss.detach().float(), balance_loss.detach().float(), lm_loss.new_ones(()).float()]
+        )
         sums, first = self._sums.get(mode, (0.0, self.state.global_step))
         self._sums[mode] = [sums + weight * parts, first]
 
@@ -143,8 +225,13 @@ class _MoETrainer(WholeSaves):
             if mode == "train":
                 weight = (self.state.global_step - first) * self.accelerator.num_processes
             else:
-                prefix = min((key for key in logs if key.endswith("_loss")), key=len).removesuffix("loss")
-            logs[f"{prefix}lm_loss"], logs[f"{prefix}balance_loss"] = lm_loss / weight, balance_loss / weight
+                prefix = min((key for key in logs if key.endswith("_loss")), key=len).removesuffix(
+                    "loss"
+                )
+            logs[f"{prefix}lm_loss"], logs[f"{prefix}balance_loss"] = (
+                lm_loss / weight,
+                balance_loss / weight,
+            )
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
@@ -153,7 +240,9 @@ class _MoETrainer(WholeSaves):
         return super().evaluate(*args, **kwargs)
 
     def training_step(self, model, inputs, *args, **kwargs) -> torch.Tensor:
-        """Run transformers' step; raise ValueError for a loss that is not finite, before the optimizer's."""
+        """Run transformers' step; raise ValueError for a loss that is not finite, before the
+        optimizer's.
+        """
         loss = super().training_step(model, inputs, *args, **kwargs)
         # no further sync: by default Trainer reads each loss for its own NaN filter
         if self.stop_on_nan and not torch.isfinite(loss).all():
@@ -161,30 +250,42 @@ class _MoETrainer(WholeSaves):
         return loss
 
     def _save_checkpoint(self, model, trial):
-        """Save as transformers does, but never weights that are not finite, which would replace good checkpoints."""
+        """Save as transformers does, but never weights that are not finite, which would replace
+        good checkpoints.
+        """
         if self.stop_on_nan:
             named = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            own = ((name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named)  # local part under FSDP2
+            # local part under FSDP2
+            own = ((name, p.to_local() if hasattr(p, "to_local") else p) for name, p in named)
             bad = next((name for name, p in own if not torch.isfinite(p).all()), None)
             if bad is not None:
                 raise ValueError(self._not_finite(f"{bad} has NaN or infinite values"))
         super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Save as transformers does; a model that trains some experts saves only those, never into a whole model's folder."""
+        """Save as transformers does; a model that trains some experts saves only those, never into
+        a whole model's folder.
+        """
         self._check_place(self.args.output_dir if output_dir is None else output_dir)
-        if trained_files.training_of(self.model) is None or not (self.is_fsdp_enabled or trained_files.is_split(self.model)):
+        if trained_files.training_of(self.model) is None or not (
+            self.is_fsdp_enabled or trained_files.is_split(self.model)
+        ):
             super().save_model(output_dir, _internal_call)
             return
         if _internal_call and self._trains_spread():
             self._write_spread("model", output_dir)
-        # Trainer's own method would write parts, gather the whole model, or wait on one rank for the others
-        self._save(output_dir, state_dict=trained_files.gathered(self.model, keep=self.args.should_save))
+        # Trainer's own method would write parts, gather the whole model, or wait on one rank for
+        # the others
+        self._save(
+            output_dir, state_dict=trained_files.gathered(self.model, keep=self.args.should_save)
+        )
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Load as transformers does; a model that trains some experts separately loads only those."""
+        """Load as transformers does; a model that trains some experts separately loads only
+        those.
+        """
         if not self._load_adapter(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -194,13 +295,23 @@ class _MoETrainer(WholeSaves):
             super()._load_best_model()
 
     def _load_adapter(self, folder: str | Path) -> bool:
-        """Load a checkpoint of separately trained experts, or raise ValueError; False, without effect, for other models."""
-        training, reason = trained_files.training_of(self.model), None
-        trains_apart, is_sharded = training is not None, self.is_fsdp_enabled or self._trains_spread()
+        """Load a checkpoint of separately trained experts, or raise ValueError; False, without
+        effect, for other models.
+        """
+        training = trained_files.training_of(self.model)
+        reason = None
+        trains_apart = training is not None
+        is_sharded = self.is_fsdp_enabled or self._trains_spread()
         if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
             kinds = ("experts separately, as prepared by esft.train_only", "all of its parameters")
             reason = (
-                f"Checkpoint {folder} is of a model that trains {kinds[trains_apart]}, but this model trains "
+                f"Checkpoint {folder} is of a model "
+                "that "
+                "trains "
+                f"{kinds[trains_apart]}, "
+                "but "
+                "this "
+                "model trains "
                 f"{kinds[not trains_apart]}"
             )
         elif trains_apart and is_sharded:  # sharded files hold rows without their expert ids
@@ -220,7 +331,13 @@ class _MoETrainer(WholeSaves):
             rows = f" in a batch of the examples {numbers}"
         last = last_whole_checkpoint(self.args.output_dir)
         return (
-            f"{what} at step {self.state.global_step + 1}{rows}. Lower the learning rate, set max_grad_norm or check the data, "
+            f"{what} at step {self.state.global_step + 1}{rows}. "
+            "Lower "
+            "the "
+            "learning "
+            "rate, "
+            "set "
+            "max_grad_norm or check the data, "
             f"then resume from {last or 'the start, as no checkpoint was saved'}"
         )
 
@@ -229,7 +346,9 @@ class _MoETrainer(WholeSaves):
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, ROW_ID]))
 
     def get_train_dataloader(self):
-        """Return transformers' data loader, whose batches keep the column row_id if there is one."""
+        """Return transformers' data loader, whose batches keep the column row_id if there
+        is one.
+        """
         collator = self.data_collator
         if ROW_ID in (getattr(self.train_dataset, "column_names", None) or ()):
             self.data_collator = functools.partial(_collate_with_row_ids, collator)
@@ -249,7 +368,9 @@ class _MoETrainer(WholeSaves):
 
 
 class _UseCache(TrainerCallback):
-    """Restores the config's use_cache, which Trainer would overwrite for every folder saved later; batches get Trainer's."""
+    """Restores the config's use_cache, which Trainer would overwrite for every folder saved later;
+    batches get Trainer's.
+    """
 
     model = None
 
@@ -259,7 +380,10 @@ class _UseCache(TrainerCallback):
 
     def put_back(self) -> bool:
         """Restore it if the model accepts use_cache as an argument, and return whether it does."""
-        takes = self.value is not None and "use_cache" in inspect.signature(self.model.forward).parameters
+        takes = (
+            self.value is not None
+            and "use_cache" in inspect.signature(self.model.forward).parameters
+        )
         if takes:
             self.model.config.use_cache = self.value
         return takes
@@ -267,41 +391,63 @@ class _UseCache(TrainerCallback):
 
 def _collate_with_row_ids(collator, rows: list[dict]):
     ids = torch.tensor([row[ROW_ID] for row in rows])
-    batch = collator([{name: value for name, value in row.items() if name != ROW_ID} for row in rows])
+    batch = collator(
+        [{name: value for name, value in row.items() if name != ROW_ID} for row in rows]
+    )
     batch[ROW_ID] = ids
     return batch
 
 
 def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
-    """Describe how a checkpoint's experts differ from `config`'s, in ids or order; None if they are the same."""
-    saved, own = read_json(Path(folder) / trained_files.CONFIG), json.loads(json.dumps(config))
+    """Describe how a checkpoint's experts differ from `config`'s, in ids or order; None if they are
+    the same.
+    """
+    saved = read_json(Path(folder) / trained_files.CONFIG)
+    own = json.loads(json.dumps(config))
     for name in ("experts", "shared_experts", "non_expert_modules"):
         if saved.get(name) != own.get(name):
             return (
-                f"{name} is {own.get(name)}, but {saved.get(name)} in checkpoint {folder}. Prepare the model with the "
+                f"{name} is {own.get(name)}, "
+                "but "
+                f"{saved.get(name)} "
+                "in "
+                "checkpoint "
+                f"{folder}. "
+                "Prepare the model with the "
                 "selection in expert_cfg.json there"
             )
     return None
 
 
 class MoETrainer(_MoETrainer, Trainer):
-    """transformers' Trainer for upcycled, mergeable and stock MoE models; it logs `lm_loss` and `balance_loss` separately."""
+    """transformers' Trainer for upcycled, mergeable and stock MoE models; it logs `lm_loss` and
+    `balance_loss` separately.
+    """
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the model's loss, which includes the balance losses."""
-        loss, out = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        lm_loss, ranks = getattr(out, "lm_loss", None), self._ranks(num_items_in_batch)
+        loss, out = super().compute_loss(
+            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        lm_loss = getattr(out, "lm_loss", None)
+        ranks = self._ranks(num_items_in_batch)
         if lm_loss is not None:
-            share = modeling.share_of_batch({**inputs, "num_items_in_batch": num_items_in_batch}, loss.device)
+            share = modeling.share_of_batch(
+                {**inputs, "num_items_in_batch": num_items_in_batch}, loss.device
+            )
             coef = 1.0 if self.balance_loss is None else self.balance_loss.coef
-            self._note(ranks * lm_loss, ranks * share * coef * out.aux_loss, inputs, num_items_in_batch)
+            self._note(
+                ranks * lm_loss, ranks * share * coef * out.aux_loss, inputs, num_items_in_batch
+            )
         return (loss, out) if return_outputs else loss
 
 
 def check_rows(model, rows, tokenizer=None) -> None:
-    """Raise ValueError for an id in `input_ids` outside the model's embedding; warn if it is only padding.
+    """Raise ValueError for an id in `input_ids` outside the model's embedding; warn if it is only
+    padding.
 
-    `rows` are a datasets.Dataset, a list of mappings, or several of them by name; streamed rows are not checked.
+    `rows` are a datasets.Dataset, a list of mappings, or several of them by name; streamed rows are
+    not checked.
     """
     if isinstance(rows, Mapping):
         for part in rows.values():
@@ -310,16 +456,26 @@ def check_rows(model, rows, tokenizer=None) -> None:
     largest = _largest(rows)
     if largest is not None:
         check_ids(model, [largest], tokenizer)
-        pad, size = getattr(tokenizer, "pad_token_id", None), _size(model)
+        pad = getattr(tokenizer, "pad_token_id", None)
+        size = _size(model)
         if pad is not None and size is not None and pad >= size:
             # packed examples are never padded
-            text = f"pad_token_id must be below vocab_size ({size}) if examples are padded, but is {pad}"
+            text = (
+                f"pad_token_id must be below vocab_size ({size}) "
+                "if "
+                "examples "
+                "are "
+                "padded, "
+                "but "
+                f"is {pad}"
+            )
             warnings.warn(text, stacklevel=3)
 
 
 def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
     """Raise ValueError for a token id outside the model's embedding."""
-    size, largest = _size(model), max(ids, default=0)
+    size = _size(model)
+    largest = max(ids, default=0)
     if size is None or largest < size:
         return
     text = None
@@ -327,7 +483,13 @@ def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
         text = tokenizer.convert_ids_to_tokens(largest)
     rows = max(largest + 1, len(tokenizer) if text is not None else 0)
     raise ValueError(
-        f"Token ids must be below vocab_size ({size}), but got {largest}{'' if text is None else f' ({text!r})'}. Use the "
+        "Token ids must be "
+        "below "
+        "vocab_size "
+        f"({size}), "
+        "but "
+        "got "
+        f"{largest}{'' if text is None else f' ({text!r})'}. Use the "
         f"model's tokenizer, or enlarge the model: model.resize_token_embeddings({rows})"
     )
 
@@ -341,10 +503,20 @@ def _size(model) -> int | None:
 
 
 def _largest(rows) -> int | None:
-    """Return the largest id of rows in memory or on disk; None for streamed rows and rows without ids."""
+    """Return the largest id of rows in memory or on disk; None for streamed rows and rows without
+    ids.
+    """
     if isinstance(rows, list | tuple):
-        found = (_most(row["input_ids"]) for row in rows if isinstance(row, Mapping) and row.get("input_ids") is not None)
-    elif isinstance(rows, IterableDataset) or not hasattr(rows, "with_format") or "input_ids" not in (rows.column_names or ()):
+        found = (
+            _most(row["input_ids"])
+            for row in rows
+            if isinstance(row, Mapping) and row.get("input_ids") is not None
+        )
+    elif (
+        isinstance(rows, IterableDataset)
+        or not hasattr(rows, "with_format")
+        or "input_ids" not in (rows.column_names or ())
+    ):
         found = ()
     else:  # in batches from disk, as the rows may not fit into memory
         batches = rows.select_columns("input_ids").with_format("arrow").iter(4096)

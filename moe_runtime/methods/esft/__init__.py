@@ -1,20 +1,24 @@
-"""ESFT, expert-specialized fine-tuning (arXiv 2407.01906): tune only the experts that a task uses, and save only those.
+"""ESFT, expert-specialized fine-tuning (arXiv 2407.01906): tune only the experts that a task uses,
+and save only those.
 
     score_experts   how much a task uses each expert, from the router's weights              Sec. 3.2, Eq. (6) and (7)
     select_experts  the smallest set of each layer whose scores reach p                      Sec. 3.2, Eq. (8)
     train_only      make the selected experts separate parameters and freeze the rest        Sec. 3.3, Table 3
-    train_lora      or train PEFT's LoRA on only the selected experts of frozen stacks; save_lora writes it
+    train_lora      or train PEFT's LoRA on only the selected experts of frozen stacks; save_lora
+                    writes it
     (tune)          with any trainer
     save_adapter    the selected experts in a folder, at any time while they train
-    apply, remove   apply an adapter to a base and remove it; `merge` writes base and adapter as one folder
+    apply, remove   apply an adapter to a base and remove it; `merge` writes base and adapter as one
+                    folder
 
     selection = esft.select_experts(esft.score_experts(model, dataloader), p=0.1, score="gate")
     esft.train_only(model, selection)
     trainer.train()
     esft.save_adapter(model, "law")
 
-The same from disk to disk, as the command line does it: `moe_runtime.methods.esft.runs` and `folders`. The released
-code's files: `official`. The steps: `recorder` -> `scores` -> `selection` -> `adapters`, with `base` to recognize a model.
+The same from disk to disk, as the command line does it: `moe_runtime.methods.esft.runs` and
+`folders`. The released code's files: `official`. The steps: `recorder` -> `scores` -> `selection`
+-> `adapters`, with `base` to recognize a model.
 """
 
 from collections.abc import Callable
@@ -29,7 +33,14 @@ from moe_runtime.hf.models.families import check_module
 from moe_runtime.hf.training import trainable, trained_files
 from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped
 from moe_runtime.io.files import check_out_dir, read_json
-from moe_runtime.methods.esft.adapters import Adapter, check_is_base, from_config, load_adapter, remove, to_config
+from moe_runtime.methods.esft.adapters import (
+    Adapter,
+    check_is_base,
+    from_config,
+    load_adapter,
+    remove,
+    to_config,
+)
 from moe_runtime.methods.esft.base import base_of, check_base, check_model
 from moe_runtime.methods.esft.folders import MergeReceipt
 from moe_runtime.methods.esft.folders import merge_folder as merge
@@ -45,52 +56,104 @@ from moe_runtime.methods.esft.selection import (
 )
 
 __all__ = [
-    "Adapter", "ExpertScores", "ExpertSelection", "GateSums", "MergeReceipt", "TrainableReceipt", "adapter_of", "apply",
-    "drop", "fold", "load_adapter", "load_trained", "merge", "random_experts", "remove", "save_adapter", "save_lora",
-    "save_peft", "score_experts", "select_experts", "train_lora", "train_only",
-]  # fmt: skip
+    "Adapter",
+    "ExpertScores",
+    "ExpertSelection",
+    "GateSums",
+    "MergeReceipt",
+    "TrainableReceipt",
+    "adapter_of",
+    "apply",
+    "drop",
+    "fold",
+    "load_adapter",
+    "load_trained",
+    "merge",
+    "random_experts",
+    "remove",
+    "save_adapter",
+    "save_lora",
+    "save_peft",
+    "score_experts",
+    "select_experts",
+    "train_lora",
+    "train_only",
+]
 
 
 def train_only(
-    model: nn.Module, selection: ExpertSelection, shared_experts: bool | None = None, non_expert_modules: bool | None = None,
-    dtype: torch.dtype | None = None, check_weights: bool = True,
-) -> TrainableReceipt:  # fmt: skip
-    """Make only the experts of `selection` trainable, in place; they are stored separately and all else is frozen.
+    model: nn.Module,
+    selection: ExpertSelection,
+    shared_experts: bool | None = None,
+    non_expert_modules: bool | None = None,
+    dtype: torch.dtype | None = None,
+    check_weights: bool = True,
+) -> TrainableReceipt:
+    """Make only the experts of `selection` trainable, in place; they are stored separately and all
+    else is frozen.
 
-    `shared_experts` also trains the MLPs that every token passes through, `non_expert_modules` everything that is not an
-    expert (the paper's Table 3); both default to the selection's. `dtype`, such as float32 in a bfloat16 model, converts the
-    trained parameters; if they are not only experts, the model then runs only under autocast (bf16=True in a trainer). Call
-    this after `shard_experts` and before the model reaches DDP, FSDP2 or an optimizer. Until `fold` or `drop`,
-    save_pretrained writes the adapter, also in a Trainer's checkpoints. Raises ValueError for a selection from another model's
-    scores; `check_weights=False` accepts a model that differs only in its weights.
+    `shared_experts` also trains the MLPs that every token passes through, `non_expert_modules`
+    everything that is not an expert (the paper's Table 3); both default to the selection's.
+    `dtype`, such as float32 in a bfloat16 model, converts the trained parameters; if they are not
+    only experts, the model then runs only under autocast (bf16=True in a trainer). Call this after
+    `shard_experts` and before the model reaches DDP, FSDP2 or an optimizer. Until `fold` or `drop`,
+    save_pretrained writes the adapter, also in a Trainer's checkpoints. Raises ValueError for a
+    selection from another model's scores; `check_weights=False` accepts a model that differs only
+    in its weights.
     """
     check_module(model)
     check_is_selection(selection)
     check_unwrapped(model)
     check_is_base(model)
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
-    selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
+    selection = replace(
+        selection, **{name: flag for name, flag in flags.items() if flag is not None}
+    )
     check_model(selection.base, model, "The selection", check_weights=check_weights)
     check_selection(model, selection)
     if not (selection.num_experts or selection.shared_experts or selection.non_expert_modules):
-        raise ValueError("The selection is empty. Select experts, shared_experts or non_expert_modules to train")
-    is_peft = (name for name, _ in model.named_parameters() if "lora_" in name or "modules_to_save" in name)
+        raise ValueError(
+            "The selection is empty. Select experts, shared_experts or non_expert_modules to train"
+        )
+    is_peft = (
+        name for name, _ in model.named_parameters() if "lora_" in name or "modules_to_save" in name
+    )
     if selection.non_expert_modules and (adapted := next(is_peft, None)):
         raise ValueError(
-            f"non_expert_modules is True, but the model has the PEFT adapter {adapted}. Remove the adapter, or turn it off"
+            "non_expert_modules is True, but the model has "
+            "the "
+            "PEFT "
+            "adapter "
+            f"{adapted}. "
+            "Remove "
+            "the adapter, or turn it off"
         )
     base = base_of(model, selection.experts)
     receipt = trainable.freeze_for_esft(
-        model, selection.experts, selection.shared_experts, selection.non_expert_modules, dtype=dtype
+        model,
+        selection.experts,
+        selection.shared_experts,
+        selection.non_expert_modules,
+        dtype=dtype,
     )
-    rows = {id(p) for module in trained_files.split_modules(model).values() for p in module.parameters(recurse=False)}
-    others = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in rows]
+    rows = {
+        id(p)
+        for module in trained_files.split_modules(model).values()
+        for p in module.parameters(recurse=False)
+    }
+    others = [
+        plain_name(name)
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in rows
+    ]
     trained_files.mark(model, to_config(selection, base), tuple(others), dtype, _check_folder)
     return receipt
 
 
 def _check_folder(config: dict, folder: str | Path) -> None:
-    """Raise ValueError if `folder` has an adapter of a base other than that in `config`; also called on a Trainer's resume."""
+    """Raise ValueError if `folder` has an adapter of a base other than that in `config`; also
+    called on a Trainer's resume.
+    """
     path = Path(folder) / trained_files.CONFIG
     if path.is_file():
         theirs, own = (from_config(values, str(path))[1] for values in (read_json(path), config))
@@ -99,7 +162,9 @@ def _check_folder(config: dict, folder: str | Path) -> None:
 
 
 def load_trained(model: nn.Module, folder: str | Path) -> None:
-    """Load a folder of `save_adapter` or a checkpoint into a `model` that trains the same experts, to resume training."""
+    """Load a folder of `save_adapter` or a checkpoint into a `model` that trains the same experts,
+    to resume training.
+    """
     training = trained_files.training_of(model)
     if training is not None:  # before shapes are compared, for a clearer error
         _check_folder(training.config, folder)
@@ -109,17 +174,21 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
 def adapter_of(model: nn.Module) -> Adapter:
     """Return a copy of the weights trained since `train_only`.
 
-    If the model is split over processes, every process must call this. Raises ValueError for a model without `train_only`.
+    If the model is split over processes, every process must call this. Raises ValueError for a
+    model without `train_only`.
     """
     _check_training(model)
-    return _adapter(model, {name: tensor.clone() for name, tensor in trained_files.trained_tensors(model).items()})
+    return _adapter(
+        model,
+        {name: tensor.clone() for name, tensor in trained_files.trained_tensors(model).items()},
+    )
 
 
 def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = False) -> Path:
     """Write the trained weights of `model` to a folder, atomically; training may continue.
 
-    The folder holds the selected experts and all other trained parameters. With several processes rank 0 writes, and if
-    the model is split every process must call this.
+    The folder holds the selected experts and all other trained parameters. With several processes
+    rank 0 writes, and if the model is split every process must call this.
     """
     _check_training(model)
     trained_files.check_trains(model)
@@ -130,13 +199,17 @@ def save_adapter(model: nn.Module, folder: str | Path, *, overwrite: bool = Fals
         trained_files.check_place(folder)
     found = trained_files.gathered(model, keep=is_main)
     if is_main:
-        _adapter(model, trained_files.trained_tensors(model, found)).save(folder, overwrite=overwrite)
+        _adapter(model, trained_files.trained_tensors(model, found)).save(
+            folder, overwrite=overwrite
+        )
     return Path(folder)
 
 
 def _check_training(model: nn.Module) -> None:
     if trained_files.training_of(model) is None:
-        raise ValueError(f"{type(model).__name__} trains no selected experts. Call esft.train_only first")
+        raise ValueError(
+            f"{type(model).__name__} trains no selected experts. Call esft.train_only first"
+        )
 
 
 def _adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Adapter:
@@ -145,14 +218,17 @@ def _adapter(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Adapter:
 
 
 def fold(model: nn.Module) -> None:
-    """End training: copy the experts back to their stacks, so that save_pretrained writes the whole `model` again."""
+    """End training: copy the experts back to their stacks, so that save_pretrained writes the whole
+    `model` again.
+    """
     _end(model, trainable.fold_rows)
 
 
 def drop(model: nn.Module) -> None:
     """End training and discard it; the experts are bit-identical to the base's.
 
-    Other parameters, trained through the two flags, keep their trained values. Raises ValueError as `fold` does.
+    Other parameters, trained through the two flags, keep their trained values. Raises ValueError as
+    `fold` does.
     """
     _end(model, trainable.drop_rows)
 

@@ -1,15 +1,17 @@
-"""ESFT adapters: folders with only the trained experts of a task, which can be applied to a base and removed.
+"""ESFT adapters: folders with only the trained experts of a task, which can be applied to a base
+and removed.
 
     adapter = load_adapter("law")      # official folders too
     apply(model, adapter)              # the tuned model; save_pretrained writes it whole
     remove(model)                      # the base again, bit for bit
 
-A folder holds model.safetensors, with the names of `moe_runtime.hf.training.trained_files`, and expert_cfg.json: the
-official configuration and, in folders written here, the base that it belongs to, under `moe_runtime`.
-`moe_runtime.methods.esft.folders` merges an adapter into a model that does not fit into memory.
+A folder holds model.safetensors, with the names of `moe_runtime.hf.training.trained_files`, and
+expert_cfg.json: the official configuration and, in folders written here, the base that it belongs
+to, under `moe_runtime`. `moe_runtime.methods.esft.folders` merges an adapter into a model that does
+not fit into memory.
 
-An adapter replaces whole experts and would break another base of the same shapes, so it says which one is its own
-(`moe_runtime.methods.esft.base`).
+An adapter replaces whole experts and would break another base of the same shapes, so it says which
+one is its own (`moe_runtime.methods.esft.base`).
 """
 
 import functools
@@ -23,14 +25,23 @@ from torch import nn
 
 from moe_runtime.hf.dropin.layers import RoutedLayer, experts_module, numbered_layers, plain_name
 from moe_runtime.hf.training import trained_files
-from moe_runtime.hf.training.trained_files import Layout, experts_path, join_row, layout_of, parse_name, split_row, stack_parts
+from moe_runtime.hf.training.trained_files import (
+    Layout,
+    experts_path,
+    join_row,
+    layout_of,
+    parse_name,
+    split_row,
+    stack_parts,
+)
 from moe_runtime.io.files import atomic_folder, read_json
 from moe_runtime.methods.esft.base import base_of, check_base, describe, write_base
 from moe_runtime.methods.esft.selection import ExpertSelection, check_selection
 from moe_runtime.modules.moe import FLOATS
 from moe_runtime.modules.trainable import split_of
 
-APPLIED = "moe_runtime_applied"  # attribute of a model with an applied adapter: the weights it replaced
+# attribute of a model with an applied adapter: the weights it replaced
+APPLIED = "moe_runtime_applied"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +61,9 @@ class Adapter:
         if odd:
             layer, e = odd[0]
             ours, theirs = ("lacks", "has") if odd[0] in selected else ("has", "lacks")
-            raise ValueError(f"{self.source} {ours} expert {e} of layer {layer}, which its selection {theirs}")
+            raise ValueError(
+                f"{self.source} {ours} expert {e} of layer {layer}, which its selection {theirs}"
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -74,7 +87,9 @@ class Adapter:
         for name, tensor in self.tensors.items():
             expert = parse_name(name)
             if expert is not None:
-                found.setdefault(expert.layer, {}).setdefault(expert.expert, {})[expert.part] = tensor
+                found.setdefault(expert.layer, {}).setdefault(expert.expert, {})[expert.part] = (
+                    tensor
+                )
         return {layer: dict(sorted(found[layer].items())) for layer in sorted(found)}
 
     def to_config(self) -> dict[str, Any]:
@@ -82,7 +97,9 @@ class Adapter:
         return to_config(self.selection, self.base)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the folder atomically; raises ValueError if it exists, and never replaces a whole model."""
+        """Write the folder atomically; raises ValueError if it exists, and never replaces a whole
+        model.
+        """
         trained_files.check_place(folder)
         with atomic_folder(folder, overwrite) as tmp:
             trained_files.write_files(tmp, self.tensors, self.to_config())
@@ -90,18 +107,26 @@ class Adapter:
 
 
 def to_config(selection: ExpertSelection, base: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the content of expert_cfg.json: the official configuration and, where it is known, the base."""
+    """Return the content of expert_cfg.json: the official configuration and, where it is known, the
+    base.
+    """
     return selection.to_dict() | write_base(base)
 
 
-def from_config(values: Mapping[str, Any], source: str) -> tuple[ExpertSelection, Mapping[str, Any] | None]:
-    """Return the selection and the base of what `to_config` returned; raises ValueError naming `source`."""
+def from_config(
+    values: Mapping[str, Any], source: str
+) -> tuple[ExpertSelection, Mapping[str, Any] | None]:
+    """Return the selection and the base of what `to_config` returned; raises ValueError naming
+    `source`.
+    """
     selection = ExpertSelection.from_dict(values, source)
     return selection, selection.base
 
 
 def load_selection(path: str | Path) -> ExpertSelection:
-    """Read the selection of a configuration file, or of an adapter's expert_cfg.json; raises ValueError naming the file."""
+    """Read the selection of a configuration file, or of an adapter's expert_cfg.json; raises
+    ValueError naming the file.
+    """
     return from_config(read_json(path), str(path))[0]
 
 
@@ -109,7 +134,12 @@ def load_adapter(folder: str | Path) -> Adapter:
     """Load an adapter folder, ours or an official one; the tensors are memory-mapped."""
     path = Path(folder) / trained_files.CONFIG
     selection, base = from_config(read_json(path), str(path))
-    return Adapter(selection=selection, tensors=trained_files.read_tensors(folder), base=base, source=str(folder))
+    return Adapter(
+        selection=selection,
+        tensors=trained_files.read_tensors(folder),
+        base=base,
+        source=str(folder),
+    )
 
 
 def as_adapter(adapter: Adapter | str | Path) -> Adapter:
@@ -127,36 +157,69 @@ class Change(NamedTuple):
     layout: Layout | None = None
 
     def values(self, adapter: "Adapter", *ids: int) -> torch.Tensor:
-        """Return the values from `adapter`; of a stack the rows `ids` [n, ...], by default all that it changes."""
+        """Return the values from `adapter`; of a stack the rows `ids` [n, ...], by default all that
+        it changes.
+        """
         if self.ids is None:
             return adapter.others[self.name]
-        stack, experts = self.name.rpartition(".")[2], adapter.experts[self.layer]
+        stack = self.name.rpartition(".")[2]
+        experts = adapter.experts[self.layer]
         return torch.stack([join_row(self.layout, stack, experts[e]) for e in ids or self.ids])
 
 
 def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
-    """Yield the parameters of `model` that `adapter` replaces; raises ValueError if they are incompatible."""
+    """Yield the parameters of `model` that `adapter` replaces; raises ValueError if they are
+    incompatible.
+    """
     layers = numbered_layers(model)
     check_selection(layers, adapter.selection)
     for number, experts in adapter.experts.items():
-        layer, selected = layers.get(number), adapter.selection.experts.get(number, ())
-        extra = [e for e in experts if e not in selected and (layer is None or e >= layer.num_shared)]
+        layer = layers.get(number)
+        selected = adapter.selection.experts.get(number, ())
+        extra = [
+            e for e in experts if e not in selected and (layer is None or e >= layer.num_shared)
+        ]
         if extra:
-            raise ValueError(f"{adapter.source} has expert {extra[0]} of layer {number}, which its selection lacks")
+            raise ValueError(
+                f"{adapter.source} has expert {extra[0]} of "
+                "layer "
+                f"{number}, "
+                "which "
+                "its "
+                "selection "
+                "lacks"
+            )
         yield from _stack_changes(adapter, number, layer, experts_module(model, layer), experts)
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    parameters = {
+        plain_name(name): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     for name, tensor in adapter.others.items():
         shape = list(parameters[name].shape) if name in parameters else None
         if shape != list(tensor.shape):
-            raise ValueError(f"{adapter.source} has {name} {list(tensor.shape)}, but the model has {shape or 'no such tensor'}")
+            raise ValueError(
+                f"{adapter.source} has {name} "
+                f"{list(tensor.shape)}, "
+                "but "
+                "the "
+                "model "
+                "has "
+                f"{shape or 'no such tensor'}"
+            )
         yield Change(name, parameters[name])
 
 
 def _stack_changes(
-    adapter: Adapter, number: int, layer: RoutedLayer, module: nn.Module, experts: Mapping[int, Mapping[str, torch.Tensor]]
+    adapter: Adapter,
+    number: int,
+    layer: RoutedLayer,
+    module: nn.Module,
+    experts: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> Iterator[Change]:
-    layout, path = layout_of(module), experts_path(layer)
-    stacks, want = stack_parts(layout), {}
+    layout = layout_of(module)
+    path = experts_path(layer)
+    stacks = stack_parts(layout)
+    want = {}
     for stack in stacks:
         # views of one row give the shapes, whatever the layout
         row = torch.empty(getattr(module, stack).shape[1:], device="meta")
@@ -166,15 +229,25 @@ def _stack_changes(
         if found != want:
             part = min(part for part in {*found, *want} if found.get(part) != want.get(part))
             raise ValueError(
-                f"{adapter.source} has {part} {found.get(part, 'missing')} of expert {e} of layer {number}, but the model has "
+                f"{adapter.source} has {part} {found.get(part, 'missing')} "
+                "of "
+                "expert "
+                f"{e} "
+                "of "
+                "layer "
+                f"{number}, but the model has "
                 f"{want.get(part, 'no such part')}"
             )
     for stack in stacks:
         yield Change(f"{path}.{stack}", getattr(module, stack), tuple(experts), number, layout)
 
 
-def check_adapter(model: nn.Module, adapter: Adapter, *, check_weights: bool = True) -> list[Change]:
-    """Return the parameters of `model` that an adapter replaces; raises ValueError if `model` is not its base."""
+def check_adapter(
+    model: nn.Module, adapter: Adapter, *, check_weights: bool = True
+) -> list[Change]:
+    """Return the parameters of `model` that an adapter replaces; raises ValueError if `model` is
+    not its base.
+    """
     if adapter.base is not None:
         own = base_of(model, adapter.selection.experts) if check_weights else describe(model)
         check_base(adapter.base, own, adapter.source)
@@ -183,17 +256,26 @@ def check_adapter(model: nn.Module, adapter: Adapter, *, check_weights: bool = T
         parameter = change.parameter
         if hasattr(parameter, "placements") or parameter.is_meta or parameter.dtype not in FLOATS:
             raise ValueError(
-                f"{change.name} is distributed, offloaded or quantized. Apply an adapter to the whole model before doing that"
+                f"{change.name} is distributed, offloaded or quantized. "
+                "Apply "
+                "an "
+                "adapter "
+                "to "
+                "the "
+                "whole model before doing that"
             )
     return changes
 
 
 @torch.no_grad()
-def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True) -> Adapter:
-    """Apply an adapter to `model` in place, rounded to its dtype; the replaced rows are kept on the CPU for `remove`.
+def apply(
+    model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True
+) -> Adapter:
+    """Apply an adapter to `model` in place, rounded to its dtype; the replaced rows are kept on the
+    CPU for `remove`.
 
-    Any experts implementation runs the result, and save_pretrained writes it as a whole model. `check_weights=False` accepts a
-    base with other weights than the adapter's.
+    Any experts implementation runs the result, and save_pretrained writes it as a whole model.
+    `check_weights=False` accepts a base with other weights than the adapter's.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     adapter = as_adapter(adapter)
@@ -213,10 +295,21 @@ def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: boo
 def check_is_base(model: nn.Module) -> None:
     """Raise ValueError if `model` has an adapter in it or trains experts."""
     there = trained_files.holder(model, APPLIED)
-    is_training = trained_files.training_of(model) is not None or any(split_of(m) is not None for m in model.modules())
+    is_training = trained_files.training_of(model) is not None or any(
+        split_of(m) is not None for m in model.modules()
+    )
     if there is not None or is_training:
-        state = "trains experts" if there is None else f"has the adapter {getattr(there, APPLIED).source} in it"
-        raise ValueError(f"The model {state}. Call esft.{'fold or esft.drop' if there is None else 'remove'} first")
+        if there is None:
+            state = "trains experts"
+        else:
+            state = f"has the adapter {getattr(there, APPLIED).source} in it"
+        raise ValueError(
+            "The model "
+            f"{state}. "
+            "Call "
+            f"esft.{'fold or esft.drop' if there is None else 'remove'} "
+            "first"
+        )
 
 
 class Applied(NamedTuple):
@@ -240,7 +333,10 @@ def remove(model: nn.Module) -> None:
     there = trained_files.holder(model, APPLIED)
     if there is None:
         raise ValueError(f"{type(model).__name__} has no adapter in it. Apply one with esft.apply")
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    parameters = {
+        plain_name(name): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     for name, (ids, values) in getattr(there, APPLIED).kept.items():
         _put(parameters[name], ids, values)
     delattr(there, APPLIED)

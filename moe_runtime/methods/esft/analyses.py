@@ -1,4 +1,5 @@
-"""The analyses behind ESFT's figures: which experts a task uses, how few they are, and how much text it takes to find them.
+"""The analyses behind ESFT's figures: which experts a task uses, how few they are, and how much
+text it takes to find them.
 
 ESFT (arXiv 2407.01906), with top(s) the experts of a layer with the largest scores of sample s:
 
@@ -7,8 +8,8 @@ ESFT (arXiv 2407.01906), with top(s) the experts of a layer with the largest sco
     counts         experts that a selection trains, by layer                               Fig. 4
     token shares   a token's slots on trained experts / its slots, over all layers         Fig. 9
 
-Results hold plain numbers: `to_dict` is JSON-ready, and `Kind(**values)` reads it back. Figure 9 becomes an HTML page, where a
-token's colour is deeper the more of its experts are trained.
+Results hold plain numbers: `to_dict` is JSON-ready, and `Kind(**values)` reads it back. Figure 9
+becomes an HTML page, where a token's colour is deeper the more of its experts are trained.
 """
 
 import os
@@ -39,7 +40,9 @@ class _Plain:
 
 @dataclass(frozen=True, kw_only=True)
 class GateMass(_Plain):
-    """The share of a layer's gate values on its r best experts, r = 1, 2, ...: mean and standard deviation over the layers."""
+    """The share of a layer's gate values on its r best experts, r = 1, 2, ...: mean and standard
+    deviation over the layers.
+    """
 
     tasks: Sequence[str]
     share: Sequence[Sequence[float]]  # [tasks][R], of the expert of each rank alone
@@ -48,13 +51,21 @@ class GateMass(_Plain):
     cumulative_sd: Sequence[Sequence[float]]
 
     def experts_for(self, mass: float) -> list[int]:
-        """Return how many experts per task hold at least `mass` of the gate values, on average over the layers."""
-        reach = [[r for r, value in enumerate(row, 1) if value >= mass - 1e-9] for row in self.cumulative]
-        return [min(found, default=len(row)) for found, row in zip(reach, self.cumulative, strict=True)]
+        """Return how many experts per task hold at least `mass` of the gate values, on average over
+        the layers.
+        """
+        reach = [
+            [r for r, value in enumerate(row, 1) if value >= mass - 1e-9] for row in self.cumulative
+        ]
+        return [
+            min(found, default=len(row)) for found, row in zip(reach, self.cumulative, strict=True)
+        ]
 
 
 def gate_mass(scores: Mapping[str, ExpertScores], score: str = "gate") -> GateMass:
-    """Sort each layer's shares of the scores in descending order (Fig. 2); `scores` of one model, by task."""
+    """Sort each layer's shares of the scores in descending order (Fig. 2); `scores` of one model,
+    by task.
+    """
     _check(scores.values(), "scores")
     found = {"share": [], "cumulative": [], "share_sd": [], "cumulative_sd": []}
     for one in scores.values():
@@ -72,7 +83,9 @@ def shared_top(a: ExpertScores, b: ExpertScores, top: int = TOP, score: str = "g
     _check((a, b), "scores")
     routed = a.num_experts - a.num_shared
     if top > routed:
-        raise ValueError(f"top must be at most the {routed} routed experts of a layer, but got {top}")
+        raise ValueError(
+            f"top must be at most the {routed} routed experts of a layer, but got {top}"
+        )
     return (_top(a, top, score) & _top(b, top, score)).sum(1).tolist()
 
 
@@ -86,7 +99,9 @@ def _top(scores: ExpertScores, top: int, score: str) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap(_Plain):
-    """Mean shared top experts between samples of tasks; None on the diagonal for a task with one sample."""
+    """Mean shared top experts between samples of tasks; None on the diagonal for a task with one
+    sample.
+    """
 
     tasks: Sequence[str]
     shared: Sequence[Sequence[float | None]]  # [tasks][tasks]
@@ -102,23 +117,36 @@ class Overlap(_Plain):
     @property
     def between(self) -> float | None:
         """Mean off the diagonal: samples of different tasks."""
-        found = [value for i, row in enumerate(self.shared) for j, value in enumerate(row) if i != j]
+        found = [
+            value for i, row in enumerate(self.shared) for j, value in enumerate(row) if i != j
+        ]
         return statistics.fmean(found) if found else None
 
 
-def overlap(samples: Mapping[str, Sequence[ExpertScores]], top: int = TOP, score: str = "gate") -> Overlap:
-    """Compare the top experts of all pairs of independent samples, by task (Fig. 3); the diagonal requires two per task."""
+def overlap(
+    samples: Mapping[str, Sequence[ExpertScores]], top: int = TOP, score: str = "gate"
+) -> Overlap:
+    """Compare the top experts of all pairs of independent samples, by task (Fig. 3); the diagonal
+    requires two per task.
+    """
     _check([one for of_task in samples.values() for one in of_task], "samples")
     shared = []
     for a, ours in samples.items():
         row = []
         for b, theirs in samples.items():
-            pairs = [(x, y) for i, x in enumerate(ours) for j, y in enumerate(theirs) if a != b or i < j]
+            pairs = [
+                (x, y) for i, x in enumerate(ours) for j, y in enumerate(theirs) if a != b or i < j
+            ]
             found = [statistics.fmean(shared_top(x, y, top, score)) for x, y in pairs]
             row.append(statistics.fmean(found) if found else None)
         shared.append(row)
     first = next(iter(samples.values()))[0]
-    return Overlap(tasks=tuple(samples), shared=shared, top=top, chance=top**2 / (first.num_experts - first.num_shared))
+    return Overlap(
+        tasks=tuple(samples),
+        shared=shared,
+        top=top,
+        chance=top**2 / (first.num_experts - first.num_shared),
+    )
 
 
 def two_samples(rows: Sequence, seed: int = SEED) -> tuple[list, list]:
@@ -142,26 +170,45 @@ class SampleSizes(_Plain):
 
 
 def sample_sizes(
-    model: nn.Module, rows: Mapping[str, Sequence], sizes: Sequence[int], *, top: int = TOP, score: str = "gate",
-    seed: int = SEED, **options,
-) -> SampleSizes:  # fmt: skip
-    """Compare the top experts of two disjoint samples of each task, for each sample size in tokens (Fig. 8).
+    model: nn.Module,
+    rows: Mapping[str, Sequence],
+    sizes: Sequence[int],
+    *,
+    top: int = TOP,
+    score: str = "gate",
+    seed: int = SEED,
+    **options,
+) -> SampleSizes:
+    """Compare the top experts of two disjoint samples of each task, for each sample size in tokens
+    (Fig. 8).
 
     `rows` are tokenized examples by task; `options` are those of `sample_batches`.
     """
     sizes = sorted(sizes)
     halves = {task: two_samples(of_task, seed) for task, of_task in rows.items()}
     for task, both in halves.items():
-        least = min(sum(len(row["input_ids"] if isinstance(row, Mapping) else row) for row in half) for half in both)
+        least = min(
+            sum(len(row["input_ids"] if isinstance(row, Mapping) else row) for row in half)
+            for half in both
+        )
         if least < sizes[-1]:
             raise ValueError(
-                f"sizes must be at most {least}, the tokens in half of the examples of {task!r}, but got {sizes[-1]}"
+                f"sizes must be at most {least}, the tokens in half "
+                "of "
+                "the "
+                "examples "
+                "of "
+                f"{task!r}, "
+                f"but got {sizes[-1]}"
             )
     shared = []
     for both in halves.values():
         found = []
         for size in sizes:
-            pair = [score_experts(model, sample_batches(half, size, seed=seed, **options), size) for half in both]
+            pair = [
+                score_experts(model, sample_batches(half, size, seed=seed, **options), size)
+                for half in both
+            ]
             found.append(statistics.fmean(shared_top(*pair, top, score)))
         shared.append(found)
     return SampleSizes(tasks=tuple(rows), sizes=sizes, shared=shared, top=top, score=score)
@@ -185,16 +232,24 @@ class ExpertCounts(_Plain):
 def expert_counts(
     selections: Mapping[str, ExpertSelection], num_experts: int, layers: Sequence[int] | None = None
 ) -> ExpertCounts:
-    """Count the selected experts per layer (Fig. 4); `num_experts` are the routed ones of a layer, `layers` all by default."""
+    """Count the selected experts per layer (Fig. 4); `num_experts` are the routed ones of a layer,
+    `layers` all by default.
+    """
     check_positive("num_experts", num_experts)
-    layers = sorted({n for one in selections.values() for n in one.experts} if layers is None else set(layers))
+    layers = sorted(
+        {n for one in selections.values() for n in one.experts} if layers is None else set(layers)
+    )
     counts = [[len(one.experts.get(layer, ())) for layer in layers] for one in selections.values()]
-    return ExpertCounts(tasks=tuple(selections), layers=layers, counts=counts, num_experts=num_experts)
+    return ExpertCounts(
+        tasks=tuple(selections), layers=layers, counts=counts, num_experts=num_experts
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShares(_Plain):
-    """A text in pieces, one per token, and the share of each token's slots that are on trained experts."""
+    """A text in pieces, one per token, and the share of each token's slots that are on trained
+    experts.
+    """
 
     pieces: Sequence[str]  # joined: the text up to max_length tokens; "" for a special token
     shares: Sequence[float]
@@ -208,17 +263,28 @@ class TokenShares(_Plain):
 
 @torch.no_grad()
 def token_shares(
-    model: nn.Module, tokenizer, texts: Iterable[str], selection: ExpertSelection, *, max_length: int = 1024
+    model: nn.Module,
+    tokenizer,
+    texts: Iterable[str],
+    selection: ExpertSelection,
+    *,
+    max_length: int = 1024,
 ) -> list[TokenShares]:
-    """Return each token's share of slots on trained experts (Fig. 9); runs `model` in eval mode, texts cut at `max_length`."""
+    """Return each token's share of slots on trained experts (Fig. 9); runs `model` in eval mode,
+    texts cut at `max_length`.
+    """
     check_selection(model, selection)
     check_positive("max_length", max_length)
-    found, modes = [], [(module, module.training) for module in model.modules()]
+    found = []
+    modes = [(module, module.training) for module in model.modules()]
     device = getattr(model, "device", None) or next(model.parameters()).device
     model.eval()
     try:
         for text in texts:
-            with_offsets = {"return_offsets_mapping": True} if getattr(tokenizer, "is_fast", False) else {}
+            if getattr(tokenizer, "is_fast", False):
+                with_offsets = {"return_offsets_mapping": True}
+            else:
+                with_offsets = {}
             tokens = tokenizer(text, truncation=True, max_length=max_length, **with_offsets)
             ids = tokens["input_ids"]
             if not ids:
@@ -247,11 +313,14 @@ class _Trained:
         self.of += call.topk_idx.shape[1] - call.num_shared
 
 
-def _pieces(tokenizer, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]] | None) -> list[str]:
+def _pieces(
+    tokenizer, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]] | None
+) -> list[str]:
     """Cut `text` at its tokens; a character of several tokens goes to the first of them."""
     if offsets is None:
         return [tokenizer.decode([one]) for one in ids]
-    pieces, at = [], 0
+    pieces = []
+    at = 0
     for _, end in offsets:
         # what a tokenizer drops between two tokens stays in the text
         pieces.append(text[at:end])
@@ -270,19 +339,29 @@ def _check(scores: Iterable[ExpertScores], name: str) -> None:
 _NOTE = "Each token's experts over all layers: the deeper the colour, the more of them are trained."
 
 
-def page(texts: Mapping[str, Sequence[TokenShares]], title: str = "Where trained experts work", note: str = "") -> str:
+def page(
+    texts: Mapping[str, Sequence[TokenShares]],
+    title: str = "Where trained experts work",
+    note: str = "",
+) -> str:
     """Return an HTML page of texts by task."""
     scale = " ".join(_token(f" {step / 4:.0%} ", step / 4, "") for step in range(5))
     sections = "\n".join(_section(task, shares) for task, shares in texts.items())
     return plots.page(
-        title, f"{_NOTE} {note}".strip(), f"Share of a token's experts that are trained: {scale}", sections,
-        light="--tint: 0, 114, 178;", dark="--tint: 58, 150, 210;",
+        title,
+        f"{_NOTE} {note}".strip(),
+        f"Share of a token's experts that are trained: {scale}",
+        sections,
+        light="--tint: 0, 114, 178;",
+        dark="--tint: 58, 150, 210;",
         # legible on a token whose experts are all trained too
         background="rgba(var(--tint), calc(0.6 * var(--s)))",
-    )  # fmt: skip
+    )
 
 
-def write_page(path: str | os.PathLike, texts: Mapping[str, Sequence[TokenShares]], **options) -> None:
+def write_page(
+    path: str | os.PathLike, texts: Mapping[str, Sequence[TokenShares]], **options
+) -> None:
     """Write `page`, atomically."""
     atomic_write_text(path, page(texts, **options))
 
@@ -291,7 +370,9 @@ def _section(task: str, texts: Sequence[TokenShares]) -> str:
     blocks = []
     for text in texts:
         pairs = zip(text.pieces, text.shares, strict=True)
-        tokens = "".join(_token(piece, share, f"{share:.0%} of {text.slots}") for piece, share in pairs if piece)
+        tokens = "".join(
+            _token(piece, share, f"{share:.0%} of {text.slots}") for piece, share in pairs if piece
+        )
         blocks.append(plots.block(tokens, f"{text.mean:.1%} of {len(text.shares)} tokens' experts"))
     return plots.section(task, blocks)
 

@@ -1,11 +1,13 @@
 """Recognize the model that scores, a selection or an adapter were made with.
 
-A selection of one model's experts means nothing for another, and an adapter replaces whole experts and would break another
-base of the same shapes. So their files describe their model by fields of its config, its experts' shapes and a few of its
-weights: plain values, not only a hash, so that errors say what differs.
+A selection of one model's experts means nothing for another, and an adapter replaces whole experts
+and would break another base of the same shapes. So their files describe their model by fields of
+its config, its experts' shapes and a few of its weights: plain values, not only a hash, so that
+errors say what differs.
 
     describe, base_of   without and with sampled weights: the base of an adapter
-    identify            what stays the same when experts are packed or divided among processes: the model of a selection
+    identify            what stays the same when experts are packed or divided among processes: the
+                        model of a selection
 """
 
 import hashlib
@@ -18,33 +20,67 @@ from torch import nn
 
 from moe_runtime.config import shown
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers, plain_name
-from moe_runtime.hf.training.trained_files import experts_path, layout_of, parse_name, split_row, stack_parts
+from moe_runtime.hf.training.trained_files import (
+    experts_path,
+    layout_of,
+    parse_name,
+    split_row,
+    stack_parts,
+)
 
 OURS = "moe_runtime"  # key of expert_cfg.json for what the official file lacks
 # what a model computes depends on these; names that a config lacks are left out
 FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_rank", "q_lora_rank", "hidden_act", "num_experts",
-    "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob", "topk_method",
-    "scoring_func", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "tie_word_embeddings",
-)  # fmt: skip
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "hidden_act",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "topk_method",
+    "scoring_func",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "first_k_dense_replace",
+    "tie_word_embeddings",
+)
 SAMPLED = 2  # weights of each matrix
-DIFFERENT = 0.2  # largest share of differing samples: one base saved in two dtypes rarely differs once rounded to bfloat16
+# largest share of differing samples: one base saved in two dtypes rarely differs once rounded to
+# bfloat16
+DIFFERENT = 0.2
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """Return a JSON-ready description of a model that does not require its weights."""
-    config, experts = _config_fields(model), {}
+    config = _config_fields(model)
+    experts = {}
     for number, layer in numbered_layers(model).items():
         module = experts_module(model, layer)
-        experts[str(number)] = {name: list(getattr(module, name).shape) for name in stack_parts(layout_of(module))}
+        experts[str(number)] = {
+            name: list(getattr(module, name).shape) for name in stack_parts(layout_of(module))
+        }
     return {"hash": _hash(config, experts), "config": config, "experts": experts}
 
 
 def _config_fields(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, "module", model).config
     values = config.get_text_config().to_dict()
-    fields = {name: values[name] for name in FIELDS if isinstance(values.get(name), str | int | float)}
+    fields = {
+        name: values[name] for name in FIELDS if isinstance(values.get(name), str | int | float)
+    }
     return fields | {"model_type": config.model_type}
 
 
@@ -54,8 +90,12 @@ def _hash(config: Mapping[str, Any], experts: Mapping[str, Any]) -> str:
 
 
 @torch.no_grad()
-def sample_weights(tensors: Mapping[str, Any], read: Callable[[str], torch.Tensor] | None = None) -> dict[str, list[float]]:
-    """Return the first weights of the middle row of each matrix, by name; `read` gets the row of a name, flat."""
+def sample_weights(
+    tensors: Mapping[str, Any], read: Callable[[str], torch.Tensor] | None = None
+) -> dict[str, list[float]]:
+    """Return the first weights of the middle row of each matrix, by name; `read` gets the row of a
+    name, flat.
+    """
     sample = {}
     for name, tensor in tensors.items():
         if len(tensor.shape) < 2 or not tensor.dtype.is_floating_point or not all(tensor.shape):
@@ -66,25 +106,36 @@ def sample_weights(tensors: Mapping[str, Any], read: Callable[[str], torch.Tenso
 
 
 def sampled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that `sample_weights` reads, by plain name: all that are not in the experts' stacks.
+    """Return the parameters that `sample_weights` reads, by plain name: all that are not in the
+    experts' stacks.
 
     Those that are split over processes or offloaded are left out.
     """
     stacks = {
-        id(p) for layer in numbered_layers(model).values() for p in experts_module(model, layer).parameters(recurse=False)
+        id(p)
+        for layer in numbered_layers(model).values()
+        for p in experts_module(model, layer).parameters(recurse=False)
     }
     return {
         plain_name(name): parameter
         for name, parameter in model.named_parameters()
-        if id(parameter) not in stacks and not hasattr(parameter, "placements") and not parameter.is_meta
+        if id(parameter) not in stacks
+        and not hasattr(parameter, "placements")
+        and not parameter.is_meta
     }
 
 
 def sampled_experts(model: nn.Module, trained: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Return the first routed expert of each layer that is not in `trained`; layers with all experts in it are left out."""
+    """Return the first routed expert of each layer that is not in `trained`; layers with all
+    experts in it are left out.
+    """
     found = {}
     for number, layer in numbered_layers(model).items():
-        left = (e for e in range(layer.num_shared, layer.num_experts) if e not in trained.get(number, ()))
+        left = (
+            e
+            for e in range(layer.num_shared, layer.num_experts)
+            if e not in trained.get(number, ())
+        )
         if (expert := next(left, None)) is not None:
             found[number] = expert
     return found
@@ -92,20 +143,27 @@ def sampled_experts(model: nn.Module, trained: Mapping[int, Sequence[int]]) -> d
 
 def expert_matrices(model: nn.Module, experts: Mapping[int, int]) -> dict[str, torch.Tensor]:
     """Return views of the matrices of one expert of each layer, by the names that adapters use."""
-    layers, found = numbered_layers(model), {}
+    layers = numbered_layers(model)
+    found = {}
     for number, e in experts.items():
-        module, path = experts_module(model, layers[number]), experts_path(layers[number])
+        module = experts_module(model, layers[number])
+        path = experts_path(layers[number])
         layout = layout_of(module)
         for name in stack_parts(layout):
             stack = getattr(module, name)
             if stack.is_floating_point() and not (hasattr(stack, "placements") or stack.is_meta):
-                found |= {f"{path}.{e}.{part}": view for part, view in split_row(layout, name, stack[e]).items()}
+                found |= {
+                    f"{path}.{e}.{part}": view
+                    for part, view in split_row(layout, name, stack[e]).items()
+                }
     return found
 
 
 @torch.no_grad()
 def base_of(model: nn.Module, trained: Mapping[int, Sequence[int]] | None = None) -> dict[str, Any]:
-    """Return `describe` with sampled weights, as recorded by an adapter of the `trained` experts."""
+    """Return `describe` with sampled weights, as recorded by an adapter of the `trained`
+    experts.
+    """
     matrices = expert_matrices(model, sampled_experts(model, trained or {}))
     return describe(model) | {"weights": sample_weights(sampled_parameters(model) | matrices)}
 
@@ -117,51 +175,85 @@ def check_base(base: Mapping[str, Any], model: Mapping[str, Any], source: str) -
     """
     difference = _difference(base, model)
     if difference is not None:
-        raise ValueError(f"{source} is for a base {difference}. Use the base that it was trained on")
+        raise ValueError(
+            f"{source} is for a base {difference}. Use the base that it was trained on"
+        )
 
 
 def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
     for part in ("config", "experts") if base.get("hash") != model["hash"] else ():
         theirs = model[part]
         for name, value in base.get(part, {}).items():
-            # config names differ between versions of transformers; which layers have experts does not
+            # config names differ between versions of transformers; which layers have experts does
+            # not
             if value != theirs.get(name) and (name in theirs or part == "experts"):
                 both = _described(value), _described(theirs.get(name))
                 if part == "experts":
-                    return "whose experts of layer {} are {}, but the model's are {}".format(name, *both)
+                    return "whose experts of layer {} are {}, but the model's are {}".format(
+                        name, *both
+                    )
                 return "whose {} is {}, but the model's is {}".format(name, *both)
-    ours, theirs = base.get("weights", {}), model.get("weights", {})
+    ours = base.get("weights", {})
+    theirs = model.get("weights", {})
     # separately, since a base may differ in its experts alone
     for kind, is_expert in (("weights", False), ("experts", True)):
-        names = [name for name in ours if name in theirs and (parse_name(name) is not None) == is_expert]
+        names = [
+            name for name in ours if name in theirs and (parse_name(name) is not None) == is_expert
+        ]
         pairs = [pair for name in names for pair in zip(ours[name], theirs[name], strict=False)]
         a, b = torch.tensor(pairs or [(0, 0)], dtype=torch.float64).to(torch.bfloat16).unbind(1)
-        if (different := (a != b).double().mean().item()) > DIFFERENT:  # the share that differs in bfloat16
+        # the share that differs in bfloat16
+        if (different := (a != b).double().mean().item()) > DIFFERENT:
             return (
-                f"with other {kind}: {different:.0%} of {len(pairs)} sampled weights differ from the model's "
+                f"with other {kind}: {different:.0%} of "
+                f"{len(pairs)} "
+                "sampled "
+                "weights "
+                "differ "
+                "from "
+                "the model's "
                 "(check_weights=False skips this check)"
             )
     return None
 
 
 def _described(value: Any) -> str:
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else repr(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return repr(value)
 
 
 def identify(model: nn.Module) -> dict[str, Any]:
-    """Return a JSON-ready description of a model: its config, its experts per layer and weights outside of the stacks."""
+    """Return a JSON-ready description of a model: its config, its experts per layer and weights
+    outside of the stacks.
+    """
     config = _config_fields(model)
-    experts = {str(number): {"num_experts": layer.num_experts} for number, layer in numbered_layers(model).items()}
+    experts = {
+        str(number): {"num_experts": layer.num_experts}
+        for number, layer in numbered_layers(model).items()
+    }
     matrices = {
         plain_name(name): parameter
         for name, parameter in model.named_parameters()
-        if parameter.dim() == 2 and ".experts." not in name and not hasattr(parameter, "placements") and not parameter.is_meta
+        if parameter.dim() == 2
+        and ".experts." not in name
+        and not hasattr(parameter, "placements")
+        and not parameter.is_meta
     }
-    return {"hash": _hash(config, experts), "config": config, "experts": experts, "weights": sample_weights(matrices)}
+    return {
+        "hash": _hash(config, experts),
+        "config": config,
+        "experts": experts,
+        "weights": sample_weights(matrices),
+    }
 
 
-def check_model(base: Mapping[str, Any] | None, model: nn.Module, source: str, *, check_weights: bool = True) -> None:
-    """Raise ValueError unless `model` is the one that `identify` or `base_of` described as `base`; None is not checked."""
+def check_model(
+    base: Mapping[str, Any] | None, model: nn.Module, source: str, *, check_weights: bool = True
+) -> None:
+    """Raise ValueError unless `model` is the one that `identify` or `base_of` described as `base`;
+    None is not checked.
+    """
     if base is None:
         return
     is_adapter = any("num_experts" not in shapes for shapes in base.get("experts", {}).values())
@@ -170,18 +262,35 @@ def check_model(base: Mapping[str, Any] | None, model: nn.Module, source: str, *
         found.pop("weights")
     difference = _difference(base, found)
     if difference is not None:
-        raise ValueError(f"{source} is for a model {difference}. Score this model and select its experts")
+        raise ValueError(
+            f"{source} is for a model {difference}. Score this model and select its experts"
+        )
 
 
 def read_base(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | None:
-    """Return the model that a file's values describe, or None; raises ValueError naming `source`."""
+    """Return the model that a file's values describe, or None; raises ValueError naming
+    `source`.
+    """
     ours = values.get(OURS, {})
     is_known = isinstance(ours, Mapping) and ours.get("format", 1) == 1
     base = ours.get("base") if is_known else None
-    parts = [base.get(part, {}) for part in ("config", "experts", "weights")] if isinstance(base, Mapping) else []
-    if not is_known or not isinstance(base or {}, Mapping) or not all(isinstance(part, Mapping) for part in parts):
+    if isinstance(base, Mapping):
+        parts = [base.get(part, {}) for part in ("config", "experts", "weights")]
+    else:
+        parts = []
+    if (
+        not is_known
+        or not isinstance(base or {}, Mapping)
+        or not all(isinstance(part, Mapping) for part in parts)
+    ):
         raise ValueError(
-            f"{OURS} in {source} must be an object of format 1 with the base, but is {shown(ours, 60)}. A newer moe_runtime "
+            f"{OURS} in {source} must be an object of format 1 "
+            "with "
+            "the "
+            "base, "
+            "but "
+            "is "
+            f"{shown(ours, 60)}. A newer moe_runtime "
             "may have written it"
         )
     return base

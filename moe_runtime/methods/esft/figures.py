@@ -1,6 +1,8 @@
-"""The figures of the ESFT paper that need no tuning, one command each: they use only the base's routers.
+"""The figures of the ESFT paper that need no tuning, one command each: they use only the base's
+routers.
 
-counts        experts that each task trains, by layer; how gate values concentrate on few experts; a page with
+counts        experts that each task trains, by layer; how gate values concentrate on few experts; a
+              page with
               held-out text, each token coloured by the share of its experts that train      Figures 4, 2 and 9
 overlap       top experts shared by two samples, of the same task and of different tasks     Figure 3
 sample-size   the same, by the size of the samples                                           Figure 8
@@ -25,15 +27,23 @@ from moe_runtime.methods.esft.study import Stages
 
 
 def gate_mass(mass: GateMass, title: str = "Gate values on the best experts of a layer"):
-    """Draw the cumulative share over the experts by rank, mean and standard deviation over the layers (Fig. 2)."""
+    """Draw the cumulative share over the experts by rank, mean and standard deviation over the
+    layers (Fig. 2).
+    """
     figure, axes = _figure((7.2, 4.9), title)
     ranks = range(1, len(mass.cumulative[0]) + 1)
     looks = cycle(len(mass.tasks))
-    for task, means, sds, (colour, marker) in zip(mass.tasks, mass.cumulative, mass.cumulative_sd, looks, strict=True):
-        low, high = ([mean + sign * sd for mean, sd in zip(means, sds, strict=True)] for sign in (-1, 1))
+    for task, means, sds, (colour, marker) in zip(
+        mass.tasks, mass.cumulative, mass.cumulative_sd, looks, strict=True
+    ):
+        low, high = (
+            [mean + sign * sd for mean, sd in zip(means, sds, strict=True)] for sign in (-1, 1)
+        )
         axes.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(ranks, means, color=colour, marker=marker, markersize=4, label=task)
-    axes.plot(ranks, [rank / len(ranks) for rank in ranks], color=GREY, linestyle="--", label="balanced")
+    axes.plot(
+        ranks, [rank / len(ranks) for rank in ranks], color=GREY, linestyle="--", label="balanced"
+    )
     axes.set(xlabel="experts, best first", ylabel="share of a layer's gate values", ylim=(0, 1.02))
     axes.grid()
     plots.legend_below(figure, axes, "mean and sd over the layers", 3)
@@ -49,14 +59,25 @@ def overlap(found: Overlap, title: str | None = None):
 
 
 def sample_sizes(found: SampleSizes, title: str | None = None):
-    """Draw the mean shared top experts against the size of the two samples, a line per task (Fig. 8)."""
-    figure, axes = _figure((7.2, 4.9), title or f"Shared top-{found.top} experts of two samples, by {found.score} score")
-    for task, shared, (colour, marker) in zip(found.tasks, found.shared, cycle(len(found.tasks)), strict=True):
+    """Draw the mean shared top experts against the size of the two samples, a line per task (Fig.
+    8).
+    """
+    figure, axes = _figure(
+        (7.2, 4.9),
+        title or f"Shared top-{found.top} experts of two samples, by {found.score} score",
+    )
+    for task, shared, (colour, marker) in zip(
+        found.tasks, found.shared, cycle(len(found.tasks)), strict=True
+    ):
         axes.plot(found.sizes, shared, color=colour, marker=marker, label=task)
     axes.set_xscale("log", base=2)
     axes.set_xticks(found.sizes, [f"{size:,}" for size in found.sizes], rotation=30, ha="right")
     axes.minorticks_off()
-    axes.set(xlabel="tokens of a sample", ylabel=f"experts of {found.top}, mean over the layers", ylim=(0, found.top * 1.03))
+    axes.set(
+        xlabel="tokens of a sample",
+        ylabel=f"experts of {found.top}, mean over the layers",
+        ylim=(0, found.top * 1.03),
+    )
     axes.grid()
     plots.legend_below(figure, axes, columns=3)
     return figure
@@ -64,7 +85,9 @@ def sample_sizes(found: SampleSizes, title: str | None = None):
 
 def expert_counts(found: ExpertCounts, title: str = "Experts that are trained"):
     """Draw the number of trained experts by task and layer (Fig. 4)."""
-    tasks = [f"{task}\n{share:.1%} of all" for task, share in zip(found.tasks, found.shares, strict=True)]
+    tasks = [
+        f"{task}\n{share:.1%} of all" for task, share in zip(found.tasks, found.shares, strict=True)
+    ]
     label = f"experts of {found.num_experts}"
     top = max(max(map(max, found.counts)), 1)
     figure = _heat_map(found.counts, tasks, found.layers, title, label, top=top, form="{:.0f}")
@@ -105,7 +128,10 @@ class Study(Finding):
 
     def legend(self) -> str:
         """Return what the table's numbers are."""
-        over = f"Mean over {len(self.seeds)} seeds, which draw" if len(self.seeds) > 1 else "One seed, which draws"
+        if len(self.seeds) > 1:
+            over = f"Mean over {len(self.seeds)} seeds, which draw"
+        else:
+            over = "One seed, which draws"
         return f"{self.note} {over} the samples."
 
     def to_dict(self) -> dict:
@@ -117,17 +143,25 @@ class Study(Finding):
 
 def _counts(process: Run) -> dict:
     recipe = process.recipe
-    found, masses = [], []
+    found = []
+    masses = []
     for stages in process.all:
         scores = {task: stages.scores(task).scores for task in recipe.tasks}
         first = next(iter(scores.values()))
-        selections = {f"{task}, {score}": stages.selection(task, score) for task in recipe.tasks for score in SCORES}
+        selections = {
+            f"{task}, {score}": stages.selection(task, score)
+            for task in recipe.tasks
+            for score in SCORES
+        }
         routed = first.num_experts - first.num_shared
         found.append(analyses.expert_counts(selections, routed, first.layers))
         masses.append(analyses.gate_mass(scores))
     files = {}
     if process.is_main:
-        files = {"gate mass": process.out / "counts-gate-mass.png", "page": process.out / "counts.html"}
+        files = {
+            "gate mass": process.out / "counts-gate-mass.png",
+            "page": process.out / "counts.html",
+        }
         plots.save(gate_mass(masses[0]), files["gate mass"])
         _page(process, files["page"])
 
@@ -138,10 +172,28 @@ def _counts(process: Run) -> dict:
         task, _, score = name.rpartition(", ")
         reach = masses[0].experts_for(0.5)[masses[0].tasks.index(task)]
         p = f"{getattr(recipe.p, score):g}"
-        return name, p, f"{mean:.1f}", min(map(min, rows)), max(map(max, rows)), f"{share:.1%}", reach
+        return (
+            name,
+            p,
+            f"{mean:.1f}",
+            min(map(min, rows)),
+            max(map(max, rows)),
+            f"{share:.1%}",
+            reach,
+        )
 
     names = found[0].tasks
-    table = [("task, score", "p", "experts per layer", "fewest", "most", "of all", "experts with half of the gate values")]
+    table = [
+        (
+            "task, score",
+            "p",
+            "experts per layer",
+            "fewest",
+            "most",
+            "of all",
+            "experts with half of the gate values",
+        )
+    ]
     table += [line(place, name) for place, name in enumerate(names)]
     note = f"{found[0].num_experts} routed experts in each of {len(found[0].layers)} layers."
 
@@ -152,22 +204,33 @@ def _counts(process: Run) -> dict:
 
 
 def _page(process: Run, path) -> None:
-    """Write the page: held-out examples of every task, under the selection by token scores, as in the paper."""
+    """Write the page: held-out examples of every task, under the selection by token scores, as in
+    the paper.
+    """
     stages: Stages = process.all[0]
-    model, tokenizer, recipe = stages.base_model(), stages.tokenizer, process.recipe
+    model = stages.base_model()
+    tokenizer = stages.tokenizer
+    recipe = process.recipe
     texts = {}
     for task in recipe.tasks:
         rows = stages.part(f"{task}-held_out").select(range(TEXTS))
         decoded = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
         selection = stages.selection(task, "token")
-        texts[task] = analyses.token_shares(model, tokenizer, decoded, selection, max_length=recipe.max_length)
+        texts[task] = analyses.token_shares(
+            model, tokenizer, decoded, selection, max_length=recipe.max_length
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    analyses.write_page(path, texts, title=f"Experts that ESFT-Token trains, p = {recipe.p.token:g}")
+    analyses.write_page(
+        path, texts, title=f"Experts that ESFT-Token trains, p = {recipe.p.token:g}"
+    )
 
 
 def _means(found: Sequence) -> list[tuple]:
     """Return a row per task with the shared top experts, means over the seeds."""
-    rows = [[f"{statistics.fmean(cell):.2f}" for cell in zip(*row)] for row in zip(*(one.shared for one in found))]
+    rows = [
+        [f"{statistics.fmean(cell):.2f}" for cell in zip(*row)]
+        for row in zip(*(one.shared for one in found))
+    ]
     return [(name, *row) for name, row in zip(found[0].tasks, rows, strict=True)]
 
 
@@ -179,13 +242,32 @@ def _overlap(process: Run, top: int, score: str) -> dict:
     names = found[0].tasks
 
     table = [("sample of", *names), *_means(found)]
-    note = f"Of the top {top} experts by {score} score, those that two samples share, mean over the layers."
+    note = (
+        f"Of the top {top} experts by {score} score, those that "
+        "two "
+        "samples "
+        "share, "
+        "mean "
+        "over "
+        "the layers."
+    )
 
     def summary(report: Study) -> list[str]:
-        within, between = ([getattr(one, of) for one in found if getattr(one, of) is not None] for of in ("within", "between"))
+        within, between = (
+            [getattr(one, of) for one in found if getattr(one, of) is not None]
+            for of in ("within", "between")
+        )
         across = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
         return [
-            f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{across}; by chance {found[0].chance:.2f}."
+            (
+                "Two samples of one task "
+                "share "
+                f"{statistics.fmean(within):.2f} "
+                "of "
+                f"{top}{across}; "
+                "by "
+                f"chance {found[0].chance:.2f}."
+            )
         ]
 
     return {"found": found, "table": table, "note": note, "summary": summary}
@@ -195,12 +277,30 @@ def _sample_size(process: Run, top: int, score: str, sizes: Sequence[int] | None
     found = [stages.sample_sizes(sizes, top, score) for stages in process.all]
     taken = found[0].sizes
     table = [("task", *(f"{size:,}" for size in taken)), *_means(found)]
-    note = f"Of the top {top} experts by {score} score, those that two samples of this size share, mean over the layers."
+    note = (
+        f"Of the top {top} experts by {score} score, those that "
+        "two "
+        "samples "
+        "of "
+        "this "
+        "size "
+        "share, mean over the layers."
+    )
 
     def summary(report: Study) -> list[str]:
         last = statistics.fmean(row[-1] for one in found for row in one.shared)
         first = statistics.fmean(row[0] for one in found for row in one.shared)
-        return [f"Mean over the tasks: {first:.2f} of {top} at {taken[0]:,} tokens, {last:.2f} at {taken[-1]:,}."]
+        return [
+            (
+                f"Mean over the tasks: {first:.2f} of {top} "
+                "at "
+                f"{taken[0]:,} "
+                "tokens, "
+                f"{last:.2f} "
+                "at "
+                f"{taken[-1]:,}."
+            )
+        ]
 
     return {"found": found, "table": table, "note": note, "summary": summary}
 
@@ -210,7 +310,9 @@ def _check_top(recipe: EsftRecipe, top: int = analyses.TOP, score: str = "gate")
     check_choice("score", score, SCORES)
     small = recipe.pretrain
     if small is not None and top > small.num_experts:
-        raise ValueError(f"top must be at most the {small.num_experts} routed experts of a layer, but got {top}")
+        raise ValueError(
+            f"top must be at most the {small.num_experts} routed experts of a layer, but got {top}"
+        )
     return {"top": top, "score": score}
 
 
@@ -222,15 +324,26 @@ def _check_sizes(recipe: EsftRecipe, sizes: Sequence[int] | None = None, **optio
 
 COMMANDS = {
     "counts": Command(
-        "Experts that are trained", "ESFT, Figures 2, 4 and 9", _counts,
-        lambda report: expert_counts(report.found[0]), report=Study,
+        "Experts that are trained",
+        "ESFT, Figures 2, 4 and 9",
+        _counts,
+        lambda report: expert_counts(report.found[0]),
+        report=Study,
     ),
     "overlap": Command(
-        "Experts that tasks share", "ESFT, Figure 3", _overlap,
-        lambda report: overlap(report.found[0]), _check_top, Study,
+        "Experts that tasks share",
+        "ESFT, Figure 3",
+        _overlap,
+        lambda report: overlap(report.found[0]),
+        _check_top,
+        Study,
     ),
     "sample-size": Command(
-        "Text that finds the experts", "ESFT, Figure 8", _sample_size,
-        lambda report: sample_sizes(report.found[0]), _check_sizes, Study,
+        "Text that finds the experts",
+        "ESFT, Figure 8",
+        _sample_size,
+        lambda report: sample_sizes(report.found[0]),
+        _check_sizes,
+        Study,
     ),
-}  # fmt: skip
+}

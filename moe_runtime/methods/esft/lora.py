@@ -1,13 +1,18 @@
-"""ESFT's selection as a mask on LoRA: low-rank matrices for the selected experts of frozen stacks, in PEFT's own files.
+"""ESFT's selection as a mask on LoRA: low-rank matrices for the selected experts of frozen stacks,
+in PEFT's own files.
 
-    train_lora   LoRA on the stacks of the selection's layers; only the selected experts' matrices train
-    save_lora    PEFT's adapter_model.safetensors and adapter_config.json, and expert_cfg.json: the selection and the base
+    train_lora   LoRA on the stacks of the selection's layers; only the selected experts' matrices
+                 train
+    save_lora    PEFT's adapter_model.safetensors and adapter_config.json, and expert_cfg.json: the
+                 selection and the base
     save_peft    ESFT's own adapter, whole experts, as PEFT's
-    read_lora    reads that selection and base; `apply` applies such an adapter, or ESFT's own, to a model
+    read_lora    reads that selection and base; `apply` applies such an adapter, or ESFT's own, to a
+                 model
 
-PEFT's files have A [r, in] and B [out, r] for every expert of a stack, and so do ours, with zeros for the other experts. Only
-the selected experts' matrices are parameters (`SelectedHalf`): the others cost no gradients or optimizer state. PEFT gets
-whole matrices wherever it reads a weight, so its own forward pass, merging and files work unchanged.
+PEFT's files have A [r, in] and B [out, r] for every expert of a stack, and so do ours, with zeros
+for the other experts. Only the selected experts' matrices are parameters (`SelectedHalf`): the
+others cost no gradients or optimizer state. PEFT gets whole matrices wherever it reads a weight, so
+its own forward pass, merging and files work unchanged.
 """
 
 from collections.abc import Mapping
@@ -29,26 +34,40 @@ from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
 from moe_runtime.methods.esft import adapters
 from moe_runtime.methods.esft.adapters import Adapter, check_is_base, from_config, to_config
 from moe_runtime.methods.esft.base import base_of, check_model
-from moe_runtime.methods.esft.selection import FLAGS, ExpertSelection, check_is_selection, check_selection
+from moe_runtime.methods.esft.selection import (
+    FLAGS,
+    ExpertSelection,
+    check_is_selection,
+    check_selection,
+)
 from moe_runtime.methods.lora.adapters import read_tensors
 from moe_runtime.methods.lora.baseline import add_parameter_lora, quiet_peft
 from moe_runtime.methods.lora.baseline import save_lora as save_peft_files
 from moe_runtime.methods.lora.stacks import PeftAdapter, is_peft, read_peft
 from moe_runtime.ops.all_to_all import is_distributed
 
-RANK, ALPHA = 8, 16.0  # the paper has no LoRA on selected experts; these are methods.lora's
+# the paper has no LoRA on selected experts; these are methods.lora's
+RANK = 8
+ALPHA = 16.0
 TRAINING = "moe_runtime_esft_lora"  # attribute of a model: expert_cfg.json
 
 
 def train_lora(
-    model: nn.Module, selection: ExpertSelection, rank: int = RANK, alpha: float = ALPHA, dtype: torch.dtype | None = None,
-    seed: int = 0, check_weights: bool = True,
-) -> tuple[nn.Module, TrainableReceipt]:  # fmt: skip
-    """Wrap `model` in PEFT's LoRA, of which only the matrices of the experts in `selection` train; return it and a receipt.
+    model: nn.Module,
+    selection: ExpertSelection,
+    rank: int = RANK,
+    alpha: float = ALPHA,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    check_weights: bool = True,
+) -> tuple[nn.Module, TrainableReceipt]:
+    """Wrap `model` in PEFT's LoRA, of which only the matrices of the experts in `selection` train;
+    return it and a receipt.
 
-    `rank` is per expert; `dtype` is that of the matrices, by default the model's, or float32 for half precision. Raises
-    ValueError for experts that the model lacks, for a selection that trains more than routed experts, and for one from another
-    model's scores; `check_weights=False` accepts a model that differs only in its weights.
+    `rank` is per expert; `dtype` is that of the matrices, by default the model's, or float32 for
+    half precision. Raises ValueError for experts that the model lacks, for a selection that trains
+    more than routed experts, and for one from another model's scores; `check_weights=False` accepts
+    a model that differs only in its weights.
     """
     check_module(model)
     check_is_selection(selection)
@@ -57,38 +76,62 @@ def train_lora(
     check_model(selection.base, model, "The selection", check_weights=check_weights)
     check_selection(model, selection)
     check_lora(selection, rank, alpha)
-    names, layers, total = {module: name for name, module in model.named_modules()}, numbered_layers(model), _numbers(model)
-    config, parameters = to_config(selection, base_of(model, selection.experts)), []
+    names = {module: name for name, module in model.named_modules()}
+    layers = numbered_layers(model)
+    total = _numbers(model)
+    config = to_config(selection, base_of(model, selection.experts))
+    parameters = []
     for layer in (layers[number] for number, ids in selection.experts.items() if ids):
         module = experts_module(model, layer)
-        parameters += [f"{names[module]}.{name}" for name, p in module.named_parameters(recurse=False) if p.dim() == 3]
+        parameters += [
+            f"{names[module]}.{name}"
+            for name, p in module.named_parameters(recurse=False)
+            if p.dim() == 3
+        ]
     adapted = add_parameter_lora(model, parameters, rank, alpha, seed)
     experts.patch(adapted)
     rows = 0
     for name, halves in list(adapted.named_modules()):
-        if isinstance(halves, nn.ModuleDict) and name.endswith((".lora_A", ".lora_B")) and len(halves):
-            layer, weight = layers[_layer_of(name)], halves["default"].weight.detach()
+        if (
+            isinstance(halves, nn.ModuleDict)
+            and name.endswith((".lora_A", ".lora_B"))
+            and len(halves)
+        ):
+            layer = layers[_layer_of(name)]
+            weight = halves["default"].weight.detach()
             weight = weight.to(dtype or torch.promote_types(weight.dtype, torch.float32))
-            halves["default"] = SelectedHalf(weight, selection.experts[_layer_of(name)], layer.num_experts, name[-1] == "A")
+            halves["default"] = SelectedHalf(
+                weight, selection.experts[_layer_of(name)], layer.num_experts, name[-1] == "A"
+            )
             rows += halves["default"].selected.numel()
     setattr(adapted, TRAINING, config)
     return adapted, TrainableReceipt(
-        experts=selection.experts, shared_experts=(), row_parameters=rows, trainable_parameters=rows, total_parameters=total
+        experts=selection.experts,
+        shared_experts=(),
+        row_parameters=rows,
+        trainable_parameters=rows,
+        total_parameters=total,
     )
 
 
 class SelectedHalf(nn.Module):
-    """A [E r, in] or B [out, r E] of PEFT's LoRA of a stack; only the matrices of selected experts are parameters.
+    """A [E r, in] or B [out, r E] of PEFT's LoRA of a stack; only the matrices of selected experts
+    are parameters.
 
-    `weight` and the state_dict have zeros for the others; under FSDP2 the state_dict holds `selected`, sharded.
+    `weight` and the state_dict have zeros for the others; under FSDP2 the state_dict holds
+    `selected`, sharded.
     """
 
     def __init__(self, weight: torch.Tensor, ids: tuple[int, ...], num_experts: int, is_a: bool):
         super().__init__()
-        self.shape, self.dim = weight.shape, 0 if is_a else 1
+        self.shape = weight.shape
+        self.dim = 0 if is_a else 1
         self.out_features, self.in_features = weight.shape  # as in nn.Linear, which it replaces
         place = torch.arange(weight.shape[self.dim], device=weight.device)
-        place = place.view(num_experts, -1)[list(ids)] if is_a else place.view(-1, num_experts)[:, list(ids)]
+        if is_a:
+            place = place.view(num_experts, -1)[list(ids)]
+        else:
+            place = place.view(-1, num_experts)[:, list(ids)]
         self.register_buffer("index", place.flatten(), persistent=False)
         self.selected = nn.Parameter(weight.index_select(self.dim, self.index))
 
@@ -99,7 +142,9 @@ class SelectedHalf(nn.Module):
 
     def whole(self, selected: torch.Tensor) -> torch.Tensor:
         """Return the matrix of all experts for the given part of selected experts."""
-        return selected.new_zeros(self.shape).index_copy(self.dim, self.index.to(selected.device), selected)
+        return selected.new_zeros(self.shape).index_copy(
+            self.dim, self.index.to(selected.device), selected
+        )
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if is_distributed(self.selected):
@@ -107,23 +152,47 @@ class SelectedHalf(nn.Module):
         else:
             destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach()
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ):
         if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
             if weight.shape != self.shape:
-                errors.append(f"Expected {prefix}weight of shape {list(self.shape)}, but got {list(weight.shape)}")
+                errors.append(
+                    f"Expected {prefix}weight "
+                    "of "
+                    "shape "
+                    f"{list(self.shape)}, "
+                    "but "
+                    "got "
+                    f"{list(weight.shape)}"
+                )
                 return
-            state_dict[f"{prefix}selected"] = weight.index_select(self.dim, self.index.to(weight.device))
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+            state_dict[f"{prefix}selected"] = weight.index_select(
+                self.dim, self.index.to(weight.device)
+            )
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, missing, unexpected, errors
+        )
 
 
 def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
-    """Raise ValueError for an invalid rank or alpha, and for a selection without experts or with more than routed experts."""
+    """Raise ValueError for an invalid rank or alpha, and for a selection without experts or with
+    more than routed experts.
+    """
     check_positive("rank", rank)
     check_number("alpha", alpha, positive=True)
     flag = next((name for name in FLAGS if getattr(selection, name)), None)
     if flag or not selection.num_experts:
         what = f"{flag} is True" if flag else "selection has no experts"
-        raise ValueError(f"{what}, but LoRA supports routed experts only. Select some, and turn {' and '.join(FLAGS)} off")
+        raise ValueError(
+            f"{what}, but LoRA supports routed experts "
+            "only. "
+            "Select "
+            "some, "
+            "and "
+            "turn "
+            f"{' and '.join(FLAGS)} off"
+        )
 
 
 def _numbers(model: nn.Module) -> int:
@@ -131,15 +200,29 @@ def _numbers(model: nn.Module) -> int:
 
 
 def _layer_of(name: str) -> int:
-    """Return a matrix's layer, the first number in its path, as routed layers are numbered; -1 without one."""
+    """Return a matrix's layer, the first number in its path, as routed layers are numbered; -1
+    without one.
+    """
     return next((int(part) for part in plain_name(name).split(".") if part.isdecimal()), -1)
 
 
-def save_lora(model: nn.Module, folder: str | Path, *, state_dict: dict | None = None, overwrite: bool = False) -> Path:
-    """Write the trained weights of a `train_lora` model, atomically; `state_dict` replaces those of a sharded model."""
+def save_lora(
+    model: nn.Module, folder: str | Path, *, state_dict: dict | None = None, overwrite: bool = False
+) -> Path:
+    """Write the trained weights of a `train_lora` model, atomically; `state_dict` replaces those of
+    a sharded model.
+    """
     config = getattr(model, TRAINING, None)
     if config is None:
-        raise ValueError(f"{type(model).__name__} does not train LoRA of selected experts. Call esft.train_lora first")
+        raise ValueError(
+            f"{type(model).__name__} does not train "
+            "LoRA "
+            "of "
+            "selected "
+            "experts. "
+            "Call "
+            "esft.train_lora first"
+        )
     check_out_dir(folder, overwrite)
     selection, base = from_config(config, "model")
     for name, half in model.named_modules() if state_dict else ():
@@ -151,24 +234,39 @@ def save_lora(model: nn.Module, folder: str | Path, *, state_dict: dict | None =
     return Path(folder)
 
 
-def save_peft(model: nn.Module, adapter: Adapter | str | Path, folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Write an ESFT adapter of `model` as one that stock PEFT loads, trains and merges: copies of the modules that it changes.
+def save_peft(
+    model: nn.Module, adapter: Adapter | str | Path, folder: str | Path, *, overwrite: bool = False
+) -> Path:
+    """Write an ESFT adapter of `model` as one that stock PEFT loads, trains and merges: copies of
+    the modules that it changes.
 
-    PEFT has no single experts of a stack, so the folder holds all experts of the selection's layers (`modules_to_save`), and it
-    requires LoRA somewhere: rank 1 on the first linear layer, with B = 0. `model` itself stays as it is.
+    PEFT has no single experts of a stack, so the folder holds all experts of the selection's layers
+    (`modules_to_save`), and it requires LoRA somewhere: rank 1 on the first linear layer, with B =
+    0. `model` itself stays as it is.
     """
     from peft import LoraConfig, get_peft_model
 
     check_out_dir(folder, overwrite)
-    adapter, trains = adapters.as_adapter(adapter), {parameter: parameter.requires_grad for parameter in model.parameters()}
-    modules = sorted({change.name.rpartition(".")[0] for change in adapters.changes_of(model, adapter)})
-    left = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in modules]
+    adapter = adapters.as_adapter(adapter)
+    trains = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    modules = sorted(
+        {change.name.rpartition(".")[0] for change in adapters.changes_of(model, adapter)}
+    )
+    left = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name not in modules
+    ]
     if not left:
-        raise ValueError(f"{adapter.source} changes every linear layer, so it is a whole model. Use esft merge")
+        raise ValueError(
+            f"{adapter.source} changes every linear layer, so it is a whole model. Use esft merge"
+        )
     adapters.apply(model, adapter)
     try:
         with quiet_peft(), atomic_folder(folder, overwrite) as tmp:
-            config = LoraConfig(r=1, target_modules=left[:1], modules_to_save=modules, task_type="CAUSAL_LM")
+            config = LoraConfig(
+                r=1, target_modules=left[:1], modules_to_save=modules, task_type="CAUSAL_LM"
+            )
             adapted = get_peft_model(model, config)
             save_peft_files(adapted, tmp)
             adapted.unload()
@@ -181,7 +279,9 @@ def save_peft(model: nn.Module, adapter: Adapter | str | Path, folder: str | Pat
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoraAdapter:
-    """The selection and base of a `save_lora` folder, and the size of the selected experts' matrices."""
+    """The selection and base of a `save_lora` folder, and the size of the selected experts'
+    matrices.
+    """
 
     selection: ExpertSelection
     base: Mapping[str, Any] | None
@@ -192,15 +292,29 @@ class LoraAdapter:
 
 
 def read_lora(folder: str | Path) -> LoraAdapter:
-    """Read the selection and the base of a folder; raises ValueError for an adapter that `save_lora` has not written."""
+    """Read the selection and the base of a folder; raises ValueError for an adapter that
+    `save_lora` has not written.
+    """
     path = Path(folder) / trained_files.CONFIG
     selection, base = from_config(read_json(path), str(path))
     count = size = 0
     for key, tensor in read_tensors(folder).items():
         number = _layer_of(key)
-        own = len(selection.experts.get(number, ())) * tensor.numel() // _num_experts(base, number, tensor.numel())
-        count, size = count + own, size + own * tensor.element_size()
-    return LoraAdapter(selection=selection, base=base, source=str(folder), num_parameters=count, nbytes=size, others={})
+        own = (
+            len(selection.experts.get(number, ()))
+            * tensor.numel()
+            // _num_experts(base, number, tensor.numel())
+        )
+        count = count + own
+        size = size + own * tensor.element_size()
+    return LoraAdapter(
+        selection=selection,
+        base=base,
+        source=str(folder),
+        num_parameters=count,
+        nbytes=size,
+        others={},
+    )
 
 
 def _num_experts(base: Mapping[str, Any] | None, number: int, unknown: int) -> int:
@@ -211,47 +325,70 @@ def _num_experts(base: Mapping[str, Any] | None, number: int, unknown: int) -> i
 
 
 def check_mask(model: nn.Module, adapter: PeftAdapter, selection: ExpertSelection) -> None:
-    """Raise ValueError if a PEFT adapter of `model` changes more than the experts of `selection`, or the model lacks those."""
+    """Raise ValueError if a PEFT adapter of `model` changes more than the experts of `selection`,
+    or the model lacks those.
+    """
     layers = numbered_layers(model)
     check_selection(layers, selection)
-    numbers, odd = {experts_path(layer): number for number, layer in layers.items()}, min(adapter.whole, default=None)
+    numbers = {experts_path(layer): number for number, layer in layers.items()}
+    odd = min(adapter.whole, default=None)
     for name, pair in adapter.pairs.items():
         ids = selection.experts.get(numbers.get(name.rpartition(".")[0]), ())
         others = [e for e in range(len(pair.b)) if e not in ids] if pair.is_stack else ...
         odd = name if odd is None and pair.b[others].any() else odd
     if odd is not None:
         raise ValueError(
-            f"{adapter.folder} changes {odd} beyond the experts selected in its {trained_files.CONFIG}. Use `moe-runtime lora "
+            f"{adapter.folder} changes {odd} beyond "
+            "the "
+            "experts "
+            "selected "
+            "in "
+            "its "
+            f"{trained_files.CONFIG}. Use `moe-runtime lora "
             "export --to merged` to merge the whole adapter"
         )
 
 
 @torch.no_grad()
 def whole_experts(model: nn.Module, folder: str | Path) -> Adapter:
-    """Return the selected experts with their LoRA merged, W_e + s B_e A_e, as ESFT's own adapter of `model`."""
-    found, adapter, tensors, layers = read_lora(folder), read_peft(folder, model), {}, numbered_layers(model)
+    """Return the selected experts with their LoRA merged, W_e + s B_e A_e, as ESFT's own adapter of
+    `model`.
+    """
+    found = read_lora(folder)
+    adapter = read_peft(folder, model)
+    tensors = {}
+    layers = numbered_layers(model)
     check_mask(model, adapter, found.selection)
     for number, ids in found.selection.experts.items():
-        module, path = experts_module(model, layers[number]), experts_path(layers[number])
+        module = experts_module(model, layers[number])
+        path = experts_path(layers[number])
         layout = layout_of(module)
         for stack in stack_parts(layout):
             for e in ids:
-                row, pair = getattr(module, stack)[e], adapter.pairs.get(f"{path}.{stack}")
-                row = (
-                    row
-                    if pair is None
-                    else row.to(torch.float32 if row.itemsize < 4 else row.dtype) + pair.delta(e).to(row.device)
-                )
-                tensors |= {f"{path}.{e}.{part}": view for part, view in split_row(layout, stack, row).items()}
+                row = getattr(module, stack)[e]
+                pair = adapter.pairs.get(f"{path}.{stack}")
+                if pair is None:
+                    row = row
+                else:
+                    row = row.to(torch.float32 if row.itemsize < 4 else row.dtype) + pair.delta(
+                        e
+                    ).to(row.device)
+                tensors |= {
+                    f"{path}.{e}.{part}": view
+                    for part, view in split_row(layout, stack, row).items()
+                }
     return Adapter(selection=found.selection, tensors=tensors, base=found.base, source=str(folder))
 
 
-def apply(model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True) -> Adapter:
-    """Apply an adapter to `model` in place, rounded to its dtype; the replaced rows are kept on the CPU for `remove`.
+def apply(
+    model: nn.Module, adapter: Adapter | str | Path, *, check_weights: bool = True
+) -> Adapter:
+    """Apply an adapter to `model` in place, rounded to its dtype; the replaced rows are kept on the
+    CPU for `remove`.
 
-    `adapter` may be a folder of `save_lora`: its matrices are merged into the experts. Any experts implementation runs the
-    result, and save_pretrained writes it as a whole model. `check_weights=False` accepts a base with other weights than the
-    adapter's.
+    `adapter` may be a folder of `save_lora`: its matrices are merged into the experts. Any experts
+    implementation runs the result, and save_pretrained writes it as a whole model.
+    `check_weights=False` accepts a base with other weights than the adapter's.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if is_peft(adapter):

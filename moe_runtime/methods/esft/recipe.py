@@ -1,16 +1,19 @@
-"""A whole ESFT study as one YAML file: the model, its tasks, and how they are scored, selected and trained.
+"""A whole ESFT study as one YAML file: the model, its tasks, and how they are scored, selected and
+trained.
 
     base_model: deepseek-ai/DeepSeek-V2-Lite        or null, with `pretrain`
     tasks: {law: {train: law.jsonl, ...}, ...}      general: {train: ..., held_out: ...}
     scores: {n_tokens: 131072, variant: v1}         p: {gate: 0.1, token: 0.2}
     fft, lora, esft: {steps, learning_rate, ...}    mix: 1.0, rows of general data per row of a task
 
-The defaults are the paper's (arXiv 2407.01906, Sec. 4.3) and, where it is silent, the released code's.
+The defaults are the paper's (arXiv 2407.01906, Sec. 4.3) and, where it is silent, the released
+code's.
 
-Built-in tasks are made from the standard library's documented functions: `code` asks for a function by its docstring,
-`docstring` for its docstring, `names` for its name, and `case` for the docstring's first sentence, given in upper case.
-Held-out rows come from files that are never trained on, the same files for every task. `code`, `prose` and `arithmetic`
-without the prefix `standard-library/` are the domains of the other methods' studies.
+Built-in tasks are made from the standard library's documented functions: `code` asks for a function
+by its docstring, `docstring` for its docstring, `names` for its name, and `case` for the
+docstring's first sentence, given in upper case. Held-out rows come from files that are never
+trained on, the same files for every task. `code`, `prose` and `arithmetic` without the prefix
+`standard-library/` are the domains of the other methods' studies.
 """
 
 import functools
@@ -24,8 +27,14 @@ from pydantic import Field, model_validator
 
 from moe_runtime.experiments import recipe as recipes
 from moe_runtime.experiments import stages
-from moe_runtime.experiments.corpora import DOMAINS, domain_rows, domain_text, standard_library_pairs, standard_library_text
-from moe_runtime.experiments.recipe import (  # fmt: skip
+from moe_runtime.experiments.corpora import (
+    DOMAINS,
+    domain_rows,
+    domain_text,
+    standard_library_pairs,
+    standard_library_text,
+)
+from moe_runtime.experiments.recipe import (
     AnyNumber,
     BelowOne,
     Count,
@@ -54,7 +63,8 @@ HIDDEN = "f"  # replaces the name of a function in the task that asks for it
 
 
 def task_rows(tokenizer, task, recipe) -> dict:
-    """Return the tokenized rows of a task or of the general text: train, packed if the recipe says so, validation, held_out.
+    """Return the tokenized rows of a task or of the general text: train, packed if the recipe says
+    so, validation, held_out.
 
     No row is in two of them. `task` is a Task of `recipe`.
     """
@@ -66,41 +76,57 @@ def task_rows(tokenizer, task, recipe) -> dict:
     train, validation = data.hold_out(train, task.validation_rows, seed=1)
     parts = {}
     for name, rows, count in (
-        ("train", train, task.limit), ("validation", validation, task.validation_rows),
+        ("train", train, task.limit),
+        ("validation", validation, task.validation_rows),
         ("held_out", held_out, task.held_out_rows),
-    ):  # fmt: skip
+    ):
         how = {"prompt": task.prompt, "train_on": task.train_on}
         parts[name] = data.tokenize_pairs(tokenizer, rows, recipe.max_length, limit=count, **how)
     if recipe.pack:
-        parts["train"] = join(parts["train"], recipe.max_length, tokenizer.bos_token_id, recipe.drop_bos)
+        parts["train"] = join(
+            parts["train"], recipe.max_length, tokenizer.bos_token_id, recipe.drop_bos
+        )
     return parts
 
 
-def join(rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float = 0.0, seed: int = 0):
-    """Join samples, in an order drawn by `seed`, to a datasets.Dataset of rows of `length` ids, as ESFT's code does.
+def join(
+    rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float = 0.0, seed: int = 0
+):
+    """Join samples, in an order drawn by `seed`, to a datasets.Dataset of rows of `length` ids, as
+    ESFT's code does.
 
-    The last sample of a row is cut at its start if it does not fit, so its answer stays. A sample within a row starts without
-    BOS with probability `drop_bos`. Samples of one row attend to each other. The last row may be shorter.
+    The last sample of a row is cut at its start if it does not fit, so its answer stays. A sample
+    within a row starts without BOS with probability `drop_bos`. Samples of one row attend to each
+    other. The last row may be shorter.
     """
-    order, generator = [dict(row) for row in rows], random.Random(seed)
+    order = [dict(row) for row in rows]
+    generator = random.Random(seed)
     generator.shuffle(order)
     joined: list[tuple[list[int], list[int]]] = []
-    ids, labels = [], []
+    ids = []
+    labels = []
     for row in order:
         skip = int(bool(ids) and row["input_ids"][:1] == [bos] and generator.random() < drop_bos)
         room = length - len(ids)
-        own, wanted = row["input_ids"][skip:][-room:], row["labels"][skip:][-room:]
-        ids, labels = ids + own, labels + wanted
+        own = row["input_ids"][skip:][-room:]
+        wanted = row["labels"][skip:][-room:]
+        ids = ids + own
+        labels = labels + wanted
         if len(ids) == length:
             joined.append((ids, labels))
-            ids, labels = [], []
+            ids = []
+            labels = []
     if any(label != -100 for label in labels[1:]):
         joined.append((ids, labels))
-    return data.require("datasets").Dataset.from_dict({"input_ids": [r[0] for r in joined], "labels": [r[1] for r in joined]})
+    return data.require("datasets").Dataset.from_dict(
+        {"input_ids": [r[0] for r in joined], "labels": [r[1] for r in joined]}
+    )
 
 
 def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
-    """`task_rows`, packed and split as in ESFT's released code: one line in fifty validates, whatever `validation_rows` is."""
+    """`task_rows`, packed and split as in ESFT's released code: one line in fifty validates,
+    whatever `validation_rows` is.
+    """
     taken = map(data.one_form, itertools.islice(train, task.limit))
     rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in taken]
     lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
@@ -112,33 +138,48 @@ def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
 Line = tuple[list[int], list[int]]  # ids and labels
 
 
-def packed_in_order(rows: Iterable[Line], length: int, drop: float, pad: int, seed: int = SEED) -> list[Line]:
+def packed_in_order(
+    rows: Iterable[Line], length: int, drop: float, pad: int, seed: int = SEED
+) -> list[Line]:
     """Pack rows, in order, into lines of `length` ids, as ESFT's released code does.
 
-    A row that does not fit loses its beginning; after another row its first id is dropped with probability `drop`. The
-    last line is padded with `pad`, unlabelled, and exists even if no tokens are left for it.
+    A row that does not fit loses its beginning; after another row its first id is dropped with
+    probability `drop`. The last line is padded with `pad`, unlabelled, and exists even if no tokens
+    are left for it.
     """
-    lines, generator = [], random.Random(seed)
-    ids, labels = [], []
+    lines = []
+    generator = random.Random(seed)
+    ids = []
+    labels = []
     for own, wanted in rows:
         room = length - len(ids)
         first = int(bool(ids) and generator.random() < drop)
-        ids, labels = ids + own[-room:][first:], labels + wanted[-room:][first:]
+        ids = ids + own[-room:][first:]
+        labels = labels + wanted[-room:][first:]
         if len(ids) == length:
             lines.append((ids, labels))
-            ids, labels = [], []
+            ids = []
+            labels = []
     left = length - len(ids)
     return [*lines, (ids + [pad] * left, labels + [-100] * left)]
 
 
 def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) -> tuple:
-    """Return Datasets of training and validation lines, split as torch.random_split does; lines without labels are dropped."""
+    """Return Datasets of training and validation lines, split as torch.random_split does; lines
+    without labels are dropped.
+    """
     order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
     count = int(share * len(lines))
     parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
     if not all(map(len, parts)):
         raise ValueError(
-            f"The data fill only {len(lines)} lines, of which {share:.0%} are for training and the others for validation. Pass "
+            f"The data fill only {len(lines)} lines, of which "
+            f"{share:.0%} "
+            "are "
+            "for "
+            "training "
+            "and "
+            "the others for validation. Pass "
             "more data"
         )
     return tuple(parts)
@@ -156,11 +197,15 @@ def mixed(rows, general, ratio: float):
     count = round(ratio * len(rows))
     if not count:
         return rows
-    return data.require("datasets").concatenate_datasets([rows, general.select([i % len(general) for i in range(count)])])
+    return data.require("datasets").concatenate_datasets(
+        [rows, general.select([i % len(general) for i in range(count)])]
+    )
 
 
 def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[[], tuple]:
-    """Return a function that makes rows from (heading, docstring, source) of each documented function; None is skipped."""
+    """Return a function that makes rows from (heading, docstring, source) of each documented
+    function; None is skipped.
+    """
 
     def rows() -> tuple:
         train, held_out = (_made(part, make) for part in standard_library_pairs())
@@ -207,7 +252,9 @@ def _text() -> tuple:
     """Return the source text, the files shuffled; no piece is in both parts."""
     train = list(dict.fromkeys(standard_library_text()))
     known = set(train)
-    held_out = [text for text in dict.fromkeys(standard_library_text(held_out=True)) if text not in known]
+    held_out = [
+        text for text in dict.fromkeys(standard_library_text(held_out=True)) if text not in known
+    ]
     for documents in (train, held_out):
         random.Random(0).shuffle(documents)
     return tuple([{"text": document} for document in documents] for documents in (train, held_out))
@@ -232,20 +279,27 @@ class Task(Rows):
 
     @model_validator(mode="after")
     def _check_source(self):
-        unknown = [one for one in self.sources if one.startswith(f"{GENERAL}/") and one not in BUILT_IN]
+        unknown = [
+            one for one in self.sources if one.startswith(f"{GENERAL}/") and one not in BUILT_IN
+        ]
         if unknown:
-            raise ValueError(f"train must be one of {', '.join(BUILT_IN)} or other data, but got {unknown[0]!r}")
+            raise ValueError(
+                f"train must be one of {', '.join(BUILT_IN)} or other data, but got {unknown[0]!r}"
+            )
         return self
 
 
 class General(Task):
-    """General text, which a model should not forget: mixed into its training data, and evaluated."""
+    """General text, which a model should not forget: mixed into its training data, and
+    evaluated.
+    """
 
     train: Sources = GENERAL
 
 
 class PretrainMoE(Pretrain):
-    """A small DeepSeek-V2 to start from: fine-grained experts beside shared ones, pre-trained on the standard library.
+    """A small DeepSeek-V2 to start from: fine-grained experts beside shared ones, pre-trained on
+    the standard library.
 
     `intermediate_size` is that of the dense layers.
     """
@@ -257,13 +311,21 @@ class PretrainMoE(Pretrain):
     dense_layers: Steps = 1  # the first ones, without experts
     balance_loss_coef: Number = 0.001
     # documents of code, prose and arithmetic, in place of the standard library's source
-    domains: dict[Literal[DOMAINS], Count] | None = Field(None, exclude_if=lambda counts: counts is None)
+    domains: dict[Literal[DOMAINS], Count] | None = Field(
+        None, exclude_if=lambda counts: counts is None
+    )
 
     @model_validator(mode="after")
     def _check_sizes(self):
         if self.top_k > self.num_experts or self.dense_layers >= self.num_layers:
             raise ValueError(
-                f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}), and dense_layers "
+                f"top_k ({self.top_k}) must be "
+                "at "
+                "most "
+                "num_experts "
+                f"({self.num_experts}), "
+                "and "
+                "dense_layers "
                 f"({self.dense_layers}) below num_layers ({self.num_layers})"
             )
         return self
@@ -273,11 +335,15 @@ def documents(pretrain: PretrainMoE) -> list[str]:
     """Return the texts that a small base and its tokenizer are trained on."""
     if pretrain.domains is None:
         return stages.documents(pretrain)
-    return [text for name, count in pretrain.domains.items() for text in domain_text(name, limit=count)]
+    return [
+        text for name, count in pretrain.domains.items() for text in domain_text(name, limit=count)
+    ]
 
 
 class Tuning(Training):
-    """A training run of the study: AdamW at a constant rate, keeping the weights of the lowest validation loss."""
+    """A training run of the study: AdamW at a constant rate, keeping the weights of the lowest
+    validation loss.
+    """
 
     warmup_steps: Steps | None = 0
     batch_size: Count = 32
@@ -291,7 +357,9 @@ class Tuning(Training):
 
 
 class Lora(Node):
-    """The LoRA baseline: low-rank matrices on all linear layers and experts, but not on embeddings and head."""
+    """The LoRA baseline: low-rank matrices on all linear layers and experts, but not on embeddings
+    and head.
+    """
 
     rank: Count = 8
     scaling: Positive = 2.0  # alpha / rank
@@ -346,7 +414,13 @@ class EsftRecipe(Node):
         prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
         if "general" in self.tasks or len(prompts & {"deepseek", "chat", "esft"}) > 1:
             raise ValueError(
-                "No task may be named 'general', and all must use one chat template ('deepseek', 'esft' or 'chat'), but tasks "
+                "No task may be named 'general', and all must "
+                "use "
+                "one "
+                "chat "
+                "template "
+                "('deepseek', "
+                "'esft' or 'chat'), but tasks "
                 f"are {', '.join(self.tasks)} with the prompts {', '.join(sorted(prompts))}"
             )
         return self

@@ -1,15 +1,19 @@
 """Record slots and gate values per layer and expert while a model runs: the input of ESFT's scores.
 
-ESFT (arXiv 2407.01906), Eq. (1), summed over all tokens t that are not padding and over samples s, the rows of batches:
+ESFT (arXiv 2407.01906), Eq. (1), summed over all tokens t that are not padding and over samples s,
+the rows of batches:
 
-    count_e = sum_t 1[e in topk_idx[t]]            sample_count_e = sum_s (1 / |s|) sum_{t in s} 1[e in topk_idx[t]]
+    count_e = sum_t 1[e in topk_idx[t]]            sample_count_e = sum_s (1 / |s|) sum_{t in s} 1[e
+                                                   in topk_idx[t]]
     gate_e  = sum_t g_{e,t}                        sample_gate_e  = sum_s (1 / |s|) sum_{t in s} g_{e,t}
 
-g_{e,t} is the weight that the router hands to the experts, however it is normalized, and 0 where e is not among the top K.
-Sums are float64 on the layer's device, in an order that repeats; nothing is read back before `read`.
+g_{e,t} is the weight that the router hands to the experts, however it is normalized, and 0 where e
+is not among the top K. Sums are float64 on the layer's device, in an order that repeats; nothing is
+read back before `read`.
 
     GateRecorder    the sums, recorded while a model runs
-    model_inputs    batches up to a number of tokens, in step with other processes, as the model's keyword arguments
+    model_inputs    batches up to a number of tokens, in step with other processes, as the model's
+                    keyword arguments
     group_routing   simulate coarser experts: the router chooses groups of experts (App. B, Fig. 7)
 """
 
@@ -24,7 +28,15 @@ import torch
 from torch import nn
 
 from moe_runtime.config import shown
-from moe_runtime.hf.dropin.layers import OpenCall, RoutedLayer, block_of, forget_compiled, ids_of, numbered_layers, token_mask
+from moe_runtime.hf.dropin.layers import (
+    OpenCall,
+    RoutedLayer,
+    block_of,
+    forget_compiled,
+    ids_of,
+    numbered_layers,
+    token_mask,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,44 +67,77 @@ class GateCall:
 
 
 class GateRecorder:
-    """Sums slots and gate values during forward passes of `model`, on its devices, without a sync; `read` returns GateSums.
+    """Sums slots and gate values during forward passes of `model`, on its devices, without a sync;
+    `read` returns GateSums.
 
-    Only calls of `model` itself count, not recomputation in backward. Padding, by the call's attention_mask, is left out;
-    `only` [B, S] bool, if set, marks the tokens that count instead. `pairs` also counts how often two experts serve one token.
-    `see` is called with each GateCall. A context manager; `close` removes the hooks.
+    Only calls of `model` itself count, not recomputation in backward. Padding, by the call's
+    attention_mask, is left out; `only` [B, S] bool, if set, marks the tokens that count instead.
+    `pairs` also counts how often two experts serve one token. `see` is called with each GateCall. A
+    context manager; `close` removes the hooks.
     """
 
-    def __init__(self, model: nn.Module, *, pairs: bool = False, see: Callable[[GateCall], None] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pairs: bool = False,
+        see: Callable[[GateCall], None] | None = None,
+    ):
         self.layers = dict(sorted(numbered_layers(model).items()))
         for what in ("num_experts", "num_shared"):
-            _check_equal(what, {number: getattr(layer, what) for number, layer in self.layers.items()})
-        spread = [layer.name for layer in self.layers.values() if getattr(layer.module, "_is_expert_parallel", False)]
+            _check_equal(
+                what, {number: getattr(layer, what) for number, layer in self.layers.items()}
+            )
+        spread = [
+            layer.name
+            for layer in self.layers.values()
+            if getattr(layer.module, "_is_expert_parallel", False)
+        ]
         if spread:
             raise ValueError(
-                f"{spread[0]} holds only a part of its experts. Use moe_runtime.hf.dropin.parallel, or the whole layer"
+                f"{spread[0]} holds only a "
+                "part "
+                "of "
+                "its "
+                "experts. "
+                "Use "
+                "moe_runtime.hf.dropin.parallel, or the whole layer"
             )
         self.only: torch.Tensor | None = None
-        self._see, self._samples, self._slots = see, 1, {}
+        self._see = see
+        self._samples = 1
+        self._slots = {}
         first = next(iter(self.layers.values()))
-        self.num_experts, self.num_shared = first.num_experts, first.num_shared
+        self.num_experts = first.num_experts
+        self.num_shared = first.num_shared
         forget_compiled()
         self._state = {number: self._zeros(layer, pairs) for number, layer in self.layers.items()}
         self._call = OpenCall(model)
         self._handles = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            *(_watch(layer, functools.partial(self._add, number)) for number, layer in self.layers.items()),
+            *(
+                _watch(layer, functools.partial(self._add, number))
+                for number, layer in self.layers.items()
+            ),
         ]
 
     def _zeros(self, layer: RoutedLayer, pairs: bool) -> list[torch.Tensor]:
-        """A layer's sums [4, E] float64, its tokens and samples [2] int64, and with `pairs` those [E, E] float64."""
+        """A layer's sums [4, E] float64, its tokens and samples [2] int64, and with `pairs` those
+        [E, E] float64.
+        """
         tensors = itertools.chain(layer.module.parameters(), layer.module.buffers())
-        device, E = next(tensors).device, self.num_experts
+        device = next(tensors).device
+        E = self.num_experts
         device = torch.device("cpu") if device.type == "meta" else device
         # tensors made in inference mode could not be added to outside of it
         with torch.inference_mode(False):
             sums = torch.zeros(4, E, dtype=torch.float64, device=device)
             seen = torch.zeros(2, dtype=torch.int64, device=device)
-            return [sums, seen, *([torch.zeros(E, E, dtype=torch.float64, device=device)] if pairs else [])]
+            return [
+                sums,
+                seen,
+                *([torch.zeros(E, E, dtype=torch.float64, device=device)] if pairs else []),
+            ]
 
     def _enter(self, module: nn.Module, args, kwargs) -> None:
         named = self._call.named(args, kwargs)
@@ -104,18 +149,27 @@ class GateRecorder:
     def _add(self, number: int, topk_idx: torch.Tensor, topk_weight: torch.Tensor) -> None:
         if not self._call.is_open:
             return
-        T, E = topk_idx.shape[0], self.num_experts
+        T = topk_idx.shape[0]
+        E = self.num_experts
         B = self._samples if self._samples and T % self._samples == 0 else 1
         self._slots[number] = topk_idx.shape[1] - self.num_shared
         live = self._live(T, topk_idx.device)
         if self._see is not None:
-            self._see(GateCall(number, topk_idx, topk_weight, live.view(B, T // B), self.num_shared))
+            self._see(
+                GateCall(number, topk_idx, topk_weight, live.view(B, T // B), self.num_shared)
+            )
         counted = (topk_idx >= self.num_shared) & (topk_idx < E) & live[:, None]
         # what does not count goes to a column of its own, which is then left out
         idx = topk_idx.long().masked_fill(~counted, E)
-        hot = torch.zeros(T, E + 1, device=idx.device).scatter_add_(1, idx, torch.ones_like(idx, dtype=torch.float32))
-        gate = torch.zeros(T, E + 1, device=idx.device).scatter_add_(1, idx, topk_weight.detach().float())
-        by_sample = torch.stack([part[:, :E].view(B, T // B, E).sum(1, dtype=torch.float64) for part in (hot, gate)])
+        hot = torch.zeros(T, E + 1, device=idx.device).scatter_add_(
+            1, idx, torch.ones_like(idx, dtype=torch.float32)
+        )
+        gate = torch.zeros(T, E + 1, device=idx.device).scatter_add_(
+            1, idx, topk_weight.detach().float()
+        )
+        by_sample = torch.stack(
+            [part[:, :E].view(B, T // B, E).sum(1, dtype=torch.float64) for part in (hot, gate)]
+        )
         tokens = live.view(B, T // B).sum(1)
         means = by_sample / tokens.clamp(min=1)[:, None]
         sums, seen, *pairs = self._at_home(number, idx.device)
@@ -139,15 +193,22 @@ class GateRecorder:
         return self._state[number]
 
     def read(self, *, reset: bool = False, reduce: bool = False) -> GateSums:
-        """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes, `reset` clears them.
+        """Copy the sums to the CPU; `reduce` adds those of torch.distributed's other processes,
+        `reset` clears them.
 
-        Layers that were never called are left out if others were: an adapter keeps the original of a module that it trains a
-        copy of.
+        Layers that were never called are left out if others were: an adapter keeps the original of
+        a module that it trains a copy of.
         """
-        E, numbers = self.num_experts, list(self.layers)
+        E = self.num_experts
+        numbers = list(self.layers)
         device = self._state[numbers[0]][0].device
         # float64 holds whole numbers up to 2^53
-        flat = torch.stack([torch.cat([part.double().flatten().to(device) for part in self._state[n]]) for n in numbers])
+        flat = torch.stack(
+            [
+                torch.cat([part.double().flatten().to(device) for part in self._state[n]])
+                for n in numbers
+            ]
+        )
         slots = torch.tensor([self._slots.get(number, 0) for number in numbers], device=device)
         if reset:
             for number in numbers:
@@ -159,7 +220,15 @@ class GateRecorder:
         sums, seen, pairs = flat.cpu().split([4 * E, 2, flat.shape[1] - 4 * E - 2], dim=1)
         called = [i for i in range(len(numbers)) if seen[i, 0] > 0]
         if not called:
-            raise ValueError("The model has routed no tokens. Call it at least once with tokens that are not padding")
+            raise ValueError(
+                "The model has routed no tokens. Call it at least once "
+                "with "
+                "tokens "
+                "that "
+                "are "
+                "not "
+                "padding"
+            )
         layers = tuple(numbers[i] for i in called)
         of = dict(zip(numbers, seen.long().tolist(), strict=True))
         _check_equal("tokens", {layer: of[layer][0] for layer in layers})
@@ -197,14 +266,24 @@ def _check_equal(what: str, by_layer: dict[int, int]) -> None:
     other = next((layer for layer, one in by_layer.items() if one != value), None)
     if other is not None:
         raise ValueError(
-            f"{what} must be the same in all layers, but is {value} in layer {first} and {by_layer[other]} in layer {other}"
+            f"{what} must be the same in all layers, but is "
+            f"{value} "
+            "in "
+            "layer "
+            f"{first} "
+            "and "
+            f"{by_layer[other]} in layer {other}"
         )
 
 
 def _watch(layer: RoutedLayer, see: Callable[[torch.Tensor, torch.Tensor], None]):
-    """Call `see` with the ids and weights [T, K] of each call of the layer; return the hook's handle."""
+    """Call `see` with the ids and weights [T, K] of each call of the layer; return the hook's
+    handle.
+    """
     if layer.is_stock:
-        return layer.module.register_forward_pre_hook(functools.partial(_before_experts, see), with_kwargs=True)
+        return layer.module.register_forward_pre_hook(
+            functools.partial(_before_experts, see), with_kwargs=True
+        )
     return layer.module.register_forward_hook(functools.partial(_after_router, see))
 
 
@@ -219,26 +298,38 @@ def _after_router(see, module, args, out) -> None:
     see(out.topk_idx, out.topk_weight)
 
 
-Batches = Iterator[tuple[dict[str, Any], torch.Tensor | None]]  # with the tokens that count, [B, S] bool; None for all
+# with the tokens that count, [B, S] bool; None for all
+Batches = Iterator[tuple[dict[str, Any], torch.Tensor | None]]
 
 
 def world() -> tuple[int, int]:
     """Return the number of processes and this one's rank."""
     is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return (torch.distributed.get_world_size(), torch.distributed.get_rank()) if is_initialized else (1, 0)
+    if is_initialized:
+        return (torch.distributed.get_world_size(), torch.distributed.get_rank())
+    return (1, 0)
 
 
-def model_inputs(model: nn.Module, dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Batches:
-    """Yield the model's inputs on its device, and a mask of the tokens that count, `n_tokens` in total."""
+def model_inputs(
+    model: nn.Module, dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int
+) -> Batches:
+    """Yield the model's inputs on its device, and a mask of the tokens that count, `n_tokens` in
+    total.
+    """
     device = getattr(model, "device", None) or next(model.parameters()).device
     known = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    extra = {name: value for name, value in (("use_cache", False), ("logits_to_keep", 1)) if name in known}
+    extra = {
+        name: value
+        for name, value in (("use_cache", False), ("logits_to_keep", 1))
+        if name in known
+    }
     for batch, only in _in_step(model, _limited(dataloader, n_tokens)):
         moved = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
-            # without labels, since no loss is needed, and without columns that the model does not accept
+            # without labels, since no loss is needed, and without columns that the model does not
+            # accept
             if name != "labels" and (takes_all or name in known)
         }
         yield moved | extra, only
@@ -251,7 +342,13 @@ def _limited(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Bat
         batch = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
         if not any(isinstance(value, torch.Tensor) for value in batch.values()):
             raise ValueError(
-                f"A batch must be input_ids [rows, tokens] or the model's arguments as tensors, but got {shown(batch, 60)}. "
+                "A batch must be input_ids [rows, tokens] or "
+                "the "
+                "model's "
+                "arguments "
+                "as "
+                "tensors, "
+                f"but got {shown(batch, 60)}. "
                 "Tokenize the texts first"
             )
         mask = batch.get("attention_mask")
@@ -259,7 +356,10 @@ def _limited(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Bat
             mask = torch.ones(_shape(batch), dtype=torch.bool)
         mask = mask != 0
         tokens = int(mask.sum())
-        yield batch, None if tokens <= left else mask & (mask.flatten().cumsum(0) <= left).view(mask.shape)
+        yield (
+            batch,
+            None if tokens <= left else mask & (mask.flatten().cumsum(0) <= left).view(mask.shape),
+        )
         left -= tokens
         if left <= 0:
             return
@@ -270,18 +370,31 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _in_step(model: nn.Module, batches: Batches) -> Batches:
-    """Yield `batches`; for sharded or synchronized models, all processes make the same number of calls."""
+    """Yield `batches`; for sharded or synchronized models, all processes make the same number of
+    calls.
+    """
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    if world()[0] == 1 or not (is_ddp or any(hasattr(p, "full_tensor") for p in model.parameters())):
+    if world()[0] == 1 or not (
+        is_ddp or any(hasattr(p, "full_tensor") for p in model.parameters())
+    ):
         yield from batches
         return
     device = next(model.parameters()).device
     batch, only = next(batches, (None, None))
     if not _everywhere(batch is not None, device, torch.distributed.ReduceOp.MIN):
-        raise ValueError("A process has no batch, but every process needs data, as the model is distributed over all of them")
+        raise ValueError(
+            "A process has no batch, but every process needs data, "
+            "as "
+            "the "
+            "model "
+            "is "
+            "distributed "
+            "over all of them"
+        )
     own = True
     while _everywhere(own, device, torch.distributed.ReduceOp.MAX):
-        # the others need this process's part of the weights; what it computes for them does not count
+        # the others need this process's part of the weights; what it computes for them does not
+        # count
         yield batch, only if own else torch.zeros(_shape(batch), dtype=torch.bool)
         if own:
             following = next(batches, None)
@@ -301,22 +414,41 @@ NAMES = ("gate", "router")  # of the routers that `group_routing` knows
 def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]]) -> list:
     """Make `model` route by `groups` of expert ids, layer -> groups; return the hooks' handles.
 
-    For groups G of g experts, K experts per token and gates s = softmax(logits), the K / g groups with the highest s_G =
-    mean_{e in G} s_e are chosen, each of their experts with the weight s_G: a token passes through as many experts as before.
-    Supports routers like DeepSeek-V2's, which return logits [T, E], weights and ids [T, K], the weights being softmax(logits)
-    times a constant.
+    For groups G of g experts, K experts per token and gates s = softmax(logits), the K / g groups
+    with the highest s_G = mean_{e in G} s_e are chosen, each of their experts with the weight s_G:
+    a token passes through as many experts as before. Supports routers like DeepSeek-V2's, which
+    return logits [T, E], weights and ids [T, K], the weights being softmax(logits) times a
+    constant.
     """
     handles = []
     for number, layer in numbered_layers(model).items():
         block = block_of(model, layer)
         router = next((module for name, module in block.named_children() if name in NAMES), None)
-        top_k, E = getattr(router, "top_k", None), layer.num_experts
+        top_k = getattr(router, "top_k", None)
+        E = layer.num_experts
         table = torch.tensor([list(group) for group in groups.get(number, ())])
         is_partition = sorted(table.flatten().tolist()) == list(range(E))
-        if not isinstance(top_k, int) or layer.num_shared or not is_partition or top_k % table.shape[-1]:
+        if (
+            not isinstance(top_k, int)
+            or layer.num_shared
+            or not is_partition
+            or top_k % table.shape[-1]
+        ):
             raise ValueError(
-                f"groups of layer {number} have the shape {tuple(table.shape)}, num_experts is {E} and top_k is {top_k}, but "
-                "expected a router like DeepSeek-V2's, every expert in one group, and a group size that divides top_k"
+                f"groups of layer {number} have "
+                "the "
+                "shape "
+                f"{tuple(table.shape)}, "
+                "num_experts "
+                "is "
+                f"{E} and top_k is {top_k}, but "
+                "expected a router like DeepSeek-V2's, every expert in "
+                "one "
+                "group, "
+                "and "
+                "a "
+                "group "
+                "size that divides top_k"
             )
         handles.append(router.register_forward_hook(functools.partial(_regroup, table, [])))
     return handles
@@ -328,12 +460,21 @@ def _regroup(table: torch.Tensor, seen: list, router: nn.Module, args, out):
     if is_known:
         logits, weights, ids = out
         table = table.to(logits.device)
-        gates, scale = logits.float().softmax(-1), getattr(router, "routed_scaling_factor", 1.0)
+        gates = logits.float().softmax(-1)
+        scale = getattr(router, "routed_scaling_factor", 1.0)
         # compared in the first call only, since reading the result waits for the device
-        is_known = bool(seen) or torch.allclose(gates.gather(1, ids.long()) * scale, weights.float(), rtol=1e-3, atol=1e-6)
+        is_known = bool(seen) or torch.allclose(
+            gates.gather(1, ids.long()) * scale, weights.float(), rtol=1e-3, atol=1e-6
+        )
     if not is_known:
         raise ValueError(
-            f"{type(router).__name__} does not return logits, ids and weights that are the logits' softmax, as required: use a "
+            f"{type(router).__name__} does not return logits, ids "
+            "and "
+            "weights "
+            "that "
+            "are "
+            "the "
+            "logits' softmax, as required: use a "
             "router like DeepSeek-V2's"
         )
     seen[:] = [True]

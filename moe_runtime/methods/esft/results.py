@@ -1,4 +1,6 @@
-"""Results of an ESFT study's stages: a tuned model, the experts' scores, several models joined to one row of a table."""
+"""Results of an ESFT study's stages: a tuned model, the experts' scores, several models joined to
+one row of a table.
+"""
 
 import statistics
 from collections import namedtuple
@@ -10,7 +12,12 @@ from moe_runtime.experiments.stages import loss_of
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.methods.esft.scores import ExpertScores
 
-BASE, FFT, LORA, TOKEN, GATE = "base", "FFT", "LoRA", "ESFT-Token", "ESFT-Gate"  # the methods' names in tables
+# the methods' names in tables
+BASE = "base"
+FFT = "FFT"
+LORA = "LoRA"
+TOKEN = "ESFT-Token"
+GATE = "ESFT-Gate"
 
 
 class Tuned(NamedTuple):
@@ -62,22 +69,49 @@ class Elsewhere(NamedTuple):
 
 
 def join(name: str, parts: Mapping[str, Tuned]) -> Tuned:
-    """Join a method's results over its tasks: held-out rows are concatenated, all else, general losses included, averaged."""
-    first, count = next(iter(parts.values())), len(parts)
-    losses, tokens = ([value for one in parts.values() for value in getattr(one, of)] for of in ("losses", "tokens"))
-    exact = None if None in (one.exact for one in parts.values()) else [flag for one in parts.values() for flag in one.exact]
-    general = [sum(row) / count for row in zip(*(one.general_losses for one in parts.values()), strict=True)]
+    """Join a method's results over its tasks: held-out rows are concatenated, all else, general
+    losses included, averaged.
+    """
+    first = next(iter(parts.values()))
+    count = len(parts)
+    losses, tokens = (
+        [value for one in parts.values() for value in getattr(one, of)]
+        for of in ("losses", "tokens")
+    )
+    if None in (one.exact for one in parts.values()):
+        exact = None
+    else:
+        exact = [flag for one in parts.values() for flag in one.exact]
+    general = [
+        sum(row) / count
+        for row in zip(*(one.general_losses for one in parts.values()), strict=True)
+    ]
     histories = zip(*(one.history for one in parts.values()), strict=False)
-    costs = ("seconds", "total_seconds", "steps_per_second", "trained_parameters", "optimizer_bytes")
+    costs = (
+        "seconds",
+        "total_seconds",
+        "steps_per_second",
+        "trained_parameters",
+        "optimizer_bytes",
+    )
     means = {of: statistics.fmean(getattr(one, of) for one in parts.values()) for of in costs}
     means |= {of: round(means[of]) for of in costs[3:]}
     history = [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in histories]
     return first._replace(
-        name=name, general_loss=trainers.mean_loss(general, first.general_tokens), general_losses=general, history=history,
-        experts=None, tasks=dict(parts), exact=exact, **loss_of(losses, tokens), **means,
-    )  # fmt: skip
+        name=name,
+        general_loss=trainers.mean_loss(general, first.general_tokens),
+        general_losses=general,
+        history=history,
+        experts=None,
+        tasks=dict(parts),
+        exact=exact,
+        **loss_of(losses, tokens),
+        **means,
+    )
 
 
 # a base as it is saved: its costs, and `found`, its loss, losses and tokens by task
-COSTS = Tuned._fields[:2] + Tuned._fields[Tuned._fields.index("steps") : Tuned._fields.index("experts")]
+COSTS = (
+    Tuned._fields[:2] + Tuned._fields[Tuned._fields.index("steps") : Tuned._fields.index("experts")]
+)
 Base = namedtuple("Base", (*COSTS, "found"))

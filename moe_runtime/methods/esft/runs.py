@@ -2,7 +2,8 @@
 
 score_folder   a model's folder and rows -> summary.json, and the official logs
 train_folder   a folder, a selection and rows -> an adapter; resumes a run that was killed
-check_folder   a base's folder and an adapter -> whether they belong together; with rows, the loss without and with it
+check_folder   a base's folder and an adapter -> whether they belong together; with rows, the loss
+               without and with it
 """
 
 import contextlib
@@ -33,7 +34,14 @@ from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selectio
 from moe_runtime.methods.esft.folders import check_fit
 from moe_runtime.methods.esft.lora import LoraAdapter, check_lora, read_lora
 from moe_runtime.methods.esft.recipe import Tuning, dataset_of, join, packed_in_order, split_lines
-from moe_runtime.methods.esft.scores import LENGTH, SEED, TOKENS, padded_batches, released_sample, sample_batches
+from moe_runtime.methods.esft.scores import (
+    LENGTH,
+    SEED,
+    TOKENS,
+    padded_batches,
+    released_sample,
+    sample_batches,
+)
 from moe_runtime.methods.esft.selection import check_selection
 from moe_runtime.methods.lora.stacks import is_peft
 
@@ -45,16 +53,34 @@ NOT_COMPARED = ("per_device_batch_size",)  # settings that may change when a run
 
 
 def score_folder(
-    source: str | Path, rows: str | Path, out: str | Path, *, logs: str | Path | None = None, n_tokens: int = TOKENS,
-    variant: str = "v1", max_length: int = LENGTH, packed: bool = True, batch_size: int = 1, prompt: str = "plain",
-    pairs: bool = False, seed: int = SEED, overwrite: bool = False, progress: Callable[[int, int], None] | None = None,
-) -> esft.ExpertScores:  # fmt: skip
-    """Score the experts of the model in folder `source` on `rows`, read by `data.read_rows`; write the summary to `out`.
+    source: str | Path,
+    rows: str | Path,
+    out: str | Path,
+    *,
+    logs: str | Path | None = None,
+    n_tokens: int = TOKENS,
+    variant: str = "v1",
+    max_length: int = LENGTH,
+    packed: bool = True,
+    batch_size: int = 1,
+    prompt: str = "plain",
+    pairs: bool = False,
+    seed: int = SEED,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> esft.ExpertScores:
+    """Score the experts of the model in folder `source` on `rows`, read by `data.read_rows`; write
+    the summary to `out`.
 
-    `packed` joins the rows to samples of `max_length` tokens, as in the paper; else each row is a sample. `prompt` is one of
-    prompts.PROMPTS; "esft" without `packed` scores the same rows as the released script, uncut.
+    `packed` joins the rows to samples of `max_length` tokens, as in the paper; else each row is a
+    sample. `prompt` is one of prompts.PROMPTS; "esft" without `packed` scores the same rows as the
+    released script, uncut.
     """
-    for name, value in (("n_tokens", n_tokens), ("max_length", max_length), ("batch_size", batch_size)):
+    for name, value in (
+        ("n_tokens", n_tokens),
+        ("max_length", max_length),
+        ("batch_size", batch_size),
+    ):
         check_positive(name, value)
     if logs is not None:
         check_out_dir(logs, overwrite, [source, rows])
@@ -67,15 +93,34 @@ def score_folder(
         n_tokens = sum(map(len, ids))
         batches = padded_batches(ids, batch_size)
     else:
-        ids = _sampled(tokenizer, found.shuffle(seed=seed), prompt, n_tokens, n_tokens if packed else max_length)
+        ids = _sampled(
+            tokenizer,
+            found.shuffle(seed=seed),
+            prompt,
+            n_tokens,
+            n_tokens if packed else max_length,
+        )
         batches = sample_batches(
-            ids, n_tokens, length=max_length, packed=packed, batch_size=batch_size, seed=seed, part=part
-        )  # fmt: skip
+            ids,
+            n_tokens,
+            length=max_length,
+            packed=packed,
+            batch_size=batch_size,
+            seed=seed,
+            part=part,
+        )
     check_ids(model, map(max, ids), tokenizer)
     if progress is not None:
         batches = _reported(batches, n_tokens, process.num_processes, progress)
     scores = esft.score_experts(
-        model, batches, n_tokens, variant=variant, log_dir=logs, pairs=pairs, per_process=True, overwrite=overwrite
+        model,
+        batches,
+        n_tokens,
+        variant=variant,
+        log_dir=logs,
+        pairs=pairs,
+        per_process=True,
+        overwrite=overwrite,
     )
     with ranks.leading() as main:
         if main:
@@ -85,7 +130,9 @@ def score_folder(
 
 
 def _reported(batches, n_tokens: int, processes: int, progress: Callable[[int, int], None]):
-    """Yield batches, and report a batch's tokens over all processes when the next one is requested."""
+    """Yield batches, and report a batch's tokens over all processes when the next one is
+    requested.
+    """
     done = 0
     for batch in batches:
         yield batch
@@ -107,18 +154,35 @@ class TrainingReceipt(NamedTuple):
 
 
 def train_folder(
-    source: str | Path, selection: esft.ExpertSelection | str | Path, rows: str | Path, out: str | Path, training: Tuning, *,
-    held_out: str | Path | None = None, max_length: int = LENGTH, packed: bool = True, prompt: str = "plain",
-    train_on: str = "assistant", shared_experts: bool | None = None, non_expert_modules: bool | None = None,
-    dtype: str | None = None, lora: tuple[int, float] | None = None, seed: int = 0, check_weights: bool = True,
-    overwrite: bool = False, on_step=None,
-) -> TrainingReceipt:  # fmt: skip
-    """Train the experts of `selection` (or its file) of the model in folder `source` on `rows`; write an adapter to `out`.
+    source: str | Path,
+    selection: esft.ExpertSelection | str | Path,
+    rows: str | Path,
+    out: str | Path,
+    training: Tuning,
+    *,
+    held_out: str | Path | None = None,
+    max_length: int = LENGTH,
+    packed: bool = True,
+    prompt: str = "plain",
+    train_on: str = "assistant",
+    shared_experts: bool | None = None,
+    non_expert_modules: bool | None = None,
+    dtype: str | None = None,
+    lora: tuple[int, float] | None = None,
+    seed: int = 0,
+    check_weights: bool = True,
+    overwrite: bool = False,
+    on_step=None,
+) -> TrainingReceipt:
+    """Train the experts of `selection` (or its file) of the model in folder `source` on `rows`;
+    write an adapter to `out`.
 
-    `dtype` is that of the trained parameters: by default the model's, but float32 for bfloat16 or float16, which would round
-    small steps away. `lora`, a rank and alpha, trains LoRA of those experts instead. The validation loss is computed on
-    `held_out` rows, else on one in fifty of `rows`. A selection that says which model was scored must belong to this one
-    (`check_weights=False` accepts other weights); a file that does not must have all of its MoE layers.
+    `dtype` is that of the trained parameters: by default the model's, but float32 for bfloat16 or
+    float16, which would round small steps away. `lora`, a rank and alpha, trains LoRA of those
+    experts instead. The validation loss is computed on `held_out` rows, else on one in fifty of
+    `rows`. A selection that says which model was scored must belong to this one
+    (`check_weights=False` accepts other weights); a file that does not must have all of its MoE
+    layers.
 
     With training.save_steps, checkpoints go to `out`-checkpoints; the same
     call resumes from them, and they are removed at the end. Every process of a run must call this.
@@ -129,7 +193,9 @@ def train_folder(
     if is_file:
         selection = load_selection(selection)
     flags = {"shared_experts": shared_experts, "non_expert_modules": non_expert_modules}
-    selection = replace(selection, **{name: flag for name, flag in flags.items() if flag is not None})
+    selection = replace(
+        selection, **{name: flag for name, flag in flags.items() if flag is not None}
+    )
     if lora is not None:
         check_lora(selection, *lora)
     trained_files.check_place(out)
@@ -137,10 +203,22 @@ def train_folder(
     check_choice("train_on", train_on, TRAIN_ON)
     ranks.check_ep_size(training.ep_size, source)
     checkpoints = out.with_name(f"{out.name}-checkpoints")
-    compared = {name: value for name, value in training.to_dict().items() if name not in NOT_COMPARED}
-    settings = {"selection": selection.to_dict(), "training": compared, "dtype": dtype, "seed": seed}
-    settings |= {"data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]}
-    settings |= {"source": [str(source), files_print(source)], "rows": [max_length, packed, prompt, train_on]}
+    compared = {
+        name: value for name, value in training.to_dict().items() if name not in NOT_COMPARED
+    }
+    settings = {
+        "selection": selection.to_dict(),
+        "training": compared,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    settings |= {
+        "data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)]
+    }
+    settings |= {
+        "source": [str(source), files_print(source)],
+        "rows": [max_length, packed, prompt, train_on],
+    }
     settings |= {"lora": list(lora)} if lora else {}
 
     def check() -> None:
@@ -154,16 +232,40 @@ def train_folder(
             _check_complete(loaded[0], selection)
         parts = _split_rows(loaded[1], rows, held_out, max_length, packed, prompt, train_on)
         return _train(
-            *loaded, *parts, selection, training, out, checkpoints, settings, dtype=dtype, lora=lora, seed=seed,
-            check_weights=check_weights, overwrite=overwrite, on_step=on_step,
-        )  # fmt: skip
+            *loaded,
+            *parts,
+            selection,
+            training,
+            out,
+            checkpoints,
+            settings,
+            dtype=dtype,
+            lora=lora,
+            seed=seed,
+            check_weights=check_weights,
+            overwrite=overwrite,
+            on_step=on_step,
+        )
 
 
 def _train(
-    model, tokenizer, train, validation, selection: esft.ExpertSelection, training: Tuning, out: Path, checkpoints: Path,
-    settings: Mapping, *, dtype: str | None, lora: tuple[int, float] | None, seed: int, check_weights: bool, overwrite: bool,
+    model,
+    tokenizer,
+    train,
+    validation,
+    selection: esft.ExpertSelection,
+    training: Tuning,
+    out: Path,
+    checkpoints: Path,
+    settings: Mapping,
+    *,
+    dtype: str | None,
+    lora: tuple[int, float] | None,
+    seed: int,
+    check_weights: bool,
+    overwrite: bool,
     on_step,
-) -> TrainingReceipt:  # fmt: skip
+) -> TrainingReceipt:
     """Train a loaded model as `train_folder` does, and write the adapter."""
     if dtype is None and str(model.dtype).removeprefix("torch.") in HALF:
         dtype = "float32"
@@ -171,20 +273,33 @@ def _train(
     if training.ep_size > 1 and lora is None:
         shard_experts(model, ranks.expert_mesh(training.ep_size))
     if lora is None:
-        receipt = esft.train_only(model, selection, dtype=trained_dtype, check_weights=check_weights)
+        receipt = esft.train_only(
+            model, selection, dtype=trained_dtype, check_weights=check_weights
+        )
     else:
-        model, receipt = esft.train_lora(model, selection, *lora, dtype=trained_dtype, seed=seed, check_weights=check_weights)
+        model, receipt = esft.train_lora(
+            model, selection, *lora, dtype=trained_dtype, seed=seed, check_weights=check_weights
+        )
     at_once, _ = fit.split_batch(training.batch_size, training.per_device_batch_size)
-    before = fit.mean_loss(*fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16))
+    before = fit.mean_loss(
+        *fit.row_losses(model, validation, tokenizer, batch_size=at_once, bf16=training.bf16)
+    )
     with ranks.leading() as main:
         if main:
             checkpoints.mkdir(parents=True, exist_ok=True)
             atomic_write_json(checkpoints / SETTINGS, settings)
     evaluations = max((training.steps or 0) // 100, 4)
     done = fit.train(
-        model, train, tokenizer, folder=checkpoints, held_out=validation, seed=seed, evaluations=evaluations, on_step=on_step,
+        model,
+        train,
+        tokenizer,
+        folder=checkpoints,
+        held_out=validation,
+        seed=seed,
+        evaluations=evaluations,
+        on_step=on_step,
         **training.to_dict(),
-    )  # fmt: skip
+    )
     weights = None if lora is None else done.state_dict()
     with ranks.leading() as main:
         if lora is None:
@@ -205,7 +320,9 @@ def _train(
 
 
 def _check_complete(model: torch.nn.Module, selection: esft.ExpertSelection) -> None:
-    """Raise ValueError if a selection without the model that was scored does not fit, or leaves out layers of `model`."""
+    """Raise ValueError if a selection without the model that was scored does not fit, or leaves out
+    layers of `model`.
+    """
     if selection.base is not None or not selection.experts:
         return
     layers = numbered_layers(model)
@@ -213,8 +330,20 @@ def _check_complete(model: torch.nn.Module, selection: esft.ExpertSelection) -> 
     missing = sorted(set(layers) - set(selection.experts))
     if missing:
         raise ValueError(
-            f"The selection does not say which model was scored, and has {len(selection.experts)} layers, while the model has "
-            f"{len(layers)}, also layer {missing[0]}. Select from scores of this model, or add the others with an empty list"
+            "The selection does not say which model "
+            "was "
+            "scored, "
+            "and "
+            "has "
+            f"{len(selection.experts)} "
+            "layers, while the model has "
+            f"{len(layers)}, also layer {missing[0]}. Select from scores "
+            "of "
+            "this "
+            "model, "
+            "or "
+            "add "
+            "the others with an empty list"
         )
 
 
@@ -229,20 +358,32 @@ class CheckReceipt(NamedTuple):
 
 
 def check_folder(
-    source: str | Path, adapter: str | Path, rows: str | Path | None = None, *, limit: int = 256, max_length: int = LENGTH,
-    batch_size: int = 1, prompt: str = "plain", check_weights: bool = True,
-) -> CheckReceipt:  # fmt: skip
-    """Check that an adapter belongs to the model in folder `source`, reading only headers and a few rows of weights.
+    source: str | Path,
+    adapter: str | Path,
+    rows: str | Path | None = None,
+    *,
+    limit: int = 256,
+    max_length: int = LENGTH,
+    batch_size: int = 1,
+    prompt: str = "plain",
+    check_weights: bool = True,
+) -> CheckReceipt:
+    """Check that an adapter belongs to the model in folder `source`, reading only headers and a few
+    rows of weights.
 
-    With `rows`, as `data.read_rows` accepts them, also return the mean loss per label token of the first `limit`, without and
-    with the adapter. Raises ValueError if the adapter is for another model.
+    With `rows`, as `data.read_rows` accepts them, also return the mean loss per label token of the
+    first `limit`, without and with the adapter. Raises ValueError if the adapter is for another
+    model.
     """
     changed = check_fit(source, adapter, check_weights=check_weights)
-    folder, adapter = adapter, read_lora(adapter) if is_peft(adapter) else as_adapter(adapter)
+    folder = adapter
+    adapter = read_lora(adapter) if is_peft(adapter) else as_adapter(adapter)
     if rows is None:
         return CheckReceipt(adapter, changed)
     model, tokenizer = _load(source)
-    tokens = data.tokenize_pairs(tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt)
+    tokens = data.tokenize_pairs(
+        tokenizer, data.read_rows(rows), max_length, limit=limit, prompt=prompt
+    )
     without = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
     esft.apply(model, folder, check_weights=check_weights)
     loss = fit.mean_loss(*fit.row_losses(model, tokens, tokenizer, batch_size=batch_size))
@@ -252,7 +393,9 @@ def check_folder(
 def _load(source: str | Path):
     """Load a model in its own dtype, its experts run by moe_runtime, and its tokenizer."""
     config = folders.read_config(source)
-    dtype = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32).removeprefix("torch.")
+    dtype = str(
+        getattr(config.get_text_config(), "dtype", None) or config.dtype or torch.float32
+    ).removeprefix("torch.")
     tokenizer = ranks.load_tokenizer(source)
     model = ranks.load_model(source, dtype, ranks.state().device)
     experts.patch(model)
@@ -260,7 +403,9 @@ def _load(source: str | Path):
 
 
 def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[list[int]]:
-    """Tokenize rows until they have `n_tokens`, each row cut at `longest`; the prompts' tokens count too."""
+    """Tokenize rows until they have `n_tokens`, each row cut at `longest`; the prompts' tokens
+    count too.
+    """
     ids: list[list[int]] = []
     left = n_tokens
     for row in data.token_ids(tokenizer, rows, longest, prompt):
@@ -274,27 +419,38 @@ def _sampled(tokenizer, rows, prompt: str, n_tokens: int, longest: int) -> list[
 def _released(tokenizer, rows, n_tokens: int, part: tuple[int, int]) -> list[list[int]]:
     """Tokenize the rows that the released script scores on this process."""
     ids = functools.cache(lambda place: data.encode(tokenizer, rows[place], "esft")[0])
-    return [ids(place) for place in released_sample(len(rows), lambda place: len(ids(place)), n_tokens, part)]
+    return [
+        ids(place)
+        for place in released_sample(len(rows), lambda place: len(ids(place)), n_tokens, part)
+    ]
 
 
-def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt: str, train_on: str) -> tuple:
+def _split_rows(
+    tokenizer, rows, held_out, max_length: int, packed: bool, prompt: str, train_on: str
+) -> tuple:
     """Return the tokenized training and validation rows; no row is in both."""
     train = data.read_rows(rows, answers=train_on == "assistant")
     if prompt == "esft" and packed:
         lines = packed_in_order(
-            [data.encode(tokenizer, row, prompt, train_on) for row in train], max_length, DROP_BOS, tokenizer.pad_token_id
+            [data.encode(tokenizer, row, prompt, train_on) for row in train],
+            max_length,
+            DROP_BOS,
+            tokenizer.pad_token_id,
         )
         if held_out is None:
             return split_lines(lines)
         validation = data.read_rows(held_out, answers=train_on == "assistant")
         train = dataset_of(lines)
-        return train, data.tokenize_pairs(tokenizer, validation, max_length, prompt=prompt, train_on=train_on)
+        return train, data.tokenize_pairs(
+            tokenizer, validation, max_length, prompt=prompt, train_on=train_on
+        )
     if held_out is None:
         train, validation = data.hold_out(train, max(round(VALIDATION * len(train)), 1))
     else:
         validation = data.read_rows(held_out, answers=train_on == "assistant")
     train, validation = (
-        data.tokenize_pairs(tokenizer, part, max_length, prompt=prompt, train_on=train_on) for part in (train, validation)
+        data.tokenize_pairs(tokenizer, part, max_length, prompt=prompt, train_on=train_on)
+        for part in (train, validation)
     )
     if packed:
         train = join(train, max_length, tokenizer.bos_token_id, DROP_BOS)
@@ -302,23 +458,36 @@ def _split_rows(tokenizer, rows, held_out, max_length: int, packed: bool, prompt
 
 
 def _check_checkpoints(folder: Path, settings: Mapping) -> None:
-    """Raise ValueError if a folder has checkpoints of a call with other settings, or files not written by such a call."""
+    """Raise ValueError if a folder has checkpoints of a call with other settings, or files not
+    written by such a call.
+    """
     # a run killed before its settings were written leaves only their hidden temporary file
-    if folder.is_dir() and any(not name.startswith(f".{SETTINGS}.") for name in contents_of(folder)):
+    if folder.is_dir() and any(
+        not name.startswith(f".{SETTINGS}.") for name in contents_of(folder)
+    ):
         is_ours = (folder / SETTINGS).is_file()
         if is_ours and last_checkpoint(folder) is None:
             return
         kept = read_json(folder / SETTINGS) if is_ours else {}
-        different = [name for name in settings | kept if kept.get(name) != _as_json(settings.get(name))]
+        different = [
+            name for name in settings | kept if kept.get(name) != _as_json(settings.get(name))
+        ]
         if different:
             raise ValueError(
-                f"{folder} has checkpoints of another training with a different {different[0]}. Use the same settings to "
+                f"{folder} has checkpoints of another "
+                "training "
+                "with "
+                "a "
+                "different "
+                f"{different[0]}. "
+                "Use the same settings to "
                 "resume, or remove the folder"
             )
 
 
 def _remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a finished run; if interrupted, the same call still recognizes the folder as its own.
+    """Remove the checkpoints of a finished run; if interrupted, the same call still recognizes the
+    folder as its own.
 
     So the files that mark checkpoints as complete go first, the settings last.
     """

@@ -1,19 +1,24 @@
 """ESFT's gate score and token score: how much a task uses each expert.
 
-ESFT (arXiv 2407.01906), for expert e of a layer, K experts per token, over the tokens t of a sample of the training set:
+ESFT (arXiv 2407.01906), for expert e of a layer, K experts per token, over the tokens t of a sample
+of the training set:
 
     gate score   g_e = mean_t g_{e,t}                       Eq. (6), g_{e,t} = 0 where e is not among token t's top K
     token score  r_e = mean_t 1[g_{e,t} > 0] / K            Eq. (7)
 
-Variants, since the paper, the released results and the released script differ in what they divide by:
+Variants, since the paper, the released results and the released script differ in what they divide
+by:
 
-    v1           means over all tokens: every released result; a row of token scores sums to 1, one of gate scores does not
+    v1           means over all tokens: every released result; a row of token scores sums to 1, one
+                 of gate scores does not
     paper        means over the samples of each sample's mean, as the equations are written
     normalized   v1 with rows that sum to 1: "normalized gate values" (Sec. 3.2)
-    head         v1 over its sum over the layers, as the released script now divides: columns sum to 1
+    head         v1 over its sum over the layers, as the released script now divides: columns sum to
+                 1
 
-Gate values are those that the router hands to the experts. If it scales them (by a routed_scaling_factor of 2.5, say), v1
-is scaled too, and p is a share of the gate values only with `normalized`.
+Gate values are those that the router hands to the experts. If it scales them (by a
+routed_scaling_factor of 2.5, say), v1 is scaled too, and p is a share of the gate values only with
+`normalized`.
 """
 
 import contextlib
@@ -45,7 +50,8 @@ SEED = 5934875  # the official script's
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertScores:
-    """Scores per layer and expert. `gate` and `token` are of `variant`; `scores` converts to other variants if possible.
+    """Scores per layer and expert. `gate` and `token` are of `variant`; `scores` converts to other
+    variants if possible.
 
     A summary without sums (an official one) has only its own variant and those that follow from it.
     """
@@ -63,7 +69,9 @@ class ExpertScores:
         """Divide the sums of a GateRecorder or of logs."""
         check_choice("variant", variant, VARIANTS)
         tables = _tables(sums, variant)
-        return cls(layers=sums.layers, **tables, variant=variant, num_shared=sums.num_shared, sums=sums)
+        return cls(
+            layers=sums.layers, **tables, variant=variant, num_shared=sums.num_shared, sums=sums
+        )
 
     @classmethod
     def from_logs(cls, folder: str | os.PathLike, variant: str = "v1", **options) -> "ExpertScores":
@@ -86,8 +94,12 @@ class ExpertScores:
         """Routed experts per token; None if only the scores are known."""
         return None if self.sums is None else self.sums.top_k
 
-    def scores(self, score: str = "gate", variant: str | None = None, round: int | None = None) -> torch.Tensor:
-        """Return the scores of one kind, [L, E] float64, rounded to `round` digits if given (4 in the official code)."""
+    def scores(
+        self, score: str = "gate", variant: str | None = None, round: int | None = None
+    ) -> torch.Tensor:
+        """Return the scores of one kind, [L, E] float64, rounded to `round` digits if given (4 in
+        the official code).
+        """
         check_choice("score", score, SCORES)
         variant = self.variant if variant is None else variant
         check_choice("variant", variant, VARIANTS)
@@ -99,27 +111,43 @@ class ExpertScores:
             table = _divided(self.gate if score == "gate" else self.token, variant)
         else:
             raise ValueError(
-                f"Variant {variant!r} cannot be computed from {self.variant!r} scores without their sums. Use "
+                f"Variant {variant!r} cannot be "
+                "computed "
+                "from "
+                f"{self.variant!r} "
+                "scores "
+                "without "
+                "their sums. Use "
                 f"{self.variant!r}, score again, or read the logs"
             )
         return table.clone() if round is None else _rounded(table, round)
 
     def to_dict(self, round: int | None = None) -> dict[str, Any]:
-        """Return the official summary, JSON-ready; unless it is rounded, with the model and the sums for every variant."""
+        """Return the official summary, JSON-ready; unless it is rounded, with the model and the
+        sums for every variant.
+        """
         tables = {score: self.scores(score, round=round) for score in SCORES}
         values = summary_tables(self.layers, self.num_shared, **tables) | {"variant": self.variant}
         if self.sums is not None and round is None:
-            parts = {f.name: getattr(self.sums, f.name) for f in fields(GateSums) if f.name != "layers"}
-            tensors = {name: part.tolist() for name, part in parts.items() if isinstance(part, torch.Tensor)}
+            parts = {
+                f.name: getattr(self.sums, f.name) for f in fields(GateSums) if f.name != "layers"
+            }
+            tensors = {
+                name: part.tolist()
+                for name, part in parts.items()
+                if isinstance(part, torch.Tensor)
+            }
             values["sums"] = parts | tensors
         return values if round is not None else values | write_base(self.base)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], variant: str | None = None, source: str = "summary") -> "ExpertScores":
+    def from_dict(
+        cls, values: Mapping[str, Any], variant: str | None = None, source: str = "summary"
+    ) -> "ExpertScores":
         """Create scores from `to_dict`'s or an official summary; errors name `source` and the key.
 
-        An official summary does not name its variant: "head" if columns sum to 1 and rows do not, else "v1", unless
-        `variant` is given.
+        An official summary does not name its variant: "head" if columns sum to 1 and rows do not,
+        else "v1", unless `variant` is given.
         """
         layers, num_shared, tables = read_tables(values, source)
         own = values.get("variant") or variant or _guess_variant(tables["token"])
@@ -127,12 +155,14 @@ class ExpertScores:
         check_choice(f"{source}: variant", own, VARIANTS)
         base = read_base(values, source)
         if "sums" in values:
-            return replace(cls.from_sums(_read_sums(values["sums"], layers, source), variant), base=base)
+            return replace(
+                cls.from_sums(_read_sums(values["sums"], layers, source), variant), base=base
+            )
         scores = cls(layers=layers, **tables, variant=own, num_shared=num_shared, base=base)
-        return (
-            scores
-            if variant == own
-            else replace(scores, variant=variant, **{name: scores.scores(name, variant) for name in SCORES})
+        if variant == own:
+            return scores
+        return replace(
+            scores, variant=variant, **{name: scores.scores(name, variant) for name in SCORES}
         )
 
     def save(self, path: str | os.PathLike, *, round: int | None = None) -> None:
@@ -142,14 +172,22 @@ class ExpertScores:
 
     @classmethod
     def load(cls, path: str | os.PathLike, variant: str | None = None) -> "ExpertScores":
-        """Read a summary, also an official one; raises ValueError that names the file and the key."""
+        """Read a summary, also an official one; raises ValueError that names the file and
+        the key.
+        """
         return cls.from_dict(read_json(path), variant, str(path))
 
 
 def _tables(sums: GateSums, variant: str) -> dict[str, torch.Tensor]:
     if variant == "paper":
-        return {"gate": sums.sample_gate / sums.n_samples, "token": sums.sample_count / (sums.n_samples * sums.top_k)}
-    means = {"gate": sums.gate / sums.n_tokens, "token": sums.count.double() / (sums.n_tokens * sums.top_k)}
+        return {
+            "gate": sums.sample_gate / sums.n_samples,
+            "token": sums.sample_count / (sums.n_samples * sums.top_k),
+        }
+    means = {
+        "gate": sums.gate / sums.n_tokens,
+        "token": sums.count.double() / (sums.n_tokens * sums.top_k),
+    }
     return {score: _divided(table, variant) for score, table in means.items()}
 
 
@@ -174,7 +212,8 @@ def _guess_variant(token: torch.Tensor) -> str:
 
 
 def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
-    names, problem = {f.name for f in fields(GateSums)} - {"layers"}, None
+    names = {f.name for f in fields(GateSums)} - {"layers"}
+    problem = None
     try:
         parts = {name: values[name] for name in names}
         for name in ("count", "gate", "sample_count", "sample_gate", "pairs"):
@@ -184,27 +223,39 @@ def _read_sums(values: Any, layers: tuple[int, ...], source: str) -> GateSums:
         for name in ("n_tokens", "n_samples", "top_k"):
             check_positive(name, parts[name])
         wanted = (len(layers), parts["count"].shape[-1])
-        if any(parts[name].shape != wanted for name in ("count", "gate", "sample_count", "sample_gate")):
+        if any(
+            parts[name].shape != wanted for name in ("count", "gate", "sample_count", "sample_gate")
+        ):
             problem = f"tables of different shapes, not all {wanted}"
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         problem = repr(error)
     if problem is not None:
-        raise ValueError(f"{source}: the sums cannot be read ({problem}). Pass the file as it was written")
+        raise ValueError(
+            f"{source}: the sums cannot be read ({problem}). Pass the file as it was written"
+        )
     return GateSums(layers=layers, **parts)
 
 
 @torch.no_grad()
 def score_experts(
-    model: nn.Module, dataloader: Iterable[Mapping[str, torch.Tensor] | torch.Tensor], n_tokens: int = TOKENS, *,
-    variant: str = "v1", log_dir: str | os.PathLike | None = None, pairs: bool = False, per_process: bool = False,
+    model: nn.Module,
+    dataloader: Iterable[Mapping[str, torch.Tensor] | torch.Tensor],
+    n_tokens: int = TOKENS,
+    *,
+    variant: str = "v1",
+    log_dir: str | os.PathLike | None = None,
+    pairs: bool = False,
+    per_process: bool = False,
     overwrite: bool = False,
-) -> ExpertScores:  # fmt: skip
-    """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each expert's scores.
+) -> ExpertScores:
+    """Run `model` in eval mode over at most `n_tokens` tokens of `dataloader` and return each
+    expert's scores.
 
-    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but padding count. `log_dir` also
-    writes the official logs; `pairs` counts what `group_size` needs. With torch.distributed every process brings its own data
-    and scores its share of the tokens, or `n_tokens` each with `per_process`; all return the same scores. Works on stock
-    models and our own, whose shared expert has scores of 0.
+    A batch is the model's keyword arguments or its input_ids; a row is a sample; all tokens but
+    padding count. `log_dir` also writes the official logs; `pairs` counts what `group_size` needs.
+    With torch.distributed every process brings its own data and scores its share of the tokens, or
+    `n_tokens` each with `per_process`; all return the same scores. Works on stock models and our
+    own, whose shared expert has scores of 0.
     """
     check_module(model)
     check_positive("n_tokens", n_tokens)
@@ -229,21 +280,30 @@ def score_experts(
 
 
 def sample_batches(
-    rows: Iterable[Sequence[int] | Mapping[str, Any]], n_tokens: int = TOKENS, *, length: int = LENGTH, packed: bool = True,
-    batch_size: int = 1, seed: int = SEED, part: tuple[int, int] = (0, 1),
-) -> Iterator[dict[str, torch.Tensor]]:  # fmt: skip
-    """Yield batches for `score_experts` from tokenized rows, ids or rows with input_ids, in an order drawn by `seed`.
+    rows: Iterable[Sequence[int] | Mapping[str, Any]],
+    n_tokens: int = TOKENS,
+    *,
+    length: int = LENGTH,
+    packed: bool = True,
+    batch_size: int = 1,
+    seed: int = SEED,
+    part: tuple[int, int] = (0, 1),
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield batches for `score_experts` from tokenized rows, ids or rows with input_ids, in an
+    order drawn by `seed`.
 
-    `packed` joins the rows and cuts them into samples of `length` tokens, 32 of 4096 by default (the paper, Sec. 4.2);
-    otherwise each row is a sample, cut at `length` (the released script). Stops at `n_tokens`, or where the rows end. With
-    `part` = (rank, ranks) each process gets its own samples: score_experts(..., per_process=True).
+    `packed` joins the rows and cuts them into samples of `length` tokens, 32 of 4096 by default
+    (the paper, Sec. 4.2); otherwise each row is a sample, cut at `length` (the released script).
+    Stops at `n_tokens`, or where the rows end. With `part` = (rank, ranks) each process gets its
+    own samples: score_experts(..., per_process=True).
     """
     for name, value in (("n_tokens", n_tokens), ("length", length), ("batch_size", batch_size)):
         check_positive(name, value)
     rows = rows if hasattr(rows, "__getitem__") else list(rows)
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
-    samples, left = [], n_tokens
+    samples = []
+    left = n_tokens
     for i in order:
         if left <= 0:
             break
@@ -261,15 +321,17 @@ def sample_batches(
 def released_sample(
     count: int, tokens: Callable[[int], int], n_tokens: int = TOKENS, part: tuple[int, int] = (0, 1)
 ) -> list[int]:
-    """Return which of `count` rows the released script scores on the process `part` = (rank, ranks), in its order.
+    """Return which of `count` rows the released script scores on the process `part` = (rank,
+    ranks), in its order.
 
-    Whole rows, in an order drawn by SEED, of which each process takes every ranks-th until it has its share of `n_tokens`;
-    `tokens` says how many a row has. The last row is not cut.
+    Whole rows, in an order drawn by SEED, of which each process takes every ranks-th until it has
+    its share of `n_tokens`; `tokens` says how many a row has. The last row is not cut.
     """
     rank, ranks = part
     order = list(range(count))
     random.Random(SEED).shuffle(order)
-    taken, left = [], n_tokens // ranks
+    taken = []
+    left = n_tokens // ranks
     for row in order[rank::ranks]:
         if left <= 0:
             break
@@ -286,13 +348,17 @@ def padded_batches(samples: list[list[int]], batch_size: int) -> Iterator[dict[s
         # any id will do: the mask keeps padding out of attention and of the scores
         batch = {"input_ids": torch.tensor([row + row[-1:] * (longest - len(row)) for row in part])}
         if min(map(len, part)) < longest:
-            batch["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in part])
+            batch["attention_mask"] = torch.tensor(
+                [[1] * len(row) + [0] * (longest - len(row)) for row in part]
+            )
         yield batch
 
 
 @contextlib.contextmanager
 def _log_folder(log_dir, ranks: int, rank: int, overwrite: bool) -> Iterator[Path | None]:
-    """Yield the folder for this process's logs, or None; `log_dir` is written when the block ends."""
+    """Yield the folder for this process's logs, or None; `log_dir` is written when the
+    block ends.
+    """
     if log_dir is None:
         yield None
         return

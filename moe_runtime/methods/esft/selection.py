@@ -1,10 +1,12 @@
 """ESFT's selection of the experts to train for a task, and its configuration file.
 
-ESFT (arXiv 2407.01906), Eq. (8): the smallest set E_s of a layer's experts, taken by descending score R, with
+ESFT (arXiv 2407.01906), Eq. (8): the smallest set E_s of a layer's experts, taken by descending
+score R, with
 
     sum_{i in E_s} R_i >= p
 
-R is the gate score (Eq. 6) or the token score (Eq. 7) of `moe_runtime.methods.esft.scores`. Ties go to the lower id.
+R is the gate score (Eq. 6) or the token score (Eq. 7) of `moe_runtime.methods.esft.scores`. Ties go
+to the lower id.
 """
 
 import math
@@ -18,7 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.config import check_bool, check_choice, check_fraction, check_positive, one_line, shown
+from moe_runtime.config import (
+    check_bool,
+    check_choice,
+    check_fraction,
+    check_positive,
+    one_line,
+    shown,
+)
 from moe_runtime.hf.dropin.layers import RoutedLayer, numbered_layers
 from moe_runtime.io.files import atomic_write_json, read_json
 from moe_runtime.methods.esft.base import OURS, read_base, write_base
@@ -38,7 +47,8 @@ def check_p(p: float) -> None:
 class ExpertSelection:
     """The experts to train, by layer; the two flags add other parameters (the paper's Table 3).
 
-    Layers are the model's own numbers, ids are indices into the experts' stack. `score`, `p` and `variant` say how it was made.
+    Layers are the model's own numbers, ids are indices into the experts' stack. `score`, `p` and
+    `variant` say how it was made.
     """
 
     experts: Mapping[int, tuple[int, ...]]  # in the order of selection
@@ -47,7 +57,8 @@ class ExpertSelection:
     score: str | None = None
     p: float | None = None
     variant: str | None = None
-    base: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)  # the scored model, if it is known
+    # the scored model, if it is known
+    base: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         for name in FLAGS:
@@ -59,9 +70,20 @@ class ExpertSelection:
         if self.variant is not None:
             check_choice("variant", self.variant, VARIANTS)
         is_mapping = isinstance(self.experts, Mapping)
-        bad = {e: ids for e, ids in self.experts.items() if not _are_ids(e, ids)} if is_mapping else self.experts
+        if is_mapping:
+            bad = {e: ids for e, ids in self.experts.items() if not _are_ids(e, ids)}
+        else:
+            bad = self.experts
         if bad or not is_mapping:
-            raise ValueError(f"experts must be unique ids by layer, such as {{1: (4, 0)}}, but got {shown(bad, 60)}")
+            raise ValueError(
+                "experts must be unique ids by layer, such as "
+                f"{{1: "
+                "(4, "
+                f"0)}}, "
+                "but "
+                "got "
+                f"{shown(bad, 60)}"
+            )
         experts = {layer: tuple(ids) for layer, ids in sorted(self.experts.items())}
         object.__setattr__(self, "experts", experts)
 
@@ -71,15 +93,21 @@ class ExpertSelection:
         return sum(map(len, self.experts.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the official configuration, JSON-ready, with `score`, `p` and `variant` if known."""
-        values: dict[str, Any] = {"experts": {str(layer): list(ids) for layer, ids in self.experts.items()}}
+        """Return the official configuration, JSON-ready, with `score`, `p` and `variant` if
+        known.
+        """
+        values: dict[str, Any] = {
+            "experts": {str(layer): list(ids) for layer, ids in self.experts.items()}
+        }
         values |= {name: getattr(self, name) for name in FLAGS}
         made = {name: getattr(self, name) for name in ("score", "p", "variant")}
         return values | {name: value for name, value in made.items() if value is not None}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "selection") -> "ExpertSelection":
-        """Create a selection from `to_dict`'s or the official configuration; errors name `source`."""
+        """Create a selection from `to_dict`'s or the official configuration; errors name
+        `source`.
+        """
         base = read_base(values, source)
         values = {name: value for name, value in values.items() if name != OURS}
         if isinstance(values.get("experts"), Mapping):
@@ -87,7 +115,15 @@ class ExpertSelection:
         try:
             return cls(**values, base=base)
         except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
-            raise ValueError(f"{source}: {one_line(error, 300)}. Expected experts, and some of {', '.join(_KEYS)}") from error
+            raise ValueError(
+                f"{source}: {one_line(error, 300)}. "
+                "Expected "
+                "experts, "
+                "and "
+                "some "
+                "of "
+                f"{', '.join(_KEYS)}"
+            ) from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `to_dict` and, if it is known, the scored model as JSON, atomically."""
@@ -95,41 +131,75 @@ class ExpertSelection:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ExpertSelection":
-        """Read a configuration file, also an official one; raises ValueError that names the file and the problem."""
+        """Read a configuration file, also an official one; raises ValueError that names the file
+        and the problem.
+        """
         return cls.from_dict(read_json(path), str(path))
 
 
 def select_experts(
-    scores: ExpertScores, p: float | None = None, score: str = "gate", variant: str | None = None, *,
-    experts_per_layer: int | None = None, shared_experts: bool = False, non_expert_modules: bool = False, group_size: int = 1,
-    groups: Mapping[int, Sequence[Sequence[int]]] | None = None, round: int | None = None, skip_unused: bool = False,
-) -> ExpertSelection:  # fmt: skip
-    """Select each layer's experts by descending score until their sum is at least `p`, Eq. (8); at least one.
+    scores: ExpertScores,
+    p: float | None = None,
+    score: str = "gate",
+    variant: str | None = None,
+    *,
+    experts_per_layer: int | None = None,
+    shared_experts: bool = False,
+    non_expert_modules: bool = False,
+    group_size: int = 1,
+    groups: Mapping[int, Sequence[Sequence[int]]] | None = None,
+    round: int | None = None,
+    skip_unused: bool = False,
+) -> ExpertSelection:
+    """Select each layer's experts by descending score until their sum is at least `p`, Eq. (8); at
+    least one.
 
-    Or, instead of `p`, the `experts_per_layer` with the highest scores. `variant` defaults to the scores' own. `round=4` rounds
-    the scores first, as the official code does. Where a layer's scores sum to less than `p`, all its experts are selected, as
-    the official code does, with a warning; `skip_unused` leaves out those with a score of 0, which no token used.
+    Or, instead of `p`, the `experts_per_layer` with the highest scores. `variant` defaults to the
+    scores' own. `round=4` rounds the scores first, as the official code does. Where a layer's
+    scores sum to less than `p`, all its experts are selected, as the official code does, with a
+    warning; `skip_unused` leaves out those with a score of 0, which no token used.
 
     `groups` of each layer are selected together, by the sum of their scores (App. B);
     `group_size` makes them by `group_experts` from the pairs that `scores` counted.
     """
     if not isinstance(scores, ExpertScores):
-        raise ValueError(f"Expected ExpertScores, but got {shown(scores, 60)}. Read a file with ExpertScores.load(path)")
+        raise ValueError(
+            "Expected ExpertScores, but got "
+            f"{shown(scores, 60)}. "
+            "Read "
+            "a "
+            "file "
+            "with "
+            "ExpertScores.load(path)"
+        )
     if (p is None) == (experts_per_layer is None):
         raise ValueError(f"Pass either p or experts_per_layer, but got {p} and {experts_per_layer}")
     if p is not None:
         check_p(p)
     routed = scores.num_experts - scores.num_shared
     if p is None and not (type(experts_per_layer) is int and 0 < experts_per_layer <= routed):
-        raise ValueError(f"experts_per_layer must be 1 to {routed}, the routed experts of a layer, but is {experts_per_layer}")
+        raise ValueError(
+            f"experts_per_layer must be 1 to {routed}, the routed experts "
+            "of "
+            "a "
+            "layer, "
+            "but "
+            "is "
+            f"{experts_per_layer}"
+        )
     check_positive("group_size", group_size)
     variant = scores.variant if variant is None else variant
     table = scores.scores(score, variant, round)
     if groups is None and group_size > 1:
         if scores.sums is None or scores.sums.pairs is None:
-            raise ValueError("The scores have no pairs, which groups require. Use score_experts(..., pairs=True)")
+            raise ValueError(
+                "The scores have no pairs, which groups require. Use score_experts(..., pairs=True)"
+            )
         both = zip(scores.layers, scores.sums.pairs, strict=True)
-        groups = {layer: group_experts(pairs, group_size, num_shared=scores.num_shared) for layer, pairs in both}
+        groups = {
+            layer: group_experts(pairs, group_size, num_shared=scores.num_shared)
+            for layer, pairs in both
+        }
     experts = {}
     for layer, row in zip(scores.layers, table.tolist(), strict=True):
         if not any(row) or not all(map(math.isfinite, row)):
@@ -139,7 +209,13 @@ def select_experts(
         of_layer = [(e,) for e in routed] if groups is None else groups.get(layer, ())
         if sorted(e for group in of_layer for e in group) != list(routed):
             raise ValueError(
-                f"groups of layer {layer} must contain each of {routed.start} to {routed.stop - 1} once, but are "
+                f"groups of layer {layer} must "
+                "contain "
+                "each "
+                "of "
+                f"{routed.start} "
+                "to "
+                f"{routed.stop - 1} once, but are "
                 f"{shown(of_layer)}"
             )
         experts[layer] = _take(row, of_layer, p, experts_per_layer, skip_unused)
@@ -152,26 +228,50 @@ def select_experts(
 
 def _warn_of_short(sums: Mapping[int, float], p: float, skip_unused: bool) -> None:
     """Warn of layers whose scores sum to less than p, so that all their experts are selected."""
-    short = {layer: total for layer, total in sums.items() if p > total + 1e-3}  # with a tolerance for rounded scores
+    # with a tolerance for rounded scores
+    short = {layer: total for layer, total in sums.items() if p > total + 1e-3}
     if not short:
         return
     which = "all" if len(short) == len(sums) else ", ".join(map(str, short))
     selected = "experts with a score above 0" if skip_unused else "experts"
-    least, most = min(short.values()), max(short.values())
+    least = min(short.values())
+    most = max(short.values())
     warnings.warn(
-        f"p is {p}, but the scores sum to only {least:.3f} to {most:.3f} in {len(short)} of {len(sums)} layers ({which}): all "
-        f"their {selected} are selected. Choose a smaller p, a number of experts per layer, or the variant 'normalized' "
+        f"p is {p}, but the scores sum to only {least:.3f} "
+        "to "
+        f"{most:.3f} "
+        "in "
+        f"{len(short)} "
+        "of "
+        f"{len(sums)} layers ({which}): all "
+        f"their {selected} are selected. Choose a smaller p, a number "
+        "of "
+        "experts "
+        "per "
+        "layer, "
+        "or "
+        "the variant 'normalized' "
         "if p is a share",
         stacklevel=3,
     )
 
 
 def _take(
-    row: Sequence[float], groups: Iterable[Sequence[int]], p: float | None, count: int | None, skip_unused: bool
+    row: Sequence[float],
+    groups: Iterable[Sequence[int]],
+    p: float | None,
+    count: int | None,
+    skip_unused: bool,
 ) -> list[int]:
-    """Return the fewest groups that reach p, or `count` experts, by descending sum of scores; in a group by score."""
-    total = {tuple(sorted(group, key=lambda e: (-row[e], e))): sum(row[e] for e in group) for group in groups}
-    taken, reached = [], 0.0
+    """Return the fewest groups that reach p, or `count` experts, by descending sum of scores; in a
+    group by score.
+    """
+    total = {
+        tuple(sorted(group, key=lambda e: (-row[e], e))): sum(row[e] for e in group)
+        for group in groups
+    }
+    taken = []
+    reached = 0.0
     for group in sorted(total, key=lambda group: (-total[group], min(group))):
         is_enough = len(taken) >= count if p is None else reached >= p
         if is_enough or (skip_unused and not total[group]):
@@ -181,25 +281,44 @@ def _take(
     return taken
 
 
-def random_experts(selection: ExpertSelection, num_experts: int, seed: int, *, num_shared: int = 0) -> ExpertSelection:
-    """Draw as many experts per layer as in `selection`, uniformly without replacement: the control of Table 4."""
+def random_experts(
+    selection: ExpertSelection, num_experts: int, seed: int, *, num_shared: int = 0
+) -> ExpertSelection:
+    """Draw as many experts per layer as in `selection`, uniformly without replacement: the control
+    of Table 4.
+    """
     check_positive("num_experts", num_experts)
-    generator, pool = random.Random(seed), range(num_shared, num_experts)
+    generator = random.Random(seed)
+    pool = range(num_shared, num_experts)
     drawn = {layer: generator.sample(pool, len(ids)) for layer, ids in selection.experts.items()}
     return replace(selection, experts=drawn, score="random", variant=None)
 
 
-def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) -> list[tuple[int, ...]]:
-    """Group the routed experts of one layer greedily by the similarity of their co-activations (App. B).
+def group_experts(
+    pairs: torch.Tensor, group_size: int, *, num_shared: int = 0
+) -> list[tuple[int, ...]]:
+    """Group the routed experts of one layer greedily by the similarity of their co-activations
+    (App. B).
 
-    `pairs` [E, E] counts the tokens that chose both of two experts. Repeatedly takes, of all groups of `group_size` experts
-    that are left, the one with the largest mean pairwise cosine between rows of `pairs` without the diagonal.
+    `pairs` [E, E] counts the tokens that chose both of two experts. Repeatedly takes, of all groups
+    of `group_size` experts that are left, the one with the largest mean pairwise cosine between
+    rows of `pairs` without the diagonal.
     """
     check_positive("group_size", group_size)
     E = pairs.shape[-1] - num_shared
-    if pairs.shape != (E + num_shared,) * 2 or E % group_size or math.comb(E, group_size) > MAX_GROUPS:
+    if (
+        pairs.shape != (E + num_shared,) * 2
+        or E % group_size
+        or math.comb(E, group_size) > MAX_GROUPS
+    ):
         raise ValueError(
-            f"group_size is {group_size}, pairs is {tuple(pairs.shape)} and num_shared is {num_shared}, but expected a size "
+            f"group_size is {group_size}, pairs "
+            "is "
+            f"{tuple(pairs.shape)} "
+            "and "
+            "num_shared "
+            "is "
+            f"{num_shared}, but expected a size "
             f"that divides the number of routed experts, with at most {MAX_GROUPS} possible groups"
         )
     if group_size == 1:
@@ -209,40 +328,68 @@ def group_experts(pairs: torch.Tensor, group_size: int, *, num_shared: int = 0) 
     groups = torch.combinations(torch.arange(E), group_size)
     alike = (rows @ rows.T).flatten()
     score = sum(alike[groups[:, i] * E + groups[:, j]] for j in range(group_size) for i in range(j))
-    taken, is_free = [], torch.ones(E, dtype=torch.bool)
+    taken = []
+    is_free = torch.ones(E, dtype=torch.bool)
     while len(groups):
         # ties: the first one
         best = groups[score.argmax()]
         taken.append(tuple(e + num_shared for e in best.tolist()))
         is_free[best] = False
         left = is_free[groups].all(1)
-        groups, score = groups[left], score[left]
+        groups = groups[left]
+        score = score[left]
     return taken
 
 
 def check_is_selection(selection) -> None:
     """Raise ValueError for anything but an ExpertSelection, such as the path of one."""
     if not isinstance(selection, ExpertSelection):
-        raise ValueError(f"Expected an ExpertSelection, but got {shown(selection, 60)}. Read a file with ExpertSelection.load")
+        raise ValueError(
+            "Expected an ExpertSelection, but got "
+            f"{shown(selection, 60)}. "
+            "Read "
+            "a "
+            "file "
+            "with "
+            "ExpertSelection.load"
+        )
 
 
-def check_selection(model: nn.Module | Mapping[int, RoutedLayer], selection: ExpertSelection) -> None:
+def check_selection(
+    model: nn.Module | Mapping[int, RoutedLayer], selection: ExpertSelection
+) -> None:
     """Raise ValueError unless `model` has all layers and ids of `selection`.
 
     The shared expert of our own layers is not routed to: `shared_experts` trains it.
     """
     layers = numbered_layers(model) if isinstance(model, nn.Module) else model
     for layer, ids in selection.experts.items():
-        routed = range(layers[layer].num_shared, layers[layer].num_experts) if layer in layers else range(0)
+        if layer in layers:
+            routed = range(layers[layer].num_shared, layers[layer].num_experts)
+        else:
+            routed = range(0)
         bad = [e for e in ids if e not in routed]
         if bad or layer not in layers:
-            found = f"ids {routed.start} to {routed.stop - 1}" if routed else f"layers {', '.join(map(str, layers))}"
+            if routed:
+                found = f"ids {routed.start} to {routed.stop - 1}"
+            else:
+                found = f"layers {', '.join(map(str, layers))}"
             shared = ". Pass shared_experts=True to train those before" if routed.start else ""
-            raise ValueError(f"The selection has experts {bad} of layer {layer}, but the model routes to {found}{shared}")
+            raise ValueError(
+                f"The selection has experts {bad} of layer {layer}, "
+                "but "
+                "the "
+                "model "
+                "routes "
+                "to "
+                f"{found}{shared}"
+            )
 
 
 def _are_ids(layer: Any, ids: Any) -> bool:
-    """Return whether a layer's number and its ids are integers of at least 0 and the ids are unique."""
+    """Return whether a layer's number and its ids are integers of at least 0 and the ids are
+    unique.
+    """
     if isinstance(ids, str | Mapping) or not hasattr(ids, "__iter__"):
         return False
     numbers = [layer, *ids]
@@ -252,5 +399,7 @@ def _are_ids(layer: Any, ids: Any) -> bool:
 
 def _from_text(layer: Any) -> Any:
     """Return the layer number of a file's key, or the key itself if it is not a number."""
-    is_number = isinstance(layer, str) and layer.isascii() and layer.isdigit() and str(int(layer)) == layer
+    is_number = (
+        isinstance(layer, str) and layer.isascii() and layer.isdigit() and str(int(layer)) == layer
+    )
     return int(layer) if is_number else layer

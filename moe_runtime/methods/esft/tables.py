@@ -1,4 +1,5 @@
-"""The tables and figures of the ESFT paper (arXiv 2407.01906), one command each, on the stages of `study`.
+"""The tables and figures of the ESFT paper (arXiv 2407.01906), one command each, on the stages of
+`study`.
 
     main            base, FFT, LoRA, ESFT-Token, ESFT-Gate           Tables 1 and 2, Figure 5
     sweep-p         ESFT by p, LoRA by rank                          Figure 6
@@ -10,8 +11,8 @@
     frontier        general losses at equal task losses              not in the paper (frontier)
     counts, overlap, sample-size                                     Figures 2, 3, 4, 8, 9 (figures)
 
-The measure is the held-out loss per label token, on the tasks and on general text, in place of the paper's
-benchmarks. A table also shows what was trained and at what cost.
+The measure is the held-out loss per label token, on the tasks and on general text, in place of the
+paper's benchmarks. A table also shows what was trained and at what cost.
 """
 
 import functools
@@ -23,7 +24,18 @@ from functools import cached_property
 from moe_runtime.config import check_choice, check_number, check_positive
 from moe_runtime.experiments import plots, tables
 from moe_runtime.experiments.compare import LEVEL, compare
-from moe_runtime.experiments.tables import Command, Entry, Report, Run, best, compared, different, each, finite, over_seeds
+from moe_runtime.experiments.tables import (
+    Command,
+    Entry,
+    Report,
+    Run,
+    best,
+    compared,
+    different,
+    each,
+    finite,
+    over_seeds,
+)
 from moe_runtime.hf.training.ranks import routing_of
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import figures, frontier
@@ -44,7 +56,9 @@ class GeneralReport(Report):
 
 @dataclass(kw_only=True)
 class EsftReport(Report):
-    """A table of methods that were each tuned on every task; its losses are over the held-out rows of all tasks."""
+    """A table of methods that were each tuned on every task; its losses are over the held-out rows
+    of all tasks.
+    """
 
     label = "loss per label token of the tasks (lower is better)"
 
@@ -56,7 +70,10 @@ class EsftReport(Report):
     @cached_property
     def of_tasks(self) -> dict[str, Report]:
         """The same table on each task."""
-        return {task: self._of(lambda result, task=task: result.tasks[task], Report) for task in self.tasks}
+        return {
+            task: self._of(lambda result, task=task: result.tasks[task], Report)
+            for task in self.tasks
+        }
 
     def _of(self, part: Callable, kind: type[Report]) -> Report:
         entries = [Entry(entry.name, list(map(part, entry.results))) for entry in self.entries]
@@ -65,7 +82,9 @@ class EsftReport(Report):
 
     @property
     def solved(self) -> tuple[str, ...]:
-        """The tasks with at least one exact match by any model; only these have a column of exact matches."""
+        """The tasks with at least one exact match by any model; only these have a column of exact
+        matches.
+        """
         return tuple(task for task, table in self.of_tasks.items() if table.is_solved)
 
     @property
@@ -84,7 +103,9 @@ class EsftReport(Report):
         for method, entry in zip(values["methods"], self.entries, strict=True):
             general = self.general.entry(entry.name)
             method |= {"general_loss": general.loss, "general_loss_sd": general.sd}
-            method |= {name: _mean(entry, name) for name in ("trained_parameters", "optimizer_bytes")}
+            method |= {
+                name: _mean(entry, name) for name in ("trained_parameters", "optimizer_bytes")
+            }
             for seed, result in zip(method["seeds"], entry.results, strict=True):
                 del seed["folder"]  # of the first task alone
                 seed["tasks"] = {task: _of_task(one) for task, one in result.tasks.items()}
@@ -99,17 +120,35 @@ class EsftReport(Report):
     def columns(self) -> list[tuple[str, str]]:
         """Return the table's columns and how they are aligned."""
         tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
-        own, general = ((name, f"vs {self.reference}", "p", "verdict") for name in ("all tasks", "general"))
+        own, general = (
+            (name, f"vs {self.reference}", "p", "verdict") for name in ("all tasks", "general")
+        )
         exact = (f"exact {task}" for task in self.solved[:MANY])
-        names = ("method", *tasks, *exact, *own, *general, "trained", "share", "optimizer MB", "train s")
+        names = (
+            "method",
+            *tasks,
+            *exact,
+            *own,
+            *general,
+            "trained",
+            "share",
+            "optimizer MB",
+            "train s",
+        )
         return [(name, "left" if name in ("method", "verdict") else "right") for name in names]
 
     def _row(self, entry: Entry) -> tuple[str, ...]:
         tasks = self.tasks if 1 < len(self.tasks) <= MANY else ()
-        general, first = self.general.entry(entry.name), entry.results[0]
+        general = self.general.entry(entry.name)
+        first = entry.results[0]
         trained = _mean(entry, "trained_parameters")
         memory = _mean(entry, "optimizer_bytes") / 1e6
-        costs = f"{trained:,.0f}", f"{trained / first.parameters:.1%}", f"{memory:,.2f}", f"{entry.seconds:,.0f}"
+        costs = (
+            f"{trained:,.0f}",
+            f"{trained / first.parameters:.1%}",
+            f"{memory:,.2f}",
+            f"{entry.seconds:,.0f}",
+        )
         losses = (f"{self.of_tasks[task].entry(entry.name).loss:.4f}" for task in tasks)
         exact = (self.of_tasks[task].exact_cell(entry.name) for task in self.solved[:MANY])
         own = *losses, *exact, entry.mean_sd(), *compared(self.comparison(entry.name))
@@ -120,10 +159,34 @@ class EsftReport(Report):
         """Return what the table's numbers are, in lines."""
         result = self.entries[0].results[0]
         return (
-            f"{len(result.tokens)} held-out rows of the tasks {', '.join(self.tasks)}, {sum(result.tokens):,} label tokens; "
-            f"{len(result.general_tokens)} rows of general text, {sum(result.general_tokens):,}; {over_seeds(self.seeds)}.\n"
-            f"A model per task; trained, optimizer and train s are means over them; train s: scoring and tuning.\n"
-            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: Wilcoxon over the rows, "
+            f"{len(result.tokens)} held-out "
+            "rows "
+            "of "
+            "the "
+            "tasks "
+            f"{', '.join(self.tasks)}, "
+            f"{sum(result.tokens):,} label tokens; "
+            f"{len(result.general_tokens)} "
+            "rows "
+            "of "
+            "general "
+            "text, "
+            f"{sum(result.general_tokens):,}; "
+            f"{over_seeds(self.seeds)}.\n"
+            "A model per task; trained, optimizer and train s are "
+            "means "
+            "over "
+            "them; "
+            "train "
+            "s: "
+            "scoring and tuning.\n"
+            f"vs {self.reference}: difference of the losses "
+            "with "
+            "its "
+            f"{1 - LEVEL:.0%} "
+            "interval; "
+            "p: "
+            "Wilcoxon over the rows, "
             f"corrected by Holm for the {len(self.comparisons)} comparisons of a column."
             + self.exact_legend([task for task in self.tasks if task not in self.solved])
         )
@@ -136,9 +199,22 @@ def _general(result):
 
 
 def _of_task(result) -> dict:
-    names = ("loss", "steps", "seconds", "total_seconds", "trained_parameters", "optimizer_bytes", "experts", "history")
+    names = (
+        "loss",
+        "steps",
+        "seconds",
+        "total_seconds",
+        "trained_parameters",
+        "optimizer_bytes",
+        "experts",
+        "history",
+    )
     exact = {"exact_match": tables.exact_match(result)}
-    return {"folder": "/".join(result.folder.parts[-2:])} | {name: getattr(result, name) for name in names} | exact
+    return (
+        {"folder": "/".join(result.folder.parts[-2:])}
+        | {name: getattr(result, name) for name in names}
+        | exact
+    )
 
 
 def _mean(entry: Entry, name: str) -> float:
@@ -149,7 +225,8 @@ PS = (0.05, 0.1, 0.2, 0.4)
 GROUP_SIZES = (1, 2, 4)
 RATIOS = (0.0, 1.0)
 OF_SCORE = {"token": TOKEN, "gate": GATE}
-# Table 3, in its order: which routed experts train, whether shared ones do, whether everything else does
+# Table 3, in its order: which routed experts train, whether shared ones do, whether everything else
+# does
 GRID = {
     "all experts, shared, others": ("all", True, True),
     "relevant, shared": ("relevant", True, False),
@@ -166,7 +243,9 @@ def _over(stages: Stages, name: str, make: Callable[[str], Tuned]) -> tuple[str,
     return name, join(name, {task: make(task) for task in stages.recipe.tasks})
 
 
-def _esft(stages: Stages, score: str, name: str | None = None, p: float | None = None, **settings) -> tuple[str, Tuned]:
+def _esft(
+    stages: Stages, score: str, name: str | None = None, p: float | None = None, **settings
+) -> tuple[str, Tuned]:
     def make(task: str) -> Tuned:
         selection = stages.selection(task, score, p, settings.get("group_size", 1))
         return stages.esft(task, selection, **settings)
@@ -183,26 +262,40 @@ def _main(process: Run) -> dict:
         yield _esft(stages, "gate")
 
     def summary(report: EsftReport) -> list[str]:
-        lines = [f"{where}, {of.comparison(name)}." for where, of in report.both for name in (LORA, TOKEN, GATE)]
+        lines = [
+            f"{where}, {of.comparison(name)}."
+            for where, of in report.both
+            for name in (LORA, TOKEN, GATE)
+        ]
         return [*lines, *(_cost(report, name) for name in (LORA, TOKEN, GATE))]
 
     return {"entries": process.collect(plan), "reference": FFT, "summary": summary}
 
 
 def _cost(report: EsftReport, name: str) -> str:
-    """Return a sentence on what a method trains, relative to FFT; seconds depend on what else the machine did."""
+    """Return a sentence on what a method trains, relative to FFT; seconds depend on what else the
+    machine did.
+    """
     (fft, one) = (report.entry(of).results for of in (FFT, name))
     share = {
         of: sum(getattr(r, of) for r in one) / sum(getattr(r, of) for r in fft)
         for of in ("trained_parameters", "optimizer_bytes")
     }
     return (
-        f"{name} trained {share['trained_parameters']:.1%} of FFT's parameters, with {share['optimizer_bytes']:.1%} of the "
+        f"{name} trained "
+        f"{share['trained_parameters']:.1%} "
+        "of "
+        "FFT's "
+        "parameters, "
+        "with "
+        f"{share['optimizer_bytes']:.1%} of the "
         "optimizer's bytes."
     )
 
 
-def _sweep_p(process: Run, ps: Sequence[float], scores: Sequence[str], ranks: Sequence[int]) -> dict:
+def _sweep_p(
+    process: Run, ps: Sequence[float], scores: Sequence[str], ranks: Sequence[int]
+) -> dict:
     names = {(score, p): f"{OF_SCORE[score]}, p {p:g}" for score in scores for p in ps}
     loras = {rank: f"{LORA}, rank {rank}" for rank in ranks}
 
@@ -214,8 +307,12 @@ def _sweep_p(process: Run, ps: Sequence[float], scores: Sequence[str], ranks: Se
         for rank, name in loras.items():
             yield _over(stages, name, lambda task, rank=rank: stages.lora(task, rank))
 
-    entries, swept = process.collect(plan), [*names.values(), *loras.values()]
-    shares = {entry.name: [100 * r.trained_parameters / r.parameters for r in entry.results] for entry in entries}
+    entries = process.collect(plan)
+    swept = [*names.values(), *loras.values()]
+    shares = {
+        entry.name: [100 * r.trained_parameters / r.parameters for r in entry.results]
+        for entry in entries
+    }
     share = {name: sum(of) / len(of) for name, of in shares.items() if name in swept}
     extra = {"x": share, "x_label": "parameters that are trained, % of the base's", "x_log": True}
     return {"entries": entries, "reference": FFT, "summary": best(swept), "extra": extra}
@@ -227,7 +324,9 @@ def _shared_grid(process: Run, score: str) -> dict:
             return stages.fft(task)
         selection = stages.selection(task, score, shared_experts=shared, non_expert_modules=others)
         if experts == "none":
-            selection = esft.ExpertSelection(experts={}, shared_experts=shared, non_expert_modules=others)
+            selection = esft.ExpertSelection(
+                experts={}, shared_experts=shared, non_expert_modules=others
+            )
         return stages.esft(task, selection, scored=experts == "relevant")
 
     def plan(stages: Stages):
@@ -251,12 +350,21 @@ def _random_experts(process: Run) -> dict:
         yield BASE, stages.base()
         for score, name in drawn.items():
             yield _esft(stages, score)
-            yield _over(stages, name, lambda task, score=score: stages.esft(task, stages.drawn(task, score), scored=False))
+            yield _over(
+                stages,
+                name,
+                lambda task, score=score: stages.esft(
+                    task, stages.drawn(task, score), scored=False
+                ),
+            )
 
     def summary(report: EsftReport) -> list[str]:
-        tokens, lines = report.entries[0].results[0].tokens, []
+        tokens = report.entries[0].results[0].tokens
+        lines = []
         for score, name in drawn.items():
-            pair = {of: [r.losses for r in report.entry(of).results] for of in (OF_SCORE[score], name)}
+            pair = {
+                of: [r.losses for r in report.entry(of).results] for of in (OF_SCORE[score], name)
+            }
             lines += [f"{one}." for one in compare(pair, OF_SCORE[score], tokens)]
         return lines
 
@@ -264,26 +372,51 @@ def _random_experts(process: Run) -> dict:
 
 
 def _group_size(process: Run, sizes: Sequence[int]) -> dict:
-    names = {(method, size): f"{method}, groups of {size}" for size in sizes for method in (FFT, TOKEN, GATE)}
+    names = {
+        (method, size): f"{method}, groups of {size}"
+        for size in sizes
+        for method in (FFT, TOKEN, GATE)
+    }
 
     def plan(stages: Stages):
         for size in sizes:
-            yield _over(stages, names[FFT, size], lambda task, size=size: stages.fft(task, group_size=size))
+            yield _over(
+                stages, names[FFT, size], lambda task, size=size: stages.fft(task, group_size=size)
+            )
             for score, method in OF_SCORE.items():
                 yield _esft(stages, score, names[method, size], group_size=size)
 
     def summary(report: EsftReport) -> list[str]:
-        low, high = min(sizes), max(sizes)
+        low = min(sizes)
+        high = max(sizes)
         losses = {name: report.entry(name).loss for name in names.values()}
-        change = {method: losses[names[method, high]] - losses[names[method, low]] for method in (FFT, TOKEN, GATE)}
-        return [f"{method}: {value:+.4f} from groups of {low} to groups of {high}." for method, value in change.items()]
+        change = {
+            method: losses[names[method, high]] - losses[names[method, low]]
+            for method in (FFT, TOKEN, GATE)
+        }
+        return [
+            f"{method}: {value:+.4f} from groups of {low} to groups of {high}."
+            for method, value in change.items()
+        ]
 
-    extra = {"x": {name: size for (_, size), name in names.items()}, "x_label": "experts of a group"}
-    return {"entries": process.collect(plan), "reference": names[FFT, sizes[0]], "summary": summary, "extra": extra}
+    extra = {
+        "x": {name: size for (_, size), name in names.items()},
+        "x_label": "experts of a group",
+    }
+    return {
+        "entries": process.collect(plan),
+        "reference": names[FFT, sizes[0]],
+        "summary": summary,
+        "extra": extra,
+    }
 
 
 def _mix_data(process: Run, ratios: Sequence[float]) -> dict:
-    names = {(method, mix): f"{method}, mix {mix:g}" for method in (FFT, LORA, TOKEN, GATE) for mix in ratios}
+    names = {
+        (method, mix): f"{method}, mix {mix:g}"
+        for method in (FFT, LORA, TOKEN, GATE)
+        for mix in ratios
+    }
 
     def plan(stages: Stages):
         for (method, mix), name in names.items():
@@ -297,15 +430,32 @@ def _mix_data(process: Run, ratios: Sequence[float]) -> dict:
         lines = []
         for method in (FFT, LORA, TOKEN, GATE):
             first, last = (names[method, mix] for mix in (min(ratios), max(ratios)))
-            change = [table.entry(last).loss - table.entry(first).loss for table in (report, report.general)]
+            change = [
+                table.entry(last).loss - table.entry(first).loss
+                for table in (report, report.general)
+            ]
             lines.append(
-                f"{method}, from mix {min(ratios):g} to {max(ratios):g}: {change[0]:+.4f} on the tasks, {change[1]:+.4f} on "
+                f"{method}, from mix {min(ratios):g} "
+                "to "
+                f"{max(ratios):g}: "
+                f"{change[0]:+.4f} "
+                "on "
+                "the "
+                f"tasks, {change[1]:+.4f} on "
                 "general text."
             )
         return lines
 
-    extra = {"x": {name: mix for (_, mix), name in names.items()}, "x_label": "rows of general text per row of the task"}
-    return {"entries": process.collect(plan), "reference": names[FFT, ratios[0]], "summary": summary, "extra": extra}
+    extra = {
+        "x": {name: mix for (_, mix), name in names.items()},
+        "x_label": "rows of general text per row of the task",
+    }
+    return {
+        "entries": process.collect(plan),
+        "reference": names[FFT, ratios[0]],
+        "summary": summary,
+        "extra": extra,
+    }
 
 
 def _other_tasks(process: Run, mix: float) -> dict:
@@ -313,17 +463,33 @@ def _other_tasks(process: Run, mix: float) -> dict:
         base = stages.base()
         yield _over(stages, BASE, lambda task: stages.elsewhere(base.tasks[task], task))
         for name, make in ((FFT, stages.fft), (LORA, stages.lora)):
-            yield _over(stages, name, lambda task, make=make: stages.elsewhere(make(task, mix=mix), task))
+            yield _over(
+                stages, name, lambda task, make=make: stages.elsewhere(make(task, mix=mix), task)
+            )
         for score, name in OF_SCORE.items():
             chosen = {task: stages.selection(task, score) for task in stages.recipe.tasks}
-            yield _over(stages, name, lambda task, of=chosen: stages.elsewhere(stages.esft(task, of[task], mix=mix), task))
+            yield _over(
+                stages,
+                name,
+                lambda task, of=chosen: stages.elsewhere(
+                    stages.esft(task, of[task], mix=mix), task
+                ),
+            )
 
     return {"entries": process.collect(plan), "reference": BASE, "summary": each}
 
 
 def _check_other_tasks(recipe: EsftRecipe, mix: float = 0.0) -> dict:
     if len(recipe.tasks) < 2:
-        raise ValueError(f"other-tasks requires at least two tasks, but the recipe has only {', '.join(recipe.tasks)}")
+        raise ValueError(
+            "other-tasks requires at least two tasks, "
+            "but "
+            "the "
+            "recipe "
+            "has "
+            "only "
+            f"{', '.join(recipe.tasks)}"
+        )
     check_number("mix", mix)
     return {"mix": float(mix)}
 
@@ -336,10 +502,23 @@ class OtherTasksReport(EsftReport):
 
     def legend(self) -> str:
         """Return what the table's numbers are, in lines."""
-        return f"Models tuned on one task each; a task's column and `all tasks`: on the others' rows.\n{super().legend()}"
+        return (
+            "Models tuned on one task each; a task's column and "
+            "`all "
+            "tasks`: "
+            "on "
+            "the "
+            "others' "
+            f"rows.\n{super().legend()}"
+        )
 
 
-def _check_sweep(recipe: EsftRecipe, ps: Sequence[float] = PS, score: str = "both", ranks: Sequence[int] | None = None) -> dict:
+def _check_sweep(
+    recipe: EsftRecipe,
+    ps: Sequence[float] = PS,
+    score: str = "both",
+    ranks: Sequence[int] | None = None,
+) -> dict:
     check_choice("score", score, (*SCORES, "both"))
     if ranks is None:
         ranks = sorted({1, recipe.lora.rank, 4 * recipe.lora.rank})
@@ -354,7 +533,9 @@ def _check_grid(recipe: EsftRecipe, score: str = "token") -> dict:
 
 
 def _check_groups(recipe: EsftRecipe, sizes: Sequence[int] | None = None) -> dict:
-    """Check the given sizes; by default return those of GROUP_SIZES that divide the base's numbers of experts."""
+    """Check the given sizes; by default return those of GROUP_SIZES that divide the base's numbers
+    of experts.
+    """
     small = recipe.pretrain
     E, K = (small.num_experts, small.top_k) if small else routing_of(recipe.base_model)
 
@@ -365,7 +546,9 @@ def _check_groups(recipe: EsftRecipe, sizes: Sequence[int] | None = None) -> dic
         sizes = different("group_size", sizes, lambda size: check_positive("group_size", size))
     bad = [size for size in sizes or () if not fits(size)]
     if bad:
-        raise ValueError(f"group_size must divide num_experts ({E}) and top_k ({K}), but got {bad[0]}")
+        raise ValueError(
+            f"group_size must divide num_experts ({E}) and top_k ({K}), but got {bad[0]}"
+        )
     return {"sizes": sizes or tuple(filter(fits, GROUP_SIZES))}
 
 
@@ -373,7 +556,13 @@ def _check_mix(recipe: EsftRecipe, ratios: Sequence[float] = RATIOS) -> dict:
     return {"ratios": different("mix", map(float, ratios), lambda mix: check_number("mix", mix))}
 
 
-def _losses(title: str, source: str, make: Callable, draw: Callable = plots.dots, check: Callable | None = None) -> Command:
+def _losses(
+    title: str,
+    source: str,
+    make: Callable,
+    draw: Callable = plots.dots,
+    check: Callable | None = None,
+) -> Command:
     return Command(title, f"ESFT, {source}", make, draw, check or (lambda recipe: {}), EsftReport)
 
 
@@ -383,7 +572,9 @@ COMMANDS = {
     "shared-grid": _losses("Which modules train", "Table 3", _shared_grid, check=_check_grid),
     "random-experts": _losses("Relevant and random experts", "Table 4", _random_experts),
     "group-size": _losses("Coarser experts", "Figure 7", _group_size, plots.sweep, _check_groups),
-    "mix-data": _losses("General data mixed in", "Tables 9 and 10", _mix_data, plots.sweep, _check_mix),
+    "mix-data": _losses(
+        "General data mixed in", "Tables 9 and 10", _mix_data, plots.sweep, _check_mix
+    ),
     "other-tasks": _losses(
         "Tuned on one task, judged on the others", "Table 8", _other_tasks, check=_check_other_tasks
     )._replace(report=OtherTasksReport),

@@ -1,16 +1,20 @@
-"""Turn a dense model into LoRA experts and back: UpIT's (arXiv 2410.01610) and LoRAMoE's (arXiv 2312.09979).
+"""Turn a dense model into LoRA experts and back: UpIT's (arXiv 2410.01610) and LoRAMoE's (arXiv
+2312.09979).
 
     to_lora_moe     low-rank experts over the frozen MLPs, fresh or from PEFT adapters, behind routers    UpIT, Sec. 3.1
     (tune)          pairs and routers, with any trainer
     merge           the dense model W + s sum_e alpha_e B_e A_e, in the base's own architecture
     to_moe          or an upcycled model whose experts are whole (form "block")
-    save_adapters   or each expert as a PEFT adapter of the base; and all as one, which load_adapters reads
+    save_adapters   or each expert as a PEFT adapter of the base; and all as one, which
+                    load_adapters reads
 
-form "block": FFN_e = base + s B_e A_e in each projection, one router per MLP (UpIT, Sec. 2.3; `moe_runtime.ops.lora` has
-the equations). form "linear": one router per linear layer (LoRAMoE; `moe_runtime.modules.lora_linear` has the equation).
-The base is frozen in both. `forced_experts` sends each row of a batch to one expert, as in choosing expert-specific data.
-Everything works in place, as in `moe_runtime.hf.models.swap`; checks come first, so a rejected model is unchanged.
-save_pretrained writes stage "lora" of `moe_runtime.hf.models.modeling`, the base's MLP at mlp.experts.base (form "block").
+form "block": FFN_e = base + s B_e A_e in each projection, one router per MLP (UpIT, Sec. 2.3;
+`moe_runtime.ops.lora` has the equations). form "linear": one router per linear layer (LoRAMoE;
+`moe_runtime.modules.lora_linear` has the equation). The base is frozen in both. `forced_experts`
+sends each row of a batch to one expert, as in choosing expert-specific data. Everything works in
+place, as in `moe_runtime.hf.models.swap`; checks come first, so a rejected model is unchanged.
+save_pretrained writes stage "lora" of `moe_runtime.hf.models.modeling`, the base's MLP at
+mlp.experts.base (form "block").
 
     adapters   folders that PEFT reads, and how several become experts
     baseline   plain PEFT LoRA, the methods' baseline
@@ -30,26 +34,53 @@ from moe_runtime.hf.models.configuration import moe_fields
 from moe_runtime.hf.models.families import FAMILIES, Family, family_of, moe_shape
 from moe_runtime.hf.models.modeling import freeze_for_lora, model_classes, moe_layers
 from moe_runtime.io.files import atomic_folder, check_out_dir, read_json
-from moe_runtime.methods.lora.adapters import add_to_backbone, load_stacked, read_experts, save_single, save_stacked
+from moe_runtime.methods.lora.adapters import (
+    add_to_backbone,
+    load_stacked,
+    read_experts,
+    save_single,
+    save_stacked,
+)
 from moe_runtime.modules.lora import TARGETS, LoRAMoE, check_base, check_plain
 from moe_runtime.modules.lora_linear import FORMS, LinearExperts, LoRALinear, add_experts
 from moe_runtime.ops.merging import alpha_rows
 
 __all__ = [
-    "forced_experts", "load_adapters", "lora_config", "lora_layers", "merge", "save_adapters", "to_lora_moe", "to_moe",
-]  # fmt: skip
+    "forced_experts",
+    "load_adapters",
+    "lora_config",
+    "lora_layers",
+    "merge",
+    "save_adapters",
+    "to_lora_moe",
+    "to_moe",
+]
 
-RANK, ALPHA = 8, 16.0  # the papers give no value
+# the papers give no value
+RANK = 8
+ALPHA = 16.0
 # fields that an upcycled model's layers share with the experts of an adapter for it
 ALIKE = (
-    "hidden_size", "intermediate_size", "num_experts", "top_k", "gate", "router", "noisy_gate", "hidden_act", "gated", "bias",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_experts",
+    "top_k",
+    "gate",
+    "router",
+    "noisy_gate",
+    "hidden_act",
+    "gated",
+    "bias",
+)
 
 
-def lora_config(model: nn.Module, num_experts: int = 8, top_k: int | None = 2, **settings) -> MoEConfig:
+def lora_config(
+    model: nn.Module, num_experts: int = 8, top_k: int | None = 2, **settings
+) -> MoEConfig:
     """Return the routers' MoEConfig for a dense model; `settings` are MoEConfig's other fields.
 
-    `gate` defaults to softmax_topk_renorm; top_k None sends every token to every expert, by a softmax over all (LoRAMoE).
+    `gate` defaults to softmax_topk_renorm; top_k None sends every token to every expert, by a
+    softmax over all (LoRAMoE).
     """
     settings.setdefault("gate", "softmax_topk" if top_k is None else "softmax_topk_renorm")
     top_k = num_experts if top_k is None else top_k
@@ -57,42 +88,78 @@ def lora_config(model: nn.Module, num_experts: int = 8, top_k: int | None = 2, *
     config = MoEConfig(**shape, num_experts=num_experts, top_k=top_k, **settings)
     if config.balance_loss == "switch" and config.num_routed_per_token == config.num_routed_experts:
         raise ValueError(
-            f"balance_loss 'switch' is constant if every expert processes every token (top_k {top_k} of {num_experts} "
+            "balance_loss 'switch' is constant if every "
+            "expert "
+            "processes "
+            "every "
+            "token "
+            "(top_k "
+            f"{top_k} of {num_experts} "
             "experts). Use 'none' or 'cv2'"
         )
     return config
 
 
 def to_lora_moe(
-    model: nn.Module, config: MoEConfig | None = None, *, rank: int | None = None, alpha: float | None = None,
-    targets: Sequence[str] | None = None, form: str = "block", experts: Sequence[str | Path] | None = None,
-    backbone: str | None = None, vectors: torch.Tensor | None = None, layers: Sequence[int] | None = None,
-    train_backbone: bool = False, dtype: torch.dtype | None = None, method: str = "lora_moe", seed: int = 42, **settings,
-) -> nn.Module:  # fmt: skip
-    """Give the MLPs of a stock model LoRA experts, in place, and return it; pairs and routers train, the rest is frozen.
+    model: nn.Module,
+    config: MoEConfig | None = None,
+    *,
+    rank: int | None = None,
+    alpha: float | None = None,
+    targets: Sequence[str] | None = None,
+    form: str = "block",
+    experts: Sequence[str | Path] | None = None,
+    backbone: str | None = None,
+    vectors: torch.Tensor | None = None,
+    layers: Sequence[int] | None = None,
+    train_backbone: bool = False,
+    dtype: torch.dtype | None = None,
+    method: str = "lora_moe",
+    seed: int = 42,
+    **settings,
+) -> nn.Module:
+    """Give the MLPs of a stock model LoRA experts, in place, and return it; pairs and routers
+    train, the rest is frozen.
 
-    Pass `config` or `settings` of `lora_config`; rank 8, alpha 16 and all linear layers of the MLP by default. Initially every
-    expert equals the base. `experts` are PEFT adapter folders of the base, one for each expert, which determine rank, alpha,
-    targets and layers; of pairs outside of the MLPs, `backbone` "mean" adds the mean change to the base's weights, "base"
-    ignores them. `vectors` [L, E, H] are the routers' rows, drawn by `seed` otherwise. `train_backbone` trains all but the MLPs
-    (form "block") or all but the linear layers that have pairs ("linear"). `dtype` is the pairs' own, by default the base's.
+    Pass `config` or `settings` of `lora_config`; rank 8, alpha 16 and all linear layers of the MLP
+    by default. Initially every expert equals the base. `experts` are PEFT adapter folders of the
+    base, one for each expert, which determine rank, alpha, targets and layers; of pairs outside of
+    the MLPs, `backbone` "mean" adds the mean change to the base's weights, "base" ignores them.
+    `vectors` [L, E, H] are the routers' rows, drawn by `seed` otherwise. `train_backbone` trains
+    all but the MLPs (form "block") or all but the linear layers that have pairs ("linear"). `dtype`
+    is the pairs' own, by default the base's.
     """
     # accept any iterable; None and a single name are left to the checks
     experts, layers, targets = (
-        value if value is None or isinstance(value, str | Path) else list(value) for value in (experts, layers, targets)
+        value if value is None or isinstance(value, str | Path) else list(value)
+        for value in (experts, layers, targets)
     )
     if config is not None and settings:
-        raise ValueError(f"Pass either config or separate settings, but got config and {', '.join(settings)}")
+        raise ValueError(
+            f"Pass either config or separate settings, but got config and {', '.join(settings)}"
+        )
     family = family_of(model)
     if config is None:
         counted = {"num_experts": len(experts)} if experts else {}
         config = lora_config(model, **counted | settings)
-    found, given_layers = None, layers
+    found = None
+    given_layers = layers
     if experts is not None:
         found = read_experts(
-            model, family, experts, config.num_experts, backbone, rank=rank, alpha=alpha, targets=targets, layers=layers
+            model,
+            family,
+            experts,
+            config.num_experts,
+            backbone,
+            rank=rank,
+            alpha=alpha,
+            targets=targets,
+            layers=layers,
         )
-        rank, alpha, targets, layers = found.rank, found.alpha, found.targets, found.layers
+        rank = found.rank
+        alpha = found.alpha
+        targets = found.targets
+        layers = found.layers
     lora = _lora_block(family, form, rank, alpha, targets, train_backbone)
     lora |= {
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
@@ -113,49 +180,94 @@ def to_lora_moe(
     if found is not None:
         add_to_backbone(model, found)
     base = {"base_model_type": family.model_type, "base_architecture": type(model).__name__}
-    swap.become_moe(model, moe_fields(config, layers=layers, **base, method=method, stage="lora", lora=lora))
+    swap.become_moe(
+        model, moe_fields(config, layers=layers, **base, method=method, stage="lora", lora=lora)
+    )
     freeze_for_lora(model)
     return model
 
 
 def _lora_block(family: Family, form: str, rank, alpha, targets, train_backbone: bool) -> dict:
-    """Return the pairs' settings for config.json (None: default); raises ValueError if they do not fit the model."""
+    """Return the pairs' settings for config.json (None: default); raises ValueError if they do not
+    fit the model.
+    """
     check_choice("form", form, FORMS)
     names = (*family.up, family.down)
-    is_list = targets is None or (not isinstance(targets, str) and targets and not set(targets) - set(names))
+    is_list = targets is None or (
+        not isinstance(targets, str) and targets and not set(targets) - set(names)
+    )
     if not is_list or (form == "block" and names != TARGETS):
         raise ValueError(
-            f"targets is {targets!r} with form {form!r} for model_type {family.model_type!r}. Pass some of "
+            f"targets is {targets!r} with "
+            "form "
+            f"{form!r} "
+            "for "
+            "model_type "
+            f"{family.model_type!r}. "
+            "Pass some of "
             f"{', '.join(names)}, and form='linear' for an MLP without {', '.join(TARGETS)}"
         )
-    rank, alpha = RANK if rank is None else rank, ALPHA if alpha is None else alpha
+    rank = RANK if rank is None else rank
+    alpha = ALPHA if alpha is None else alpha
     check_positive("rank", rank)
     check_number("alpha", alpha, positive=True)
     check_bool("train_backbone", train_backbone)
     targets = [name for name in names if targets is None or name in targets]
-    return {"form": form, "rank": rank, "alpha": float(alpha), "targets": targets, "train_backbone": train_backbone}
+    return {
+        "form": form,
+        "rank": rank,
+        "alpha": float(alpha),
+        "targets": targets,
+        "train_backbone": train_backbone,
+    }
 
 
-def _check_routers(vectors: torch.Tensor | None, dtype, config: MoEConfig, form: str, layers: int) -> None:
-    """Raise ValueError for unsupported vectors or dtypes, and for options that form "linear" does not support."""
-    shape, want = None, (layers, config.num_routed_experts, config.hidden_size)
+def _check_routers(
+    vectors: torch.Tensor | None, dtype, config: MoEConfig, form: str, layers: int
+) -> None:
+    """Raise ValueError for unsupported vectors or dtypes, and for options that form "linear" does
+    not support.
+    """
+    shape = None
+    want = (layers, config.num_routed_experts, config.hidden_size)
     if vectors is not None:
         shape = tuple(getattr(vectors, "shape", ())) or type(vectors).__name__
     is_float = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     fits = shape is None or (shape == want and form == "block" and config.router == "linear")
     if not is_float or not fits or (config.recompute and form == "linear"):
         raise ValueError(
-            f"Expected a floating torch.dtype or None, vectors {want} for a 'linear' router if any, and neither vectors nor "
-            f"recompute for form 'linear', but dtype is {dtype!r}, form is {form!r}, router is {config.router!r}, recompute is "
+            f"Expected a floating torch.dtype or None, vectors {want} "
+            "for "
+            "a "
+            "'linear' "
+            "router "
+            "if "
+            "any, and neither vectors nor "
+            f"recompute for form 'linear', but dtype is {dtype!r}, "
+            "form "
+            "is "
+            f"{form!r}, "
+            "router "
+            "is "
+            f"{config.router!r}, recompute is "
             f"{config.recompute}, vectors is {shape}"
         )
 
 
 @torch.no_grad()
 def _replace(
-    model: nn.Module, family: Family, layer: int, config: MoEConfig, lora: dict, rows: dict, seed: int, dtype
+    model: nn.Module,
+    family: Family,
+    layer: int,
+    config: MoEConfig,
+    lora: dict,
+    rows: dict,
+    seed: int,
+    dtype,
 ) -> nn.Module:
-    """Add LoRA experts to one layer's MLP, in form "block" with the router weights `rows`; return them."""
+    """Add LoRA experts to one layer's MLP, in form "block" with the router weights `rows`; return
+    them.
+    """
     path = family.path.format(layer)
     mlp = model.get_submodule(path)
     settings = {name: lora[name] for name in ("form", "rank", "alpha", "targets")}
@@ -174,18 +286,23 @@ def _replace(
 
 
 def _pairs_of(module: nn.Module):
-    """Return the pairs of a converted MLP: LoRAExperts, or the LinearExperts of an MLP with LoRALinears."""
+    """Return the pairs of a converted MLP: LoRAExperts, or the LinearExperts of an MLP with
+    LoRALinears.
+    """
     return module.experts if isinstance(module, LoRAMoE) else LinearExperts(module)
 
 
 @torch.no_grad()
 def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "uniform") -> nn.Module:
-    """Merge the LoRA experts of every layer into the MLPs and return the dense model in its stock architecture, in place.
+    """Merge the LoRA experts of every layer into the MLPs and return the dense model in its stock
+    architecture, in place.
 
-    W + s sum_e alpha_e B_e A_e, summed in float32 and rounded once; all of it trains. `alpha` [E], [L, E] or "uniform" must sum
-    to 1. The routers are dropped, so unless all experts are equal the function differs from the routed one.
+    W + s sum_e alpha_e B_e A_e, summed in float32 and rounded once; all of it trains. `alpha` [E],
+    [L, E] or "uniform" must sum to 1. The routers are dropped, so unless all experts are equal the
+    function differs from the routed one.
     """
-    layers, block = _whole_layers(model), model.config.moe_runtime
+    layers = _whole_layers(model)
+    block = model.config.moe_runtime
     path = FAMILIES[block["base_model_type"]].path
     rows = alpha_rows(alpha, len(layers), block["config"]["num_experts"])
     for (layer, module), row in zip(layers.items(), rows, strict=True):
@@ -200,10 +317,15 @@ def merge(model: nn.Module, alpha: torch.Tensor | Sequence[float] | str = "unifo
 
 
 def to_moe(model: nn.Module) -> nn.Module:
-    """Convert LoRA experts to whole experts, in place: an upcycled model (stage "moe") with equal outputs, all trainable."""
-    layers = _whole_layers(model, only_block="whole experts need one router per MLP. Use merge to make the model dense")
+    """Convert LoRA experts to whole experts, in place: an upcycled model (stage "moe") with equal
+    outputs, all trainable.
+    """
+    layers = _whole_layers(
+        model, only_block="whole experts need one router per MLP. Use merge to make the model dense"
+    )
     block = model.config.moe_runtime
-    path, config = FAMILIES[block["base_model_type"]].path, None
+    path = FAMILIES[block["base_model_type"]].path
+    config = None
     for layer, module in layers.items():
         whole = module.to_moe()
         config = whole.config
@@ -215,20 +337,38 @@ def to_moe(model: nn.Module) -> nn.Module:
 
 
 def save_adapters(
-    model: nn.Module, folder: str | Path, base_model: str | Path, *, upcycled: str | Path | None = None, overwrite: bool = False
+    model: nn.Module,
+    folder: str | Path,
+    base_model: str | Path,
+    *,
+    upcycled: str | Path | None = None,
+    overwrite: bool = False,
 ) -> list[Path]:
-    """Write each expert as a PEFT adapter of the dense base to FOLDER/expert-<e>, atomically; return the folders.
+    """Write each expert as a PEFT adapter of the dense base to FOLDER/expert-<e>, atomically;
+    return the folders.
 
-    `base_model` is the dense base that the adapters name. `upcycled`, the folder of the base upcycled to as many equal experts,
-    adds FOLDER/stacked: one adapter of all experts and the routers, for that model (form "block").
+    `base_model` is the dense base that the adapters name. `upcycled`, the folder of the base
+    upcycled to as many equal experts, adds FOLDER/stacked: one adapter of all experts and the
+    routers, for that model (form "block").
     """
-    stacked = "" if upcycled is None else f"upcycled is {upcycled!r}, and linear layers have no stacked adapter"
-    layers, block = _whole_layers(model, only_block=stacked), model.config.moe_runtime
-    path, lora = FAMILIES[block["base_model_type"]].path, block["lora"]
+    if upcycled is None:
+        stacked = ""
+    else:
+        stacked = f"upcycled is {upcycled!r}, and linear layers have no stacked adapter"
+    layers = _whole_layers(model, only_block=stacked)
+    block = model.config.moe_runtime
+    path = FAMILIES[block["base_model_type"]].path
+    lora = block["lora"]
     if lora["train_backbone"] or lora.get("backbone") == "mean":
         why = "train_backbone is True" if lora["train_backbone"] else "backbone is 'mean'"
         raise ValueError(
-            f"{why} in the model's config, so its backbone differs from the base, and adapters cannot represent it. Use "
+            f"{why} in the model's config, so its backbone differs "
+            "from "
+            "the "
+            "base, "
+            "and "
+            "adapters "
+            "cannot represent it. Use "
             "lora.merge or lora.to_moe, which keep the backbone"
         )
     if upcycled is not None and Path(upcycled).is_dir():
@@ -240,28 +380,42 @@ def save_adapters(
         for e, name in enumerate(names):
             save_single(pairs, new / name, e, base_model=str(base_model))
         if upcycled is not None:
-            save_stacked({path.format(layer): m for layer, m in layers.items()}, new / "stacked", base_model=str(upcycled))
+            save_stacked(
+                {path.format(layer): m for layer, m in layers.items()},
+                new / "stacked",
+                base_model=str(upcycled),
+            )
     return [Path(folder) / name for name in names]
 
 
 def _check_upcycled(folder: Path, block: dict) -> None:
-    """Raise ValueError unless the folder has an upcycled model with the layers and routers of `block`."""
+    """Raise ValueError unless the folder has an upcycled model with the layers and routers of
+    `block`.
+    """
     theirs = read_json(folder / "config.json").get("moe_runtime")
     is_upcycled = isinstance(theirs, dict) and theirs.get("stage") == "moe"
     ours, found = (
-        {name: side[name] for name in ("base_model_type", "layers")} | {name: side["config"][name] for name in ALIKE}
+        {name: side[name] for name in ("base_model_type", "layers")}
+        | {name: side["config"][name] for name in ALIKE}
         for side in (block, theirs if is_upcycled else block)
     )
     other = [name for name in ours if found[name] != ours[name]]
     if other or not is_upcycled:
-        what = f"{other[0]} {found[other[0]]!r}, but the model has {ours[other[0]]!r}" if other else "no upcycled model"
-        raise ValueError(f"{folder} has {what}. Pass the base, upcycled by xft.upcycle with the same settings")
+        if other:
+            what = f"{other[0]} {found[other[0]]!r}, but the model has {ours[other[0]]!r}"
+        else:
+            what = "no upcycled model"
+        raise ValueError(
+            f"{folder} has {what}. Pass the base, upcycled by xft.upcycle with the same settings"
+        )
 
 
 def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Read one adapter of all experts and the routers into a model with LoRA experts of form "block", in place; return it.
+    """Read one adapter of all experts and the routers into a model with LoRA experts of form
+    "block", in place; return it.
 
-    `folder` is the FOLDER/stacked that `save_adapters` wrote, or that PEFT wrote after training it further.
+    `folder` is the FOLDER/stacked that `save_adapters` wrote, or that PEFT wrote after training it
+    further.
     """
     layers = _whole_layers(model, only_block="linear layers have no stacked adapter")
     block = model.config.moe_runtime
@@ -272,17 +426,29 @@ def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
 
 @contextlib.contextmanager
 def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Iterator[None]:
-    """Within the block, send every token of row b of a batch to expert `ids`[b] with weight 1, bypassing the routers.
+    """Within the block, send every token of row b of a batch to expert `ids`[b] with weight 1,
+    bypassing the routers.
 
-    The base runs once for the batch; to run n experts on one row, repeat the row n times. `model` may be wrapped.
-    With gradient checkpointing the block must contain the backward pass too.
+    The base runs once for the batch; to run n experts on one row, repeat the row n times. `model`
+    may be wrapped. With gradient checkpointing the block must contain the backward pass too.
     """
     ids = torch.as_tensor(ids)
     layers = [module for module in model.modules() if isinstance(module, LoRAMoE | LoRALinear)]
     count = layers[0].config.num_experts if layers else 0
-    if not layers or ids.dim() != 1 or ids.is_floating_point() or any(not 0 <= e < count for e in ids.tolist()):
+    if (
+        not layers
+        or ids.dim() != 1
+        or ids.is_floating_point()
+        or any(not 0 <= e < count for e in ids.tolist())
+    ):
         raise ValueError(
-            f"ids must be one of the model's {count} LoRA experts for each row of the batch, but got {ids.tolist()}"
+            f"ids must be one of the model's {count} LoRA experts for each "
+            "row "
+            "of "
+            "the "
+            "batch, "
+            "but "
+            f"got {ids.tolist()}"
         )
     ids = ids.to(layers[0].gate.weight.device)
     before = [layer.forced for layer in layers]
@@ -296,20 +462,29 @@ def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Itera
 
 
 def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the LoRAMoEs, or MLPs with LoRALinears, by layer; raises ValueError for other models."""
+    """Return the LoRAMoEs, or MLPs with LoRALinears, by layer; raises ValueError for other
+    models.
+    """
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     is_lora = block is not None and block["stage"] == "lora"
     if not is_lora or not isinstance(model, model_classes(block["base_model_type"]).causal_lm):
         stage = f" at stage {block['stage']!r}" if block else ""
         raise ValueError(
-            f"Expected an unwrapped model with LoRA experts (see to_lora_moe), but got {type(model).__name__}{stage}. Merge "
+            "Expected an unwrapped model with LoRA "
+            "experts "
+            "(see "
+            "to_lora_moe), "
+            "but "
+            "got "
+            f"{type(model).__name__}{stage}. Merge "
             "PEFT adapters (merge_and_unload)"
         )
     return moe_layers(model)
 
 
 def _whole_layers(model: nn.Module, only_block: str = "") -> dict[int, nn.Module]:
-    """Return `lora_layers`; raises ValueError if their weights are absent or do not determine their outputs alone.
+    """Return `lora_layers`; raises ValueError if their weights are absent or do not determine their
+    outputs alone.
 
     `only_block`, unless empty, is the reason for rejecting form "linear".
     """

@@ -1,18 +1,23 @@
-"""LoRA experts as adapter folders that PEFT reads: adapter_model.safetensors and adapter_config.json.
+"""LoRA experts as adapter folders that PEFT reads: adapter_model.safetensors and
+adapter_config.json.
 
-single   one expert as a plain adapter for the dense base: target_modules gate_proj, up_proj, down_proj.
-stacked  one adapter for a model whose layers have all experts whole side by side, such as Mixtral or an upcycled model:
-         PEFT's target_parameters on experts.gate_up_proj [E, 2I, H] and experts.down_proj [E, H, I], the router among
-         modules_to_save. PEFT stores A as [E r, in], expert after expert, and B as [out, r E], rank after rank. gate and up
-         share one weight there, so they share one pair of twice the rank, B being [B_gate 0; 0 B_up]; alpha / r stays.
+single   one expert as a plain adapter for the dense base: target_modules gate_proj, up_proj,
+         down_proj.
+stacked  one adapter for a model whose layers have all experts whole side by side, such as Mixtral
+         or an upcycled model:
+         PEFT's target_parameters on experts.gate_up_proj [E, 2I, H] and experts.down_proj [E, H,
+         I], the router among modules_to_save. PEFT stores A as [E r, in], expert after expert, and
+         B as [out, r E], rank after rank. gate and up share one weight there, so they share one
+         pair of twice the rank, B being [B_gate 0; 0 B_up]; alpha / r stays.
 
 Linear layers with routers of their own (LoRALinear) have no stacked form.
 
-The other direction: `read_adapter` reads one folder as its pairs, W + scaling B A by the path of the linear layer, and
-`read_experts` several as the experts of one model. Adapters with more than pairs (DoRA, biases, whole modules, a rank or
-alpha per layer) are rejected. Pairs outside of the MLPs change the backbone: W + mean_i s_i B_i A_i over the
-experts i, or not at all. UpIT (arXiv 2410.01610, Sec. 2.3) puts no LoRA there and leaves the backbone unchanged; the
-mean is what it uses when it tunes all parameters.
+The other direction: `read_adapter` reads one folder as its pairs, W + scaling B A by the path of
+the linear layer, and `read_experts` several as the experts of one model. Adapters with more than
+pairs (DoRA, biases, whole modules, a rank or alpha per layer) are rejected. Pairs outside of the
+MLPs change the backbone: W + mean_i s_i B_i A_i over the experts i, or not at all. UpIT (arXiv
+2410.01610, Sec. 2.3) puts no LoRA there and leaves the backbone unchanged; the mean is what it uses
+when it tunes all parameters.
 """
 
 import os
@@ -26,32 +31,60 @@ from torch import nn
 
 from moe_runtime.config import check_choice, shown
 from moe_runtime.hf.models.families import Family
-from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_finite, check_keys, write_tensors
+from moe_runtime.io.checkpoint import (
+    Checkpoint,
+    TensorSpec,
+    check_finite,
+    check_keys,
+    write_tensors,
+)
 from moe_runtime.io.files import atomic_folder, atomic_write_json, read_json
 from moe_runtime.modules.lora import LoRAExperts, LoRAMoE, check_expert
 from moe_runtime.modules.lora_linear import LinearExperts
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-PLACES = {"gate_up_proj": ".base_layer", "down_proj": ""}  # PEFT nests: the first parameter's adapter is the inner one
+# PEFT nests: the first parameter's adapter is the inner one
+PLACES = {"gate_up_proj": ".base_layer", "down_proj": ""}
 HALVES = (".lora_A.weight", ".lora_B.weight")
-MAX_PATTERN, MAX_REPEATS = 1000, 3  # characters and repetitions of a pattern in a config
+# characters and repetitions of a pattern in a config
+MAX_PATTERN = 1000
+MAX_REPEATS = 3
 BACKBONES = ("mean", "base")
 # settings that change the equation, or whose weights are not pairs
 PLAIN = (
-    "use_dora", "use_qalora", "use_bdlora", "bias", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save",
-    "target_parameters", "trainable_token_indices", "fan_in_fan_out", "megatron_config", "layer_replication",
-    "alora_invocation_tokens", "arrow_config", "kasa_config",
-)  # fmt: skip
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "bias",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "fan_in_fan_out",
+    "megatron_config",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+)
 # other initializations also change the base's weights
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def save_single(
-    layers: Mapping[str, LoRAExperts | LoRAMoE | LinearExperts], folder: str | os.PathLike, expert: int, *, base_model: str,
+    layers: Mapping[str, LoRAExperts | LoRAMoE | LinearExperts],
+    folder: str | os.PathLike,
+    expert: int,
+    *,
+    base_model: str,
     overwrite: bool = False,
-) -> None:  # fmt: skip
-    """Write one expert of all `layers`, keyed by the path of the dense MLP they replaced, as an adapter of the base.
+) -> None:
+    """Write one expert of all `layers`, keyed by the path of the dense MLP they replaced, as an
+    adapter of the base.
 
     The layers have the same settings. Raises ValueError for an expert that does not exist.
     """
@@ -64,25 +97,43 @@ def save_single(
             place = f"{PREFIX}{name}.{target}."
             tensors[f"{place}lora_A.weight"] = layer.lora_a[target][expert]
             tensors[f"{place}lora_B.weight"] = layer.lora_b[target][expert].t()
-    _write(folder, tensors, _config(first, base_model) | {"target_modules": list(first.targets)}, overwrite)
+    _write(
+        folder,
+        tensors,
+        _config(first, base_model) | {"target_modules": list(first.targets)},
+        overwrite,
+    )
 
 
 def save_stacked(
-    layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.PathLike, *, base_model: str, overwrite: bool = False
+    layers: Mapping[str, LoRAExperts | LoRAMoE],
+    folder: str | os.PathLike,
+    *,
+    base_model: str,
+    overwrite: bool = False,
 ) -> None:
     """Write one adapter of all `layers`, keyed by the path of their MoE block (model.layers.0.mlp).
 
-    `base_model`, named in the config, is the model whose experts all equal the base. The layers have the same settings.
+    `base_model`, named in the config, is the model whose experts all equal the base. The layers
+    have the same settings.
     """
     first = _experts(next(iter(layers.values())))
     parameters = [f"experts.{parameter}" for parameter in _stacked(first)]
-    ranks = {parameter: 2 * first.rank for parameter in parameters if parameter.endswith("gate_up_proj")}
-    gates = {f"{name.rpartition('.')[2]}.gate" for name, layer in layers.items() if isinstance(layer, LoRAMoE)}
+    ranks = {
+        parameter: 2 * first.rank for parameter in parameters if parameter.endswith("gate_up_proj")
+    }
+    gates = {
+        f"{name.rpartition('.')[2]}.gate"
+        for name, layer in layers.items()
+        if isinstance(layer, LoRAMoE)
+    }
     config = _config(first, base_model) | {
         "target_modules": [],
         "target_parameters": parameters,
         "rank_pattern": ranks,
-        "alpha_pattern": {parameter: first.alpha * rank / first.rank for parameter, rank in ranks.items()},
+        "alpha_pattern": {
+            parameter: first.alpha * rank / first.rank for parameter, rank in ranks.items()
+        },
         "modules_to_save": sorted(gates) or None,
     }
     _write(folder, _stacked_tensors(layers), config, overwrite)
@@ -97,30 +148,48 @@ def _stacked_tensors(layers: Mapping[str, LoRAExperts | LoRAMoE]) -> dict[str, t
             tensors[place + HALVES[1]] = b.permute(2, 1, 0).reshape(b.shape[2], -1)
     for name, layer in layers.items():
         if isinstance(layer, LoRAMoE):
-            tensors |= {f"{PREFIX}{name}.gate.{key}": value for key, value in layer.gate.state_dict().items()}
+            tensors |= {
+                f"{PREFIX}{name}.gate.{key}": value
+                for key, value in layer.gate.state_dict().items()
+            }
     return tensors
 
 
-def _places(name: str, layer: LoRAExperts) -> dict[str, tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Return where the file has each stack's pair, and the pair (a [E, r, in], b [E, r, out]), by the stack's name."""
+def _places(
+    name: str, layer: LoRAExperts
+) -> dict[str, tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return where the file has each stack's pair, and the pair (a [E, r, in], b [E, r, out]), by
+    the stack's name.
+    """
     pairs = _stacked(layer)
-    return {key: (f"{PREFIX}{name}.experts{PLACES[key] if len(pairs) == 2 else ''}", pair) for key, pair in pairs.items()}
+    return {
+        key: (f"{PREFIX}{name}.experts{PLACES[key] if len(pairs) == 2 else ''}", pair)
+        for key, pair in pairs.items()
+    }
 
 
 @torch.no_grad()
 def load_stacked(layers: Mapping[str, LoRAExperts | LoRAMoE], folder: str | os.PathLike) -> None:
-    """Read what `save_stacked` wrote, or PEFT after training it, into `layers` of the same settings, in place."""
+    """Read what `save_stacked` wrote, or PEFT after training it, into `layers` of the same
+    settings, in place.
+    """
     path = os.path.join(folder, WEIGHTS)
     _check_config(_experts(next(iter(layers.values()))), os.path.join(folder, CONFIG))
-    tensors, found = read_tensors(folder), []
+    tensors = read_tensors(folder)
+    found = []
     specs = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     shapes = {key: tuple(tensor.shape) for key, tensor in _stacked_tensors(layers).items()}
-    want = {key: TensorSpec(shape, specs[key].dtype if key in specs else None) for key, shape in shapes.items()}
+    want = {
+        key: TensorSpec(shape, specs[key].dtype if key in specs else None)
+        for key, shape in shapes.items()
+    }
     check_keys(specs, want, source=path)
     for name, layer in layers.items():
         experts = _experts(layer)
         for parameter, (place, (a, b)) in _places(name, experts).items():
-            new_b = tensors[place + HALVES[1]].view(b.shape[2], b.shape[1], b.shape[0]).permute(2, 1, 0)
+            new_b = (
+                tensors[place + HALVES[1]].view(b.shape[2], b.shape[1], b.shape[0]).permute(2, 1, 0)
+            )
             split = {parameter: (tensors[place + HALVES[0]].view(a.shape), new_b)}
             if parameter == "gate_up_proj":
                 split = _split(experts, *split[parameter], f"{place} in {path}")
@@ -140,7 +209,9 @@ def _experts(layer: nn.Module) -> LoRAExperts | LinearExperts:
 
 
 def _stacked(layer: LoRAExperts) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return (a [E, r, in], b [E, r, out]) by the stack's name; gate and up together have twice the rank."""
+    """Return (a [E, r, in], b [E, r, out]) by the stack's name; gate and up together have twice the
+    rank.
+    """
     found = {}
     if {"gate_proj", "up_proj"} & set(layer.targets):
         gate, up = (_halves(layer, target) for target in ("gate_proj", "up_proj"))
@@ -161,13 +232,26 @@ def _halves(layer: LoRAExperts, target: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return gate's and up's halves of their shared pair; raises ValueError if a rank belongs to both."""
-    r, I = layer.rank, b.shape[2] // 2
+    """Return gate's and up's halves of their shared pair; raises ValueError if a rank belongs to
+    both.
+    """
+    r = layer.rank
+    I = b.shape[2] // 2
     found = {"gate_proj": (a[:, :r], b[:, :r, :I]), "up_proj": (a[:, r:], b[:, r:, I:])}
-    beside = [b[:, :r, I:], b[:, r:, :I], *(found.pop(target)[1] for target in set(found) - set(layer.targets))]
+    beside = [
+        b[:, :r, I:],
+        b[:, r:, :I],
+        *(found.pop(target)[1] for target in set(found) - set(layer.targets)),
+    ]
     if any(part.any() for part in beside):
         raise ValueError(
-            f"Each rank of {key} must belong to one of the targets {', '.join(layer.targets)}, but some belong to both gate "
+            f"Each rank of {key} must belong to "
+            "one "
+            "of "
+            "the "
+            "targets "
+            f"{', '.join(layer.targets)}, "
+            "but some belong to both gate "
             "and up or to another target. PEFT can load this adapter"
         )
     return found
@@ -175,9 +259,16 @@ def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, 
 
 def _config(layer: LoRAExperts, base_model: str) -> dict:
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "inference_mode": True,
-        "r": layer.rank, "lora_alpha": layer.alpha, "lora_dropout": 0.0, "bias": "none", "use_rslora": False,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": layer.rank,
+        "lora_alpha": layer.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+    }
 
 
 def _check_config(layer: LoRAExperts, path: str) -> None:
@@ -185,19 +276,32 @@ def _check_config(layer: LoRAExperts, path: str) -> None:
     ours = _config(layer, "")
     for key in ("r", "lora_alpha", "use_rslora"):
         if config.get(key) != ours[key]:
-            raise ValueError(f"{key} in {path} must equal {ours[key]!r}, that of the layers, but is {shown(config.get(key))}")
+            raise ValueError(
+                f"{key} in {path} must equal {ours[key]!r}, that "
+                "of "
+                "the "
+                "layers, "
+                "but "
+                "is "
+                f"{shown(config.get(key))}"
+            )
 
 
 def _write(folder, tensors: dict[str, torch.Tensor], config: dict, overwrite: bool) -> None:
     with atomic_folder(folder, overwrite) as tmp:
         # copies, since safetensors rejects tensors that share memory, as a stack's experts do
-        plain = {key: t.detach().cpu().clone(memory_format=torch.contiguous_format) for key, t in tensors.items()}
+        plain = {
+            key: t.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for key, t in tensors.items()
+        }
         write_tensors(tmp / WEIGHTS, plain)
         atomic_write_json(tmp / CONFIG, config)
 
 
 def read_tensors(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """Return all tensors of an adapter folder; raises ValueError if they cannot be read or are not finite."""
+    """Return all tensors of an adapter folder; raises ValueError if they cannot be read or are not
+    finite.
+    """
     with Checkpoint(folder, WEIGHTS) as file:
         return {key: check_finite(file.get(key), key, Path(folder, WEIGHTS)) for key in file.keys()}
 
@@ -205,43 +309,68 @@ def read_tensors(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
 def is_pattern(text: str) -> bool:
     """Return whether a text is a regular expression that is matched in bounded time.
 
-    PEFT matches the keys of rank_pattern and alpha_pattern with every name. A repeated group may take exponential time, and
-    each further repetition multiplies the time by the length of a name.
+    PEFT matches the keys of rank_pattern and alpha_pattern with every name. A repeated group may
+    take exponential time, and each further repetition multiplies the time by the length of a name.
     """
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError):
         return False
     repeats = re.findall(r"[*+{]|(?<!\()\?", text)
-    return len(text) <= MAX_PATTERN and len(repeats) <= MAX_REPEATS and not re.search(r"\)[*+?{]", text)
+    return (
+        len(text) <= MAX_PATTERN
+        and len(repeats) <= MAX_REPEATS
+        and not re.search(r"\)[*+?{]", text)
+    )
 
 
 def check_patterns(folder: str | os.PathLike) -> None:
-    """Raise ValueError if PEFT could not match the patterns in an adapter's config in bounded time."""
+    """Raise ValueError if PEFT could not match the patterns in an adapter's config in
+    bounded time.
+    """
     path = Path(folder, CONFIG)
     config = read_json(path) if path.is_file() else {}
     for name in ("rank_pattern", "alpha_pattern"):
         values = config.get(name) or {}
-        odd = [key for key in values if not is_pattern(key)] if isinstance(values, dict) else [values]
+        if isinstance(values, dict):
+            odd = [key for key in values if not is_pattern(key)]
+        else:
+            odd = [values]
         if odd:
             raise ValueError(
-                f"{name} in {path} has {shown(odd[0])}, but must map names, with at most {MAX_REPEATS} repetitions and no "
+                f"{name} in {path} has {shown(odd[0])}, but must "
+                "map "
+                "names, "
+                "with "
+                "at "
+                "most "
+                f"{MAX_REPEATS} repetitions and no "
                 "repeated group, to numbers"
             )
     targets = config.get("target_modules")
     if isinstance(targets, str) and re.search(r"\)[*+{]", targets):
         raise ValueError(
-            f"target_modules in {path} is {shown(targets)}, but must be names or a pattern without repeated groups"
+            f"target_modules in {path} is {shown(targets)}, but must "
+            "be "
+            "names "
+            "or "
+            "a "
+            "pattern "
+            "without repeated groups"
         )
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter: `pairs` holds A [r, in] and B [out, r] by the path of the linear layer, as in the dense model."""
+    """One adapter: `pairs` holds A [r, in] and B [out, r] by the path of the linear layer, as in
+    the dense model.
+    """
 
     folder: str
     rank: int
-    alpha: float  # scaling = alpha / r, also for rank-stabilized LoRA, whose file has scaling = lora_alpha / sqrt(r)
+    # scaling = alpha / r, also for rank-stabilized LoRA, whose file has scaling = lora_alpha /
+    # sqrt(r)
+    alpha: float
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
     @property
@@ -257,16 +386,30 @@ class Adapter:
 
 
 def read_adapter(folder: str | os.PathLike) -> Adapter:
-    """Read an adapter folder written by PEFT or `save_single`; raises ValueError for anything beyond plain LoRA."""
+    """Read an adapter folder written by PEFT or `save_single`; raises ValueError for anything
+    beyond plain LoRA.
+    """
     path = os.path.join(folder, CONFIG)
     config = read_json(path)
-    rank, alpha, initial = config.get("r"), config.get("lora_alpha"), config.get("init_lora_weights")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
+    initial = config.get("init_lora_weights")
     odd = [name for name in PLAIN if config.get(name) not in (None, False, "none", [], {})]
-    odd += ["peft_type"] * (config.get("peft_type") != "LORA") + ["init_lora_weights"] * (initial not in INITIAL)
-    odd += ["r"] * (not isinstance(rank, int) or rank < 1) + ["lora_alpha"] * (not isinstance(alpha, int | float))
+    odd += ["peft_type"] * (config.get("peft_type") != "LORA") + ["init_lora_weights"] * (
+        initial not in INITIAL
+    )
+    odd += ["r"] * (not isinstance(rank, int) or rank < 1) + ["lora_alpha"] * (
+        not isinstance(alpha, int | float)
+    )
     if odd:
         raise ValueError(
-            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only peft_type 'LORA' with pairs A, B is supported. If "
+            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, "
+            "but "
+            "only "
+            "peft_type "
+            "'LORA' "
+            "with "
+            "pairs A, B is supported. If "
             "init_lora_weights changed the base, convert the adapter when saving it with "
             "path_initial_model_for_weight_conversion of peft's save_pretrained"
         )
@@ -275,24 +418,39 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
 
 
 def _pairs(folder: str | os.PathLike, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    tensors, pairs, odd = read_tensors(folder), {}, None
+    tensors = read_tensors(folder)
+    pairs = {}
+    odd = None
     for key in [key for key in tensors if key.startswith(PREFIX) and key.endswith(HALVES[0])]:
         name = key.removesuffix(HALVES[0])
-        a, b = tensors.pop(key), tensors.pop(name + HALVES[1], None)
+        a = tensors.pop(key)
+        b = tensors.pop(name + HALVES[1], None)
         if b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
             odd = f"{name} with A, B of {[list(a.shape), None if b is None else list(b.shape)]}"
         pairs[name.removeprefix(PREFIX)] = a, b
     if odd or tensors or not pairs:
         raise ValueError(
-            f"{os.path.join(folder, WEIGHTS)} has {odd or min(tensors, default='no tensor')}, but only lora_A.weight "
-            f"[{rank}, in] and lora_B.weight [out, {rank}] of linear layers, at least one pair, are supported"
+            f"{os.path.join(folder, WEIGHTS)} "
+            "has "
+            f"{odd or min(tensors, default='no tensor')}, "
+            "but "
+            "only lora_A.weight "
+            f"[{rank}, in] and lora_B.weight [out, {rank}] of linear "
+            "layers, "
+            "at "
+            "least "
+            "one "
+            "pair, "
+            "are supported"
         )
     return pairs
 
 
 @dataclass(frozen=True)
 class AdapterExperts:
-    """Adapters of equal form, one per expert; `targets` are the linear layers that they change in the MLPs of `layers`."""
+    """Adapters of equal form, one per expert; `targets` are the linear layers that they change in
+    the MLPs of `layers`.
+    """
 
     adapters: tuple[Adapter, ...]
     path: str  # of a layer's MLP, with {}
@@ -312,7 +470,9 @@ class AdapterExperts:
 
     @torch.no_grad()
     def fill(self, layer: int, pairs) -> None:
-        """Copy a layer's pairs into `pairs`, LoRAExperts or LinearExperts: lora_a [E, r, in], lora_b [E, r, out]."""
+        """Copy a layer's pairs into `pairs`, LoRAExperts or LinearExperts: lora_a [E, r, in],
+        lora_b [E, r, out].
+        """
         for target in self.targets:
             path = f"{self.path.format(layer)}.{target}"
             for e, adapter in enumerate(self.adapters):
@@ -322,14 +482,25 @@ class AdapterExperts:
 
 
 def read_experts(
-    model: nn.Module, family: Family, folders: Sequence[str | Path], num_experts: int, backbone: str | None, *,
-    rank: int | None = None, alpha: float | None = None, targets: Sequence[str] | None = None,
+    model: nn.Module,
+    family: Family,
+    folders: Sequence[str | Path],
+    num_experts: int,
+    backbone: str | None,
+    *,
+    rank: int | None = None,
+    alpha: float | None = None,
+    targets: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
-) -> AdapterExperts:  # fmt: skip
-    """Read adapter folders of a stock `model`; raises ValueError if they do not fit it, each other or the settings."""
+) -> AdapterExperts:
+    """Read adapter folders of a stock `model`; raises ValueError if they do not fit it, each other
+    or the settings.
+    """
     if isinstance(folders, str | Path) or len(folders) != num_experts:
         shown = repr(folders) if isinstance(folders, str | Path) else f"{len(folders)} folders"
-        raise ValueError(f"experts must have a folder for each of the {num_experts} experts, but got {shown}")
+        raise ValueError(
+            f"experts must have a folder for each of the {num_experts} experts, but got {shown}"
+        )
     known = {str(folder): None for folder in folders}
     known = {folder: read_adapter(folder) for folder in known}
     adapters = tuple(known[str(folder)] for folder in folders)
@@ -340,27 +511,50 @@ def read_experts(
     rest = tuple(path for path, place in places.items() if place is None)
     _check_backbone(model, rest, backbone, adapters[0].folder)
     inside = {place for place in places.values() if place is not None}
-    places, names = sorted({layer for layer, _ in inside}), {name for _, name in inside}
+    places = sorted({layer for layer, _ in inside})
+    names = {name for _, name in inside}
     if not inside or len(inside) != len(places) * len(names):
         raise ValueError(
-            f"Adapter {adapters[0].folder} changes {sorted(names)} in {len(places)} layers, but not all of them in each. It "
+            f"Adapter {adapters[0].folder} changes "
+            f"{sorted(names)} "
+            "in "
+            f"{len(places)} "
+            "layers, "
+            "but "
+            "not all of them in each. It "
             "must change the same linear layers of the MLP in each layer, at least one"
         )
     found = AdapterExperts(
-        adapters, family.path, tuple(name for name in (*family.up, family.down) if name in names), tuple(places),
+        adapters,
+        family.path,
+        tuple(name for name in (*family.up, family.down) if name in names),
+        tuple(places),
         rest if backbone == "mean" else (),
-    )  # fmt: skip
+    )
     for name, value in {"rank": rank, "alpha": alpha, "targets": targets, "layers": layers}.items():
         theirs = getattr(found, name)
-        same = value == theirs if isinstance(theirs, int | float) else set(value or ()) == set(theirs)
+        if isinstance(theirs, int | float):
+            same = value == theirs
+        else:
+            same = set(value or ()) == set(theirs)
         if value is not None and not same:
-            raise ValueError(f"{name} is {value}, but {theirs} in the experts' adapters. Leave it None with adapters")
+            raise ValueError(
+                f"{name} is {value}, but {theirs} in the experts' "
+                "adapters. "
+                "Leave "
+                "it "
+                "None "
+                "with "
+                "adapters"
+            )
     return found
 
 
 @torch.no_grad()
 def add_to_backbone(model: nn.Module, experts: AdapterExperts) -> None:
-    """Add the experts' mean change to the weights outside of the MLPs, in place; summed in float32, rounded once."""
+    """Add the experts' mean change to the weights outside of the MLPs, in place; summed in float32,
+    rounded once.
+    """
     for path in experts.backbone:
         weight = model.get_submodule(path).weight
         mean = sum(adapter.delta(path) for adapter in experts.adapters) / len(experts.adapters)
@@ -368,7 +562,9 @@ def add_to_backbone(model: nn.Module, experts: AdapterExperts) -> None:
 
 
 def _place(family: Family, path: str) -> tuple[int, str] | None:
-    """Return the layer and the linear layer's name of a path inside an MLP; None for another path."""
+    """Return the layer and the linear layer's name of a path inside an MLP; None for
+    another path.
+    """
     prefix, suffix = (re.escape(text) for text in family.path.split("{}"))
     match = re.fullmatch(rf"{prefix}(\d+){suffix}\.(\w+)", path)
     return None if match is None else (int(match[1]), match[2])
@@ -379,9 +575,18 @@ def _check_alike(adapters: Sequence[Adapter]) -> None:
     for adapter in adapters[1:]:
         alone = sorted(first.pairs.keys() ^ adapter.pairs.keys())
         if alone or (first.rank, first.scaling) != (adapter.rank, adapter.scaling):
-            what = f"changes other layers, such as {alone[0]}" if alone else f"has rank {adapter.rank}"
+            if alone:
+                what = f"changes other layers, such as {alone[0]}"
+            else:
+                what = f"has rank {adapter.rank}"
             raise ValueError(
-                f"{adapter.folder} {what}, scaling {adapter.scaling}. All experts must match {first.folder}, rank {first.rank} "
+                f"{adapter.folder} {what}, scaling "
+                f"{adapter.scaling}. "
+                "All "
+                "experts "
+                "must "
+                "match "
+                f"{first.folder}, rank {first.rank} "
                 f"and scaling {first.scaling}"
             )
 
@@ -396,20 +601,39 @@ def _check_layer(model: nn.Module, path: str, adapters: Sequence[Adapter]) -> No
         a, b = adapter.pairs[path]
         if [b.shape[0], a.shape[1]] != want:
             raise ValueError(
-                f"{path} in {adapter.folder} is for {[b.shape[0], a.shape[1]]}, but the model has {want or 'no linear layer'}. "
+                f"{path} in {adapter.folder} is for "
+                f"{[b.shape[0], a.shape[1]]}, "
+                "but "
+                "the "
+                "model "
+                "has "
+                f"{want or 'no linear layer'}. "
                 "Pass an adapter of this model"
             )
 
 
-def _check_backbone(model: nn.Module, paths: Sequence[str], backbone: str | None, folder: str) -> None:
+def _check_backbone(
+    model: nn.Module, paths: Sequence[str], backbone: str | None, folder: str
+) -> None:
     if backbone is not None:
         check_choice("backbone", backbone, BACKBONES)
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
-    changes_tied = backbone == "mean" and tied and any(model.get_submodule(path) is head for path in paths)
+    changes_tied = (
+        backbone == "mean" and tied and any(model.get_submodule(path) is head for path in paths)
+    )
     if changes_tied or (paths and backbone is None):
-        what = "the head, whose weights are the embeddings'" if changes_tied else f"{paths[0]} and {len(paths) - 1} more"
+        if changes_tied:
+            what = "the head, whose weights are the embeddings'"
+        else:
+            what = f"{paths[0]} and {len(paths) - 1} more"
         how = "" if changes_tied else "backbone='mean' to add the experts' mean change there, or "
         raise ValueError(
-            f"{folder} changes {what} outside of the MLPs, but backbone is {backbone}. Use {how}backbone='base' to ignore it"
+            f"{folder} changes {what} outside of the MLPs, "
+            "but "
+            "backbone "
+            "is "
+            f"{backbone}. "
+            "Use "
+            f"{how}backbone='base' to ignore it"
         )

@@ -1,4 +1,6 @@
-"""PEFT's LoRA: on an MoE model with its experts, the baseline of ESFT; on a dense model's MLPs, the start of UpIT's experts."""
+"""PEFT's LoRA: on an MoE model with its experts, the baseline of ESFT; on a dense model's MLPs, the
+start of UpIT's experts.
+"""
 
 import contextlib
 import warnings
@@ -13,54 +15,96 @@ from moe_runtime.hf.models.families import family_of
 from moe_runtime.io.rows import require
 from moe_runtime.methods.lora.adapters import check_patterns
 
-# peft mistakes linear layers with these names for experts of old checkpoints, and skips those of dense and shared MLPs
+# peft mistakes linear layers with these names for experts of old checkpoints, and skips those of
+# dense and shared MLPs
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.Module:
-    """Return `model` with LoRA, its only trainable parameters, on all linear layers and expert stacks.
+    """Return `model` with LoRA, its only trainable parameters, on all linear layers and expert
+    stacks.
 
-    Embeddings, head (ESFT, Sec. 4.3) and routers, which are not linear layers, have none. Every expert has its own
-    matrices, one pair for each stack. `scaling` is alpha / rank. Raises ValueError if peft leaves a layer out.
+    Embeddings, head (ESFT, Sec. 4.3) and routers, which are not linear layers, have none. Every
+    expert has its own matrices, one pair for each stack. `scaling` is alpha / rank. Raises
+    ValueError if peft leaves a layer out.
     """
     peft = require("peft")
-    head, names = model.get_output_embeddings(), {module: name for name, module in model.named_modules()}
-    linear = [name for module, name in names.items() if isinstance(module, nn.Linear) and module is not head]
+    head = model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    linear = [
+        name
+        for module, name in names.items()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
     modules = [name for name in linear if not name.endswith(OF_EXPERTS)]
     parameters = [f"{name}.weight" for name in linear if name not in modules]
     for layer in numbered_layers(model).values():
         module = experts_module(model, layer)
-        parameters += [f"{names[module]}.{name}" for name, p in module.named_parameters(recurse=False) if p.dim() == 3]
+        parameters += [
+            f"{names[module]}.{name}"
+            for name, p in module.named_parameters(recurse=False)
+            if p.dim() == 3
+        ]
     config = peft.LoraConfig(
-        r=rank, lora_alpha=scaling * rank, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=scaling * rank,
+        target_modules=modules,
+        target_parameters=parameters,
+        task_type="CAUSAL_LM",
     )
     adapted = _adapted(model, config, seed)
     pairs = sum(".lora_A." in name for name, _ in adapted.named_parameters())
     if pairs != len(modules) + len(parameters):
-        raise ValueError(f"PEFT adapted only {pairs} of the {len(modules) + len(parameters)} weights of {type(model).__name__}")
+        raise ValueError(
+            f"PEFT adapted only {pairs} "
+            "of "
+            "the "
+            f"{len(modules) + len(parameters)} "
+            "weights "
+            "of "
+            f"{type(model).__name__}"
+        )
     return adapted
 
 
-def add_parameter_lora(model: nn.Module, parameters: Sequence[str], rank: int, alpha: float, seed: int = 0) -> nn.Module:
-    """Return `model` with LoRA, its only trainable parameters, for each expert of the stacks with these full names."""
+def add_parameter_lora(
+    model: nn.Module, parameters: Sequence[str], rank: int, alpha: float, seed: int = 0
+) -> nn.Module:
+    """Return `model` with LoRA, its only trainable parameters, for each expert of the stacks with
+    these full names.
+    """
     config = require("peft").LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=[], target_parameters=list(parameters), task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=[],
+        target_parameters=list(parameters),
+        task_type="CAUSAL_LM",
     )
     return _adapted(model, config, seed)
 
 
 def add_mlp_lora(
-    model: nn.Module, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] | None = None, seed: int = 0
+    model: nn.Module,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: Sequence[str] | None = None,
+    seed: int = 0,
 ) -> nn.Module:
-    """Return a dense `model` with LoRA, its only trainable parameters, on its MLPs' linear layers `targets` (default: all).
+    """Return a dense `model` with LoRA, its only trainable parameters, on its MLPs' linear layers
+    `targets` (default: all).
 
-    The adapter that peft saves is an expert for `methods.lora.to_lora_moe`. Raises ValueError for names that the MLPs lack.
+    The adapter that peft saves is an expert for `methods.lora.to_lora_moe`. Raises ValueError for
+    names that the MLPs lack.
     """
     family = family_of(model)
     names = (*family.up, family.down)
     paths = [family.path.format(layer) for layer in range(model.config.num_hidden_layers)]
-    modules = [f"{path}.{name}" for path in paths for name in (names if targets is None else targets)]
-    config = require("peft").LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+    modules = [
+        f"{path}.{name}" for path in paths for name in (names if targets is None else targets)
+    ]
+    config = require("peft").LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM"
+    )
     return _adapted(model, config, seed)
 
 
@@ -84,7 +128,9 @@ def save_lora(model: nn.Module, folder: str | Path, state_dict: dict | None = No
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Return `model` with the matrices from a folder; raises ValueError for patterns that PEFT could not match in time."""
+    """Return `model` with the matrices from a folder; raises ValueError for patterns that PEFT
+    could not match in time.
+    """
     check_patterns(folder)
     with quiet_peft():
         return require("peft").PeftModel.from_pretrained(model, str(folder))

@@ -1,12 +1,17 @@
-"""PEFT adapters of MoE models, from disk to disk: read for their base, converted to PEFT's current layout, or merged into it.
+"""PEFT adapters of MoE models, from disk to disk: read for their base, converted to PEFT's current
+layout, or merged into it.
 
-    read_peft       a folder, written by any version of PEFT -> A, B and scaling by the name of the parameter that they change
-    convert_folder  files of PEFT 0.18 and 0.19 -> those that PEFT 0.20 and later read (`moe_runtime.hf.dropin.peft_files`)
-    merge_folder    base and adapter -> a model folder, W_e + s B_e A_e, in the base's names, layouts and dtypes
+    read_peft       a folder, written by any version of PEFT -> A, B and scaling by the name of the
+                    parameter that they change
+    convert_folder  files of PEFT 0.18 and 0.19 -> those that PEFT 0.20 and later read
+                    (`moe_runtime.hf.dropin.peft_files`)
+    merge_folder    base and adapter -> a model folder, W_e + s B_e A_e, in the base's names,
+                    layouts and dtypes
 
-A key does not name its parameter: PEFT wraps an experts module once for each of its parameters in `target_parameters`, in
-the module's order, the first innermost, and adds `.base_layer` to a pair's key for each wrapper around it. So the pair
-`...experts.lora_A.weight` belongs to down_proj, or to gate_up_proj if that is the only one.
+A key does not name its parameter: PEFT wraps an experts module once for each of its parameters in
+`target_parameters`, in the module's order, the first innermost, and adds `.base_layer` to a pair's
+key for each wrapper around it. So the pair `...experts.lora_A.weight` belongs to down_proj, or to
+gate_up_proj if that is the only one.
 """
 
 import math
@@ -26,7 +31,16 @@ from moe_runtime.hf.models.folders import SHARD, Progress, skeleton, to_saved
 from moe_runtime.hf.models.saved_rows import SavedRows, saved_rows, saved_tensors
 from moe_runtime.io.checkpoint import Checkpoint, check_finite, write_tensors
 from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, read_json
-from moe_runtime.methods.lora.adapters import CONFIG, HALVES, INITIAL, PLAIN, PREFIX, WEIGHTS, is_pattern, read_tensors
+from moe_runtime.methods.lora.adapters import (
+    CONFIG,
+    HALVES,
+    INITIAL,
+    PLAIN,
+    PREFIX,
+    WEIGHTS,
+    is_pattern,
+    read_tensors,
+)
 from moe_runtime.modules.moe import FLOATS
 
 WRITES = "0.21.0"  # the peft_version of the files written here
@@ -53,23 +67,30 @@ class Pair(NamedTuple):
         return self.a.shape[-2]
 
     def delta(self, expert: int | None = None) -> torch.Tensor:
-        """Return the change of the parameter, or of row `expert` of a stack, in float32 or wider."""
+        """Return the change of the parameter, or of row `expert` of a stack, in float32 or
+        wider.
+        """
         wide = torch.promote_types(self.a.dtype, torch.float32)
-        a, b = (half.to(wide) if expert is None else half[expert].to(wide) for half in (self.a, self.b))
+        a, b = (
+            half.to(wide) if expert is None else half[expert].to(wide) for half in (self.a, self.b)
+        )
         change = (b @ a).mul_(self.scaling)
         return change.transpose(-2, -1) if self.transposed else change
 
 
 @dataclass(frozen=True, eq=False)
 class PeftAdapter:
-    """An adapter folder: `pairs`, and `whole` tensors of modules_to_save, by the names of the base's parameters."""
+    """An adapter folder: `pairs`, and `whole` tensors of modules_to_save, by the names of the
+    base's parameters.
+    """
 
     folder: Path
     config: Mapping[str, Any]
     pairs: Mapping[str, Pair]
     whole: Mapping[str, torch.Tensor]
     keys: Mapping[str, str]  # the prefix of lora_A.weight in the file, by parameter
-    is_reversed: bool  # whether the file's pairs of stacks have an old PEFT's axes; `pairs` never do
+    # whether the file's pairs of stacks have an old PEFT's axes; `pairs` never do
+    is_reversed: bool
 
 
 def is_peft(folder: object) -> bool:
@@ -94,40 +115,76 @@ def base_skeleton(base: str | Path) -> nn.Module:
 
 
 def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
-    """Read an adapter of `model`, which may be a skeleton; raises ValueError if it is not plain LoRA or for another model.
+    """Read an adapter of `model`, which may be a skeleton; raises ValueError if it is not plain
+    LoRA or for another model.
 
-    Pairs of stacks may have the axes of any PEFT version: their sizes tell which, or `peft_version` if all stacks are square.
+    Pairs of stacks may have the axes of any PEFT version: their sizes tell which, or `peft_version`
+    if all stacks are square.
     """
     check_peft(folder)
     path = Path(folder) / CONFIG
-    config, tensors = read_json(path), read_tensors(folder)
+    config = read_json(path)
+    tensors = read_tensors(folder)
     _check_config(config, path)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     firsts = [key for key in tensors if key.endswith(HALVES[0])]
-    halves, keys, odd = {}, {}, None
+    halves = {}
+    keys = {}
+    odd = None
     for key in firsts:
         place = key.removesuffix(HALVES[0])
         name = _parameter_of(model, config, place.removeprefix(PREFIX))
-        a, b = tensors.pop(key), tensors.pop(place + HALVES[1], None)
-        fits = b is not None and a.dim() == b.dim() == 2 and a.is_floating_point() and b.is_floating_point()
+        a = tensors.pop(key)
+        b = tensors.pop(place + HALVES[1], None)
+        fits = (
+            b is not None
+            and a.dim() == b.dim() == 2
+            and a.is_floating_point()
+            and b.is_floating_point()
+        )
         if name is None or name in halves or not fits or not key.startswith(PREFIX):
             odd = odd or key
         halves[name], keys[name] = (a, b), place
     # PEFT also saves the frozen weight of a head that has a pair
-    frozen = {f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight" for name in halves if name is not None}
-    whole = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if key not in frozen}
-    odd = odd or next((key for key, t in whole.items() if key not in parameters or parameters[key].shape != t.shape), None)
+    frozen = {
+        f"{PREFIX}{name.removesuffix('.weight')}.base_layer.weight"
+        for name in halves
+        if name is not None
+    }
+    whole = {
+        key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if key not in frozen
+    }
+    odd = odd or next(
+        (
+            key
+            for key, t in whole.items()
+            if key not in parameters or parameters[key].shape != t.shape
+        ),
+        None,
+    )
     if odd or not halves:
         raise ValueError(
-            f"{Path(folder) / WEIGHTS} has {odd or 'no pair'}, but must have lora_A.weight and lora_B.weight of linear layers "
+            f"{Path(folder) / WEIGHTS} has {odd or 'no pair'}, "
+            "but "
+            "must "
+            "have "
+            "lora_A.weight "
+            "and "
+            "lora_B.weight of linear layers "
             f"or of the target_parameters in {path}, for a {type(model).__name__} like the base"
         )
     stacks = {name for name in halves if parameters[name].dim() == 3}
-    layouts = {name: getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False) for name in stacks}
-    reverse = _reversed(folder, config, {name: (parameters[name], layouts[name], *halves[name]) for name in stacks})
+    layouts = {
+        name: getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
+        for name in stacks
+    }
+    reverse = _reversed(
+        folder, config, {name: (parameters[name], layouts[name], *halves[name]) for name in stacks}
+    )
     pairs = {}
     for name, (a, b) in halves.items():
-        shape, flipped = parameters[name].shape, layouts.get(name, False)
+        shape = parameters[name].shape
+        flipped = layouts.get(name, False)
         if name in stacks and not (a.shape[0] % shape[0] or b.shape[1] % shape[0]):
             a, b = unpack(a, b, shape[0], reverse)
         if name in stacks:
@@ -135,24 +192,52 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
         rank, scaling = _rank(config, name)
         if (b.shape[-2], a.shape[-1]) != tuple(shape) or not a.shape[-2] == b.shape[-1] == rank:
             raise ValueError(
-                f"{keys[name]} in {Path(folder) / WEIGHTS} has rank {a.shape[-2]} and {b.shape[-1]} for a matrix "
-                f"{[b.shape[-2], a.shape[-1]]}, but must have rank {rank} and {list(shape)}, as {name} of the base"
+                f"{keys[name]} in "
+                f"{Path(folder) / WEIGHTS} "
+                "has "
+                "rank "
+                f"{a.shape[-2]} "
+                "and "
+                f"{b.shape[-1]} for a matrix "
+                f"{[b.shape[-2], a.shape[-1]]}, but must have "
+                "rank "
+                f"{rank} "
+                "and "
+                f"{list(shape)}, "
+                "as "
+                f"{name} of the base"
             )
         pairs[name] = Pair(a, b, scaling, flipped)
     return PeftAdapter(Path(folder), config, pairs, whole, keys, reverse)
 
 
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
-    odd = [name for name in PLAIN if name not in READ and config.get(name) not in (None, False, "none", [], {})]
+    odd = [
+        name
+        for name in PLAIN
+        if name not in READ and config.get(name) not in (None, False, "none", [], {})
+    ]
     odd += ["peft_type"] * (config.get("peft_type") != "LORA")
     odd += ["init_lora_weights"] * (config.get("init_lora_weights") not in INITIAL)
     odd += [name for name in ("r", "lora_alpha") if not _is_positive(config.get(name))]
-    odd += [name for name in ("rank_pattern", "alpha_pattern") if not _are_patterns(config.get(name) or {})]
+    odd += [
+        name
+        for name in ("rank_pattern", "alpha_pattern")
+        if not _are_patterns(config.get(name) or {})
+    ]
     targets = config.get("target_parameters") or []
-    odd += ["target_parameters"] * (not isinstance(targets, list) or not all(isinstance(name, str) for name in targets))
+    odd += ["target_parameters"] * (
+        not isinstance(targets, list) or not all(isinstance(name, str) for name in targets)
+    )
     if odd:
         raise ValueError(
-            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only LoRA with pairs A, B and whole modules is supported"
+            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only "
+            "LoRA "
+            "with "
+            "pairs "
+            "A, "
+            "B "
+            "and whole modules is supported"
         )
 
 
@@ -161,7 +246,9 @@ def _is_positive(value: Any) -> bool:
 
 
 def _are_patterns(values: Any) -> bool:
-    return isinstance(values, dict) and all(is_pattern(key) and _is_positive(value) for key, value in values.items())
+    return isinstance(values, dict) and all(
+        is_pattern(key) and _is_positive(value) for key, value in values.items()
+    )
 
 
 def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> str | None:
@@ -177,7 +264,11 @@ def _parameter_of(model: nn.Module, config: Mapping[str, Any], place: str) -> st
         return f"{path}.weight" if path == place else None
     targets = config.get("target_parameters") or []
     names = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-    chain = [name for name in names if any(name == target or name.endswith(f".{target}") for target in targets)]
+    chain = [
+        name
+        for name in names
+        if any(name == target or name.endswith(f".{target}") for target in targets)
+    ]
     outer = place.count(".base_layer") - path.count(".base_layer")
     return chain[-1 - outer] if outer < len(chain) else None
 
@@ -187,15 +278,27 @@ def _rank(config: Mapping[str, Any], name: str) -> tuple[int, float]:
 
     def pattern(of: str, default):
         patterns = config.get(of) or {}
-        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})(\.weight)?$", name)), default)
+        return next(
+            (
+                value
+                for key, value in patterns.items()
+                if re.match(rf"(.*\.)?({key})(\.weight)?$", name)
+            ),
+            default,
+        )
 
-    rank, alpha = pattern("rank_pattern", config["r"]), pattern("alpha_pattern", config["lora_alpha"])
+    rank = pattern("rank_pattern", config["r"])
+    alpha = pattern("alpha_pattern", config["lora_alpha"])
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _reversed(folder: str | Path, config: Mapping[str, Any], stacks: Mapping[str, tuple]) -> bool:
-    """Return whether the file's pairs of stacks are reversed, by their sizes or, if all are square, by the version."""
-    fits, version, why = set(), config.get("peft_version"), None
+    """Return whether the file's pairs of stacks are reversed, by their sizes or, if all are square,
+    by the version.
+    """
+    fits = set()
+    version = config.get("peft_version")
+    why = None
     for stack, transposed, a, b in stacks.values():
         E, *sizes = stack.shape
         size, out = sizes if transposed else sizes[::-1]
@@ -207,11 +310,15 @@ def _reversed(folder: str | Path, config: Mapping[str, Any], stacks: Mapping[str
     elif found == {None}:
         why = f"all stacks are square, and peft_version is {shown(version)}"
     elif single := [
-        name for name, (stack, transposed, *_) in stacks.items() if len(stack) == 1 and (transposed or True in found)
+        name
+        for name, (stack, transposed, *_) in stacks.items()
+        if len(stack) == 1 and (transposed or True in found)
     ]:
         why = f"{single[0]} has one expert, for which PEFT multiplies the pair the other way around"
     if why:
-        raise ValueError(f"{folder} has ambiguous pairs of expert stacks: {why}. Save it with PEFT 0.20 or later")
+        raise ValueError(
+            f"{folder} has ambiguous pairs of expert stacks: {why}. Save it with PEFT 0.20 or later"
+        )
     return True in found
 
 
@@ -223,30 +330,61 @@ class ConvertReceipt(NamedTuple):
     peft_version: str | None  # of the source
 
 
-def convert_folder(folder: str | Path, base: str | Path, out: str | Path, *, overwrite: bool = False) -> ConvertReceipt:
-    """Convert an adapter of the model in folder `base` from an old PEFT's axes of stacks to those of PEFT 0.20 and later.
+def convert_folder(
+    folder: str | Path, base: str | Path, out: str | Path, *, overwrite: bool = False
+) -> ConvertReceipt:
+    """Convert an adapter of the model in folder `base` from an old PEFT's axes of stacks to those
+    of PEFT 0.20 and later.
 
-    The change of every weight stays bit-identical. Raises ValueError for an adapter that already has the new axes.
+    The change of every weight stays bit-identical. Raises ValueError for an adapter that already
+    has the new axes.
     """
     check_out_dir(out, overwrite, [folder, base])
     adapter = read_peft(folder, base_skeleton(base))
     version = adapter.config.get("peft_version")
     if not adapter.is_reversed:
-        raise ValueError(f"{folder} (peft_version {version}) needs no conversion, as it has the axes of PEFT 0.20 and later")
+        raise ValueError(
+            f"{folder} (peft_version {version}) needs no conversion, as it "
+            "has "
+            "the "
+            "axes "
+            "of "
+            "PEFT "
+            "0.20 and later"
+        )
     tensors = read_tensors(folder)
     stacks = {name: pair for name, pair in adapter.pairs.items() if pair.is_stack}
     for name, pair in stacks.items():
-        tensors |= {adapter.keys[name] + half: new for half, new in zip(HALVES, pack(pair.a, pair.b), strict=True)}
-    write_adapter(out, tensors, {**adapter.config, "peft_version": WRITES}, copied_from=Path(folder), overwrite=overwrite)
+        tensors |= {
+            adapter.keys[name] + half: new
+            for half, new in zip(HALVES, pack(pair.a, pair.b), strict=True)
+        }
+    write_adapter(
+        out,
+        tensors,
+        {**adapter.config, "peft_version": WRITES},
+        copied_from=Path(folder),
+        overwrite=overwrite,
+    )
     return ConvertReceipt(Path(out), len(stacks), version)
 
 
 def write_adapter(
-    out: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, copied_from: Path, overwrite: bool
+    out: str | Path,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    copied_from: Path,
+    overwrite: bool,
 ) -> None:
-    """Write an adapter folder atomically, with the side files (tokenizer and so on) of `copied_from`."""
+    """Write an adapter folder atomically, with the side files (tokenizer and so on) of
+    `copied_from`.
+    """
     with atomic_folder(out, overwrite) as tmp:
-        write_tensors(tmp / WEIGHTS, {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
+        write_tensors(
+            tmp / WEIGHTS,
+            {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()},
+        )
         atomic_write_json(tmp / CONFIG, dict(config))
         for name in folders.side_files(copied_from):
             (tmp / name).write_bytes((copied_from / name).read_bytes())
@@ -264,13 +402,18 @@ class MergeReceipt(NamedTuple):
 
 
 def merge_folder(
-    base: str | Path, adapter: str | Path, out: str | Path, *, max_shard_size: int | str = SHARD, overwrite: bool = False,
+    base: str | Path,
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
     progress: Progress | None = None,
-) -> MergeReceipt:  # fmt: skip
+) -> MergeReceipt:
     """Write the model folder `base` with PEFT's `adapter` merged into it to the folder `out`.
 
-    Summed in float32 and rounded once to the base's dtype. Holds one tensor of the base, one shard, and the adapter. Experts
-    whose B is zero stay as they are, bit for bit.
+    Summed in float32 and rounded once to the base's dtype. Holds one tensor of the base, one shard,
+    and the adapter. Experts whose B is zero stay as they are, bit for bit.
     """
     check_out_dir(out, overwrite, [base, adapter])
     config = folders.read_config(base)
@@ -286,14 +429,25 @@ class Plan:
     """The tensors of a folder that a PEFT adapter changes, and their new values."""
 
     def __init__(self, model: nn.Module, adapter: str | Path, checkpoint: Checkpoint):
-        self.model, self.checkpoint = model, checkpoint
+        self.model = model
+        self.checkpoint = checkpoint
         self.adapter = read_peft(adapter, model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.rows: dict[str, tuple[Pair, SavedRows]] = {}
         self.matrices: dict[str, str] = {}  # parameters by the folder's names
-        tied, changed = {name for both in getattr(model, "all_tied_weights_keys", {}).items() for name in both}, set()
+        tied = {
+            name for both in getattr(model, "all_tied_weights_keys", {}).items() for name in both
+        }
+        changed = set()
         # PEFT would change one place of a tied weight
-        odd = next((f"{name}, which is tied to another weight" for name in self.adapter.pairs if name in tied), None)
+        odd = next(
+            (
+                f"{name}, which is tied to another weight"
+                for name in self.adapter.pairs
+                if name in tied
+            ),
+            None,
+        )
         for name, pair in self.adapter.pairs.items() if odd is None else ():
             if pair.is_stack:
                 ids = tuple(e for e, b in enumerate(pair.b) if b.any())
@@ -301,23 +455,39 @@ class Plan:
                 found = saved_rows(model, name, parameters[name], ids, checkpoint)
                 self.rows |= {key: (pair, rows) for key, rows in found.items()}
             else:
-                self.matrices |= dict.fromkeys(saved_tensors(model, {name: parameters[name]}, checkpoint), name)
+                self.matrices |= dict.fromkeys(
+                    saved_tensors(model, {name: parameters[name]}, checkpoint), name
+                )
         self.whole = saved_tensors(model, self.adapter.whole, checkpoint) if odd is None else {}
         self.experts = len(changed)
         for key in (*self.rows, *self.matrices, *self.whole):
             dtype = checkpoint.specs()[key].dtype
-            odd = odd or (f"{key}, which is {dtype} in {checkpoint.path}" if dtype not in FLOATS else None)
+            odd = odd or (
+                f"{key}, which is {dtype} in {checkpoint.path}" if dtype not in FLOATS else None
+            )
         if odd:
-            raise ValueError(f"{adapter} changes {odd}, but only untied weights of a floating dtype can be changed")
+            raise ValueError(
+                f"{adapter} changes {odd}, but only untied weights of "
+                "a "
+                "floating "
+                "dtype "
+                "can "
+                "be "
+                "changed"
+            )
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.matrices) + len(self.whole)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return the new value of the folder's tensor `key`; raises ValueError if it is changed to NaN or infinity."""
+        """Return the new value of the folder's tensor `key`; raises ValueError if it is changed to
+        NaN or infinity.
+        """
         value = self._value(key)
         is_changed = key in self.whole or key in self.matrices or key in self.rows
-        return check_finite(value, key, f"the merge of {self.adapter.folder}") if is_changed else value
+        if is_changed:
+            return check_finite(value, key, f"the merge of {self.adapter.folder}")
+        return value
 
     def _value(self, key: str) -> torch.Tensor:
         tensor = self.checkpoint.get(key)
@@ -326,7 +496,9 @@ class Plan:
         if key in self.matrices:
             name = self.matrices[key]
             change = self.adapter.pairs[name].delta()
-            return _sum(tensor, change if key == name else to_saved(self.model, {name: change})[key])
+            return _sum(
+                tensor, change if key == name else to_saved(self.model, {name: change})[key]
+            )
         if key not in self.rows:
             return tensor
         pair, rows = self.rows[key]

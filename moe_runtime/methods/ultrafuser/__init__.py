@@ -2,14 +2,15 @@
 
 UltraFuser (arXiv 2403.08281), Sec. 3:
 
-    UltraFuser(specialists, templates)     models with one tokenizer, each with the template it was tuned on
+    UltraFuser(specialists, templates)     models with one tokenizer, each with the template it was
+                                           tuned on
     fuser.freeze_specialists(), train      stage 1: the gate alone                                       Algorithm 1
     fuser.train_all(), train               stage 2: all, with batches balanced over the domains          Algorithm 1
     fuser.generate(**fuser.encode([...]))  one token at a time from the mixed logits                     App. B
     save, load                             a folder that references the specialists or contains them
 
-The steps: `specialists` -> `inputs` -> `heads` -> `model` -> `training` and `generation`. From disk to disk, as the command
-line does it: `folders`.
+The steps: `specialists` -> `inputs` -> `heads` -> `model` -> `training` and `generation`. From disk
+to disk, as the command line does it: `folders`.
 """
 
 from moe_runtime.methods.ultrafuser.folders import load, load_head, restore, save
@@ -20,6 +21,20 @@ from moe_runtime.modules.fuser import FuserGate, FuserLoss, fuser_loss
 from moe_runtime.ops.fusion import fuse_logits, fused_cross_entropy
 
 __all__ = [
-    "TEMPLATES", "Encoder", "FusedHead", "FuserGate", "FuserLoss", "Head", "UltraFuser", "UltraFuserConfig", "UltraFuserOutput",
-    "fuse_logits", "fused_cross_entropy", "fuser_loss", "load", "load_head", "restore", "save",
-]  # fmt: skip
+    "TEMPLATES",
+    "Encoder",
+    "FusedHead",
+    "FuserGate",
+    "FuserLoss",
+    "Head",
+    "UltraFuser",
+    "UltraFuserConfig",
+    "UltraFuserOutput",
+    "fuse_logits",
+    "fused_cross_entropy",
+    "fuser_loss",
+    "load",
+    "load_head",
+    "restore",
+    "save",
+]

@@ -1,7 +1,10 @@
-"""UltraFuser on disk: `save` and `load` of a fused model, its checkpoints, and the functions behind the commands.
+"""UltraFuser on disk: `save` and `load` of a fused model, its checkpoints, and the functions behind
+the commands.
 
-fuser_config.json       {"format": 1, "gate": {"kind", "joint", "hidden_sizes"}, "loss_reduction", "specialists": [...]},
-                        each {"name", "path", "template", "dtype", "weights"}; weights is a fingerprint
+fuser_config.json       {"format": 1, "gate": {"kind", "joint", "hidden_sizes"}, "loss_reduction",
+                        "specialists": [...]},
+                        each {"name", "path", "template", "dtype", "weights"}; weights is a
+                        fingerprint
 gate.safetensors        the gate's parameters, float32
 generation_config.json  generate's defaults
 specialists/<name>      a copied specialist: a transformers folder with its tokenizer
@@ -9,8 +12,10 @@ tokenizers/<name>       the tokenizer of a specialist that is not copied
 
     save, load     a fused model to a folder and back
     restore        a Trainer's checkpoint into a fused model
-    load_head      gate and heads alone, for engines that run the specialists elsewhere (App. B): per token the engines' last
-                   hidden states are mixed to logits, one token is drawn, and all engines continue from it
+    load_head      gate and heads alone, for engines that run the specialists elsewhere (App. B):
+                   per token the engines' last
+                   hidden states are mixed to logits, one token is drawn, and all engines continue
+                   from it
     fuse_folders   specialists' folders -> a fused model's folder, with an untrained gate
     answer         a fused model's folder and prompts -> answers
 """
@@ -31,7 +36,13 @@ from moe_runtime.hf.models.folders import skeleton, to_saved
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.checkpoint import Checkpoint, TensorSpec, check_keys, write_tensors
 from moe_runtime.io.console import bar
-from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, is_plain_name, read_json
+from moe_runtime.io.files import (
+    atomic_folder,
+    atomic_write_json,
+    check_out_dir,
+    is_plain_name,
+    read_json,
+)
 from moe_runtime.methods.ultrafuser.heads import FusedHead, Head, head_of
 from moe_runtime.methods.ultrafuser.inputs import check_tokenizers
 from moe_runtime.methods.ultrafuser.model import UltraFuser
@@ -46,50 +57,85 @@ from moe_runtime.methods.ultrafuser.specialists import (
 )
 from moe_runtime.modules.fuser import GATES, FuserGate
 
-CONFIG, GATE, COPIES, TOKENIZERS = "fuser_config.json", "gate.safetensors", "specialists", "tokenizers"
+CONFIG = "fuser_config.json"
+GATE = "gate.safetensors"
+COPIES = "specialists"
+TOKENIZERS = "tokenizers"
 FORMAT = 1
 MODES = ("reference", "copy")
 
 
 def save(
-    fuser: UltraFuser, folder: str | os.PathLike, specialists: str = "reference", *, overwrite: bool = False,
-    max_shard_size: int | str = "5GB", progress: Callable[[int, int], None] | None = None,
-) -> Path:  # fmt: skip
-    """Save the gate and the specialists, as paths ("reference") or as copies ("copy"), to a folder for `load`.
+    fuser: UltraFuser,
+    folder: str | os.PathLike,
+    specialists: str = "reference",
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Save the gate and the specialists, as paths ("reference") or as copies ("copy"), to a folder
+    for `load`.
 
-    If several processes hold the whole model, one calls. `progress(done, total)` counts the bytes that are copied.
+    If several processes hold the whole model, one calls. `progress(done, total)` counts the bytes
+    that are copied.
     """
     check_choice("specialists", specialists, MODES)
     paths = [one["path"] for one in fuser.config.specialists]
     # a specialist that is one of this folder's own copies is written again
-    others = [path for path in paths if Path(folder, COPIES).resolve() not in Path(path or "").resolve().parents]
+    others = [
+        path
+        for path in paths
+        if Path(folder, COPIES).resolve() not in Path(path or "").resolve().parents
+    ]
     folder = check_out_dir(folder, overwrite, others if specialists == "copy" else ())
     for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
-        reason, remedy = "has an adapter", "Merge it in place with PEFT's merge_and_unload"
+        reason = "has an adapter"
+        remedy = "Merge it in place with PEFT's merge_and_unload"
         if not any(hasattr(module, "base_layer") for module in model.modules()):
             reason = unsaved_reason(fuser, s, folder) if specialists == "reference" else None
             remedy = "Use specialists='copy' or another folder"
         if reason is not None:
             raise ValueError(f"Specialist {name!r} {reason}. {remedy}")
-    sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in fuser.specialists]
+    sizes = [
+        sum(p.numel() * p.element_size() for p in model.parameters()) for model in fuser.specialists
+    ]
     with atomic_folder(folder, overwrite) as tmp:
         described = []
         for s, (name, model) in enumerate(zip(fuser.names, fuser.specialists, strict=True)):
-            path, place = paths[s], tmp / TOKENIZERS / name
+            path = paths[s]
+            place = tmp / TOKENIZERS / name
             if specialists == "copy":
-                path, place = f"{COPIES}/{name}", tmp / COPIES / name
+                path = f"{COPIES}/{name}"
+                place = tmp / COPIES / name
                 model.save_pretrained(place, max_shard_size=max_shard_size)
                 write_legacy_rope(place)
                 if progress is not None:
                     progress(sum(sizes[: s + 1]), sum(sizes))
             if fuser.encoder is not None:
                 fuser.encoder.tokenizers[s].save_pretrained(place)
-            template, dtype = fuser.templates[s], str(model.dtype).removeprefix("torch.")
+            template = fuser.templates[s]
+            dtype = str(model.dtype).removeprefix("torch.")
             weights = fingerprint(model) if specialists == "copy" else fuser.fingerprints[s]
-            described.append({"name": name, "path": path, "template": template, "dtype": dtype, "weights": weights})
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in fuser.gate.state_dict().items()}
+            described.append(
+                {
+                    "name": name,
+                    "path": path,
+                    "template": template,
+                    "dtype": dtype,
+                    "weights": weights,
+                }
+            )
+        tensors = {
+            name: tensor.detach().cpu().contiguous()
+            for name, tensor in fuser.gate.state_dict().items()
+        }
         write_tensors(tmp / GATE, tensors)
-        gate = {"kind": fuser.gate.kind, "joint": fuser.gate.joint, "hidden_sizes": list(fuser.gate.hidden_sizes)}
+        gate = {
+            "kind": fuser.gate.kind,
+            "joint": fuser.gate.joint,
+            "hidden_sizes": list(fuser.gate.hidden_sizes),
+        }
         fuser.generation_config.save_pretrained(tmp)
         values = {"format": FORMAT, "gate": gate, "loss_reduction": fuser.config.loss_reduction}
         atomic_write_json(tmp / CONFIG, values | {"specialists": described})
@@ -97,18 +143,26 @@ def save(
 
 
 def load(
-    folder: str | os.PathLike, *, specialists: Mapping[str, str | os.PathLike] | None = None,
-    dtype: str | torch.dtype | None = None, device: torch.device | str | Sequence | None = None,
-) -> UltraFuser:  # fmt: skip
-    """Load a folder of `save`. `specialists` maps names of specialists that were moved to their new folders.
+    folder: str | os.PathLike,
+    *,
+    specialists: Mapping[str, str | os.PathLike] | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: torch.device | str | Sequence | None = None,
+) -> UltraFuser:
+    """Load a folder of `save`. `specialists` maps names of specialists that were moved to their new
+    folders.
 
     `dtype` defaults to the saved one; `device` is one for all or one for each.
     """
     config = read(folder)
     parts = locate(folder, config, specialists or {})
-    devices, tokenizers = one_each("device", device, len(parts)), [saved_tokenizer(part) for part in parts]
+    devices = one_each("device", device, len(parts))
+    tokenizers = [saved_tokenizer(part) for part in parts]
     models = [open_model(part.path, dtype=dtype or part.dtype) for part in parts]
-    models = [model if where is None else model.to(where) for model, where in zip(models, devices, strict=True)]
+    models = [
+        model if where is None else model.to(where)
+        for model, where in zip(models, devices, strict=True)
+    ]
     fuser = UltraFuser(
         models,
         [part.template for part in parts],
@@ -144,58 +198,117 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
     """Return a folder's fuser_config.json; raises ValueError for other folders and formats."""
     path = Path(folder) / CONFIG
     values = read_json(path)
-    gate, parts = values.get("gate"), values.get("specialists")
+    gate = values.get("gate")
+    parts = values.get("specialists")
     texts = {"name": str, "path": str, "dtype": str, "template": str | None, "weights": str | None}
-    fits = isinstance(gate, dict) and {"kind", "joint"} <= gate.keys() and "loss_reduction" in values
-    fits = fits and isinstance(parts, list) and all(isinstance(one, dict) and texts.keys() <= one.keys() for one in parts)
+    fits = (
+        isinstance(gate, dict) and {"kind", "joint"} <= gate.keys() and "loss_reduction" in values
+    )
+    fits = (
+        fits
+        and isinstance(parts, list)
+        and all(isinstance(one, dict) and texts.keys() <= one.keys() for one in parts)
+    )
     fits = fits and all(isinstance(one[key], kind) for one in parts for key, kind in texts.items())
-    if values.get("format") != FORMAT or not fits or not all(is_plain_name(one["name"]) for one in parts):
+    if (
+        values.get("format") != FORMAT
+        or not fits
+        or not all(is_plain_name(one["name"]) for one in parts)
+    ):
         raise ValueError(
-            f"{path} must have format {FORMAT} with gate, loss_reduction and specialists, as written by ultrafuser.save, but "
-            f"has format {shown(values.get('format'))} or other fields. A newer moe_runtime may have written it"
+            f"{path} must have format {FORMAT} with "
+            "gate, "
+            "loss_reduction "
+            "and "
+            "specialists, "
+            "as "
+            "written by ultrafuser.save, but "
+            f"has format {shown(values.get('format'))} or other "
+            "fields. "
+            "A "
+            "newer "
+            "moe_runtime "
+            "may "
+            "have written it"
         )
     return values
 
 
-def locate(folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str | os.PathLike]) -> list[Part]:
-    """Return the specialists of a folder; raises ValueError for missing ones and for unknown names in `moved`."""
+def locate(
+    folder: str | os.PathLike, values: Mapping, moved: Mapping[str, str | os.PathLike]
+) -> list[Part]:
+    """Return the specialists of a folder; raises ValueError for missing ones and for unknown names
+    in `moved`.
+    """
     names = [one["name"] for one in values["specialists"]]
     if unknown := sorted(set(moved) - set(names)):
-        raise ValueError(f"specialists must be named {', '.join(names)}, but got {', '.join(unknown)}")
+        raise ValueError(
+            f"specialists must be named {', '.join(names)}, but got {', '.join(unknown)}"
+        )
     parts = []
     for one in values["specialists"]:
-        name, path = one["name"], os.fspath(moved.get(one["name"], one["path"]))
+        name = one["name"]
+        path = os.fspath(moved.get(one["name"], one["path"]))
         copied = Path(folder, COPIES, name)
         if name not in moved and path == f"{COPIES}/{name}":
             path = str(copied)
         is_local = os.path.isabs(path) or name in moved or path == str(copied)
         if is_local and not Path(path, "config.json").is_file():
             raise ValueError(
-                f"Specialist {name!r} of {str(folder)!r} was not found at {path}. Put its folder there, or pass "
+                f"Specialist {name!r} of {str(folder)!r} was not found "
+                "at "
+                f"{path}. "
+                "Put "
+                "its "
+                "folder "
+                "there, or pass "
                 f"specialists={{{name!r}: its folder}}"
             )
-        kept = next((p for p in (copied, Path(folder, TOKENIZERS, name)) if (p / "tokenizer_config.json").is_file()), None)
+        kept = next(
+            (
+                p
+                for p in (copied, Path(folder, TOKENIZERS, name))
+                if (p / "tokenizer_config.json").is_file()
+            ),
+            None,
+        )
         parts.append(Part(name, path, one["template"], one["dtype"], one["weights"], kept))
     return parts
 
 
 def saved_tokenizer(part: Part):
-    """Return the tokenizer that a specialist was saved with; raises ValueError if its folder's tokenizer has changed."""
+    """Return the tokenizer that a specialist was saved with; raises ValueError if its folder's
+    tokenizer has changed.
+    """
     if part.tokenizer is None:
         return None
     tokenizer = tokenizers_of([part.tokenizer], [None])[0]
     own = tokenizers_of([part.path], [None])[0] if os.path.isdir(part.path) else None
     if own is not None:
-        check_tokenizers([tokenizer, own], [str(part.tokenizer), part.path], min(len(tokenizer), len(own)))
+        check_tokenizers(
+            [tokenizer, own], [str(part.tokenizer), part.path], min(len(tokenizer), len(own))
+        )
     return tokenizer
 
 
 def _check_weights(fuser: UltraFuser, parts: Sequence[Part]) -> None:
-    """Raise ValueError if a specialist's weights have changed since saving, unless its dtype has changed."""
+    """Raise ValueError if a specialist's weights have changed since saving, unless its dtype has
+    changed.
+    """
     for part, model, weights in zip(parts, fuser.specialists, fuser.fingerprints, strict=True):
-        if part.weights is not None and str(model.dtype) == f"torch.{part.dtype}" and weights != part.weights:
+        if (
+            part.weights is not None
+            and str(model.dtype) == f"torch.{part.dtype}"
+            and weights != part.weights
+        ):
             raise ValueError(
-                f"Specialist {part.name!r} at {part.path} has other weights than when the gate was saved. Pass "
+                f"Specialist {part.name!r} at {part.path} has other "
+                "weights "
+                "than "
+                "when "
+                "the "
+                "gate "
+                "was saved. Pass "
                 "the right folder in specialists, or train the gate again"
             )
 
@@ -205,7 +318,9 @@ def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
     """Read gate.safetensors into a fuser's gate; raises ValueError for other names or shapes."""
     with Checkpoint(folder, GATE) as checkpoint:
         own = fuser.gate.state_dict()
-        want = {name: TensorSpec(tuple(tensor.shape), torch.float32) for name, tensor in own.items()}
+        want = {
+            name: TensorSpec(tuple(tensor.shape), torch.float32) for name, tensor in own.items()
+        }
         check_keys(checkpoint.specs(), want, source=Path(folder) / GATE)
         for name, tensor in own.items():
             tensor.copy_(checkpoint.get(name))
@@ -213,16 +328,29 @@ def load_gate(fuser: UltraFuser, folder: str | os.PathLike) -> None:
 
 @torch.no_grad()
 def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
-    """Load a training checkpoint of `save_pretrained` into a fuser of the same specialists, in place, tensor by tensor."""
+    """Load a training checkpoint of `save_pretrained` into a fuser of the same specialists, in
+    place, tensor by tensor.
+    """
     own = fuser.state_dict()
     with Checkpoint(checkpoint) as saved:
-        specs, tied = saved.specs(), set(fuser.all_tied_weights_keys)
-        absent = {int(key.split(".")[1]) for key in own.keys() - specs.keys() - tied if key.startswith("specialists.")}
+        specs = saved.specs()
+        tied = set(fuser.all_tied_weights_keys)
+        absent = {
+            int(key.split(".")[1])
+            for key in own.keys() - specs.keys() - tied
+            if key.startswith("specialists.")
+        }
         held = {s for s in absent if any(key.startswith(f"specialists.{s}.") for key in specs)}
         for s in sorted(absent - held):
             if has_changed(fuser, s):
                 raise ValueError(
-                    f"Checkpoint {str(checkpoint)!r} does not contain specialist {fuser.names[s]!r}, which has changed here. "
+                    "Checkpoint "
+                    f"{str(checkpoint)!r} "
+                    "does "
+                    "not "
+                    "contain "
+                    "specialist "
+                    f"{fuser.names[s]!r}, which has changed here. "
                     "Use a fuser of the original specialists"
                 )
         missing = {key for key in own for s in absent - held if key.startswith(f"specialists.{s}.")}
@@ -238,10 +366,13 @@ def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
 
 
 def load_head(
-    folder: str | os.PathLike, *, specialists: Mapping[str, str | os.PathLike] | None = None,
+    folder: str | os.PathLike,
+    *,
+    specialists: Mapping[str, str | os.PathLike] | None = None,
     device: torch.device | str | None = None,
-) -> FusedHead:  # fmt: skip
-    """Load gate and heads from a folder that `ultrafuser.save` wrote; nothing else of the specialists is read.
+) -> FusedHead:
+    """Load gate and heads from a folder that `ultrafuser.save` wrote; nothing else of the
+    specialists is read.
 
     `specialists` is as in `load`. Raises ValueError as `load` does, except for changed specialists.
     """
@@ -250,7 +381,9 @@ def load_head(
     tokenizers = [saved_tokenizer(part) for part in parts]
     heads = [_open(part) for part in parts]
     vocab_size = min(head.linear.out_features for head in heads)
-    encoder = encoder_of(tokenizers, [part.template for part in parts], [part.name for part in parts], vocab_size)
+    encoder = encoder_of(
+        tokenizers, [part.template for part in parts], [part.name for part in parts], vocab_size
+    )
     sizes = [head.linear.in_features for head in heads]
     gate = FuserGate(sizes, kind=values["gate"]["kind"], joint=values["gate"]["joint"])
     fused = FusedHead(gate, heads, encoder)
@@ -286,24 +419,52 @@ class FuseReceipt(NamedTuple):
 
 
 def fuse_folders(
-    specialists: Sequence[str | Path], out: str | Path, *, templates: Sequence[str] | None = None,
-    names: Sequence[str] | None = None, gate: str = "mlp", joint: bool = False, copy: bool = False, seed: int = 0,
+    specialists: Sequence[str | Path],
+    out: str | Path,
+    *,
+    templates: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    gate: str = "mlp",
+    joint: bool = False,
+    copy: bool = False,
+    seed: int = 0,
     overwrite: bool = False,
-) -> FuseReceipt:  # fmt: skip
-    """Fuse `specialists` (folders or Hub ids) and save the model, with a gate initialized from `seed`.
+) -> FuseReceipt:
+    """Fuse `specialists` (folders or Hub ids) and save the model, with a gate initialized from
+    `seed`.
 
     `templates` and `names` are as in UltraFuser. `copy` copies the specialists into the folder.
     """
     check_choice("gate", gate, GATES)
     check_out_dir(out, overwrite, specialists if copy else ())
-    bare = [one for one in specialists if os.path.isdir(one) and not Path(one, "tokenizer_config.json").is_file()]
+    bare = [
+        one
+        for one in specialists
+        if os.path.isdir(one) and not Path(one, "tokenizer_config.json").is_file()
+    ]
     if bare:
-        raise ValueError(f"Specialist {str(bare[0])!r} has no tokenizer. Save the specialists' tokenizer into its folder")
+        raise ValueError(
+            f"Specialist {str(bare[0])!r} has no tokenizer. "
+            "Save "
+            "the "
+            "specialists' "
+            "tokenizer "
+            "into "
+            "its folder"
+        )
     templates = templates[0] if templates and len(templates) == 1 else templates or None
     torch.manual_seed(seed)
-    fuser = UltraFuser(list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None)
+    fuser = UltraFuser(
+        list(map(str, specialists)), templates, gate=gate, joint=joint, names=names or None
+    )
     with bar("copying", "B") as update:
-        path = save(fuser, out, specialists="copy" if copy else "reference", overwrite=overwrite, progress=update)
+        path = save(
+            fuser,
+            out,
+            specialists="copy" if copy else "reference",
+            overwrite=overwrite,
+            progress=update,
+        )
     return FuseReceipt(path, fuser.names, sum(p.numel() for p in fuser.gate.parameters()))
 
 
@@ -317,20 +478,29 @@ def link(path: str | Path, target: str | Path) -> None:
 
 
 def answer(
-    folder: str | Path, prompts: Sequence, *, system: str | None = None, seed: int = 0, batch_size: int | None = None,
+    folder: str | Path,
+    prompts: Sequence,
+    *,
+    system: str | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
     **settings,
-) -> list[str]:  # fmt: skip
-    """Return the answers of a folder's fused model to prompts, texts or chats; `settings` are generate()'s.
+) -> list[str]:
+    """Return the answers of a folder's fused model to prompts, texts or chats; `settings` are
+    generate()'s.
 
     `batch_size` prompts are answered at a time, the longest first; all at once unless given.
     """
-    fuser, prompts = load(folder, device=ranks.state().device), list(prompts)
+    fuser = load(folder, device=ranks.state().device)
+    prompts = list(prompts)
     torch.manual_seed(seed)
     order = list(range(len(prompts)))
     if batch_size is not None:
         order.sort(key=lambda i: -max(map(len, fuser.encoder.prompt(prompts[i], system))))
-    size, answers = batch_size or max(len(prompts), 1), {}
-    made, most = 0, settings.get("max_new_tokens", 0) * -(-len(prompts) // size)
+    size = batch_size or max(len(prompts), 1)
+    answers = {}
+    made = 0
+    most = settings.get("max_new_tokens", 0) * -(-len(prompts) // size)
     with bar("answering", "token") as update:
 
         def count(ids: torch.Tensor, scores, **_) -> torch.Tensor:
@@ -342,6 +512,8 @@ def answer(
         for i in range(0, len(order), size):
             batch = order[i : i + size]
             made = settings.get("max_new_tokens", 0) * (i // size)  # answers may have ended early
-            found = fuser.complete([prompts[j] for j in batch], system=system, stopping_criteria=[count], **settings)
+            found = fuser.complete(
+                [prompts[j] for j in batch], system=system, stopping_criteria=[count], **settings
+            )
             answers |= dict(zip(batch, found, strict=True))
     return [answers[i] for i in range(len(prompts))]

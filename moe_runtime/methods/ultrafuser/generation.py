@@ -1,8 +1,10 @@
-"""generate() for several language models: each has its own cache and prompt, and all share the next token.
+"""generate() for several language models: each has its own cache and prompt, and all share the next
+token.
 
-UltraFuser (arXiv 2403.08281), App. B: per token S forward passes; the logits are mixed, one token is drawn and given to all.
-transformers' loop sees only the answer: logits processors, stopping criteria and the caller get the ids after the prompts.
-The loop grows, prunes and copies the caches together, row by row (beams, several sequences).
+UltraFuser (arXiv 2403.08281), App. B: per token S forward passes; the logits are mixed, one token
+is drawn and given to all. transformers' loop sees only the answer: logits processors, stopping
+criteria and the caller get the ids after the prompts. The loop grows, prunes and copies the caches
+together, row by row (beams, several sequences).
 """
 
 from collections.abc import Sequence
@@ -33,7 +35,8 @@ class FuserCache(Cache):
         return [layer for cache in self.caches for layer in cache.layers]
 
     @layers.setter
-    def layers(self, value: list) -> None:  # by Cache.__init__; the layers belong to the specialists' caches
+    # by Cache.__init__; the layers belong to the specialists' caches
+    def layers(self, value: list) -> None:
         pass
 
     @property
@@ -46,39 +49,70 @@ class FuserGeneration(GenerationMixin):
     """Mixin that adapts transformers' generation loop to several prompts."""
 
     _supported_generation_modes = [
-        GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE,
-    ]  # fmt: skip
+        GenerationMode.GREEDY_SEARCH,
+        GenerationMode.SAMPLE,
+        GenerationMode.BEAM_SEARCH,
+        GenerationMode.BEAM_SAMPLE,
+    ]
 
     @torch.no_grad()
     def generate(
-        self, prompt_ids: Sequence[torch.Tensor] | None = None, prompt_mask: Sequence[torch.Tensor] | None = None,
-        response_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs,
-    ):  # fmt: skip
-        """Continue the answers to prompts, S of [B, P_s]; returns the answers' ids [B, n], or what transformers returns.
+        self,
+        prompt_ids: Sequence[torch.Tensor] | None = None,
+        prompt_mask: Sequence[torch.Tensor] | None = None,
+        response_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs,
+    ):
+        """Continue the answers to prompts, S of [B, P_s]; returns the answers' ids [B, n], or what
+        transformers returns.
 
-        `response_ids` [B, n] are beginnings of the answers, without padding; the result starts with them. `kwargs` are
-        transformers': max_new_tokens, do_sample, num_beams, streamer, ...
+        `response_ids` [B, n] are beginnings of the answers, without padding; the result starts with
+        them. `kwargs` are transformers': max_new_tokens, do_sample, num_beams, streamer, ...
         """
         settings = kwargs.get("generation_config") or self.generation_config
         values = {name: kwargs.get(name, getattr(settings, name, None)) for name in _PLAIN}
-        odd = sorted(_TAKEN & kwargs.keys()) + [n for n, plain in _PLAIN.items() if values[n] not in (None, plain)]
+        odd = sorted(_TAKEN & kwargs.keys()) + [
+            n for n, plain in _PLAIN.items() if values[n] not in (None, plain)
+        ]
         if odd:
             raise ValueError(
-                f"{odd[0]} is not supported, as each specialist has a separate prompt and state. Pass prompt_ids and "
+                f"{odd[0]} is not supported, as each specialist has "
+                "a "
+                "separate "
+                "prompt "
+                "and "
+                "state. "
+                "Pass prompt_ids and "
                 "prompt_mask from fuser.encode"
             )
         prompts = self._prompts(prompt_ids, prompt_mask)
-        rows, device = len(prompts[0][0]), self.gate.score.weight.device
+        rows = len(prompts[0][0])
+        device = self.gate.score.weight.device
         start = prompts[0][0].new_empty(rows, 0) if response_ids is None else response_ids
         check_answers(start, rows, self.config.vocab_size, least=0)
         if labels is not None and (labels == -100).any():
-            raise ValueError("response_ids must not be padded. Pass beginnings of the same length, or one answer at a time")
-        caches = self._new_caches() if kwargs.pop("use_cache", settings.use_cache) is not False else []
+            raise ValueError(
+                "response_ids must not be padded. Pass beginnings of "
+                "the "
+                "same "
+                "length, "
+                "or "
+                "one "
+                "answer at a time"
+            )
+        if kwargs.pop("use_cache", settings.use_cache) is not False:
+            caches = self._new_caches()
+        else:
+            caches = []
         places = [device_of(model.get_input_embeddings()) for model in self.specialists]
-        ids, mask = zip(*((i.to(d), m.to(d)) for (i, m), d in zip(prompts, places, strict=True)), strict=True)
+        ids, mask = zip(
+            *((i.to(d), m.to(d)) for (i, m), d in zip(prompts, places, strict=True)), strict=True
+        )
         return super().generate(
             start.to(device),
-            # zero width lets transformers' loop start without ids and without guessing their padding
+            # zero width lets transformers' loop start without ids and without guessing their
+            # padding
             inputs_embeds=torch.empty(*start.shape, 0, device=device),
             attention_mask=torch.ones_like(start, device=device),
             prompt_ids=list(ids),
@@ -88,8 +122,11 @@ class FuserGeneration(GenerationMixin):
         )
 
     def _collect_settings(self) -> None:
-        """Set the ids that end, begin and pad an answer; any specialist's EOS ends it if all have that id."""
-        settings, ends = self.generation_config, []
+        """Set the ids that end, begin and pad an answer; any specialist's EOS ends it if all have
+        that id.
+        """
+        settings = self.generation_config
+        ends = []
         for model in self.specialists:
             end = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
             ends += end if isinstance(end, list) else [end]
@@ -103,7 +140,9 @@ class FuserGeneration(GenerationMixin):
             settings.pad_token_id = ends[0]
 
     def _new_caches(self) -> list[Cache]:
-        """Return an empty cache for each specialist; raises ValueError for caches that do not count tokens."""
+        """Return an empty cache for each specialist; raises ValueError for caches that do not count
+        tokens.
+        """
         caches = []
         for name, model in zip(self.names, self.specialists, strict=True):
             caches.append(DynamicCache(config=model.config.get_text_config(decoder=True)))
@@ -111,22 +150,39 @@ class FuserGeneration(GenerationMixin):
                 caches[-1].get_seq_length()
             except ValueError as error:
                 raise ValueError(
-                    f"The cache of specialist {name!r} ({type(model).__name__}) does not count tokens. Pass use_cache=False"
+                    "The cache of specialist "
+                    f"{name!r} "
+                    f"({type(model).__name__}) "
+                    "does "
+                    "not "
+                    "count "
+                    "tokens. Pass use_cache=False"
                 ) from error
         return caches
 
     def complete(self, prompts: Sequence, *, system: str | None = None, **kwargs) -> list[str]:
-        """Return the answers to prompts, texts or chats, as text without special tokens; `kwargs` are generate's."""
+        """Return the answers to prompts, texts or chats, as text without special tokens; `kwargs`
+        are generate's.
+        """
         inputs = self.encode(prompts, system=system)
         out = self.generate(**inputs, **{"tokenizer": self.encoder.tokenizer} | kwargs)
         ids = out if isinstance(out, torch.Tensor) else out.sequences
         return self.encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def prepare_inputs_for_generation(
-        self, input_ids, next_sequence_length=None, past_key_values=None, attention_mask=None, inputs_embeds=None,
-        prompt_ids=None, prompt_mask=None, **kwargs,
-    ) -> dict:  # fmt: skip
-        """Return forward's inputs for the next token: the whole answers, of which all but the last token are cached."""
+        self,
+        input_ids,
+        next_sequence_length=None,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        prompt_ids=None,
+        prompt_mask=None,
+        **kwargs,
+    ) -> dict:
+        """Return forward's inputs for the next token: the whole answers, of which all but the last
+        token are cached.
+        """
         return {
             "input_ids": input_ids,
             "prompt_ids": prompt_ids,
@@ -134,11 +190,15 @@ class FuserGeneration(GenerationMixin):
             "past_key_values": past_key_values,
         }
 
-    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+    def _expand_inputs_for_generation(
+        self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
+    ):
         """Repeat the prompts too, which transformers skips since they are lists."""
         input_ids, model_kwargs = super()._expand_inputs_for_generation(
             expand_size, is_encoder_decoder, input_ids, **model_kwargs
         )
         for name in ("prompt_ids", "prompt_mask"):
-            model_kwargs[name] = [tensor.repeat_interleave(expand_size, 0) for tensor in model_kwargs[name]]
+            model_kwargs[name] = [
+                tensor.repeat_interleave(expand_size, 0) for tensor in model_kwargs[name]
+            ]
         return input_ids, model_kwargs

@@ -2,11 +2,12 @@
 
     o_s = cap(scale_s (W_s h_s + b_s)),  cap(x) = c tanh(x / c) where the model has a soft cap c
 
-h_s are the states of the specialist's own prompt, padded on the left, and the shared answer. Padding must not be
-seen: `padding_error` detects models that ignore the mask (RWKV, RecurrentGemma). Cohere and Granite
-scale, Gemma caps, Phi has a bias. If no specialist caps or has a bias and all are on one device in one dtype, the loss is
-`ops.fusion`'s, which never stores the logits. Otherwise it runs the specialists' own heads on chunks of tokens, each
-recomputed in the backward pass. `FusedHead` is only gate and heads, for engines that run the specialists elsewhere.
+h_s are the states of the specialist's own prompt, padded on the left, and the shared answer.
+Padding must not be seen: `padding_error` detects models that ignore the mask (RWKV,
+RecurrentGemma). Cohere and Granite scale, Gemma caps, Phi has a bias. If no specialist caps or has
+a bias and all are on one device in one dtype, the loss is `ops.fusion`'s, which never stores the
+logits. Otherwise it runs the specialists' own heads on chunks of tokens, each recomputed in the
+backward pass. `FusedHead` is only gate and heads, for engines that run the specialists elsewhere.
 """
 
 import contextlib
@@ -22,18 +23,26 @@ from moe_runtime.methods.ultrafuser.inputs import Encoder
 from moe_runtime.modules.fuser import FuserGate, FuserLoss, chunked_loss, fuser_loss
 from moe_runtime.ops.fusion import fuse_logits, mix
 
-PROBE = 1e-2  # largest relative difference between a head's logits and its model's; above bfloat16's rounding
-PADDING = 0.03  # largest relative difference of states with and without padding; above many bfloat16 layers' rounding
+# largest relative difference between a head's logits and its model's; above bfloat16's rounding
+PROBE = 1e-2
+# largest relative difference of states with and without padding; above many bfloat16 layers'
+# rounding
+PADDING = 0.03
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """Return the inner model of a causal LM, which returns the last hidden states, so that the head need not run."""
+    """Return the inner model of a causal LM, which returns the last hidden states, so that the head
+    need not run.
+    """
     return getattr(model, model.base_model_prefix or "model", model)
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Return a layer's execution device: that of its weight, or of accelerate's hook if the weight is offloaded ("meta")."""
-    device, hook = layer.weight.device, getattr(layer, "_hf_hook", None)
+    """Return a layer's execution device: that of its weight, or of accelerate's hook if the weight
+    is offloaded ("meta").
+    """
+    device = layer.weight.device
+    hook = getattr(layer, "_hf_hook", None)
     if device.type == "meta":
         for one in getattr(hook, "hooks", [hook]):
             place = getattr(one, "execution_device", None)
@@ -41,21 +50,37 @@ def device_of(layer: nn.Module) -> torch.device:
     return device
 
 
-def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, answer: torch.Tensor, cache: Cache | None = None):
-    """Return the last hidden states of prompts `ids` [B, P], `mask`, padded on the left, followed by `answer` [B, R].
+def run(
+    model: nn.Module,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    answer: torch.Tensor,
+    cache: Cache | None = None,
+):
+    """Return the last hidden states of prompts `ids` [B, P], `mask`, padded on the left, followed
+    by `answer` [B, R].
 
     Shape [B, P + R, H]; with a non-empty cache only the answer's last token, [B, 1, H].
     """
-    inner, device = inner_model(model), device_of(model.get_input_embeddings())
-    ids, mask, answer = ids.to(device), mask.to(device), answer.to(device)
+    inner = inner_model(model)
+    device = device_of(model.get_input_embeddings())
+    ids = ids.to(device)
+    mask = mask.to(device)
+    answer = answer.to(device)
     # the answer's padding comes last, so no token that counts sees it
     mask = torch.cat([mask, mask.new_ones(answer.shape)], 1)
     positions = (mask.long().cumsum(1) - 1).clamp_min(0)
     ids = torch.cat([ids, answer], 1)
     if cache is not None and cache.get_seq_length():
         new = ids.shape[1] - cache.get_seq_length()
-        ids, positions = ids[:, -new:], positions[:, -new:]
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": cache is not None, "past_key_values": cache}
+        ids = ids[:, -new:]
+        positions = positions[:, -new:]
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "use_cache": cache is not None,
+        "past_key_values": cache,
+    }
     if "position_ids" in inspect.signature(inner.forward).parameters:
         inputs["position_ids"] = positions
     return inner(**inputs, return_dict=True).last_hidden_state
@@ -63,9 +88,12 @@ def run(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, answer: torch.T
 
 @torch.no_grad()
 def padding_error(model: nn.Module) -> float:
-    """Return the relative effect of masked tokens before a prompt, at the token where it is smallest."""
+    """Return the relative effect of masked tokens before a prompt, at the token where it is
+    smallest.
+    """
     ids = (torch.arange(8) % model.get_input_embeddings().weight.shape[0])[None]
-    mask, nothing = torch.tensor([[0] * 4 + [1] * 4]), ids[:, :0]
+    mask = torch.tensor([[0] * 4 + [1] * 4])
+    nothing = ids[:, :0]
     padded = run(model, ids, mask, nothing)[:, 4:].float()
     alone = run(model, ids[:, 4:], mask[:, 4:], nothing).float()
     return ((padded - alone).norm(dim=-1) / alone.norm(dim=-1).clamp_min(1e-30)).min().item()
@@ -85,9 +113,12 @@ class Head(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Return whether the logits are a plain product with a weight, as the fused loss requires."""
+        """Return whether the logits are a plain product with a weight, as the fused loss
+        requires.
+        """
         linear = self.linear
-        # a quantized layer or one with an adapter computes more than its weight says; an offloaded weight has no device
+        # a quantized layer or one with an adapter computes more than its weight says; an offloaded
+        # weight has no device
         own = type(linear) is nn.Linear and linear.weight.device.type != "meta"
         return own and linear.bias is None and self.softcap is None
 
@@ -100,22 +131,45 @@ class Head(NamedTuple):
 
 
 def head_of(model, name: str) -> Head:
-    """Return the head of a causal LM, checked on a few tokens if it has weights; raises ValueError for unsupported models."""
-    linear, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
+    """Return the head of a causal LM, checked on a few tokens if it has weights; raises ValueError
+    for unsupported models.
+    """
+    linear = model.get_output_embeddings()
+    config = model.config.get_text_config(decoder=True)
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
-    head, reason = Head(model, float(scale), getattr(config, "final_logit_softcapping", None)), None
+    head = Head(model, float(scale), getattr(config, "final_logit_softcapping", None))
+    reason = None
     if not hasattr(linear, "out_features") or inner_model(model) is model:
         reason = "no causal language model with a linear head"
     elif device_of(linear).type != "meta":
         with _evaluating(model):
-            error, shift = _probe(model, head), padding_error(model)
+            error = _probe(model, head)
+            shift = padding_error(model)
         if not error <= PROBE:
-            reason = f"whose logits differ by {error:.1e} from its head's, of the form cap(scale (W h + b))"
+            reason = (
+                f"whose logits differ by {error:.1e} from its "
+                "head's, "
+                "of "
+                "the "
+                "form "
+                "cap(scale "
+                "(W h + b))"
+            )
         elif not shift <= PADDING:
-            reason = f"whose states differ by {shift:.1e} with padding before a prompt: it ignores attention_mask"
+            reason = (
+                f"whose states differ by {shift:.1e} with "
+                "padding "
+                "before "
+                "a "
+                "prompt: "
+                "it "
+                "ignores attention_mask"
+            )
     if reason is not None:
-        raise ValueError(f"UltraFuser cannot use specialist {name!r}, a {type(model).__name__} {reason}")
+        raise ValueError(
+            f"UltraFuser cannot use specialist {name!r}, a {type(model).__name__} {reason}"
+        )
     return head
 
 
@@ -144,7 +198,9 @@ def _fits_fused_loss(heads: Sequence[Head], hidden: Sequence[torch.Tensor]) -> b
     if not all(head.plain for head in heads):
         return False
     tensors = [*hidden, *(head.linear.weight for head in heads)]
-    one_dtype = len({t.dtype for t in tensors}) == 1 or torch.is_autocast_enabled(tensors[0].device.type)
+    one_dtype = len({t.dtype for t in tensors}) == 1 or torch.is_autocast_enabled(
+        tensors[0].device.type
+    )
     return one_dtype and len({t.device for t in tensors}) == 1
 
 
@@ -153,25 +209,48 @@ def gate_weight(gate: FuserGate, hidden: Sequence[torch.Tensor]) -> torch.Tensor
     return gate([h.to(gate.score.weight.device) for h in hidden])
 
 
-def logits_of(heads: Sequence[Head], hidden: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    """Mix the specialists' logits of states [..., H_s] by `weight` [..., S]: [..., V] float32, differentiable."""
+def logits_of(
+    heads: Sequence[Head], hidden: Sequence[torch.Tensor], weight: torch.Tensor
+) -> torch.Tensor:
+    """Mix the specialists' logits of states [..., H_s] by `weight` [..., S]: [..., V] float32,
+    differentiable.
+    """
     if _fits_fused_loss(heads, hidden):
-        states = [h * head.scale if head.scale != 1.0 else h for h, head in zip(hidden, heads, strict=True)]
+        states = [
+            h * head.scale if head.scale != 1.0 else h
+            for h, head in zip(hidden, heads, strict=True)
+        ]
         return fuse_logits(states, [head.linear.weight for head in heads], weight)
     return mix((head(h) for h, head in zip(hidden, heads, strict=True)), weight)
 
 
 def loss_of(
-    gate: FuserGate, heads: Sequence[Head], hidden: Sequence[torch.Tensor], labels: torch.Tensor, *, reduction: str = "mean",
+    gate: FuserGate,
+    heads: Sequence[Head],
+    hidden: Sequence[torch.Tensor],
+    labels: torch.Tensor,
+    *,
+    reduction: str = "mean",
     backend: str | None = None,
-) -> FuserLoss:  # fmt: skip
-    """Return the loss of answers `labels` [B, R] from the states before each token, S of [B, R, H_s]."""
+) -> FuserLoss:
+    """Return the loss of answers `labels` [B, R] from the states before each token, S of [B, R,
+    H_s].
+    """
     if _fits_fused_loss(heads, hidden):
-        weights, scales = [head.linear.weight for head in heads], [head.scale for head in heads]
-        return fuser_loss(gate, hidden, weights, labels, reduction=reduction, scales=scales, backend=backend)
+        weights = [head.linear.weight for head in heads]
+        scales = [head.scale for head in heads]
+        return fuser_loss(
+            gate, hidden, weights, labels, reduction=reduction, scales=scales, backend=backend
+        )
     if backend is not None:
         raise ValueError(
-            f"backend must be None, but got {backend!r}: a head has a bias, a soft cap or an adapter, or they differ in device "
+            f"backend must be None, but got {backend!r}: a head has a bias, "
+            "a "
+            "soft "
+            "cap "
+            "or "
+            "an "
+            "adapter, or they differ in device "
             "or dtype"
         )
     return chunked_loss(gate, hidden, heads, labels, reduction=reduction)
@@ -185,16 +264,24 @@ class Mixed(NamedTuple):
 
 
 class FusedHead(nn.Module):
-    """Turns last hidden states into mixed logits; `encoder`, if the folder has tokenizers, makes each engine's prompt."""
+    """Turns last hidden states into mixed logits; `encoder`, if the folder has tokenizers, makes
+    each engine's prompt.
+    """
 
     def __init__(self, gate: FuserGate, heads: Sequence[Head], encoder: Encoder | None):
         super().__init__()
-        self.gate, self.linears, self.encoder = gate, nn.ModuleList(head.linear for head in heads), encoder
+        self.gate, self.linears, self.encoder = (
+            gate,
+            nn.ModuleList(head.linear for head in heads),
+            encoder,
+        )
         self._heads = list(heads)
 
     @torch.no_grad()
     def forward(self, hidden: Sequence[torch.Tensor]) -> Mixed:
-        """Mix the logits of S states [..., H_s], each after its model's final norm; the output is on the gate's device."""
+        """Mix the logits of S states [..., H_s], each after its model's final norm; the output is
+        on the gate's device.
+        """
         dtypes = [linear.weight.dtype for linear in self.linears]
         hidden = [h.to(dtype) for h, dtype in zip(hidden, dtypes, strict=True)]
         weight = gate_weight(self.gate, hidden)

@@ -1,7 +1,8 @@
 """Inputs of an UltraFuser: one prompt per specialist, each in its template, and a shared answer.
 
-UltraFuser (arXiv 2403.08281), Sec. 3.2 and Table 7: a sample is wrapped once per specialist, x_s = template_s(x), and y
-follows each. The answer's ids are appended to each prompt's, not tokenized with it, so its positions are the same for all.
+UltraFuser (arXiv 2403.08281), Sec. 3.2 and Table 7: a sample is wrapped once per specialist, x_s =
+template_s(x), and y follows each. The answer's ids are appended to each prompt's, not tokenized
+with it, so its positions are the same for all.
 """
 
 import re
@@ -15,29 +16,57 @@ TEMPLATES = {
     "ultralm": "User: {prompt}\nAssistant:",
     "codellama": "[INST] {prompt} [/INST]",
     "wizardmath": (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "Below is an instruction that describes a task. "
+        "Write "
+        "a "
+        "response "
+        "that "
+        "appropriately "
+        "completes the request.\n\n"
         "### Instruction:\n{prompt}\n\n### Response:"
     ),
 }
-TEXT = "def add(a, b):\n    return a + b  # sums: 12 + 345 = 357\nWhat's the capital of France? The answer is Paris."
+TEXT = (
+    "def add(a, b):\n    return a + b  # sums: 12 + 345 = 357\n"
+    "What's "
+    "the "
+    "capital "
+    "of "
+    "France? "
+    "The answer is Paris."
+)
 CHAT = "chat"  # the specialist's own chat template
 
 
 def check_template(template: str, tokenizer=None) -> str:
-    """Return a template, resolving names of `TEMPLATES`; raises ValueError if it has no place for a prompt."""
+    """Return a template, resolving names of `TEMPLATES`; raises ValueError if it has no place for a
+    prompt.
+    """
     text = TEMPLATES.get(template, template)
     no_chat = text == CHAT and tokenizer is not None and not tokenizer.chat_template
     if no_chat or (text != CHAT and (not isinstance(text, str) or "{prompt}" not in text)):
         raise ValueError(
-            f"template is {template!r}{', but the tokenizer has no chat template' if no_chat else ''}. Use "
-            f"{', '.join(map(repr, (*TEMPLATES, CHAT)))} or a text with {{prompt}} and optionally {{system}}"
+            "template "
+            "is "
+            f"{template!r}{', but the tokenizer has no chat template' if no_chat else ''}. Use "
+            f"{', '.join(map(repr, (*TEMPLATES, CHAT)))} or a "
+            "text "
+            "with "
+            f"{{prompt}} "
+            "and "
+            "optionally "
+            f"{{system}}"
         )
     return text
 
 
 def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int) -> None:
-    """Raise ValueError unless all tokenizers have the same ids below `vocab_size`, end of an answer, and ids of a text."""
-    vocabularies = [{i: token for token, i in t.get_vocab().items() if i < vocab_size} for t in tokenizers]
+    """Raise ValueError unless all tokenizers have the same ids below `vocab_size`, end of an
+    answer, and ids of a text.
+    """
+    vocabularies = [
+        {i: token for token, i in t.get_vocab().items() if i < vocab_size} for t in tokenizers
+    ]
     first = vocabularies[0]
     for name, tokenizer, own in zip(names[1:], tokenizers[1:], vocabularies[1:], strict=True):
         other = next((i for i in sorted(own.keys() & first.keys()) if own[i] != first[i]), None)
@@ -46,13 +75,27 @@ def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int
             ours = tokenizers[0].eos_token if other is None else first[other]
             theirs = tokenizer.eos_token if other is None else own[other]
             raise ValueError(
-                f"{what} of {name!r} is {theirs!r}, but {ours!r} for {names[0]!r}. Specialists must have the same vocabulary "
+                f"{what} of {name!r} is {theirs!r}, "
+                "but "
+                f"{ours!r} "
+                "for "
+                f"{names[0]!r}. "
+                "Specialists "
+                "must have the same vocabulary "
                 "and tokenizer.eos_token"
             )
         # a vocabulary that is a prefix of another may still encode text differently
-        if tokenizer.encode(TEXT, add_special_tokens=False) != tokenizers[0].encode(TEXT, add_special_tokens=False):
+        if tokenizer.encode(TEXT, add_special_tokens=False) != tokenizers[0].encode(
+            TEXT, add_special_tokens=False
+        ):
             raise ValueError(
-                f"The tokenizers of {name!r} and {names[0]!r} encode the same text differently, with {len(tokenizer)} and "
+                f"The tokenizers of {name!r} and {names[0]!r} "
+                "encode "
+                "the "
+                "same "
+                "text "
+                "differently, "
+                f"with {len(tokenizer)} and "
                 f"{len(tokenizers[0])} tokens. Specialists must have the same vocabulary"
             )
 
@@ -61,7 +104,11 @@ class Encoder:
     """Turns prompts and answers into ids: `tokenizers` and `templates` are one per specialist."""
 
     def __init__(self, tokenizers: Sequence, templates: Sequence[str], vocab_size: int):
-        self.tokenizers, self.templates, self.vocab_size = tuple(tokenizers), tuple(templates), vocab_size
+        self.tokenizers, self.templates, self.vocab_size = (
+            tuple(tokenizers),
+            tuple(templates),
+            vocab_size,
+        )
         # some specialists may lack the added tokens of a larger vocabulary
         self.tokenizer = min(self.tokenizers, key=len)
 
@@ -73,36 +120,68 @@ class Encoder:
         return 0 if pad is None or pad >= self.vocab_size else pad
 
     def prompt(self, prompt: str | Sequence[Mapping], system: str | None = None) -> list[list[int]]:
-        """Return the ids of a prompt for each specialist; `prompt` is a text or a chat, messages with role and content.
+        """Return the ids of a prompt for each specialist; `prompt` is a text or a chat, messages
+        with role and content.
 
-        A chat of several turns needs the template "chat" for all. Raises ValueError for a template that cannot hold it.
+        A chat of several turns needs the template "chat" for all. Raises ValueError for a template
+        that cannot hold it.
         """
         messages = _messages(prompt, system)
         pairs = zip(self.tokenizers, self.templates, strict=True)
-        ids = [_chat_ids(t, messages) if template == CHAT else _text_ids(t, template, messages) for t, template in pairs]
+        ids = [
+            _chat_ids(t, messages) if template == CHAT else _text_ids(t, template, messages)
+            for t, template in pairs
+        ]
         if not all(ids):
-            raise ValueError(f"Prompt {prompt!r} has no tokens for specialist {ids.index([])}. Pass some text")
+            raise ValueError(
+                f"Prompt {prompt!r} has no tokens for specialist {ids.index([])}. Pass some text"
+            )
         return ids
 
     def answer(self, text: str, end: bool = True) -> list[int]:
-        """Return the ids of an answer, followed by EOS if `end`; raises ValueError for ids that some specialist lacks."""
+        """Return the ids of an answer, followed by EOS if `end`; raises ValueError for ids that
+        some specialist lacks.
+        """
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         eos = self.tokenizer.eos_token_id
         ids = ids + [eos] if end and eos is not None else ids
         if any(i >= self.vocab_size for i in ids):
             raise ValueError(
-                f"Ids of the response must be below {self.vocab_size}, the smallest vocabulary, but got {max(ids)}"
+                "Ids of the response must be "
+                "below "
+                f"{self.vocab_size}, "
+                "the "
+                "smallest "
+                "vocabulary, "
+                f"but got {max(ids)}"
             )
         return ids
 
     def batch(
-        self, prompts: Sequence, responses: Sequence[str] | None = None, *, system: str | None = None, end: bool = True
+        self,
+        prompts: Sequence,
+        responses: Sequence[str] | None = None,
+        *,
+        system: str | None = None,
+        end: bool = True,
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """Return UltraFuser.forward's inputs for B `prompts`, and for their answers if there are `responses`."""
+        """Return UltraFuser.forward's inputs for B `prompts`, and for their answers if there are
+        `responses`.
+        """
         is_list = not isinstance(prompts, str) and not isinstance(responses, str)
-        if not is_list or not len(prompts) or (responses is not None and len(responses) != len(prompts)):
+        if (
+            not is_list
+            or not len(prompts)
+            or (responses is not None and len(responses) != len(prompts))
+        ):
             raise ValueError(
-                f"Expected a list of at least one prompt, and None or one response for each, but prompts is {prompts!r} and "
+                "Expected a list of at least one prompt, and None or "
+                "one "
+                "response "
+                "for "
+                "each, "
+                "but "
+                f"prompts is {prompts!r} and "
                 f"responses is {responses!r}"
             )
         rows = [{"prompt_ids": self.prompt(prompt, system)} for prompt in prompts]
@@ -111,9 +190,11 @@ class Encoder:
         return self.collate(rows)
 
     def collate(self, rows: Sequence[Mapping]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """Pad rows of `prompt_ids`, one list per specialist, and of `response_ids` to tensors: prompts left, answers right.
+        """Pad rows of `prompt_ids`, one list per specialist, and of `response_ids` to tensors:
+        prompts left, answers right.
 
-        Returns prompt_ids and prompt_mask, S of [B, P_s], and with answers response_ids and labels [B, R].
+        Returns prompt_ids and prompt_mask, S of [B, P_s], and with answers response_ids and labels
+        [B, R].
         """
         batch: dict[str, torch.Tensor | list[torch.Tensor]] = {"prompt_ids": [], "prompt_mask": []}
         for lists in zip(*(row["prompt_ids"] for row in rows), strict=True):
@@ -134,18 +215,39 @@ class Encoder:
 def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    is_chat = isinstance(prompt, Sequence) and len(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
-    is_chat = is_chat and all("role" in turn and isinstance(turn.get("content"), str) for turn in prompt)
-    if not is_chat or prompt[-1]["role"] != "user" or (system is not None and prompt[0]["role"] == "system"):
+    is_chat = (
+        isinstance(prompt, Sequence)
+        and len(prompt)
+        and all(isinstance(turn, Mapping) for turn in prompt)
+    )
+    is_chat = is_chat and all(
+        "role" in turn and isinstance(turn.get("content"), str) for turn in prompt
+    )
+    if (
+        not is_chat
+        or prompt[-1]["role"] != "user"
+        or (system is not None and prompt[0]["role"] == "system")
+    ):
         raise ValueError(
-            f"Expected a text, or messages with role and content that end with the user's, and at most one system text, but "
+            "Expected a text, or messages with role and content that end "
+            "with "
+            "the "
+            "user's, "
+            "and "
+            "at "
+            "most one system text, but "
             f"prompt is {prompt!r} and system is {system!r}"
         )
-    return [*([] if system is None else [{"role": "system", "content": system}]), *map(dict, prompt)]
+    return [
+        *([] if system is None else [{"role": "system", "content": system}]),
+        *map(dict, prompt),
+    ]
 
 
 def _chat_ids(tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
 
 
 def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[int]:
@@ -156,7 +258,13 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
     if len(messages) > 1:
         roles = ", ".join(turn["role"] for turn in messages)
         raise ValueError(
-            f"Template {template!r} does not support the turns {roles}. Use the template 'chat', or one turn of the user "
+            f"Template {template!r} does not support the turns "
+            f"{roles}. "
+            "Use "
+            "the "
+            "template "
+            "'chat', "
+            "or one turn of the user "
             "with a system text only if the template has {system}"
         )
     # in one pass, since a prompt may contain such braces
@@ -169,32 +277,64 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
 
 
 def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists' numbers of ids."""
+    """Return prompts and masks, S of [B, P_s], padded on the left; `sizes` are the specialists'
+    numbers of ids.
+    """
     counts = [None if tensors is None else len(tensors) for tensors in (ids, mask)]
     shapes = [f"of length {counts[0]} and {counts[1]}"]
     fits = counts == [len(sizes)] * 2
     if fits:
         shapes = [f"{tuple(i.shape)} and {tuple(m.shape)}" for i, m in zip(ids, mask, strict=True)]
         fits = all(
-            i.dim() == 2 and i.shape[1] and i.shape == m.shape and len(i) == len(ids[0]) and _are_ids(i, size)
+            i.dim() == 2
+            and i.shape[1]
+            and i.shape == m.shape
+            and len(i) == len(ids[0])
+            and _are_ids(i, size)
             # on the CPU, at least one token in each prompt
             and (not _has_values(m) or bool(m.bool().any(1).all()))
             for i, m, size in zip(ids, mask, sizes, strict=True)
-        )  # fmt: skip
+        )
     if not fits:
         raise ValueError(
-            f"Expected prompt_ids and prompt_mask as from fuser.encode, {len(sizes)} tensors [B, P_s] each with at least one "
-            f"token per prompt and ids below {', '.join(map(str, sizes))}, but got {', '.join(shapes)}"
+            "Expected prompt_ids and prompt_mask as "
+            "from "
+            "fuser.encode, "
+            f"{len(sizes)} "
+            "tensors "
+            "[B, "
+            "P_s] each with at least one "
+            "token per prompt and "
+            "ids "
+            "below "
+            f"{', '.join(map(str, sizes))}, "
+            "but "
+            "got "
+            f"{', '.join(shapes)}"
         )
     return [left_padded(i, m) for i, m in zip(ids, mask, strict=True)]
 
 
 def check_answers(ids: torch.Tensor | None, rows: int, vocab_size: int, least: int = 1) -> None:
-    """Raise ValueError unless `ids` are answers [rows, R >= least] of ids that all specialists have."""
+    """Raise ValueError unless `ids` are answers [rows, R >= least] of ids that all specialists
+    have.
+    """
     shape = None if ids is None else tuple(ids.shape)
-    if ids is None or ids.dim() != 2 or len(ids) != rows or ids.shape[1] < least or not _are_ids(ids, vocab_size):
+    if (
+        ids is None
+        or ids.dim() != 2
+        or len(ids) != rows
+        or ids.shape[1] < least
+        or not _are_ids(ids, vocab_size)
+    ):
         raise ValueError(
-            f"Expected response_ids [{rows}, R], one row per prompt, with ids from 0 to {vocab_size - 1}, including padding, "
+            f"Expected response_ids [{rows}, R], one row per prompt, "
+            "with "
+            "ids "
+            "from "
+            "0 "
+            "to "
+            f"{vocab_size - 1}, including padding, "
             f"but got {shape}"
         )
 
@@ -205,11 +345,15 @@ def _are_ids(ids: torch.Tensor, size: int) -> bool:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on the CPU, where reading is cheap, and not a fake tensor without data."""
+    """Return whether a tensor is on the CPU, where reading is cheap, and not a fake tensor without
+    data.
+    """
     return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
 def left_padded(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move the padding of `ids` [B, P], zeros of `mask`, to the left: every prompt then ends where the answer begins."""
+    """Move the padding of `ids` [B, P], zeros of `mask`, to the left: every prompt then ends where
+    the answer begins.
+    """
     order = mask.long().argsort(dim=1, stable=True)
     return ids.gather(1, order), mask.gather(1, order)

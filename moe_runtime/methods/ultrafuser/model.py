@@ -4,10 +4,11 @@ UltraFuser (arXiv 2403.08281), Sec. 3.2:
 
     h_s = E_s(template_s(x), y_<i),  w = softmax_s(g(h_s)),  o = sum_s w_s o_s,  L = sum_i CE(o_i, y_i)
 
-Symbols: `modules.fuser` (g), `ops.fusion` (o, L), `methods.ultrafuser.inputs` (templates). A specialist's sequence is its
-prompt, padded on the left, and the answer; token i of the answer comes from the state at P_s - 1 + i. Each specialist's
-inner model runs once, and its head never runs over all positions (`methods.ultrafuser.heads`). Stage 1 trains the gate,
-with the specialists under no_grad and in eval mode (`freeze_specialists`), stage 2 everything (`train_all`).
+Symbols: `modules.fuser` (g), `ops.fusion` (o, L), `methods.ultrafuser.inputs` (templates). A
+specialist's sequence is its prompt, padded on the left, and the answer; token i of the answer comes
+from the state at P_s - 1 + i. Each specialist's inner model runs once, and its head never runs over
+all positions (`methods.ultrafuser.heads`). Stage 1 trains the gate, with the specialists under
+no_grad and in eval mode (`freeze_specialists`), stage 2 everything (`train_all`).
 """
 
 import os
@@ -23,7 +24,14 @@ from transformers.utils import ModelOutput
 
 from moe_runtime.config import check_choice
 from moe_runtime.methods.ultrafuser.generation import FuserGeneration
-from moe_runtime.methods.ultrafuser.heads import device_of, gate_weight, head_of, logits_of, loss_of, run
+from moe_runtime.methods.ultrafuser.heads import (
+    device_of,
+    gate_weight,
+    head_of,
+    logits_of,
+    loss_of,
+    run,
+)
 from moe_runtime.methods.ultrafuser.inputs import check_answers, check_prompts, check_template
 from moe_runtime.methods.ultrafuser.specialists import (
     check_specialists,
@@ -61,7 +69,9 @@ class UltraFuserConfig(PreTrainedConfig):
 
 @dataclass
 class UltraFuserOutput(ModelOutput):
-    """`loss` []; `gate_weight` [B, R, S] float32 without a gradient; `logits` [B, R, V] float32 if asked for."""
+    """`loss` []; `gate_weight` [B, R, S] float32 without a gradient; `logits` [B, R, V] float32 if
+    asked for.
+    """
 
     loss: torch.FloatTensor | None = None
     logits: torch.FloatTensor | None = None
@@ -70,12 +80,15 @@ class UltraFuserOutput(ModelOutput):
 
 
 class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
-    """`specialists`, S >= 2 causal LMs or their folders, and the gate over them; a model for Trainer and generate().
+    """`specialists`, S >= 2 causal LMs or their folders, and the gate over them; a model for
+    Trainer and generate().
 
-    `templates` is one per specialist or one for all: a text with {prompt} and optionally {system}, a name in `TEMPLATES`,
-    or "chat", the specialist's own; by default "chat" if it has one, else the plain prompt. `tokenizer` is one for all or one
-    per specialist, by default the folders'. Vocabularies are cut to their common ids; `joint` is the gate for several hidden
-    sizes. `loss_reduction` is "mean" over tokens, or "sample", the paper's: a sum over tokens, then a mean over samples.
+    `templates` is one per specialist or one for all: a text with {prompt} and optionally {system},
+    a name in `TEMPLATES`, or "chat", the specialist's own; by default "chat" if it has one, else
+    the plain prompt. `tokenizer` is one for all or one per specialist, by default the folders'.
+    Vocabularies are cut to their common ids; `joint` is the gate for several hidden sizes.
+    `loss_reduction` is "mean" over tokens, or "sample", the paper's: a sum over tokens, then a mean
+    over samples.
     """
 
     config_class = UltraFuserConfig
@@ -86,13 +99,21 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
     def __init__(
-        self, specialists: Sequence[PreTrainedModel | str | os.PathLike], templates: str | Sequence[str] | None = None, *,
-        tokenizer=None, gate: str = "mlp", joint: bool = False, names: Sequence[str] | None = None,
-        loss_reduction: str = "mean", dtype: str | torch.dtype = "auto",
-    ):  # fmt: skip
+        self,
+        specialists: Sequence[PreTrainedModel | str | os.PathLike],
+        templates: str | Sequence[str] | None = None,
+        *,
+        tokenizer=None,
+        gate: str = "mlp",
+        joint: bool = False,
+        names: Sequence[str] | None = None,
+        loss_reduction: str = "mean",
+        dtype: str | torch.dtype = "auto",
+    ):
         check_choice("loss_reduction", loss_reduction, REDUCTIONS)
         check_specialists(specialists)
-        paths, names = paths_of(specialists), names_of(specialists, names)
+        paths = paths_of(specialists)
+        names = names_of(specialists, names)
         templates = one_each("templates", templates, len(names))
         tokenizers = tokenizers_of(specialists, one_each("tokenizer", tokenizer, len(names)))
         models = [open_model(one, dtype=dtype) for one in specialists]
@@ -100,32 +121,55 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         vocab_size = min(head.linear.out_features for head in heads)
         hidden_sizes = [head.linear.in_features for head in heads]
         encoder = encoder_of(tokenizers, templates, names, vocab_size)
-        templates = encoder.templates if encoder else tuple(t and check_template(t) for t in templates)
+        if encoder:
+            templates = encoder.templates
+        else:
+            templates = tuple(t and check_template(t) for t in templates)
         of = zip(names, paths, templates, models, strict=True)
-        described = [{"name": n, "path": p, "template": t, "model_type": m.config.model_type} for n, p, t, m in of]
+        described = [
+            {"name": n, "path": p, "template": t, "model_type": m.config.model_type}
+            for n, p, t, m in of
+        ]
         super().__init__(
             UltraFuserConfig(
-                specialists=described, gate=gate, joint=joint, loss_reduction=loss_reduction, vocab_size=vocab_size,
+                specialists=described,
+                gate=gate,
+                joint=joint,
+                loss_reduction=loss_reduction,
+                vocab_size=vocab_size,
                 hidden_size=max(hidden_sizes),
             )
-        )  # fmt: skip
+        )
         self.specialists = nn.ModuleList(models)
-        self.gate = FuserGate(hidden_sizes, kind=gate, joint=joint, device=device_of(heads[0].linear))
-        self.names, self.templates, self.encoder, self._heads = names, templates, encoder, heads
+        self.gate = FuserGate(
+            hidden_sizes, kind=gate, joint=joint, device=device_of(heads[0].linear)
+        )
+        self.names = names
+        self.templates = templates
+        self.encoder = encoder
+        self._heads = heads
         self.fingerprints = [fingerprint(model) for model in models]
         # loaded from their folders just now, so their weights need no comparison
         self.opened = {s for s, one in enumerate(specialists) if not isinstance(one, nn.Module)}
         self.touched: set[int] = set()  # specialists that have been run for a gradient
-        self._keys_to_ignore_on_save = {key for key in self.state_dict() if key.startswith("specialists.")}
+        self._keys_to_ignore_on_save = {
+            key for key in self.state_dict() if key.startswith("specialists.")
+        }
         self._collect()
 
     def _collect(self) -> None:
-        """Set the attributes transformers expects; its post_init would initialize the specialists again."""
+        """Set the attributes transformers expects; its post_init would initialize the specialists
+        again.
+        """
         self.all_tied_weights_keys = {}
         for s, model in enumerate(self.specialists):
             tied = getattr(model, "all_tied_weights_keys", None) or {}
-            self.all_tied_weights_keys |= {f"specialists.{s}.{a}": f"specialists.{s}.{b}" for a, b in tied.items()}
-        self._no_split_modules = sorted({name for m in self.specialists for name in m._no_split_modules or ()})
+            self.all_tied_weights_keys |= {
+                f"specialists.{s}.{a}": f"specialists.{s}.{b}" for a, b in tied.items()
+            }
+        self._no_split_modules = sorted(
+            {name for m in self.specialists for name in m._no_split_modules or ()}
+        )
         self._collect_settings()
 
     def get_input_embeddings(self) -> None:
@@ -133,9 +177,11 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
     @property
     def hf_device_map(self) -> dict[str, str]:
-        """The parts' devices, in accelerate's format; as on any model, absent if all are on one device.
+        """The parts' devices, in accelerate's format; as on any model, absent if all are on one
+        device.
 
-        Trainer then leaves them in place, and accelerate refuses to copy the model to several processes.
+        Trainer then leaves them in place, and accelerate refuses to copy the model to several
+        processes.
         """
         places = device_map(self)
         if len(set(places.values())) == 1:
@@ -143,7 +189,9 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return places
 
     def freeze_specialists(self) -> "UltraFuser":
-        """Train only the gate (stage 1); the specialists run frozen, without gradients or dropout."""
+        """Train only the gate (stage 1); the specialists run frozen, without gradients or
+        dropout.
+        """
         self.specialists.requires_grad_(False)
         self.gate.requires_grad_(True)
         return self.train(self.training)
@@ -155,7 +203,9 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return self.train(self.training)
 
     def train(self, mode: bool = True) -> "UltraFuser":
-        """Set the mode as nn.Module does; a specialist without trainable parameters stays in eval mode."""
+        """Set the mode as nn.Module does; a specialist without trainable parameters stays in eval
+        mode.
+        """
         super().train(mode)
         for model in self.specialists:
             if not trains(model):
@@ -164,48 +214,89 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Return whether Trainer may pass the number of tokens of a step; a mean over samples is divided by Trainer."""
+        """Return whether Trainer may pass the number of tokens of a step; a mean over samples is
+        divided by Trainer.
+        """
         return self.config.loss_reduction == "mean"
 
     def forward(
-        self, prompt_ids: Sequence[torch.Tensor] | None = None, prompt_mask: Sequence[torch.Tensor] | None = None,
-        response_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, *, want_logits: bool = False,
-        reduction: str | None = None, num_items_in_batch: torch.Tensor | int | None = None, backend: str | None = None,
-        input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, past_key_values=None,
-        use_cache: bool | None = None, return_dict: bool | None = None,
-    ) -> UltraFuserOutput:  # fmt: skip
-        """Run `prompt_ids` and `prompt_mask`, S of [B, P_s], with answers `response_ids` and `labels` [B, R].
+        self,
+        prompt_ids: Sequence[torch.Tensor] | None = None,
+        prompt_mask: Sequence[torch.Tensor] | None = None,
+        response_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        want_logits: bool = False,
+        reduction: str | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        backend: str | None = None,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> UltraFuserOutput:
+        """Run `prompt_ids` and `prompt_mask`, S of [B, P_s], with answers `response_ids` and
+        `labels` [B, R].
 
-        Padding is 0 in the masks and -100 in labels; prompts may be padded left or right, answers right. `reduction` is
-        the config's loss_reduction, or "sum", or "none" for a loss [B, R]; `num_items_in_batch` divides the sum. With
-        `input_ids` [B, n], the answers so far, instead of response_ids, it returns the next token's logits [B, 1, V], for
-        generate(); attention_mask is ignored. Specialists may be on different devices; the output is on the first's.
+        Padding is 0 in the masks and -100 in labels; prompts may be padded left or right, answers
+        right. `reduction` is the config's loss_reduction, or "sum", or "none" for a loss [B, R];
+        `num_items_in_batch` divides the sum. With `input_ids` [B, n], the answers so far, instead
+        of response_ids, it returns the next token's logits [B, 1, V], for generate();
+        attention_mask is ignored. Specialists may be on different devices; the output is on the
+        first's.
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(
-                "torch.nn.DataParallel is not supported. Use one process per device (torchrun), or one device per specialist"
+                "torch.nn.DataParallel is not supported. Use "
+                "one "
+                "process "
+                "per "
+                "device "
+                "(torchrun), "
+                "or one device per specialist"
             )
         if input_ids is not None:
             out = self._next_token(prompt_ids, prompt_mask, input_ids, past_key_values)
         else:
-            prompts, items = self._prompts(prompt_ids, prompt_mask), num_items_in_batch
+            prompts = self._prompts(prompt_ids, prompt_mask)
+            items = num_items_in_batch
             reduction = "sum" if items is not None else reduction or self.config.loss_reduction
             out = self._answers(prompts, response_ids, labels, want_logits, reduction, backend)
             if out.loss is not None and items is not None:
-                out.loss = out.loss / (items.to(out.loss.device) if isinstance(items, torch.Tensor) else items)
+                out.loss = out.loss / (
+                    items.to(out.loss.device) if isinstance(items, torch.Tensor) else items
+                )
         return out if return_dict is not False else out.to_tuple()
 
     def _prompts(self, ids, mask) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each specialist's prompts, padded on the left, and their masks; raises ValueError unless they fit."""
-        return check_prompts(ids, mask, [model.get_input_embeddings().weight.shape[0] for model in self.specialists])
+        """Return each specialist's prompts, padded on the left, and their masks; raises ValueError
+        unless they fit.
+        """
+        return check_prompts(
+            ids, mask, [model.get_input_embeddings().weight.shape[0] for model in self.specialists]
+        )
 
-    def _answers(self, prompts, response_ids, labels, want_logits, reduction, backend) -> UltraFuserOutput:
+    def _answers(
+        self, prompts, response_ids, labels, want_logits, reduction, backend
+    ) -> UltraFuserOutput:
         check_answers(response_ids, len(prompts[0][0]), self.config.vocab_size)
         needs_labels = self.training and torch.is_grad_enabled() and not want_logits
         if needs_labels if labels is None else labels.shape != response_ids.shape:
             raise ValueError(
-                f"labels must have the shape of response_ids, {tuple(response_ids.shape)}, in training, but got "
-                f"{None if labels is None else tuple(labels.shape)}. A Trainer drops labels unless label_smoothing_factor=0"
+                "labels must have the "
+                "shape "
+                "of "
+                "response_ids, "
+                f"{tuple(response_ids.shape)}, "
+                "in "
+                "training, but got "
+                f"{None if labels is None else tuple(labels.shape)}. "
+                "A "
+                "Trainer "
+                "drops "
+                "labels "
+                "unless label_smoothing_factor=0"
             )
         hidden = []
         for s, (model, (ids, mask)) in enumerate(zip(self.specialists, prompts, strict=True)):
@@ -218,7 +309,9 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         loss = weight = logits = None
         if labels is not None:
             labels = labels.to(self.gate.score.weight.device)
-            loss, weight = loss_of(self.gate, self._heads, hidden, labels, reduction=reduction, backend=backend)
+            loss, weight = loss_of(
+                self.gate, self._heads, hidden, labels, reduction=reduction, backend=backend
+            )
         if labels is None or want_logits:
             gate = gate_weight(self.gate, hidden)
             logits = logits_of(self._heads, hidden, gate) if want_logits else None
@@ -226,10 +319,16 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return UltraFuserOutput(loss=loss, logits=logits, gate_weight=weight)
 
     def _next_token(self, prompt_ids, prompt_mask, input_ids, caches) -> UltraFuserOutput:
-        kept = caches.caches if caches is not None and caches.caches else [None] * len(self.specialists)
+        if caches is not None and caches.caches:
+            kept = caches.caches
+        else:
+            kept = [None] * len(self.specialists)
         # with non-empty caches, generate() has already passed these prompts
         known = kept[0] is not None and kept[0].get_seq_length()
-        prompts = zip(prompt_ids, prompt_mask, strict=True) if known else self._prompts(prompt_ids, prompt_mask)
+        if known:
+            prompts = zip(prompt_ids, prompt_mask, strict=True)
+        else:
+            prompts = self._prompts(prompt_ids, prompt_mask)
         hidden = []
         for model, (ids, mask), cache in zip(self.specialists, prompts, kept, strict=True):
             hidden.append(run(model, ids, mask, input_ids, cache)[:, -1:])
@@ -238,23 +337,36 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         return UltraFuserOutput(logits=logits, gate_weight=weight.detach(), past_key_values=caches)
 
     def encode(
-        self, prompts: Sequence, responses: Sequence[str] | None = None, *, system: str | None = None, end: bool = True
+        self,
+        prompts: Sequence,
+        responses: Sequence[str] | None = None,
+        *,
+        system: str | None = None,
+        end: bool = True,
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """Return forward's and generate's inputs for prompts, texts or chats, and their answers: `Encoder.batch`."""
+        """Return forward's and generate's inputs for prompts, texts or chats, and their answers:
+        `Encoder.batch`.
+        """
         if self.encoder is None:
             raise ValueError("The fuser has no tokenizer. Pass tokenizer, or folders that have one")
         return self.encoder.batch(prompts, responses, system=system, end=end)
 
     def floating_point_ops(self, inputs: dict[str, Any], exclude_embeddings: bool = True) -> int:
-        """Return FLOPs for Trainer's log: 2 per parameter and token forward, twice that backward for trained specialists."""
+        """Return FLOPs for Trainer's log: 2 per parameter and token forward, twice that backward
+        for trained specialists.
+        """
         total = 0
         for model, ids in zip(self.specialists, inputs["prompt_ids"], strict=True):
-            tokens, passes = ids.numel() + inputs["response_ids"].numel(), 3 if trains(model) else 1
-            total += 2 * passes * tokens * model.num_parameters(exclude_embeddings=exclude_embeddings)
+            tokens = ids.numel() + inputs["response_ids"].numel()
+            passes = 3 if trains(model) else 1
+            total += (
+                2 * passes * tokens * model.num_parameters(exclude_embeddings=exclude_embeddings)
+            )
         return total
 
     def save_pretrained(self, save_directory, *, state_dict=None, **kwargs) -> None:
-        """Write a checkpoint for Trainer to resume from: the gate, and the specialists that have changed.
+        """Write a checkpoint for Trainer to resume from: the gate, and the specialists that have
+        changed.
 
         `restore` reads it; `ultrafuser.save` writes the folder that `load` reads.
         """

@@ -1,4 +1,6 @@
-"""Load, name and compare the specialists of an UltraFuser, and detect later changes of their weights."""
+"""Load, name and compare the specialists of an UltraFuser, and detect later changes of their
+weights.
+"""
 
 import hashlib
 import os
@@ -18,22 +20,40 @@ CHUNK = 1 << 23  # bytes read at a time, about the size of a cache
 
 
 def check_specialists(specialists: Sequence) -> None:
-    """Raise ValueError unless `specialists` is a list of at least two folders or models, without duplicate models."""
+    """Raise ValueError unless `specialists` is a list of at least two folders or models, without
+    duplicate models.
+    """
     is_list = not isinstance(specialists, (str, os.PathLike, nn.Module))
     models = [one for one in specialists if isinstance(one, nn.Module)] if is_list else []
-    is_plain = all(isinstance(model, PreTrainedModel) for model in models) and len(set(map(id, models))) == len(models)
+    is_plain = all(isinstance(model, PreTrainedModel) for model in models) and len(
+        set(map(id, models))
+    ) == len(models)
     if not is_list or len(specialists) < 2 or not is_plain:
-        found = [type(one).__name__ for one in specialists] if is_list else type(specialists).__name__
+        if is_list:
+            found = [type(one).__name__ for one in specialists]
+        else:
+            found = type(specialists).__name__
         raise ValueError(
-            "specialists must be a list of at least two folders or causal LMs of transformers, each loaded separately, but "
+            "specialists must be a list of at least two folders "
+            "or "
+            "causal "
+            "LMs "
+            "of "
+            "transformers, "
+            "each loaded separately, but "
             f"got {found}. Pass get_base_model() of PEFT models"
         )
 
 
 def paths_of(specialists: Sequence) -> list[str | None]:
     """Return the path that each specialist was loaded from, or None."""
-    paths = [getattr(one, "name_or_path", None) if isinstance(one, nn.Module) else os.fspath(one) for one in specialists]
-    return [os.path.abspath(path) if path and os.path.isdir(path) else path or None for path in paths]
+    paths = [
+        getattr(one, "name_or_path", None) if isinstance(one, nn.Module) else os.fspath(one)
+        for one in specialists
+    ]
+    return [
+        os.path.abspath(path) if path and os.path.isdir(path) else path or None for path in paths
+    ]
 
 
 def open_model(source, dtype="auto") -> PreTrainedModel:
@@ -44,7 +64,9 @@ def open_model(source, dtype="auto") -> PreTrainedModel:
 
 
 def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
-    """Return a tokenizer for each specialist: the one given, else the one in its folder, else None."""
+    """Return a tokenizer for each specialist: the one given, else the one in its folder,
+    else None.
+    """
     found = []
     for one, path, tokenizer in zip(specialists, paths_of(specialists), tokenizers, strict=True):
         is_folder = path is not None and Path(path, "tokenizer_config.json").is_file()
@@ -58,9 +80,11 @@ def tokenizers_of(specialists: Sequence, tokenizers: Sequence) -> list:
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> str | None:
-    """Return a hash of a model's weights, in one pass over them on their device; None without weights.
+    """Return a hash of a model's weights, in one pass over them on their device; None without
+    weights.
 
-    It is made of each tensor's bytes, read as 64-bit integers: their sum, and their sum weighted by position, modulo 2^64.
+    It is made of each tensor's bytes, read as 64-bit integers: their sum, and their sum weighted by
+    position, modulo 2^64.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
@@ -82,8 +106,8 @@ def fingerprint(model: nn.Module) -> str | None:
 def has_changed(fuser, s: int) -> bool:
     """Whether specialist `s` has other weights than when the fuser was made.
 
-    For a sharded or offloaded specialist, whether it has since run with gradients: comparing weights would need all
-    processes, or all the weights.
+    For a sharded or offloaded specialist, whether it has since run with gradients: comparing
+    weights would need all processes, or all the weights.
     """
     model = fuser.specialists[s]
     is_split = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -92,32 +116,46 @@ def has_changed(fuser, s: int) -> bool:
 
 
 def unchanged_keys(fuser) -> set[str]:
-    """Return the keys of specialists that have not changed and do not train, which a checkpoint can omit.
+    """Return the keys of specialists that have not changed and do not train, which a checkpoint can
+    omit.
 
-    A specialist that trains is saved even before its first step, so that resuming from this checkpoint restores it.
+    A specialist that trains is saved even before its first step, so that resuming from this
+    checkpoint restores it.
     """
-    at_rest = [s for s, model in enumerate(fuser.specialists) if not trains(model) and s not in fuser.touched]
+    at_rest = [
+        s
+        for s, model in enumerate(fuser.specialists)
+        if not trains(model) and s not in fuser.touched
+    ]
     same = [s for s in at_rest if not has_changed(fuser, s)]
     return {f"specialists.{s}.{key}" for s in same for key in fuser.specialists[s].state_dict()}
 
 
 def unsaved_reason(fuser, s: int, folder: Path) -> str | None:
-    """Return why specialist `s` could not be reloaded from its own path once `folder` has been written, or None."""
-    path, model = fuser.config.specialists[s]["path"], fuser.specialists[s]
+    """Return why specialist `s` could not be reloaded from its own path once `folder` has been
+    written, or None.
+    """
+    path = fuser.config.specialists[s]["path"]
+    model = fuser.specialists[s]
     if path is None:
         return "was loaded from no folder"
     if os.path.isabs(path) and Path(os.path.realpath(path)).is_relative_to(folder):
         return f"is at {path} in {folder}, which is being replaced"
     if has_changed(fuser, s):
         return "has changed since it was loaded"
-    if s not in fuser.opened and fingerprint(open_model(path, dtype=model.dtype)) != fuser.fingerprints[s]:
+    if (
+        s not in fuser.opened
+        and fingerprint(open_model(path, dtype=model.dtype)) != fuser.fingerprints[s]
+    ):
         return f"has other weights than {path}"
     fuser.opened.add(s)
     return None
 
 
 def device_map(fuser) -> dict[str, str]:
-    """Return the devices of a fuser's gate and specialists, or of a specialist's parts if accelerate has split it."""
+    """Return the devices of a fuser's gate and specialists, or of a specialist's parts if
+    accelerate has split it.
+    """
     places = {"gate": fuser.gate.score.weight.device}
     for s, model in enumerate(fuser.specialists):
         own = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
@@ -132,20 +170,40 @@ def one_each(name: str, value, count: int) -> list:
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
         raise ValueError(
-            f"{name} must have one item for each of the {count} specialists, or one for all, but has {len(values)}"
+            f"{name} must have one item for each of the {count} specialists, "
+            "or "
+            "one "
+            "for "
+            "all, "
+            "but "
+            f"has {len(values)}"
         )
     return values
 
 
 def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the specialists' names: the given ones, else the last parts of their folders if these differ."""
+    """Return the specialists' names: the given ones, else the last parts of their folders if these
+    differ.
+    """
     if names is None:
         found = [Path(path).name if path else "" for path in paths_of(specialists)]
         unique = len(set(found)) == len(found) and all(map(is_plain_name, found))
         names = found if unique else [f"specialist-{s}" for s in range(len(found))]
     names = tuple(names)
-    if len(names) != len(specialists) or len(set(names)) < len(names) or not all(map(is_plain_name, names)):
-        raise ValueError(f"names must be different words, one for each of the {len(specialists)} specialists, but got {names}")
+    if (
+        len(names) != len(specialists)
+        or len(set(names)) < len(names)
+        or not all(map(is_plain_name, names))
+    ):
+        raise ValueError(
+            "names must be different words, one for "
+            "each "
+            "of "
+            "the "
+            f"{len(specialists)} "
+            "specialists, "
+            f"but got {names}"
+        )
     return names
 
 
@@ -154,8 +212,15 @@ def encoder_of(tokenizers, templates, names, vocab_size) -> Encoder | None:
     if any(tokenizer is None for tokenizer in tokenizers):
         return None
     check_tokenizers(tokenizers, names, vocab_size)
-    chosen = [t or (CHAT if own.chat_template else "{prompt}") for t, own in zip(templates, tokenizers, strict=True)]
-    return Encoder(tokenizers, [check_template(t, own) for t, own in zip(chosen, tokenizers, strict=True)], vocab_size)
+    chosen = [
+        t or (CHAT if own.chat_template else "{prompt}")
+        for t, own in zip(templates, tokenizers, strict=True)
+    ]
+    return Encoder(
+        tokenizers,
+        [check_template(t, own) for t, own in zip(chosen, tokenizers, strict=True)],
+        vocab_size,
+    )
 
 
 def trains(model: nn.Module) -> bool:

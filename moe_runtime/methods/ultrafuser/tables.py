@@ -1,4 +1,5 @@
-"""The tables and figures of the UltraFuser paper (arXiv 2403.08281), one command each, on the stages of `study`.
+"""The tables and figures of the UltraFuser paper (arXiv 2403.08281), one command each, on the
+stages of `study`.
 
     ablate     specialists, tuned further, fused: directly, in two stages, balanced     Tables 2 and 4, Figure 5
     weights    the gate's weights by domain, and token by token                         Table 6, Figures 6 to 8
@@ -6,9 +7,9 @@
     stability  the losses on the way, with the balanced sampler and without             Table 5
     sums       sums solved: by specialists, single models, simpler fusions              as in Table 2's benchmarks
 
-The measure is the held-out loss per response token of every domain, in place of the paper's benchmarks. Table 5 shows
-its mean and standard deviation over checkpoints spread evenly over the last seven ninths of stage 2, as the paper's are from
-step 2000 to 9000.
+The measure is the held-out loss per response token of every domain, in place of the paper's
+benchmarks. Table 5 shows its mean and standard deviation over checkpoints spread evenly over the
+last seven ninths of stage 2, as the paper's are from step 2000 to 9000.
 """
 
 import functools
@@ -42,7 +43,9 @@ class Stability(Finding):
         return tuple(next(iter(self.course.values()))[0][0][1])
 
     def spread(self, variant: str, name: str) -> tuple[list[float], list[float]]:
-        """Return the means and the standard deviations over the checkpoints, one of each per seed."""
+        """Return the means and the standard deviations over the checkpoints, one of each
+        per seed.
+        """
         losses = [[at[name] for _, at in way] for way in self.course[variant]]
         return [*map(statistics.fmean, losses)], [*map(statistics.stdev, losses)]
 
@@ -52,7 +55,10 @@ class Stability(Finding):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text, in the order of `columns`."""
-        return [(variant, *(self._cell(variant, name) for name in self.names)) for variant in self.course]
+        return [
+            (variant, *(self._cell(variant, name) for name in self.names))
+            for variant in self.course
+        ]
 
     def _cell(self, variant: str, name: str) -> str:
         mean, sd = map(statistics.fmean, self.spread(variant, name))
@@ -62,36 +68,62 @@ class Stability(Finding):
         """Return what the table's numbers are, in a line."""
         steps = [step for step, _ in next(iter(self.course.values()))[0]]
         over = f", the mean over {len(self.seeds)} seeds" if len(self.seeds) > 1 else ""
-        return f"held-out loss: mean ± sd over {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]} of stage 2{over}."
+        return (
+            "held-out loss: mean ± sd over "
+            f"{len(steps)} "
+            "checkpoints, "
+            "steps "
+            f"{steps[0]} "
+            "to "
+            f"{steps[-1]} of stage 2{over}."
+        )
 
     def to_dict(self) -> dict:
         """Return all of the report as JSON-ready values."""
         spread = {
-            variant: {name: dict(zip(("mean", "sd"), self.spread(variant, name), strict=True)) for name in self.names}
+            variant: {
+                name: dict(zip(("mean", "sd"), self.spread(variant, name), strict=True))
+                for name in self.names
+            }
             for variant in self.course
         }
         return super().to_dict() | {"spread": finite(spread)}
 
 
 def check(recipe: FuserRecipe, checkpoints: int = CHECKPOINTS) -> dict:
-    """Return the options of `measure`; raises ValueError for too few checkpoints, or for more than the steps allow."""
+    """Return the options of `measure`; raises ValueError for too few checkpoints, or for more than
+    the steps allow.
+    """
     check_positive("checkpoints", checkpoints)
     steps = recipe.stage2.steps
     if not 2 <= checkpoints <= 7 * steps // 9:
         raise ValueError(
-            f"checkpoints must be at least 2 and at most seven ninths of the {steps} steps of stage 2, but got {checkpoints}"
+            "checkpoints must be at least 2 and at most seven ninths "
+            "of "
+            "the "
+            f"{steps} "
+            "steps "
+            "of "
+            f"stage 2, but got {checkpoints}"
         )
     return {"checkpoints": checkpoints}
 
 
 def steps_of(total: int, checkpoints: int) -> list[int]:
-    """Return `checkpoints` evenly spaced steps up to `total`, none in its first two ninths (the last 7 of 9 by default)."""
+    """Return `checkpoints` evenly spaced steps up to `total`, none in its first two ninths (the
+    last 7 of 9 by default).
+    """
     parts = (9 * checkpoints + 3) // 7
-    return [(2 * total * end + parts) // (2 * parts) for end in range(parts - checkpoints + 1, parts + 1)]
+    return [
+        (2 * total * end + parts) // (2 * parts)
+        for end in range(parts - checkpoints + 1, parts + 1)
+    ]
 
 
 def measure(process, checkpoints: int) -> dict:
-    """Train the fused model with and without balanced batches, otherwise by the recipe, and record its losses along the way."""
+    """Train the fused model with and without balanced batches, otherwise by the recipe, and record
+    its losses along the way.
+    """
     steps = steps_of(process.recipe.stage2.steps, checkpoints)
     course: dict[str, list] = {}
     folders: dict[str, list[str]] = {}
@@ -111,15 +143,25 @@ def _summary(report: Stability) -> list[str]:
     lines = []
     for name in report.names:
         (means, sds), (others, other_sds) = report.spread(second, name), report.spread(first, name)
-        lower = [sum(a < b for a, b in zip(*pair, strict=True)) for pair in ((means, others), (sds, other_sds))]
+        lower = [
+            sum(a < b for a, b in zip(*pair, strict=True))
+            for pair in ((means, others), (sds, other_sds))
+        ]
         lines.append(
-            f"{name}: {second} has the lower mean with {lower[0]} of {len(report.seeds)} seeds, the lower deviation with "
+            f"{name}: {second} has the lower mean "
+            "with "
+            f"{lower[0]} "
+            "of "
+            f"{len(report.seeds)} "
+            "seeds, "
+            "the lower deviation with "
             f"{lower[1]}."
         )
     return lines
 
 
-DIRECT, TWO_STAGE = "direct", "two-stage"
+DIRECT = "direct"
+TWO_STAGE = "two-stage"
 
 
 def _ablate(process: Run) -> dict:
@@ -138,10 +180,18 @@ def _ablate(process: Run) -> dict:
     def summary(report: DomainReport) -> list[str]:
         lines = []
         for domain, table in report.of_domains.items():
-            alone = min((f"specialist {name}" for name in names), key=lambda name: table.entry(name).loss)
+            alone = min(
+                (f"specialist {name}" for name in names), key=lambda name: table.entry(name).loss
+            )
             one = table.comparison(alone)
             lines.append(
-                f"{domain}: the best specialist is {alone.partition(' ')[2]}, {table.entry(alone).loss:.4f}; fused "
+                f"{domain}: "
+                "the "
+                "best "
+                "specialist "
+                "is "
+                f"{alone.partition(' ')[2]}, "
+                f"{table.entry(alone).loss:.4f}; fused "
                 f"{table.entry(FULL).loss:.4f}; against the fused model {with_difference(one)}."
             )
         return [*lines, *each(report)]
@@ -166,29 +216,60 @@ def _sample_level(process: Run) -> dict:
         first = [report.entry(name).results[0] for name in names]
         least = [min(of) for of in zip(*(one.losses for one in first), strict=True)]
         perfect = mean_loss(least, first[0].tokens)
-        return [*each(report), f"A selector that always takes the specialist with the lowest loss would have {perfect:.4f}."]
+        return [
+            *each(report),
+            (
+                "A selector that always takes the specialist with "
+                "the "
+                "lowest "
+                "loss "
+                "would "
+                "have "
+                f"{perfect:.4f}."
+            ),
+        ]
 
     return {"entries": process.collect(plan), "reference": SELECTED, "summary": summary}
 
 
 COMMANDS = {
     "ablate": Command(
-        "What fuses specialists", "UltraFuser, Tables 2 and 4", _ablate, weights_study.losses, report=DomainReport
+        "What fuses specialists",
+        "UltraFuser, Tables 2 and 4",
+        _ablate,
+        weights_study.losses,
+        report=DomainReport,
     ),
     "sample-level": Command(
-        "One specialist per prompt", "UltraFuser, Sec. 3.1", _sample_level, weights_study.losses, report=DomainReport
+        "One specialist per prompt",
+        "UltraFuser, Sec. 3.1",
+        _sample_level,
+        weights_study.losses,
+        report=DomainReport,
     ),
     "weights": Command(
-        "Weights of the specialists", "UltraFuser, Table 6 and Figure 6", weights_study.measure, weights_study.weights,
-        weights_study.check, weights_study.GateWeights,
+        "Weights of the specialists",
+        "UltraFuser, Table 6 and Figure 6",
+        weights_study.measure,
+        weights_study.weights,
+        weights_study.check,
+        weights_study.GateWeights,
     ),
     "stability": Command(
-        "Stage 2 on the way", "UltraFuser, Table 5", measure, weights_study.stability,
-        check, Stability,
+        "Stage 2 on the way",
+        "UltraFuser, Table 5",
+        measure,
+        weights_study.stability,
+        check,
+        Stability,
     ),
     "sums": Command(
-        "Sums that are solved", "UltraFuser, in the place of Table 2's benchmarks", sums_study.measure, sums_study.picture,
-        sums_study.check, DomainReport,
+        "Sums that are solved",
+        "UltraFuser, in the place of Table 2's benchmarks",
+        sums_study.measure,
+        sums_study.picture,
+        sums_study.check,
+        DomainReport,
     ),
-}  # fmt: skip
+}
 run = functools.partial(tables.run, COMMANDS, Stages)

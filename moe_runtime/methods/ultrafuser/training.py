@@ -1,15 +1,17 @@
-"""UltraFuser's training: examples encoded for several templates, balanced batches, and the Trainer of both stages.
+"""UltraFuser's training: examples encoded for several templates, balanced batches, and the Trainer
+of both stages.
 
 UltraFuser (arXiv 2403.08281), Algorithm 1: N1 steps of the gate alone, N2 steps of all, each on
 
     batch = union over the domains t of S(D_t, n)
 
-S(D, n) are n rows drawn uniformly from a domain. Here each row of a domain comes once before any repeats, in an order
-redrawn for every pass (`replacement=True` draws each independently, as in the paper). Rows come in rounds, one of every
-domain, so an optimizer step is balanced however it is split over processes and micro-batches.
+S(D, n) are n rows drawn uniformly from a domain. Here each row of a domain comes once before any
+repeats, in an order redrawn for every pass (`replacement=True` draws each independently, as in the
+paper). Rows come in rounds, one of every domain, so an optimizer step is balanced however it is
+split over processes and micro-batches.
 
-A row has `prompt_ids`, a list of ids per specialist, `response_ids` and `domain`; Encoder.collate makes batches of them. The
-loss of a step is, over all its processes and micro-batches,
+A row has `prompt_ids`, a list of ids per specialist, `response_ids` and `domain`; Encoder.collate
+makes batches of them. The loss of a step is, over all its processes and micro-batches,
 
     reduction "mean"     sum of the tokens' losses / response tokens of the step
     reduction "sample"   the same sum / rows of the step, the paper's Eq. (2)
@@ -35,14 +37,22 @@ EPOCHS = ("largest", "smallest")
 
 
 class BalancedSampler(Sampler[int]):
-    """Yields indices in rounds, one example of every domain; deterministic for a seed and epoch, in every process.
+    """Yields indices in rounds, one example of every domain; deterministic for a seed and epoch, in
+    every process.
 
-    `domains` is the domain of each row; an epoch has `rounds` rounds, by default as many as the largest domain has rows
-    (`epoch` "largest"), or the smallest. With enough rounds for all its steps, training resumes exactly where it stopped.
+    `domains` is the domain of each row; an epoch has `rounds` rounds, by default as many as the
+    largest domain has rows (`epoch` "largest"), or the smallest. With enough rounds for all its
+    steps, training resumes exactly where it stopped.
     """
 
     def __init__(
-        self, domains: Sequence, *, rounds: int | None = None, epoch: str = "largest", replacement: bool = False, seed: int = 0
+        self,
+        domains: Sequence,
+        *,
+        rounds: int | None = None,
+        epoch: str = "largest",
+        replacement: bool = False,
+        seed: int = 0,
     ):
         places: dict = {}
         for place, domain in enumerate(domains):
@@ -54,7 +64,9 @@ class BalancedSampler(Sampler[int]):
         self.places = [torch.tensor(places[name]) for name in self.names]
         of_epoch = max if epoch == "largest" else min
         self.rounds = rounds or of_epoch(map(len, self.places))
-        self.replacement, self.seed, self._epoch = replacement, seed, 0
+        self.replacement = replacement
+        self.seed = seed
+        self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order; accelerate's data loaders call it."""
@@ -70,7 +82,9 @@ class BalancedSampler(Sampler[int]):
             yield from map(next, streams)
 
     def _stream(self, number: int, places: torch.Tensor) -> Iterator[int]:
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self._epoch) * 1_009 + number)
+        generator = torch.Generator().manual_seed(
+            (self.seed * 1_000_003 + self._epoch) * 1_009 + number
+        )
         while True:
             if self.replacement:
                 drawn = torch.randint(len(places), (len(places),), generator=generator)
@@ -82,21 +96,28 @@ class BalancedSampler(Sampler[int]):
 def union_sampler(rows: int, *, seed: int = 0, draws: int | None = None) -> Sampler[int]:
     """Return a sampler of all examples regardless of domain, for training without balance.
 
-    Each row comes once before any repeats, as in BalancedSampler; `draws` is the length of an epoch.
+    Each row comes once before any repeats, as in BalancedSampler; `draws` is the length of an
+    epoch.
     """
     return BalancedSampler([0] * rows, rounds=draws, seed=seed)
 
 
 def encode_rows(
-    encoder: Encoder, rows: Iterable[Mapping], max_length: int, limit: int | None = None, *,
+    encoder: Encoder,
+    rows: Iterable[Mapping],
+    max_length: int,
+    limit: int | None = None,
+    *,
     without: Iterable[Sequence[Sequence[int]]] = (),
     where: Callable[[int, Mapping], str] = lambda place, row: f"example {place + 1}",
-):  # fmt: skip
-    """Encode the first `limit` rows of prompt and completion, or messages, for every specialist; return a datasets.Dataset.
+):
+    """Encode the first `limit` rows of prompt and completion, or messages, for every specialist;
+    return a datasets.Dataset.
 
-    The first answer of a chat is the response, all before it the prompt. A response is cut so that it and the longest prompt
-    fit into `max_length`; a row is dropped if its prompt leaves no room, or is among `without`, the prompt_ids of held-out
-    rows. `where(place, row)` names a row in errors.
+    The first answer of a chat is the response, all before it the prompt. A response is cut so that
+    it and the longest prompt fit into `max_length`; a row is dropped if its prompt leaves no room,
+    or is among `without`, the prompt_ids of held-out rows. `where(place, row)` names a row in
+    errors.
     """
     columns: dict[str, list] = {"prompt_ids": [], "response_ids": []}
     known = set(map(_key, without))
@@ -106,7 +127,8 @@ def encode_rows(
             break
         try:
             prompt, response = _exchange(row)
-            prompts, answer = encoder.prompt(prompt), encoder.answer(response)
+            prompts = encoder.prompt(prompt)
+            answer = encoder.answer(response)
         except ValueError as error:
             raise ValueError(f"{where(place, row)}: {error}") from error
         answer = answer[: max(max_length - max(map(len, prompts)), 0)]
@@ -117,7 +139,13 @@ def encode_rows(
             columns["response_ids"].append(answer)
     if not columns["response_ids"]:
         raise ValueError(
-            f"No examples are left: {dropped} have a held-out prompt, the others no response within max_length ({max_length}). "
+            f"No examples are left: {dropped} have a held-out "
+            "prompt, "
+            "the "
+            "others "
+            "no "
+            "response "
+            f"within max_length ({max_length}). "
             "Use a larger one, or other prompts"
         )
     return require("datasets").Dataset.from_dict(columns)
@@ -130,11 +158,22 @@ def _key(prompts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
     """Return the prompt and the response of a row."""
     turns, given = chat_of(row) or ((), 0)
-    first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given), 0)
-    prompt, response = (turns[:first], turns[first]["content"]) if first else (row.get("prompt"), row.get("completion"))
+    first = next(
+        (i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given), 0
+    )
+    if first:
+        prompt, response = (turns[:first], turns[first]["content"])
+    else:
+        prompt, response = (row.get("prompt"), row.get("completion"))
     if not first and not (isinstance(prompt, str) and isinstance(response, str)):
         raise ValueError(
-            f"Expected text in prompt and completion, or messages with an assistant's answer to a user, but got "
+            "Expected text in prompt and completion, or messages with "
+            "an "
+            "assistant's "
+            "answer "
+            "to "
+            "a "
+            "user, but got "
             f"{shown(dict(row))}"
         )
     return prompt, response
@@ -142,7 +181,8 @@ def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
 
 @torch.no_grad()
 def cast(model: torch.nn.Module, dtype: str) -> None:
-    """Round a model's parameters to `dtype`, in place; buffers keep their dtype, as in from_pretrained.
+    """Round a model's parameters to `dtype`, in place; buffers keep their dtype, as in
+    from_pretrained.
 
     Parameters sharded by FSDP2 keep their own dtype, with rounded values.
     """
@@ -154,14 +194,19 @@ def cast(model: torch.nn.Module, dtype: str) -> None:
 
 
 def hidden_size(source: str, name: str) -> int:
-    """Return the size of a model's last hidden states from its config; `name` is the source in errors."""
+    """Return the size of a model's last hidden states from its config; `name` is the source in
+    errors.
+    """
     return head_of(skeleton(load_config(source, name)), name).linear.in_features
 
 
 def single_rows(rows, specialist: int):
     """Return the examples for a single specialist: input_ids, and labels on the response."""
-    prompts, responses = rows["prompt_ids"], rows["response_ids"]
-    pairs = [(prompt[specialist], response) for prompt, response in zip(prompts, responses, strict=True)]
+    prompts = rows["prompt_ids"]
+    responses = rows["response_ids"]
+    pairs = [
+        (prompt[specialist], response) for prompt, response in zip(prompts, responses, strict=True)
+    ]
     columns = {
         "input_ids": [prompt + response for prompt, response in pairs],
         "labels": [[-100] * len(prompt) + response for prompt, response in pairs],
@@ -170,13 +215,21 @@ def single_rows(rows, specialist: int):
 
 
 def sampler_for(
-    domains: Sequence[str], *, steps: int, batch_size: int, balanced: bool = True, replacement: bool = False, seed: int = 0
+    domains: Sequence[str],
+    *,
+    steps: int,
+    batch_size: int,
+    balanced: bool = True,
+    replacement: bool = False,
+    seed: int = 0,
 ) -> Sampler[int]:
     """Return a training sampler: balanced over domains in every step, or over all examples."""
     if not balanced:
         return union_sampler(len(domains), draws=steps * batch_size, seed=seed)
     count = len(set(domains))
-    return BalancedSampler(domains, rounds=steps * batch_size // count, replacement=replacement, seed=seed)
+    return BalancedSampler(
+        domains, rounds=steps * batch_size // count, replacement=replacement, seed=seed
+    )
 
 
 class SampledTrainer(MoETrainer):
@@ -187,21 +240,29 @@ class SampledTrainer(MoETrainer):
         super().__init__(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset=None) -> Sampler | None:
-        return self.sampler if self.sampler is not None else super()._get_train_sampler(train_dataset)
+        if self.sampler is not None:
+            return self.sampler
+        return super()._get_train_sampler(train_dataset)
 
 
 class FuserTrainer(SampledTrainer):
-    """A SampledTrainer for both stages of UltraFuser; the model's `loss_reduction` is applied over whole steps."""
+    """A SampledTrainer for both stages of UltraFuser; the model's `loss_reduction` is applied over
+    whole steps.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         # each micro-batch's sum is divided by the count of the whole step; labels are not shifted
-        self.model_accepts_loss_kwargs, self._loss_shifts_labels = True, False
+        self.model_accepts_loss_kwargs = True
+        self._loss_shifts_labels = False
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
         """Count the items that the loss is averaged over: label tokens, or examples."""
         if self.accelerator.unwrap_model(self.model).config.loss_reduction == "sample":
-            batch_samples = [{"labels": batch["labels"].new_zeros(len(batch["labels"]), 1)} for batch in batch_samples]
+            batch_samples = [
+                {"labels": batch["labels"].new_zeros(len(batch["labels"]), 1)}
+                for batch in batch_samples
+            ]
         return super()._get_num_items_in_batch(batch_samples, device)
 
 
@@ -214,18 +275,26 @@ def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[s
     }
 
 
-def fuser_losses(model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> tuple:
+def fuser_losses(
+    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
+) -> tuple:
     """Like `fit.row_losses`, for the response tokens of each row."""
 
     def take(model, batch: dict) -> list[tuple]:
         out = model(**batch, reduction="none", want_logits=True)
         return sums_of(out.loss, batch["labels"], out.logits.argmax(-1))
 
-    return means_of(each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16))
+    return means_of(
+        each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16)
+    )
 
 
-def gate_weights(model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False) -> list[list[list[float]]]:
-    """Return the gate's weights [R, S] for the response tokens of each row; every process must call this."""
+def gate_weights(
+    model, rows, *, collator: Callable, batch_size: int = 32, bf16: bool = False
+) -> list[list[list[float]]]:
+    """Return the gate's weights [R, S] for the response tokens of each row; every process must call
+    this.
+    """
 
     def take(model, batch: dict) -> list[list[list[float]]]:
         counts = (batch.pop("labels") != -100).sum(1).tolist()

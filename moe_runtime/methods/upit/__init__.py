@@ -1,4 +1,5 @@
-"""UpIT, upcycling instruction tuning (arXiv 2410.01610): checkpoints of one tuning run become the experts of an MoE model.
+"""UpIT, upcycling instruction tuning (arXiv 2410.01610): checkpoints of one tuning run become the
+experts of an MoE model.
 
     (tune)              with any trainer and the callback ExpertCheckpoints               Algorithm 1, lines 1 to 3
     choose_checkpoints  the checkpoints that become experts
@@ -19,22 +20,46 @@
     routed = upit.init_routers(experts, seed_data, buckets, tokenizer, folder="routed")
     upit.assemble([one.folder for one in routed], [one.vectors for one in routed], "moe")
 
-Experts are folders: whole models, deltas of a base, or LoRA adapters (`checkpoints` writes, `experts` reads, `models` loads
-them). The steps: `expansion` with `pool` -> `buckets` -> `router` with `vectors` -> `assembly` -> `mixtral`. From disk to
-disk, as the command line does it: `folders`.
+Experts are folders: whole models, deltas of a base, or LoRA adapters (`checkpoints` writes,
+`experts` reads, `models` loads them). The steps: `expansion` with `pool` -> `buckets` -> `router`
+with `vectors` -> `assembly` -> `mixtral`. From disk to disk, as the command line does it:
+`folders`.
 """
 
 from moe_runtime.methods.upit.assembly import assemble
 from moe_runtime.methods.upit.buckets import fill_buckets, perplexities, random_buckets, seed_set
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints
 from moe_runtime.methods.upit.expansion import Child, Expansion, expand_experts
-from moe_runtime.methods.upit.experts import Expert, choose_checkpoints, materialize, open_expert, saved_experts
+from moe_runtime.methods.upit.experts import (
+    Expert,
+    choose_checkpoints,
+    materialize,
+    open_expert,
+    saved_experts,
+)
 from moe_runtime.methods.upit.folders import export_mixtral
 from moe_runtime.methods.upit.router import RoutedExpert, init_router, init_routers, load_routed
 from moe_runtime.methods.upit.vectors import Measured
 
 __all__ = [
-    "Child", "Expansion", "Expert", "ExpertCheckpoints", "Measured", "RoutedExpert", "assemble", "choose_checkpoints",
-    "expand_experts", "export_mixtral", "fill_buckets", "init_router", "init_routers", "load_routed", "materialize",
-    "open_expert", "perplexities", "random_buckets", "saved_experts", "seed_set",
-]  # fmt: skip
+    "Child",
+    "Expansion",
+    "Expert",
+    "ExpertCheckpoints",
+    "Measured",
+    "RoutedExpert",
+    "assemble",
+    "choose_checkpoints",
+    "expand_experts",
+    "export_mixtral",
+    "fill_buckets",
+    "init_router",
+    "init_routers",
+    "load_routed",
+    "materialize",
+    "open_expert",
+    "perplexities",
+    "random_buckets",
+    "saved_experts",
+    "seed_set",
+]

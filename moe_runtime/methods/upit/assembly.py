@@ -6,11 +6,13 @@ UpIT (arXiv 2410.01610), Algorithm 1, lines 12 and 13, and Sec. 3.1:
     router    R^l = [r_1^l; ...; r_n^l], the routing vectors in the same order
     backbone  mean over the experts of all but the MLPs ("mean"), or the base's ("base")
 
-The paper's R is [d_h, n], ours [n, H]. It leaves open how the router's outputs become weights; the default is the top 2 of
-a softmax, renormalized, as in Mixtral, to which `upit.export_mixtral` converts. Without vectors the router is initialized at
-random (the paper's "w/o Init"). `xft.folders.upcycle_folder` makes the baselines that upcycle copies of one model.
+The paper's R is [d_h, n], ours [n, H]. It leaves open how the router's outputs become weights; the
+default is the top 2 of a softmax, renormalized, as in Mixtral, to which `upit.export_mixtral`
+converts. Without vectors the router is initialized at random (the paper's "w/o Init").
+`xft.folders.upcycle_folder` makes the baselines that upcycle copies of one model.
 
-Adapters become LoRA experts over their base (`moe_runtime.methods.lora`), which replaces the mean of the backbones.
+Adapters become LoRA experts over their base (`moe_runtime.methods.lora`), which replaces the mean
+of the backbones.
 """
 
 import contextlib
@@ -34,44 +36,86 @@ from moe_runtime.methods.upit.experts import Expert, open_expert
 BACKBONES = ("mean", "base")
 # fields in which configs may differ without changing the logits
 _ASIDE = {
-    "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "pad_token_id", "bos_token_id",
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "use_cache",
+    "architectures",
+    "pad_token_id",
+    "bos_token_id",
     "eos_token_id",
-}  # fmt: skip
+}
 
 
 def assemble(
-    experts: Sequence[str | Path], vectors: Sequence[torch.Tensor] | torch.Tensor | None, out: str | Path, *,
-    base: str | Path | None = None, top_k: int = 2, gate: str = "softmax_topk_renorm", balance_loss: str = "switch",
-    balance_loss_coef: float = 0.01, backbone: str = "mean", seed: int = 42, max_shard_size: int | str = SHARD,
-    overwrite: bool = False, progress: Progress | None = None,
-) -> FolderReceipt:  # fmt: skip
-    """Write the MoE model of the expert folders, all of one kind or whole models and deltas, to the folder `out`.
+    experts: Sequence[str | Path],
+    vectors: Sequence[torch.Tensor] | torch.Tensor | None,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    top_k: int = 2,
+    gate: str = "softmax_topk_renorm",
+    balance_loss: str = "switch",
+    balance_loss_coef: float = 0.01,
+    backbone: str = "mean",
+    seed: int = 42,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Write the MoE model of the expert folders, all of one kind or whole models and deltas, to the
+    folder `out`.
 
-    `vectors` are [L, H] for each expert; None draws the routers by `seed`. Whole experts are streamed: memory holds one stack
-    of experts and one shard. For adapters the base is loaded and saved with them; if they change more than MLPs, backbone
-    "mean" adds the mean of these changes to it. `base` overrides the base recorded in deltas and adapters; whole experts with
-    backbone "base" require it.
+    `vectors` are [L, H] for each expert; None draws the routers by `seed`. Whole experts are
+    streamed: memory holds one stack of experts and one shard. For adapters the base is loaded and
+    saved with them; if they change more than MLPs, backbone "mean" adds the mean of these changes
+    to it. `base` overrides the base recorded in deltas and adapters; whole experts with backbone
+    "base" require it.
     """
     check_choice("backbone", backbone, BACKBONES)
     check_paths("experts", experts)
     if gate in SHARED_GATES:
-        raise ValueError(f"Gate {gate!r} has a shared expert, which has no routing vector. Use one without a shared expert")
+        raise ValueError(
+            f"Gate {gate!r} has a shared expert, which has no routing "
+            "vector. "
+            "Use "
+            "one "
+            "without "
+            "a "
+            "shared expert"
+        )
     check_out_dir(out, overwrite, [*experts, base])
     settings = {
-        "num_experts": len(experts), "top_k": top_k, "gate": gate, "balance_loss": balance_loss,
+        "num_experts": len(experts),
+        "top_k": top_k,
+        "gate": gate,
+        "balance_loss": balance_loss,
         "balance_loss_coef": balance_loss_coef,
-    }  # fmt: skip
+    }
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(open_expert(path, base)) for path in experts]
         kinds = {"lora" if expert.kind == "lora" else "ffn" for expert in opened}
         if len(kinds) != 1:
             found = ", ".join(expert.kind for expert in opened)
-            raise ValueError(f"experts must be one or more folders, either all adapters or none, but got [{found}]")
+            raise ValueError(
+                "experts must be one or more folders, either all "
+                "adapters "
+                "or "
+                "none, "
+                "but "
+                "got "
+                f"[{found}]"
+            )
         config = opened[0].config
         moe = folders.config_for_folder(config, **settings)
-        rows = None if vectors is None else _stacked(vectors, len(experts), config.num_hidden_layers, config.hidden_size)
+        if vectors is None:
+            rows = None
+        else:
+            rows = _stacked(vectors, len(experts), config.num_hidden_layers, config.hidden_size)
         if kinds == {"lora"}:
-            return _assemble_adapters(opened, rows, Path(out), moe, backbone, seed, max_shard_size, overwrite)
+            return _assemble_adapters(
+                opened, rows, Path(out), moe, backbone, seed, max_shard_size, overwrite
+            )
         _check_alike(opened)
         folders.check_tensors(config, opened[0])
         source = stack.enter_context(_backbone(opened, base)) if backbone == "base" else None
@@ -84,7 +128,9 @@ def _assemble_whole(
 ) -> FolderReceipt:
     """Stream whole models or deltas as experts into one folder."""
     first = made.opened[0]
-    with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=made.expected()) as writer:
+    with CheckpointWriter(
+        out, max_shard_size, overwrite=overwrite, expected_bytes=made.expected()
+    ) as writer:
         new_config = folders.upcycled_config(first.config, made.moe)
         new_config.moe_runtime = new_config.moe_runtime | {"method": "upit"}
         folders.write_config(writer, new_config)
@@ -99,12 +145,17 @@ def _assemble_whole(
 
 
 def _stacked(vectors, n: int, L: int, H: int) -> torch.Tensor:
-    """Return vectors [n, L, H] float32; raises ValueError for other shapes and for values that are not finite."""
+    """Return vectors [n, L, H] float32; raises ValueError for other shapes and for values that are
+    not finite.
+    """
     vectors = [vector.detach().float().cpu() for vector in vectors]
-    shapes, bad = ([tuple(vector.shape) for vector in vectors], [i for i, v in enumerate(vectors) if not v.isfinite().all()])
+    shapes = [tuple(vector.shape) for vector in vectors]
+    bad = [i for i, v in enumerate(vectors) if not v.isfinite().all()]
     if shapes != [(L, H)] * n or bad:
         found = f"those of experts {bad} have NaN or infinite values" if bad else f"are {shapes}"
-        raise ValueError(f"vectors must be finite and [{L}, {H}] for each of the {n} experts, but {found}")
+        raise ValueError(
+            f"vectors must be finite and [{L}, {H}] for each of the {n} experts, but {found}"
+        )
     return torch.stack(vectors)
 
 
@@ -117,7 +168,13 @@ def _check_alike(opened: Sequence[Expert]) -> None:
         for name in sorted(fields.keys() | other.keys()):
             if fields.get(name) != other.get(name):
                 raise ValueError(
-                    f"{name} of {expert.path} is {other.get(name)!r}, but {fields.get(name)!r} for {first.path}. Pass "
+                    f"{name} of "
+                    f"{expert.path} "
+                    "is "
+                    f"{other.get(name)!r}, "
+                    "but "
+                    f"{fields.get(name)!r} "
+                    f"for {first.path}. Pass "
                     "experts of one base"
                 )
         check_keys(expert.specs(), first.specs(), source=expert.path)
@@ -133,7 +190,8 @@ def _backbone(opened: Sequence[Expert], base: str | Path | None) -> Checkpoint:
     if base is None and not named:
         raise ValueError("backbone 'base' requires base=, the folder of the dense model")
     source = Checkpoint(local_folder(base or models.base_of(named)))
-    first, specs = opened[0], source.specs()
+    first = opened[0]
+    specs = source.specs()
     want = {key: spec for key, spec in first.specs().items() if not first.is_ffn(key)}
     check_keys({key: specs[key] for key in want if key in specs}, want, source=source.path)
     return source
@@ -143,24 +201,39 @@ class _Made:
     """Makes the target's tensors from the experts' keys."""
 
     def __init__(
-        self, opened: Sequence[Expert], vectors: torch.Tensor | None, moe: MoEConfig, source: Checkpoint | None, seed: int
+        self,
+        opened: Sequence[Expert],
+        vectors: torch.Tensor | None,
+        moe: MoEConfig,
+        source: Checkpoint | None,
+        seed: int,
     ):
-        self.opened, self.vectors, self.moe, self.source, self.seed = opened, vectors, moe, source, seed
+        self.opened = opened
+        self.vectors = vectors
+        self.moe = moe
+        self.source = source
+        self.seed = seed
         self.family, self.specs = opened[0].family, opened[0].specs()
 
     def expected(self) -> int:
         """Bytes of the target's tensors, routers aside."""
         n = len(self.opened)
-        return sum(spec.nbytes * (n if self.opened[0].is_ffn(key) else 1) for key, spec in self.specs.items())
+        return sum(
+            spec.nbytes * (n if self.opened[0].is_ffn(key) else 1)
+            for key, spec in self.specs.items()
+        )
 
     def of(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the target's tensors for a key of the experts; a stack comes with its first part, the others give none."""
+        """Return the target's tensors for a key of the experts; a stack comes with its first part,
+        the others give none.
+        """
         place = families.locate_key(self.family, key)
         if place is None:
             return {key: self._mean(key) if self.source is None else self.source.get(key)}
         if place.part > 0:
             return {}
-        layer, bias = place.layer, self.moe.bias
+        layer = place.layer
+        bias = self.moe.bias
         parts = families.mlp_keys(self.family, layer, bias)[place.name]
         shape = [sum(self.specs[part].shape[0] for part in parts), *self.specs[key].shape[1:]]
         stack = torch.empty(len(self.opened), *shape, dtype=self.specs[key].dtype)
@@ -196,7 +269,9 @@ class _Made:
 
 def _finite(tensor: torch.Tensor, key: str, expert: Expert) -> torch.Tensor:
     if not tensor.isfinite().all():
-        raise ValueError(f"{key} of {expert.path} has NaN or infinite values. Lower the learning rate")
+        raise ValueError(
+            f"{key} of {expert.path} has NaN or infinite values. Lower the learning rate"
+        )
     return tensor
 
 
@@ -210,18 +285,32 @@ class _Copies(NamedTuple):
 
 
 def _assemble_adapters(
-    opened: Sequence[Expert], vectors: torch.Tensor | None, out: Path, moe: MoEConfig, backbone: str, seed: int,
-    max_shard_size: int | str, overwrite: bool,
-) -> FolderReceipt:  # fmt: skip
+    opened: Sequence[Expert],
+    vectors: torch.Tensor | None,
+    out: Path,
+    moe: MoEConfig,
+    backbone: str,
+    seed: int,
+    max_shard_size: int | str,
+    overwrite: bool,
+) -> FolderReceipt:
     """Write the base with the adapters as its LoRA experts."""
     for expert in opened:
         for key in expert.keys():
             _finite(expert.get(key), key, expert)
     model = models.load_base(opened, device="cpu")
-    layers = sorted({place.layer for place in map(opened[0].locate, opened[0].keys()) if place is not None})
+    layers = sorted(
+        {place.layer for place in map(opened[0].locate, opened[0].keys()) if place is not None}
+    )
     rows = None if vectors is None else vectors[:, layers].transpose(0, 1).contiguous()
     to_lora_moe(
-        model, moe, experts=[expert.path for expert in opened], backbone=backbone, vectors=rows, method="upit", seed=seed
+        model,
+        moe,
+        experts=[expert.path for expert in opened],
+        backbone=backbone,
+        vectors=rows,
+        method="upit",
+        seed=seed,
     )
     with atomic_folder(out, overwrite) as tmp:
         source = local_folder(opened[0].base, ("config.json",))

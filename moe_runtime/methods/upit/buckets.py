@@ -3,10 +3,11 @@
 UpIT (arXiv 2410.01610), Algorithm 3:
     D_s     = 1 % of the data, at random
     p_i^j   = perplexity of expert j on row i = exp(mean over the row's tokens of -log p)
-    row i, in order, goes to the expert with the lowest p_i^j among those whose bucket holds fewer than C rows
+    row i, in order, goes to the expert with the lowest p_i^j among those whose bucket holds fewer
+    than C rows
 
-E_j are the expert folders, C is `capacity`. The paper leaves open which tokens count (`tokens`: those of the response, or
-all), C (ceil(|D_s| / n)) and ties (the expert that comes first).
+E_j are the expert folders, C is `capacity`. The paper leaves open which tokens count (`tokens`:
+those of the response, or all), C (ceil(|D_s| / n)) and ties (the expert that comes first).
 """
 
 import contextlib
@@ -38,26 +39,53 @@ class Buckets(NamedTuple):
 
 
 def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
-    """Return a random `share` of a datasets.Dataset (Algorithm 3, line 2), with at least `at_least` examples."""
+    """Return a random `share` of a datasets.Dataset (Algorithm 3, line 2), with at least `at_least`
+    examples.
+    """
     check_number("share", share, positive=True)
     if not (hasattr(rows, "shuffle") and hasattr(rows, "select")):
-        raise ValueError(f"rows must be a datasets.Dataset, but is a {type(rows).__name__}. Pass Dataset.from_list(rows)")
+        raise ValueError(
+            "rows must be a datasets.Dataset, "
+            "but "
+            "is "
+            "a "
+            f"{type(rows).__name__}. "
+            "Pass "
+            "Dataset.from_list(rows)"
+        )
     count = max(round(share * len(rows)), at_least)
     if share > 1 or count > len(rows):
-        raise ValueError(f"share ({share}) and at_least ({at_least}) must select at most the {len(rows)} examples of the data")
+        raise ValueError(
+            f"share ({share}) and at_least ({at_least}) must "
+            "select "
+            "at "
+            "most "
+            "the "
+            f"{len(rows)} "
+            "examples of the data"
+        )
     return rows.shuffle(seed=seed).select(range(count))
 
 
 def perplexities(
-    experts: Sequence[str | Path], rows, tokenizer, *, base: str | Path | None = None, tokens: str = "response",
-    batch_size: int = 8, dtype: str | None = None, device: torch.device | str | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must call this.
+    experts: Sequence[str | Path],
+    rows,
+    tokenizer,
+    *,
+    base: str | Path | None = None,
+    tokens: str = "response",
+    batch_size: int = 8,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Return the perplexity [n, N] float64 of each expert on each row; every process of a run must
+    call this.
 
-    `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts tokens with a label, "all" every token but a row's
-    first. `base` is the dense model of deltas and adapters, by default the one they record; `dtype` defaults to the
-    folder's. One model is in memory at a time; adapters share it, and the base runs once on `batch_size` rows, those of all
-    adapters together. Raises ValueError for rows without a counted token and for adapters of different bases.
+    `rows` are tokenized (io.rows.tokenize_pairs); `tokens` "response" counts tokens with a label,
+    "all" every token but a row's first. `base` is the dense model of deltas and adapters, by
+    default the one they record; `dtype` defaults to the folder's. One model is in memory at a time;
+    adapters share it, and the base runs once on `batch_size` rows, those of all adapters together.
+    Raises ValueError for rows without a counted token and for adapters of different bases.
     """
     check_choice("tokens", tokens, TOKENS)
     check_positive("batch_size", batch_size)
@@ -82,14 +110,20 @@ def perplexities(
 def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
     """Assign rows to experts by `perplexity` [n, N] (Algorithm 3); return n lists of row numbers.
 
-    A bucket holds at most `capacity` rows, by default ceil(N / n); a row is dropped once all buckets are full.
+    A bucket holds at most `capacity` rows, by default ceil(N / n); a row is dropped once all
+    buckets are full.
     """
     perplexity = torch.as_tensor(perplexity, dtype=torch.float64)
     rows = perplexity.isnan().all(0).nonzero().flatten().tolist()
     bad = rows or perplexity.isnan().any(1).nonzero().flatten().tolist()
     if bad:
-        what = f"rows {bad[:8]} is NaN for every expert" if rows else f"experts {bad} is NaN on some rows"
-        raise ValueError(f"The perplexity of the {what}. Remove those {'rows' if rows else 'experts'}")
+        if rows:
+            what = f"rows {bad[:8]} is NaN for every expert"
+        else:
+            what = f"experts {bad} is NaN on some rows"
+        raise ValueError(
+            f"The perplexity of the {what}. Remove those {'rows' if rows else 'experts'}"
+        )
     n, N = perplexity.shape
     capacity = math.ceil(N / n) if capacity is None else capacity
     check_positive("capacity", capacity)
@@ -103,7 +137,9 @@ def fill_buckets(perplexity, capacity: int | None = None) -> list[list[int]]:
 
 
 def random_buckets(sizes: Sequence[int], N: int, seed: int = 0) -> list[list[int]]:
-    """Assign `N` rows at random to buckets of the given `sizes` (the paper's ablation); return sorted row numbers."""
+    """Assign `N` rows at random to buckets of the given `sizes` (the paper's ablation); return
+    sorted row numbers.
+    """
     sizes = list(sizes)
     order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
     return [sorted(part.tolist()) for part in order[: sum(sizes)].split(sizes)]

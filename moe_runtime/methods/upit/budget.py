@@ -1,14 +1,18 @@
-"""UpIT at an equal number of optimizer steps: SFT has one learning rate schedule, UpIT one per stage.
+"""UpIT at an equal number of optimizer steps: SFT has one learning rate schedule, UpIT one per
+stage.
 
-    SFT                        sft.epochs + post.epochs of dense tuning with post's schedule; also SWA of its checkpoints
+    SFT                        sft.epochs + post.epochs of dense tuning with post's schedule; also
+                               SWA of its checkpoints
     Upcycle_PT                 the same epochs and schedule, all of them as an MoE model
     UpIT, Upcycle_SFT          as in the recipe, with its schedule of stage 1
     stage 1 annealed           with post's schedule in stage 1 too
     two equal schedules        half of the epochs in each stage, both with post's schedule
-    an expert per domain       stage 1 is one tuning run per domain, whose last checkpoint is the expert
+    an expert per domain       stage 1 is one tuning run per domain, whose last checkpoint is the
+                               expert
 
-Steps of stage 2 continue the count of stage 1, so that losses are compared at equal steps; initializing the routers takes some
-extra rows. Experts per domain require as many domains as experts and are skipped otherwise.
+Steps of stage 2 continue the count of stage 1, so that losses are compared at equal steps;
+initializing the routers takes some extra rows. Experts per domain require as many domains as
+experts and are skipped otherwise.
 """
 
 import copy
@@ -25,8 +29,14 @@ from moe_runtime.methods.upit import pesc
 from moe_runtime.methods.upit.experts import saved_experts
 from moe_runtime.methods.upit.study import Pool
 
-SFT, SWA, PT, COPIES, UPIT = "SFT", "SFT, SWA", "Upcycle_PT", "Upcycle_SFT", "UpIT"
-ANNEALED, EQUAL, BRANCHES = f"{UPIT}, stage 1 annealed", f"{UPIT}, two equal schedules", f"{UPIT}, an expert per domain"
+SFT = "SFT"
+SWA = "SFT, SWA"
+PT = "Upcycle_PT"
+COPIES = "Upcycle_SFT"
+UPIT = "UpIT"
+ANNEALED = f"{UPIT}, stage 1 annealed"
+EQUAL = f"{UPIT}, two equal schedules"
+BRANCHES = f"{UPIT}, an expert per domain"
 
 
 class Stages(pesc.Stages):
@@ -43,7 +53,9 @@ class Stages(pesc.Stages):
         return super()._settings(training) | ({"only": self.only} if self.only else {})
 
     def branches(self) -> Pool:
-        """Return an expert per domain: the last checkpoint of stage 1 on that domain's examples only."""
+        """Return an expert per domain: the last checkpoint of stage 1 on that domain's examples
+        only.
+        """
         tuned = []
         for domain in self.recipe.domains:
             other = copy.copy(self)
@@ -52,11 +64,21 @@ class Stages(pesc.Stages):
         last = [saved_experts(one.folder)[-1] for one in tuned]
         made = {"experts": [path.relative_to(self.out).as_posix() for path in last], "parents": []}
         settings = {"branches": list(self.recipe.domains)}
-        pool = self._stage("pool", BRANCHES, settings, tuned, lambda tmp, checkpoints: made, holds="experts", result=Pool)
+        pool = self._stage(
+            "pool",
+            BRANCHES,
+            settings,
+            tuned,
+            lambda tmp, checkpoints: made,
+            holds="experts",
+            result=Pool,
+        )
         return pool._replace(experts=[str(path) for path in last])
 
     def averaged(self, tuned: Judged) -> Judged:
-        """Return SWA (arXiv 1803.05407): the mean of the checkpoints from the second half of the steps of `prepared`."""
+        """Return SWA (arXiv 1803.05407): the mean of the checkpoints from the second half of the
+        steps of `prepared`.
+        """
         saved = {int(path.name.rpartition("-")[2]): path for path in saved_experts(tuned.folder)}
         late = [path for step, path in saved.items() if 2 * step > max(saved)]
 
@@ -69,13 +91,16 @@ class Stages(pesc.Stages):
                     ranks.save_whole(mean.module, self.tokenizer, tmp / "model", self.recipe.dtype)
             return self._judge(lambda: self._load(tmp / "model"))
 
-        return self._stage("averaged", SWA, {"checkpoints": [path.name for path in late]}, [tuned], make)
+        return self._stage(
+            "averaged", SWA, {"checkpoints": [path.name for path in late]}, [tuned], make
+        )
 
 
 def make(process: Run) -> dict:
     """Train SFT, UpIT and its variants with equal optimizer steps."""
     recipe = process.recipe
-    epochs, schedule = recipe.ffn.whole.epochs, recipe.ffn.post.schedule
+    epochs = recipe.ffn.whole.epochs
+    schedule = recipe.ffn.post.schedule
     annealed = {"ffn__sft__schedule": schedule}
     equal = annealed | {"ffn__sft__epochs": epochs / 2, "ffn__post__epochs": epochs / 2}
     for changes in ({}, equal):
@@ -105,7 +130,9 @@ def _after(first: Judged, second: Judged) -> Judged:
 
 
 def _summary(report: Report) -> list[str]:
-    """Compare UpIT with every other method, and list held-out losses by step: they rise where the second schedule starts."""
+    """Compare UpIT with every other method, and list held-out losses by step: they rise where the
+    second schedule starts.
+    """
     names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base")]
     upit = against(report.entries, UPIT, names)
     watched = [entry for entry in report.entries if entry.results[0].history]
@@ -115,7 +142,10 @@ def _summary(report: Report) -> list[str]:
     lines = [f"{'held-out loss at step':{width}s}" + "".join(f"{step:8d}" for step in steps)]
     for name, history in histories.items():
         lines.append(
-            f"{name:{width}s}" + "".join(f"{history[step]:8.4f}" if step in history else " " * 8 for step in steps).rstrip()
+            f"{name:{width}s}"
+            + "".join(
+                f"{history[step]:8.4f}" if step in history else " " * 8 for step in steps
+            ).rstrip()
         )
     return [*upit, *lines]
 

@@ -1,7 +1,8 @@
 """Expert preparation: a Trainer callback that saves the model at fixed intervals during tuning.
 
-UpIT (arXiv 2410.01610), Algorithm 1, lines 2 and 3: the checkpoints C become the experts E_1, ..., E_m. Each is a folder
-FOLDER/step-<n>/ of one of three kinds; its expert.json records the kind, the step and the base:
+UpIT (arXiv 2410.01610), Algorithm 1, lines 2 and 3: the checkpoints C become the experts E_1, ...,
+E_m. Each is a folder FOLDER/step-<n>/ of one of three kinds; its expert.json records the kind, the
+step and the base:
 
     ffn    the whole model, as its `save_pretrained` would write it
     delta  only the tensors that differ from a base's folder in any bit
@@ -31,40 +32,73 @@ from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, parse_size
 from moe_runtime.io.files import atomic_folder, read_json
 
-RECORD, FORMAT = "expert.json", 1
+RECORD = "expert.json"
+FORMAT = 1
 KINDS = ("ffn", "delta", "lora")
 STEP = "step-"
 
 
 class ExpertCheckpoints(TrainerCallback):
-    """Saves the model to FOLDER/step-<n>/ every `every_epochs` epochs, or every `every_steps` steps, and after the last step.
+    """Saves the model to FOLDER/step-<n>/ every `every_epochs` epochs, or every `every_steps`
+    steps, and after the last step.
 
-    Works with any Trainer, also under DDP and FSDP2, where every process needs the callback. A resumed run keeps the experts
-    saved so far. `base`, the model's folder before training, is recorded; with `only_changed`, tensors equal to the base's are
-    left out. `dtype` is that of the written weights; with `only_changed` pass the base's if training uses another one. Memory
-    holds one shard of `max_shard_size` in addition to the model.
+    Works with any Trainer, also under DDP and FSDP2, where every process needs the callback. A
+    resumed run keeps the experts saved so far. `base`, the model's folder before training, is
+    recorded; with `only_changed`, tensors equal to the base's are left out. `dtype` is that of the
+    written weights; with `only_changed` pass the base's if training uses another one. Memory holds
+    one shard of `max_shard_size` in addition to the model.
     """
 
     def __init__(
-        self, folder: str | Path, every_epochs: float | None = None, every_steps: int | None = None, *,
-        base: str | Path | None = None, only_changed: bool = False, dtype: str | torch.dtype | None = None,
-        max_shard_size: int | str = "1GB", overwrite: bool = False,
-    ):  # fmt: skip
-        self.folder, self.overwrite, self.base, self.only_changed = Path(folder), overwrite, base, only_changed
-        self.every_steps, self.every_epochs = every_steps, 0.25 if every_epochs is None else every_epochs
+        self,
+        folder: str | Path,
+        every_epochs: float | None = None,
+        every_steps: int | None = None,
+        *,
+        base: str | Path | None = None,
+        only_changed: bool = False,
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: int | str = "1GB",
+        overwrite: bool = False,
+    ):
+        self.folder = Path(folder)
+        self.overwrite = overwrite
+        self.base = base
+        self.only_changed = only_changed
+        self.every_steps = every_steps
+        self.every_epochs = 0.25 if every_epochs is None else every_epochs
         check_number("every_epochs", self.every_epochs, positive=True)
         if every_steps is not None:
             check_positive("every_steps", every_steps)
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        is_float = dtype is None or (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point)
-        if None not in (every_epochs, every_steps) or (only_changed and base is None) or not is_float:
+        is_float = dtype is None or (
+            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        )
+        if (
+            None not in (every_epochs, every_steps)
+            or (only_changed and base is None)
+            or not is_float
+        ):
             raise ValueError(
-                f"Expected at most one of the intervals, a base if only_changed, and a floating dtype such as 'bfloat16', but "
-                f"every_epochs is {every_epochs}, every_steps is {every_steps}, only_changed is {only_changed}, base is {base} "
+                "Expected at most one of the intervals, a base "
+                "if "
+                "only_changed, "
+                "and "
+                "a "
+                "floating "
+                "dtype such as 'bfloat16', but "
+                f"every_epochs is {every_epochs}, "
+                "every_steps "
+                "is "
+                f"{every_steps}, "
+                "only_changed "
+                "is "
+                f"{only_changed}, base is {base} "
                 f"and dtype is {dtype!r}"
             )
         self.max_shard_size = parse_size(max_shard_size)
-        self._epoch, self._base_hash = 0.0, None
+        self._epoch = 0.0
+        self._base_hash = None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Check model, base and folder, and record the step that training resumes from."""
@@ -77,7 +111,13 @@ class ExpertCheckpoints(TrainerCallback):
         there = ranks.agree([path.name for path in saved_steps(self.folder)])
         if there and not state.global_step and not self.overwrite:
             raise ValueError(
-                f"Folder {self.folder} has {there[0]} of an earlier training. Use an empty folder or pass overwrite=True"
+                f"Folder {self.folder} has {there[0]} of an earlier "
+                "training. "
+                "Use "
+                "an "
+                "empty "
+                "folder "
+                "or pass overwrite=True"
             )
         if there:
             with ranks.leading() as main:
@@ -87,12 +127,15 @@ class ExpertCheckpoints(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """Save after each interval and at the end of training."""
-        before, self._epoch = self._epoch, state.epoch or 0.0
+        before = self._epoch
+        self._epoch = state.epoch or 0.0
         if self.every_steps is not None:
             due = state.global_step % self.every_steps == 0
         else:
             # completed intervals; the epoch is a sum of fractions, hence inexact
-            passed = [math.floor(epoch / self.every_epochs + 1e-6) for epoch in (before, self._epoch)]
+            passed = [
+                math.floor(epoch / self.every_epochs + 1e-6) for epoch in (before, self._epoch)
+            ]
             due = passed[0] != passed[1]
         due = due or state.global_step >= state.max_steps
         if due or control.should_training_stop:
@@ -114,32 +157,64 @@ class ExpertCheckpoints(TrainerCallback):
         target = self.folder / f"{STEP}{state.global_step}"
         if ranks.agree((target / RECORD).is_file()):
             return
-        record = {"step": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch, "due": due}
-        record |= {"base": None if self.base is None else str(self.base), "base_hash": self._base_hash}
+        record = {
+            "step": state.global_step,
+            "max_steps": state.max_steps,
+            "epoch": state.epoch,
+            "due": due,
+        }
+        record |= {
+            "base": None if self.base is None else str(self.base),
+            "base_hash": self._base_hash,
+        }
         with ranks.leading():  # no process reads before rank 0 has moved the folder into place
             save_expert(
-                model, target, tokenizer=tokenizer, base=self.base if self.only_changed else None, dtype=self.dtype,
-                max_shard_size=self.max_shard_size, is_main=state.is_world_process_zero, record=record,
-            )  # fmt: skip
+                model,
+                target,
+                tokenizer=tokenizer,
+                base=self.base if self.only_changed else None,
+                dtype=self.dtype,
+                max_shard_size=self.max_shard_size,
+                is_main=state.is_world_process_zero,
+                record=record,
+            )
 
 
 def _is_due(folder: Path) -> bool:
-    """Return whether an expert was saved at an interval, rather than because training stopped early."""
+    """Return whether an expert was saved at an interval, rather than because training stopped
+    early.
+    """
     return not (folder / RECORD).is_file() or read_json(folder / RECORD).get("due", True)
 
 
 @torch.no_grad()
 def save_expert(
-    model: nn.Module, target: Path, *, tokenizer=None, base: str | Path | None = None, dtype: torch.dtype | None = None,
-    max_shard_size: int = 10**9, is_main: bool = True, record: dict | None = None,
-) -> None:  # fmt: skip
-    """Write a model to the folder `target`, tensor by tensor: only changed tensors if `base` is given; a PEFT model's adapter.
+    model: nn.Module,
+    target: Path,
+    *,
+    tokenizer=None,
+    base: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 10**9,
+    is_main: bool = True,
+    record: dict | None = None,
+) -> None:
+    """Write a model to the folder `target`, tensor by tensor: only changed tensors if `base` is
+    given; a PEFT model's adapter.
 
-    Every process that holds a part must call this; the one with `is_main` writes. `record` goes to expert.json with the kind.
+    Every process that holds a part must call this; the one with `is_main` writes. `record` goes to
+    expert.json with the kind.
     """
     model = _unwrap(model)
     if _is_peft(model):
-        _save_adapter(model, target, tokenizer, dtype, is_main, {"format": FORMAT, "kind": "lora"} | (record or {}))
+        _save_adapter(
+            model,
+            target,
+            tokenizer,
+            dtype,
+            is_main,
+            {"format": FORMAT, "kind": "lora"} | (record or {}),
+        )
         return
     record = {"format": FORMAT, "kind": "ffn" if base is None else "delta"} | (record or {})
     if not is_main:
@@ -164,7 +239,11 @@ def save_expert(
             with Changed(writer, Checkpoint(local_folder(base, name="base"))) as changed:
                 for key, tensor in _tensors(model, dtype):
                     changed.add(key, tensor)
-            record = {"base": str(base), "base_hash": fingerprint(changed.base)} | record | {"absent": changed.absent}
+            record = (
+                {"base": str(base), "base_hash": fingerprint(changed.base)}
+                | record
+                | {"absent": changed.absent}
+            )
         writer.write_text(RECORD, json.dumps(record, indent=2) + "\n")
 
 
@@ -172,9 +251,12 @@ class Changed:
     """Context manager that writes only the tensors that differ from a base's folder in any bit."""
 
     def __init__(self, writer: CheckpointWriter, base: Checkpoint):
-        self.writer, self.base = writer, base
+        self.writer = writer
+        self.base = base
         self.absent = base.keys()  # keys of the base that the model lacks so far
-        self._specs, self._left_out, self._is_empty = base.specs(), None, True
+        self._specs = base.specs()
+        self._left_out = None
+        self._is_empty = True
 
     def __enter__(self) -> "Changed":
         return self
@@ -203,13 +285,22 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def saved_steps(folder: str | Path, prefixes: tuple[str, ...] = (STEP,)) -> list[Path]:
     """Return the folders <prefix><n> in a folder, by n; an empty list if it does not exist."""
-    found = [path for path in Path(folder).glob("*-*") if path.is_dir() and path.name.startswith(prefixes)]
+    found = [
+        path
+        for path in Path(folder).glob("*-*")
+        if path.is_dir() and path.name.startswith(prefixes)
+    ]
     numbered = {path: path.name.rpartition("-")[2] for path in found}
-    return sorted((path for path, number in numbered.items() if number.isdigit()), key=lambda p: int(numbered[p]))
+    return sorted(
+        (path for path, number in numbered.items() if number.isdigit()),
+        key=lambda p: int(numbered[p]),
+    )
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return a 16-digit hash of every tensor's name, shape, dtype and middle row: a cheap way to tell models apart."""
+    """Return a 16-digit hash of every tensor's name, shape, dtype and middle row: a cheap way to
+    tell models apart.
+    """
     found = hashlib.sha256()
     for key, spec in sorted(checkpoint.specs().items()):
         found.update(f"{key} {list(spec.shape)} {spec.dtype}\n".encode())
@@ -231,8 +322,11 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise ValueError for a model whose tensors cannot be read one by one in the form that transformers saves."""
-    inner, reason = _unwrap(model), None
+    """Raise ValueError for a model whose tensors cannot be read one by one in the form that
+    transformers saves.
+    """
+    inner = _unwrap(model)
+    reason = None
     if any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
         reason = "is sharded by DeepSpeed. Use DDP or FSDP2"
     elif any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
@@ -240,7 +334,10 @@ def _check_model(model: nn.Module) -> None:
     elif trained_files.training_of(inner) is not None:
         reason = "trains ESFT experts. Use a dense model, or esft.save_adapter"
     elif _is_peft(inner):
-        reason = None if "default" in inner.peft_config else "has no adapter 'default', the name used by get_peft_model"
+        if "default" in inner.peft_config:
+            reason = None
+        else:
+            reason = "has no adapter 'default', the name used by get_peft_model"
     elif not isinstance(inner, PreTrainedModel):
         reason = "not a model of transformers or PEFT"
     elif getattr(inner, "_hf_peft_config_loaded", False):
@@ -253,17 +350,31 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_base(model: nn.Module, base: Checkpoint) -> None:
     """Raise ValueError if no matrix of the model has the name and shape of one of the base's."""
-    specs, inner = base.specs(), _unwrap(model)
+    specs = base.specs()
+    inner = _unwrap(model)
     for name, parameter in _parameters(inner):
-        for key, like in to_saved(inner, {name: torch.empty(parameter.shape, device="meta")}).items():
+        for key, like in to_saved(
+            inner, {name: torch.empty(parameter.shape, device="meta")}
+        ).items():
             if like.dim() > 1 and key in specs and specs[key].shape == tuple(like.shape):
                 return
-    raise ValueError(f"No matrix of base {base.path} matches the model by name and shape. Pass the base of the model")
+    raise ValueError(
+        f"No matrix of base {base.path} matches the model by name and shape. "
+        "Pass "
+        "the "
+        "base "
+        "of "
+        "the "
+        "model"
+    )
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that `save_pretrained` would save, under the model's own names; of tied weights the first."""
-    seen, ignored = set(), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    """Yield the tensors that `save_pretrained` would save, under the model's own names; of tied
+    weights the first.
+    """
+    seen = set()
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     named = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     # of tied names, the one that loading restores by tying comes last
@@ -276,7 +387,9 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the gathered tensors on the CPU, one at a time; if they are sharded, every process must iterate."""
+    """Yield the gathered tensors on the CPU, one at a time; if they are sharded, every process must
+    iterate.
+    """
     for name, tensor in _parameters(model):
         tensor = ranks.whole(tensor)
         if dtype is not None and tensor.is_floating_point():

@@ -1,10 +1,12 @@
-"""Expert expansion: grow experts from a few checkpoints, on disk (UpIT, arXiv 2410.01610, Algorithm 2).
+"""Expert expansion: grow experts from a few checkpoints, on disk (UpIT, arXiv 2410.01610, Algorithm
+2).
 
     while |E| < n:  (j, k) = the pair of E that differs most;  a, b at random, a + b = 1
                     child = W_base + a D(W_j - W_base) + b D(W_k - W_base),  D being DARE;   E = E + child
 
-Only MLPs enter distance and DARE; the rest of a child is its parents' mean. LoRA experts: the same on every A and B, with a
-base of zero. `moe_runtime.ops.expansion` has the formulas; `moe_runtime.methods.upit.pool` reads in bounded memory.
+Only MLPs enter distance and DARE; the rest of a child is its parents' mean. LoRA experts: the same
+on every A and B, with a base of zero. `moe_runtime.ops.expansion` has the formulas;
+`moe_runtime.methods.upit.pool` reads in bounded memory.
 """
 
 import hashlib
@@ -28,8 +30,10 @@ from moe_runtime.methods.upit.experts import ADAPTER, Expert
 from moe_runtime.methods.upit.pool import Mix, Pool
 from moe_runtime.ops.expansion import METRICS, check_drop, distances, farthest_pair
 
-SUMMARY, CHILD = "expansion.json", "expert-"
-OF, PARENTS = ("delta", "weight"), ("farthest", "random")
+SUMMARY = "expansion.json"
+CHILD = "expert-"
+OF = ("delta", "weight")
+PARENTS = ("farthest", "random")
 
 
 class Child(NamedTuple):
@@ -50,24 +54,46 @@ class Expansion(NamedTuple):
 
 
 def expand_experts(
-    experts: Sequence[str | Path], count: int, out: str | Path, *, base: str | Path, metric: str = "cosine",
-    of: str = "delta", parents: str = "farthest", drop: float = 0.5, rescale: bool = True,
-    weights: tuple[float, float] | None = None, seed: int = 0, max_shard_size: int | str = "2GB", overwrite: bool = False,
-    backend: str | None = None, device: str | torch.device | None = None, progress: Progress | None = None,
-) -> Expansion:  # fmt: skip
-    """Grow the folders `experts` to `count` experts; children are written to OUT/expert-<i> in their parents' form.
+    experts: Sequence[str | Path],
+    count: int,
+    out: str | Path,
+    *,
+    base: str | Path,
+    metric: str = "cosine",
+    of: str = "delta",
+    parents: str = "farthest",
+    drop: float = 0.5,
+    rescale: bool = True,
+    weights: tuple[float, float] | None = None,
+    seed: int = 0,
+    max_shard_size: int | str = "2GB",
+    overwrite: bool = False,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+) -> Expansion:
+    """Grow the folders `experts` to `count` experts; children are written to OUT/expert-<i> in
+    their parents' form.
 
-    `base` is the dense model that all were trained from. `of` selects what is compared: the changes made by training
-    ("delta"), or the weights themselves, whose "l2" distances are the same but whose "cosine" distances are smaller.
-    `weights` are a and b of every child (None: a uniform at random). Rows are computed on `device`. Children in `out` made by
-    the same call, even if it was killed, are reused; others raise an error, and `overwrite` replaces or removes all of them.
+    `base` is the dense model that all were trained from. `of` selects what is compared: the changes
+    made by training ("delta"), or the weights themselves, whose "l2" distances are the same but
+    whose "cosine" distances are smaller. `weights` are a and b of every child (None: a uniform at
+    random). Rows are computed on `device`. Children in `out` made by the same call, even if it was
+    killed, are reused; others raise an error, and `overwrite` replaces or removes all of them.
     """
     _check_choices(metric, of, parents, drop, weights, seed)
     check_paths("experts", experts)
-    paths, out = [Path(expert) for expert in experts], Path(out)
+    paths = [Path(expert) for expert in experts]
+    out = Path(out)
     if not 1 <= len(paths) <= count or count > len(paths) == 1:
         raise ValueError(
-            f"Expected at least 2 experts, as a child has two parents, and a count of at least theirs, but got {len(paths)} "
+            "Expected at least 2 experts, as a child has two parents, and "
+            "a "
+            "count "
+            "of "
+            "at "
+            "least "
+            f"theirs, but got {len(paths)} "
             f"experts and count {count}"
         )
     parse_size(max_shard_size)
@@ -75,7 +101,10 @@ def expand_experts(
     earlier = _children_in(out, paths)
     children = []
     # l2 is the same for both
-    comparison = {"weights_alone": of == "weight" and metric != "l2", "wide": of == "weight" or metric == "l2"}
+    comparison = {
+        "weights_alone": of == "weight" and metric != "l2",
+        "wide": of == "weight" or metric == "l2",
+    }
     with Pool(base, **comparison, backend=backend, device=device) as pool:
         for path in paths:
             pool.add(path)
@@ -87,12 +116,22 @@ def expand_experts(
             table = distances(products, metric)
             pair, mixed = _draw(seed, number, number)
             pair = pair if parents == "random" else farthest_pair(table)
-            mix = Mix(pair, mixed if weights is None else tuple(map(float, weights)), drop, rescale, _seed(seed, number))
+            mix = Mix(
+                pair,
+                mixed if weights is None else tuple(map(float, weights)),
+                drop,
+                rescale,
+                _seed(seed, number),
+            )
             folder = out / f"{CHILD}{number}"
             products = _grow(products, _make(pool, folder, mix, max_shard_size))
             pool.add(folder)
             children.append(Child(folder, pair, mix.weights, table[pair].item()))
-    found = Expansion([*paths, *(child.folder for child in children)], tuple(children), distances(products, metric))
+    found = Expansion(
+        [*paths, *(child.folder for child in children)],
+        tuple(children),
+        distances(products, metric),
+    )
     _summarize(out, found)
     return found
 
@@ -102,13 +141,17 @@ def _check_choices(metric, of, parents, drop, weights, seed) -> None:
     check_choice("of", of, OF)
     check_choice("parents", parents, PARENTS)
     check_drop(drop)
-    if weights is not None and (len(weights) != 2 or not all(math.isfinite(weight) for weight in weights)):
+    if weights is not None and (
+        len(weights) != 2 or not all(math.isfinite(weight) for weight in weights)
+    ):
         raise ValueError(f"weights must be two finite numbers or None, but got {weights!r}")
     check_seed("seed", seed)
 
 
 def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) -> None:
-    """Raise ValueError if `out` has files of another origin, or a given expert where a child would go."""
+    """Raise ValueError if `out` has files of another origin, or a given expert where a child would
+    go.
+    """
     ours = {f"{CHILD}{number}" for number in range(len(experts), count)}
     found = None if out.is_dir() or not out.exists() else "is a file"
     for path in experts:
@@ -118,20 +161,36 @@ def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) 
         if not ((path / RECORD).is_file() and "child" in read_json(path / RECORD)):
             found = found or f"contains {path.name}, which is not a child of an expansion"
         if path.name not in ours and not overwrite:
-            found = found or f"contains {path.name}, which this call would not create (overwrite=True removes it)"
+            found = found or (
+                f"contains {path.name}, which this "
+                "call "
+                "would "
+                "not "
+                "create "
+                "(overwrite=True "
+                "removes it)"
+            )
     for path in out.iterdir() if out.is_dir() else ():
         begins = CHILD if path.is_dir() else Path(SUMMARY).stem
         # ignore hidden temporary files that a killed writer leaves
         if not path.name.startswith((begins, f".{CHILD}", f".{Path(SUMMARY).stem}")):
             found = found or f"contains {path.name}"
     if found is not None:
-        raise ValueError(f"Output folder {out} {found}. Use a new folder, or one of an earlier expansion")
+        raise ValueError(
+            f"Output folder {out} {found}. Use a new folder, or one of an earlier expansion"
+        )
 
 
 def _other(child: Path) -> ValueError:
     """Return the error for a child that this call would not make."""
     return ValueError(
-        f"{child.name} in {child.parent} was created from other experts or with other options. Choose a new folder or pass "
+        f"{child.name} in {child.parent} was created from other "
+        "experts "
+        "or "
+        "with "
+        "other "
+        "options. "
+        "Choose a new folder or pass "
         "overwrite=True"
     )
 
@@ -139,24 +198,34 @@ def _other(child: Path) -> ValueError:
 def _children_in(out: Path, experts: Sequence[Path]) -> list[Path]:
     """Return the folders of `out` with names of children, without the given experts."""
     given = {path.resolve() for path in experts}
-    found = (path for path in out.glob(f"{CHILD}*") if path.is_dir() and path.resolve() not in given)
+    found = (
+        path for path in out.glob(f"{CHILD}*") if path.is_dir() and path.resolve() not in given
+    )
     return [path for path in found if path.name.removeprefix(CHILD).isdecimal()]
 
 
 def _draw(seed: int, number: int, pool: int) -> tuple[tuple[int, int], tuple[float, float]]:
     """Draw parents and weights for expert `number`, as a function of `seed` and `number` only."""
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, number], np.uint64)))
-    pair, a = sorted(draw.choice(pool, 2, replace=False).tolist()), draw.random()
+    pair = sorted(draw.choice(pool, 2, replace=False).tolist())
+    a = draw.random()
     return tuple(pair), (a, 1 - a)
 
 
 def _seed(seed: int, number: int) -> int:
     """Return DARE's seed for expert `number`, so that each gets its own masks."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little"
+        )
+        >> 1
+    )
 
 
 def _grow(products: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Extend G [n, n] to [n + 1, n + 1] by the inner products of one more expert, its own norm last."""
+    """Extend G [n, n] to [n + 1, n + 1] by the inner products of one more expert, its own norm
+    last.
+    """
     n = len(products)
     grown = torch.empty(n + 1, n + 1, dtype=torch.float64)
     grown[:n, :n], grown[n], grown[:, n] = products, row, row
@@ -170,13 +239,17 @@ def _kept(path: Path) -> dict:
 
 
 def _values(kept: dict, path: Path, *shape: int) -> torch.Tensor:
-    """Return the inner products that an earlier run stored in `path`; raises ValueError for malformed ones."""
+    """Return the inner products that an earlier run stored in `path`; raises ValueError for
+    malformed ones.
+    """
     check_numbers(f"products of {path}", kept.get("values"), *shape)
     return torch.tensor(kept["values"], dtype=torch.float64)
 
 
 def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
-    """Return G of the given experts, from the summary of an earlier run with the same ones or by reading each once."""
+    """Return G of the given experts, from the summary of an earlier run with the same ones or by
+    reading each once.
+    """
     key = {"format": FORMAT, "experts": pool.prints, "base": pool.base_print, **pool.comparison}
     path = out / SUMMARY
     if path.is_file() and not overwrite:
@@ -190,14 +263,18 @@ def _first_products(pool: Pool, out: Path, overwrite: bool) -> torch.Tensor:
     products = pool.products()
     if not torch.isfinite(products).all():
         bad = pool.experts[int((~torch.isfinite(products)).sum(0).argmax())]
-        raise ValueError(f"The MLPs of expert {bad.path} have NaN or infinite values, but weights must be finite")
+        raise ValueError(
+            f"The MLPs of expert {bad.path} have NaN or infinite values, but weights must be finite"
+        )
     out.mkdir(parents=True, exist_ok=True)
     atomic_write_json(path, {"products": key | {"values": products.tolist()}})
     return products
 
 
 def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> torch.Tensor:
-    """Write a child unless it exists; return its inner products [n + 1] with the pool and itself."""
+    """Write a child unless it exists; return its inner products [n + 1] with the pool and
+    itself.
+    """
     parents = [pool.experts[place] for place in mix.parents]
     kind = parents[0].kind if parents[0].kind == parents[1].kind else "ffn"
     child = {"pool": pool.prints, "base": pool.base_print, **json.loads(json.dumps(mix._asdict()))}
@@ -213,7 +290,13 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> torc
         raise _other(folder)
     products = torch.zeros(len(pool.experts) + 1, dtype=torch.float64)
     base = str(parents[0].base or pool.base_folder)
-    record = {"format": FORMAT, "kind": kind, "base": base, "base_hash": parents[0].record.get("base_hash"), "child": child}
+    record = {
+        "format": FORMAT,
+        "kind": kind,
+        "base": base,
+        "base_hash": parents[0].record.get("base_hash"),
+        "child": child,
+    }
     tensors = pool.child(mix, products)
 
     def record_text(**more: Any) -> str:
@@ -229,12 +312,19 @@ def _make(pool: Pool, folder: Path, mix: Mix, max_shard_size: int | str) -> torc
     with CheckpointWriter(folder, max_shard_size, expected_bytes=expected) as writer:
         writer.copy_file(parents[0].path / "config.json")
         folders.copy_side_files(parents[0].path, writer)
-        writer.write_text(RECORD, record_text(**_write_model(writer, tensors, parents[0] if kind == "delta" else None)))
+        writer.write_text(
+            RECORD,
+            record_text(**_write_model(writer, tensors, parents[0] if kind == "delta" else None)),
+        )
     return products
 
 
-def _write_model(writer: CheckpointWriter, tensors: Iterator, like: Expert | None) -> dict[str, Any]:
-    """Write a child's tensors, as a delta of the base of `like` if given; return the fields for expert.json."""
+def _write_model(
+    writer: CheckpointWriter, tensors: Iterator, like: Expert | None
+) -> dict[str, Any]:
+    """Write a child's tensors, as a delta of the base of `like` if given; return the fields for
+    expert.json.
+    """
     if like is None:
         for key, tensor in tensors:
             writer.add(key, tensor)
@@ -255,8 +345,15 @@ def _write_adapter(folder: Path, like: Expert, tensors: Iterator) -> None:
 def _summarize(out: Path, found: Expansion) -> None:
     """Add the result to the summary."""
     children = [
-        {"folder": child.folder.name, "parents": child.parents, "weights": child.weights, "distance": child.distance}
+        {
+            "folder": child.folder.name,
+            "parents": child.parents,
+            "weights": child.weights,
+            "distance": child.distance,
+        }
         for child in found.children
     ]
     values = {"experts": [str(path) for path in found.experts], "children": children}
-    atomic_write_json(out / SUMMARY, read_json(out / SUMMARY) | values | {"distance": found.distance.tolist()})
+    atomic_write_json(
+        out / SUMMARY, read_json(out / SUMMARY) | values | {"distance": found.distance.tolist()}
+    )

@@ -1,7 +1,8 @@
 """A common interface to experts on disk: whole dense models, deltas of a base, and LoRA adapters.
 
-UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning run are the experts. `checkpoints` describes
-the kinds and writes them. Memory holds one tensor at a time, or rows of one.
+UpIT (arXiv 2410.01610), Algorithm 1, line 3: the checkpoints of one tuning run are the experts.
+`checkpoints` describes the kinds and writes them. Memory holds one tensor at a time, or rows of
+one.
 """
 
 import re
@@ -18,7 +19,9 @@ from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec
 from moe_runtime.io.files import check_out_dir, check_paths, read_json
 from moe_runtime.methods.upit.checkpoints import FORMAT, KINDS, RECORD, fingerprint, saved_steps
 
-CONFIG, ADAPTER, ADAPTER_CONFIG = "config.json", "adapter_model.safetensors", "adapter_config.json"
+CONFIG = "config.json"
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."  # of names in PEFT's files
 WHICH = ("back", "front", "uniform")
 
@@ -26,20 +29,26 @@ WHICH = ("back", "front", "uniform")
 class Expert:
     """An expert's folder opened for reading by `open_expert`; a context manager.
 
-    `kind` is "ffn", "delta" or "lora"; `record` the content of expert.json; `base` the folder or Hub id of its base, if
-    known; `config` the dense model's; `adapter` PEFT's settings of a lora.
+    `kind` is "ffn", "delta" or "lora"; `record` the content of expert.json; `base` the folder or
+    Hub id of its base, if known; `config` the dense model's; `adapter` PEFT's settings of a lora.
     """
 
     def __init__(self, path: Path, kind: str, record: dict, base: str | Path | None):
-        self.path, self.kind, self.record, self.base = path, kind, record, base
+        self.path = path
+        self.kind = kind
+        self.record = record
+        self.base = base
         self.adapter = read_json(path / ADAPTER_CONFIG) if kind == "lora" else None
         self._own = Checkpoint(path, ADAPTER if kind == "lora" else None)
         self._base = Checkpoint(base) if kind == "delta" else None
         self._config = None
-        own, specs = self._own.specs(), {} if self._base is None else self._base.specs()
+        own = self._own.specs()
+        specs = {} if self._base is None else self._base.specs()
         absent = set(record.get("absent", ()))
         # in the order of the base's bytes, for sequential reads
-        self._specs = {key: own.get(key, spec) for key, spec in specs.items() if key not in absent} | own
+        self._specs = {
+            key: own.get(key, spec) for key, spec in specs.items() if key not in absent
+        } | own
 
     def __enter__(self) -> "Expert":
         return self
@@ -49,10 +58,14 @@ class Expert:
 
     @property
     def config(self):
-        """The dense model's transformers config; raises ValueError for a lora whose base is unknown or missing."""
+        """The dense model's transformers config; raises ValueError for a lora whose base is unknown
+        or missing.
+        """
         if self._config is None:
             if self.kind == "lora" and self.base is None:
-                raise ValueError(f"{self.path / ADAPTER_CONFIG} names no base model. Pass its folder as base=")
+                raise ValueError(
+                    f"{self.path / ADAPTER_CONFIG} names no base model. Pass its folder as base="
+                )
             source = self.path if self.kind != "lora" else local_folder(self.base, ("config.json",))
             self._config = folders.read_config(source)
         return self._config
@@ -63,7 +76,9 @@ class Expert:
         return families.family_of(self.config)
 
     def keys(self) -> list[str]:
-        """Names of all tensors in reading order, including those that a delta takes from its base."""
+        """Names of all tensors in reading order, including those that a delta takes from
+        its base.
+        """
         return list(self._specs)
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -83,15 +98,21 @@ class Expert:
         return self._source(key).get_rows(key, index)
 
     def differs(self, key: str) -> bool:
-        """Return whether the expert's own files hold the tensor; a delta's hold those that differ from its base."""
+        """Return whether the expert's own files hold the tensor; a delta's hold those that differ
+        from its base.
+        """
         return key in self._own
 
     def is_ffn(self, key: str) -> bool:
-        """Return whether a tensor belongs to an MLP: to one of its linear layers or their LoRA matrices."""
+        """Return whether a tensor belongs to an MLP: to one of its linear layers or their LoRA
+        matrices.
+        """
         return self.locate(key) is not None
 
     def locate(self, key: str) -> families.MLPKey | None:
-        """Return the layer and part of the MLP that a tensor or LoRA matrix belongs to; None for other tensors."""
+        """Return the layer and part of the MLP that a tensor or LoRA matrix belongs to; None for
+        other tensors.
+        """
         if self.kind == "lora":
             key = re.sub(r"\.lora_[AB](\.\w+)?\.weight$", ".weight", key.removeprefix(PREFIX))
         return families.locate_key(self.family, key)
@@ -99,7 +120,8 @@ class Expert:
     def fingerprint(self) -> str:
         """Return a cheap hash that changes with the expert.
 
-        It covers the tensors' names, shapes, dtypes and a row of each, and the files' sizes, times and settings.
+        It covers the tensors' names, shapes, dtypes and a row of each, and the files' sizes, times
+        and settings.
         """
         base = None if self._base is None else print_of(self._base)
         return hash_of([print_of(self._own), base])
@@ -111,7 +133,9 @@ class Expert:
 def print_of(checkpoint: Checkpoint) -> str:
     """Return a cheap hash of a folder's model or adapter that changes if any file does."""
     folder = checkpoint.path
-    settings = [path.read_text() for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.is_file()]
+    settings = [
+        path.read_text() for path in (folder / CONFIG, folder / ADAPTER_CONFIG) if path.is_file()
+    ]
     files = [files_print(path) for path in sorted(folder.glob("*.safetensors"))]
     return hash_of([fingerprint(checkpoint), files, settings])
 
@@ -122,7 +146,13 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
     record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
     if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
         raise ValueError(
-            f"{path / RECORD} has format {shown(record.get('format'))} and kind {shown(record.get('kind'))}, but expected "
+            f"{path / RECORD} "
+            "has "
+            "format "
+            f"{shown(record.get('format'))} "
+            "and "
+            "kind "
+            f"{shown(record.get('kind'))}, but expected "
             f"{FORMAT} and one of {', '.join(KINDS)}"
         )
     kind = record.get("kind") or ("lora" if (path / ADAPTER_CONFIG).is_file() else "ffn")
@@ -132,12 +162,22 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
     if kind == "lora" and not named:
         named = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
     if named and not isinstance(named, str | Path):
-        raise ValueError(f"The base of expert {str(path)!r} must be a path or a Hub id, but is {shown(named)}. Pass base=")
+        raise ValueError(
+            f"The base of expert {str(path)!r} must be a path or a "
+            "Hub "
+            "id, "
+            "but "
+            "is "
+            f"{shown(named)}. "
+            "Pass base="
+        )
     return Expert(path, kind, record, named or None)
 
 
 def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
-    """Return the folder of a delta's base: the given or the recorded one, whichever has the recorded weights."""
+    """Return the folder of a delta's base: the given or the recorded one, whichever has the
+    recorded weights.
+    """
     names = [name for name in (given, record.get("base")) if name is not None]
     reason = "it names no base"
     for name in names:
@@ -148,47 +188,87 @@ def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
             reason = f"{name} has other weights than its base"
         except ValueError as error:
             reason = str(error).partition(". ")[0]
-    raise ValueError(f"Expert {str(path)!r} is a delta, but {reason}. Pass base=, the folder of the model it was trained from")
+    raise ValueError(
+        f"Expert {str(path)!r} is a delta, but {reason}. Pass base=, the "
+        "folder "
+        "of "
+        "the "
+        "model "
+        "it "
+        "was trained from"
+    )
 
 
 def saved_experts(folder: str | Path) -> list[Path]:
-    """Return the experts saved in a folder during training, by step, or else a Trainer's checkpoints."""
+    """Return the experts saved in a folder during training, by step, or else a Trainer's
+    checkpoints.
+    """
     return saved_steps(folder) or saved_steps(folder, ("checkpoint-",))
 
 
-def choose_checkpoints(folders: Sequence[str | Path] | str | Path, count: int, which: str = "back") -> list[Path]:
-    """Choose `count` of the checkpoints `folders`, or of those in one folder, in the order of their steps.
+def choose_checkpoints(
+    folders: Sequence[str | Path] | str | Path, count: int, which: str = "back"
+) -> list[Path]:
+    """Choose `count` of the checkpoints `folders`, or of those in one folder, in the order of their
+    steps.
 
-    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly spaced up to the last. A step
-    is the number at the end of a folder's name; if any name has none, the given order is kept.
+    "back" are the last ones (UpIT: between epochs 1 and 2), "front" the first, "uniform" evenly
+    spaced up to the last. A step is the number at the end of a folder's name; if any name has none,
+    the given order is kept.
     """
     check_choice("which", which, WHICH)
     if not isinstance(folders, str | Path):
         check_paths("folders", folders)
-    found = saved_experts(folders) if isinstance(folders, str | Path) else [Path(folder) for folder in folders]
+    if isinstance(folders, str | Path):
+        found = saved_experts(folders)
+    else:
+        found = [Path(folder) for folder in folders]
     steps = [path.name.rpartition("-")[2] for path in found]
     if all(map(str.isdecimal, steps)):
-        found = [path for _, path in sorted(zip(map(int, steps), found, strict=True), key=lambda pair: pair[0])]
+        found = [
+            path
+            for _, path in sorted(
+                zip(map(int, steps), found, strict=True), key=lambda pair: pair[0]
+            )
+        ]
     if not 1 <= count <= len(found):
         where = f" in {folders}" if isinstance(folders, str | Path) else ""
-        raise ValueError(f"count must be from 1 to the {len(found)} checkpoints{where}, but got {count}. Save more often")
+        raise ValueError(
+            f"count must be from 1 to the {len(found)} "
+            f"checkpoints{where}, "
+            "but "
+            "got "
+            f"{count}. "
+            "Save "
+            "more often"
+        )
     if which == "uniform":
         return [found[(i + 1) * len(found) // count - 1] for i in range(count)]
     return found[:count] if which == "front" else found[-count:]
 
 
 def materialize(
-    expert: Expert | str | Path, out: str | Path, *, max_shard_size: int | str = "2GB", overwrite: bool = False
+    expert: Expert | str | Path,
+    out: str | Path,
+    *,
+    max_shard_size: int | str = "2GB",
+    overwrite: bool = False,
 ) -> Path:
-    """Write a delta or a whole model to the folder `out` as a transformers model, tensor by tensor."""
+    """Write a delta or a whole model to the folder `out` as a transformers model, tensor by
+    tensor.
+    """
     if not isinstance(expert, Expert):
         with open_expert(expert) as opened:
             return materialize(opened, out, max_shard_size=max_shard_size, overwrite=overwrite)
     if expert.kind == "lora":
-        raise ValueError(f"Expected a delta, but expert {str(expert.path)!r} is an adapter, which PEFT can merge")
+        raise ValueError(
+            f"Expected a delta, but expert {str(expert.path)!r} is an adapter, which PEFT can merge"
+        )
     check_out_dir(out, overwrite, [expert.path, expert.base])
     expected = sum(spec.nbytes for spec in expert.specs().values())
-    with CheckpointWriter(out, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+    with CheckpointWriter(
+        out, max_shard_size, overwrite=overwrite, expected_bytes=expected
+    ) as writer:
         writer.copy_file(expert.path / "config.json")
         folders.copy_side_files(expert.path, writer)
         for key in expert.keys():

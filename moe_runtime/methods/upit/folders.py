@@ -1,8 +1,10 @@
 """UpIT on folders and data files: the functions behind the commands.
 
-route_folders     experts and rows -> each expert and its routing vectors, tuned on the rows it is best at
+route_folders     experts and rows -> each expert and its routing vectors, tuned on the rows it is
+                  best at
 assemble_folders  experts, or the output of route_folders -> an MoE model
-export_mixtral    an MoE model -> a stock Mixtral folder with the same logits in plain transformers; see also `hf.models.stock`
+export_mixtral    an MoE model -> a stock Mixtral folder with the same logits in plain transformers;
+                  see also `hf.models.stock`
 """
 
 import json
@@ -41,41 +43,82 @@ class RoutersReceipt(NamedTuple):
 
 
 def route_folders(
-    experts: Sequence[str | Path], rows: str | Path, out: str | Path, *, base: str | Path | None = None, share: float = 0.01,
-    at_least: int = 500, capacity: int | None = None, tokens: str = "response", buckets: str = "skilled", alpha: float = 0.5,
-    detach_h: bool = False, train_ffn: bool = True, max_length: int = LENGTH, prompt: str = "plain",
-    train_on: str = "assistant", epochs: float = 4.0, learning_rate: float | None = None, vector_std: float | None = None,
-    vector_learning_rate: float | None = None, seed: int = 0, overwrite: bool = False, **training,
-) -> RoutersReceipt:  # fmt: skip
-    """Assign examples to experts by perplexity, tune each expert and its vectors on them, and write OUT/expert-<i>.
+    experts: Sequence[str | Path],
+    rows: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    share: float = 0.01,
+    at_least: int = 500,
+    capacity: int | None = None,
+    tokens: str = "response",
+    buckets: str = "skilled",
+    alpha: float = 0.5,
+    detach_h: bool = False,
+    train_ffn: bool = True,
+    max_length: int = LENGTH,
+    prompt: str = "plain",
+    train_on: str = "assistant",
+    epochs: float = 4.0,
+    learning_rate: float | None = None,
+    vector_std: float | None = None,
+    vector_learning_rate: float | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    **training,
+) -> RoutersReceipt:
+    """Assign examples to experts by perplexity, tune each expert and its vectors on them, and write
+    OUT/expert-<i>.
 
-    `rows` is read by `io.rows.read_rows`; `share` of them, but at least `at_least`, are the seed data. `buckets` "random"
-    assigns as many rows at random. `learning_rate` defaults to the paper's; `training` are Tuning's other settings. Experts
-    already tuned by the same call are reused; those of another call raise an error, and `overwrite` removes all first.
+    `rows` is read by `io.rows.read_rows`; `share` of them, but at least `at_least`, are the seed
+    data. `buckets` "random" assigns as many rows at random. `learning_rate` defaults to the
+    paper's; `training` are Tuning's other settings. Experts already tuned by the same call are
+    reused; those of another call raise an error, and `overwrite` removes all first.
     """
     check_choice("buckets", buckets, BUCKETS)
     check_positive("max_length", max_length)
     check_choice("train_on", train_on, TRAIN_ON)
     out = check_out_file(Path(out, SUMMARY), overwrite=True).parent
     tokenizer, kind = _tokenizer(experts, base, prompt)
-    tuning = Tuning.from_dict({"epochs": epochs, "learning_rate": learning_rate or router.RATES[kind], **training})
+    tuning = Tuning.from_dict(
+        {"epochs": epochs, "learning_rate": learning_rate or router.RATES[kind], **training}
+    )
     fit.check_training(**tuning.to_dict())
     with ranks.sole_training(out):
         found = data.read_rows(rows, answers=train_on == "assistant")
-        tokenized = data.tokenize_pairs(tokenizer, found, max_length, prompt=prompt, train_on=train_on)
-        picked = upit_buckets.seed_set(tokenized, share, at_least=min(at_least, len(tokenized)), seed=seed)
+        tokenized = data.tokenize_pairs(
+            tokenizer, found, max_length, prompt=prompt, train_on=train_on
+        )
+        picked = upit_buckets.seed_set(
+            tokenized, share, at_least=min(at_least, len(tokenized)), seed=seed
+        )
         at_once = tuning.per_device_batch_size or tuning.batch_size
-        found = upit_buckets.perplexities(experts, picked, tokenizer, base=base, tokens=tokens, batch_size=at_once)
+        found = upit_buckets.perplexities(
+            experts, picked, tokenizer, base=base, tokens=tokens, batch_size=at_once
+        )
         dealt = upit_buckets.fill_buckets(found, capacity)
         if buckets == "random":
-            dealt = upit_buckets.random_buckets([len(bucket) for bucket in dealt], len(picked), seed)
+            dealt = upit_buckets.random_buckets(
+                [len(bucket) for bucket in dealt], len(picked), seed
+            )
         with ranks.leading() as main:
             for path in out.glob(f"expert-*/{router.RECORD}") if main and overwrite else ():
                 shutil.rmtree(path.parent)
         routed = router.init_routers(
-            experts, picked, dealt, tokenizer, folder=out, base=base, seed=seed, alpha=alpha, detach_h=detach_h,
-            train_ffn=train_ffn, vector_std=vector_std, vector_learning_rate=vector_learning_rate, **tuning.to_dict(),
-        )  # fmt: skip
+            experts,
+            picked,
+            dealt,
+            tokenizer,
+            folder=out,
+            base=base,
+            seed=seed,
+            alpha=alpha,
+            detach_h=detach_h,
+            train_ffn=train_ffn,
+            vector_std=vector_std,
+            vector_learning_rate=vector_learning_rate,
+            **tuning.to_dict(),
+        )
         receipt = RoutersReceipt(
             path=out,
             rows=len(picked),
@@ -86,7 +129,9 @@ def route_folders(
         )
         with ranks.leading() as main:
             if main:
-                values = {name: value for name, value in receipt._asdict().items() if name != "path"}
+                values = {
+                    name: value for name, value in receipt._asdict().items() if name != "path"
+                }
                 values |= {"experts": [str(path) for path in experts], "bucket_rows": dealt}
                 atomic_write_text(out / SUMMARY, json.dumps(values, indent=2) + "\n")
         return receipt
@@ -95,35 +140,54 @@ def route_folders(
 def assemble_folders(
     experts: Sequence[str | Path], out: str | Path, *, routers: str | Path | None = None, **settings
 ) -> assembly.FolderReceipt:
-    """Assemble expert folders, or the experts and vectors of `route_folders` in `routers`, into an MoE model in `out`.
+    """Assemble expert folders, or the experts and vectors of `route_folders` in `routers`, into an
+    MoE model in `out`.
 
-    Without `routers` the router is random. `settings` are `assemble`'s. Raises ValueError for both or neither.
+    Without `routers` the router is random. `settings` are `assemble`'s. Raises ValueError for both
+    or neither.
     """
     if bool(experts) == (routers is not None):
         given = "both are given" if experts else "neither is given"
-        raise ValueError(f"Pass either expert folders or the folder of upit init-routers, but {given}")
+        raise ValueError(
+            f"Pass either expert folders or the folder of upit init-routers, but {given}"
+        )
     if routers is None:
         return assembly.assemble(experts, None, out, **settings)
     listed = read_json(Path(routers) / SUMMARY).get("experts")
     if not isinstance(listed, list) or not listed:
         raise ValueError(
-            f"experts in {Path(routers) / SUMMARY} are {shown(listed)}. Pass the folder written by upit init-routers"
+            f"experts in {Path(routers) / SUMMARY} are "
+            f"{shown(listed)}. "
+            "Pass "
+            "the "
+            "folder "
+            "written "
+            "by upit init-routers"
         )
     routed = [router.load_routed(Path(routers) / f"expert-{i}") for i in range(len(listed))]
-    return assembly.assemble([one.folder for one in routed], [one.vectors for one in routed], out, **settings)
+    return assembly.assemble(
+        [one.folder for one in routed], [one.vectors for one in routed], out, **settings
+    )
 
 
 def _tokenizer(experts: Sequence[str | Path], base: str | Path | None, prompt: str):
-    """Load the tokenizer of the first expert, or of its base if it has none; return it and the expert's kind."""
+    """Load the tokenizer of the first expert, or of its base if it has none; return it and the
+    expert's kind.
+    """
     with open_expert(experts[0], base) as expert:
         has_own = (expert.path / "tokenizer_config.json").is_file()
         kind = expert.kind
-        source = expert.path if has_own or expert.base is None else local_folder(expert.base, ("config.json",))
+        if has_own or expert.base is None:
+            source = expert.path
+        else:
+            source = local_folder(expert.base, ("config.json",))
     tokenizer = ranks.load_tokenizer(source)
     tokenizer.chat_template = TEMPLATES.get(prompt, tokenizer.chat_template)
     return tokenizer, kind
 
 
 def export_mixtral(folder: str | Path, out: str | Path, **options) -> FolderReceipt:
-    """Write the upcycled model `folder` as a stock Mixtral to the folder `out`; `options` are `export_stock`'s."""
+    """Write the upcycled model `folder` as a stock Mixtral to the folder `out`; `options` are
+    `export_stock`'s.
+    """
     return export_stock(folder, out, "mixtral", **options)

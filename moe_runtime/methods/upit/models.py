@@ -1,6 +1,8 @@
-"""UpIT's experts in memory: whole models, deltas and PEFT adapters of a base, and their losses per row.
+"""UpIT's experts in memory: whole models, deltas and PEFT adapters of a base, and their losses per
+row.
 
-An expert here is an `Expert` of `methods.upit.experts.open_expert`: kind "ffn", "delta" or "lora", a path, a base.
+An expert here is an `Expert` of `methods.upit.experts.open_expert`: kind "ffn", "delta" or "lora",
+a path, a base.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +26,30 @@ from moe_runtime.modules.lora import TARGETS
 DEFAULT = "default"  # the one adapter that peft saves at the top of a folder
 
 
-def load(expert, *, dtype: str | None = None, device: torch.device | str | None = None) -> nn.Module:
+def load(
+    expert, *, dtype: str | None = None, device: torch.device | str | None = None
+) -> nn.Module:
     """Load an expert of kind "ffn" or "delta" as a dense model, by default in its MLPs' dtype."""
-    device, dtype = _place(device), dtype or dtype_of(expert)
+    device = _place(device)
+    dtype = dtype or dtype_of(expert)
     if expert.kind == "ffn":
         return ranks.load_model(expert.path, dtype, device)
     tensors = {key: expert.get(key) for key in expert.keys()}
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(expert.config)]
-    return cls.from_pretrained(None, config=expert.config, state_dict=tensors, dtype=getattr(torch, dtype)).to(device)
+    return cls.from_pretrained(
+        None, config=expert.config, state_dict=tensors, dtype=getattr(torch, dtype)
+    ).to(device)
 
 
 def load_adapters(
-    experts: Sequence, *, dtype: str | None = None, device: torch.device | str | None = None, trainable: bool = False
+    experts: Sequence,
+    *,
+    dtype: str | None = None,
+    device: torch.device | str | None = None,
+    trainable: bool = False,
 ):
-    """Return a PEFT model of the experts' base with all their adapters, named by `names`; the first is active.
+    """Return a PEFT model of the experts' base with all their adapters, named by `names`; the first
+    is active.
 
     By default in the base's dtype; adapters in narrower dtypes become float32, as PEFT does.
     """
@@ -46,7 +58,9 @@ def load_adapters(
         check_patterns(expert.path)
     model = load_base(experts, dtype, device)
     with quiet_peft():
-        adapted = peft.PeftModel.from_pretrained(model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable)
+        adapted = peft.PeftModel.from_pretrained(
+            model, str(experts[0].path), adapter_name=DEFAULT, is_trainable=trainable
+        )
         for expert, name in zip(experts[1:], names(len(experts))[1:], strict=True):
             adapted.load_adapter(str(expert.path), adapter_name=name, is_trainable=trainable)
     # the recorded base may have moved
@@ -59,8 +73,12 @@ def names(count: int) -> list[str]:
     return [DEFAULT, *(f"expert-{i}" for i in range(1, count))]
 
 
-def load_base(experts: Sequence, dtype: str | None = None, device: torch.device | str | None = None) -> nn.Module:
-    """Load the adapters' dense model, by default in its own dtype; raises ValueError for several bases."""
+def load_base(
+    experts: Sequence, dtype: str | None = None, device: torch.device | str | None = None
+) -> nn.Module:
+    """Load the adapters' dense model, by default in its own dtype; raises ValueError for several
+    bases.
+    """
     base = base_of(experts)
     if dtype is None:
         dtype = str(ranks.load_config(base).dtype or torch.float32).removeprefix("torch.")
@@ -68,19 +86,29 @@ def load_base(experts: Sequence, dtype: str | None = None, device: torch.device 
 
 
 def base_of(experts: Sequence) -> str | Path:
-    """Return the experts' common base, a folder or Hub id (copies count as one); raises ValueError for none or several."""
+    """Return the experts' common base, a folder or Hub id (copies count as one); raises ValueError
+    for none or several.
+    """
     first = experts[0]
     for expert in experts:
         if expert.base is None or not _is_same(first.base, expert.base):
             raise ValueError(
-                f"All experts must have the same base, but it is {expert.base} for {expert.path} and {first.base} for "
+                "All experts must have the same base, but "
+                "it "
+                "is "
+                f"{expert.base} "
+                "for "
+                f"{expert.path} "
+                f"and {first.base} for "
                 f"{first.path}. Pass base= if it has moved"
             )
     return first.base
 
 
 def _is_same(base: str | Path, other: str | Path) -> bool:
-    """Return whether two names are of one model: the same name, the same folder, or folders with the same weights."""
+    """Return whether two names are of one model: the same name, the same folder, or folders with
+    the same weights.
+    """
     if str(base) == str(other) or Path(base).resolve() == Path(other).resolve():
         return True
     if not (Path(base).is_dir() and Path(other).is_dir()):
@@ -90,32 +118,60 @@ def _is_same(base: str | Path, other: str | Path) -> bool:
 
 
 def check_labels(rows, every_token: bool = False) -> None:
-    """Raise ValueError without rows, or for rows without a loss: of one token, or, unless `every_token`, without labels."""
+    """Raise ValueError without rows, or for rows without a loss: of one token, or, unless
+    `every_token`, without labels.
+    """
     names = getattr(rows, "column_names", None) or ()
     if not {"input_ids", "labels"} <= set(names):
         raise ValueError(
-            f"rows must be a datasets.Dataset with input_ids and labels, but is a {type(rows).__name__} with "
-            f"{', '.join(names) or 'no columns'}. Tokenize it with moe_runtime.io.rows.tokenize_pairs"
+            "rows must be a datasets.Dataset with input_ids "
+            "and "
+            "labels, "
+            "but "
+            "is "
+            "a "
+            f"{type(rows).__name__} with "
+            f"{', '.join(names) or 'no columns'}. "
+            "Tokenize "
+            "it "
+            "with "
+            "moe_runtime.io.rows.tokenize_pairs"
         )
     column = rows["input_ids" if every_token else "labels"]
-    bad = [place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])]
+    bad = [
+        place for place, tokens in enumerate(column) if all(token == -100 for token in tokens[1:])
+    ]
     if bad or not len(column):
         counted = "tokens after the first" if every_token else "labels after the first token"
-        raise ValueError(f"Each of one or more rows must have {counted}, but rows {bad[:8]} of {len(column)} have none")
+        raise ValueError(
+            f"Each of one or more rows must have {counted}, "
+            "but "
+            "rows "
+            f"{bad[:8]} "
+            "of "
+            f"{len(column)} "
+            "have none"
+        )
 
 
 def dtype_of(expert) -> str:
     """Return the name of the dtype of an expert's MLP tensors."""
     specs = expert.specs()
-    return str(next(spec.dtype for key, spec in specs.items() if expert.is_ffn(key))).removeprefix("torch.")
+    return str(next(spec.dtype for key, spec in specs.items() if expert.is_ffn(key))).removeprefix(
+        "torch."
+    )
 
 
 def _place(device: torch.device | str | None) -> torch.device:
     return ranks.state().device if device is None else torch.device(device)
 
 
-def losses(model: nn.Module, rows, tokenizer, batch_size: int, every_token: bool = False) -> list[float]:
-    """Return each tokenized row's mean loss per label token (or per token); every process must call this, each runs a part."""
+def losses(
+    model: nn.Module, rows, tokenizer, batch_size: int, every_token: bool = False
+) -> list[float]:
+    """Return each tokenized row's mean loss per label token (or per token); every process must call
+    this, each runs a part.
+    """
 
     def take(model, batch: dict) -> list[float]:
         labels = _labels(batch, every_token)
@@ -125,15 +181,23 @@ def losses(model: nn.Module, rows, tokenizer, batch_size: int, every_token: bool
 
 
 def adapter_losses(
-    experts: Sequence, rows, tokenizer, batch_size: int, every_token: bool = False, *, dtype: str | None = None,
+    experts: Sequence,
+    rows,
+    tokenizer,
+    batch_size: int,
+    every_token: bool = False,
+    *,
+    dtype: str | None = None,
     device: torch.device | str | None = None,
-) -> list[list[float]]:  # fmt: skip
+) -> list[list[float]]:
     """Return `losses` [n][N] of n adapters of one base, which runs once per batch for all adapters.
 
-    A batch repeats batch_size / n rows of the data, at least one, n times. Adapters of equal form that
-    change only MLPs run as LoRA experts, each row sent to its own; others as a mixed batch of PEFT.
+    A batch repeats batch_size / n rows of the data, at least one, n times. Adapters of equal form
+    that change only MLPs run as LoRA experts, each row sent to its own; others as a mixed batch of
+    PEFT.
     """
-    n, own = len(experts), names(len(experts))
+    n = len(experts)
+    own = names(len(experts))
     if is_alike := _are_alike(experts):
         model = load_base(experts, dtype, device)
         to_lora_moe(model, experts=[expert.path for expert in experts], top_k=1)
@@ -156,15 +220,23 @@ def adapter_losses(
 
 
 def _are_alike(experts: Sequence) -> bool:
-    """Return whether one LoRAExperts can hold the adapters: the same tensors, only in MLPs, with equal scaling."""
+    """Return whether one LoRAExperts can hold the adapters: the same tensors, only in MLPs, with
+    equal scaling.
+    """
     first = experts[0]
     places = {first.locate(key) for key in first.keys()} - {None}
-    layers, weights = {place.layer for place in places}, {place[1:] for place in places}
-    if (*first.family.up, first.family.down) != TARGETS or len(places) != len(layers) * len(weights):
+    layers = {place.layer for place in places}
+    weights = {place[1:] for place in places}
+    if (*first.family.up, first.family.down) != TARGETS or len(places) != len(layers) * len(
+        weights
+    ):
         return False
     plain = {"rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "bias": "none"}
     return all(
-        all(expert.adapter.get(name) == first.adapter.get(name) for name in ("r", "lora_alpha", "use_rslora"))
+        all(
+            expert.adapter.get(name) == first.adapter.get(name)
+            for name in ("r", "lora_alpha", "use_rslora")
+        )
         and all(expert.adapter.get(name) in (None, value) for name, value in plain.items())
         and expert.specs() == first.specs()
         and all(map(expert.is_ffn, expert.keys()))
@@ -175,24 +247,38 @@ def _are_alike(experts: Sequence) -> bool:
 def _labels(batch: dict, every_token: bool) -> torch.Tensor:
     """Remove the labels from a batch and return them; all tokens but padding if `every_token`."""
     labels = batch.pop("labels")
-    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100) if every_token else labels
+    if every_token:
+        return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return labels
 
 
 def row_means(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Return the mean loss per label token of each row; `logits` [B, S, V], `labels` [B, S], -100 where none."""
+    """Return the mean loss per label token of each row; `logits` [B, S, V], `labels` [B, S], -100
+    where none.
+    """
     return fit.means_of(fit.token_sums(logits, labels))[0]
 
 
-def each_row(model: nn.Module, rows, tokenizer, batch_size: int, take: Callable, bf16: bool = False) -> list:
-    """Run `fit.each_row` on the model's device: return the results of `take(model, batch)`, one for each tokenized row.
+def each_row(
+    model: nn.Module, rows, tokenizer, batch_size: int, take: Callable, bf16: bool = False
+) -> list:
+    """Run `fit.each_row` on the model's device: return the results of `take(model, batch)`, one for
+    each tokenized row.
 
     Rows of similar length share a batch.
     """
-    rows, device = rows.select_columns(["input_ids", "labels"]), next(model.parameters()).device
+    rows = rows.select_columns(["input_ids", "labels"])
+    device = next(model.parameters()).device
     return fit.each_row(
-        model, rows, take, collator=pair_collator(tokenizer), batch_size=batch_size, bf16=bf16, by_length=True,
+        model,
+        rows,
+        take,
+        collator=pair_collator(tokenizer),
+        batch_size=batch_size,
+        bf16=bf16,
+        by_length=True,
         device=device,
-    )  # fmt: skip
+    )
 
 
 def loader(rows, tokenizer, batch_size: int) -> DataLoader:
@@ -201,10 +287,14 @@ def loader(rows, tokenizer, batch_size: int) -> DataLoader:
     return DataLoader(rows, batch_size=batch_size, collate_fn=pair_collator(tokenizer))
 
 
-def save_tuned(model: nn.Module, adapted, tokenizer, weights: dict | None, dtype: str | None, folder: Path) -> None:
-    """Write a tuned expert to an existing folder: the adapter of `adapted`, or if that is None the whole `model` in `dtype`.
+def save_tuned(
+    model: nn.Module, adapted, tokenizer, weights: dict | None, dtype: str | None, folder: Path
+) -> None:
+    """Write a tuned expert to an existing folder: the adapter of `adapted`, or if that is None the
+    whole `model` in `dtype`.
 
-    `weights` is the state dict of `model`, which may be sharded. Keys that `model` lacks are ignored.
+    `weights` is the state dict of `model`, which may be sharded. Keys that `model` lacks are
+    ignored.
     """
     if weights is not None:
         own = set(model.state_dict())

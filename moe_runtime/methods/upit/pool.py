@@ -3,8 +3,8 @@
     G_ij = <W_i - W_base, W_j - W_base> over the MLP tensors of all layers       UpIT's distances, before the metric
     child = W_base + a D(W_j - W_base) + b D(W_k - W_base)                       for the MLPs; the parents' mean for the rest
 
-The formulas are in `moe_runtime.ops.expansion`. Each pass reads each expert once. Memory holds CHUNK elements of all
-experts together, and the tensor of a child that is being assembled.
+The formulas are in `moe_runtime.ops.expansion`. Each pass reads each expert once. Memory holds
+CHUNK elements of all experts together, and the tensor of a child that is being assembled.
 """
 
 import contextlib
@@ -27,8 +27,15 @@ from moe_runtime.ops.expansion import dare_merge, gram, gram_row
 CHUNK = 1 << 22  # elements read at once, over all experts
 # PEFT's settings that define what A and B mean
 _ADAPTER_FIELDS = (
-    "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "layer_replication",
-)  # fmt: skip
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "layer_replication",
+)
 
 
 class Mix(NamedTuple):
@@ -51,17 +58,28 @@ class _Rows(NamedTuple):
 
 
 class Pool:
-    """Experts open for reading; a context manager. Their MLPs are compared with those of `base`, an adapter's dense model.
+    """Experts open for reading; a context manager. Their MLPs are compared with those of `base`, an
+    adapter's dense model.
 
-    `weights_alone` compares the weights themselves, not their differences from the base. `wide` computes products in
-    float64 with torch, for distances much smaller than the factors; products of adapters, which have no base, always do.
+    `weights_alone` compares the weights themselves, not their differences from the base. `wide`
+    computes products in float64 with torch, for distances much smaller than the factors; products
+    of adapters, which have no base, always do.
     """
 
     def __init__(
-        self, base: str | Path, *, weights_alone: bool = False, wide: bool = False, backend: str | None = None, device=None
+        self,
+        base: str | Path,
+        *,
+        weights_alone: bool = False,
+        wide: bool = False,
+        backend: str | None = None,
+        device=None,
     ):
-        self.base_folder, self.weights_alone, self.wide = base, weights_alone, wide
-        self.backend, self.device = backend, device
+        self.base_folder = base
+        self.weights_alone = weights_alone
+        self.wide = wide
+        self.backend = backend
+        self.device = device
         self.experts: list[Expert] = []
         self.prints: list[str] = []
         self.specs: dict[str, TensorSpec] = {}  # of the first expert
@@ -69,7 +87,9 @@ class Pool:
         self.base: Checkpoint | None = None
         self.base_hash: str | None = None  # as recorded by experts
         self.base_print: str | None = None
-        self.progress, self.done, self.total = None, 0, 0
+        self.progress = None
+        self.done = 0
+        self.total = 0
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Pool":
@@ -79,7 +99,9 @@ class Pool:
         self._stack.close()
 
     def add(self, path: str | Path) -> None:
-        """Open one more expert; raises ValueError unless its tensors match the first expert's and its MLPs the base's."""
+        """Open one more expert; raises ValueError unless its tensors match the first expert's and
+        its MLPs the base's.
+        """
         expert = self._stack.enter_context(open_expert(path, self.base_folder))
         if self.experts:
             _check_alike(self.experts[0], expert)
@@ -88,12 +110,26 @@ class Pool:
         noted = expert.record.get("base_hash")
         if self.base_hash is not None and noted not in (None, self.base_hash):
             raise ValueError(
-                f"Base {self.base_folder} has other weights than the one that {expert.path} was trained from. Pass the folder "
+                f"Base {self.base_folder} has other weights than "
+                "the "
+                "one "
+                "that "
+                f"{expert.path} "
+                "was "
+                "trained from. Pass the folder "
                 "of its base"
             )
         bad = next((key for key in self.ffn if expert.spec(key).dtype not in FLOATS), None)
         if bad is not None:
-            raise ValueError(f"{bad} in {expert.path} must have a floating dtype, but is {expert.spec(bad).dtype}")
+            raise ValueError(
+                f"{bad} in {expert.path} must have "
+                "a "
+                "floating "
+                "dtype, "
+                "but "
+                "is "
+                f"{expert.spec(bad).dtype}"
+            )
         self.experts.append(expert)
         self.prints.append(expert.fingerprint())
 
@@ -103,7 +139,15 @@ class Pool:
         is_dora = first.kind == "lora" and first.adapter.get("use_dora")
         if not self.ffn or is_dora:
             what = "uses DoRA (use_dora is True)" if is_dora else "has no tensor of an MLP"
-            raise ValueError(f"Expert {first.path} {what}. Experts must differ in MLPs, and adapters must be plain LoRA")
+            raise ValueError(
+                f"Expert {first.path} {what}. Experts must differ in "
+                "MLPs, "
+                "and "
+                "adapters "
+                "must "
+                "be "
+                "plain LoRA"
+            )
         if first.kind == "lora":
             self.wide = True
             return
@@ -115,14 +159,19 @@ class Pool:
         check_keys(_with_dtypes(got, want), want, source=self.base.path)
 
     def expect(self, count: int, progress: Progress | None) -> None:
-        """Tell `progress` how many bytes growing to `count` experts will read: all MLPs once per child."""
-        ffn, given = sum(self.specs[key].nbytes for key in self.ffn), len(self.experts)
+        """Tell `progress` how many bytes growing to `count` experts will read: all MLPs once per
+        child.
+        """
+        ffn = sum(self.specs[key].nbytes for key in self.ffn)
+        given = len(self.experts)
         rest = sum(spec.nbytes for spec in self.specs.values()) - ffn
         self.total = given * ffn + sum(m * ffn + 2 * rest for m in range(given, count))
         self.progress = progress
 
     def skip(self, pool: int, child: bool) -> None:
-        """Count bytes that need not be read as done: a pass over the MLPs of `pool` experts, and a child's backbone."""
+        """Count bytes that need not be read as done: a pass over the MLPs of `pool` experts, and a
+        child's backbone.
+        """
         ffn = sum(self.specs[key].nbytes for key in self.ffn)
         rest = sum(spec.nbytes for spec in self.specs.values()) - ffn
         self._saw(pool * ffn + 2 * rest * child)
@@ -146,7 +195,8 @@ class Pool:
     def _compared(self, experts: list[torch.Tensor], base: torch.Tensor | None) -> tuple:
         """Return tensors in the dtype of their products."""
         if self.wide:
-            experts, base = [tensor.double() for tensor in experts], None if base is None else base.double()
+            experts = [tensor.double() for tensor in experts]
+            base = None if base is None else base.double()
         return experts, base
 
     def child(self, mix: Mix, products: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,7 +207,9 @@ class Pool:
         for key, spec in self.specs.items():
             spec = TensorSpec(spec.shape, self.experts[mix.parents[0]].spec(key).dtype)
             out = torch.empty(spec.shape, dtype=spec.dtype)
-            for index, part in self._grown(key, spec, mix, products) if key in self.ffn else self._mean(key, mix):
+            for index, part in (
+                self._grown(key, spec, mix, products) if key in self.ffn else self._mean(key, mix)
+            ):
                 out[... if index is None else index] = part
             yield key, out
 
@@ -166,17 +218,29 @@ class Pool:
         j, k = mix.parents
         for rows in self._walk(key, range(len(self.experts)), with_base=True):
             part = dare_merge(
-                rows.experts[j], rows.experts[k], rows.base, weights=mix.weights, drop=mix.drop, rescale=mix.rescale,
-                seed=mix.seed, tensor=key, start=rows.start, backend=self.backend,
-            ).to(spec.dtype)  # fmt: skip
+                rows.experts[j],
+                rows.experts[k],
+                rows.base,
+                weights=mix.weights,
+                drop=mix.drop,
+                rescale=mix.rescale,
+                seed=mix.seed,
+                tensor=key,
+                start=rows.start,
+                backend=self.backend,
+            ).to(spec.dtype)
             base = None if self.weights_alone else rows.base
             # of the child as saved, so after rounding
-            (*pool, child), base = self._compared([*rows.experts, part.to(rows.experts[0].dtype)], base)
+            (*pool, child), base = self._compared(
+                [*rows.experts, part.to(rows.experts[0].dtype)], base
+            )
             products += gram_row(pool, child, base).cpu()
             yield rows.index, part.cpu()
 
     def _mean(self, key: str, mix: Mix):
-        """Yield rows of the parents' mean, rounded once from float32 or float64; integers are the first parent's."""
+        """Yield rows of the parents' mean, rounded once from float32 or float64; integers are the
+        first parent's.
+        """
         for rows in self._walk(key, mix.parents, with_base=False):
             first, second = rows.experts
             if first.is_floating_point():
@@ -185,20 +249,28 @@ class Pool:
             yield rows.index, first.cpu()
 
     def _dtype(self, key: str, places: Sequence[int]) -> torch.dtype:
-        return functools.reduce(torch.promote_types, (self.experts[place].spec(key).dtype for place in places))
+        return functools.reduce(
+            torch.promote_types, (self.experts[place].spec(key).dtype for place in places)
+        )
 
     def _walk(self, key: str, places: Sequence[int], with_base: bool) -> Iterator[_Rows]:
         """Read rows of a tensor of the experts at `places`, and of the base."""
-        sources, dtype = [self.experts[place] for place in places], self._dtype(key, places)
+        sources = [self.experts[place] for place in places]
+        dtype = self._dtype(key, places)
         if with_base and self.base is not None:
-            sources, dtype = [*sources, self.base], torch.promote_types(dtype, self.base_specs[key].dtype)
-        shape, n = self.specs[key].shape, len(places)
+            sources = [*sources, self.base]
+            dtype = torch.promote_types(dtype, self.base_specs[key].dtype)
+        shape = self.specs[key].shape
+        n = len(places)
         width = math.prod(shape[1:])
         # DARE's random numbers come in fours
         step = max(CHUNK // (max(width, 1) * len(sources)) // 4 * 4, 4)
         for start in range(0, shape[0] if shape else 1, step):
             index = slice(start, min(start + step, shape[0])) if shape else None
-            parts = [source.get(key) if index is None else source.get_rows(key, index) for source in sources]
+            parts = [
+                source.get(key) if index is None else source.get_rows(key, index)
+                for source in sources
+            ]
             self._saw(sum(part.nbytes for part in parts[:n]))
             parts = [part.to(self.device, dtype) for part in parts]
             yield _Rows(index, start * width, parts[:n], parts[n] if len(parts) > n else None)
@@ -209,9 +281,14 @@ class Pool:
             self.progress(self.done, self.total)
 
 
-def _with_dtypes(specs: dict[str, TensorSpec], like: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+def _with_dtypes(
+    specs: dict[str, TensorSpec], like: dict[str, TensorSpec]
+) -> dict[str, TensorSpec]:
     """Return `specs` with the dtypes of `like`, which may differ."""
-    return {key: TensorSpec(spec.shape, like[key].dtype if key in like else spec.dtype) for key, spec in specs.items()}
+    return {
+        key: TensorSpec(spec.shape, like[key].dtype if key in like else spec.dtype)
+        for key, spec in specs.items()
+    }
 
 
 def _check_alike(first: Expert, other: Expert) -> None:
@@ -224,7 +301,13 @@ def _check_alike(first: Expert, other: Expert) -> None:
     odd = next((field for field in ours if ours[field] != theirs.get(field)), None)
     if odd is not None:
         raise ValueError(
-            f"{odd} must be the same for all experts, but is {theirs.get(odd)!r} for {other.path} and {ours[odd]!r} for "
+            f"{odd} must be the same for all experts, "
+            "but "
+            "is "
+            f"{theirs.get(odd)!r} "
+            "for "
+            f"{other.path} "
+            f"and {ours[odd]!r} for "
             f"{first.path}"
         )
     check_keys(_with_dtypes(other.specs(), first.specs()), first.specs(), source=other.path)

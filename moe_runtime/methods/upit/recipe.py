@@ -1,12 +1,15 @@
 """A UpIT study as one YAML file: the base, the domains, and the settings of all steps.
 
     base_model: princeton-nlp/Sheared-LLaMA-2.7B    or null, with `pretrain`
-    domains: {code: {train: code, ...}, ...}        rows of each domain; tuned on together, evaluated separately
-    checkpoints: {count: 4, which: back}            m checkpoints of the first tuning, grown to experts.num_experts
+    domains: {code: {train: code, ...}, ...}        rows of each domain; tuned on together,
+                                                    evaluated separately
+    checkpoints: {count: 4, which: back}            m checkpoints of the first tuning, grown to
+                                                    experts.num_experts
     expansion, seed_data, router: {...}             steps 2, 3 and 4 of the method
     ffn, lora: {sft, init, post: {epochs, learning_rate, ...}}     the training stages of each kind of expert; one may be null
 
-The defaults are the paper's (arXiv 2410.01610, Sec. 4.1), otherwise those of `moe_runtime.methods.upit`.
+The defaults are the paper's (arXiv 2410.01610, Sec. 4.1), otherwise those of
+`moe_runtime.methods.upit`.
 """
 
 import functools
@@ -17,7 +20,7 @@ from pydantic import Field, model_validator
 from moe_runtime.config import MoEConfig
 from moe_runtime.experiments import recipe as recipes
 from moe_runtime.experiments.corpora import Domain
-from moe_runtime.experiments.recipe import (  # fmt: skip
+from moe_runtime.experiments.recipe import (
     AnyNumber,
     BelowOne,
     Count,
@@ -75,7 +78,9 @@ class SeedData(Node):
 
 
 class RouterInit(Node):
-    """Pre-optimization of routing vectors (step 4); the training settings are in `ffn` or `lora`."""
+    """Pre-optimization of routing vectors (step 4); the training settings are in `ffn` or
+    `lora`.
+    """
 
     alpha: Fraction = 0.5
     detach_h: bool = False
@@ -95,7 +100,9 @@ class Tuning(Training):
 
 
 class Form(Node):
-    """The training stages of one kind of expert: of the dense model, of experts with their vectors, of the MoE model."""
+    """The training stages of one kind of expert: of the dense model, of experts with their vectors,
+    of the MoE model.
+    """
 
     sft: Tuning
     init: Tuning
@@ -106,13 +113,21 @@ class Form(Node):
         for name in ("sft", "post"):
             if getattr(self, name).epochs is None:
                 raise ValueError(
-                    f"{name}.steps is {getattr(self, name).steps}. Set epochs instead, as checkpoints count epochs"
+                    f"{name}.steps is "
+                    f"{getattr(self, name).steps}. "
+                    "Set "
+                    "epochs "
+                    "instead, "
+                    "as "
+                    "checkpoints count epochs"
                 )
         return self
 
     @property
     def whole(self) -> Tuning:
-        """The training of a baseline without a second stage: sft, for the epochs of sft and post."""
+        """The training of a baseline without a second stage: sft, for the epochs of sft and
+        post.
+        """
         return self.sft.change(epochs=self.sft.epochs + self.post.epochs)
 
     @property
@@ -174,7 +189,15 @@ class UpitRecipe(Node):
         if not self.forms:
             raise ValueError("ffn and lora are null, but at least one of them must be given")
         if self.checkpoints.count < 2 <= self.experts.num_experts:
-            raise ValueError(f"checkpoints.count must be at least 2 to expand to {self.experts.num_experts} experts, but got 1")
+            raise ValueError(
+                "checkpoints.count must be at least "
+                "2 "
+                "to "
+                "expand "
+                "to "
+                f"{self.experts.num_experts} "
+                "experts, but got 1"
+            )
         for form in self.forms:
             check_saved(self, form, self.checkpoints.count, "checkpoints.count")
         return self
@@ -191,12 +214,21 @@ def count_saved(recipe: UpitRecipe, form: str) -> int:
 
 
 def check_saved(recipe: UpitRecipe, form: str, count: int, name: str) -> None:
-    """Raise ValueError if the first tuning saves fewer than `count` checkpoints; `name` is the setting in the error."""
-    epochs, every = getattr(recipe, form).sft.epochs, recipe.checkpoints.every_epochs
+    """Raise ValueError if the first tuning saves fewer than `count` checkpoints; `name` is the
+    setting in the error.
+    """
+    epochs = getattr(recipe, form).sft.epochs
+    every = recipe.checkpoints.every_epochs
     saved = count_saved(recipe, form)
     if count > saved:
         raise ValueError(
-            f"{name} must be at most the {saved} checkpoints of {form}.sft.epochs {epochs:g} and every_epochs {every:g}, but "
+            f"{name} must be at most the {saved} "
+            "checkpoints "
+            "of "
+            f"{form}.sft.epochs "
+            f"{epochs:g} "
+            "and "
+            f"every_epochs {every:g}, but "
             f"got {count}"
         )
 

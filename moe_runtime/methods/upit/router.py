@@ -1,13 +1,15 @@
 """Router initialization: tune each expert and its routing vectors on the expert's bucket.
 
-UpIT (arXiv 2410.01610), Algorithm 1, lines 6 to 11, and Eq. (1), (2): `moe_runtime.methods.upit.vectors` has the equations.
-Expert i's MLPs (the matrices of its adapters) and its routing vectors train on its bucket; its backbone is frozen.
-`init_routers` does this for all experts. The paper leaves the initial vectors open; here they start at 0, since at its
-learning rates they move by only about 0.01, so that vectors from N(0, 0.02) would still route at random. Instead of
-"skilled", untrained vectors can be used: "random", from N(0, 0.02), and "hidden_mean", the mean of h over the bucket, of
-length 1.
+UpIT (arXiv 2410.01610), Algorithm 1, lines 6 to 11, and Eq. (1), (2):
+`moe_runtime.methods.upit.vectors` has the equations. Expert i's MLPs (the matrices of its adapters)
+and its routing vectors train on its bucket; its backbone is frozen. `init_routers` does this for
+all experts. The paper leaves the initial vectors open; here they start at 0, since at its learning
+rates they move by only about 0.01, so that vectors from N(0, 0.02) would still route at random.
+Instead of "skilled", untrained vectors can be used: "random", from N(0, 0.02), and "hidden_mean",
+the mean of h over the bucket, of length 1.
 
-A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), router.json and, if tuned, the expert.
+A result's folder holds routing_vectors.safetensors (`vectors` [L, H] float32), router.json and, if
+tuned, the expert.
 """
 
 import contextlib
@@ -21,7 +23,13 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.config import check_bool, check_choice, check_fraction, check_number, check_positive
+from moe_runtime.config import (
+    check_bool,
+    check_choice,
+    check_fraction,
+    check_number,
+    check_positive,
+)
 from moe_runtime.experiments.stages import files_print, hash_of, remove
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io import console
@@ -29,17 +37,34 @@ from moe_runtime.io.checkpoint import Checkpoint, write_tensors
 from moe_runtime.io.files import atomic_folder, atomic_write_text, check_out_dir, read_json
 from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import Expert, open_expert
-from moe_runtime.methods.upit.vectors import Measured, RoutingVectors, VectorTrainer, drawn, hidden_means
+from moe_runtime.methods.upit.vectors import (
+    Measured,
+    RoutingVectors,
+    VectorTrainer,
+    drawn,
+    hidden_means,
+)
 
 FORMAT = 1
 INITS = ("skilled", "random", "hidden_mean")
-VECTORS, RECORD = "routing_vectors.safetensors", "router.json"
-STD = {"skilled": 0.0, "random": 0.02, "hidden_mean": 0.0}  # default standard deviation of the initial vectors
+VECTORS = "routing_vectors.safetensors"
+RECORD = "router.json"
+# default standard deviation of the initial vectors
+STD = {"skilled": 0.0, "random": 0.02, "hidden_mean": 0.0}
 RATES = {"ffn": 2e-5, "delta": 2e-5, "lora": 2e-4}  # UpIT, Sec. 4.1
 # settings that `init_router` accepts for fit.train
 _SETTINGS = inspect.signature(fit.train).parameters.keys() - {
-    "model", "rows", "tokenizer", "folder", "held_out", "evaluations", "trainer", "collator", "losses", "keep_best",
-}  # fmt: skip
+    "model",
+    "rows",
+    "tokenizer",
+    "folder",
+    "held_out",
+    "evaluations",
+    "trainer",
+    "collator",
+    "losses",
+    "keep_best",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,57 +81,102 @@ class RoutedExpert:
 
 
 def init_router(
-    expert: str | Path, rows, tokenizer, *, folder: str | Path, learning_rate: float | None = None,
-    epochs: float | None = None, steps: int | None = None, batch_size: int = 8, alpha: float = 0.5,
-    router_init: str = "skilled", detach_h: bool = False, train_ffn: bool = True, vector_std: float | None = None,
-    vector_learning_rate: float | None = None, base: str | Path | None = None, dtype: str | None = None, seed: int = 0,
-    index: int = 0, overwrite: bool = False, callbacks: Sequence = (),
-    on_step: Callable[[int, int, float | None], None] | None = None, **training,
-) -> RoutedExpert:  # fmt: skip
+    expert: str | Path,
+    rows,
+    tokenizer,
+    *,
+    folder: str | Path,
+    learning_rate: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch_size: int = 8,
+    alpha: float = 0.5,
+    router_init: str = "skilled",
+    detach_h: bool = False,
+    train_ffn: bool = True,
+    vector_std: float | None = None,
+    vector_learning_rate: float | None = None,
+    base: str | Path | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    index: int = 0,
+    overwrite: bool = False,
+    callbacks: Sequence = (),
+    on_step: Callable[[int, int, float | None], None] | None = None,
+    **training,
+) -> RoutedExpert:
     """Tune an expert and its routing vectors on its bucket and write both to `folder`, atomically.
 
-    `rows` are tokenized (io.rows.tokenize_pairs). Trains 4 `epochs`, or `steps`, with AdamW at a constant rate, by default
-    RATES; `training` are fit.train's other settings. A whole expert trains in float32 and is written in `dtype`; for an
-    adapter, `dtype` is that of its base during training. A folder that the same call has already written is reused.
-    `base` is the dense model of a delta or adapter, `index` the expert's number, which seeds random vectors. `train_ffn=False`
-    trains only the vectors. Every process must call this.
+    `rows` are tokenized (io.rows.tokenize_pairs). Trains 4 `epochs`, or `steps`, with AdamW at a
+    constant rate, by default RATES; `training` are fit.train's other settings. A whole expert
+    trains in float32 and is written in `dtype`; for an adapter, `dtype` is that of its base during
+    training. A folder that the same call has already written is reused. `base` is the dense model
+    of a delta or adapter, `index` the expert's number, which seeds random vectors.
+    `train_ffn=False` trains only the vectors. Every process must call this.
     """
     _check(rows, alpha, epochs, steps, router_init, train_ffn, dtype)
     _check_vectors(vector_std, vector_learning_rate)
-    folder, std = Path(folder), STD[router_init] if vector_std is None else vector_std
-    objective = {"alpha": alpha, "detach_h": detach_h, "train_ffn": train_ffn, "vector_rate": vector_learning_rate}
+    folder = Path(folder)
+    std = STD[router_init] if vector_std is None else vector_std
+    objective = {
+        "alpha": alpha,
+        "detach_h": detach_h,
+        "train_ffn": train_ffn,
+        "vector_rate": vector_learning_rate,
+    }
     with open_expert(expert, base) as opened:
         _check_expert(opened)
-        settings = _settings(RATES[opened.kind], learning_rate, epochs, steps, batch_size, seed, training)
+        settings = _settings(
+            RATES[opened.kind], learning_rate, epochs, steps, batch_size, seed, training
+        )
         at_once, _ = fit.split_batch(batch_size, settings.get("per_device_batch_size"))
         made_of = objective | {
-            "expert": files_print(expert), "rows": hash_of([[*rows["input_ids"]], [*rows["labels"]]]), "std": std,
-            "base": None if opened.kind == "ffn" else files_print(models.base_of([opened])), "settings": settings,
-            "router_init": router_init, "dtype": dtype, "index": index,
-        }  # fmt: skip
+            "expert": files_print(expert),
+            "rows": hash_of([[*rows["input_ids"]], [*rows["labels"]]]),
+            "std": std,
+            "base": None if opened.kind == "ffn" else files_print(models.base_of([opened])),
+            "settings": settings,
+            "router_init": router_init,
+            "dtype": dtype,
+            "index": index,
+        }
         if not overwrite and ranks.agree(_is_made(folder, made_of)):
             _remove_checkpoints(folder)
             return load_routed(folder)
         check_out_dir(folder, overwrite, [expert, base])
         model, adapted = _load(opened, dtype)
         dtype = dtype or models.dtype_of(opened)
-    vectors = _first_vectors(router_init, model, rows, tokenizer, at_once, std, seed * 65537 + index)
+    vectors = _first_vectors(
+        router_init, model, rows, tokenizer, at_once, std, seed * 65537 + index
+    )
     routing = RoutingVectors(model, vectors, alpha, detach_h)
-    measure = functools.partial(routing.measure, rows, tokenizer, at_once, settings.get("bf16", False))
-    before, weights = measure(), None
+    measure = functools.partial(
+        routing.measure, rows, tokenizer, at_once, settings.get("bf16", False)
+    )
+    before = measure()
+    weights = None
     done = {"vectors": vectors, "before": before, "after": before}
     if router_init == "skilled":
         routing.train_only(train_ffn)
         trained = _pre_optimize(
-            model, rows, tokenizer, vector_learning_rate, folder=_checkpoints(folder, made_of), callbacks=callbacks,
-            on_step=on_step, **settings,
-        )  # fmt: skip
+            model,
+            rows,
+            tokenizer,
+            vector_learning_rate,
+            folder=_checkpoints(folder, made_of),
+            callbacks=callbacks,
+            on_step=on_step,
+            **settings,
+        )
         done |= {"vectors": routing.values(), "after": measure(), "steps": trained.steps}
         done["seconds"], weights = trained.history.seconds, trained.state_dict()
     routing.close()
     tuned = router_init == "skilled" and train_ffn
     routed = RoutedExpert(folder=folder if tuned else Path(expert), router_init=router_init, **done)
-    write = functools.partial(models.save_tuned, model, adapted, tokenizer, weights, dtype) if tuned else None
+    if tuned:
+        write = functools.partial(models.save_tuned, model, adapted, tokenizer, weights, dtype)
+    else:
+        write = None
     _save(routed, folder, made_of, overwrite, write)
     _remove_checkpoints(folder)
     return routed
@@ -117,12 +187,16 @@ def _pre_optimize(model, rows, tokenizer, vector_rate: float | None, **training)
     # one held-out row is enough, since all rows are measured separately, with the vectors
     first = rows.select([0]).select_columns(["input_ids", "labels"])
     trainer = functools.partial(VectorTrainer, vector_rate=vector_rate)
-    return fit.train(model, rows, tokenizer, held_out=first, evaluations=1, trainer=trainer, **training)
+    return fit.train(
+        model, rows, tokenizer, held_out=first, evaluations=1, trainer=trainer, **training
+    )
 
 
 def _check_expert(opened: Expert) -> None:
     if not any(map(opened.is_ffn, opened.keys())):
-        raise ValueError(f"Expert {opened.path} is an adapter that changes no MLP. Pass one that does")
+        raise ValueError(
+            f"Expert {opened.path} is an adapter that changes no MLP. Pass one that does"
+        )
 
 
 def _load(opened: Expert, dtype: str | None):
@@ -137,20 +211,42 @@ def _load(opened: Expert, dtype: str | None):
     return model, adapted
 
 
-def _settings(rate: float, learning_rate, epochs, steps, batch_size: int, seed: int, training: dict) -> dict:
+def _settings(
+    rate: float, learning_rate, epochs, steps, batch_size: int, seed: int, training: dict
+) -> dict:
     """Return the settings of hf.training.fit.train; raises ValueError for unknown ones."""
     unknown = training.keys() - _SETTINGS
     if unknown:
-        raise ValueError(f"Unknown settings {', '.join(sorted(unknown))}. Pass some of {', '.join(sorted(_SETTINGS))}")
+        raise ValueError(
+            "Unknown "
+            "settings "
+            f"{', '.join(sorted(unknown))}. "
+            "Pass "
+            "some "
+            "of "
+            f"{', '.join(sorted(_SETTINGS))}"
+        )
     learning_rate = rate if learning_rate is None else learning_rate
     check_number("learning_rate", learning_rate, positive=True)
-    settings = {"optimizer": "adamw_torch", "schedule": "constant", "batch_size": batch_size, "seed": seed} | training
-    settings |= {"steps": steps} if steps is not None else {"epochs": 4 if epochs is None else epochs}
-    fit.check_training(**{"per_device_batch_size": None, "steps": None, "warmup_steps": None} | settings)
+    settings = {
+        "optimizer": "adamw_torch",
+        "schedule": "constant",
+        "batch_size": batch_size,
+        "seed": seed,
+    } | training
+    if steps is not None:
+        settings |= {"steps": steps}
+    else:
+        settings |= {"epochs": 4 if epochs is None else epochs}
+    fit.check_training(
+        **{"per_device_batch_size": None, "steps": None, "warmup_steps": None} | settings
+    )
     return settings | {"learning_rate": learning_rate}
 
 
-def _first_vectors(router_init: str, model, rows, tokenizer, batch_size: int, std: float, seed: int) -> torch.Tensor:
+def _first_vectors(
+    router_init: str, model, rows, tokenizer, batch_size: int, std: float, seed: int
+) -> torch.Tensor:
     if router_init == "hidden_mean":
         return hidden_means(model, rows, tokenizer, batch_size)
     return drawn(model.config.num_hidden_layers, model.config.hidden_size, std, seed)
@@ -168,7 +264,9 @@ def _remove_checkpoints(folder: Path) -> None:
 
 
 def _is_made(folder: Path, made_of: dict) -> bool:
-    return (folder / RECORD).is_file() and read_json(folder / RECORD).get("made_of") == hash_of(made_of)
+    return (folder / RECORD).is_file() and read_json(folder / RECORD).get("made_of") == hash_of(
+        made_of
+    )
 
 
 class Routers(NamedTuple):
@@ -183,21 +281,38 @@ class Routers(NamedTuple):
 
 
 def init_routers(
-    experts: Sequence[str | Path], rows, buckets: Sequence[Sequence[int]], tokenizer, *, folder: str | Path, **settings
+    experts: Sequence[str | Path],
+    rows,
+    buckets: Sequence[Sequence[int]],
+    tokenizer,
+    *,
+    folder: str | Path,
+    **settings,
 ) -> list[RoutedExpert]:
-    """Call `init_router` with `settings` for each expert on its bucket, row numbers of `rows`, and write FOLDER/expert-<i>.
+    """Call `init_router` with `settings` for each expert on its bucket, row numbers of `rows`, and
+    write FOLDER/expert-<i>.
 
     A folder that the same call has already written is reused.
     """
     if len(experts) != len(buckets) or not all(buckets):
         sizes = [len(bucket) for bucket in buckets]
-        raise ValueError(f"Expected a bucket with examples for each of the {len(experts)} experts, but buckets have {sizes}")
+        raise ValueError(
+            "Expected a bucket with examples for each of "
+            "the "
+            f"{len(experts)} "
+            "experts, "
+            "but "
+            "buckets "
+            f"have {sizes}"
+        )
     routed = []
     for i, (expert, bucket) in enumerate(zip(experts, buckets, strict=True)):
         place = Path(folder) / f"expert-{i}"
         with console.bar(f"expert {i}") as update:
             shown = {"on_step": update} | settings
-            routed.append(init_router(expert, rows.select(bucket), tokenizer, folder=place, index=i, **shown))
+            routed.append(
+                init_router(expert, rows.select(bucket), tokenizer, folder=place, index=i, **shown)
+            )
         ranks.free_memory()
     return routed
 
@@ -206,21 +321,39 @@ def load_routed(folder: str | Path) -> RoutedExpert:
     """Read a folder of `init_router`; raises ValueError for other folders."""
     folder = Path(folder)
     record = read_json(folder / RECORD)
-    names, measured = ("expert", "router_init", "steps", "seconds"), ("before", "after")
-    fits = record.get("format") == FORMAT and record.keys() >= {*names, *measured} and isinstance(record["expert"], str)
-    fits = fits and all(isinstance(record[name], dict) and {*record[name]} == {*Measured._fields} for name in measured)
+    names = ("expert", "router_init", "steps", "seconds")
+    measured = ("before", "after")
+    fits = (
+        record.get("format") == FORMAT
+        and record.keys() >= {*names, *measured}
+        and isinstance(record["expert"], str)
+    )
+    fits = fits and all(
+        isinstance(record[name], dict) and {*record[name]} == {*Measured._fields}
+        for name in measured
+    )
     if not fits:
         raise ValueError(
-            f"{folder / RECORD} has format {record.get('format')!r} or lacks fields, but must have format {FORMAT} with "
+            f"{folder / RECORD} has format {record.get('format')!r} "
+            "or "
+            "lacks "
+            "fields, "
+            "but "
+            "must "
+            f"have format {FORMAT} with "
             f"{', '.join((*names, *measured))}. Run upit init-routers again"
         )
     with Checkpoint(folder, VECTORS) as checkpoint:
         vectors = checkpoint.get("vectors")
-    values = {name: record[name] for name in names[1:]} | {name: Measured(**record[name]) for name in measured}
+    values = {name: record[name] for name in names[1:]} | {
+        name: Measured(**record[name]) for name in measured
+    }
     return RoutedExpert(vectors=vectors, folder=folder / record["expert"], **values)
 
 
-def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype: str | None) -> None:
+def _check(
+    rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype: str | None
+) -> None:
     check_choice("router_init", router_init, INITS)
     check_bool("train_ffn", train_ffn)
     check_fraction("alpha", alpha, "the weight of the language model's loss")
@@ -231,7 +364,13 @@ def _check(rows, alpha, epochs, steps, router_init: str, train_ffn: bool, dtype:
     is_dtype = dtype is None or isinstance(getattr(torch, str(dtype), None), torch.dtype)
     if not is_dtype or None not in (epochs, steps):
         raise ValueError(
-            f"Expected at most one of epochs and steps, and dtype None or a name such as 'bfloat16', but epochs is {epochs}, "
+            "Expected at most one of epochs and steps, and dtype None "
+            "or "
+            "a "
+            "name "
+            "such "
+            "as "
+            f"'bfloat16', but epochs is {epochs}, "
             f"steps is {steps} and dtype is {dtype!r}"
         )
     models.check_labels(rows)
@@ -243,8 +382,16 @@ def _check_vectors(std: float | None, learning_rate: float | None) -> None:
             check_number(name, value)
 
 
-def _save(routed: RoutedExpert, folder: Path, made_of: dict, overwrite: bool, write: Callable[[Path], None] | None) -> None:
-    """Write the vectors, the measurements and, through `write`, the tuned expert on rank 0; other ranks wait."""
+def _save(
+    routed: RoutedExpert,
+    folder: Path,
+    made_of: dict,
+    overwrite: bool,
+    write: Callable[[Path], None] | None,
+) -> None:
+    """Write the vectors, the measurements and, through `write`, the tuned expert on rank 0; other
+    ranks wait.
+    """
     with ranks.leading() as main, contextlib.ExitStack() as stack:
         if main:
             tmp = stack.enter_context(atomic_folder(folder, overwrite))
@@ -255,4 +402,6 @@ def _save(routed: RoutedExpert, folder: Path, made_of: dict, overwrite: bool, wr
             values = {"format": FORMAT, "expert": "." if write else str(routed.folder.resolve())}
             values |= {name: getattr(routed, name) for name in names}
             values |= {name: getattr(routed, name)._asdict() for name in ("before", "after")}
-            atomic_write_text(tmp / RECORD, json.dumps(values | {"made_of": hash_of(made_of)}, indent=2) + "\n")
+            atomic_write_text(
+                tmp / RECORD, json.dumps(values | {"made_of": hash_of(made_of)}, indent=2) + "\n"
+            )

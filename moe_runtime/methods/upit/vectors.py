@@ -1,13 +1,15 @@
-"""Routing vectors next to the MLPs of a dense model: each learns to recognize the tokens its expert is good at.
+"""Routing vectors next to the MLPs of a dense model: each learns to recognize the tokens its expert
+is good at.
 
 UpIT (arXiv 2410.01610), Eq. (1) and (2), for expert i on its own rows:
 
     L     = alpha L_lm + (1 - alpha) L_aux
     L_aux = CrossEntropy(sigmoid(h r), 1) = mean over tokens and layers of -log sigmoid(h . r)
 
-h [T, H] is the input of a layer's MLP, r [H] float32 the layer's routing vector, alpha 0.5. Padding does not count. r is not
-part of the forward pass: L_lm does not depend on it, and L_aux trains the MLPs of the layers below through h, unless
-`detach_h`. The paper leaves open which h is used, and what the mean is over.
+h [T, H] is the input of a layer's MLP, r [H] float32 the layer's routing vector, alpha 0.5. Padding
+does not count. r is not part of the forward pass: L_lm does not depend on it, and L_aux trains the
+MLPs of the layers below through h, unless `detach_h`. The paper leaves open which h is used, and
+what the mean is over.
 """
 
 import functools
@@ -30,21 +32,33 @@ NAME = "routing_vector"  # of the parameter that an MLP gets
 class RoutingVectors:
     """Adds routing vectors to a model, which then returns the loss L until `close`.
 
-    `vectors` [L, H] are the initial values. The model's output has the two parts of L as `lm_loss` and `aux_loss`, which
-    MoETrainer logs. Works with gradient checkpointing, autocast, DDP and gradient accumulation.
+    `vectors` [L, H] are the initial values. The model's output has the two parts of L as `lm_loss`
+    and `aux_loss`, which MoETrainer logs. Works with gradient checkpointing, autocast, DDP and
+    gradient accumulation.
     """
 
-    def __init__(self, model: nn.Module, vectors: torch.Tensor, alpha: float = 0.5, detach_h: bool = False):
+    def __init__(
+        self, model: nn.Module, vectors: torch.Tensor, alpha: float = 0.5, detach_h: bool = False
+    ):
         self.mlps = mlps_of(model)
         H = model.config.hidden_size
         if vectors.shape != (len(self.mlps), H) or not 0 <= alpha <= 1:
             raise ValueError(
-                f"Expected vectors [{len(self.mlps)}, {H}] and alpha from 0 to 1, but got {tuple(vectors.shape)} and {alpha}"
+                f"Expected vectors [{len(self.mlps)}, {H}] and alpha from "
+                "0 "
+                "to "
+                "1, "
+                "but "
+                "got "
+                f"{tuple(vectors.shape)} and {alpha}"
             )
-        self.model, self.alpha, self.detach_h = model, alpha, detach_h
+        self.model = model
+        self.alpha = alpha
+        self.detach_h = detach_h
         self._logits: list[torch.Tensor] = []  # [B, S] of each layer, in this call
         self._kwargs: dict = {}
-        self._last: torch.Tensor | None = None  # [L, B, S], the logits of the last call without gradient
+        # [L, B, S], the logits of the last call without gradient
+        self._last: torch.Tensor | None = None
         self._call = OpenCall(model, leave=self._forget)
         self._handles = [
             model.register_forward_pre_hook(self._prepare, with_kwargs=True),
@@ -52,7 +66,9 @@ class RoutingVectors:
         ]
         for mlp, vector in zip(self.mlps, vectors, strict=True):
             where = next(mlp.parameters()).device
-            mlp.register_parameter(NAME, nn.Parameter(vector.detach().to(where, torch.float32, copy=True)))
+            mlp.register_parameter(
+                NAME, nn.Parameter(vector.detach().to(where, torch.float32, copy=True))
+            )
             self._handles.append(mlp.register_forward_pre_hook(self._catch))
 
     def close(self) -> None:
@@ -64,19 +80,27 @@ class RoutingVectors:
             delattr(mlp, NAME)
 
     def train_only(self, train_ffn: bool = True) -> None:
-        """Freeze all but the vectors and, unless `train_ffn` is False, the MLPs or their adapters."""
+        """Freeze all but the vectors and, unless `train_ffn` is False, the MLPs or their
+        adapters.
+        """
         self.model.requires_grad_(False)
         adapters = any("lora_" in name for name, _ in self.model.named_parameters())
         for mlp in self.mlps:
             for name, parameter in mlp.named_parameters():
-                parameter.requires_grad_(name == NAME or (train_ffn and (not adapters or "lora_" in name)))
+                parameter.requires_grad_(
+                    name == NAME or (train_ffn and (not adapters or "lora_" in name))
+                )
 
     def values(self) -> torch.Tensor:
-        """Return the vectors [L, H] float32 on the CPU; under FSDP2 every process must call this."""
+        """Return the vectors [L, H] float32 on the CPU; under FSDP2 every process must call
+        this.
+        """
         return torch.stack([ranks.whole(getattr(mlp, NAME)) for mlp in self.mlps]).clone()
 
     def measure(self, rows, tokenizer, batch_size: int, bf16: bool = False) -> "Measured":
-        """Return L_lm and the mean sigmoid(h . r) on tokenized `rows`; every process must call this."""
+        """Return L_lm and the mean sigmoid(h . r) on tokenized `rows`; every process must call
+        this.
+        """
 
         def take(model, batch: dict) -> list[tuple]:
             labels = batch.pop("labels")
@@ -84,14 +108,26 @@ class RoutingVectors:
             mask = batch["attention_mask"] != 0
             fired = (self._last.sigmoid().to(mask.device) * mask).double().sum(2).t()  # [B, L]
             counts = (labels[:, 1:] != -100).sum(1).tolist()
-            return list(zip(row_means(out.logits, labels), counts, fired.tolist(), mask.sum(1).tolist(), strict=True))
+            return list(
+                zip(
+                    row_means(out.logits, labels),
+                    counts,
+                    fired.tolist(),
+                    mask.sum(1).tolist(),
+                    strict=True,
+                )
+            )
 
         try:
             found = each_row(self.model, rows, tokenizer, batch_size, take, bf16)
         finally:
             self._last = None
-        losses, counts, fired, tokens = (torch.tensor(column, dtype=torch.float64) for column in zip(*found))
-        return Measured((losses @ counts / counts.sum()).item(), (fired.sum(0) / tokens.sum()).tolist())
+        losses, counts, fired, tokens = (
+            torch.tensor(column, dtype=torch.float64) for column in zip(*found)
+        )
+        return Measured(
+            (losses @ counts / counts.sum()).item(), (fired.sum(0) / tokens.sum()).tolist()
+        )
 
     def _prepare(self, module, args, kwargs) -> None:
         self._kwargs = self._call.named(args, kwargs)
@@ -112,23 +148,30 @@ class RoutingVectors:
         if lm_loss is None:
             return
         aux_loss = (1 - self.alpha) * routing_loss(self._logits, self._call.mask).to(lm_loss.device)
-        out.lm_loss, out.aux_loss = self.alpha * lm_loss, aux_loss
+        out.lm_loss = self.alpha * lm_loss
+        out.aux_loss = aux_loss
         out["loss"] = out.lm_loss + share_of_batch(self._kwargs, lm_loss.device) * aux_loss
 
     def _forget(self) -> None:
-        self._logits, self._kwargs = [], {}
+        self._logits = []
+        self._kwargs = {}
 
 
 class VectorTrainer(MoETrainer):
-    """MoETrainer with a separate learning rate for the vectors, on the same schedule; None uses that of the rest."""
+    """MoETrainer with a separate learning rate for the vectors, on the same schedule; None uses
+    that of the rest.
+    """
 
     def __init__(self, *args, vector_rate: float | None, **kwargs):
         self.vector_rate = vector_rate
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, model=None):
-        """Create transformers' optimizer, with the vectors of each parameter group in a group of their own."""
-        is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
+        """Create transformers' optimizer, with the vectors of each parameter group in a group of
+        their own.
+        """
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
         if not is_new or self.vector_rate is None:
             return optimizer
         named = (self.model if model is None else model).named_parameters()
@@ -136,7 +179,9 @@ class VectorTrainer(MoETrainer):
         for group in list(optimizer.param_groups):
             own = [parameter for parameter in group["params"] if parameter in vectors]
             if own:
-                group["params"] = [parameter for parameter in group["params"] if parameter not in vectors]
+                group["params"] = [
+                    parameter for parameter in group["params"] if parameter not in vectors
+                ]
                 optimizer.add_param_group(group | {"params": own, "lr": self.vector_rate})
         return optimizer
 
@@ -149,7 +194,9 @@ class Measured(NamedTuple):
 
 
 def routing_loss(logits: list[torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Eq. (2): `logits` h . r of the layers, [B, S] each, `mask` [B, S] 0 on padding -> [] float32."""
+    """Eq. (2): `logits` h . r of the layers, [B, S] each, `mask` [B, S] 0 on padding -> []
+    float32.
+    """
     losses = F.softplus(-_stacked(logits))
     if mask is None:
         return losses.mean()
@@ -165,7 +212,9 @@ def _stacked(logits: list[torch.Tensor]) -> torch.Tensor:
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """Return the MLPs of a dense model, layer by layer."""
     path = family_of(model).path
-    return [model.get_submodule(path.format(layer)) for layer in range(model.config.num_hidden_layers)]
+    return [
+        model.get_submodule(path.format(layer)) for layer in range(model.config.num_hidden_layers)
+    ]
 
 
 def drawn(num_layers: int, hidden_size: int, std: float, seed: int) -> torch.Tensor:
@@ -175,19 +224,25 @@ def drawn(num_layers: int, hidden_size: int, std: float, seed: int) -> torch.Ten
 
 @torch.no_grad()
 def hidden_means(model: nn.Module, rows, tokenizer, batch_size: int) -> torch.Tensor:
-    """Return the mean of h over the tokens of tokenized `rows`, of length 1 in each layer, [L, H] float32.
+    """Return the mean of h over the tokens of tokenized `rows`, of length 1 in each layer, [L, H]
+    float32.
 
     Every process must call this, with an unsharded model.
     """
-    mlps, state = mlps_of(model), ranks.state()
+    mlps = mlps_of(model)
+    state = ranks.state()
     sums = torch.zeros(len(mlps), model.config.hidden_size, dtype=torch.float64)
     mask = None
 
     def add(layer: int, mlp: nn.Module, args: tuple) -> None:
         sums[layer] += (args[0].float() * mask[..., None]).double().sum((0, 1)).cpu()
 
-    handles = [mlp.register_forward_pre_hook(functools.partial(add, layer)) for layer, mlp in enumerate(mlps)]
-    training, device = model.training, next(model.parameters()).device
+    handles = [
+        mlp.register_forward_pre_hook(functools.partial(add, layer))
+        for layer, mlp in enumerate(mlps)
+    ]
+    training = model.training
+    device = next(model.parameters()).device
     part = rows.select(range(state.process_index, len(rows), state.num_processes))
     model.eval()
     try:

@@ -1,4 +1,5 @@
-"""XFT: upcycle a dense model, tune it, learn how to mix its experts, merge it back to a dense model.
+"""XFT: upcycle a dense model, tune it, learn how to mix its experts, merge it back to a dense
+model.
 
     upcycle       every MLP becomes E copies of itself behind a router                        Sec. 3.1, Eq. (1) and (2)
     (tune)        instruction tuning of all parameters, with any trainer
@@ -6,7 +7,8 @@
     (tune)        the mixing logits alone, on the same data, with any trainer
     merge         the dense model of Eq. (3), in the base's own architecture
 
-`moe_runtime.methods.xft.folders` does the same from disk to disk, for models that do not fit into memory.
+`moe_runtime.methods.xft.folders` does the same from disk to disk, for models that do not fit into
+memory.
 """
 
 import math
@@ -35,7 +37,9 @@ EXACT_GATES = ("xft", "topk_softmax", "softmax_topk_renorm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcycleReceipt:
-    """The changes that `upcycle` made, and the distance between the old and the new model's logits."""
+    """The changes that `upcycle` made, and the distance between the old and the new model's
+    logits.
+    """
 
     config: MoEConfig
     layers: tuple[int, ...]
@@ -52,43 +56,86 @@ class UpcycleReceipt:
         """Return the receipt as a few lines of text."""
         c = self.config
         exact = "rounding only" if self.error < 1e-5 else "the rounding of a narrow dtype, or more"
-        what = exact if self.preserves else f"gate {c.gate} does not preserve the dense model's scale"
+        if self.preserves:
+            what = exact
+        else:
+            what = f"gate {c.gate} does not preserve the dense model's scale"
         if not math.isfinite(self.error):
-            what = "the dense model's own logits, or the new one's, are not finite: look for broken weights outside of the MLPs"
+            what = (
+                "the dense model's own logits, or the new one's, "
+                "are "
+                "not "
+                "finite: "
+                "look "
+                "for "
+                "broken weights outside of the MLPs"
+            )
         gate = "no router, tokens assigned at random" if self.stage == "ewa" else f"gate {c.gate}"
         return (
-            f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, {gate}\n"
-            f"parameters: {self.dense_parameters:,} dense -> {self.moe_parameters:,}, {self.active_parameters:,} active\n"
-            f"copied {len(self.copied)} expert stacks, initialized {len(self.drawn)} router tensors\n"
+            f"upcycled {len(self.layers)} layers: "
+            f"{c.num_experts} "
+            "experts, "
+            f"{c.top_k} "
+            "per "
+            "token, "
+            f"{gate}\n"
+            "parameters: "
+            f"{self.dense_parameters:,} "
+            "dense "
+            "-> "
+            f"{self.moe_parameters:,}, "
+            f"{self.active_parameters:,} active\n"
+            f"copied {len(self.copied)} "
+            "expert "
+            "stacks, "
+            "initialized "
+            f"{len(self.drawn)} "
+            "router "
+            "tensors\n"
             f"upcycled against dense logits: relative error {self.error:.1e} ({what})"
         )
 
 
 def config_for(model: nn.Module, **settings) -> MoEConfig:
-    """Return the MoEConfig for a dense transformers model; `settings` are MoEConfig's other fields."""
+    """Return the MoEConfig for a dense transformers model; `settings` are MoEConfig's other
+    fields.
+    """
     families.check_module(model)
     return MoEConfig(**families.moe_shape(families.family_of(model), model.config), **settings)
 
 
 def upcycle(
-    model: nn.Module, config: MoEConfig | None = None, *, layers: Sequence[int] | None = None, seed: int = 42, **settings
+    model: nn.Module,
+    config: MoEConfig | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
+    **settings,
 ) -> UpcycleReceipt:
-    """Replace the MLPs of a dense transformers model by MoE layers, in place, and measure what changed.
+    """Replace the MLPs of a dense transformers model by MoE layers, in place, and measure what
+    changed.
 
-    `config` comes from `config_for` or from keyword `settings` (num_experts=8, top_k=6, gate="xft", ...); `layers` defaults
-    to all; `seed` initializes the routers. Raises ValueError, with the model untouched, for an unsupported architecture, an
-    MLP that does not compute what its family's entry says, or a config that does not fit.
+    `config` comes from `config_for` or from keyword `settings` (num_experts=8, top_k=6, gate="xft",
+    ...); `layers` defaults to all; `seed` initializes the routers. Raises ValueError, with the
+    model untouched, for an unsupported architecture, an MLP that does not compute what its family's
+    entry says, or a config that does not fit.
     """
     if config is not None and settings:
-        raise ValueError(f"Pass either config or separate settings, but got config and {', '.join(settings)}")
+        raise ValueError(
+            f"Pass either config or separate settings, but got config and {', '.join(settings)}"
+        )
     families.check_module(model)
     family = families.family_of(model)
     config = config or MoEConfig(**families.moe_shape(family, model.config), **settings)
     return upcycle_to("moe", model, family, config, layers=layers, seed=seed)
 
 
-def upcycle_to(stage: str, model: nn.Module, family: families.Family, config: MoEConfig, **options) -> UpcycleReceipt:
-    """Call `swap.dense_to_moe` with `options` on a dense model of `family` and measure what changed."""
+def upcycle_to(
+    stage: str, model: nn.Module, family: families.Family, config: MoEConfig, **options
+) -> UpcycleReceipt:
+    """Call `swap.dense_to_moe` with `options` on a dense model of `family` and measure what
+    changed.
+    """
     swap.check_stock(model, family, config, options.get("layers"))
     before, (dense_parameters, _) = probe_logits(model), sizes(model)
     swap.dense_to_moe(model, config, stage=stage, family=family, **options)
@@ -98,36 +145,52 @@ def upcycle_to(stage: str, model: nn.Module, family: families.Family, config: Mo
     stacks = [name for name in names if name.partition(".experts.")[0] in layers]
     routers = [name for name in names if name.partition(".gate.")[0] in layers]
     return UpcycleReceipt(
-        config=config, layers=tuple(layers.values()), dense_parameters=dense_parameters, moe_parameters=moe_parameters,
-        active_parameters=active_parameters, copied=tuple(stacks), drawn=tuple(routers),
-        error=((after - before).norm() / before.norm()).item(), preserves=stage == "ewa" or config.gate in EXACT_GATES,
+        config=config,
+        layers=tuple(layers.values()),
+        dense_parameters=dense_parameters,
+        moe_parameters=moe_parameters,
+        active_parameters=active_parameters,
+        copied=tuple(stacks),
+        drawn=tuple(routers),
+        error=((after - before).norm() / before.norm()).item(),
+        preserves=stage == "ewa" or config.gate in EXACT_GATES,
         stage=stage,
-    )  # fmt: skip
+    )
 
 
 def to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = False) -> nn.Module:
-    """Replace the MoE layers by MergedMLP, in place: one float32 mixing logit per normal expert trains, all else is frozen.
+    """Replace the MoE layers by MergedMLP, in place: one float32 mixing logit per normal expert
+    trains, all else is frozen.
 
-    `shared_rate` is lambda, the shared expert's coefficient. `soup=True` learns the coefficients of all experts, starting
-    from the same mixture (learned soup); it is the only choice for a gate without shared expert.
+    `shared_rate` is lambda, the shared expert's coefficient. `soup=True` learns the coefficients of
+    all experts, starting from the same mixture (learned soup); it is the only choice for a gate
+    without shared expert.
     """
     swap.moe_to_mergeable(model, shared_rate=shared_rate, soup=soup)
     return model
 
 
 def mixing_coefficients(model: nn.Module) -> torch.Tensor:
-    """Return the mixing coefficients alpha [L, E] of a mergeable model as float32; the shared expert is first."""
-    rows = [module.alpha().detach().cpu() for module in model.modules() if isinstance(module, MergedMLP)]
+    """Return the mixing coefficients alpha [L, E] of a mergeable model as float32; the shared
+    expert is first.
+    """
+    rows = [
+        module.alpha().detach().cpu() for module in model.modules() if isinstance(module, MergedMLP)
+    ]
     if not rows:
         raise ValueError(f"{type(model).__name__} has no mergeable layers. Call to_mergeable first")
     return torch.stack(rows)
 
 
-UNMOVED = 1e-4  # largest change of a mixing coefficient that counts as none: 2e-5, TRL's learning rate, moves it less
+# largest change of a mixing coefficient that counts as none: 2e-5, TRL's learning rate, moves it
+# less
+UNMOVED = 1e-4
 
 
 def distance_moved(alphas: Sequence[torch.Tensor], shared_rate: float) -> float:
-    """Return the largest distance of learned coefficients [E], one per layer, from the initial ones."""
+    """Return the largest distance of learned coefficients [E], one per layer, from the initial
+    ones.
+    """
     experts = len(alphas[0])
     rest = (1 - shared_rate) / max(experts - 1, 1)
     initial = torch.tensor([shared_rate] + [rest] * (experts - 1)) if experts > 1 else torch.ones(1)
@@ -135,41 +198,68 @@ def distance_moved(alphas: Sequence[torch.Tensor], shared_rate: float) -> float:
 
 
 def merge(
-    model: nn.Module, shared_rate: float | None = None, alpha: torch.Tensor | Sequence[float] | str | None = None
+    model: nn.Module,
+    shared_rate: float | None = None,
+    alpha: torch.Tensor | Sequence[float] | str | None = None,
 ) -> nn.Module:
-    """Merge the experts of every layer, Eq. (3), and return the dense model in the base's stock architecture, in place.
+    """Merge the experts of every layer, Eq. (3), and return the dense model in the base's stock
+    architecture, in place.
 
-    A mergeable model uses its learned coefficients, an EWA model its experts' mean. An upcycled one is merged without training
-    (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with 0.75 unless given. `alpha` [E], [L, E] or
-    "uniform" overrides these; it must sum to 1. Raises ValueError, with the model untouched, for a shared_rate that would
-    have no effect and for learned coefficients that are not finite; warns where learning has hardly moved them.
+    A mergeable model uses its learned coefficients, an EWA model its experts' mean. An upcycled one
+    is merged without training (INIT): alpha = [shared_rate, (1 - shared_rate) / (E - 1), ...], with
+    0.75 unless given. `alpha` [E], [L, E] or "uniform" overrides these; it must sum to 1. Raises
+    ValueError, with the model untouched, for a shared_rate that would have no effect and for
+    learned coefficients that are not finite; warns where learning has hardly moved them.
     """
     families.check_module(model)
     block = getattr(getattr(model, "config", None), "moe_runtime", {"stage": "moe"})
     shared_rate = check_rate(shared_rate, alpha, block["stage"])
     layers = [module for module in model.modules() if isinstance(module, MoE | MergedMLP | EWAMLP)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no experts. Pass an upcycled or a mergeable model")
-    rows = [None] * len(layers) if alpha is None else alpha_rows(alpha, len(layers), layers[0].config.num_experts)
+        raise ValueError(
+            f"{type(model).__name__} has no experts. Pass an upcycled or a mergeable model"
+        )
+    if alpha is None:
+        rows = [None] * len(layers)
+    else:
+        rows = alpha_rows(alpha, len(layers), layers[0].config.num_experts)
     learned = []
     for name, layer in model.named_modules() if alpha is None else ():
         if isinstance(layer, MergedMLP):
             learned.append(check_mixture(layer.alpha().detach(), name))
     if learned and (moved := distance_moved(learned, layers[0].shared_rate)) <= UNMOVED:
         warnings.warn(
-            f"The mixing coefficients are within {moved:.1e} of the initial coefficients. Learn to mix before merging, with a "
+            f"The mixing coefficients are within {moved:.1e} "
+            "of "
+            "the "
+            "initial "
+            "coefficients. "
+            "Learn "
+            "to mix before merging, with a "
             "larger learning rate, such as 1e-2",
             stacklevel=2,
         )
     given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
-    return swap.moe_to_dense(model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)]))
+    return swap.moe_to_dense(
+        model, lambda layer: merged_weights(layer, shared_rate, given[id(layer)])
+    )
 
 
 def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
-    """Return the shared rate of an INIT merge (default: 0.75); raises ValueError if it would have no effect."""
+    """Return the shared rate of an INIT merge (default: 0.75); raises ValueError if it would have
+    no effect.
+    """
     reason = None
     if stage == "lora":
-        reason = "The model's stage is 'lora', but whole experts are required. Merge LoRA experts with lora.merge"
+        reason = (
+            "The model's stage is 'lora', but whole experts "
+            "are "
+            "required. "
+            "Merge "
+            "LoRA "
+            "experts "
+            "with lora.merge"
+        )
     elif shared_rate is not None and (stage != "moe" or alpha is not None):
         fixed = {
             "mergeable": "the model is mergeable, and to_mergeable has fixed its lambda",
@@ -182,17 +272,26 @@ def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
     return 0.75 if shared_rate is None else shared_rate
 
 
-def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: bool = False) -> None:
-    """Save a dense model and optionally its tokenizer, atomically, with the RoPE config keys of transformers 4 and 5.
+def save_dense(
+    model: nn.Module, folder: str | Path, tokenizer=None, overwrite: bool = False
+) -> None:
+    """Save a dense model and optionally its tokenizer, atomically, with the RoPE config keys of
+    transformers 4 and 5.
 
-    transformers 5 writes only `rope_parameters`, which older readers ignore, falling back to their default base. Raises
-    ValueError for a model that still has experts.
+    transformers 5 writes only `rope_parameters`, which older readers ignore, falling back to their
+    default base. Raises ValueError for a model that still has experts.
     """
     families.check_module(model)
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     if block is not None:
         raise ValueError(
-            f"{type(model).__name__} has experts (stage {block['stage']!r}). Merge it first, with xft.merge or lora.merge, or "
+            f"{type(model).__name__} has experts (stage "
+            f"{block['stage']!r}). "
+            "Merge "
+            "it "
+            "first, "
+            "with "
+            "xft.merge or lora.merge, or "
             "save it with model.save_pretrained"
         )
     with atomic_folder(folder, overwrite) as new:
@@ -203,10 +302,14 @@ def save_dense(model: nn.Module, folder: str | Path, tokenizer=None, overwrite: 
 
 
 @torch.no_grad()
-def merged_weights(layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None) -> dict:
-    """Return one dense weight per expert stack of the layer, [E, ...] -> [...], under the stack's name and in its dtype.
+def merged_weights(
+    layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, alpha: torch.Tensor | None = None
+) -> dict:
+    """Return one dense weight per expert stack of the layer, [E, ...] -> [...], under the stack's
+    name and in its dtype.
 
-    `alpha` [E] overrides the layer's own coefficients, or INIT's by `shared_rate`. XFT, Eq. (3); no gradient.
+    `alpha` [E] overrides the layer's own coefficients, or INIT's by `shared_rate`. XFT, Eq. (3); no
+    gradient.
     """
     if alpha is None:
         if isinstance(layer, MergedMLP | EWAMLP):
@@ -214,4 +317,7 @@ def merged_weights(layer: MoE | MergedMLP | EWAMLP, shared_rate: float = 0.75, a
         else:
             alpha = init_mixture(layer.config, shared_rate)
     alpha = alpha.to(layer.experts.down_proj.device)
-    return {name: merge_experts(weight.detach(), alpha) for name, weight in layer.experts.named_parameters()}
+    return {
+        name: merge_experts(weight.detach(), alpha)
+        for name, weight in layer.experts.named_parameters()
+    }

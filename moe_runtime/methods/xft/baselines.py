@@ -1,18 +1,22 @@
 """The baselines of XFT and UpIT: each one's source, and the call that makes it.
 
-Most are settings of `moe_runtime.methods.xft`. EWA (arXiv 2308.06093) is defined here: the MLP becomes E experts without a
-router, each of which sees a random part of every batch; after each optimizer step they move towards their mean, and the final
-mean is the dense model.
+Most are settings of `moe_runtime.methods.xft`. EWA (arXiv 2308.06093) is defined here: the MLP
+becomes E experts without a router, each of which sees a random part of every batch; after each
+optimizer step they move towards their mean, and the final mean is the dense model.
 
     to_ewa               every MLP becomes E copies of itself
-    (tune)               with any trainer and AveragingCallback, or in a loop that calls average_after_steps
-    xft.merge            the dense model: the experts' mean (for partition "router" pass alpha="uniform")
+    (tune)               with any trainer and AveragingCallback, or in a loop that calls
+                         average_after_steps
+    xft.merge            the dense model: the experts' mean (for partition "router" pass
+                         alpha="uniform")
 
     share of step t = 1 .. T    "constant": share    "linear": share t / T    (XFT, Figure 3)
 
-WeightAverages needs no experts: EMA and SWA (arXiv 1803.05407) of a dense model's weights over one tuning run.
+WeightAverages needs no experts: EMA and SWA (arXiv 1803.05407) of a dense model's weights over one
+tuning run.
 
-UpIT's baselines (arXiv 2410.01610, Tables 1 and 2): LoRA on the MLPs, and LoRAMoE from fresh pairs or copies of one LoRA.
+UpIT's baselines (arXiv 2410.01610, Tables 1 and 2): LoRA on the MLPs, and LoRAMoE from fresh pairs
+or copies of one LoRA.
 
     to_lora              peft's pairs on the MLPs' linear layers
     (tune, save)         an adapter folder
@@ -36,9 +40,17 @@ from moe_runtime.modules.ewa import average_experts_, check_share
 from moe_runtime.modules.moe import Experts
 
 __all__ = [
-    "BASELINES", "SCHEDULES", "Averaging", "AveragingCallback", "Baseline", "WeightAverages", "average_after_steps", "to_ewa",
-    "to_lora", "to_lora_moe",
-]  # fmt: skip
+    "BASELINES",
+    "SCHEDULES",
+    "Averaging",
+    "AveragingCallback",
+    "Baseline",
+    "WeightAverages",
+    "average_after_steps",
+    "to_ewa",
+    "to_lora",
+    "to_lora_moe",
+]
 SCHEDULES = ("constant", "linear")
 PARTITIONS = ("random", "router")
 
@@ -49,84 +61,143 @@ class Baseline(NamedTuple):
     label: str
     what: str
     source: str
-    call: str  # `model` is the dense base, or for a merge the tuned upcycled model; `adapter` a tuned LoRA's folder
+    # `model` is the dense base, or for a merge the tuned upcycled model; `adapter` a tuned LoRA's
+    # folder
+    call: str
 
 
 BASELINES = {
-    "sft": Baseline("SFT", "the dense model, tuned on the same data", "XFT, Tables 1 to 3", "model"),
+    "sft": Baseline(
+        "SFT", "the dense model, tuned on the same data", "XFT, Tables 1 to 3", "model"
+    ),
     "upcycling": Baseline(
-        "sparse upcycling", "no shared expert, softmax over the chosen logits", "XFT, Table 4; official code",
+        "sparse upcycling",
+        "no shared expert, softmax over the chosen logits",
+        "XFT, Table 4; official code",
         "xft.upcycle(model, gate='topk_softmax')",
     ),
     "upcycling_paper": Baseline(
-        "sparse upcycling, Eq. (1)", "no shared expert, softmax over all logits, not renormalized", "XFT, Eq. (1)",
+        "sparse upcycling, Eq. (1)",
+        "no shared expert, softmax over all logits, not renormalized",
+        "XFT, Eq. (1)",
         "xft.upcycle(model, gate='softmax_topk')",
     ),
     "mocle": Baseline(
-        "MoCLE gate", "the shared expert's weights without routing weight normalization",
-        "XFT, Table 4; MoCLE, arXiv 2312.12379", "xft.upcycle(model, gate='nonorm')",
+        "MoCLE gate",
+        "the shared expert's weights without routing weight normalization",
+        "XFT, Table 4; MoCLE, arXiv 2312.12379",
+        "xft.upcycle(model, gate='nonorm')",
     ),
     "ewa": Baseline(
-        "EWA", "tokens assigned to the experts at random, experts averaged after each step",
-        "arXiv 2308.06093; XFT, Tables 1 to 3", "baselines.to_ewa(model)",
+        "EWA",
+        "tokens assigned to the experts at random, experts averaged after each step",
+        "arXiv 2308.06093; XFT, Tables 1 to 3",
+        "baselines.to_ewa(model)",
     ),
     "ewa_router": Baseline(
-        "EWA, router", "the same with a router that sends each token to one expert", "a variant that XFT's text allows",
+        "EWA, router",
+        "the same with a router that sends each token to one expert",
+        "a variant that XFT's text allows",
         "baselines.to_ewa(model, partition='router')",
     ),
-    "init": Baseline("INIT", "merged with the initial coefficients, untrained", "XFT, Table 5", "xft.merge(model)"),
+    "init": Baseline(
+        "INIT",
+        "merged with the initial coefficients, untrained",
+        "XFT, Table 5",
+        "xft.merge(model)",
+    ),
     "soup": Baseline(
-        "learned soup", "the shared expert's coefficient is learned too", "XFT, Table 5; model soups, arXiv 2203.05482",
+        "learned soup",
+        "the shared expert's coefficient is learned too",
+        "XFT, Table 5; model soups, arXiv 2203.05482",
         "xft.to_mergeable(model, soup=True)",
     ),
     "uniform": Baseline(
-        "uniform mean", "merged with equal coefficients, untrained", "model soups, arXiv 2203.05482",
+        "uniform mean",
+        "merged with equal coefficients, untrained",
+        "model soups, arXiv 2203.05482",
         "xft.merge(model, alpha='uniform')",
     ),
     "lambda_0": Baseline(
-        "lambda 0", "without the shared expert", "XFT, Table 6", "xft.to_mergeable(model, shared_rate=0.0)"
+        "lambda 0",
+        "without the shared expert",
+        "XFT, Table 6",
+        "xft.to_mergeable(model, shared_rate=0.0)",
     ),
-    "lambda_1": Baseline("lambda 1", "the shared expert alone", "XFT, Table 6", "xft.merge(model, shared_rate=1.0)"),
-    "lora": Baseline("LoRA", "low-rank pairs on the MLPs", "UpIT, arXiv 2410.01610, Table 1", "baselines.to_lora(model)"),
+    "lambda_1": Baseline(
+        "lambda 1", "the shared expert alone", "XFT, Table 6", "xft.merge(model, shared_rate=1.0)"
+    ),
+    "lora": Baseline(
+        "LoRA",
+        "low-rank pairs on the MLPs",
+        "UpIT, arXiv 2410.01610, Table 1",
+        "baselines.to_lora(model)",
+    ),
     "loramoe_pt": Baseline(
-        "LoRAMoE, PT", "fresh pairs as experts, a router per MLP, two experts per token",
-        "UpIT, arXiv 2410.01610, Table 1; LoRAMoE, arXiv 2312.09979", "baselines.to_lora_moe(model, num_experts=8, top_k=2)",
+        "LoRAMoE, PT",
+        "fresh pairs as experts, a router per MLP, two experts per token",
+        "UpIT, arXiv 2410.01610, Table 1; LoRAMoE, arXiv 2312.09979",
+        "baselines.to_lora_moe(model, num_experts=8, top_k=2)",
     ),
     "loramoe_sft": Baseline(
-        "LoRAMoE, SFT", "the same, starting from copies of one tuned LoRA",
+        "LoRAMoE, SFT",
+        "the same, starting from copies of one tuned LoRA",
         "UpIT, arXiv 2410.01610, Table 1; LoRAMoE, arXiv 2312.09979",
         "baselines.to_lora_moe(model, experts=[adapter] * 8, top_k=2)",
     ),
     "loramoe_dense": Baseline(
-        "LoRAMoE", "a router per linear layer, all experts weighted by softmax", "LoRAMoE, arXiv 2312.09979",
+        "LoRAMoE",
+        "a router per linear layer, all experts weighted by softmax",
+        "LoRAMoE, arXiv 2312.09979",
         "baselines.to_lora_moe(model, num_experts=8, top_k=None, form='linear', rank=4, alpha=32)",
     ),
-}  # fmt: skip
+}
 
 
 def to_ewa(
-    model: nn.Module, *, num_experts: int = 8, partition: str = "random", layers: Sequence[int] | None = None, seed: int = 42
+    model: nn.Module,
+    *,
+    num_experts: int = 8,
+    partition: str = "random",
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
 ) -> xft.UpcycleReceipt:
-    """Replace the MLPs of a dense transformers model by EWA's experts, in place, and measure what changed.
+    """Replace the MLPs of a dense transformers model by EWA's experts, in place, and measure what
+    changed.
 
-    partition "random" assigns each token of a batch to a random expert, and runs the mean expert in eval mode; "router" makes
-    an ordinary upcycled model with gate topk_softmax and one expert per token; since its weight is always 1, the router,
-    initialized by `seed`, gets no gradient. Averaging itself is done by `average_after_steps`. Raises ValueError, with the
-    model untouched, as `xft.upcycle` does.
+    partition "random" assigns each token of a batch to a random expert, and runs the mean expert in
+    eval mode; "router" makes an ordinary upcycled model with gate topk_softmax and one expert per
+    token; since its weight is always 1, the router, initialized by `seed`, gets no gradient.
+    Averaging itself is done by `average_after_steps`. Raises ValueError, with the model untouched,
+    as `xft.upcycle` does.
     """
     check_choice("partition", partition, PARTITIONS)
     family = family_of(model)
-    config = MoEConfig(**moe_shape(family, model.config), num_experts=num_experts, top_k=1, gate="topk_softmax")
+    config = MoEConfig(
+        **moe_shape(family, model.config), num_experts=num_experts, top_k=1, gate="topk_softmax"
+    )
     stage = "ewa" if partition == "random" else "moe"
     return xft.upcycle_to(stage, model, family, config, layers=layers, seed=seed, method="ewa")
 
 
 class Averaging:
-    """Handle returned by `average_after_steps`; `step` counts the averaged steps, `remove` stops averaging."""
+    """Handle returned by `average_after_steps`; `step` counts the averaged steps, `remove` stops
+    averaging.
+    """
 
-    def __init__(self, stacks: list[nn.Parameter], share: float, schedule: str, total_steps: int | None, step: int):
-        self.stacks, self.share, self.schedule = stacks, share, schedule
-        self.total_steps, self.step = total_steps, step
+    def __init__(
+        self,
+        stacks: list[nn.Parameter],
+        share: float,
+        schedule: str,
+        total_steps: int | None,
+        step: int,
+    ):
+        self.stacks = stacks
+        self.share = share
+        self.schedule = schedule
+        self.total_steps = total_steps
+        self.step = step
         self._hook = None
 
     def attach(self, optimizer: torch.optim.Optimizer) -> "Averaging":
@@ -142,10 +213,13 @@ class Averaging:
 
     def share_at(self, step: int) -> float:
         """Return the share of step 1, 2, ...; a linear share stays constant after the last step."""
-        return self.share if self.schedule == "constant" else self.share * min(step / self.total_steps, 1.0)
+        if self.schedule == "constant":
+            return self.share
+        return self.share * min(step / self.total_steps, 1.0)
 
     def _after_step(self, optimizer, args, kwargs) -> None:
-        # on overflow GradScaler skips most optimizers' step; fused ones are called and get this tensor
+        # on overflow GradScaler skips most optimizers' step; fused ones are called and get this
+        # tensor
         overflowed = getattr(optimizer, "found_inf", None)
         if overflowed is not None and overflowed.item():
             return
@@ -155,37 +229,69 @@ class Averaging:
 
 
 def average_after_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, share: float = 0.3, schedule: str = "constant",
-    total_steps: int | None = None, step: int = 0,
-) -> Averaging:  # fmt: skip
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    share: float = 0.3,
+    schedule: str = "constant",
+    total_steps: int | None = None,
+    step: int = 0,
+) -> Averaging:
     """Average the trained experts after each optimizer step; the optimizer's state is not averaged.
 
-    `total_steps` is T of a linear schedule, `step` the number of completed steps. Call it after FSDP2 or accelerate have
-    prepared model and optimizer, since they replace parameters. Raises ValueError for a model without trainable experts and
-    for an optimizer without their parameters.
+    `total_steps` is T of a linear schedule, `step` the number of completed steps. Call it after
+    FSDP2 or accelerate have prepared model and optimizer, since they replace parameters. Raises
+    ValueError for a model without trainable experts and for an optimizer without their parameters.
     """
     check_schedule(share, schedule)
     if schedule == "linear":
         check_positive("total_steps", total_steps)
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer  # the one that accelerate's wrapper calls
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
-    stacks = {f"{path}.{n}": p for path, module in modules for n, p in module.named_parameters() if p.requires_grad}
+    modules = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, Experts)
+    ]
+    stacks = {
+        f"{path}.{n}": p
+        for path, module in modules
+        for n, p in module.named_parameters()
+        if p.requires_grad
+    }
     # FSDP1 and ZeRO-3 leave a flat shard, or nothing, under the stack's name
-    partial = [name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)]
+    partial = [
+        name for name, p in stacks.items() if p.dim() != (2 if name.endswith("_bias") else 3)
+    ]
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if is_torch else set()
-    other, reason = [name for name, stack in stacks.items() if id(stack) not in held], None
+    if is_torch:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    else:
+        held = set()
+    other = [name for name, stack in stacks.items() if id(stack) not in held]
+    reason = None
     if not stacks:
-        reason = f"{type(model).__name__} has no trainable experts. Pass a model from baselines.to_ewa"
+        reason = (
+            f"{type(model).__name__} has no trainable experts. Pass a model from baselines.to_ewa"
+        )
     elif partial:
         reason = (
-            f"{partial[0]} must be a whole stack [E, ...], but is {tuple(stacks[partial[0]].shape)}. Train with FSDP2 "
+            f"{partial[0]} must be a whole "
+            "stack "
+            "[E, "
+            "...], "
+            "but "
+            "is "
+            f"{tuple(stacks[partial[0]].shape)}. Train with FSDP2 "
             "(fsdp_version: 2) or DDP instead of FSDP1 and ZeRO-3"
         )
     elif other:
         reason = (
-            f"{type(optimizer).__name__} does not hold {', '.join(other)}. Pass the optimizer of this "
+            f"{type(optimizer).__name__} does not hold "
+            f"{', '.join(other)}. "
+            "Pass "
+            "the "
+            "optimizer "
+            "of "
+            "this "
             "model. DeepSpeed's optimizers hold copies: train with FSDP2 or DDP instead"
         )
     if reason is not None:
@@ -200,20 +306,27 @@ def check_schedule(share: float, schedule: str) -> None:
 
 
 class AveragingCallback(TrainerCallback):
-    """`average_after_steps` for transformers' and TRL's Trainer; a resumed run continues with the share of its step."""
+    """`average_after_steps` for transformers' and TRL's Trainer; a resumed run continues with the
+    share of its step.
+    """
 
     def __init__(self, share: float = 0.3, schedule: str = "constant"):
         check_schedule(share, schedule)
-        self.share, self.schedule = share, schedule
+        self.share = share
+        self.schedule = schedule
         self.averaging: Averaging | None = None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         """Begin to average."""
         self.on_train_end(args, state, control)
         self.averaging = average_after_steps(
-            model, optimizer, share=self.share, schedule=self.schedule, total_steps=state.max_steps,
+            model,
+            optimizer,
+            share=self.share,
+            schedule=self.schedule,
+            total_steps=state.max_steps,
             step=state.global_step,
-        )  # fmt: skip
+        )
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Use the trainer's step count, which includes steps skipped by an overflow."""
@@ -228,16 +341,22 @@ class AveragingCallback(TrainerCallback):
 
 
 class WeightAverages(TrainerCallback):
-    """Averages of the trained weights W_t after steps t = 1 .. T, in float32, as whole models in `models`.
+    """Averages of the trained weights W_t after steps t = 1 .. T, in float32, as whole models in
+    `models`.
 
-    ema    M_1 = W_1, M_t = d M_{t-1} + (1 - d) W_t with d = min(decay, t / (9 + t)), so that early weights do not linger
+    ema    M_1 = W_1, M_t = d M_{t-1} + (1 - d) W_t with d = min(decay, t / (9 + t)), so that early
+           weights do not linger
     swa    the mean of W_t over t > start T
     """
 
     def __init__(self, decay: float = 0.99, start: float = 0.5):
         # factor of the mean of n weights when the next one is added
-        self.keeps = {"ema": lambda n: ((1 + n) / (10 + n)).clamp(max=decay), "swa": lambda n: n / (n + 1)}
-        self.start, self.models = start, {}
+        self.keeps = {
+            "ema": lambda n: ((1 + n) / (10 + n)).clamp(max=decay),
+            "swa": lambda n: n / (n + 1),
+        }
+        self.start = start
+        self.models = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Copy the model for each average."""
@@ -250,5 +369,7 @@ class WeightAverages(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Add the weights of the step."""
-        for name in ("ema", "swa") if state.global_step > self.start * state.max_steps else ("ema",):
+        for name in (
+            ("ema", "swa") if state.global_step > self.start * state.max_steps else ("ema",)
+        ):
             self.models[name].update_parameters(model)

@@ -1,7 +1,8 @@
-"""XFT on model folders, tensor by tensor: `moe_runtime.methods.xft` for models that do not fit in memory.
+"""XFT on model folders, tensor by tensor: `moe_runtime.methods.xft` for models that do not fit in
+memory.
 
-The results are the same, bit for bit. Memory holds one shard of the source, one expert stack and one shard of the target.
-Target folders are written atomically.
+The results are the same, bit for bit. Memory holds one shard of the source, one expert stack and
+one shard of the target. Target folders are written atomically.
 """
 
 import math
@@ -12,22 +13,45 @@ import torch
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.models import families, folders, stock, swap
-from moe_runtime.hf.models.folders import SHARD, Conversion, FolderReceipt, Progress, expert_rows, mixture_of, open_upcycled
-from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter, TensorSpec, check_finite, check_keys
+from moe_runtime.hf.models.folders import (
+    SHARD,
+    Conversion,
+    FolderReceipt,
+    Progress,
+    expert_rows,
+    mixture_of,
+    open_upcycled,
+)
+from moe_runtime.io.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    TensorSpec,
+    check_finite,
+    check_keys,
+)
 from moe_runtime.io.files import check_out_dir
 from moe_runtime.methods.xft import UNMOVED, check_rate, distance_moved
 from moe_runtime.ops.merging import alpha_rows, merge_rows, soup_logits
 
 
 def upcycle_folder(
-    source: str | Path, target: str | Path, *, layers: Sequence[int] | None = None, seed: int = 42,
-    max_shard_size: int | str = SHARD, overwrite: bool = False, progress: Progress | None = None, export_to: str | None = None,
+    source: str | Path,
+    target: str | Path,
+    *,
+    layers: Sequence[int] | None = None,
+    seed: int = 42,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    export_to: str | None = None,
     **settings,
-) -> FolderReceipt:  # fmt: skip
-    """Upcycle the dense model in folder `source` to the folder `target`; `settings` are MoEConfig's (num_experts=8, ...).
+) -> FolderReceipt:
+    """Upcycle the dense model in folder `source` to the folder `target`; `settings` are MoEConfig's
+    (num_experts=8, ...).
 
-    Raises ValueError, with nothing written, for an unknown architecture, MLP tensors that are missing, misshapen or not
-    finite, an existing target or too little disk space, and for settings that the stock family `export_to` cannot compute.
+    Raises ValueError, with nothing written, for an unknown architecture, MLP tensors that are
+    missing, misshapen or not finite, an existing target or too little disk space, and for settings
+    that the stock family `export_to` cannot compute.
     """
     check_out_dir(target, overwrite, [source])
     config = folders.read_config(source)
@@ -42,31 +66,49 @@ def upcycle_folder(
         folders.check_tensors(config, checkpoint)
         error = _mlp_error(checkpoint, config, family, moe, layers)
         expected = _upcycled_bytes(checkpoint, family, moe, layers)
-        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+        with CheckpointWriter(
+            target, max_shard_size, overwrite=overwrite, expected_bytes=expected
+        ) as writer:
             folders.write_config(writer, new_config)
             side_files = folders.copy_side_files(Path(source), writer)
             job = Conversion(checkpoint, writer, progress)
             for key in checkpoint.keys():
                 _upcycle_key(job, key, family, moe, layers, seed)
-    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, layers, mlp_error=error)
+    return FolderReceipt(
+        Path(target), moe, job.tensors, job.bytes, side_files, layers, mlp_error=error
+    )
 
 
-def _mlp_error(checkpoint: Checkpoint, config, family, moe: MoEConfig, layers: Sequence[int]) -> float:
-    """Return the largest relative difference of the sampled layers' MLPs from our formula; ValueError above TOLERANCE."""
+def _mlp_error(
+    checkpoint: Checkpoint, config, family, moe: MoEConfig, layers: Sequence[int]
+) -> float:
+    """Return the largest relative difference of the sampled layers' MLPs from our formula;
+    ValueError above TOLERANCE.
+    """
     worst = 0.0
     for layer in sorted(swap.sampled(layers)):
         keys = families.mlp_keys(family, layer, moe.bias)
-        weights = {name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()}
+        weights = {
+            name: torch.cat([checkpoint.get(key) for key in parts]) for name, parts in keys.items()
+        }
         error = folders.stock_mlp_error(config, weights, layer)
         if not error < swap.TOLERANCE:
             raise ValueError(
-                f"The MLP of layer {layer} differs from our formula by {error:.1e} relative, more than {swap.TOLERANCE:.0e}"
+                f"The MLP of layer {layer} differs from our "
+                "formula "
+                "by "
+                f"{error:.1e} "
+                "relative, "
+                "more "
+                f"than {swap.TOLERANCE:.0e}"
             )
         worst = max(worst, error)
     return worst
 
 
-def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequence[int], seed: int) -> None:
+def _upcycle_key(
+    job: Conversion, key: str, family, moe: MoEConfig, layers: Sequence[int], seed: int
+) -> None:
     place = families.locate_key(family, key)
     if place is None or place.layer not in layers:
         job.add(key, job.source.get(key))
@@ -77,7 +119,10 @@ def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequ
     weight = torch.cat([job.source.get(part) for part in parts])
     check_finite(weight, key, job.source.path)
     # expanded, not repeated: the writer copies it once
-    job.add(families.expert_keys(family, place.layer, moe.bias)[place.name], weight.expand(moe.num_experts, *weight.shape))
+    job.add(
+        families.expert_keys(family, place.layer, moe.bias)[place.name],
+        weight.expand(moe.num_experts, *weight.shape),
+    )
     if place.name == "down_proj":
         path = family.path.format(place.layer)
         for name, router in swap.draw_router(moe, seed, place.layer).items():
@@ -85,18 +130,35 @@ def _upcycle_key(job: Conversion, key: str, family, moe: MoEConfig, layers: Sequ
     return job.read(*parts)
 
 
-def _check_mlps(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int], num_layers: int) -> None:
-    """Raise ValueError unless the layers' MLP tensors exist, with the config's shapes and one dtype."""
-    specs = {key: spec for key, spec in checkpoint.specs().items() if families.locate_key(family, key) is not None}
+def _check_mlps(
+    checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequence[int], num_layers: int
+) -> None:
+    """Raise ValueError unless the layers' MLP tensors exist, with the config's shapes and one
+    dtype.
+    """
+    specs = {
+        key: spec
+        for key, spec in checkpoint.specs().items()
+        if families.locate_key(family, key) is not None
+    }
     dtype = next((spec.dtype for spec in specs.values()), torch.float32)
-    want = {key: TensorSpec(shape, dtype) for layer in layers for key, shape in _mlp_specs(family, moe, layer)}
+    want = {
+        key: TensorSpec(shape, dtype)
+        for layer in layers
+        for key, shape in _mlp_specs(family, moe, layer)
+    }
     other = set(range(num_layers)) - set(layers)  # these stay dense
-    specs = {key: spec for key, spec in specs.items() if families.locate_key(family, key).layer not in other}
+    specs = {
+        key: spec
+        for key, spec in specs.items()
+        if families.locate_key(family, key).layer not in other
+    }
     check_keys(specs, want, source=checkpoint.path)
 
 
 def _mlp_specs(family, moe: MoEConfig, layer: int):
-    H, I = moe.hidden_size, moe.intermediate_size
+    H = moe.hidden_size
+    I = moe.intermediate_size
     for name, keys in families.mlp_keys(family, layer, moe.bias).items():
         rows = H if name.startswith("down_proj") else I * (1 + family.gated) // len(keys)
         columns = () if name.endswith("_bias") else (I,) if name == "down_proj" else (H,)
@@ -107,18 +169,27 @@ def _upcycled_bytes(checkpoint: Checkpoint, family, moe: MoEConfig, layers: Sequ
     total = 0
     for key, spec in checkpoint.specs().items():
         place = families.locate_key(family, key)
-        total += spec.nbytes * (moe.num_experts if place is not None and place.layer in layers else 1)
+        total += spec.nbytes * (
+            moe.num_experts if place is not None and place.layer in layers else 1
+        )
     return total
 
 
 def mergeable_folder(
-    source: str | Path, target: str | Path, *, shared_rate: float = 0.75, soup: bool = False, max_shard_size: int | str = SHARD,
-    overwrite: bool = False, progress: Progress | None = None,
-) -> FolderReceipt:  # fmt: skip
+    source: str | Path,
+    target: str | Path,
+    *,
+    shared_rate: float = 0.75,
+    soup: bool = False,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
     """Convert an upcycled folder to a mergeable one, with mixing logits at INIT instead of routers.
 
-    Raises ValueError, with nothing written, for a folder at another stage, tensors that do not match the config, a shared_rate
-    outside 0..1, a gate without shared expert unless `soup`, an existing target or too little disk space.
+    Raises ValueError, with nothing written, for a folder at another stage, tensors that do not
+    match the config, a shared_rate outside 0..1, a gate without shared expert unless `soup`, an
+    existing target or too little disk space.
     """
     check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source, stage="moe")
@@ -127,7 +198,9 @@ def mergeable_folder(
     with Checkpoint(source) as checkpoint:
         folders.check_tensors(config, checkpoint)
         expected = sum(spec.nbytes for spec in checkpoint.specs().values())
-        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+        with CheckpointWriter(
+            target, max_shard_size, overwrite=overwrite, expected_bytes=expected
+        ) as writer:
             folders.write_config(writer, new_config)
             side_files = folders.copy_side_files(Path(source), writer)
             job = Conversion(checkpoint, writer, progress)
@@ -137,19 +210,27 @@ def mergeable_folder(
                 job.read(key)
             for path in paths:
                 job.add(f"{path}.mixing_logits", logits)
-    return FolderReceipt(Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()))
+    return FolderReceipt(
+        Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values())
+    )
 
 
 def merge_folder(
-    source: str | Path, target: str | Path, *, shared_rate: float | None = None,
-    alpha: torch.Tensor | Sequence[float] | Sequence[Sequence[float]] | str | None = None, max_shard_size: int | str = SHARD,
-    overwrite: bool = False, progress: Progress | None = None,
-) -> FolderReceipt:  # fmt: skip
-    """Merge an upcycled (INIT), mergeable or EWA folder to a dense model of the stock architecture, XFT Eq. (3).
+    source: str | Path,
+    target: str | Path,
+    *,
+    shared_rate: float | None = None,
+    alpha: torch.Tensor | Sequence[float] | Sequence[Sequence[float]] | str | None = None,
+    max_shard_size: int | str = SHARD,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FolderReceipt:
+    """Merge an upcycled (INIT), mergeable or EWA folder to a dense model of the stock architecture,
+    XFT Eq. (3).
 
-    `alpha` [E], [L, E] or "uniform" overrides the learned or INIT coefficients; it must sum to 1. Raises ValueError, with
-    nothing written, for a folder that is not upcycled, learned coefficients that are not finite, tensors that do not match the
-    config, or an existing target.
+    `alpha` [E], [L, E] or "uniform" overrides the learned or INIT coefficients; it must sum to 1.
+    Raises ValueError, with nothing written, for a folder that is not upcycled, learned coefficients
+    that are not finite, tensors that do not match the config, or an existing target.
     """
     check_out_dir(target, overwrite, [source])
     config, moe, paths = open_upcycled(source)
@@ -164,7 +245,9 @@ def merge_folder(
             spec.nbytes // (moe.num_experts if key.rpartition(".experts.")[0] in paths else 1)
             for key, spec in checkpoint.specs().items()
         )
-        with CheckpointWriter(target, max_shard_size, overwrite=overwrite, expected_bytes=expected) as writer:
+        with CheckpointWriter(
+            target, max_shard_size, overwrite=overwrite, expected_bytes=expected
+        ) as writer:
             folders.write_config(writer, folders.dense_config(config))
             side_files = folders.copy_side_files(Path(source), writer)
             job = Conversion(checkpoint, writer, progress)
@@ -174,15 +257,23 @@ def merge_folder(
                     weight = merge_rows(expert_rows(checkpoint, key), mixtures[path])
                     layer = paths[path]
                     parts = families.split_weights(family, {rest: weight})[rest]
-                    for part, name in zip(parts, families.mlp_keys(family, layer, moe.bias)[rest], strict=True):
+                    for part, name in zip(
+                        parts, families.mlp_keys(family, layer, moe.bias)[rest], strict=True
+                    ):
                         job.add(name, part)
                 elif not _is_router(key, paths):
                     job.add(key, checkpoint.get(key))
                 job.read(key)
     return FolderReceipt(
-        Path(target), moe, job.tensors, job.bytes, side_files, list(paths.values()), alpha=[row.tolist() for row in rows],
+        Path(target),
+        moe,
+        job.tensors,
+        job.bytes,
+        side_files,
+        list(paths.values()),
+        alpha=[row.tolist() for row in rows],
         mixing=_mixing(config.moe_runtime, rows, shared_rate, is_given=given is not None),
-    )  # fmt: skip
+    )
 
 
 def _mixing(block: dict, rows: Sequence[torch.Tensor], shared_rate: float, is_given: bool) -> str:
@@ -192,11 +283,25 @@ def _mixing(block: dict, rows: Sequence[torch.Tensor], shared_rate: float, is_gi
     if block["stage"] == "ewa":
         return "equal coefficients"
     if block["stage"] == "moe":
-        return f"initial coefficients, lambda {shared_rate:g}; to learn them, use xft to-mergeable first"
+        return (
+            f"initial coefficients, lambda {shared_rate:g}; "
+            "to "
+            "learn "
+            "them, "
+            "use "
+            "xft "
+            "to-mergeable first"
+        )
     moved = distance_moved(rows, block["shared_rate"])
     if moved <= UNMOVED:
         return (
-            f"initial coefficients: learning has moved them by {moved:.1e} at most. Learn to mix with a larger learning rate, "
+            f"initial coefficients: learning has moved them by {moved:.1e} "
+            "at "
+            "most. "
+            "Learn "
+            "to "
+            "mix "
+            "with a larger learning rate, "
             "such as 1e-2"
         )
     return f"learned coefficients, up to {moved:.1e} from the initial ones"
@@ -208,8 +313,11 @@ def _is_router(key: str, paths: dict[str, int]) -> bool:
 
 
 @torch.no_grad()
-def compare_folders(dense: str | Path, other: str | Path, progress: Callable[[int, int], None] | None = None) -> float:
-    """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads one model at a time.
+def compare_folders(
+    dense: str | Path, other: str | Path, progress: Callable[[int, int], None] | None = None
+) -> float:
+    """Return ||other - dense|| / ||dense|| of the logits of a fixed batch of random tokens; loads
+    one model at a time.
 
     `progress(done, total)` counts models. Raises ValueError for a distance that is not finite.
     """
@@ -221,7 +329,13 @@ def compare_folders(dense: str | Path, other: str | Path, progress: Callable[[in
     first, second = found
     error = ((second - first).norm() / first.norm()).item()
     if not math.isfinite(error):
-        bad = [str(folder) for folder, out in zip((dense, other), found, strict=True) if not out.isfinite().all()]
+        bad = [
+            str(folder)
+            for folder, out in zip((dense, other), found, strict=True)
+            if not out.isfinite().all()
+        ]
         why = f"; NaN or infinity in the logits of {' and '.join(bad)}" if bad else ""
-        raise ValueError(f"The relative error of {other} is {error}{why}. Pass models with finite weights")
+        raise ValueError(
+            f"The relative error of {other} is {error}{why}. Pass models with finite weights"
+        )
     return error

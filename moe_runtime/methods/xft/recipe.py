@@ -1,8 +1,10 @@
 """A whole XFT run as one YAML file: model, data and training.
 
 base_model: deepseek-ai/deepseek-coder-1.3b-base      a folder or a Hub id; or null, with `pretrain`
-data: {train, held_out, prompt, max_length, ...}      experts: {num_experts, top_k, gate, ... | preset}
-shared_rate: 0.75                                     sft, tune, mix: {epochs | steps, learning_rate, ...}
+data: {train, held_out, prompt, max_length, ...}      experts: {num_experts, top_k, gate, ... |
+                                                      preset}
+shared_rate: 0.75                                     sft, tune, mix: {epochs | steps,
+                                                      learning_rate, ...}
 """
 
 import functools
@@ -29,12 +31,17 @@ from moe_runtime.experiments.recipe import (
 )
 from moe_runtime.io.rows import BUILT_IN
 
-OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")  # MoEConfig's fields set by the base
-SETTINGS = {name: kind for name, kind in typing.get_type_hints(MoEConfig).items() if name not in OF_THE_BASE}
+# MoEConfig's fields set by the base
+OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")
+SETTINGS = {
+    name: kind for name, kind in typing.get_type_hints(MoEConfig).items() if name not in OF_THE_BASE
+}
 Experts = create_model(
-    "Experts", __base__=Node, preset=(str | None, None),
+    "Experts",
+    __base__=Node,
+    preset=(str | None, None),
     **{name: (AnyNumber if kind is float else kind, None) for name, kind in SETTINGS.items()},
-)  # fmt: skip
+)
 
 
 class Data(Rows):
@@ -44,7 +51,8 @@ class Data(Rows):
     prompt: Prompt = "magicoder"
     train_on: TrainOn = "assistant"
     max_length: Count = 1024
-    # additional held-out rows for validation during training and for `keep_best`; None: the rows that evaluate the models
+    # additional held-out rows for validation during training and for `keep_best`; None: the rows
+    # that evaluate the models
     validation_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
 
 
@@ -57,7 +65,9 @@ class Ewa(Node):
 
 
 class Recipe(Node):
-    """A whole run. `experts` holds MoEConfig's fields without those set by the base; a preset in it is resolved."""
+    """A whole run. `experts` holds MoEConfig's fields without those set by the base; a preset in it
+    is resolved.
+    """
 
     method: Literal["xft"] = "xft"
     name: str = "recipe"
@@ -66,12 +76,14 @@ class Recipe(Node):
     dtype: Dtype = "float32"
     data: Data = Data()
     experts: dict = {}
-    layers: list[recipes.Steps] | None = Field(None, exclude_if=lambda layers: layers is None)  # to upcycle; None: all
+    # to upcycle; None: all
+    layers: list[recipes.Steps] | None = Field(None, exclude_if=lambda layers: layers is None)
     shared_rate: Fraction = 0.75
     sft: Training
     tune: Training
     mix: Training
-    # examples reserved for `mix` and not used by `tune`; None: both use all examples, as in the paper
+    # examples reserved for `mix` and not used by `tune`; None: both use all examples, as in the
+    # paper
     mix_rows: Count | None = Field(None, exclude_if=lambda count: count is None)
     ewa: Ewa = Ewa()
     evaluations: Count = 4  # how often a training run computes the held-out loss
@@ -85,10 +97,17 @@ class Recipe(Node):
     @model_validator(mode="after")
     def _check_recipe(self):
         recipes.check_base(self)
-        count, size = self.experts.get("num_experts", 8), self.tune.ep_size
+        count = self.experts.get("num_experts", 8)
+        size = self.tune.ep_size
         if count % size or max(self.sft.ep_size, self.mix.ep_size, self.ewa_training.ep_size) > 1:
             raise ValueError(
-                f"tune.ep_size is {size}, of {count} experts; expected a divisor of them, and no ep_size for sft, mix and ewa, "
+                f"tune.ep_size is {size}, of {count} experts; expected a "
+                "divisor "
+                "of "
+                "them, "
+                "and "
+                "no "
+                "ep_size for sft, mix and ewa, "
                 "which have no routed experts"
             )
         return self
@@ -100,7 +119,9 @@ class Recipe(Node):
 
 
 def resolve_experts(values: dict) -> dict:
-    """Return MoEConfig's settings of `values`, completed by their preset if any; raises ValueError for invalid ones."""
+    """Return MoEConfig's settings of `values`, completed by their preset if any; raises ValueError
+    for invalid ones.
+    """
     values = Experts.from_dict(values).model_dump(exclude_unset=True)
     preset = values.pop("preset", None)
     if preset is not None:
@@ -108,7 +129,15 @@ def resolve_experts(values: dict) -> dict:
         values = config.PRESETS[preset] | values
     MoEConfig(hidden_size=1, intermediate_size=1, **values)
     if values.get("balance_loss", "none") == "none" and values.get("balance_loss_coef"):
-        raise ValueError(f"balance_loss_coef is {values['balance_loss_coef']}, but balance_loss is 'none'. Set both")
+        raise ValueError(
+            f"balance_loss_coef is {values['balance_loss_coef']}, "
+            "but "
+            "balance_loss "
+            "is "
+            "'none'. "
+            "Set "
+            "both"
+        )
     return values
 
 

@@ -1,4 +1,6 @@
-"""PEFT's LoRA on expert stacks in our op against PEFT's own: values, gradients, states, files, refusals, every family."""
+"""PEFT's LoRA on expert stacks in our op against PEFT's own: values, gradients, states, files,
+refusals, every family.
+"""
 
 import copy
 import importlib
@@ -25,11 +27,15 @@ TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def adapted(family="qwen3_moe", r=3, targets=TARGETS, dtype=torch.float64, sizes=None, **options):
-    """A tiny model with adapters that change what it says; its experts run by transformers' loop."""
+    """A tiny model with adapters that change what it says; its experts run by transformers'
+    loop.
+    """
     sizes = {"num_hidden_layers": 1} | (sizes or {})
     model = stock(family, **sizes).to(dtype)
     model.set_experts_implementation("eager")
-    config = LoraConfig(r=r, lora_alpha=7, target_parameters=targets, init_lora_weights=False, **options)
+    config = LoraConfig(
+        r=r, lora_alpha=7, target_parameters=targets, init_lora_weights=False, **options
+    )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
@@ -38,9 +44,12 @@ def wrapper_of(model) -> ParamWrapper:
 
 
 def results(model, tokens=30, pool=None) -> list[torch.Tensor]:
-    """What the outermost wrapper returns, and the gradients of x, the weights and all that trains."""
+    """What the outermost wrapper returns, and the gradients of x, the weights and all that
+    trains.
+    """
     wrapper = wrapper_of(model)
-    E, dtype = wrapper.num_experts, next(wrapper.parameters()).dtype
+    E = wrapper.num_experts
+    dtype = next(wrapper.parameters()).dtype
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(tokens, 32, dtype=dtype, generator=generator).requires_grad_()
     K = min(2, E)
@@ -49,7 +58,8 @@ def results(model, tokens=30, pool=None) -> list[torch.Tensor]:
     out = wrapper(x, idx, weight)
     learned = [p for p in wrapper.parameters() if p.requires_grad]
     loss = (out * torch.linspace(-1, 1, 32, dtype=dtype)).sum()
-    grads = torch.autograd.grad(loss, [x, weight, *learned], allow_unused=True)  # a merged adapter gets none
+    # a merged adapter gets none
+    grads = torch.autograd.grad(loss, [x, weight, *learned], allow_unused=True)
     return [out, *(grad for grad in grads if grad is not None)]
 
 
@@ -71,9 +81,13 @@ FORMS = [
     pytest.param("qwen3_moe", 1, {}, {}, id="r = 1"),
     pytest.param("qwen3_moe", 3, {}, {}, id="r = 3"),
     pytest.param("qwen3_moe", 8, {}, {}, id="r = E"),
-    pytest.param("qwen3_moe", 16, {"moe_intermediate_size": 8}, {"use_rslora": True}, id="2I < H, rsLoRA"),
+    pytest.param(
+        "qwen3_moe", 16, {"moe_intermediate_size": 8}, {"use_rslora": True}, id="2I < H, rsLoRA"
+    ),
     pytest.param("qwen3_moe", 40, {"moe_intermediate_size": 16}, {}, id="2I = H, r > in"),
-    pytest.param("qwen3_moe", 4, {"moe_intermediate_size": 32, "num_experts": 4}, {}, id="I = H, r = E"),
+    pytest.param(
+        "qwen3_moe", 4, {"moe_intermediate_size": 32, "num_experts": 4}, {}, id="I = H, r = E"
+    ),
     pytest.param("qwen3_moe", 3, {"num_experts": 1, "num_experts_per_tok": 1}, {}, id="E = 1"),
     pytest.param("gpt_oss", 3, {}, {}, id="GPT-OSS: biases, transposed"),
     pytest.param("gpt_oss", 8, {"intermediate_size": 16}, {}, id="GPT-OSS: 2I = H, r = E"),
@@ -103,21 +117,29 @@ def test_a_reader_that_takes_b_for_expert_slowest_is_caught(monkeypatch):
     right = frozen.pair_of
 
     def wrong(factors, E, *rest):
-        turned = [f._replace(b=f.b.view(-1, E, f.b.shape[1] // E).transpose(1, 2).reshape(f.b.shape)) for f in factors]
+        turned = [
+            f._replace(b=f.b.view(-1, E, f.b.shape[1] // E).transpose(1, 2).reshape(f.b.shape))
+            for f in factors
+        ]
         return right(turned, E, *rest)
 
     monkeypatch.setattr(frozen, "pair_of", wrong)
     assert worst(results(model)[:1], want[:1]) > 0.1
     # and the delta is PEFT's, expert by expert
     wrapper = wrapper_of(model)
-    (a, b), s = (half["default"].weight for half in (wrapper.lora_A, wrapper.lora_B)), wrapper.scaling["default"]
+    (a, b), s = (
+        (half["default"].weight for half in (wrapper.lora_A, wrapper.lora_B)),
+        wrapper.scaling["default"],
+    )
     pair = right([frozen.Factors(a, b, s, 8)], 8, torch.float64)
     delta = torch.einsum("ero,eri->eoi", pair.b, pair.a)
     assert distance(delta, wrapper.get_delta_weight("default")) < 1e-15
 
 
 def test_states(calls):
-    """Disabled, several adapters at once, merged (one stack of two, then both), unmerged, deleted, added after `patch`."""
+    """Disabled, several adapters at once, merged (one stack of two, then both), unmerged, deleted,
+    added after `patch`.
+    """
     model = adapted()
     moe_runtime.patch(model)
     model.add_adapter("second", LoraConfig(r=5, target_parameters=TARGETS, init_lora_weights=False))
@@ -126,7 +148,8 @@ def test_states(calls):
     assert len(calls) == 0
 
     def same(bound=1e-13) -> list[torch.Tensor]:
-        got, want = results(model), results(stock_model)
+        got = results(model)
+        want = results(stock_model)
         assert worst(got, want) < bound
         return got
 
@@ -137,7 +160,12 @@ def test_states(calls):
     both = same()[0]
     assert distance(both, first) > 0.1
     with model.disable_adapter(), stock_model.disable_adapter():
-        assert distance(wrapper_of(model)(*inputs(model)), wrapper_of(stock_model)(*inputs(stock_model))) < 1e-14
+        assert (
+            distance(
+                wrapper_of(model)(*inputs(model)), wrapper_of(stock_model)(*inputs(stock_model))
+            )
+            < 1e-14
+        )
     for one in (model, stock_model):
         one.base_model.set_adapter("default")
         wrapper_of(one).merge()  # the outer one: down; up's adapter stays apart
@@ -165,8 +193,11 @@ def ids() -> dict:
     return {"input_ids": batch()["input_ids"]}
 
 
-@pytest.mark.parametrize("targets, grads", [(TARGETS[:1], 2), (TARGETS[1:], 2), ([*TARGETS, "gate.weight"], 6)],
-                         ids=["up alone", "down alone", "and the router"])  # fmt: skip
+@pytest.mark.parametrize(
+    "targets, grads",
+    [(TARGETS[:1], 2), (TARGETS[1:], 2), ([*TARGETS, "gate.weight"], 6)],
+    ids=["up alone", "down alone", "and the router"],
+)
 def test_targets(targets, grads, calls):
     model = adapted(targets=targets, sizes={"num_hidden_layers": 1}, dtype=torch.float32)
     want = model(**batch())
@@ -184,9 +215,14 @@ def test_targets(targets, grads, calls):
 
 @pytest.mark.parametrize("what", ["experts' biases", "a stack that trains"])
 def test_what_goes_through_pefts_own(what, calls):
-    """Two-dimensional parameters stay PEFT's matter; a stack that itself trains gets its gradient through W + s B A."""
+    """Two-dimensional parameters stay PEFT's matter; a stack that itself trains gets its gradient
+    through W + s B A.
+    """
     biases = what == "experts' biases"
-    targets = [*TARGETS, "experts.gate_up_proj_bias", "experts.down_proj_bias"] if biases else TARGETS
+    if biases:
+        targets = [*TARGETS, "experts.gate_up_proj_bias", "experts.down_proj_bias"]
+    else:
+        targets = TARGETS
     model = adapted("gpt_oss", targets=targets)
     if not biases:
         wrapper_of(model).get_base_layer().down_proj.requires_grad_(True)
@@ -199,7 +235,9 @@ def test_what_goes_through_pefts_own(what, calls):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_narrow_stacks_and_autocast(dtype, calls):
-    """bfloat16 with float32 adapters as PEFT keeps them, and float32 stacks under autocast: both judged by float64."""
+    """bfloat16 with float32 adapters as PEFT keeps them, and float32 stacks under autocast: both
+    judged by float64.
+    """
     exact = adapted()
     want = results(exact)
     model = copy.deepcopy(exact).to(dtype)
@@ -222,7 +260,9 @@ def test_narrow_stacks_and_autocast(dtype, calls):
 
 
 def test_files_are_pefts_and_reload(tmp_path):
-    """Byte for byte those of the same model on transformers' own implementation; loaded, merged and loaded again alike."""
+    """Byte for byte those of the same model on transformers' own implementation; loaded, merged and
+    loaded again alike.
+    """
     model = adapted(dtype=torch.float32)
     model.save_pretrained(tmp_path / "stock")
     moe_runtime.patch(model)
@@ -237,7 +277,11 @@ def test_files_are_pefts_and_reload(tmp_path):
         assert distance(again(**ids()).logits, wanted) < 1e-6
         again.merge_and_unload().save_pretrained(tmp_path / implementation)
     merged = stock(num_hidden_layers=1)
-    merged = type(merged).from_pretrained(tmp_path / "moe_runtime", experts_implementation="moe_runtime").train()
+    merged = (
+        type(merged)
+        .from_pretrained(tmp_path / "moe_runtime", experts_implementation="moe_runtime")
+        .train()
+    )
     assert distance(merged(**ids()).logits, wanted) < 1e-5
 
 
@@ -271,11 +315,14 @@ def test_compiles_into_one_graph():
     for family in ("qwen3_moe", "gpt_oss"):
         model = adapted(family, dtype=torch.float32)
         moe_runtime.patch(model)
-        wrapper, args = wrapper_of(model), inputs(model)
+        wrapper = wrapper_of(model)
+        args = inputs(model)
         learned = [p for p in wrapper.parameters() if p.requires_grad]
         compiled = torch.compile(wrapper, fullgraph=True)
         outs = [call(*args) for call in (wrapper, compiled)]
-        assert worst(*([out, *torch.autograd.grad(out.sin().sum(), learned)] for out in outs)) < 1e-6
+        assert (
+            worst(*([out, *torch.autograd.grad(out.sin().sum(), learned)] for out in outs)) < 1e-6
+        )
         with model.disable_adapter():
             assert distance(compiled(*args), wrapper(*args)) < 1e-6
         assert distance(compiled(*args), outs[0]) < 1e-6
@@ -286,7 +333,9 @@ def test_our_own_layers(calls):
     from moe_runtime import MoEConfig
 
     torch.manual_seed(0)
-    config = MoEConfig(hidden_size=32, intermediate_size=24, num_experts=8, top_k=2, gate="softmax_topk")
+    config = MoEConfig(
+        hidden_size=32, intermediate_size=24, num_experts=8, top_k=2, gate="softmax_topk"
+    )
     layer = torch.nn.ModuleDict({"mlp": MoE(config).double()})
     options = LoraConfig(r=3, target_parameters=TARGETS, init_lora_weights=False)
     model = get_peft_model(layer, options, autocast_adapter_dtype=False)
@@ -301,17 +350,22 @@ def test_the_hook_is_there():
     before = ParamWrapper._activate_lora
     adapters.install()
     assert ParamWrapper._activate_lora is before
-    assert {"get_base_layer", "forward", "get_delta_weight"} <= set(vars(ParamWrapper)) | set(dir(ParamWrapper))
+    assert {"get_base_layer", "forward", "get_delta_weight"} <= set(vars(ParamWrapper)) | set(
+        dir(ParamWrapper)
+    )
 
 
 def test_the_hook_comes_with_a_peft_that_is_imported_later(monkeypatch):
     """After patch: the packages of a training script may be imported in any order."""
-    package, before = sys.modules[adapters.LAYER.rpartition(".")[0]], list(sys.meta_path)
+    package = sys.modules[adapters.LAYER.rpartition(".")[0]]
+    before = list(sys.meta_path)
     monkeypatch.setattr(package, "layer", package.layer)
     monkeypatch.delitem(sys.modules, adapters.LAYER)
     assert not adapters.install() and not adapters.install()
     later = importlib.import_module(adapters.LAYER)
-    assert later.ParamWrapper is not ParamWrapper and hasattr(later.ParamWrapper._activate_lora, "moe_runtime_stock")
+    assert later.ParamWrapper is not ParamWrapper and hasattr(
+        later.ParamWrapper._activate_lora, "moe_runtime_stock"
+    )
     assert sys.meta_path == before
 
 
@@ -340,18 +394,32 @@ def test_refusals_and_warnings():
     said("ignores use_qalora", use_qalora=True)
     said("bias='all' does not apply to experts", bias="all")
     said("layer_replication .* configs", ValueError, layer_replication=[[0, 1], [0, 1]])
-    model = adapted(sizes={"moe_intermediate_size": 16})  # gate_up is square: PEFT loads what 0.19 wrote, and transposes it
+    # gate_up is square: PEFT loads what 0.19 wrote, and transposes it
+    model = adapted(sizes={"moe_intermediate_size": 16})
     model.peft_config["default"].peft_version = "0.19.1"
-    with pytest.raises(ValueError, match="was saved by PEFT 0.19.1, .* gate_up_proj of .* transposed update"):
+    with pytest.raises(
+        ValueError, match="was saved by PEFT 0.19.1, .* gate_up_proj of .* transposed update"
+    ):
         moe_runtime.patch(model)
-    model = get_peft_model(stock("gpt_oss", num_hidden_layers=1), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    model = get_peft_model(
+        stock("gpt_oss", num_hidden_layers=1), LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
+    )
     with pytest.warns(UserWarning, match="do not match this model's expert stacks"):
         moe_runtime.patch(model)
-    sizes = {"num_local_experts": 1, "num_experts": 1, "num_experts_per_tok": 1, "intermediate_size": 32}
+    sizes = {
+        "num_local_experts": 1,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 32,
+    }
     one = adapted("gpt_oss", sizes=sizes, targets=TARGETS[1:])
     moe_runtime.patch(one)
     with pytest.raises(ValueError, match="one transposed expert"):
-        wrapper_of(one)(torch.randn(3, 32).double(), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1).double())
+        wrapper_of(one)(
+            torch.randn(3, 32).double(),
+            torch.zeros(3, 1, dtype=torch.long),
+            torch.ones(3, 1).double(),
+        )
 
 
 @pytest.mark.parametrize("what", ["sharded", "of other experts"])
@@ -363,7 +431,10 @@ def test_adapters_that_another_engine_has_taken_apart_are_refused(what, monkeypa
         wrapper.lora_A["default"].weight.placements = ()
     else:  # as transformers' expert parallelism does: the stack is local, the adapter global
         monkeypatch.setattr(wrapper, "num_experts", 4)
-    with pytest.raises(ValueError, match="Apply fully_shard" if what == "sharded" else "4 experts, but the stacks have 8"):
+    with pytest.raises(
+        ValueError,
+        match="Apply fully_shard" if what == "sharded" else "4 experts, but the stacks have 8",
+    ):
         wrapper(*inputs(model))
 
 
@@ -374,7 +445,8 @@ def test_what_is_adapted_is_said():
         assert moe_runtime.patch(model) == 2
     path = "base_model.model.model.layers.{}.mlp.experts"
     assert adapted_stacks(model) == {
-        path.format(layer): {"down_proj": ["default"], "gate_up_proj": ["default"]} for layer in range(2)
+        path.format(layer): {"down_proj": ["default"], "gate_up_proj": ["default"]}
+        for layer in range(2)
     }
     assert Path(adapters.__file__).stat().st_size < 12_000
 
@@ -382,11 +454,18 @@ def test_what_is_adapted_is_said():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_family_trains_its_adapters(family):
-    """Equal to PEFT's own; after one step every adapter that PEFT's own gives a gradient has moved."""
+    """Equal to PEFT's own; after one step every adapter that PEFT's own gives a gradient
+    has moved.
+    """
     model = families.build(family)
-    targets = {f"{name.rpartition('.')[2]}.{stack}" for name, module in families.experts_of(model).items()
-               for stack in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")}  # fmt: skip
-    model = get_peft_model(model, LoraConfig(r=3, target_parameters=sorted(targets), init_lora_weights=False)).eval()
+    targets = {
+        f"{name.rpartition('.')[2]}.{stack}"
+        for name, module in families.experts_of(model).items()
+        for stack in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    }
+    model = get_peft_model(
+        model, LoraConfig(r=3, target_parameters=sorted(targets), init_lora_weights=False)
+    ).eval()
     assert sum(map(len, adapted_stacks(model).values())) == 2 * len(families.experts_of(model))
 
     def step():
@@ -394,7 +473,10 @@ def test_every_family_trains_its_adapters(family):
         torch.manual_seed(0)
         out = model(**families.batch()).logits
         out.float().square().mean().backward()
-        return [out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}]
+        return [
+            out.detach(),
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+        ]
 
     logits, want = step()
     moe_runtime.patch(model)
@@ -405,4 +487,6 @@ def test_every_family_trains_its_adapters(family):
     live = [name for name, gradient in want.items() if gradient.norm() > 0]
     before = {name: model.get_parameter(name).detach().clone() for name in live}
     torch.optim.SGD([model.get_parameter(name) for name in live], lr=1.0).step()
-    assert live and not any(torch.equal(model.get_parameter(name), value) for name, value in before.items())
+    assert live and not any(
+        torch.equal(model.get_parameter(name), value) for name, value in before.items()
+    )

@@ -1,4 +1,6 @@
-"""PEFT's adapters of expert stacks, dense and packed, under DDP, FSDP2, expert parallelism: the ranks train one adapter."""
+"""PEFT's adapters of expert stacks, dense and packed, under DDP, FSDP2, expert parallelism: the
+ranks train one adapter.
+"""
 
 import functools
 
@@ -16,8 +18,10 @@ from tests.support.dist_launch import Launches
 from tests.support.stock_moe import stock
 
 alone = functools.cache(worker.alone)
-RANKS = {name: 4 if scenario.mesh and 4 in (scenario.mesh[1], 2 * scenario.mesh[0]) else 2
-         for name, scenario in worker.SCENARIOS.items()}  # fmt: skip
+RANKS = {
+    name: 4 if scenario.mesh and 4 in (scenario.mesh[1], 2 * scenario.mesh[0]) else 2
+    for name, scenario in worker.SCENARIOS.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,10 @@ def results(tmp_path_factory):
     def result(name: str):
         ranks = RANKS[name]
         folder = launches(ranks, *[other for other, count in RANKS.items() if count == ranks])
-        return folder / name, [torch.load(folder / f"{name}-rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+        return folder / name, [
+            torch.load(folder / f"{name}-rank{rank}.pt", weights_only=False)
+            for rank in range(ranks)
+        ]
 
     return result
 
@@ -39,13 +46,18 @@ def test_equals_one_process(name, results, tmp_path):
     scenario = worker.SCENARIOS[name]
     want = alone(scenario._replace(engine="", mesh=None, packed="first"), RANKS[name])
     for rank, got in enumerate(ranks):
-        assert [step[0] for step in got["losses"]] == pytest.approx([step[rank] for step in want["losses"]], rel=1e-5)
+        assert [step[0] for step in got["losses"]] == pytest.approx(
+            [step[rank] for step in want["losses"]], rel=1e-5
+        )
         assert got["weights"].keys() == want["weights"].keys()
         for parameter, weight in want["weights"].items():
             assert distance(got["weights"][parameter], weight) < 1e-5, parameter
             assert torch.equal(got["weights"][parameter], ranks[0]["weights"][parameter]), parameter
             assert want["gradients"][parameter].norm() > 0, parameter
-            assert distance(got["gradients"][parameter], want["gradients"][parameter]) < 1e-4, parameter  # of the third step
+            # of the third step
+            assert distance(got["gradients"][parameter], want["gradients"][parameter]) < 1e-4, (
+                parameter
+            )
     if scenario.engine == "ddp":  # what rank 0 saves is the whole adapter, which stock PEFT reads
         model = PeftModel.from_pretrained(worker.base(scenario.family, scenario.format), folder)
         for parameter, weight in want["weights"].items():
@@ -62,23 +74,36 @@ def test_each_rank_holds_its_bytes_and_all_save_those_of_one_process(name, resul
     scenario = worker.SCENARIOS[name]
     model = worker.base(scenario.family, scenario.format)
     moe_runtime.quantize_experts(model, scenario.format)
-    tensors = {f"base_model.model.{n}": t for n, t in (*model.named_parameters(), *model.named_buffers()) if "experts" in n}
-    wrapped = {n.replace(".experts.", ".experts.base_layer.base_layer."): tensor.nbytes for n, tensor in tensors.items()}
-    owners, replicas = scenario.mesh[1], scenario.mesh[0] if scenario.engine == "fsdp2" else 1
+    tensors = {
+        f"base_model.model.{n}": t
+        for n, t in (*model.named_parameters(), *model.named_buffers())
+        if "experts" in n
+    }
+    wrapped = {
+        n.replace(".experts.", ".experts.base_layer.base_layer."): tensor.nbytes
+        for n, tensor in tensors.items()
+    }
+    owners = scenario.mesh[1]
+    replicas = scenario.mesh[0] if scenario.engine == "fsdp2" else 1
     for got in ranks:
         own = {n: size for n, size in got["held"].items() if not n.endswith("_packed4")}
         assert own.keys() == wrapped.keys()
         for n, size in own.items():  # what scales NF4's scales is whole
             parts = 1 if n[-1] in "123" else owners * (1 if "_packed" in n else replicas)
             assert size == wrapped[n] // parts, n
-    want, saved = model.state_dict(), moe_runtime.load_quantized(f"{folder}-quantized").state_dict()
+    want = model.state_dict()
+    saved = moe_runtime.load_quantized(f"{folder}-quantized").state_dict()
     assert want.keys() == saved.keys()
-    assert all(torch.equal(want[key].view(torch.uint8), saved[key].view(torch.uint8)) for key in want)
+    assert all(
+        torch.equal(want[key].view(torch.uint8), saved[key].view(torch.uint8)) for key in want
+    )
 
 
 @pytest.fixture
 def four():
-    """A group of four ranks that are not there: what is refused is refused before anything is sent."""
+    """A group of four ranks that are not there: what is refused is refused before anything
+    is sent.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
@@ -93,13 +118,18 @@ def test_adapters_that_fsdp2_reduces_over_the_replicas_alone_are_refused(four):
     layer = model.base_model.model.model.layers[0]
     fully_shard(layer.mlp.experts, mesh=four["dp"])  # with PEFT's wrappers in it
     fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
-    with pytest.raises(ValueError, match=r"sharded by FSDP2 over ranks \[1, 3\], but the experts are on \[0, 1\]. Call"):
+    with pytest.raises(
+        ValueError,
+        match=r"sharded by FSDP2 over ranks \[1, 3\], but the experts are on \[0, 1\]. Call",
+    ):
         model(input_ids=torch.ones(1, 3, dtype=torch.int64))
 
 
 @pytest.fixture
 def six_experts(tmp_path):
-    stock(num_hidden_layers=1, num_experts=6, hidden_size=64, moe_intermediate_size=64).save_pretrained(tmp_path / "six")
+    stock(
+        num_hidden_layers=1, num_experts=6, hidden_size=64, moe_intermediate_size=64
+    ).save_pretrained(tmp_path / "six")
     return tmp_path / "six"
 
 
@@ -111,7 +141,10 @@ def test_packed_stacks_refuse_what_would_be_wrong(six_experts, four, tmp_path):
     experts = model.model.layers[0].mlp.experts
     first = experts.down_proj
     assert shard_experts(model, four["ep"]) == 2 and experts.down_proj is first
-    with pytest.raises(RuntimeError, match="down_proj is quantized and distributed, but 'down_proj_packed0' is missing"):
+    with pytest.raises(
+        RuntimeError,
+        match="down_proj is quantized and distributed, but 'down_proj_packed0' is missing",
+    ):
         model.load_state_dict(whole)
     with pytest.raises(ValueError, match=r"save_quantized\(model, folder\) on every rank"):
         save_pretrained(model, tmp_path / "whole")

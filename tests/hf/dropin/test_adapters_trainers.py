@@ -1,4 +1,6 @@
-"""PEFT's adapters of expert stacks in transformers' Trainer and in TRL: SFT, DPO with the reference by disabled adapters."""
+"""PEFT's adapters of expert stacks in transformers' Trainer and in TRL: SFT, DPO with the reference
+by disabled adapters.
+"""
 
 import pytest
 import torch
@@ -25,14 +27,25 @@ def trained(kind: str, implementation: str, tokenizer, folder):
     if implementation == "moe_runtime":
         moe_runtime.patch(model)
     targets = ["experts.gate_up_proj", "experts.down_proj"]
-    lora = LoraConfig(r=2, target_parameters=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=2, target_parameters=targets, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     torch.manual_seed(0)
     model = model if kind == "dpo" else get_peft_model(model, lora)
     common = {
-        "output_dir": str(folder / f"{kind}-{implementation}"), "max_steps": 3, "per_device_train_batch_size": 2,
-        "logging_steps": 1, "report_to": [], "use_cpu": True, "learning_rate": 1e-2, "save_strategy": "no", "seed": 0,
-        "bf16": False, "disable_tqdm": True, "gradient_checkpointing": kind == "sft",
-    }  # fmt: skip
+        "output_dir": str(folder / f"{kind}-{implementation}"),
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "seed": 0,
+        "bf16": False,
+        "disable_tqdm": True,
+        "gradient_checkpointing": kind == "sft",
+    }
     if kind == "trainer":
         from transformers import Trainer, TrainingArguments
 
@@ -42,17 +55,28 @@ def trained(kind: str, implementation: str, tokenizer, folder):
         from trl import SFTConfig, SFTTrainer
 
         data = Dataset.from_list([{"text": text} for text in TEXTS * 2])
-        trainer = SFTTrainer(model, SFTConfig(**common, max_length=16), train_dataset=data, processing_class=tokenizer)
+        trainer = SFTTrainer(
+            model,
+            SFTConfig(**common, max_length=16),
+            train_dataset=data,
+            processing_class=tokenizer,
+        )
     else:
         from trl import DPOConfig, DPOTrainer
 
-        data = Dataset.from_list([{"prompt": "Say ", "chosen": text, "rejected": "no x"} for text in TEXTS * 2])
+        data = Dataset.from_list(
+            [{"prompt": "Say ", "chosen": text, "rejected": "no x"} for text in TEXTS * 2]
+        )
         args = DPOConfig(**common)
-        trainer = DPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer, peft_config=lora)
+        trainer = DPOTrainer(
+            model, args=args, train_dataset=data, processing_class=tokenizer, peft_config=lora
+        )
         assert trainer.ref_model is None
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return losses, {
+        name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad
+    }
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""hf/dropin/balance.py: both losses against transformers' own, in a stock model's loss, in Trainer and in TRL."""
+"""hf/dropin/balance.py: both losses against transformers' own, in a stock model's loss, in Trainer
+and in TRL.
+"""
 
 import functools
 import re
@@ -19,7 +21,8 @@ from tests.support.stock_moe import FAMILIES, batch, stock
 
 COEF = 0.3
 KINDS = ("per_layer", "pooled")
-# whose classes add an auxiliary loss of their own; granitemoe's, too, but in transformers 5.17 it crashes
+# whose classes add an auxiliary loss of their own; granitemoe's, too, but in transformers 5.17 it
+# crashes
 WITH_OWN_LOSS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "phimoe")
 
 
@@ -36,11 +39,19 @@ def a_mask(rows=3, length=7):
 
 
 def reference(model, inputs, kind="per_layer"):
-    """The loss with its balance loss, written out, through the router logits that transformers itself gives."""
+    """The loss with its balance loss, written out, through the router logits that transformers
+    itself gives.
+    """
     out = model(**inputs, output_router_logits=True)
-    E, K = out.router_logits[0].shape[1], model.config.num_experts_per_tok
-    groups = [out.router_logits] if kind == "pooled" else [(logits,) for logits in out.router_logits]
-    parts = [load_balancing_loss_func(group, E, K, inputs.get("attention_mask")) for group in groups]
+    E = out.router_logits[0].shape[1]
+    K = model.config.num_experts_per_tok
+    if kind == "pooled":
+        groups = [out.router_logits]
+    else:
+        groups = [(logits,) for logits in out.router_logits]
+    parts = [
+        load_balancing_loss_func(group, E, K, inputs.get("attention_mask")) for group in groups
+    ]
     plain = model(**inputs, output_router_logits=False).loss
     return plain, torch.stack(parts).mean()
 
@@ -52,9 +63,12 @@ def close(a, b, error=1e-5):
 @pytest.mark.parametrize("mask", [None, a_mask()], ids=["all", "padded"])
 def test_pooled_is_transformers_own(mask):
     logits = [x.requires_grad_() for x in logits_of()]
-    got, want = pooled_loss(logits, 8, 3, mask), load_balancing_loss_func(tuple(logits), 8, 3, mask)
+    got = pooled_loss(logits, 8, 3, mask)
+    want = load_balancing_loss_func(tuple(logits), 8, 3, mask)
     assert torch.allclose(got, want, rtol=1e-6)
-    for a, b in zip(torch.autograd.grad(got, logits), torch.autograd.grad(want, logits), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got, logits), torch.autograd.grad(want, logits), strict=True
+    ):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-8)
 
 
@@ -91,7 +105,8 @@ def test_bad_arguments_are_refused():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WITH_OWN_LOSS)
 def test_a_models_own_loss_is_replaced(name, kind, padding):
-    model, inputs = stock(name).eval(), batch(padding=padding)
+    model = stock(name).eval()
+    inputs = batch(padding=padding)
     lm_loss, aux_loss = reference(model, inputs, kind)
     model.config.output_router_logits = True  # so that it would add its own
     with_own = model(**inputs).loss
@@ -106,12 +121,17 @@ def test_a_models_own_loss_is_replaced(name, kind, padding):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
-    model, inputs = stock(name).eval(), batch(padding=3)
+    model = stock(name).eval()
+    inputs = batch(padding=3)
     caught = []
-    modules = [module for path, module in model.named_modules() if path.endswith(("mlp.gate", "router"))]
+    modules = [
+        module for path, module in model.named_modules() if path.endswith(("mlp.gate", "router"))
+    ]
 
     def catch(module, args, out):  # the logits are the only floats of this width
-        caught.append(next(part for part in out if part.is_floating_point() and part.shape[-1] == 8))
+        caught.append(
+            next(part for part in out if part.is_floating_point() and part.shape[-1] == 8)
+        )
 
     handles = [module.register_forward_hook(catch) for module in modules]
     loss = model(**inputs).loss
@@ -123,7 +143,9 @@ def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
     use_balance_loss(model, "per_layer", COEF)
     model(**inputs).loss.backward()
     got = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(modules) == 2 and all(tiny.distance(a, b) < 1e-5 for a, b in zip(got, want, strict=True) if b.norm() > 0)
+    assert len(modules) == 2 and all(
+        tiny.distance(a, b) < 1e-5 for a, b in zip(got, want, strict=True) if b.norm() > 0
+    )
     assert all(any(p.grad.norm() > 0 for p in module.parameters()) for module in modules)
 
 
@@ -131,11 +153,13 @@ def test_the_gradient_is_that_of_the_formula_and_reaches_every_router(name):
 def test_routers_are_found_in_every_family_by_what_it_declares_and_without(family):
     model = families.build(family)
     layers = [layer for layer in routed_layers(model).values() if layer.is_stock]
-    declared, beside = balance._declared_routers(model), balance._routers_beside(model, layers)
+    declared = balance._declared_routers(model)
+    beside = balance._routers_beside(model, layers)
     # a layer whose experts go by the token's id has no say in the balance
     hashed = family == "deepseek_v4"
     assert len(beside) == len(layers) and len(declared) in (0, len(layers) - hashed)
-    places, seen = dict(beside), []
+    places = dict(beside)
+    seen = []
 
     def compare(place, module, args, out):
         parts = out if isinstance(out, tuple) else (out,)
@@ -149,7 +173,9 @@ def test_routers_are_found_in_every_family_by_what_it_declares_and_without(famil
 
 
 class Collapse(torch.overrides.TorchFunctionMode):
-    """Makes a router's product, to a logit for each of 8 experts, 0 for the first `used` ones and far less for the others."""
+    """Makes a router's product, to a logit for each of 8 experts, 0 for the first `used` ones and
+    far less for the others.
+    """
 
     def __init__(self, used):
         super().__init__()
@@ -165,7 +191,9 @@ class Collapse(torch.overrides.TorchFunctionMode):
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_collapse_costs_every_family_the_same(family):
-    model, used, seen = families.build(family), 3, []
+    model = families.build(family)
+    used = 3
+    seen = []
     in_use = use_balance_loss(model, coef=1.0)
 
     def see(*_):
@@ -175,7 +203,9 @@ def test_a_collapse_costs_every_family_the_same(family):
     for module, _ in in_use.routers:
         mode = Collapse(used)
         module.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None)
-        module.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), prepend=True)
+        module.register_forward_hook(
+            lambda *_, mode=mode: mode.__exit__(None, None, None), prepend=True
+        )
     with torch.no_grad():
         families.run(model, "eager", output_router_logits=True)
     # every slot on `used` experts, each of probability 1 / used: E sum_e (top_k / used) (1 / used)
@@ -196,9 +226,12 @@ def test_probabilities_are_known_from_logits(dtype):
 
 def test_compiled_code_tells_them_apart_too():
     torch.compiler.reset()
-    in_use, x = use_balance_loss(stock("mixtral"), coef=1.0), logits_of()[0]
+    in_use = use_balance_loss(stock("mixtral"), coef=1.0)
+    x = logits_of()[0]
     # no eager call has shown what this class gives
-    compiled = torch.compile(lambda found: in_use._as_logits(torch.nn.Linear, found), backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda found: in_use._as_logits(torch.nn.Linear, found), backend="eager", fullgraph=True
+    )
     assert torch.equal(compiled(x), x) and close(compiled(x.softmax(-1)), x.log_softmax(-1))
     assert torch.equal(in_use._as_logits(torch.nn.Linear, x[:0]), x[:0]) and not in_use._softmaxed
     assert close(in_use._as_logits(torch.nn.Linear, x.softmax(-1)), x.log_softmax(-1))
@@ -207,24 +240,36 @@ def test_compiled_code_tells_them_apart_too():
 
 
 def test_nothing_is_added_without_labels_and_nothing_is_kept():
-    model, inputs = stock("qwen3_moe").eval(), batch()
+    model = stock("qwen3_moe").eval()
+    inputs = batch()
     plain = model(input_ids=inputs["input_ids"])
     in_use = use_balance_loss(model, "per_layer", COEF)
     out = model(input_ids=inputs["input_ids"])
-    assert torch.equal(out.logits, plain.logits) and out.loss is None and out.aux_loss is None and not in_use._logits
+    assert (
+        torch.equal(out.logits, plain.logits)
+        and out.loss is None
+        and out.aux_loss is None
+        and not in_use._logits
+    )
     tokens = model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False)
     in_use.close()
-    assert torch.equal(tokens, model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False))
+    assert torch.equal(
+        tokens, model.generate(inputs["input_ids"], max_new_tokens=3, do_sample=False)
+    )
 
 
 def test_closing_gives_hooks_and_config_back():
     model = stock("deepseek_v3")
-    before, hooks = model.config.to_dict(), [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    before = model.config.to_dict()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     use_balance_loss(model, "per_layer", 0.1)
     in_use = use_balance_loss(model, "per_layer", 0.2)  # takes the place of the first
     inputs = batch()
     out = model(**inputs)
-    assert close(out.loss, out.lm_loss + 0.2 * out.aux_loss) and model.config.router_aux_loss_coef == 0.2
+    assert (
+        close(out.loss, out.lm_loss + 0.2 * out.aux_loss)
+        and model.config.router_aux_loss_coef == 0.2
+    )
     in_use.close()
     assert model.config.to_dict() == before
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
@@ -232,7 +277,8 @@ def test_closing_gives_hooks_and_config_back():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_keeps_the_gradient_or_is_refused(reentrant):
-    model, inputs = stock("qwen3_moe"), batch()
+    model = stock("qwen3_moe")
+    inputs = batch()
     use_balance_loss(model, "per_layer", COEF)
     model(**inputs).loss.backward()
     want = [p.grad.clone() for p in model.parameters()]
@@ -249,7 +295,8 @@ def test_checkpointing_keeps_the_gradient_or_is_refused(reentrant):
 def test_inside_peft_the_router_in_training_gets_the_gradient():
     from peft import LoraConfig, get_peft_model
 
-    inputs, config = batch(padding=3), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp.gate"])
+    inputs = batch(padding=3)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp.gate"])
     plain = stock("qwen3_moe").eval()
     use_balance_loss(plain, "per_layer", COEF)
     want = plain(**inputs)
@@ -264,7 +311,8 @@ def test_inside_peft_the_router_in_training_gets_the_gradient():
 
 def test_the_whole_model_is_one_graph():
     torch.compiler.reset()
-    model, inputs = stock("qwen3_moe", num_hidden_layers=1).eval(), batch()
+    model = stock("qwen3_moe", num_hidden_layers=1).eval()
+    inputs = batch()
     model.set_experts_implementation("grouped_mm")
     use_balance_loss(model, coef=COEF)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -272,10 +320,13 @@ def test_the_whole_model_is_one_graph():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["in-use-before-compiling", "in-use-after-compiling"])
+@pytest.mark.parametrize(
+    "late", [False, True], ids=["in-use-before-compiling", "in-use-after-compiling"]
+)
 def test_compiled_models_have_the_loss_too(late):
     torch.compiler.reset()
-    model, inputs = stock("qwen3_moe", num_hidden_layers=1).eval(), batch(padding=3)
+    model = stock("qwen3_moe", num_hidden_layers=1).eval()
+    inputs = batch(padding=3)
     in_use = use_balance_loss(model, "per_layer", COEF)
     want = model(**inputs).loss
     want.backward()
@@ -297,7 +348,9 @@ def test_what_has_no_router_logits_is_refused():
         use_balance_loss(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no MoE layers with a router"):
         use_balance_loss(tiny.dense(), coef=0.1)
-    with pytest.raises(ValueError, match=r"for layers of moe_runtime set MoEConfig\(balance_loss=...\)"):
+    with pytest.raises(
+        ValueError, match=r"for layers of moe_runtime set MoEConfig\(balance_loss=...\)"
+    ):
         use_balance_loss(tiny.upcycled(), coef=0.1)
     for coef in (0, None, True, float("inf"), float("nan")):
         model = stock("deepseek_v3")  # whose config has no coefficient
@@ -342,18 +395,33 @@ def test_accumulation_makes_it_the_mean_weighted_by_tokens(name, kind, tmp_path)
         (share * (out.lm_loss + COEF * out.aux_loss)).backward()
     want = [p.grad.clone() for p in model.parameters()]
     args = TrainingArguments(
-        str(tmp_path), max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=4, learning_rate=0.0,
-        max_grad_norm=0.0, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", seed=1,
-    )  # fmt: skip
+        str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        learning_rate=0.0,
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=1,
+    )
     trainer = Plain(model, args, collate, ROWS)
     trainer.train()
-    assert all(tiny.distance(a, b) < 1e-5 for a, b in zip(trainer.gradients, want, strict=True) if b.norm() > 0)
+    assert all(
+        tiny.distance(a, b) < 1e-5
+        for a, b in zip(trainer.gradients, want, strict=True)
+        if b.norm() > 0
+    )
 
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "routers.md"
 
 
-@pytest.mark.parametrize("text", re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL))
+@pytest.mark.parametrize(
+    "text", re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+)
 def test_the_examples_of_the_docs_run(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = train_tokenizer(["3 and 4 make 7", "a longer line: 30 and 40 make 70"], 280)
@@ -361,5 +429,9 @@ def test_the_examples_of_the_docs_run(text, tmp_path, monkeypatch):
     stock("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained("model")
     names: dict = {"__name__": "__main__"}
     exec(compile(text, str(DOCUMENT), "exec"), names)
-    gradients = [p.grad for n, p in names["model"].named_parameters() if n.endswith("mlp.gate.weight")]
-    assert len(gradients) == 2 and all((grad is not None) == ("backward" in text) for grad in gradients)
+    gradients = [
+        p.grad for n, p in names["model"].named_parameters() if n.endswith("mlp.gate.weight")
+    ]
+    assert len(gradients) == 2 and all(
+        (grad is not None) == ("backward" in text) for grad in gradients
+    )

@@ -1,4 +1,6 @@
-"""Data parallelism by the engines that users have: equal to one process, also where a rank leaves experts without a token."""
+"""Data parallelism by the engines that users have: equal to one process, also where a rank leaves
+experts without a token.
+"""
 
 import functools
 import os
@@ -20,18 +22,29 @@ ENGINES = [  # the model's kind, and what they make of the model and its paramet
     pytest.param("fsdp2", "stock", "FSDPQwen3MoeForCausalLM", {"DTensor"}, id="fsdp2"),
     *(
         pytest.param(
-            "deepspeed", kind, "DeepSpeedEngine", {"ZeroParamStatus.NOT_AVAILABLE"}, id=f"zero-3, {kind}",
+            "deepspeed",
+            kind,
+            "DeepSpeedEngine",
+            {"ZeroParamStatus.NOT_AVAILABLE"},
+            id=f"zero-3, {kind}",
             marks=pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
         )
         for kind in ("stock", "lora", "upcycled")
     ),
-]  # fmt: skip
+]
 
 
 def launch(*args: str) -> None:
     """Run engine_worker.py in two processes."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * (args[0] == "deepspeed")
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])] + [str(DEEPSPEED)] * (
+        args[0] == "deepspeed"
+    )
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+    }
     env |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
     torchrun(str(Path(engine_worker.__file__)), *args, env=env)
 
@@ -46,9 +59,13 @@ def alone(kind: str) -> dict:
 def test_equals_one_process(engine, kind, model, parameters, tmp_path):
     launch(engine, kind, str(tmp_path))
     expected = alone(kind)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(engine_worker.RANKS)]
+    ranks = [
+        torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        for rank in range(engine_worker.RANKS)
+    ]
     for counts in zip(*(rank["counts"].values() for rank in ranks)):
-        assert (counts[0] > 0).all() and (counts[1] == 0).any()  # idle on one rank, busy on the other
+        # idle on one rank, busy on the other
+        assert (counts[0] > 0).all() and (counts[1] == 0).any()
     for step, losses in enumerate(expected["losses"]):
         assert [rank["losses"][step] for rank in ranks] == pytest.approx(losses, rel=1e-5)
     for rank in ranks:

@@ -1,4 +1,6 @@
-"""The contract of transformers' experts interface, layout by layout, on experts classes of our own against their eager code."""
+"""The contract of transformers' experts interface, layout by layout, on experts classes of our own
+against their eager code.
+"""
 
 import copy
 import inspect
@@ -19,7 +21,11 @@ from moe_runtime.ops.activation import Activation
 from tests.hf.tiny import distance, upcycled
 from tests.support.stock_moe import stock
 
-E, H, I, T, K = 5, 24, 17, 13, 3
+E = 5
+H = 24
+I = 17
+T = 13
+K = 3
 
 
 class Config(PreTrainedConfig):
@@ -27,8 +33,10 @@ class Config(PreTrainedConfig):
 
 
 def _clamped(self, z):
-    gate, up = z[..., ::2], z[..., 1::2]
-    gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+    gate = z[..., ::2]
+    up = z[..., 1::2]
+    gate = gate.clamp(max=self.limit)
+    up = up.clamp(-self.limit, self.limit)
     return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 
@@ -50,16 +58,22 @@ def experts_class(apply_gate=None, **flags):
 
         def __init__(self, config):
             super().__init__()
-            gated, transposed = flags.get("has_gate", True), flags.get("is_transposed", False)
+            gated = flags.get("has_gate", True)
+            transposed = flags.get("is_transposed", False)
             Z, up = (2 * I, "gate_up_proj") if gated else (I, "up_proj")
-            self.num_experts, self.up_name = E, up
-            shapes = {up: (E, H, Z) if transposed else (E, Z, H), "down_proj": (E, I, H) if transposed else (E, H, I)}
+            self.num_experts = E
+            self.up_name = up
+            shapes = {
+                up: (E, H, Z) if transposed else (E, Z, H),
+                "down_proj": (E, I, H) if transposed else (E, H, I),
+            }
             if flags.get("has_bias"):
                 shapes |= {f"{up}_bias": (E, Z), "down_proj_bias": (E, H)}
             for name, shape in shapes.items():
                 self.register_parameter(name, nn.Parameter(torch.randn(shape) / 3))
             self.act_fn = ACT2FN[getattr(config, "hidden_act", "silu")]
-            self.limit, self.alpha = 1.5, 1.702
+            self.limit = 1.5
+            self.alpha = 1.702
             self.post_expert_norm = nn.LayerNorm(H)
 
         def forward(self, hidden_states, top_k_index, top_k_weights):
@@ -87,20 +101,37 @@ LAYOUTS = [
     pytest.param({"has_gate": False}, {"hidden_act": "relu2"}, True, id="nemotron_h"),
     pytest.param({"is_transposed": True}, {}, True, id="transposed"),
     pytest.param({"has_bias": True, "is_transposed": True}, {}, True, id="biased-transposed"),
-    pytest.param({"has_bias": True, "has_gate": False}, {"hidden_act": "gelu"}, True, id="biased-not-gated"),
     pytest.param(
-        {"apply_gate": _clamped, "has_bias": True, "is_transposed": True, "is_concatenated": False}, {}, True, id="gpt_oss"
+        {"has_bias": True, "has_gate": False}, {"hidden_act": "gelu"}, True, id="biased-not-gated"
+    ),
+    pytest.param(
+        {"apply_gate": _clamped, "has_bias": True, "is_transposed": True, "is_concatenated": False},
+        {},
+        True,
+        id="gpt_oss",
     ),
     pytest.param({"apply_gate": _clamped, "is_concatenated": False}, {}, True, id="interleaved"),
     pytest.param({"apply_gate": _deepseek}, {}, True, id="deepseek_v4"),
     pytest.param({"apply_gate": _softcapped}, {}, False, id="inkling2-composed"),
-    pytest.param({"apply_gate": _softcapped, "has_bias": True, "is_transposed": True}, {}, False, id="composed-biased"),
+    pytest.param(
+        {"apply_gate": _softcapped, "has_bias": True, "is_transposed": True},
+        {},
+        False,
+        id="composed-biased",
+    ),
     pytest.param({}, {"hidden_act": "mish"}, False, id="unknown-activation"),
-    pytest.param({"has_gate": False}, {"hidden_act": "mish"}, False, id="unknown-activation-not-gated"),
+    pytest.param(
+        {"has_gate": False}, {"hidden_act": "mish"}, False, id="unknown-activation-not-gated"
+    ),
     pytest.param({"has_post_expert_norm": True}, {}, False, id="muse_spark"),
 ]
 # a decorator of an older transformers does not take them all
-LAYOUTS = [p for p in LAYOUTS if {*p.values[0]} - {"apply_gate"} <= {*inspect.signature(use_experts_implementation).parameters}]
+LAYOUTS = [
+    p
+    for p in LAYOUTS
+    if {*p.values[0]} - {"apply_gate"}
+    <= {*inspect.signature(use_experts_implementation).parameters}
+]
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +147,9 @@ def module_of(flags: dict, fields: dict, implementation: str = "moe_runtime") ->
 
 
 def slots(dropped: bool = False):
-    """Ids of which one expert gets none, and weights; with `dropped`, some ids are the sentinel E and some -1."""
+    """Ids of which one expert gets none, and weights; with `dropped`, some ids are the sentinel E
+    and some -1.
+    """
     idx = torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)])
     weight = torch.rand(T, K)
     if dropped:
@@ -132,7 +165,11 @@ def run(module, x, idx, weight, implementation: str) -> dict[str, torch.Tensor]:
     module.zero_grad()
     out = module(leaves[0], idx, leaves[1])
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-    used = {name: p.grad for name, p in module.named_parameters() if module.has_post_expert_norm or "norm" not in name}
+    used = {
+        name: p.grad
+        for name, p in module.named_parameters()
+        if module.has_post_expert_norm or "norm" not in name
+    }
     return {"out": out.detach(), "dx": leaves[0].grad, "dweight": leaves[1].grad, **used}
 
 
@@ -141,7 +178,8 @@ def run(module, x, idx, weight, implementation: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("flags", "fields", "fused"), LAYOUTS)
 def test_same_as_eager(flags, fields, fused, dropped, backend, device, monkeypatch):
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", backend)
-    module, x = module_of(flags, fields).to(device), torch.randn(T, H, device=device)
+    module = module_of(flags, fields).to(device)
+    x = torch.randn(T, H, device=device)
     idx, weight = (tensor.to(device) for tensor in slots(dropped))
     want = run(module, x, idx, weight, "eager")
     got = run(module, x, idx, weight, "moe_runtime")
@@ -153,11 +191,16 @@ def test_same_as_eager(flags, fields, fused, dropped, backend, device, monkeypat
 
 @pytest.mark.parametrize(("flags", "fields", "fused"), LAYOUTS)
 def test_runs_in_one_op_where_it_can(flags, fields, fused, monkeypatch):
-    module, calls = module_of(flags, fields), []
+    module = module_of(flags, fields)
+    calls = []
     for place, name in ((moe, "run_experts"), (experts, "_composed")):
         original = getattr(place, name)
         monkeypatch.setattr(
-            place, name, lambda *args, _run=original, _name=name, **kw: (calls.append(_name), _run(*args, **kw))[1]
+            place,
+            name,
+            lambda *args, _run=original, _name=name, **kw: (calls.append(_name), _run(*args, **kw))[
+                1
+            ],
         )
     module(torch.randn(T, H), *slots())
     assert calls == ["run_experts" if fused else "_composed"]
@@ -169,11 +212,18 @@ def test_a_gate_that_only_looks_like_a_known_one_runs_its_own_code():
         return self.act_fn(gate) * up * (1 + 1e-3)
 
     module, x, (idx, weight) = module_of({"apply_gate": almost}, {}), torch.randn(T, H), slots()
-    assert distance(run(module, x, idx, weight, "moe_runtime")["out"], run(module, x, idx, weight, "eager")["out"]) < 2e-6
+    assert (
+        distance(
+            run(module, x, idx, weight, "moe_runtime")["out"],
+            run(module, x, idx, weight, "eager")["out"],
+        )
+        < 2e-6
+    )
 
 
 def test_an_activation_is_known_by_what_it_computes():
-    tanh, erf = module_of({}, {}), module_of({}, {})
+    tanh = module_of({}, {})
+    erf = module_of({}, {})
     tanh.act_fn, erf.act_fn = nn.GELU(approximate="tanh"), nn.GELU()
     found = [gates.gate_of(module).act for module in (tanh, erf)]
     assert found == ["gelu_tanh", "gelu"]
@@ -214,7 +264,10 @@ CHANGES = {
     "dropout behind it": lambda m: setattr(m, "act_fn", nn.Sequential(nn.SiLU(), nn.Dropout(0.5))),
     "a hook on it": lambda m: m.act_fn.register_forward_hook(lambda module, args, out: 2 * out),
     "its forward replaced": lambda m: setattr(m.act_fn, "forward", torch.tanh),
-    "a function of somebody's": lambda m: (delattr(m, "act_fn"), setattr(m, "act_fn", lambda x: torch.relu(x))),
+    "a function of somebody's": lambda m: (
+        delattr(m, "act_fn"),
+        setattr(m, "act_fn", lambda x: torch.relu(x)),
+    ),
     "a gate of the instance's own": _set_gate,
 }
 
@@ -246,7 +299,11 @@ def test_autocast(weights):
     assert 1e-5 < distance(out, want) < 2e-2
 
 
-@pytest.mark.parametrize("flags", [{}, {"apply_gate": _deepseek}, {"apply_gate": _softcapped}], ids=["plain", "clamped", "own"])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"apply_gate": _deepseek}, {"apply_gate": _softcapped}],
+    ids=["plain", "clamped", "own"],
+)
 def test_compiles_without_a_break(flags):
     torch._dynamo.reset()
     gates._form_of_gate.cache_clear()
@@ -283,7 +340,10 @@ def test_counts_are_the_dispatchs_own():
     module.moe_runtime_counts = torch.zeros(E, dtype=torch.int64)
     module(torch.randn(T, H), idx, weight)
     live = idx[(idx >= 0) & (idx < E)]
-    assert torch.equal(module.moe_runtime_counts, torch.bincount(live, minlength=E)) and live.numel() < T * K
+    assert (
+        torch.equal(module.moe_runtime_counts, torch.bincount(live, minlength=E))
+        and live.numel() < T * K
+    )
     assert "moe_runtime_counts" not in module.state_dict()
 
 
@@ -319,19 +379,29 @@ def tiny_qwen():
 
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            vocab_size=96, hidden_size=32, moe_intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+            vocab_size=96,
+            hidden_size=32,
+            moe_intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["model", "wrapped"])
 def test_patch_and_unpatch(wrapped):
     model = tiny_qwen()
-    before, ids = model.config._experts_implementation, torch.arange(12)[None]
-    want, keys = model(ids).logits, list(model.state_dict())
+    before = model.config._experts_implementation
+    ids = torch.arange(12)[None]
+    want = model(ids).logits
+    keys = list(model.state_dict())
     outer = Wrapper(model) if wrapped else model
-    assert moe_runtime.patch(outer) == moe_runtime.patch(outer) == 2  # a second time changes nothing
+    # a second time changes nothing
+    assert moe_runtime.patch(outer) == moe_runtime.patch(outer) == 2
     assert model.config._experts_implementation == "moe_runtime"
     assert distance(model(ids).logits, want) < 1e-5 and list(model.state_dict()) == keys
     moe_runtime.unpatch(outer)
@@ -350,10 +420,16 @@ def test_patch_that_fails_changes_nothing():
 
     foreign = Foreign()
     before = foreign.model.config._experts_implementation
-    with pytest.raises(ValueError, match="experts_implementation of other cannot be set to 'moe_runtime' and is still 'eager'"):
+    with pytest.raises(
+        ValueError,
+        match="experts_implementation of other cannot be set to 'moe_runtime' and is still 'eager'",
+    ):
         moe_runtime.patch(foreign)
     assert foreign.model.config._experts_implementation == before != "moe_runtime"
-    with pytest.raises(ValueError, match="experts_implementation of Stock cannot be set to 'moe_runtime' and is still 'eager'"):
+    with pytest.raises(
+        ValueError,
+        match="experts_implementation of Stock cannot be set to 'moe_runtime' and is still 'eager'",
+    ):
         moe_runtime.patch(foreign.other)
     with pytest.raises(ValueError, match="str has no experts"):
         moe_runtime.patch("gpt")
@@ -368,14 +444,17 @@ def test_patch_of_an_upcycled_model_counts_its_own_layers():
 
 
 class Packed(torch.Tensor):
-    """A tensor that holds int8 and passes for floats, as torchao's quantized weights do; it knows no operation."""
+    """A tensor that holds int8 and passes for floats, as torchao's quantized weights do; it knows
+    no operation.
+    """
 
     @staticmethod
     def __new__(cls, ints, scale):
         return torch.Tensor._make_wrapper_subclass(cls, ints.shape, dtype=scale.dtype)
 
     def __init__(self, ints, scale):
-        self.ints, self.scale = ints, scale
+        self.ints = ints
+        self.scale = scale
 
     def __tensor_flatten__(self):
         return ["ints", "scale"], {}
@@ -384,12 +463,16 @@ class Packed(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"{cls.__name__} dispatch: attempting to run unimplemented operator {func}")
+        raise NotImplementedError(
+            f"{cls.__name__} dispatch: attempting to run unimplemented operator {func}"
+        )
 
 
 def packed(weight: torch.Tensor) -> nn.Parameter:
     scale = weight.detach().abs().amax() / 127
-    return nn.Parameter(Packed((weight.detach() / scale).to(torch.int8), scale), requires_grad=False)
+    return nn.Parameter(
+        Packed((weight.detach() / scale).to(torch.int8), scale), requires_grad=False
+    )
 
 
 class Params4bit(nn.Parameter):
@@ -400,8 +483,12 @@ def in_4_bits(weight: torch.Tensor) -> nn.Parameter:
     return Params4bit(torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8), False)
 
 
-@pytest.mark.parametrize("kind, dtype", [pytest.param(packed, "float32", id="torchao"), (in_4_bits, "uint8")])
-@pytest.mark.parametrize("make", [pytest.param(upcycled, id="ours"), pytest.param(stock, id="stock")])
+@pytest.mark.parametrize(
+    "kind, dtype", [pytest.param(packed, "float32", id="torchao"), (in_4_bits, "uint8")]
+)
+@pytest.mark.parametrize(
+    "make", [pytest.param(upcycled, id="ours"), pytest.param(stock, id="stock")]
+)
 @pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
 def test_tensors_that_only_look_like_floats_are_refused(make, stack, kind, dtype):
     """The class is named, and what to do."""
@@ -410,14 +497,30 @@ def test_tensors_that_only_look_like_floats_are_refused(make, stack, kind, dtype
     layer = next(module for module in model.modules() if hasattr(module, stack))
     setattr(layer, stack, kind(getattr(layer, stack)))
     name = {packed: "Packed", in_4_bits: "Params4bit"}[kind]
-    are = rf"^The experts of \S+ must be float16, .*, but are \S*\.{name} \(torch.{dtype}\)\. .* moe_runtime.quantize_experts"
-    for call in (lambda: moe_runtime.patch(model), lambda: model(torch.ones(1, 4, dtype=torch.long))):
+    are = (
+        r"^The experts of \S+ must be float16, .*, "
+        r"but "
+        r"are "
+        rf"\S*\.{name} "
+        rf"\(torch.{dtype}\)\. "
+        r".* "
+        r"moe_runtime.quantize_experts"
+    )
+    for call in (
+        lambda: moe_runtime.patch(model),
+        lambda: model(torch.ones(1, 4, dtype=torch.long)),
+    ):
         with pytest.raises(ValueError, match=are):
             call()
-    is_one = rf"{stack} .*must be float16, bfloat16 or float32, but is \S*\.{name} \(torch.{dtype}\)"
+    is_one = (
+        rf"{stack} .*must be float16, bfloat16 or float32, but is \S*\.{name} \(torch.{dtype}\)"
+    )
     with pytest.raises(ValueError, match=is_one):
         moe_runtime.quantize_experts(model, "int8")
     if kind is in_4_bits:
         return
-    with pytest.raises(ValueError, match=rf"{stack} must be a floating-point tensor .*, but is torch.float32 \(Packed\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{stack} must be a floating-point tensor .*, but is torch.float32 \(Packed\)",
+    ):
         train_rows(model, {0: [1]})

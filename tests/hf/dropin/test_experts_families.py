@@ -1,4 +1,6 @@
-"""Every stock MoE family of the installed transformers, our experts against its own eager loop on the same tiny model."""
+"""Every stock MoE family of the installed transformers, our experts against its own eager loop on
+the same tiny model.
+"""
 
 import contextlib
 import copy
@@ -14,9 +16,11 @@ from moe_runtime.hf.dropin import experts
 from tests.hf import stock
 from tests.hf.tiny import distance
 
-# families whose generation draws tokens: float32 noise moves a draw, under transformers' own implementations too
+# families whose generation draws tokens: float32 noise moves a draw, under transformers' own
+# implementations too
 DRAWS = ("diffusion_gemma",)
-# families whose loop computes in float32 whatever the weights are; ours and batched_mm compute in theirs
+# families whose loop computes in float32 whatever the weights are; ours and batched_mm compute in
+# theirs
 FLOAT32_LOOPS = ("openai_privacy_filter",)
 
 
@@ -67,18 +71,28 @@ def called():
 def shapes(value):
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
-    return [shapes(part) for part in value] if isinstance(value, (tuple, list)) else type(value).__name__
+    if isinstance(value, (tuple, list)):
+        return [shapes(part) for part in value]
+    return type(value).__name__
 
 
 @torch.no_grad()
 def test_logits_calls_and_hooks(model, logits):
-    inside = {id(part) for module in stock.experts_of(model).values() for part in module.modules() if part is not module}
+    inside = {
+        id(part)
+        for module in stock.experts_of(model).values()
+        for part in module.modules()
+        if part is not module
+    }
     watched = {module: name for name, module in model.named_modules() if id(module) not in inside}
     seen = {"eager": [], "moe_runtime": []}
     for implementation, log in seen.items():
         with (
             called() as modules,
-            hooked(watched, lambda module, _, output, log=log: log.append((watched[module], shapes(output)))),
+            hooked(
+                watched,
+                lambda module, _, output, log=log: log.append((watched[module], shapes(output))),
+            ),
         ):
             got = stock.run(model, implementation).logits
     assert distance(got, logits) < 2e-6
@@ -98,18 +112,25 @@ def test_patch_leaves_the_state_alone(model, logits):
     assert list(after) == list(before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     moe_runtime.unpatch(model)
-    assert {module.config._experts_implementation for module in stock.experts_of(model).values()} == {"eager"}
+    assert {
+        module.config._experts_implementation for module in stock.experts_of(model).values()
+    } == {"eager"}
 
 
 def gradients(model, implementation: str) -> dict[str, torch.Tensor]:
     model.zero_grad()
     out = stock.run(model, implementation).logits
     (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def test_gradients(model):
-    want, got = gradients(model, "eager"), gradients(model, "moe_runtime")
+    want = gradients(model, "eager")
+    got = gradients(model, "moe_runtime")
     assert got.keys() == want.keys()
     assert any(got[name].norm() > 0 for name in got if "embed" in name)
     noise = 1e-7 * torch.stack([value.norm() for value in want.values()]).norm()
@@ -119,8 +140,14 @@ def test_gradients(model):
     assert used
     for prefix in used:  # the experts', and the router's next to them
         layer = prefix.rpartition(".")[0]
-        routers = [name for name in want if name.startswith(layer) and ("gate.w" in name or "router" in name)]
-        assert routers and all(want[name].norm() > noise for name in [f"{prefix}.down_proj", *routers]), routers
+        routers = [
+            name
+            for name in want
+            if name.startswith(layer) and ("gate.w" in name or "router" in name)
+        ]
+        assert routers and all(
+            want[name].norm() > noise for name in [f"{prefix}.down_proj", *routers]
+        ), routers
 
 
 @torch.no_grad()
@@ -135,7 +162,9 @@ def test_generate(family, model):
         model.set_experts_implementation(implementation)
         torch.manual_seed(0)
         with called() as modules:
-            out = model.generate(**stock.batch(), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+            out = model.generate(
+                **stock.batch(), max_new_tokens=4, min_new_tokens=4, do_sample=False
+            )
         tokens.append(getattr(out, "sequences", out))
     assert torch.equal(*tokens) and tokens[0].shape[1] >= 16 and modules
 
@@ -144,7 +173,9 @@ def test_generate(family, model):
 def test_saved_and_loaded(model, logits, tmp_path):
     model.set_experts_implementation("moe_runtime")
     model.save_pretrained(tmp_path)
-    loaded, report = type(model).from_pretrained(tmp_path, experts_implementation="moe_runtime", output_loading_info=True)
+    loaded, report = type(model).from_pretrained(
+        tmp_path, experts_implementation="moe_runtime", output_loading_info=True
+    )
     assert not any(report.values()), report
     with called() as modules:
         torch.manual_seed(0)
@@ -156,15 +187,23 @@ def test_saved_and_loaded(model, logits, tmp_path):
 def test_router_logits_and_auxiliary_loss(family, model):
     labels = stock.batch()["input_ids"]
     labels = labels % 2 if "TokenClassification" in type(model).__name__ else labels
-    # Granite in transformers 5.17 finds none of its router logits, its auxiliary loss is the int 0 and breaks the sum of losses
-    whole = isinstance(stock.run(model, "eager", output_router_logits=True).get("aux_loss"), (torch.Tensor, NoneType))
+    # Granite in transformers 5.17 finds none of its router logits, its auxiliary loss is the int 0
+    # and breaks the sum of losses
+    whole = isinstance(
+        stock.run(model, "eager", output_router_logits=True).get("aux_loss"),
+        (torch.Tensor, NoneType),
+    )
     labels = {"labels": labels} if whole and family not in DRAWS else {}
     want = stock.run(model, "eager", output_router_logits=True, **labels)
     got = stock.run(model, "moe_runtime", output_router_logits=True, **labels)
     assert got.keys() == want.keys()
     losses = [key for key in ("loss", "aux_loss") if isinstance(want.get(key), torch.Tensor)]
-    assert all(want[key] > 0 and distance(got[key], want[key]) < 2e-6 for key in losses) and ("loss" in losses or not labels)
-    for ours, theirs in zip(got.get("router_logits") or (), want.get("router_logits") or (), strict=True):
+    assert all(want[key] > 0 and distance(got[key], want[key]) < 2e-6 for key in losses) and (
+        "loss" in losses or not labels
+    )
+    for ours, theirs in zip(
+        got.get("router_logits") or (), want.get("router_logits") or (), strict=True
+    ):
         assert theirs.numel() and distance(ours, theirs) < 2e-6
 
 
@@ -190,7 +229,8 @@ def test_error_in_bfloat16(family, model):
     """Against the same bfloat16 weights and inputs in float64."""
     peer = "batched_mm" if family in FLOAT32_LOOPS else "eager"
     for module, (x, idx, weight) in first_calls(model):
-        module, x = copy.deepcopy(module).bfloat16(), x.bfloat16()
+        module = copy.deepcopy(module).bfloat16()
+        x = x.bfloat16()
         want = apply(copy.deepcopy(module).double(), "eager", x.double(), idx, weight.double())
         theirs, ours = (apply(module, name, x, idx, weight) for name in (peer, "moe_runtime"))
         assert ours.dtype == torch.bfloat16
@@ -210,14 +250,20 @@ def all_gradients(module, implementation: str, x, idx, weight) -> dict[str, torc
 def test_experts_alone(model, case):
     module, (x, idx, weight) = copy.deepcopy(first_calls(model)[0])
     if case == "one-token":
-        x, idx, weight = x[:1], idx[:1], weight[:1]
+        x = x[:1]
+        idx = idx[:1]
+        weight = weight[:1]
     elif case == "nothing":
-        x, idx, weight = x[:0], idx[:0], weight[:0]
+        x = x[:0]
+        idx = idx[:0]
+        weight = weight[:0]
     else:
         idx = torch.arange(idx.shape[1]).expand_as(idx) + 1
     got = all_gradients(module, "moe_runtime", x, idx, weight)
     if case == "nothing":
-        assert got["out"].shape == x.shape and all((grad == 0).all() for grad in got.values() if grad is not None)
+        assert got["out"].shape == x.shape and all(
+            (grad == 0).all() for grad in got.values() if grad is not None
+        )
         return
     assert (got["down_proj"][idx.max() + 1 :] == 0).all() and got["down_proj"].norm() > 0
     for name, value in all_gradients(module, "eager", x, idx, weight).items():
@@ -226,9 +272,17 @@ def test_experts_alone(model, case):
 
 def test_every_decorated_class(family, model):
     """Those that the model has ran above; the others run by themselves."""
-    for name in stock.experts_classes(family) - {type(module).__name__ for module in stock.experts_of(model).values()}:
+    for name in stock.experts_classes(family) - {
+        type(module).__name__ for module in stock.experts_of(model).values()
+    }:
         module = stock.experts_alone(family, name)
-        x, idx, weight = torch.randn(9, module.down_proj.shape[1]), torch.randint(1, 8, (9, 3)), torch.rand(9, 3)
-        want, got = (all_gradients(module, which, x, idx, weight) for which in ("eager", "moe_runtime"))
-        assert all(value.norm() > 0 and distance(got[key], value) < 2e-6 for key, value in want.items())
+        x = torch.randn(9, module.down_proj.shape[1])
+        idx = torch.randint(1, 8, (9, 3))
+        weight = torch.rand(9, 3)
+        want, got = (
+            all_gradients(module, which, x, idx, weight) for which in ("eager", "moe_runtime")
+        )
+        assert all(
+            value.norm() > 0 and distance(got[key], value) < 2e-6 for key, value in want.items()
+        )
     assert stock.experts_classes(family)

@@ -1,4 +1,6 @@
-"""Exported graphs: for torch they hold our ops and no choice of this machine's, for other runtimes none of our ops."""
+"""Exported graphs: for torch they hold our ops and no choice of this machine's, for other runtimes
+none of our ops.
+"""
 
 import contextlib
 import importlib.util
@@ -30,7 +32,11 @@ SIZES = {"hidden_size": 16, "intermediate_size": 12, "num_experts": 4, "top_k": 
 class Dense(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 12), nn.Linear(16, 12), nn.Linear(12, 16)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(16, 12),
+            nn.Linear(16, 12),
+            nn.Linear(12, 16),
+        )
 
 
 def split():
@@ -57,14 +63,18 @@ def drawn(name: str) -> nn.Module:
 
 
 def export(layer, strict=False):
-    return torch.export.export(layer, (torch.randn(6, 16),), dynamic_shapes=({0: torch.export.Dim("T")},), strict=strict)
+    return torch.export.export(
+        layer, (torch.randn(6, 16),), dynamic_shapes=({0: torch.export.Dim("T")},), strict=strict
+    )
 
 
 def ours(program) -> list:
     return [node for node in program.graph.nodes if "moe_runtime" in str(node.target)]
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["not strict", "strict"])
+@pytest.mark.parametrize(
+    "strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["not strict", "strict"]
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_exported_graph_is_of_no_machine(name, strict):
     layer = drawn(name)
@@ -91,7 +101,8 @@ def test_a_compiled_graph_is_of_this_machine():
         seen.extend(node.args[-2:] for node in graph.graph.nodes if "moe_layer" in str(node.target))
         return graph
 
-    layer, x = LAYERS["one op"](), torch.randn(6, 16)
+    layer = LAYERS["one op"]()
+    x = torch.randn(6, 16)
     torch.compile(layer, fullgraph=True, backend=backend)(x)
     assert seen == [(True, backends.choose("moe_mlp", x))]
 
@@ -113,19 +124,29 @@ torch.save((there, kept, torch.export.load(f"{folder}/nowhere.pt2").module()(x),
 
 
 def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_path, monkeypatch):
-    """It asked for the backend of the machine that exported it: a ValueError where the library is not built."""
-    library, layer, x = cpu_build.library(), LAYERS["one op"](), torch.randn(9, 16)
+    """It asked for the backend of the machine that exported it: a ValueError where the library is
+    not built.
+    """
+    library = cpu_build.library()
+    layer = LAYERS["one op"]()
+    x = torch.randn(9, 16)
     monkeypatch.delenv("MOE_RUNTIME_BACKEND", raising=False)
     for name, found in (("there", library), ("nowhere", "the CPU library is not built")):
         monkeypatch.setattr(cpp, "_found", found)
         assert backends.choose("moe_mlp", x) == ("cpp" if name == "there" else "torch")
         torch.export.save(export(layer), tmp_path / f"{name}.pt2")
     torch.save(x, tmp_path / "x.pt")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "MOE_", "PYTEST"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TRITON", "MOE_", "PYTEST"))
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path), str(library.path)],
-        env=env | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True,
-    )  # fmt: skip
+        env=env | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     there, kept, nowhere, calls = torch.load(tmp_path / "out.pt")
     assert (kept, calls) == (0, 1)
@@ -134,8 +155,19 @@ def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_p
 
 
 def stock():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, "use_cache": False}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+        "use_cache": False,
+    }
     model = MixtralForCausalLM(MixtralConfig(**sizes, **experts)).eval()
     moe_runtime.patch(model)
     return model
@@ -166,7 +198,9 @@ def torch_onnx():
         _flags._is_onnx_exporting = False
 
 
-FORMATS = {name: lambda name=name: apply_patches(name) for name in ("onnx", "executorch", "openvino")}
+FORMATS = {
+    name: lambda name=name: apply_patches(name) for name in ("onnx", "executorch", "openvino")
+}
 FORMATS["torch.onnx.export"] = torch_onnx
 
 
@@ -183,17 +217,23 @@ def test_graphs_for_other_runtimes_hold_no_op_of_ours(name):
     x = torch.randn(9, 16)
     torch.testing.assert_close(program.module()(x), layer(x))
     lowered = program.run_decompositions()
-    kinds = {node.target.namespace for node in lowered.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    kinds = {
+        node.target.namespace
+        for node in lowered.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    }
     assert kinds == {"aten"}
     torch.testing.assert_close(lowered.module()(x), layer(x))
 
 
 @pytest.mark.parametrize(
     "target, make",
-    [(name, stock) for name in FORMATS] + [("onnx", own), pytest.param("torch.onnx.export", own, marks=pytest.mark.slow)],
+    [(name, stock) for name in FORMATS]
+    + [("onnx", own), pytest.param("torch.onnx.export", own, marks=pytest.mark.slow)],
 )
 def test_models_for_other_runtimes_hold_no_op_of_ours(make, target):
-    model, ids = make(), torch.randint(0, 64, (1, 6))
+    model = make()
+    ids = torch.randint(0, 64, (1, 6))
     wanted = model(input_ids=ids).logits
     with torch.no_grad():
         held = ours(torch.export.export(Logits(model), (ids,)))
@@ -206,7 +246,13 @@ def test_models_for_other_runtimes_hold_no_op_of_ours(make, target):
 
 REAL = {
     "onnx": ("exporter_onnx", "OnnxExporter", "OnnxConfig", {}, ("onnxscript", "onnxruntime")),
-    "executorch": ("exporter_executorch", "ExecutorchExporter", "ExecutorchConfig", {"backend": "xnnpack"}, ("executorch",)),
+    "executorch": (
+        "exporter_executorch",
+        "ExecutorchExporter",
+        "ExecutorchConfig",
+        {"backend": "xnnpack"},
+        ("executorch",),
+    ),
     "openvino": ("exporter_openvino", "OpenVINOExporter", "OpenVINOConfig", {}, ("openvino",)),
 }
 
@@ -215,15 +261,20 @@ REAL = {
 @pytest.mark.parametrize("make", [stock, own])
 @pytest.mark.parametrize("target", REAL)
 def test_the_exporters_themselves(make, target):
-    """With the packages of each format installed: transformers' exporter, and the runtime's logits."""
+    """With the packages of each format installed: transformers' exporter, and the runtime's
+    logits.
+    """
     module, exporter, config, options, needed = REAL[target]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
     module = importlib.import_module(f"transformers.exporters.{module}")
-    model, ids = make(), torch.randint(0, 64, (1, 6))
+    model = make()
+    ids = torch.randint(0, 64, (1, 6))
     wanted = model(input_ids=ids).logits
-    exported = getattr(module, exporter)().export(model, {"input_ids": ids}, getattr(module, config)(**options))
+    exported = getattr(module, exporter)().export(
+        model, {"input_ids": ids}, getattr(module, config)(**options)
+    )
     if target == "openvino":  # by default it computes in bfloat16 where the CPU can
         exported.to(config={"INFERENCE_PRECISION_HINT": "f32"})
     got = exported(input_ids=ids).logits

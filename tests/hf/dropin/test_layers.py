@@ -1,4 +1,6 @@
-"""Stock MoE models on our experts in the stack that users have: checkpointing, compile, autocast, Trainer, TRL, PEFT."""
+"""Stock MoE models on our experts in the stack that users have: checkpointing, compile, autocast,
+Trainer, TRL, PEFT.
+"""
 
 import copy
 import re
@@ -23,14 +25,24 @@ datasets.disable_progress_bars()
 TEXTS = [f"{i} and {j} make {i + j}" for i in range(6) for j in range(4)]
 TOKENIZER = train_tokenizer(TEXTS, 280)
 COMMON = {
-    "vocab_size": len(TOKENIZER), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "num_experts_per_tok": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": len(TOKENIZER),
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
 MODELS = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 24},
     # transposed, interleaved, biased, clamped
-    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 24, "layer_types": ["full_attention"] * 2},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "intermediate_size": 24,
+        "layer_types": ["full_attention"] * 2,
+    },
 }
 EVERY = pytest.mark.parametrize("kind", MODELS)
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -41,15 +53,22 @@ def stock(kind: str = "qwen3_moe", implementation: str = "moe_runtime", **change
     moe_runtime.register()
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **COMMON | MODELS[kind] | changes)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, experts_implementation=implementation, dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 8)
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+            else:
+                (parameter.add_(torch.randn_like(parameter) / 8))
     return model
 
 
 def ids(rows: int = 2, length: int = 12) -> torch.Tensor:
-    return torch.randint(3, len(TOKENIZER), (rows, length), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        3, len(TOKENIZER), (rows, length), generator=torch.Generator().manual_seed(2)
+    )
 
 
 def gradients(model, **inputs) -> dict[str, torch.Tensor]:
@@ -67,7 +86,8 @@ def assert_same(got: dict, want: dict, tolerance: float = 1e-5) -> None:
 @pytest.fixture
 def routed(monkeypatch):
     """The ids of every call of our experts function, recomputation's too."""
-    seen, run = [], experts.experts_forward
+    seen = []
+    run = experts.experts_forward
 
     def noting(self, hidden_states, top_k_index, top_k_weights):
         seen.append(top_k_index.clone())
@@ -86,9 +106,14 @@ def test_gradient_checkpointing(kind, reentrant, routed):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     got = gradients(model)
-    assert all(torch.equal(got[name], value) for name, value in want.items()) and got.keys() == want.keys()
-    first, again = routed[:2], routed[2:]
-    assert len(again) == 2  # each layer ran again, and took the same way; the last layer comes first
+    assert (
+        all(torch.equal(got[name], value) for name, value in want.items())
+        and got.keys() == want.keys()
+    )
+    first = routed[:2]
+    again = routed[2:]
+    # each layer ran again, and took the same way; the last layer comes first
+    assert len(again) == 2
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(again)))
 
 
@@ -128,7 +153,9 @@ def test_autocast(kind):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             got = gradients(model)
         assert all(g.dtype == torch.float32 for g in got.values()) and got.keys() == want.keys()
-        errors[implementation] = torch.tensor([distance(got[name], value) for name, value in want.items()])
+        errors[implementation] = torch.tensor(
+            [distance(got[name], value) for name, value in want.items()]
+        )
     # a few tokens go to another expert in bfloat16, in either implementation
     assert errors["moe_runtime"].median() < 1.5 * errors["eager"].median() + 1e-3
 
@@ -141,11 +168,20 @@ def trained(trainer: str, model, folder, **settings):
     common = SETTINGS | {"per_device_train_batch_size": 4} | settings
     if trainer == "sft":
         common = {"bf16": False, "gradient_checkpointing": False, "max_length": 64} | common
-        loop = SFTTrainer(model, SFTConfig(str(folder), **common), train_dataset=rows(), processing_class=TOKENIZER)
+        loop = SFTTrainer(
+            model,
+            SFTConfig(str(folder), **common),
+            train_dataset=rows(),
+            processing_class=TOKENIZER,
+        )
     else:
-        data = rows().map(lambda row: {"input_ids": TOKENIZER(row["text"])["input_ids"]}, remove_columns="text")
+        data = rows().map(
+            lambda row: {"input_ids": TOKENIZER(row["text"])["input_ids"]}, remove_columns="text"
+        )
         data = data.map(lambda row: {"labels": row["input_ids"]})
-        loop = Trainer(model, TrainingArguments(str(folder), **common), pair_collator(TOKENIZER), data)
+        loop = Trainer(
+            model, TrainingArguments(str(folder), **common), pair_collator(TOKENIZER), data
+        )
     loop.train()
     return [entry["loss"] for entry in loop.state.log_history if "loss" in entry]
 
@@ -155,10 +191,17 @@ def trained(trainer: str, model, folder, **settings):
 def test_trainers_come_to_eagers_losses_and_weights(trainer, kind, tmp_path):
     settings = {"gradient_accumulation_steps": 2}
     models = {name: stock(kind, name) for name in ("eager", "moe_runtime")}
-    losses = {name: trained(trainer, model, tmp_path / name, **settings) for name, model in models.items()}
-    assert losses["moe_runtime"] == pytest.approx(losses["eager"], rel=2e-4) and losses["eager"][2] < losses["eager"][0]
+    losses = {
+        name: trained(trainer, model, tmp_path / name, **settings) for name, model in models.items()
+    }
+    assert (
+        losses["moe_runtime"] == pytest.approx(losses["eager"], rel=2e-4)
+        and losses["eager"][2] < losses["eager"][0]
+    )
     before = stock(kind).state_dict()
-    for (name, want), got in zip(models["eager"].state_dict().items(), models["moe_runtime"].state_dict().values()):
+    for (name, want), got in zip(
+        models["eager"].state_dict().items(), models["moe_runtime"].state_dict().values()
+    ):
         moved = want - before[name]
         # Adam's first steps are signs: where a gradient is nothing but rounding, they differ
         assert moved.norm() > 0 and distance(got - before[name], moved) < 2e-2, name
@@ -169,14 +212,20 @@ def test_a_trained_model_is_saved_as_it_was_and_loads_anywhere(tmp_path):
     trained("trainer", model, tmp_path / "run")
     model.save_pretrained(tmp_path / "model")
     for implementation in ("moe_runtime", "grouped_mm"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", experts_implementation=implementation)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", experts_implementation=implementation
+        )
         assert distance(loaded.eval()(ids()).logits, model.eval()(ids()).logits) < 1e-5
 
 
 def adapted(kind: str, r: int, implementation: str = "moe_runtime"):
     """LoRA on attention and on the expert stacks, both factors random."""
     config = LoraConfig(
-        r=r, lora_alpha=8, target_modules=["q_proj", "v_proj"], target_parameters=STACKS, init_lora_weights=False
+        r=r,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=STACKS,
+        init_lora_weights=False,
     )
     torch.manual_seed(1)
     return get_peft_model(stock(kind, implementation), config)
@@ -205,13 +254,18 @@ def test_lora_on_the_stacks(kind, r, tmp_path):
     loaded = PeftModel.from_pretrained(stock(kind), tmp_path).eval()
     assert distance(loaded(ids()).logits, logits) < 1e-6
     merged = model.merge_and_unload()
-    assert [m for m in merged.modules() if is_experts(m)] and distance(merged(ids()).logits, logits) < 1e-5
+    assert [m for m in merged.modules() if is_experts(m)] and distance(
+        merged(ids()).logits, logits
+    ) < 1e-5
 
 
 PROJECTIONS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
 
 
-@pytest.mark.skipif(Version(peft.__version__) < Version("0.21"), reason="older PEFT adapts no stack through target_modules")
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version("0.21"),
+    reason="older PEFT adapts no stack through target_modules",
+)
 @pytest.mark.parametrize("kind", PROJECTIONS)
 @pytest.mark.parametrize("targets", ["all-linear", "projections"])
 def test_what_target_modules_mean_for_the_stacks(kind, targets):
@@ -221,10 +275,14 @@ def test_what_target_modules_mean_for_the_stacks(kind, targets):
     torch.manual_seed(1)
     model = get_peft_model(stock(kind), config)
     assert moe_runtime.patch(model) == 2
-    trains = {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+    trains = {
+        name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad
+    }
     parts = {re.sub(r".*\.layers\.\d+\.(\w+\.\w+).*", r"\1", name) for name in trains}
     attention = {f"self_attn.{name}_proj" for name in "qkvo"}
-    assert parts == {"mlp.experts"} | (attention | {"mlp.gate"} if targets == "all-linear" else set())
+    assert parts == {"mlp.experts"} | (
+        attention | {"mlp.gate"} if targets == "all-linear" else set()
+    )
     torch.manual_seed(1)
     assert_same(gradients(model), gradients(get_peft_model(stock(kind, "eager"), config)))
     logits = model.eval()(ids()).logits.detach()
@@ -244,7 +302,9 @@ def test_deepcopy_and_hooks_of_a_whole_model():
     assert torch.equal(other(ids()).logits, model(ids()).logits)
     shapes = []
     block = next(module for module in model.modules() if is_experts(module))
-    block.register_forward_hook(lambda module, args, out: shapes.append([tuple(t.shape) for t in (*args, out)]))
+    block.register_forward_hook(
+        lambda module, args, out: shapes.append([tuple(t.shape) for t in (*args, out)])
+    )
     model(ids())
     assert shapes == [[(24, 32), (24, 2), (24, 2), (24, 32)]]
 

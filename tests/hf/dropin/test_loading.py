@@ -1,4 +1,6 @@
-"""load_state_dict with the names and layouts of folders: a matrix per expert, in one file or spread over many."""
+"""load_state_dict with the names and layouts of folders: a matrix per expert, in one file or spread
+over many.
+"""
 
 import copy
 
@@ -36,16 +38,26 @@ def saved(model: PreTrainedModel, folder) -> dict[str, torch.Tensor]:
 
 def different(model: nn.Module, other: nn.Module) -> list[str]:
     tensors = other.state_dict()
-    return [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, tensors[name])]
+    return [
+        name
+        for name, tensor in model.state_dict().items()
+        if not torch.equal(tensor, tensors[name])
+    ]
 
 
-@pytest.mark.parametrize("family", [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in stock.FAMILIES
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in stock.FAMILIES
+    ],
+)
 def test_every_family_loads_what_it_has_saved(family, tmp_path):
     """In one file, and in files of which few hold a whole stack."""
     model = stock.build(family)
-    tensors, one, many = saved(model, tmp_path / "one"), moved(model), moved(model)
+    tensors = saved(model, tmp_path / "one")
+    one = moved(model)
+    many = moved(model)
     result = one.load_state_dict(tensors, strict=False)
     assert different(one, model) == [] and result.unexpected_keys == []
     assert not any("experts" in name for name in result.missing_keys) or model.all_tied_weights_keys
@@ -60,13 +72,15 @@ def test_every_family_loads_what_it_has_saved(family, tmp_path):
 @pytest.mark.parametrize("form", ["strict", "wrapped", "inner", "own-names", "meta"])
 def test_forms(form, assign, tmp_path):
     model = stock.build("mixtral")
-    tensors, other = saved(model, tmp_path), moved(model)
+    tensors = saved(model, tmp_path)
+    other = moved(model)
     target = other
     if form == "wrapped":
         target = nn.ModuleDict({"module": other})
         tensors = {f"module.{name}": tensor for name, tensor in tensors.items()}
     elif form == "inner":
-        target, rest = other.model, tensors.pop("lm_head.weight")
+        target = other.model
+        rest = tensors.pop("lm_head.weight")
         tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         other.lm_head.load_state_dict({"weight": rest})
     elif form == "own-names":
@@ -76,22 +90,39 @@ def test_forms(form, assign, tmp_path):
         target = other = moved(model).to("meta")
     given = dict(tensors)
     target.load_state_dict(tensors, assign=assign)
-    assert different(other, model) == [] and not any(parameter.is_meta for parameter in other.parameters())
+    assert different(other, model) == [] and not any(
+        parameter.is_meta for parameter in other.parameters()
+    )
     assert tensors.keys() == given.keys()
 
 
 def test_a_stack_of_which_a_part_has_arrived_cannot_be_used_or_saved(tmp_path):
     model = stock.build("mixtral")
-    tensors, other = saved(model, tmp_path), moved(model)
-    late = {name: tensors.pop(name) for name in list(tensors) if ".1.block_sparse_moe.experts.5.w2" in name}
+    tensors = saved(model, tmp_path)
+    other = moved(model)
+    late = {
+        name: tensors.pop(name)
+        for name in list(tensors)
+        if ".1.block_sparse_moe.experts.5.w2" in name
+    }
     assert len(late) == 1
     other.load_state_dict(tensors, strict=False)
-    says = "^Only 7 of the tensors of model.layers.1.mlp.experts.down_proj were loaded. Load a complete checkpoint"
+    says = (
+        "^Only 7 of the tensors of "
+        "model.layers.1.mlp.experts.down_proj "
+        "were "
+        "loaded. "
+        "Load "
+        "a "
+        "complete checkpoint"
+    )
     for use in (lambda: other(**stock.batch()), other.state_dict):
         with pytest.raises(ValueError, match=says):
             use()
     other.load_state_dict(late, strict=False)
-    assert different(other, model) == [] and torch.equal(other(**stock.batch()).logits, model(**stock.batch()).logits)
+    assert different(other, model) == [] and torch.equal(
+        other(**stock.batch()).logits, model(**stock.batch()).logits
+    )
 
 
 def test_another_number_of_experts_is_a_size_mismatch(tmp_path):
@@ -101,13 +132,17 @@ def test_another_number_of_experts_is_a_size_mismatch(tmp_path):
         for name in ("w1", "w2", "w3"):
             key = f"model.layers.0.block_sparse_moe.experts.{e}.{name}.weight"
             tensors[key.replace(f".{e}.{name}", f".{e + 8}.{name}")] = tensors[key]
-    with pytest.raises(RuntimeError, match=r"size mismatch for model.layers.0.mlp.experts.gate_up_proj.*\[16, "):
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for model.layers.0.mlp.experts.gate_up_proj.*\[16, "
+    ):
         moved(model).load_state_dict(tensors, strict=False)
 
 
 def test_weights_that_a_model_does_not_save_are_not_expected():
     model = stock.build("mixtral")
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if ".experts." not in name}
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if ".experts." not in name
+    }
     with (
         pytest.raises(ValueError, match="no weights for model.layers.0.mlp.experts.gate_up_proj"),
         loading.loading_whole(model),

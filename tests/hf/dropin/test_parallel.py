@@ -1,4 +1,6 @@
-"""Experts spread over 2 and 4 gloo processes: losses, gradients, clipped AdamW steps and the checkpoint of one process."""
+"""Experts spread over 2 and 4 gloo processes: losses, gradients, clipped AdamW steps and the
+checkpoint of one process.
+"""
 
 import functools
 
@@ -16,14 +18,18 @@ from tests.support import dist_expert_parallel as worker
 from tests.support.dist_launch import Launches
 from tests.support.lora_models import lora_model
 
-TWO = [name for name, scenario in worker.SCENARIOS.items() if torch.Size(scenario.mesh).numel() == 2]
+TWO = [
+    name for name, scenario in worker.SCENARIOS.items() if torch.Size(scenario.mesh).numel() == 2
+]
 FOUR = [name for name in worker.SCENARIOS if name not in TWO]
 alone = functools.cache(worker.alone)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By scenario: its checkpoint folder and what each rank found; all scenarios of as many ranks in one launch."""
+    """By scenario: its checkpoint folder and what each rank found; all scenarios of as many ranks
+    in one launch.
+    """
     launches = Launches(worker.__file__, tmp_path_factory)
 
     def result(name: str):
@@ -46,7 +52,9 @@ def test_equals_one_process(name, results):
         assert got["losses"] == pytest.approx([losses[rank] for losses in want["losses"]], rel=1e-5)
         assert got["norms"] == pytest.approx(want["norms"], rel=1e-5)
         for parameter, gradient in want["gradients"].items():
-            assert gradient.norm() > 0 and distance(got["gradients"][parameter], gradient) < 1e-5, parameter
+            assert gradient.norm() > 0 and distance(got["gradients"][parameter], gradient) < 1e-5, (
+                parameter
+            )
         for parameter, weight in want["weights"].items():
             assert distance(got["weights"][parameter], weight) < 1e-5, parameter
         assert distance(got["logits"], want["logits"]) < 1e-5
@@ -56,15 +64,25 @@ def test_equals_one_process(name, results):
 @pytest.mark.parametrize("name", worker.SCENARIOS)
 def test_each_rank_holds_its_share(name, results):
     scenario, (_, ranks) = worker.SCENARIOS[name], results(name)
-    whole = {parameter: weight.shape for parameter, weight in alone(scenario.family, len(ranks))["weights"].items()}
+    whole = {
+        parameter: weight.shape
+        for parameter, weight in alone(scenario.family, len(ranks))["weights"].items()
+    }
     replicas = scenario.mesh[0] if scenario.engine == "fsdp2" else 1
     for got in ranks:
         assert {parameter for parameter in whole if "experts" in parameter} == got["experts"].keys()
         for parameter, shape in got["experts"].items():
-            assert shape[0] == whole[parameter][0] // scenario.mesh[1] // replicas and shape[1:] == whole[parameter][1:]
+            assert (
+                shape[0] == whole[parameter][0] // scenario.mesh[1] // replicas
+                and shape[1:] == whole[parameter][1:]
+            )
 
 
-COUNTED = [name for name, scenario in worker.SCENARIOS.items() if scenario.family != "ours" and not scenario.checkpointing]
+COUNTED = [
+    name
+    for name, scenario in worker.SCENARIOS.items()
+    if scenario.family != "ours" and not scenario.checkpointing
+]
 
 
 @pytest.mark.slow
@@ -105,23 +123,37 @@ def test_trainer(results, tmp_path):
         for parameter, weight in want["weights"].items():
             assert distance(got["weights"][parameter], weight) < 1e-5, parameter
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(weight, ranks[0]["weights"][parameter]) for parameter, weight in model.named_parameters())
-    first, got = (AutoModelForCausalLM.from_pretrained(there / "step1").state_dict() for there in (tmp_path, folder))
-    assert first.keys() == got.keys() and not torch.equal(got["lm_head.weight"], model.lm_head.weight)
+    assert all(
+        torch.equal(weight, ranks[0]["weights"][parameter])
+        for parameter, weight in model.named_parameters()
+    )
+    first, got = (
+        AutoModelForCausalLM.from_pretrained(there / "step1").state_dict()
+        for there in (tmp_path, folder)
+    )
+    assert first.keys() == got.keys() and not torch.equal(
+        got["lm_head.weight"], model.lm_head.weight
+    )
     assert all(distance(got[name], weight) < 1e-5 for name, weight in first.items())
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_every_rank_resumes(results, tmp_path):
-    """MoETrainer with AdamW: weights and moments of each rank's experts, as of one process that never stopped.
+    """MoETrainer with AdamW: weights and moments of each rank's experts, as of one process that
+    never stopped.
 
     Each rank also refuses a planted index of the optimizer's state.
     """
     want = worker.train(worker.make("qwen3_moe"), 1, str(tmp_path))["weights"]
     folder, ranks = results("resumed")
-    assert {"experts", "experts-optimizer"} <= {path.name for path in (folder / "checkpoint-1").iterdir()}
+    assert {"experts", "experts-optimizer"} <= {
+        path.name for path in (folder / "checkpoint-1").iterdir()
+    }
     for got in ranks:
-        assert max(distance(got["weights"][parameter], weight) for parameter, weight in want.items()) < 1e-5
+        assert (
+            max(distance(got["weights"][parameter], weight) for parameter, weight in want.items())
+            < 1e-5
+        )
 
 
 @pytest.mark.slow
@@ -136,7 +168,9 @@ def test_the_command_trains_with_ep_size(results):
 
 @pytest.mark.slow
 def test_trainer_saves_adapters(results, tmp_path):
-    """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at every step."""
+    """LoRA of the attention beside frozen experts that are spread: Trainer's own checkpoints, at
+    every step.
+    """
     from peft import PeftModel
 
     want = worker.train(worker.with_lora(worker.make("qwen3_moe")), 1, str(tmp_path))
@@ -152,7 +186,9 @@ def test_trainer_saves_adapters(results, tmp_path):
 
 @pytest.fixture
 def three():
-    """A mesh of three ranks that are not there: what is refused is refused before anything is sent."""
+    """A mesh of three ranks that are not there: what is refused is refused before anything
+    is sent.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
@@ -161,16 +197,29 @@ def three():
 
 
 def test_refuses(three):
-    model, mesh = worker.make("qwen3_moe"), three((3,))
+    model = worker.make("qwen3_moe")
+    mesh = three((3,))
     before = dict(model.named_parameters())
     for make, says in [
-        (lambda: shard_experts(model, mesh), "mlp.experts has 8 experts, which must be divisible by the 3 ranks"),
+        (
+            lambda: shard_experts(model, mesh),
+            "mlp.experts has 8 experts, which must be divisible by the 3 ranks",
+        ),
         (lambda: shard_experts(model, three((1, 1, 3))), "replicas and experts, but has 3"),
         (lambda: shard_experts(model, mesh, gradients="max"), "gradients must be one of mean, sum"),
         (lambda: shard_experts(torch.nn.Linear(2, 2), mesh), "Linear has no experts"),
-        (lambda: shard_experts(DistributedDataParallel(model), mesh), "The model is wrapped in DistributedDataParallel"),
-        (lambda: shard_experts(lora_model(), mesh), "layers.0.mlp has LoRA experts, which have no stacks"),
-        (lambda: shard_experts(lora_model(form="linear"), mesh), "gate_proj has LoRA experts, which have no stacks"),
+        (
+            lambda: shard_experts(DistributedDataParallel(model), mesh),
+            "The model is wrapped in DistributedDataParallel",
+        ),
+        (
+            lambda: shard_experts(lora_model(), mesh),
+            "layers.0.mlp has LoRA experts, which have no stacks",
+        ),
+        (
+            lambda: shard_experts(lora_model(form="linear"), mesh),
+            "gate_proj has LoRA experts, which have no stacks",
+        ),
     ]:
         with pytest.raises(ValueError, match=says):
             make()
@@ -182,19 +231,25 @@ def test_refuses(three):
             lambda: setattr(experts, "down_proj", torch.nn.Parameter(stack.detach().byte(), False)),
             "down_proj as torch.uint8. Load",
         ),
-        (lambda: register_parametrization(experts, "gate_up_proj", torch.nn.Identity()), r"parametrized \['gate_up_proj'\]"),
+        (
+            lambda: register_parametrization(experts, "gate_up_proj", torch.nn.Identity()),
+            r"parametrized \['gate_up_proj'\]",
+        ),
     ):
         kind()
         with pytest.raises(ValueError, match=says):
             shard_experts(quantized, mesh)
     after = dict(model.named_parameters())
-    assert after.keys() == before.keys() and all(after[name] is parameter for name, parameter in before.items())
+    assert after.keys() == before.keys() and all(
+        after[name] is parameter for name, parameter in before.items()
+    )
     assert model.model.layers[0].mlp.experts.config._experts_implementation != "moe_runtime"
 
 
 def test_a_second_call_changes_nothing(three, tmp_path):
     config = transformers.Qwen3MoeConfig(**worker.FIELDS, moe_intermediate_size=24, num_experts=6)
-    model, mesh = transformers.Qwen3MoeForCausalLM(config), three((3,))
+    model = transformers.Qwen3MoeForCausalLM(config)
+    mesh = three((3,))
     down = model.model.layers[0].mlp.experts.down_proj
     down.requires_grad_(False)
     assert shard_experts(model, mesh) == 2

@@ -1,4 +1,6 @@
-"""The examples of docs/expert-parallel.md run as they stand, by torch's launcher on two processes."""
+"""The examples of docs/expert-parallel.md run as they stand, by torch's launcher on two
+processes.
+"""
 
 import json
 import os
@@ -27,13 +29,21 @@ def test_example(file, tmp_path):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / file).write_text(EXAMPLES[file])
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     env |= {"GLOO_SOCKET_IFNAME": "lo"}
     torchrun(RUN, file, cwd=tmp_path, env=env)
-    before, tuned = stock(), AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    before = stock()
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     weights = tuned.state_dict()
     assert weights.keys() == before.state_dict().keys()
-    assert all(not torch.equal(weights[name], parameter) for name, parameter in before.named_parameters())
+    assert all(
+        not torch.equal(weights[name], parameter) for name, parameter in before.named_parameters()
+    )
 
 
 def test_both_engines_have_one():

@@ -1,4 +1,6 @@
-"""transformers' own expert-parallel plan with experts_implementation="moe_runtime", on 2 and 4 gloo processes."""
+"""transformers' own expert-parallel plan with experts_implementation="moe_runtime", on 2 and 4 gloo
+processes.
+"""
 
 import pytest
 import torch
@@ -44,7 +46,11 @@ def test_equals_one_process(ranks, family, name, results):
     for got, want in zip((result[family, name] for result in found), outputs, strict=True):
         assert got["ours"] == {"moe_runtime"}
         assert set(got["experts"].values()) == {(8 if family == "qwen3_moe" else 4) // ranks}
-        assert distance(got["logits"], want.logits) < 1e-5 and got["loss"] == pytest.approx(want.loss.item(), rel=1e-5)
+        assert distance(got["logits"], want.logits) < 1e-5 and got["loss"] == pytest.approx(
+            want.loss.item(), rel=1e-5
+        )
         assert got["gradients"].keys() == gradients.keys()
         for parameter, gradient in gradients.items():
-            assert gradient.norm() > 0 and distance(got["gradients"][parameter], gradient) < 1e-5, parameter
+            assert gradient.norm() > 0 and distance(got["gradients"][parameter], gradient) < 1e-5, (
+                parameter
+            )

@@ -1,4 +1,6 @@
-"""Every stock MoE family: what `save_quantized` writes, stock transformers loads with equal logits, or refuses."""
+"""Every stock MoE family: what `save_quantized` writes, stock transformers loads with equal logits,
+or refuses.
+"""
 
 import copy
 import json
@@ -16,12 +18,16 @@ from moe_runtime.ops import packed
 from tests.hf import stock, stock_sizes
 from tests.hf.tiny import distance
 
-# families whose published names are DeepSeek's, Mixtral's, a stack's, GPT-OSS's and those of another model around theirs
+# families whose published names are DeepSeek's, Mixtral's, a stack's, GPT-OSS's and those of
+# another model around theirs
 FAST = ("qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "deepseek_ocr2")
 SIZE = 128  # of the experts: whole blocks of FP8
 
 
-@pytest.fixture(scope="module", params=[pytest.param(f, marks=[] if f in FAST else pytest.mark.slow) for f in stock.FAMILIES])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(f, marks=[] if f in FAST else pytest.mark.slow) for f in stock.FAMILIES],
+)
 def model(request):
     """A tiny model whose experts every format can hold."""
     with pytest.MonkeyPatch.context() as patch:
@@ -43,12 +49,15 @@ def unpacked(model, quantized):
     for path, module in quantize.experts_of(twin).items():
         for name in modules.layouts(theirs[path]):
             weight = packed.reference(*modules.get(theirs[path], name)).float()
-            getattr(module, name).data.copy_(weight.transpose(1, 2) if module.is_transposed else weight)
+            getattr(module, name).data.copy_(
+                weight.transpose(1, 2) if module.is_transposed else weight
+            )
     return twin
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "int8"])  # NF4, whose rows of 64 these have not, is saved as int8 is
+# NF4, whose rows of 64 these have not, is saved as int8 is
+@pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "int8"])
 def test_stock_transformers_loads_what_save_quantized_writes(form, model, tmp_path):
     quantized = copy.deepcopy(model)
     try:
@@ -59,17 +68,24 @@ def test_stock_transformers_loads_what_save_quantized_writes(form, model, tmp_pa
     expected = stock.run(unpacked(model, quantized), "eager").logits
     moe_runtime.save_quantized(quantized, tmp_path)
     ours = moe_runtime.load_quantized(tmp_path).eval()
-    assert torch.equal(stock.run(ours, "moe_runtime").logits, stock.run(quantized, "moe_runtime").logits)
+    assert torch.equal(
+        stock.run(ours, "moe_runtime").logits, stock.run(quantized, "moe_runtime").logits
+    )
     assert distance(stock.run(ours, "moe_runtime").logits, expected) < 1e-5
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     if config["quant_method"] == METHOD:  # the bytes are not mistaken for weights
-        with pytest.raises(RuntimeError, match="size mismatch|ignore_mismatched_sizes|automatic conversion"):
+        with pytest.raises(
+            RuntimeError, match="size mismatch|ignore_mismatched_sizes|automatic conversion"
+        ):
             type(model).from_pretrained(tmp_path)
         return
-    loaded, report = type(model).from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    loaded, report = type(model).from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(report.values()), report
     assert distance(stock.run(loaded.eval(), "eager").logits, expected) < 1e-5
-    for name, module in loaded.named_modules():  # on a GPU, which keeps FP8, the experts alone are in it
+    # on a GPU, which keeps FP8, the experts alone are in it
+    for name, module in loaded.named_modules():
         if isinstance(module, nn.Linear):
             assert not should_convert_module(name, config["modules_to_not_convert"])
 
@@ -87,14 +103,17 @@ def test_folders_with_other_names_are_read(model, tmp_path, monkeypatch):
         parts = {"gate_up_proj": ("gate_proj", "up_proj")}
         return {
             stack: {
-                e: [(f"{path}.{e}.{part}.weight", None) for part in parts.get(name, (name,))] for e in range(shape[0])
+                e: [(f"{path}.{e}.{part}.weight", None) for part in parts.get(name, (name,))]
+                for e in range(shape[0])
             }
             for stack, shape in stacks.items()
             for path, _, name in [stack.rpartition(".")]
-        }  # fmt: skip
+        }
 
     monkeypatch.setattr(quantized_files, "published", lambda model, tensors: tensors)
     monkeypatch.setattr(quantized_files, "matrices_of", names)
     moe_runtime.save_quantized(quantized, tmp_path)
     ours = moe_runtime.load_quantized(tmp_path).eval()
-    assert torch.equal(stock.run(ours, "moe_runtime").logits, stock.run(quantized, "moe_runtime").logits)
+    assert torch.equal(
+        stock.run(ours, "moe_runtime").logits, stock.run(quantized, "moe_runtime").logits
+    )

@@ -1,4 +1,6 @@
-"""hf/dropin/replay.py: stock models and our own choose the recorded experts, bit-equal where nothing else changed."""
+"""hf/dropin/replay.py: stock models and our own choose the recorded experts, bit-equal where
+nothing else changed.
+"""
 
 import contextlib
 import copy
@@ -34,7 +36,11 @@ def step(model, inputs, backward=True):
     out = model(**inputs)
     if backward:
         out.loss.backward()
-    return [out.logits.detach(), out.loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [
+        out.logits.detach(),
+        out.loss.detach(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
 
 
 def equal(a, b):
@@ -56,20 +62,28 @@ def add_noise(model):
 
 @pytest.mark.parametrize("name", [*STEERED, *GATES])
 def test_a_replay_of_the_record_is_bit_equal_forward_and_backward(name):
-    model, inputs = model_of(name), batch()
+    model = model_of(name)
+    inputs = batch()
     plain = step(model, inputs)
     with record_routing(model) as record:
         recorded = step(model, inputs)
     with record_routing(model) as again, replay_routing(model, record):
         replayed = step(model, inputs)
     assert equal(plain, recorded) and equal(recorded, replayed) and ids_equal(record, again)
-    assert len(record.ids) == 2 and all(calls[0].shape == (18, calls[0].shape[1]) for calls in record.ids.values())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if "Router" in type(m).__name__)
+    assert len(record.ids) == 2 and all(
+        calls[0].shape == (18, calls[0].shape[1]) for calls in record.ids.values()
+    )
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks
+        for m in model.modules()
+        if "Router" in type(m).__name__
+    )
 
 
 @pytest.mark.parametrize("name", [*STEERED, *GATES])
 def test_other_routers_keep_the_experts_and_get_a_gradient(name):
-    model, inputs = model_of(name), batch()
+    model = model_of(name)
+    inputs = batch()
     with record_routing(model) as record:
         model(**inputs)
     add_noise(model)
@@ -106,7 +120,9 @@ def test_every_family_of_transformers_is_recorded_and_replayed(family):
     assert not ids_equal(free, record)
     with contextlib.ExitStack() as stack:
         if family in UNSTEERED:
-            stack.enter_context(pytest.raises(ValueError, match="does not select .* with torch.topk"))
+            stack.enter_context(
+                pytest.raises(ValueError, match="does not select .* with torch.topk")
+            )
         with record_routing(model) as again, replay_routing(model, record):
             got = run()
         assert ids_equal(again, record) and not torch.equal(got, want) and got.isfinite().all()
@@ -130,14 +146,19 @@ def test_the_weights_are_the_routers_own_for_the_forced_experts():
 
 @pytest.mark.parametrize("noise", ["input", "logits"])
 def test_noise_on_the_router_by_a_hook_does_not_move_tokens(noise):
-    model, inputs = stock("deepseek_v3"), batch()
+    model = stock("deepseek_v3")
+    inputs = batch()
     with record_routing(model) as record:
         model(**inputs)
     for layer in model.model.layers[1:]:
         if noise == "input":
-            layer.mlp.gate.register_forward_pre_hook(lambda module, args: (args[0] + torch.randn_like(args[0]),))
+            layer.mlp.gate.register_forward_pre_hook(
+                lambda module, args: (args[0] + torch.randn_like(args[0]),)
+            )
         else:
-            layer.mlp.gate.register_forward_hook(lambda m, args, out: (out[0], out[1] * torch.rand_like(out[1]), out[2]))
+            layer.mlp.gate.register_forward_hook(
+                lambda m, args, out: (out[0], out[1] * torch.rand_like(out[1]), out[2])
+            )
     with record_routing(model) as free:
         model(**inputs)
     with record_routing(model) as again, replay_routing(model, record):
@@ -148,7 +169,8 @@ def test_noise_on_the_router_by_a_hook_does_not_move_tokens(noise):
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm", "moe_runtime"])
 def test_under_any_experts_implementation(implementation):
     moe_runtime.register()
-    model, inputs = stock("mixtral", intermediate_size=64), batch()
+    model = stock("mixtral", intermediate_size=64)
+    inputs = batch()
     with record_routing(model) as record:
         model(**inputs)
     model.set_experts_implementation(implementation)
@@ -184,7 +206,8 @@ def test_checkpointing_repeats_the_ids_of_its_own_call(name, reentrant):
 
 
 def test_every_call_of_generate_has_its_record():
-    model, prompt = stock("qwen3_moe").eval(), batch()["input_ids"]
+    model = stock("qwen3_moe").eval()
+    prompt = batch()["input_ids"]
     with record_routing(model) as record:
         want = model.generate(prompt, max_new_tokens=4, do_sample=False)
     assert [len(ids) for ids in record.ids["model.layers.0.mlp.experts"]] == [18, 2, 2, 2]
@@ -195,10 +218,13 @@ def test_every_call_of_generate_has_its_record():
 
 def test_a_record_fits_the_model_inside_its_wrappers():
     peft = pytest.importorskip("peft")
-    model, inputs = stock("qwen3_moe"), batch()
+    model = stock("qwen3_moe")
+    inputs = batch()
     with record_routing(model) as record:
         want = model(**inputs).logits
-    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    config = peft.LoraConfig(
+        target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]
+    )
     wrapped = peft.get_peft_model(copy.deepcopy(model), config)
     add_noise(wrapped)
     with record_routing(wrapped) as again, replay_routing(wrapped, record):
@@ -207,27 +233,36 @@ def test_a_record_fits_the_model_inside_its_wrappers():
 
 
 def test_a_file_keeps_the_record(tmp_path):
-    model, inputs = stock("deepseek_v3"), batch()
+    model = stock("deepseek_v3")
+    inputs = batch()
     with record_routing(model) as record:
         for _ in range(11):  # so that names do not sort as numbers do
             inputs["input_ids"] = inputs["input_ids"].roll(1, 1)
             model(**inputs)
     record.save(tmp_path / "ids.safetensors")
     (tmp_path / "any").write_text("")
-    assert (tmp_path / "ids.safetensors").stat().st_mode == (tmp_path / "any").stat().st_mode  # save_file leaves 0600
+    # save_file leaves 0600
+    assert (tmp_path / "ids.safetensors").stat().st_mode == (tmp_path / "any").stat().st_mode
     read = RoutingRecord.load(tmp_path / "ids.safetensors")
     assert ids_equal(read, record) and read.num_experts == record.num_experts
     assert all(ids.dtype == torch.int32 for calls in read.ids.values() for ids in calls)
 
 
 def test_what_does_not_fit_is_refused_and_leaves_no_trace():
-    model, inputs = stock("qwen3_moe"), batch()
+    model = stock("qwen3_moe")
+    inputs = batch()
     with record_routing(model) as record:
         model(**inputs)
     want = model(**inputs).logits
     cases = [
-        (batch(length=5), r"call 0 of model.layers.0.mlp.experts has 10 tokens, but the record has 18 tokens"),
-        (batch(seed=7) | {"twice": True}, r"call 1 of .* has 18 tokens, but the record has 1 calls"),
+        (
+            batch(length=5),
+            r"call 0 of model.layers.0.mlp.experts has 10 tokens, but the record has 18 tokens",
+        ),
+        (
+            batch(seed=7) | {"twice": True},
+            r"call 1 of .* has 18 tokens, but the record has 1 calls",
+        ),
     ]
     for case, message in cases:
         twice = case.pop("twice", False)
@@ -235,14 +270,18 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace():
             model(**case)
             if twice:
                 model(**case)
-    with pytest.raises(ValueError, match="outside of a call of the model"), replay_routing(model, record):
+    with (
+        pytest.raises(ValueError, match="outside of a call of the model"),
+        replay_routing(model, record),
+    ):
         model.model.layers[0].mlp(torch.randn(2, 9, 32))
     assert torch.equal(model(**inputs).logits, want)
     assert len(torch.overrides._get_current_function_mode_stack()) == 0
 
 
 def test_routers_that_cannot_be_steered_are_refused_when_they_go_astray():
-    model, inputs = stock("phimoe").eval(), batch()
+    model = stock("phimoe").eval()
+    inputs = batch()
     with record_routing(model) as record:  # which works for every router
         want = model(**inputs).logits
     with replay_routing(model, record):
@@ -256,9 +295,12 @@ def test_routers_that_cannot_be_steered_are_refused_when_they_go_astray():
 
 
 def test_the_whole_layer_op_is_not_a_way_around():
-    layer = MoE(MoEConfig(hidden_size=16, intermediate_size=8, num_experts=6, top_k=3, gate="softmax_topk"))
+    layer = MoE(
+        MoEConfig(hidden_size=16, intermediate_size=8, num_experts=6, top_k=3, gate="softmax_topk")
+    )
     torch.nn.init.normal_(layer.gate.weight)
-    model, x = torch.nn.Sequential(layer), torch.randn(7, 16)
+    model = torch.nn.Sequential(layer)
+    x = torch.randn(7, 16)
     assert layer._is_whole(x)
     forced = torch.tensor([[5, 0, 2]] * 7)
     with record_routing(model) as seen, replay_routing(model, RoutingRecord({"0.gate": [forced]})):

@@ -1,4 +1,6 @@
-"""How many parameters a token passes through: of LoRA experts in test_lora_moe.py, of the others here."""
+"""How many parameters a token passes through: of LoRA experts in test_lora_moe.py, of the others
+here.
+"""
 
 import pytest
 
@@ -10,8 +12,12 @@ from tests.hf import tiny
 
 def test_of_ewa_one_expert_is_active():
     model = tiny.dense()
-    dense, receipt = sum(p.numel() for p in model.parameters()), baselines.to_ewa(model, num_experts=4)
-    assert sizes(model) == (receipt.moe_parameters, receipt.active_parameters) and receipt.dense_parameters == dense
+    dense = sum(p.numel() for p in model.parameters())
+    receipt = baselines.to_ewa(model, num_experts=4)
+    assert (
+        sizes(model) == (receipt.moe_parameters, receipt.active_parameters)
+        and receipt.dense_parameters == dense
+    )
     assert receipt.moe_parameters > receipt.active_parameters == dense
 
 
@@ -19,7 +25,8 @@ def test_of_ewa_one_expert_is_active():
 def test_of_a_mixture_top_k_experts_and_the_routers_are(top_k):
     model = tiny.dense()
     mlps = sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
-    dense, receipt = sum(p.numel() for p in model.parameters()), xft.upcycle(model, num_experts=4, top_k=top_k)
+    dense = sum(p.numel() for p in model.parameters())
+    receipt = xft.upcycle(model, num_experts=4, top_k=top_k)
     routers = sum(p.numel() for name, p in model.named_parameters() if ".gate." in name)
     assert sizes(model) == (dense + 3 * mlps + routers, dense + (top_k - 1) * mlps + routers)
     assert sizes(model) == (receipt.moe_parameters, receipt.active_parameters)

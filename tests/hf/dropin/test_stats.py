@@ -22,13 +22,18 @@ H = 16
 
 
 class Toy(nn.Module):
-    """Two MoE layers with residuals; `reentrant` says how it checkpoints them, None that it does not."""
+    """Two MoE layers with residuals; `reentrant` says how it checkpoints them, None that it does
+    not.
+    """
 
     def __init__(self, reentrant=None, **settings):
         super().__init__()
-        config = MoEConfig(**{"hidden_size": H, "intermediate_size": 8, "num_experts": 5, "top_k": 3} | settings)
+        config = MoEConfig(
+            **{"hidden_size": H, "intermediate_size": 8, "num_experts": 5, "top_k": 3} | settings
+        )
         self.layers = nn.ModuleList([nn.ModuleDict({"mlp": MoE(config)}) for _ in range(2)])
-        self.drop, self.reentrant = nn.Dropout(0.0), reentrant
+        self.drop = nn.Dropout(0.0)
+        self.reentrant = reentrant
         for layer in self.layers:
             nn.init.normal_(layer["mlp"].gate.weight)
 
@@ -59,7 +64,12 @@ def bincount(ids, E=5):
 
 def test_measures_of_a_balanced_a_collapsed_and_a_mixed_layer():
     counts = torch.tensor([[5, 5, 5, 5], [20, 0, 0, 0], [10, 5, 5, 0], [0, 0, 0, 0]])
-    assert stats.expert_load(counts).tolist() == [[0.25] * 4, [1, 0, 0, 0], [0.5, 0.25, 0.25, 0], [0] * 4]
+    assert stats.expert_load(counts).tolist() == [
+        [0.25] * 4,
+        [1, 0, 0, 0],
+        [0.5, 0.25, 0.25, 0],
+        [0] * 4,
+    ]
     assert stats.dead_experts(counts).sum(1).tolist() == [0, 3, 1, 4]
     assert stats.max_violation(counts).tolist() == [1, 4, 2, 0]
     entropy = stats.load_entropy(counts)
@@ -78,7 +88,10 @@ def test_four_layers_that_collapse_on_different_experts_are_all_flagged():
     seen = RouterStats(counts, ("0", "1", "2", "3"))
     assert seen.max_violation.tolist() == [4] * 4 and seen.dead.sum(1).tolist() == [6] * 4
     warning = seen.warning()
-    assert all(f"layer {layer}: experts" in warning for layer in range(4)) and "entropy 0.33" in warning
+    assert (
+        all(f"layer {layer}: experts" in warning for layer in range(4))
+        and "entropy 0.33" in warning
+    )
 
 
 def test_warning_is_for_dead_experts_and_low_entropy_only():
@@ -94,16 +107,23 @@ def test_warning_is_for_dead_experts_and_low_entropy_only():
 
 def test_shared_experts_are_in_the_load_but_not_in_the_measures():
     seen = RouterStats(torch.tensor([[100, 50, 50, 50, 50]]), ("0",), num_shared=1)
-    assert seen.max_violation.tolist() == [1] and seen.entropy.tolist() == [1] and seen.warning() is None
+    assert (
+        seen.max_violation.tolist() == [1]
+        and seen.entropy.tolist() == [1]
+        and seen.warning() is None
+    )
     assert seen.load[0, 0] == 1 / 3
 
 
-@pytest.mark.parametrize("settings", [
-    pytest.param({}, id="xft"),
-    pytest.param({"gate": "topk_softmax", "top_k": 2}, id="without-shared"),
-    pytest.param({"noisy_gate": True}, id="noisy"),
-    pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="xft"),
+        pytest.param({"gate": "topk_softmax", "top_k": 2}, id="without-shared"),
+        pytest.param({"noisy_gate": True}, id="noisy"),
+        pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
+    ],
+)
 def test_counts_are_the_bincount_of_the_ids(settings):
     model = Toy(**settings).eval()
     batches = [torch.randn(2, 9, H), torch.randn(7, H), torch.randn(0, H)]
@@ -116,7 +136,8 @@ def test_counts_are_the_bincount_of_the_ids(settings):
 
 
 def test_padding_is_left_out():
-    model, x = Toy().eval(), torch.randn(2, 6, H)
+    model = Toy().eval()
+    x = torch.randn(2, 6, H)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
     got = collect_router_stats(model, [{"x": x, "attention_mask": mask}])
     ids = [i.view(2, 6, -1)[mask.bool()] for i in ids_of(model, x)]
@@ -132,12 +153,15 @@ def test_padding_is_left_out():
 
 
 def test_collecting_changes_nothing():
-    model, x = Toy(), torch.randn(4, H)
+    model = Toy()
+    x = torch.randn(4, H)
     model.layers[0].eval()
     modes = [module.training for module in model.modules()]
     before = model(x)
     collect_router_stats(model, [x])
-    assert [module.training for module in model.modules()] == modes and torch.equal(model(x), before)
+    assert [module.training for module in model.modules()] == modes and torch.equal(
+        model(x), before
+    )
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with pytest.raises(TypeError):
         collect_router_stats(model, [{"wrong": x}])
@@ -146,7 +170,8 @@ def test_collecting_changes_nothing():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_is_not_counted(reentrant):
-    model, x = Toy(reentrant=reentrant), torch.randn(8, H, requires_grad=True)
+    model = Toy(reentrant=reentrant)
+    x = torch.randn(8, H, requires_grad=True)
     calls = []
     for layer in model.layers:
         layer["mlp"].gate.register_forward_hook(lambda *_: calls.append(1))
@@ -173,7 +198,8 @@ def test_outputs_and_gradients_do_not_know_of_the_counter():
 
 
 def test_reading_resets_when_asked_and_training_only_when_asked():
-    model, x = Toy(), torch.randn(4, H)
+    model = Toy()
+    x = torch.randn(4, H)
     counter = RouterCounter(model, only_training=True)
     model(x)
     model.eval()(x)
@@ -188,22 +214,41 @@ def test_reading_resets_when_asked_and_training_only_when_asked():
 
 
 def test_layers_of_different_sizes_are_counted_and_judged_each_by_its_own(tmp_path):
-    model, x = Toy(), torch.randn(40, H)
-    small = MoEConfig(hidden_size=H, intermediate_size=8, num_experts=3, top_k=2, gate="softmax_topk")
+    model = Toy()
+    x = torch.randn(40, H)
+    small = MoEConfig(
+        hidden_size=H, intermediate_size=8, num_experts=3, top_k=2, gate="softmax_topk"
+    )
     model.layers[1]["mlp"] = MoE(small)
     with torch.no_grad():
         model.layers[1]["mlp"].gate.weight.zero_()  # ties go to experts 0 and 1
     seen = collect_router_stats(model, [x])
     first, second = (torch.bincount(ids.flatten().long(), minlength=5) for ids in ids_of(model, x))
-    assert seen.counts.tolist() == [first.tolist(), second.tolist()] and second.tolist() == [40, 40, 0, 0, 0]
+    assert seen.counts.tolist() == [first.tolist(), second.tolist()] and second.tolist() == [
+        40,
+        40,
+        0,
+        0,
+        0,
+    ]
     assert seen.num_experts == (5, 3) and seen.num_shared == (1, 0)
     assert seen.dead.tolist() == [(first == 0).tolist(), [False, False, True, False, False]]
-    assert seen.max_violation[1] == 1.5 and seen.entropy[1] == pytest.approx(math.log(2) / math.log(3))
-    assert [row[:3] for row in seen.rows()[5:]] == [("1", 0, 0), ("1", 1, 0), ("1", 2, 0)] and len(seen.rows()) == 8
-    assert "layer 1: experts 2 got no token" in seen.warning() and "router/1/load/2" in seen.per_layer()
+    assert seen.max_violation[1] == 1.5 and seen.entropy[1] == pytest.approx(
+        math.log(2) / math.log(3)
+    )
+    assert [row[:3] for row in seen.rows()[5:]] == [("1", 0, 0), ("1", 1, 0), ("1", 2, 0)] and len(
+        seen.rows()
+    ) == 8
+    assert (
+        "layer 1: experts 2 got no token" in seen.warning()
+        and "router/1/load/2" in seen.per_layer()
+    )
     assert "router/1/load/3" not in seen.per_layer()
     drawn = seen.heatmap(tmp_path / "load.png").images[0].get_array()
-    assert drawn.mask.tolist() == [[True] + [False] * 4, [False] * 3 + [True] * 2] and drawn[1, 0] == 1.5
+    assert (
+        drawn.mask.tolist() == [[True] + [False] * 4, [False] * 3 + [True] * 2]
+        and drawn[1, 0] == 1.5
+    )
 
 
 def test_processes_add_their_counts(tmp_path):
@@ -228,9 +273,17 @@ def test_csv_holds_every_expert(tmp_path):
 def test_per_layer_numbers_are_named_by_layer():
     seen = RouterStats(torch.tensor([[4, 4], [8, 0]]), ("0", "3"))
     values = seen.per_layer()
-    assert values["router/3/load/0"] == 1 and values["router/3/max_violation"] == 2 and values["router/0/entropy"] == 1
+    assert (
+        values["router/3/load/0"] == 1
+        and values["router/3/max_violation"] == 2
+        and values["router/0/entropy"] == 1
+    )
     assert values["router/3/dead_experts"] == 1 and len(values) == 2 * (3 + 2)
-    assert seen.summary() == {"router/max_violation": 2, "router/min_entropy": 0, "router/dead_experts": 1}
+    assert seen.summary() == {
+        "router/max_violation": 2,
+        "router/min_entropy": 0,
+        "router/dead_experts": 1,
+    }
 
 
 def test_heatmap_draws_routed_experts_by_their_numbers(tmp_path):
@@ -256,8 +309,13 @@ def stock_counts(model, batches):
     with record_routing(model) as record, torch.no_grad():
         for inputs in batches:
             model(**inputs)
-    masks = [inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten().bool() for inputs in batches]
-    kept = [torch.cat([i[m] for i, m in zip(ids, masks, strict=True)]) for ids in record.ids.values()]
+    masks = [
+        inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten().bool()
+        for inputs in batches
+    ]
+    kept = [
+        torch.cat([i[m] for i, m in zip(ids, masks, strict=True)]) for ids in record.ids.values()
+    ]
     return bincount(kept, 8)
 
 
@@ -283,17 +341,21 @@ def test_where_we_compute_the_dispatch_counts_and_no_hook_does(monkeypatch):
     want = stock_counts(model, [batch()])
     assert torch.equal(collect_router_stats(model, [batch()]).counts, want) and not added
     collect_router_stats(model, [batch(padding=3)])
-    assert added == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]  # padding is masked by a hook
+    # padding is masked by a hook
+    assert added == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert not any(hasattr(module, "moe_runtime_counts") for module in model.modules())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "moe_runtime"])
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_stock_outputs_do_not_know_of_the_counter_and_recomputation_does_not_count(reentrant, implementation):
+def test_stock_outputs_do_not_know_of_the_counter_and_recomputation_does_not_count(
+    reentrant, implementation
+):
     moe_runtime.register()
     results = []
     for count in (False, True):
-        model, inputs = stock("mixtral"), batch()
+        model = stock("mixtral")
+        inputs = batch()
         model.set_experts_implementation(implementation)
         if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -325,20 +387,29 @@ def test_stock_layers_next_to_our_own():
     model.forward = lambda x, ids: (model["ours"](x), model["stock"](ids))
     seen = collect_router_stats(model, [{"x": torch.randn(8, H), "ids": batch()["input_ids"]}])
     assert seen.num_experts == (5, 5, 8, 8) and seen.num_shared == (1, 1, 0, 0)
-    assert seen.counts.sum(1).tolist() == [24, 24, 36, 36] and seen.layers[2] == "stock.model.layers.0.mlp"
+    assert (
+        seen.counts.sum(1).tolist() == [24, 24, 36, 36]
+        and seen.layers[2] == "stock.model.layers.0.mlp"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True], ids=["opened-before-compiling", "opened-after-compiling"])
-@pytest.mark.parametrize("implementation, padding", [
-    pytest.param("moe_runtime", 0, id="dispatch"),
-    pytest.param("moe_runtime", 3, id="padded"),
-    pytest.param("grouped_mm", 0, id="grouped_mm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "late", [False, True], ids=["opened-before-compiling", "opened-after-compiling"]
+)
+@pytest.mark.parametrize(
+    "implementation, padding",
+    [
+        pytest.param("moe_runtime", 0, id="dispatch"),
+        pytest.param("moe_runtime", 3, id="padded"),
+        pytest.param("grouped_mm", 0, id="grouped_mm"),
+    ],
+)
 def test_compiled_models_count_too(implementation, padding, late):
     moe_runtime.register()
     torch.compiler.reset()
-    model, inputs = stock("qwen3_moe", num_hidden_layers=1).eval(), batch(padding=padding)
+    model = stock("qwen3_moe", num_hidden_layers=1).eval()
+    inputs = batch(padding=padding)
     model.set_experts_implementation(implementation)
     want = stock_counts(model, [inputs])
     compiled = torch.compile(model, backend="eager")

@@ -13,7 +13,8 @@ from tests.hf import tiny
 
 
 def mlp_of(model_type: str, **changes):
-    model, family = tiny.dense(model_type, **changes), FAMILIES[model_type]
+    model = tiny.dense(model_type, **changes)
+    family = FAMILIES[model_type]
     return model, family, model.get_submodule(family.path.format(1))
 
 
@@ -22,7 +23,11 @@ def test_shape_from_config_is_the_mlps(model_type):
     model, family, mlp = mlp_of(model_type)
     shape = families.moe_shape(family, model.config)
     assert shape == families.moe_shape(family, mlp)
-    assert (shape["hidden_size"], shape["intermediate_size"], shape["gated"]) == (32, 48, family.gated)
+    assert (shape["hidden_size"], shape["intermediate_size"], shape["gated"]) == (
+        32,
+        48,
+        family.gated,
+    )
     assert shape["bias"] == (model_type in ("llama", "gpt_neox", "phi", "starcoder2"))
 
 
@@ -35,7 +40,9 @@ def test_read_then_write_gives_the_same_mlp(model_type):
     x = torch.randn(3, 32)
     assert torch.equal(other(x), mlp(x))
     again = families.read_mlp(other, family)
-    assert list(again) == list(weights) and all(torch.equal(again[name], weights[name]) for name in weights)
+    assert list(again) == list(weights) and all(
+        torch.equal(again[name], weights[name]) for name in weights
+    )
 
 
 @pytest.mark.parametrize("model_type", tiny.EVERY)
@@ -50,7 +57,9 @@ def test_keys_are_the_checkpoints(model_type):
         assert list(keys) == list(weights)
         for name, parts in keys.items():
             assert torch.equal(torch.cat([state[key] for key in parts]), weights[name])
-            assert [located.pop(key) for key in parts] == [(layer, name, part) for part in range(len(parts))]
+            assert [located.pop(key) for key in parts] == [
+                (layer, name, part) for part in range(len(parts))
+            ]
         split = families.split_weights(family, weights)
         assert {name: [part.shape for part in parts] for name, parts in split.items()} == {
             name: [state[key].shape for key in parts] for name, parts in keys.items()
@@ -60,9 +69,12 @@ def test_keys_are_the_checkpoints(model_type):
 
 def test_expert_keys_are_the_upcycled_checkpoints():
     for model_type in ("llama", "phi3", "gpt_neox"):
-        model, family = tiny.upcycled(model_type), FAMILIES[model_type]
+        model = tiny.upcycled(model_type)
+        family = FAMILIES[model_type]
         bias = model_type != "phi3"
-        keys = [key for layer in range(2) for key in families.expert_keys(family, layer, bias).values()]
+        keys = [
+            key for layer in range(2) for key in families.expert_keys(family, layer, bias).values()
+        ]
         assert sorted(keys) == sorted(key for key in model.state_dict() if ".mlp.experts." in key)
 
 
@@ -107,36 +119,49 @@ def test_activations_are_ours_by_value(name, ours):
     ],
 )
 def test_other_architectures_are_refused_with_the_reason(model_type, reason):
-    with pytest.raises(ValueError, match=f"model_type must be one of llama, .*, but got '{model_type}', {reason}"):
+    with pytest.raises(
+        ValueError, match=f"model_type must be one of llama, .*, but got '{model_type}', {reason}"
+    ):
         families.family_of(AutoConfig.for_model(model_type))
 
 
 def test_unknown_and_upcycled_models_are_refused():
-    with pytest.raises(ValueError, match="model_type must be one of llama, mistral, .*starcoder2, but got 'mamba'$"):
+    with pytest.raises(
+        ValueError, match="model_type must be one of llama, mistral, .*starcoder2, but got 'mamba'$"
+    ):
         families.family_of("mamba")
     with pytest.raises(ValueError, match="model_type must be .*but got None"):
         families.family_of(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="but got 'moe_runtime_llama', which is already upcycled. Merge it"):
+    with pytest.raises(
+        ValueError, match="but got 'moe_runtime_llama', which is already upcycled. Merge it"
+    ):
         families.family_of(tiny.upcycled())
 
 
 def test_a_family_is_found_by_model_config_and_name():
     model = tiny.dense("phi3")
-    assert families.family_of(model) is families.family_of(model.config) is families.family_of("phi3")
+    assert (
+        families.family_of(model) is families.family_of(model.config) is families.family_of("phi3")
+    )
     assert [name for name, family in FAMILIES.items() if family.fused] == ["phi3", "glm4"]
 
 
-@pytest.mark.parametrize("spoil", [
-    pytest.param(lambda w: w.pop("down_proj"), id="a-name-missing"),
-    pytest.param(lambda w: w.update(extra=torch.zeros(1)), id="a-name-too-many"),
-    pytest.param(lambda w: w.update(down_proj=w["down_proj"].T), id="transposed"),
-    pytest.param(lambda w: w.update(gate_up_proj=w["gate_up_proj"][:48]), id="half-of-it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda w: w.pop("down_proj"), id="a-name-missing"),
+        pytest.param(lambda w: w.update(extra=torch.zeros(1)), id="a-name-too-many"),
+        pytest.param(lambda w: w.update(down_proj=w["down_proj"].T), id="transposed"),
+        pytest.param(lambda w: w.update(gate_up_proj=w["gate_up_proj"][:48]), id="half-of-it"),
+    ],
+)
 def test_write_refuses_what_does_not_fit_and_writes_nothing(spoil):
     _, family, mlp = mlp_of("llama")
     before = {name: value.clone() for name, value in mlp.state_dict().items()}
     weights = {name: value + 1 for name, value in families.read_mlp(mlp, family).items()}
     spoil(weights)
-    with pytest.raises(ValueError, match="Expected an MLP with weights of shapes .*'gate_up_proj': \\(96, 32\\)"):
+    with pytest.raises(
+        ValueError, match="Expected an MLP with weights of shapes .*'gate_up_proj': \\(96, 32\\)"
+    ):
         families.write_mlp(mlp, family, weights)
     assert all(torch.equal(value, before[name]) for name, value in mlp.state_dict().items())

@@ -1,4 +1,6 @@
-"""Misspelt folders are refused at once, and a Hub that cannot be reached is not asked again and again."""
+"""Misspelt folders are refused at once, and a Hub that cannot be reached is not asked again and
+again.
+"""
 
 import time
 
@@ -13,7 +15,16 @@ from moe_runtime.hf.training.sft import train_command
 from moe_runtime.tools.evaluate_models import find_models
 from tests.hf import tiny
 
-MISSPELT = ["olmoo", "./olmoo", "/none/olmoo", "runs/tuned/modell", "olmoo/", "../olmoo", "~/olmoo", "owner/"]
+MISSPELT = [
+    "olmoo",
+    "./olmoo",
+    "/none/olmoo",
+    "runs/tuned/modell",
+    "olmoo/",
+    "../olmoo",
+    "~/olmoo",
+    "owner/",
+]
 
 
 @pytest.fixture()
@@ -21,7 +32,11 @@ def unreachable(monkeypatch):
     """A Hub on a closed port, where every wait between two attempts is an error."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}",
+    )
 
     def sleep(seconds: float) -> None:
         raise AssertionError(f"waits {seconds} s")
@@ -45,11 +60,23 @@ def test_a_misspelt_folder_is_refused_by_name_before_any_request(source, monkeyp
             call()
 
 
-@pytest.mark.parametrize("text, is_replaced", [
-    ("# Model Card for Model ID\n", True),
-    ("fine-tuned version of [None](https://huggingface.co/None).\nIt has been trained using [TRL]", True),
-    ("# Mine\nIt has been trained using [TRL]", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, is_replaced",
+    [
+        ("# Model Card for Model ID\n", True),
+        (
+            "fine-tuned version of "
+            "[None](https://huggingface.co/None).\n"
+            "It "
+            "has "
+            "been "
+            "trained "
+            "using [TRL]",
+            True,
+        ),
+        ("# Mine\nIt has been trained using [TRL]", False),
+    ],
+)
 def test_cards_that_nobody_wrote_are_replaced(text, is_replaced, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: "url")
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda *_, **__: None)
@@ -58,10 +85,14 @@ def test_cards_that_nobody_wrote_are_replaced(text, is_replaced, monkeypatch, tm
     card.write_text(text)
     hub.push(tmp_path, "me/tuned", base="me/base", method="xft")
     if is_replaced:
-        assert 'from_pretrained("me/tuned")' in card.read_text() and "base_model: me/base" in card.read_text()
+        assert (
+            'from_pretrained("me/tuned")' in card.read_text()
+            and "base_model: me/base" in card.read_text()
+        )
     else:
         assert card.read_text() == text
-    card.write_text(hub.model_card(tmp_path, f"OWNER/{tmp_path.name}"))  # as after a training without push
+    # as after a training without push
+    card.write_text(hub.model_card(tmp_path, f"OWNER/{tmp_path.name}"))
     hub.push(tmp_path, "me/tuned")
     assert 'from_pretrained("me/tuned")' in card.read_text() and "OWNER" not in card.read_text()
 
@@ -75,6 +106,9 @@ def test_existing_paths_and_ids_pass(tmp_path):
 
 def test_an_unreachable_hub_is_asked_once(unreachable):
     for call in (lambda: load(AutoConfig, "owner/none"), lambda: hub.local_folder("owner/none")):
-        with pytest.raises(ValueError, match="'owner/none' .*not among the downloaded models, and .*127.0.0.1:9 cannot"):
+        with pytest.raises(
+            ValueError,
+            match="'owner/none' .*not among the downloaded models, and .*127.0.0.1:9 cannot",
+        ):
             call()
     assert constants.HF_HUB_OFFLINE is False

@@ -1,4 +1,6 @@
-"""The saved form: what lies in the folder, who can load it and who may not, and that it generates, compiles and trains."""
+"""The saved form: what lies in the folder, who can load it and who may not, and that it generates,
+compiles and trains.
+"""
 
 import copy
 import inspect
@@ -46,47 +48,74 @@ def test_config_json(tmp_path):
     block = config["moe_runtime"]
     assert block.pop("config") == tiny.config_of(tiny.dense(), router="mlp").to_dict()
     assert block == {
-        "format": 1, "method": "xft", "stage": "moe", "layers": [1], "base_model_type": "llama",
-        "base_architecture": "LlamaForCausalLM", "shared_rate": None, "soup": False,
-    }  # fmt: skip
+        "format": 1,
+        "method": "xft",
+        "stage": "moe",
+        "layers": [1],
+        "base_model_type": "llama",
+        "base_architecture": "LlamaForCausalLM",
+        "shared_rate": None,
+        "soup": False,
+    }
     expected = {
-        "model_type": "moe_runtime_llama", "architectures": ["MoeRuntimeLlamaForCausalLM"], "num_experts": 3,
-        "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "intermediate_size": 48,
-        "decoder_sparse_step": 1, "output_router_logits": False, "router_aux_loss_coef": 0.0, "rope_theta": 1e5,
+        "model_type": "moe_runtime_llama",
+        "architectures": ["MoeRuntimeLlamaForCausalLM"],
+        "num_experts": 3,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "intermediate_size": 48,
+        "decoder_sparse_step": 1,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.0,
+        "rope_theta": 1e5,
         "auto_map": {
             "AutoConfig": "modeling_moe_runtime.MoeRuntimeLlamaConfig",
             "AutoModel": "modeling_moe_runtime.MoeRuntimeLlamaModel",
             "AutoModelForCausalLM": "modeling_moe_runtime.MoeRuntimeLlamaForCausalLM",
         },
-    }  # fmt: skip
+    }
     assert {key: config[key] for key in expected} == expected
     keys = set(load_file(tmp_path / "model.safetensors"))
     moe = {"gate.weight", "gate.weight_out", "experts.gate_up_proj", "experts.down_proj"}
     moe |= {"experts.gate_up_proj_bias", "experts.down_proj_bias"}
-    assert {key for key in keys if ".layers.1.mlp." in key} == {f"model.layers.1.mlp.{name}" for name in moe}
+    assert {key for key in keys if ".layers.1.mlp." in key} == {
+        f"model.layers.1.mlp.{name}" for name in moe
+    }
     assert "model.layers.0.mlp.gate_proj.weight" in keys
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "modeling_moe_runtime.py",
-    ]  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_moe_runtime.py",
+    ]
 
 
 @pytest.mark.parametrize("model_type", tiny.ALL)
 def test_the_model_without_its_head_is_the_same_model(model_type, tmp_path):
-    """What a serving engine with a head of its own builds: AutoModel, from the config too, on the meta device."""
+    """What a serving engine with a head of its own builds: AutoModel, from the config too, on the
+    meta device.
+    """
     model = tiny.upcycled(model_type, layers=[1], router="mlp")
     model.save_pretrained(tmp_path / "whole")
     inner = AutoModel.from_pretrained(tmp_path / "whole")
     assert type(inner) is type(model.base_model) and type(inner).__name__.endswith("Model")
     assert set(inner.state_dict()) == set(model.base_model.state_dict())
     batch = tiny.batch()
-    torch.testing.assert_close(inner(batch).last_hidden_state, model.base_model(batch).last_hidden_state, rtol=0, atol=0)
+    torch.testing.assert_close(
+        inner(batch).last_hidden_state, model.base_model(batch).last_hidden_state, rtol=0, atol=0
+    )
     assert list(modeling.moe_layers(inner)) == [1] and len(routers(inner)) == 1
     with torch.device("meta"):
         empty = AutoModel.from_config(model.config)
-    assert {name: p.shape for name, p in empty.named_parameters()} == {n: p.shape for n, p in inner.named_parameters()}
+    assert {name: p.shape for name, p in empty.named_parameters()} == {
+        n: p.shape for n, p in inner.named_parameters()
+    }
     inner.save_pretrained(tmp_path / "inner")
     again = AutoModel.from_pretrained(tmp_path / "inner")
-    torch.testing.assert_close(again(batch).last_hidden_state, inner(batch).last_hidden_state, rtol=0, atol=0)
+    torch.testing.assert_close(
+        again(batch).last_hidden_state, inner(batch).last_hidden_state, rtol=0, atol=0
+    )
     if not model.config.tie_word_embeddings:
         with pytest.raises(ValueError, match="missing: (lm_head|embed_out)"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "inner")
@@ -111,7 +140,9 @@ def test_mixing_logits_stay_float32(tmp_path):
         model.model.layers[0].mlp.mixing_logits.fill_(1.00123)
     loaded = reload(model, tmp_path)
     mixing = loaded.model.layers[0].mlp.mixing_logits
-    assert mixing.dtype == torch.float32 and torch.equal(mixing, model.model.layers[0].mlp.mixing_logits)
+    assert mixing.dtype == torch.float32 and torch.equal(
+        mixing, model.model.layers[0].mlp.mixing_logits
+    )
     assert loaded.model.layers[0].mlp.experts.down_proj.dtype == torch.bfloat16
     narrow = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
     assert narrow.model.layers[0].mlp.mixing_logits.dtype == torch.float32
@@ -142,7 +173,10 @@ def test_tied_weights_and_generation_config(tied, tmp_path):
     loaded = reload(model, tmp_path)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
-    assert torch.equal(tiny.logits(loaded), tiny.logits(model)) and loaded.generation_config.max_length == 17
+    assert (
+        torch.equal(tiny.logits(loaded), tiny.logits(model))
+        and loaded.generation_config.max_length == 17
+    )
 
 
 @pytest.mark.parametrize("make", [tiny.upcycled, mergeable])
@@ -161,7 +195,9 @@ def test_registration_is_idempotent():
     modeling.register_auto_classes()
     modeling.register_auto_classes()
     assert modeling.model_classes("llama") is classes
-    assert {CONFIG_MAPPING[f"moe_runtime_{model_type}"].base_type for model_type in FAMILIES} == set(FAMILIES)
+    assert {
+        CONFIG_MAPPING[f"moe_runtime_{model_type}"].base_type for model_type in FAMILIES
+    } == set(FAMILIES)
     assert modeling.MoeRuntimeLlamaForCausalLM is classes.causal_lm
     with pytest.raises(AttributeError, match="has no attribute 'MoeRuntimeOptConfig'"):
         _ = modeling.MoeRuntimeOptConfig
@@ -188,7 +224,11 @@ else:
 @pytest.mark.parametrize(
     ("imports", "flags", "said"),
     [
-        ("from moe_runtime.hf.models.modeling import register_auto_classes as r; r()", {}, "MoeRuntimeLlamaForCausalLM True"),
+        (
+            "from moe_runtime.hf.models.modeling import register_auto_classes as r; r()",
+            {},
+            "MoeRuntimeLlamaForCausalLM True",
+        ),
         ("", {"trust_remote_code": True}, "MoeRuntimeLlamaForCausalLM True"),
         ("", {"trust_remote_code": False}, "refused: .*contains custom code"),
     ],
@@ -222,10 +262,19 @@ def spoiled(folder, spoil):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda s: s.pop("model.layers.1.mlp.gate.weight"), r"1 missing: model\.layers\.1\.mlp\.gate\.weight\. Pass"),
-        (lambda s: s.pop("model.layers.0.mlp.experts.down_proj"), "1 missing: model.layers.0.mlp.experts.down_proj"),
+        (
+            lambda s: s.pop("model.layers.1.mlp.gate.weight"),
+            r"1 missing: model\.layers\.1\.mlp\.gate\.weight\. Pass",
+        ),
+        (
+            lambda s: s.pop("model.layers.0.mlp.experts.down_proj"),
+            "1 missing: model.layers.0.mlp.experts.down_proj",
+        ),
         (lambda s: s.pop("model.norm.weight"), "1 missing: model.norm.weight"),
-        (lambda s: s.update({"model.layers.0.mlp.up_proj.weight": torch.ones(2)}), "1 unexpected: .*up_proj.weight"),
+        (
+            lambda s: s.update({"model.layers.0.mlp.up_proj.weight": torch.ones(2)}),
+            "1 unexpected: .*up_proj.weight",
+        ),
     ],
     ids=["router", "experts", "norm", "unexpected"],
 )
@@ -242,7 +291,10 @@ def test_a_config_that_is_not_ours_is_refused():
         config = copy.deepcopy(model.config)
         config.moe_runtime |= change
         with pytest.raises(
-            ValueError, match="moe_runtime in config.json must have format 1, a stage of moe.*layers from 0 to 1"
+            ValueError,
+            match=(
+                "moe_runtime in config.json must have format 1, a stage of moe.*layers from 0 to 1"
+            ),
         ):
             AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="moe_runtime in config.json must have .*but is None"):
@@ -255,7 +307,10 @@ def test_breakage_1_experts_implementation(tmp_path):
     for kwargs in ({}, {"experts_implementation": "eager"}):
         assert torch.equal(tiny.logits(reload(model, tmp_path, **kwargs)), tiny.logits(model))
     for wrong in ("grouped_mm", "batched_mm"):
-        with pytest.raises(ValueError, match=f"experts_implementation must be 'moe_runtime' or None, but got '{wrong}'"):
+        with pytest.raises(
+            ValueError,
+            match=f"experts_implementation must be 'moe_runtime' or None, but got '{wrong}'",
+        ):
             AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=wrong)
         with pytest.raises(ValueError, match=f"experts_implementation must be .*but got '{wrong}'"):
             model.set_experts_implementation(wrong)
@@ -279,12 +334,15 @@ def test_breakage_2_from_config_initialises_everything(model_type, make):
 
 @pytest.mark.parametrize("model_type", tiny.ALL)
 def test_breakage_6_the_signature_names_the_columns(model_type):
-    model, stock = tiny.upcycled(model_type), tiny.dense(model_type)
+    model = tiny.upcycled(model_type)
+    stock = tiny.dense(model_type)
     for ours, base in ((model, stock), (model.base_model, stock.base_model)):
         parameters = dict(inspect.signature(ours.forward).parameters)
         assert parameters.pop("output_router_logits").kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters == dict(inspect.signature(base.forward).parameters)
-    assert {"input_ids", "attention_mask", "labels", "kwargs"} <= set(inspect.signature(model.forward).parameters)
+    assert {"input_ids", "attention_mask", "labels", "kwargs"} <= set(
+        inspect.signature(model.forward).parameters
+    )
 
 
 def test_breakage_7_in_memory_and_loaded_run_the_same(tmp_path):
@@ -299,7 +357,11 @@ def test_breakage_7_in_memory_and_loaded_run_the_same(tmp_path):
     for m in (model, loaded):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             tiny.logits(m)
-        ops = {event.key: event.count for event in profile.key_averages() if event.key.startswith("moe_runtime::")}
+        ops = {
+            event.key: event.count
+            for event in profile.key_averages()
+            if event.key.startswith("moe_runtime::")
+        }
         assert ops == {"moe_runtime::moe_layer": 2}
 
 
@@ -320,7 +382,9 @@ def test_compile_without_graph_breaks(make):
     model = make()
     ids = tiny.batch()
     with torch.no_grad():
-        compiled = torch.compile(lambda x: model(x, use_cache=False).logits, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(
+            lambda x: model(x, use_cache=False).logits, fullgraph=True, backend="aot_eager"
+        )
         assert tiny.distance(compiled(ids), tiny.logits(model)) < 1e-5
 
 
@@ -330,10 +394,17 @@ def test_trainer_trains_saves_and_resumes(tmp_path):
     def trainer(steps):
         torch.manual_seed(0)
         args = TrainingArguments(
-            output_dir=tmp_path, max_steps=steps, save_steps=2, per_device_train_batch_size=2, report_to=[],
-            use_cpu=True, disable_tqdm=True, learning_rate=1e-2, lr_scheduler_type="constant",
+            output_dir=tmp_path,
+            max_steps=steps,
+            save_steps=2,
+            per_device_train_batch_size=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
             gradient_accumulation_steps=2,
-        )  # fmt: skip
+        )
         rows = [{"input_ids": row, "labels": row, "unused": 1} for row in tiny.batch(8, 12)]
         model = tiny.upcycled("qwen2", balance_loss="cv2", balance_loss_coef=0.1, noisy_gate=True)
         return Trainer(model=model, args=args, train_dataset=rows)
@@ -342,7 +413,10 @@ def test_trainer_trains_saves_and_resumes(tmp_path):
     through.train()
     resumed = trainer(4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert all(not torch.equal(a, b) for a, b in zip(routers(through.model), routers(tiny.upcycled("qwen2")), strict=True))
+    assert all(
+        not torch.equal(a, b)
+        for a, b in zip(routers(through.model), routers(tiny.upcycled("qwen2")), strict=True)
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     assert torch.equal(tiny.logits(loaded), tiny.logits(resumed.model))
     assert tiny.distance(tiny.logits(resumed.model), tiny.logits(through.model)) < 1e-5

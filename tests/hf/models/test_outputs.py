@@ -1,4 +1,6 @@
-"""What the classes return in training: the parts of the loss, whom they reach, and what checkpointing does to them."""
+"""What the classes return in training: the parts of the loss, whom they reach, and what
+checkpointing does to them.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ def routers(model) -> list[torch.Tensor]:
 
 def checkpoint_layers(model, use_reentrant: bool):
     # 5.23's name, and the one before it
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": use_reentrant})
     if use_reentrant:
         model.enable_input_require_grads()
@@ -26,13 +31,17 @@ def gradients(model, **kwargs):
     model.zero_grad()
     loss = model(tiny.batch(), labels=tiny.batch(), **kwargs).loss
     loss.backward()
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss, {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("stage", ["moe", "mergeable"])
 def test_gradient_checkpointing_changes_nothing(model_type, stage):
-    model = tiny.upcycled(model_type, balance_loss="cv2", balance_loss_coef=0.1, noisy_gate=True).train()
+    model = tiny.upcycled(
+        model_type, balance_loss="cv2", balance_loss_coef=0.1, noisy_gate=True
+    ).train()
     if stage == "mergeable":
         swap.moe_to_mergeable(model)
     torch.manual_seed(5)
@@ -68,7 +77,9 @@ def test_balance_losses_are_added_and_reported_apart(kind, training):
     records = []
     for module in model.modules():
         if isinstance(module, MoE):
-            module.register_forward_hook(lambda module, args, _: records.append(module.gate(args[0].flatten(0, 1))))
+            module.register_forward_hook(
+                lambda module, args, _: records.append(module.gate(args[0].flatten(0, 1)))
+            )
     model(tiny.batch())
     want = sum(record.balance_loss for record in records)
     assert want > 0 and torch.allclose(out.aux_loss, want)
@@ -86,7 +97,8 @@ def test_the_pooled_loss_is_transformers():
     labels = tiny.batch().masked_fill(mask == 0, -100)
     plain = model(tiny.batch(), attention_mask=mask, labels=labels)
     assert not hasattr(plain, "aux_loss")
-    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.25
+    model.config.output_router_logits = True
+    model.config.router_aux_loss_coef = 0.25
     out = model(tiny.batch(), attention_mask=mask, labels=labels)
     want = 0.25 * load_balancing_loss_func(out.router_logits, 3, 2, mask)
     assert torch.allclose(out.aux_loss, want) and torch.equal(out.lm_loss, plain.loss)
@@ -103,7 +115,10 @@ def test_gradient_accumulation_counts_the_auxiliary_loss_once():
     labels = tiny.batch()
     labels[1, :7] = -100  # the second row has fewer tokens
     items = labels[:, 1:].ne(-100).sum()
-    out = [model(tiny.batch()[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items) for i in range(2)]
+    out = [
+        model(tiny.batch()[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=items)
+        for i in range(2)
+    ]
     counts = labels[:, 1:].ne(-100).sum(1) / items
     want = sum(count * o.aux_loss for count, o in zip(counts, out, strict=True))
     assert torch.allclose(sum(o.loss - o.lm_loss for o in out), want, atol=1e-6)
@@ -120,12 +135,20 @@ def test_breakage_3_what_trl_reads(tmp_path):
     tiny.upcycled(balance_loss="switch", balance_loss_coef=0.1).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).train()
     config = model.config
-    names = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+    names = (
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "decoder_sparse_step",
+    )
     assert [getattr(config, name) for name in names] == [3, 3, 2, 48, 1]
     assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.0)
     out = model.base_model(input_ids=tiny.batch(), use_cache=False, output_router_logits=True)
     assert [logits.shape for logits in out.router_logits] == [(24, 3)] * 2
-    aux = load_balancing_loss_func(out.router_logits, config.num_experts, config.num_experts_per_tok, None)
+    aux = load_balancing_loss_func(
+        out.router_logits, config.num_experts, config.num_experts_per_tok, None
+    )
     (aux + out.balance_loss).backward()
     assert all(weight.grad.abs().sum() > 0 for weight in routers(model))
     assert model.base_model(tiny.batch(), output_router_logits=False).router_logits is None

@@ -8,12 +8,23 @@ from transformers import AutoConfig
 from moe_runtime.hf.models.configuration import legacy_rope, write_legacy_rope
 from tests.hf import tiny
 
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e5}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "rope_theta": 1e5,
+}
 CASES = [(model_type, None) for model_type in tiny.EVERY] + [
     ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}),
     ("qwen2", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}),
-    ("phi", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5, "partial_rotary_factor": 0.25}),
-    ("gpt_neox", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5, "partial_rotary_factor": 0.5}),
+    (
+        "phi",
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5, "partial_rotary_factor": 0.25},
+    ),
+    (
+        "gpt_neox",
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5, "partial_rotary_factor": 0.5},
+    ),
     ("phi3", LONG),
     (
         "gemma3_text",
@@ -27,7 +38,10 @@ CASES = [(model_type, None) for model_type in tiny.EVERY] + [
 
 @pytest.mark.parametrize(("model_type", "rope"), CASES)
 def test_either_spelling_alone_and_both_together_say_the_same(model_type, rope, tmp_path):
-    changes = {} if rope is None else {"rope_parameters": rope, "rope_theta": None, "rotary_emb_base": None}
+    if rope is None:
+        changes = {}
+    else:
+        changes = {"rope_parameters": rope, "rope_theta": None, "rotary_emb_base": None}
     config = tiny.dense_config(model_type, **changes)
     config.save_pretrained(tmp_path)
     write_legacy_rope(tmp_path)
@@ -43,7 +57,9 @@ def test_either_spelling_alone_and_both_together_say_the_same(model_type, rope, 
 def test_the_keys_by_family():
     theta = {"rope_theta": 1e5}
     assert legacy_rope(tiny.dense_config("llama").to_dict()) == theta
-    assert legacy_rope(tiny.dense_config("stablelm").to_dict()) == theta | {"partial_rotary_factor": 0.25}
+    assert legacy_rope(tiny.dense_config("stablelm").to_dict()) == theta | {
+        "partial_rotary_factor": 0.25
+    }
     neox = {"rotary_emb_base": 1e5, "rotary_pct": 0.25}
     assert legacy_rope(tiny.dense_config("gpt_neox").to_dict()) == neox
     gemma = {"rope_theta": 1e5, "rope_local_base_freq": 10_000.0}
@@ -53,9 +69,16 @@ def test_the_keys_by_family():
     assert legacy_rope(phi3)["rope_scaling"] == scaling
     assert legacy_rope({"model_type": "gpt2"}) == {}
     # layer types that the old spelling cannot tell apart
-    assert legacy_rope({"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "linear_attention": None}}) == {}
+    assert (
+        legacy_rope(
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "linear_attention": None}}
+        )
+        == {}
+    )
 
 
 def test_an_upcycled_config_is_read_by_its_base_type():
     config = {"model_type": "moe_runtime_gpt_neox", "moe_runtime": {"base_model_type": "gpt_neox"}}
-    assert "rotary_emb_base" in legacy_rope(config | {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}})
+    assert "rotary_emb_base" in legacy_rope(
+        config | {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}
+    )

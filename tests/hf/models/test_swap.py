@@ -1,4 +1,6 @@
-"""Dense models to mixtures of experts and back: the same function, the same untouched rest, or no change at all."""
+"""Dense models to mixtures of experts and back: the same function, the same untouched rest, or no
+change at all.
+"""
 
 import types
 
@@ -17,15 +19,27 @@ from tests.hf import tiny
 def snapshot(model):
     """Everything that a refused swap must leave alone."""
     return (
-        type(model), type(model.base_model), type(model.config), model.config.to_dict(),
-        [(name, id(module), type(module), module.training) for name, module in model.named_modules()],
-        [(name, id(p), p.requires_grad, p.dtype, p.detach().clone()) for name, p in model.named_parameters()],
-    )  # fmt: skip
+        type(model),
+        type(model.base_model),
+        type(model.config),
+        model.config.to_dict(),
+        [
+            (name, id(module), type(module), module.training)
+            for name, module in model.named_modules()
+        ],
+        [
+            (name, id(p), p.requires_grad, p.dtype, p.detach().clone())
+            for name, p in model.named_parameters()
+        ],
+    )
 
 
 def unchanged(model, before) -> bool:
     after = snapshot(model)
-    same = [a[:-1] == b[:-1] and torch.equal(a[-1], b[-1]) for a, b in zip(after[-1], before[-1], strict=True)]
+    same = [
+        a[:-1] == b[:-1] and torch.equal(a[-1], b[-1])
+        for a, b in zip(after[-1], before[-1], strict=True)
+    ]
     return all(same) and after[:-1] == before[:-1]
 
 
@@ -36,7 +50,8 @@ def first_expert(module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model_type", tiny.EVERY)
 def test_upcycled_is_dense_and_comes_back_dense(model_type, tmp_path):
     model = tiny.dense(model_type)
-    want, config = tiny.logits(model), model.config.to_dict()
+    want = tiny.logits(model)
+    config = model.config.to_dict()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     errors = swap.dense_to_moe(model, tiny.config_of(model))
     assert list(errors) == [0, 1] and max(errors.values()) < 1e-12
@@ -49,7 +64,11 @@ def test_upcycled_is_dense_and_comes_back_dense(model_type, tmp_path):
     for moe in (model, loaded):  # the config, too, comes back: from memory and from disk
         stock = swap.moe_to_dense(moe, first_expert)
         assert stock is moe and type(moe) is modeling.model_classes(model_type).base_causal_lm
-        assert {key: value for key, value in moe.state_dict().items() if not torch.equal(value, state[key])} == {}
+        assert {
+            key: value
+            for key, value in moe.state_dict().items()
+            if not torch.equal(value, state[key])
+        } == {}
         assert list(moe.state_dict()) == list(state) and torch.equal(tiny.logits(moe), want)
         ignored = dict.fromkeys(("architectures", "dtype", "_name_or_path", "transformers_version"))
         assert moe.config.to_dict() | ignored == config | ignored
@@ -75,11 +94,17 @@ def test_two_models_of_one_config_object(tmp_path):
     swap.moe_to_dense(second, first_expert)
     assert first.config.moe_runtime["stage"] == "mergeable"
 
-    assert baseline.config is config and config.to_dict() == values and not hasattr(config, "moe_runtime")
+    assert (
+        baseline.config is config
+        and config.to_dict() == values
+        and not hasattr(config, "moe_runtime")
+    )
     assert type(AutoModelForCausalLM.from_config(config)) is LlamaForCausalLM
     baseline.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is LlamaForCausalLM and torch.equal(tiny.logits(loaded), tiny.logits(baseline.eval()))
+    assert type(loaded) is LlamaForCausalLM and torch.equal(
+        tiny.logits(loaded), tiny.logits(baseline.eval())
+    )
 
 
 @pytest.mark.parametrize("gate", ["topk_softmax", "softmax_topk_renorm"])
@@ -90,11 +115,14 @@ def test_other_gates_whose_weights_sum_to_one(gate):
     assert tiny.distance(tiny.logits(model), want) < 1e-5
 
 
-@pytest.mark.parametrize("settings", [
-    pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
-    pytest.param({"num_experts": 4, "top_k": 4}, id="all-experts"),
-    pytest.param({"router": "mlp", "noisy_gate": True}, id="every-router-tensor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"num_experts": 1, "top_k": 1}, id="one-expert"),
+        pytest.param({"num_experts": 4, "top_k": 4}, id="all-experts"),
+        pytest.param({"router": "mlp", "noisy_gate": True}, id="every-router-tensor"),
+    ],
+)
 def test_corner_configs_are_dense_and_load(settings, tmp_path):
     model = tiny.dense("qwen2")
     want = tiny.logits(model)
@@ -120,12 +148,15 @@ def test_dtype_is_kept(dtype, tmp_path):
 
 def test_some_layers_only(tmp_path):
     model = tiny.dense(num_hidden_layers=3)
-    want, kept = tiny.logits(model), model.model.layers[1].mlp
+    want = tiny.logits(model)
+    kept = model.model.layers[1].mlp
     swap.dense_to_moe(model, tiny.config_of(model), layers=[2, 0])
     assert list(modeling.moe_layers(model)) == [0, 2] and model.model.layers[1].mlp is kept
     assert tiny.distance(tiny.logits(model), want) < 1e-5
     model.save_pretrained(tmp_path)
-    assert torch.equal(tiny.logits(AutoModelForCausalLM.from_pretrained(tmp_path)), tiny.logits(model))
+    assert torch.equal(
+        tiny.logits(AutoModelForCausalLM.from_pretrained(tmp_path)), tiny.logits(model)
+    )
 
 
 def test_routers_depend_on_seed_and_layer_alone():
@@ -134,7 +165,10 @@ def test_routers_depend_on_seed_and_layer_alone():
         swap.dense_to_moe(model, tiny.config_of(model), **options)
         return {layer: moe.gate.weight for layer, moe in modeling.moe_layers(model).items()}
 
-    one, two, other, part = routers(), routers(), routers(seed=7), routers(layers=[2])
+    one = routers()
+    two = routers()
+    other = routers(seed=7)
+    part = routers(layers=[2])
     assert all(torch.equal(one[layer], two[layer]) for layer in range(3))
     assert torch.equal(one[2], part[2])
     assert not torch.equal(one[0], one[1]) and not torch.equal(one[0], other[0])
@@ -195,12 +229,28 @@ def offload(model):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        pytest.param(scale_class, "layers.1.mlp .* must compute .*difference is 1.0e-02", id="another-module"),
-        pytest.param(scale_closure, "layers.0.mlp .* must compute .*difference is", id="patched-by-closure"),
-        pytest.param(scale_method, "layers.1.mlp .* must compute .*difference is 1.0e-02", id="patched-by-method"),
-        pytest.param(lambda m: m.model.layers[1].mlp.to("meta"), "layers.1.mlp is on the meta device", id="meta"),
+        pytest.param(
+            scale_class, "layers.1.mlp .* must compute .*difference is 1.0e-02", id="another-module"
+        ),
+        pytest.param(
+            scale_closure, "layers.0.mlp .* must compute .*difference is", id="patched-by-closure"
+        ),
+        pytest.param(
+            scale_method,
+            "layers.1.mlp .* must compute .*difference is 1.0e-02",
+            id="patched-by-method",
+        ),
+        pytest.param(
+            lambda m: m.model.layers[1].mlp.to("meta"),
+            "layers.1.mlp is on the meta device",
+            id="meta",
+        ),
         pytest.param(offload, "layers.0.mlp carries accelerate's hooks", id="offloaded"),
-        pytest.param(lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.GELU()), "have .*'hidden_act': 'gelu'", id="act"),
+        pytest.param(
+            lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.GELU()),
+            "have .*'hidden_act': 'gelu'",
+            id="act",
+        ),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -211,7 +261,9 @@ def test_a_model_that_is_not_what_it_seems_is_refused_untouched(spoil, message, 
     if "meta" in message or "hooks" in message:
         with pytest.raises(ValueError, match=message):
             swap.dense_to_moe(model, config)
-        assert type(model).__name__ == "LlamaForCausalLM" and not hasattr(model.config, "moe_runtime")
+        assert type(model).__name__ == "LlamaForCausalLM" and not hasattr(
+            model.config, "moe_runtime"
+        )
         return
     before = snapshot(model)
     with pytest.raises(ValueError, match=message):
@@ -222,7 +274,11 @@ def test_a_model_that_is_not_what_it_seems_is_refused_untouched(spoil, message, 
 @pytest.mark.parametrize(
     ("settings", "layers", "message"),
     [
-        ({"intermediate_size": 64}, None, "config must have .*'intermediate_size': 48.*but has .*64"),
+        (
+            {"intermediate_size": 64},
+            None,
+            "config must have .*'intermediate_size': 48.*but has .*64",
+        ),
         ({"bias": False}, None, "must have .*'bias': True"),
         ({"gated": False}, None, "must have .*'gated': True"),
         ({"hidden_act": "gelu"}, None, "must have .*'hidden_act': 'silu'"),
@@ -251,7 +307,10 @@ def test_wrapped_and_headless_models_are_refused():
     peft = get_peft_model(model, LoraConfig(target_modules=["up_proj"]))
     with pytest.raises(ValueError, match="Expected a LlamaForCausalLM, but got PeftModel"):
         swap.dense_to_moe(peft, config)
-    with pytest.raises(ValueError, match="LlamaMLP.up_proj must be a plain torch.nn.Linear of floats, but is Linear"):
+    with pytest.raises(
+        ValueError,
+        match="LlamaMLP.up_proj must be a plain torch.nn.Linear of floats, but is Linear",
+    ):
         swap.dense_to_moe(model, config)
 
 
@@ -275,13 +334,19 @@ def test_mergeable_moves_the_experts_and_trains_the_logits_alone():
 def test_a_gate_without_shared_expert_wants_a_soup():
     model = tiny.upcycled(gate="topk_softmax")
     before = snapshot(model)
-    with pytest.raises(ValueError, match="Gate 'topk_softmax' has no shared expert. Pass soup=True"):
+    with pytest.raises(
+        ValueError, match="Gate 'topk_softmax' has no shared expert. Pass soup=True"
+    ):
         swap.moe_to_mergeable(model)
     with pytest.raises(ValueError, match="shared_rate must be .*but got 1.5"):
         swap.moe_to_mergeable(model, shared_rate=1.5, soup=True)
     assert unchanged(model, before)
     swap.moe_to_mergeable(model, soup=True)
-    assert all(module.mixing_logits.shape == (4,) for module in model.modules() if isinstance(module, MergedMLP))
+    assert all(
+        module.mixing_logits.shape == (4,)
+        for module in model.modules()
+        if isinstance(module, MergedMLP)
+    )
 
 
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "gpt_neox"])

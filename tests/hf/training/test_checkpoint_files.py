@@ -1,4 +1,6 @@
-"""A checkpoint that was planted or damaged: nothing in it runs, and the file is named before the training starts."""
+"""A checkpoint that was planted or damaged: nothing in it runs, and the file is named before the
+training starts.
+"""
 
 import contextlib
 import io
@@ -22,13 +24,20 @@ from tests.support.pickled import Planted
 
 ROWS = torch.randint(3, VOCAB, (8, 8), generator=torch.Generator().manual_seed(0)).tolist()
 ROWS = Dataset.from_dict({"input_ids": ROWS, "labels": ROWS})
-SPREAD = ("experts", "experts-optimizer", "pytorch_model_fsdp_0", "optimizer_0")  # ours, and accelerate's under FSDP2
+# ours, and accelerate's under FSDP2
+SPREAD = ("experts", "experts-optimizer", "pytorch_model_fsdp_0", "optimizer_0")
 
 
 def trainer(folder: Path) -> MoETrainer:
     args = TrainingArguments(
-        str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
+        str(folder),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
     return MoETrainer(dense("llama"), args, train_dataset=ROWS)
 
 
@@ -42,8 +51,11 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory) -> Path:
-    """Return a folder as torch.distributed.checkpoint writes it: tensors, and values that are not."""
-    folder, model = tmp_path_factory.mktemp("spread"), torch.nn.Linear(2, 3)
+    """Return a folder as torch.distributed.checkpoint writes it: tensors, and values that
+    are not.
+    """
+    folder = tmp_path_factory.mktemp("spread")
+    model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
     return folder
@@ -59,15 +71,28 @@ def test_a_checkpoint_as_written_is_resumed(checkpoint):
     assert trainer(checkpoint.parent).train(resume_from_checkpoint=True).global_step == 4
 
 
-FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_1.pth", "scaler.pt", "trainer_state.json",
-         "optimizer.bin", "pytorch_model_fsdp.bin", "pytorch_model.bin", "adapter_model.bin", "default/adapter_model.bin",
-         *(f"{name}/.metadata" for name in SPREAD), *(f"{name}/__0_0.distcp" for name in SPREAD))  # fmt: skip
+FILES = (
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "rng_state_1.pth",
+    "scaler.pt",
+    "trainer_state.json",
+    "optimizer.bin",
+    "pytorch_model_fsdp.bin",
+    "pytorch_model.bin",
+    "adapter_model.bin",
+    "default/adapter_model.bin",
+    *(f"{name}/.metadata" for name in SPREAD),
+    *(f"{name}/__0_0.distcp" for name in SPREAD),
+)
 
 
 @pytest.mark.parametrize("by", ["torch", "pickle", "truncated"])
 @pytest.mark.parametrize("name", FILES)
 def test_no_file_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, by):
-    touched, path = tmp_path / "touched", checkpoint / name
+    touched = tmp_path / "touched"
+    path = checkpoint / name
     if path.parent.name in SPREAD:
         shutil.copytree(spread, path.parent)
     path.parent.mkdir(exist_ok=True)
@@ -92,7 +117,9 @@ def saved(value) -> bytes:
 
 
 def plant_in_index(folder: Path, payload: Planted, where: str) -> None:
-    """Put a payload into a readable index of torch.distributed.checkpoint, or into a value that it describes."""
+    """Put a payload into a readable index of torch.distributed.checkpoint, or into a value that it
+    describes.
+    """
     index = pickle.loads((folder / ".metadata").read_bytes())
     stored = next(stored for key, stored in index.storage_data.items() if key.fqn.endswith(".lr"))
     if where == "planner data":
@@ -106,7 +133,8 @@ def plant_in_index(folder: Path, payload: Planted, where: str) -> None:
 @pytest.mark.parametrize("where", ["planner data", "value.distcp", "../outside.distcp"])
 @pytest.mark.parametrize("name", SPREAD)
 def test_no_index_of_a_checkpoint_runs_code(checkpoint, spread, tmp_path, name, where):
-    folder, touched = checkpoint / name, tmp_path / "touched"
+    folder = checkpoint / name
+    touched = tmp_path / "touched"
     shutil.copytree(spread, folder)
     check_checkpoint(checkpoint)
     plant_in_index(folder, Planted(touched), where)
@@ -127,14 +155,23 @@ def test_training_args_are_never_loaded(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     "values",
-    [{"global_step": 10**9}, {"global_step": 10**9, "max_steps": 10**9}, {"global_step": "2"}, {"global_step": -1},
-     {"max_steps": None}, {"log_history": 3}, {"unknown": 1}],
+    [
+        {"global_step": 10**9},
+        {"global_step": 10**9, "max_steps": 10**9},
+        {"global_step": "2"},
+        {"global_step": -1},
+        {"max_steps": None},
+        {"log_history": 3},
+        {"unknown": 1},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_trainer_state_that_cannot_be_is_refused(checkpoint, values):
     path = checkpoint / "trainer_state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    with pytest.raises(ValueError, match=r"trainer_state\.json is .* Resume from another checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"trainer_state\.json is .* Resume from another checkpoint"
+    ):
         trainer(checkpoint.parent).train(resume_from_checkpoint=str(checkpoint))
 
 

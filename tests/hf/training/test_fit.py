@@ -1,4 +1,6 @@
-"""moe_runtime.hf.training.fit.train: what a recipe's training asks for, and the losses of single rows."""
+"""moe_runtime.hf.training.fit.train: what a recipe's training asks for, and the losses of single
+rows.
+"""
 
 import math
 
@@ -11,7 +13,9 @@ from moe_runtime.hf.training import fit
 from moe_runtime.io.rows import tokenize_pairs
 from tests.hf.tiny import distance
 
-PAIRS = [{"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 7) + f" = {i}"} for i in range(22)]
+PAIRS = [
+    {"prompt": f"Write {i}:\n", "completion": "x" * (1 + i % 7) + f" = {i}"} for i in range(22)
+]
 SETTINGS = {"learning_rate": 1e-2, "batch_size": 4, "evaluations": 2, "optimizer": "adamw_torch"}
 
 
@@ -26,7 +30,9 @@ def rows(tokenizer):
 
 
 def model_of(tokenizer):
-    return small_llama(tokenizer, hidden_size=32, intermediate_size=48, num_layers=2, max_length=48, seed=0)
+    return small_llama(
+        tokenizer, hidden_size=32, intermediate_size=48, num_layers=2, max_length=48, seed=0
+    )
 
 
 class Watch(TrainerCallback):
@@ -45,11 +51,18 @@ def train(tokenizer, rows, tmp_path):
     """Train a new small model; return it, what `train` returned, and the Watch."""
 
     def run(**settings):
-        model, watch = model_of(tokenizer), Watch()
+        model = model_of(tokenizer)
+        watch = Watch()
         settings = SETTINGS | {"steps": 4} | settings
         held_out = rows.select(range(16, 22))
         done = fit.train(
-            model, rows.select(range(16)), tokenizer, folder=tmp_path, held_out=held_out, callbacks=[watch], **settings
+            model,
+            rows.select(range(16)),
+            tokenizer,
+            folder=tmp_path,
+            held_out=held_out,
+            callbacks=[watch],
+            **settings,
         )
         return model, done, watch
 
@@ -59,7 +72,11 @@ def train(tokenizer, rows, tmp_path):
 def test_before_a_loss_is_logged_there_is_none_to_show(train):
     seen = []
     train(steps=12, on_step=lambda step, steps, loss: seen.append(loss))
-    assert seen[0] is None and isinstance(seen[-1], float) and all(loss is None or math.isfinite(loss) for loss in seen)
+    assert (
+        seen[0] is None
+        and isinstance(seen[-1], float)
+        and all(loss is None or math.isfinite(loss) for loss in seen)
+    )
 
 
 def test_one_batch_or_many_small_ones(train):
@@ -71,7 +88,9 @@ def test_one_batch_or_many_small_ones(train):
 
 def test_recomputed_activations_change_nothing(train):
     (one, *_), (other, *_) = train(), train(gradient_checkpointing=True)
-    assert all(torch.equal(other.state_dict()[name], weight) for name, weight in one.state_dict().items())
+    assert all(
+        torch.equal(other.state_dict()[name], weight) for name, weight in one.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 4), (2.5, 10), (0.1, 1)])
@@ -98,10 +117,16 @@ def test_adafactor_runs_without_its_relative_step(train):
 
 
 def test_clipping_is_off_at_minus_one(train):
-    free, clipped, tight = (train(optimizer="sgd", steps=1, warmup_steps=0, max_grad_norm=n)[0] for n in (-1.0, 1e9, 1e-3))
+    free, clipped, tight = (
+        train(optimizer="sgd", steps=1, warmup_steps=0, max_grad_norm=n)[0]
+        for n in (-1.0, 1e9, 1e-3)
+    )
     for name, weight in free.state_dict().items():
         assert torch.equal(clipped.state_dict()[name], weight)
-    assert any(not torch.equal(tight.state_dict()[name], weight) for name, weight in free.state_dict().items())
+    assert any(
+        not torch.equal(tight.state_dict()[name], weight)
+        for name, weight in free.state_dict().items()
+    )
 
 
 def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
@@ -114,24 +139,36 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(train):
 def test_row_losses_are_the_models_own(tokenizer, rows, batch_size):
     model = model_of(tokenizer)
     # a right answer is what the model itself says, a wrong one has another token at the end
-    own = [model.eval()(input_ids=torch.tensor([row["input_ids"]])).logits[0].argmax(-1).tolist() for row in rows]
+    own = [
+        model.eval()(input_ids=torch.tensor([row["input_ids"]])).logits[0].argmax(-1).tolist()
+        for row in rows
+    ]
     answers = [[-100, *said[:-2], said[-2] ^ place % 2] for place, said in enumerate(own)]
     answered = rows.map(lambda row, place: {"labels": answers[place]}, with_indices=True)
-    assert fit.row_losses(model, answered, tokenizer, batch_size=batch_size)[2] == [1 - place % 2 for place in range(len(rows))]
+    assert fit.row_losses(model, answered, tokenizer, batch_size=batch_size)[2] == [
+        1 - place % 2 for place in range(len(rows))
+    ]
     losses, tokens, exact = fit.row_losses(model.train(), rows, tokenizer, batch_size=batch_size)
     assert model.training and len(losses) == len(rows) and set(exact) == {0}
     for place in (0, 5, 21):
         ids, labels = (torch.tensor([rows[place][name]]) for name in ("input_ids", "labels"))
-        assert losses[place] == pytest.approx(model(input_ids=ids, labels=labels).loss.item(), rel=1e-5)
+        assert losses[place] == pytest.approx(
+            model(input_ids=ids, labels=labels).loss.item(), rel=1e-5
+        )
         assert tokens[place] == int((labels[:, 1:] != -100).sum())
-    assert fit.mean_loss(losses, tokens) == pytest.approx(fit.mean_loss(*fit.row_losses(model, rows, tokenizer)), rel=1e-6)
+    assert fit.mean_loss(losses, tokens) == pytest.approx(
+        fit.mean_loss(*fit.row_losses(model, rows, tokenizer)), rel=1e-6
+    )
 
 
 class Weights(TrainerCallback):
-    """Keeps what the head is at every evaluation, which comes after it; put before `train`'s own."""
+    """Keeps what the head is at every evaluation, which comes after it; put before
+    `train`'s own.
+    """
 
     def __init__(self, model):
-        self.model, self.seen = model, []
+        self.model = model
+        self.seen = []
 
     def on_step_end(self, args, state, control, **kwargs):
         self.seen.append(self.model.model.norm.weight.detach().clone())
@@ -139,11 +176,18 @@ class Weights(TrainerCallback):
 
 def test_the_best_evaluations_weights_are_put_back(tokenizer, rows, tmp_path):
     model = model_of(tokenizer)
-    watch, held_out = Weights(model), rows.select(range(16, 22))
+    watch = Weights(model)
+    held_out = rows.select(range(16, 22))
     done = fit.train(
-        model, rows.select(range(16)), tokenizer, folder=tmp_path, held_out=held_out, callbacks=[watch], keep_best=True,
+        model,
+        rows.select(range(16)),
+        tokenizer,
+        folder=tmp_path,
+        held_out=held_out,
+        callbacks=[watch],
+        keep_best=True,
         **SETTINGS | {"steps": 8, "evaluations": 8, "learning_rate": 1.0},
-    )  # fmt: skip
+    )
     losses = [loss for _, loss in done.history.held_out]
     best = losses.index(min(losses))
     assert best < 7 and len(losses) == 8  # at such a rate the last is not the best
@@ -165,10 +209,19 @@ class Stop(TrainerCallback):
 def test_a_training_that_goes_on_remembers_its_best(tokenizer, rows, tmp_path):
     settings = SETTINGS | {"steps": 8, "evaluations": 8, "learning_rate": 1.0, "keep_best": True}
     settings |= {"held_out": rows.select(range(16, 22))}
-    straight, broken = model_of(tokenizer), model_of(tokenizer)
+    straight = model_of(tokenizer)
+    broken = model_of(tokenizer)
     want = fit.train(straight, rows, tokenizer, folder=tmp_path / "a", **settings)
     with pytest.raises(KeyboardInterrupt):
-        fit.train(broken, rows, tokenizer, folder=tmp_path / "b", save_steps=2, callbacks=[Stop()], **settings)
+        fit.train(
+            broken,
+            rows,
+            tokenizer,
+            folder=tmp_path / "b",
+            save_steps=2,
+            callbacks=[Stop()],
+            **settings,
+        )
     broken = model_of(tokenizer)
     got = fit.train(broken, rows, tokenizer, folder=tmp_path / "b", save_steps=2, **settings)
     assert got.history.held_out == want.history.held_out and got.losses == want.losses
@@ -192,14 +245,25 @@ def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path)
     from moe_runtime.hf.models.tiny import small_deepseek
 
     sizes = {
-        "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_experts": 8, "top_k": 2, "expert_size": 8,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_experts": 8,
+        "top_k": 2,
+        "expert_size": 8,
+    }
     weights = []
     for coef in (1e-9, 1.0):
-        model = small_deepseek(tokenizer, **sizes, shared_experts=1, dense_layers=1, max_length=48, seed=0)
+        model = small_deepseek(
+            tokenizer, **sizes, shared_experts=1, dense_layers=1, max_length=48, seed=0
+        )
         before = model.config.to_dict()
-        settings = SETTINGS | {"balance_loss": "per_layer", "balance_loss_coef": coef} | {"steps": 2}
-        fit.train(model, rows, tokenizer, folder=tmp_path, held_out=rows.select(range(2)), **settings)
+        settings = (
+            SETTINGS | {"balance_loss": "per_layer", "balance_loss_coef": coef} | {"steps": 2}
+        )
+        fit.train(
+            model, rows, tokenizer, folder=tmp_path, held_out=rows.select(range(2)), **settings
+        )
         assert model.config.to_dict() | {"use_cache": True} == before
         weights.append(model.model.layers[1].mlp.gate.weight)
     assert distance(*weights) > 1e-4

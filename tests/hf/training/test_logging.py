@@ -1,4 +1,6 @@
-"""What TensorBoard, Weights & Biases and trackio get of a training: losses, router statistics, mixing coefficients."""
+"""What TensorBoard, Weights & Biases and trackio get of a training: losses, router statistics,
+mixing coefficients.
+"""
 
 import json
 import math
@@ -15,15 +17,30 @@ from moe_runtime.methods import xft
 from tests.hf import tiny
 from tests.hf.training.test_trainer import mergeable, rows, run, upcycled
 
-LOSSES = {"train/loss", "train/lm_loss", "train/balance_loss", "eval/loss", "eval/lm_loss", "eval/balance_loss"}
+LOSSES = {
+    "train/loss",
+    "train/lm_loss",
+    "train/balance_loss",
+    "eval/loss",
+    "eval/lm_loss",
+    "eval/balance_loss",
+}
 NAMES = {
-    "moe": LOSSES | {f"train/router/{name}" for name in ("max_violation", "min_entropy", "dead_experts")},
-    "mergeable": {"train/loss", "eval/loss", "train/mixing/max_change", *(f"train/mixing/alpha/{e}" for e in range(4))},
+    "moe": LOSSES
+    | {f"train/router/{name}" for name in ("max_violation", "min_entropy", "dead_experts")},
+    "mergeable": {
+        "train/loss",
+        "eval/loss",
+        "train/mixing/max_change",
+        *(f"train/mixing/alpha/{e}" for e in range(4)),
+    },
 }
 
 
 class Recording(TrainerCallback):
-    """A reporting callback that keeps what it gets under the names that transformers' own ones write."""
+    """A reporting callback that keeps what it gets under the names that transformers' own ones
+    write.
+    """
 
     def __init__(self):
         self.values = {}
@@ -38,24 +55,38 @@ def from_tensorboard(folder, stage) -> dict[str, dict[int, float]]:
 
     (path,) = (folder / stage).rglob("events.out.tfevents.*")
     found = EventAccumulator(str(path)).Reload()
-    return {name: {one.step: one.value for one in found.Scalars(name)} for name in found.Tags()["scalars"]}
+    return {
+        name: {one.step: one.value for one in found.Scalars(name)}
+        for name in found.Tags()["scalars"]
+    }
 
 
 def from_wandb(folder, stage) -> dict[str, dict[int, float]]:
     from wandb.proto import wandb_internal_pb2
 
-    paths = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    paths = sorted(
+        folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns
+    )
     path = dict(zip(NAMES, paths, strict=True))[stage]
-    data, place, whole, values = path.read_bytes(), 7, b"", {}
-    while place + 7 <= len(data):  # LevelDB's log format behind a header: parts of records, none across two blocks of 32 KiB
+    data = path.read_bytes()
+    place = 7
+    whole = b""
+    values = {}
+    # LevelDB's log format behind a header: parts of records, none across two blocks of 32 KiB
+    while place + 7 <= len(data):
         if (room := 32768 - place % 32768) < 7:
             place += room
             continue
         size, kind = struct.unpack_from("<HB", data, place + 4)
-        whole, place = whole + data[place + 7 : place + 7 + size], place + 7 + size
+        whole = whole + data[place + 7 : place + 7 + size]
+        place = place + 7 + size
         if kind in (1, 4):  # the record, or its last part
-            record, whole = wandb_internal_pb2.Record.FromString(whole), b""
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            record = wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
             for name, value in items.items():
                 values.setdefault(name, {})[items["train/global_step"]] = value
     return values
@@ -87,13 +118,18 @@ def test_a_reporting_callback_gets_every_name(stage, tmp_path):
     trainer = trained(stage, tmp_path, seen)
     assert NAMES[stage] <= set(seen.values)
     assert all(
-        set(seen.values[name]) == {1, 2} and all(map(math.isfinite, seen.values[name].values())) for name in NAMES[stage]
+        set(seen.values[name]) == {1, 2} and all(map(math.isfinite, seen.values[name].values()))
+        for name in NAMES[stage]
     )
     if stage == "mergeable":
         alphas = xft.mixing_coefficients(trainer.model).mean(0)
         last = [seen.values[f"train/mixing/alpha/{e}"][2] for e in range(4)]
         assert last == pytest.approx(alphas.tolist(), abs=1e-6) and sum(last) == pytest.approx(1)
-        assert 0 < seen.values["train/mixing/max_change"][1] < seen.values["train/mixing/max_change"][2]
+        assert (
+            0
+            < seen.values["train/mixing/max_change"][1]
+            < seen.values["train/mixing/max_change"][2]
+        )
 
 
 @pytest.mark.slow
@@ -118,17 +154,27 @@ def test_offline_writers_get_every_name(writer, tmp_path, monkeypatch):
 
 
 def test_each_layer_has_its_coefficients_and_another_model_has_none(tmp_path):
-    seen, model = Recording(), mergeable()
-    trainer = run("trainer", model, tmp_path, max_steps=1, callbacks=[seen, MixingCallback(per_layer=True)])
-    alphas = xft.mixing_coefficients(trainer.model)
-    assert torch.tensor([[seen.values[f"train/mixing/{layer}/alpha/{e}"][1] for e in range(4)] for layer in "01"]).allclose(
-        alphas
+    seen = Recording()
+    model = mergeable()
+    trainer = run(
+        "trainer", model, tmp_path, max_steps=1, callbacks=[seen, MixingCallback(per_layer=True)]
     )
-    assert sum(isinstance(callback, MixingCallback) for callback in trainer.callback_handler.callbacks) == 1
-    callback = next(one for one in trainer.callback_handler.callbacks if isinstance(one, MixingCallback))
+    alphas = xft.mixing_coefficients(trainer.model)
+    assert torch.tensor(
+        [[seen.values[f"train/mixing/{layer}/alpha/{e}"][1] for e in range(4)] for layer in "01"]
+    ).allclose(alphas)
+    assert (
+        sum(isinstance(callback, MixingCallback) for callback in trainer.callback_handler.callbacks)
+        == 1
+    )
+    callback = next(
+        one for one in trainer.callback_handler.callbacks if isinstance(one, MixingCallback)
+    )
     for layer in callback._layers.values():
         layer.mixing_logits.data = torch.empty(0)  # as under ZeRO-3
     callback.on_log(None, trainer.state, None, logs=(logs := {"loss": 1.0}))
     assert logs == {"loss": 1.0}
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no mergeable layers. Call xft.to_mergeable first"):
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM has no mergeable layers. Call xft.to_mergeable first"
+    ):
         MixingCallback().on_train_begin(None, None, None, model=tiny.dense("llama"))

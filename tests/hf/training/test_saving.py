@@ -18,7 +18,11 @@ from tests.hf.tiny import VOCAB, dense
 
 
 def contents(folder: Path, *left_out: str) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name not in left_out}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.is_file() and path.name not in left_out
+    }
 
 
 def put(folder: Path, files: dict[str, str]) -> None:
@@ -29,7 +33,9 @@ def put(folder: Path, files: dict[str, str]) -> None:
 
 
 def lora(model):
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
@@ -38,7 +44,9 @@ def test_an_adapter_saved_beside_its_base_leaves_the_base(tmp_path, max_shard_si
     base.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n\nWhat I wrote.\n")
     before = contents(tmp_path, "README.md")
-    assert (len([name for name in before if name.endswith(".safetensors")]) > 1) == (max_shard_size == "20KB")
+    assert (len([name for name in before if name.endswith(".safetensors")]) > 1) == (
+        max_shard_size == "20KB"
+    )
     args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
     for _ in range(2):
         MoETrainer(lora(dense("llama")), args).save_model()
@@ -58,20 +66,28 @@ def test_an_adapter_saved_beside_its_base_leaves_the_base(tmp_path, max_shard_si
 
 def test_older_weights_of_the_same_kind_go(tmp_path):
     put(tmp_path, {"adapter_model.bin": "a", "adapter_config.json": "{}"})
-    put(tmp_path, {f"model-0000{i}-of-00002.safetensors": "m" for i in (1, 2)} | {"config.json": "{}"})
+    put(
+        tmp_path,
+        {f"model-0000{i}-of-00002.safetensors": "m" for i in (1, 2)} | {"config.json": "{}"},
+    )
     put(tmp_path, {"model.safetensors": "n", "config.json": "[]"})
     put(tmp_path, {"adapter_model.safetensors": "b", "adapter_config.json": "{}"})
     assert sorted(contents(tmp_path)) == [
-        "adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors",
-    ]  # fmt: skip
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 def test_weights_never_stand_under_another_config(tmp_path, monkeypatch, kind):
     weights, config = {
-        "model": ("model.safetensors", "config.json"), "adapter": ("adapter_model.safetensors", "adapter_config.json"),
-    }[kind]  # fmt: skip
-    replace, seen = os.replace, []
+        "model": ("model.safetensors", "config.json"),
+        "adapter": ("adapter_model.safetensors", "adapter_config.json"),
+    }[kind]
+    replace = os.replace
+    seen = []
 
     def watched(source, target):
         seen.append(contents(tmp_path))
@@ -94,7 +110,9 @@ class Seen(TrainerCallback):
     """Sends SIGTERM in the step `stop`; notes the steps that were saved and evaluated."""
 
     def __init__(self, stop: int):
-        self.stop, self.saved, self.evaluated = stop, [], []
+        self.stop = stop
+        self.saved = []
+        self.evaluated = []
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step + 1 == self.stop:
@@ -111,10 +129,17 @@ def train(folder: Path, stop: int, resume: bool | None = None, callbacks=(), **s
     """Train two epochs, and be stopped in a step."""
     seen = Seen(stop)
     args = TrainingArguments(
-        str(folder), num_train_epochs=2, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True,
+        str(folder),
+        num_train_epochs=2,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
         **settings,
-    )  # fmt: skip
-    trainer = MoETrainer(dense("llama"), args, train_dataset=ROWS, eval_dataset=ROWS, callbacks=[*callbacks, seen])
+    )
+    trainer = MoETrainer(
+        dense("llama"), args, train_dataset=ROWS, eval_dataset=ROWS, callbacks=[*callbacks, seen]
+    )
     with pytest.raises(signals.Terminated), stopping_with_a_checkpoint(trainer):
         trainer.train(resume_from_checkpoint=resume)
     return seen
@@ -123,7 +148,10 @@ def train(folder: Path, stop: int, resume: bool | None = None, callbacks=(), **s
 @pytest.mark.parametrize("stop", [3, EPOCH])
 @pytest.mark.parametrize("strategy", ["epoch", "steps", "best"])
 def test_a_stop_saves_its_step_once_and_evaluates_nothing(tmp_path, strategy, stop):
-    every = {"eval_strategy": "steps", "eval_steps": stop, "save_steps": stop} if strategy == "steps" else {}
+    if strategy == "steps":
+        every = {"eval_strategy": "steps", "eval_steps": stop, "save_steps": stop}
+    else:
+        every = {}
     every = every or {"eval_strategy": "epoch"}
     seen = train(tmp_path, stop, save_strategy=strategy, metric_for_best_model="loss", **every)
     assert seen.saved == [stop] and seen.evaluated == []
@@ -137,4 +165,7 @@ def test_half_a_checkpoint_pushes_out_no_whole_one(tmp_path):
     half.mkdir()
     (half / "model.safetensors").write_text("half")
     train(tmp_path, 6, True, **settings)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+    ]

@@ -1,4 +1,6 @@
-"""Training some experts of stock and upcycled models: gradients, what moves, what is left as it was."""
+"""Training some experts of stock and upcycled models: gradients, what moves, what is left as it
+was.
+"""
 
 import copy
 
@@ -10,18 +12,31 @@ from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from moe_runtime.hf.training.trainable import drop_rows, fold_rows, freeze_for_esft, train_rows
 from tests.hf import tiny
 from tests.hf.tiny import distance
-from tests.hf.training.trainables import MODELS, batch, count_calls, model_of, paths_of, run, train, two_each
+from tests.hf.training.trainables import (
+    MODELS,
+    batch,
+    count_calls,
+    model_of,
+    paths_of,
+    run,
+    train,
+    two_each,
+)
 from tests.support.trained_rows import trained_rows
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_the_whole_stacks(name):
-    whole, apart, ids = model_of(name), model_of(name), batch(name)
+    whole = model_of(name)
+    apart = model_of(name)
+    ids = batch(name)
     moe_runtime.patch(whole)
-    experts, paths = two_each(apart), paths_of(apart)
+    experts = two_each(apart)
+    paths = paths_of(apart)
     receipt = train_rows(apart, experts)
     assert receipt.experts == {number: tuple(ids) for number, ids in experts.items()}
-    want, got = run(whole, ids), run(apart, ids)
+    want = run(whole, ids)
+    got = run(apart, ids)
     assert want["logits"].norm() > 0 and distance(got["logits"], want["logits"]) < 2e-6
     rows = trained_rows(apart)
     assert rows.keys() == experts.keys()
@@ -43,14 +58,21 @@ def test_gradients_are_those_of_the_whole_stacks(name):
 def test_kernels(name, monkeypatch):
     """The Triton path, one layer of experts alone: whole models take the interpreter too long."""
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
-    whole, apart = model_of(name), model_of(name)
+    whole = model_of(name)
+    apart = model_of(name)
     moe_runtime.patch(whole)
     number, experts = next(reversed(two_each(apart).items()))
     train_rows(apart, {number: experts})
-    whole, apart = (experts_module(model, numbered_layers(model)[number]) for model in (whole, apart))
-    E, generator = whole.num_experts, torch.Generator().manual_seed(0)
-    x = torch.randn(9, apart.down_proj.shape[1 if not apart.is_transposed else 2], generator=generator)
-    idx, weight = torch.rand(9, E, generator=generator).topk(2).indices, torch.rand(9, 2, generator=generator)
+    whole, apart = (
+        experts_module(model, numbered_layers(model)[number]) for model in (whole, apart)
+    )
+    E = whole.num_experts
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(
+        9, apart.down_proj.shape[1 if not apart.is_transposed else 2], generator=generator
+    )
+    idx = torch.rand(9, E, generator=generator).topk(2).indices
+    weight = torch.rand(9, 2, generator=generator)
     out = {}
     for module in (whole, apart):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -60,7 +82,10 @@ def test_kernels(name, monkeypatch):
     for got, want in zip(out[apart], out[whole], strict=True):
         assert distance(got, want) < 5e-6
     for stack in ("gate_up_proj", "down_proj"):
-        assert distance(getattr(apart, f"trained_{stack}").grad, getattr(whole, stack).grad[experts]) < 5e-6
+        assert (
+            distance(getattr(apart, f"trained_{stack}").grad, getattr(whole, stack).grad[experts])
+            < 5e-6
+        )
 
 
 # Table 3: which routed experts, shared experts, non-expert parameters
@@ -77,12 +102,16 @@ TABLE_3 = [
 
 def selected(model, which: str) -> dict[int, list[int]]:
     layers = numbered_layers(model)
-    everyone = {number: list(range(layer.num_shared, layer.num_experts)) for number, layer in layers.items()}
+    everyone = {
+        number: list(range(layer.num_shared, layer.num_experts)) for number, layer in layers.items()
+    }
     return {"all": everyone, "relevant": two_each(model), "none": {}}[which]
 
 
 def kinds_of(model) -> dict[str, str]:
-    """By name, which parameter is of "experts", of "shared" MLPs or of the "rest": names written out, as in the table."""
+    """By name, which parameter is of "experts", of "shared" MLPs or of the "rest": names written
+    out, as in the table.
+    """
     kinds = {}
     for name, _ in model.named_parameters():
         parts = name.split(".")
@@ -97,16 +126,23 @@ def kinds_of(model) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen2_moe", "ours"])
 @pytest.mark.parametrize(("which", "shared", "rest"), TABLE_3)
 def test_table_3(which, shared, rest, name):
-    """What is said to train moves, all else is the same bit by bit after steps of AdamW with weight decay."""
-    model, ids = model_of(name), batch(name)
-    before, kinds, paths = ({n: p.detach().clone() for n, p in model.named_parameters()}, kinds_of(model), paths_of(model))
+    """What is said to train moves, all else is the same bit by bit after steps of AdamW with weight
+    decay.
+    """
+    model = model_of(name)
+    ids = batch(name)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    kinds = kinds_of(model)
+    paths = paths_of(model)
     experts = selected(model, which)
     receipt = freeze_for_esft(model, experts, shared, rest)
     rows = {number: list(ids) for number, ids in receipt.experts.items()}
     if name == "ours" and shared:  # the shared one is expert 0 of the stack
         experts = {number: [*experts.get(number, []), 0] for number in paths}
     assert rows == experts
-    assert receipt.trainable_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert receipt.trainable_parameters == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
     assert receipt.total_parameters == sum(value.numel() for value in before.values())
     assert bool(receipt.shared_experts) == (shared and name != "ours")
     if receipt.trainable_parameters == 0:
@@ -128,13 +164,20 @@ def test_table_3(which, shared, rest, name):
             assert torch.equal(after[path], value) != trains, path
 
 
-@pytest.mark.parametrize("name", ["ernie4_5_moe", "afmoe", "granitemoeshared", "deepseek_v32", "glm_moe_dsa", "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["ernie4_5_moe", "afmoe", "granitemoeshared", "deepseek_v32", "glm_moe_dsa", "gemma4"]
+)
 def test_what_routers_choose_by_stays_frozen(name):
-    """No gradient reaches it, and DDP would wait for one; shared MLPs under another name, and beside the block, are found."""
-    model, ids = model_of(name), batch(name)
+    """No gradient reaches it, and DDP would wait for one; shared MLPs under another name, and
+    beside the block, are found.
+    """
+    model = model_of(name)
+    ids = batch(name)
     indexers = {path for path, _ in model.named_parameters() if "indexer" in path.split(".")}
     receipt = freeze_for_esft(model, two_each(model), True, True)
-    assert receipt.shared_experts and not any("gate" in path.rpartition(".")[2] for path in receipt.shared_experts)
+    assert receipt.shared_experts and not any(
+        "gate" in path.rpartition(".")[2] for path in receipt.shared_experts
+    )
     got = run(model, ids)
     trains = {path for path, p in model.named_parameters() if p.requires_grad}
     assert trains == got.keys() - {"logits"}
@@ -143,21 +186,32 @@ def test_what_routers_choose_by_stays_frozen(name):
     assert left - {"e_score_correction_bias", "expert_bias"} == {"gate_up_proj", "down_proj"}
     assert bool(indexers) == (name in ("deepseek_v32", "glm_moe_dsa"))
     if name == "gemma4":  # an MLP and experts in one block
-        assert receipt.shared_experts == tuple(f"model.layers.{number}.mlp" for number in numbered_layers(model))
+        assert receipt.shared_experts == tuple(
+            f"model.layers.{number}.mlp" for number in numbered_layers(model)
+        )
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "gpt_oss", "inkling2", "ours"])
 def test_the_others_stay_for_50_steps_and_the_optimizer_knows_none(name):
-    model, ids = model_of(name), batch(name)
-    before, paths = {n: p.detach().clone() for n, p in model.named_parameters()}, paths_of(model)
+    model = model_of(name)
+    ids = batch(name)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    paths = paths_of(model)
     receipt = freeze_for_esft(model, two_each(model))
     optimizer = train(model, ids, 50)
     states = [state for state in optimizer.state.values()]
-    assert sum(state[key].numel() for state in states for key in ("exp_avg", "exp_avg_sq")) == 2 * receipt.row_parameters
+    assert (
+        sum(state[key].numel() for state in states for key in ("exp_avg", "exp_avg_sq"))
+        == 2 * receipt.row_parameters
+    )
     assert (
         receipt.row_parameters
         == receipt.trainable_parameters
-        == sum(2 * value[0].numel() for path, value in before.items() if path.rpartition(".")[0] in paths.values())
+        == sum(
+            2 * value[0].numel()
+            for path, value in before.items()
+            if path.rpartition(".")[0] in paths.values()
+        )
     )
     for path, value in before.items():
         assert torch.equal(model.get_parameter(path), value), path
@@ -176,7 +230,8 @@ def test_the_others_stay_for_50_steps_and_the_optimizer_knows_none(name):
 @pytest.mark.parametrize("undo", [fold_rows, drop_rows])
 @pytest.mark.parametrize("name", ["gpt_oss", "ours"])
 def test_a_plain_model_again(name, undo):
-    model, ids = model_of(name), batch(name)
+    model = model_of(name)
+    ids = batch(name)
     first = next(iter(numbered_layers(model)))
     frozen = next(iter(paths_of(model).values())) + ".down_proj"
     model.get_parameter(frozen).requires_grad_(False)
@@ -187,7 +242,9 @@ def test_a_plain_model_again(name, undo):
             trained_rows(model)[first].stacks["down_proj"].zero_()
     undo(model)
     assert not [name for name, _ in model.named_buffers() if "trained" in name]
-    for (name, p), (other, q) in zip(model.named_parameters(), before.named_parameters(), strict=True):
+    for (name, p), (other, q) in zip(
+        model.named_parameters(), before.named_parameters(), strict=True
+    ):
         assert name == other and torch.equal(p, q) and p.requires_grad == q.requires_grad, name
     for one, other in zip(model.modules(), before.modules(), strict=True):
         assert one.__dict__.keys() == other.__dict__.keys()
@@ -206,17 +263,22 @@ def test_a_patched_model_stays_patched():
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "ours"])
 def test_rows_in_float32_beside_bfloat16(name):
-    model, ids = model_of(name).to(torch.bfloat16), batch(name)
+    model = model_of(name).to(torch.bfloat16)
+    ids = batch(name)
     number = next(iter(numbered_layers(model)))
     plain = copy.deepcopy(model)
     moe_runtime.patch(plain)
     receipt = freeze_for_esft(model, {number: [2, 1]}, dtype=torch.float32)
-    assert distance(run(model, ids)["logits"], run(plain, ids)["logits"]) < 1e-2  # each 1e-2 off float64
+    # each 1e-2 off float64
+    assert distance(run(model, ids)["logits"], run(plain, ids)["logits"]) < 1e-2
     rows = trained_rows(model)[number].stacks
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in rows.values())
-    assert all(p.dtype == torch.bfloat16 for name, p in model.named_parameters() if "trained" not in name)
+    assert all(
+        p.dtype == torch.bfloat16 for name, p in model.named_parameters() if "trained" not in name
+    )
     before = {stack: p.detach().clone() for stack, p in rows.items()}
-    optimizer = torch.optim.AdamW(rows.values(), lr=1e-6, weight_decay=0)  # steps that bfloat16 would lose
+    # steps that bfloat16 would lose
+    optimizer = torch.optim.AdamW(rows.values(), lr=1e-6, weight_decay=0)
     optimizer.step()
     for stack, p in rows.items():
         assert (p != before[stack]).float().mean() > 0.5
@@ -228,7 +290,8 @@ def test_rows_in_float32_beside_bfloat16(name):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["kept", "reentrant"])
 @pytest.mark.parametrize("name", ["deepseek_v2", "inkling2", "ours"])
 def test_gradient_checkpointing(name, reentrant):
-    model, ids = model_of(name), batch(name)
+    model = model_of(name)
+    ids = batch(name)
     freeze_for_esft(model, two_each(model))
     want = run(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -1,4 +1,6 @@
-"""Some experts train under DDP, FSDP2 and expert parallelism, in two gloo processes: equal to one process."""
+"""Some experts train under DDP, FSDP2 and expert parallelism, in two gloo processes: equal to one
+process.
+"""
 
 import pytest
 import torch
@@ -37,7 +39,9 @@ def test_equals_one_process(name, results):
     assert min(want["norms"]) > worker.MAX_NORM  # or nothing was clipped
     for rank, got in enumerate(ranks):
         assert got["receipt"] == want["receipt"] and got["rows"].keys() == want["rows"].keys()
-        assert got["losses"] == pytest.approx([losses[rank] for losses in want["losses"]], rel=close)
+        assert got["losses"] == pytest.approx(
+            [losses[rank] for losses in want["losses"]], rel=close
+        )
         assert got["norms"] == pytest.approx(want["norms"], rel=close)
         assert got["gradients"].keys() == want["gradients"].keys()
         for path, gradient in want["gradients"].items():
@@ -66,7 +70,11 @@ def test_each_rank_holds_its_share(name, results):
     if scenario.spread:
         for got in ranks:  # as many rows a rank as the one with the most has
             most = {number: 2 * max(counts) for number, counts in per_rank(name, want).items()}
-            assert all(shape[0] == most[number] for number, shapes in got["shapes"].items() for shape in shapes)
+            assert all(
+                shape[0] == most[number]
+                for number, shapes in got["shapes"].items()
+                for shape in shapes
+            )
     states = sum(got["states"] for got in ranks)
     if scenario.engine == "ddp" and not scenario.spread:
         assert states == 2 * want["states"]
@@ -78,21 +86,32 @@ def per_rank(name: str, want: dict) -> dict[int, list[int]]:
     """How many of a layer's experts that train each rank has."""
     E = 8 if worker.SCENARIOS[name].family == "qwen3_moe" else 4
     ids = want["receipt"].experts
-    return {n: [sum(e * worker.RANKS // E == rank for e in ids[n]) for rank in range(worker.RANKS)] for n in ids}
+    return {
+        n: [sum(e * worker.RANKS // E == rank for e in ids[n]) for rank in range(worker.RANKS)]
+        for n in ids
+    }
 
 
 def test_ranks_hold_different_numbers_of_them():
     assert per_rank("qwen3-ep2", alone("qwen3-ep2")) == {0: [1, 2], 1: [1, 0]}
-    assert per_rank("ours-ddp-ep2-everything", alone("ours-ddp-ep2-everything")) == {0: [1, 1], 1: [2, 1]}
+    assert per_rank("ours-ddp-ep2-everything", alone("ours-ddp-ep2-everything")) == {
+        0: [1, 1],
+        1: [2, 1],
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SPREAD if worker.SCENARIOS[name].engine != "fsdp2"])
+@pytest.mark.parametrize(
+    "name", [name for name in SPREAD if worker.SCENARIOS[name].engine != "fsdp2"]
+)
 def test_one_checkpoint_of_spread_experts(name, results):
     """Not before the rows are in their stacks again; then plain from_pretrained reads it."""
     (folder, ranks), want = results(name), alone(name)
     for got in ranks:
-        assert "The model trains some experts separately. Call fold_rows(model) first" in got["refused"]
+        assert (
+            "The model trains some experts separately. Call fold_rows(model) first"
+            in got["refused"]
+        )
         assert got["ignored"] and all("trained_" in path for path in got["ignored"])
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert {path for path, _ in model.named_parameters()} == want["folded"].keys()
@@ -105,4 +124,7 @@ def test_the_other_order_is_refused(results):
     _, ranks = results("order")
     for got in ranks:
         assert got["same"]
-        assert "layers.1.mlp.experts already trains some experts separately. Call shard_experts before" in got["error"]
+        assert (
+            "layers.1.mlp.experts already trains some experts separately. Call shard_experts before"
+            in got["error"]
+        )

@@ -15,12 +15,32 @@ from tests.hf.training.trainables import batch, model_of
 from tests.support.trained_rows import gathered_rows, trained_rows
 
 BAD = [
-    pytest.param({5: [0]}, {}, "experts must name layers with experts .1., but got layer 5", id="no such layer"),
-    pytest.param({0: [0]}, {}, "experts must name layers with experts .1., but got layer 0", id="a dense layer"),
-    pytest.param({1: [0, 8]}, {}, r"experts of layer 1 must be .* from 0 to 7, but got \[0, 8\]", id="no such expert"),
+    pytest.param(
+        {5: [0]},
+        {},
+        "experts must name layers with experts .1., but got layer 5",
+        id="no such layer",
+    ),
+    pytest.param(
+        {0: [0]},
+        {},
+        "experts must name layers with experts .1., but got layer 0",
+        id="a dense layer",
+    ),
+    pytest.param(
+        {1: [0, 8]},
+        {},
+        r"experts of layer 1 must be .* from 0 to 7, but got \[0, 8\]",
+        id="no such expert",
+    ),
     pytest.param({1: [-1]}, {}, r"experts of layer 1 must be .*\[-1\]", id="below zero"),
     pytest.param({1: [2, 2]}, {}, r"experts of layer 1 must be .*\[2, 2\]", id="twice"),
-    pytest.param({1: [2]}, {"dtype": torch.int8}, "dtype must be one of torch.float16.*but got torch.int8", id="integers"),
+    pytest.param(
+        {1: [2]},
+        {"dtype": torch.int8},
+        "dtype must be one of torch.float16.*but got torch.int8",
+        id="integers",
+    ),
 ]
 
 
@@ -44,7 +64,10 @@ def state_of(model) -> list:
     hooks = ("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
     return [
         [(name, id(tensor), tensor.requires_grad) for name, tensor in tensors],
-        [(*module.__dict__, *(len(getattr(module, hook)) for hook in hooks)) for module in model.modules()],
+        [
+            (*module.__dict__, *(len(getattr(module, hook)) for hook in hooks))
+            for module in model.modules()
+        ],
         model.config._experts_implementation if hasattr(model, "config") else None,
     ]
 
@@ -58,17 +81,25 @@ def test_refuses_models_that_it_cannot_change():
     )
     for undo in (fold_rows, drop_rows):
         check_untouched(model, lambda undo=undo: undo(model), "has no separately trained experts")
-    check_untouched(tiny.dense(), lambda: train_rows(tiny.dense(), {0: [0]}), "has no MoE layers with a router")
+    check_untouched(
+        tiny.dense(), lambda: train_rows(tiny.dense(), {0: [0]}), "has no MoE layers with a router"
+    )
     trained = model_of("qwen2_moe")
     train_rows(trained, {0: [1]})
     for again in (train_rows, freeze_for_esft):
-        with pytest.raises(ValueError, match=r"already trains some experts. Call fold_rows\(model\) or drop_rows"):
+        with pytest.raises(
+            ValueError, match=r"already trains some experts. Call fold_rows\(model\) or drop_rows"
+        ):
             again(trained, {1: [1]})
     quantized = model_of("qwen2_moe")
     experts = experts_module(quantized, numbered_layers(quantized)[0])
-    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach().to(torch.int8), requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(
+        experts.down_proj.detach().to(torch.int8), requires_grad=False
+    )
     check_untouched(
-        quantized, lambda: train_rows(quantized, {0: [1]}), r"experts.down_proj must be .*but is torch.int8 \(Parameter\)"
+        quantized,
+        lambda: train_rows(quantized, {0: [1]}),
+        r"experts.down_proj must be .*but is torch.int8 \(Parameter\)",
     )
 
 
@@ -88,12 +119,15 @@ def test_compiled_and_adapted_models_get_back_what_required_a_gradient():
 
 @pytest.mark.parametrize("undo", [fold_rows, drop_rows])
 def test_no_checkpoint_that_reads_as_the_base(undo, tmp_path):
-    model, ids = model_of("qwen2_moe"), batch("qwen2_moe")
+    model = model_of("qwen2_moe")
+    ids = batch("qwen2_moe")
     freeze_for_esft(model, {0: [1]})
     with torch.no_grad():
         trained_rows(model)[0].stacks["down_proj"].mul_(2)
     for part in (model, model.model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(ValueError, match="are stored separately .* would be saved untrained. Call fold_rows"):
+        with pytest.raises(
+            ValueError, match="are stored separately .* would be saved untrained. Call fold_rows"
+        ):
             part.save_pretrained(tmp_path / "checkpoint")
     assert not list(tmp_path.iterdir())
     undo(model)
@@ -106,17 +140,29 @@ def test_a_trainer_says_so_before_the_first_step(tmp_path):
     from transformers import Trainer, TrainingArguments
 
     def train(save: str, kind=MoETrainer) -> None:
-        made = TrainingArguments(str(tmp_path), max_steps=1, save_strategy=save, use_cpu=True, report_to=[], disable_tqdm=True)
+        made = TrainingArguments(
+            str(tmp_path),
+            max_steps=1,
+            save_strategy=save,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
         row = {"input_ids": batch("qwen2_moe")[0], "labels": batch("qwen2_moe")[0]}
         kind(model, made, train_dataset=[row] * 8).train()
 
     model = model_of("qwen2_moe")
     freeze_for_esft(model, {0: range(model.config.num_experts)})
     before = gathered_rows(model)[0].stacks["down_proj"]
-    with pytest.raises(ValueError, match="'steps', but a checkpoint cannot hold Qwen2MoeForCausalLM with experts that"):
+    with pytest.raises(
+        ValueError,
+        match="'steps', but a checkpoint cannot hold Qwen2MoeForCausalLM with experts that",
+    ):
         train("steps")
     assert torch.equal(before, gathered_rows(model)[0].stacks["down_proj"])
-    with pytest.raises(ValueError, match="Some experts of Qwen2MoeForCausalLM are stored separately"):
+    with pytest.raises(
+        ValueError, match="Some experts of Qwen2MoeForCausalLM are stored separately"
+    ):
         train("steps", kind=Trainer)  # which asks the model at its first checkpoint
     assert not (tmp_path / "checkpoint-1" / "model.safetensors").exists()
     train("no")

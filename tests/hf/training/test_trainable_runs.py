@@ -1,4 +1,6 @@
-"""Experts that train in part: accumulation, compilation, generation, what is differentiated and allocated, copies."""
+"""Experts that train in part: accumulation, compilation, generation, what is differentiated and
+allocated, copies.
+"""
 
 import functools
 
@@ -15,7 +17,8 @@ from tests.support.trained_rows import gathered_rows, trained_rows
 
 
 def test_accumulation_and_autocast():
-    model, ids = model_of("deepseek_v2"), batch("deepseek_v2")
+    model = model_of("deepseek_v2")
+    ids = batch("deepseek_v2")
     freeze_for_esft(model, two_each(model))
     want = run(model, ids)
     logits = [model(part).logits for part in ids.split(1)]
@@ -37,7 +40,8 @@ def test_accumulation_and_autocast():
 @pytest.mark.parametrize("name", ["deepseek_v2", "inkling2"])
 def test_compiles_as_one_graph(name):
     torch._dynamo.reset()
-    model, ids = model_of(name), batch(name)
+    model = model_of(name)
+    ids = batch(name)
     number = next(iter(numbered_layers(model)))
     freeze_for_esft(model, {number: [2, 0]})
     want = run(model, ids)
@@ -51,7 +55,8 @@ def test_compiles_as_one_graph(name):
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "ours"])
 def test_counts_and_generation_are_the_models_own(name):
-    model, ids = model_of(name).eval(), batch(name)
+    model = model_of(name).eval()
+    ids = batch(name)
     moe_runtime.patch(model)
     seen = []
     for apart in (False, True):
@@ -69,12 +74,18 @@ def test_counts_and_generation_are_the_models_own(name):
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "ours"])
 def test_nothing_below_the_lowest_layer_that_trains_is_differentiated(name, monkeypatch):
-    model, ids = model_of(name), batch(name)
+    model = model_of(name)
+    ids = batch(name)
     numbers = list(numbered_layers(model))
     freeze_for_esft(model, {numbers[-1]: [1, 2]})
-    needed, seen = [], {}
+    needed = []
+    seen = {}
     op = torch.ops.moe_runtime.moe_mlp_backward
-    monkeypatch.setattr(torch.ops.moe_runtime, "moe_mlp_backward", lambda *args: (needed.append(args[-2]), op(*args))[1])
+    monkeypatch.setattr(
+        torch.ops.moe_runtime,
+        "moe_mlp_backward",
+        lambda *args: (needed.append(args[-2]), op(*args))[1],
+    )
 
     def note(number, module, args, out):
         seen[number] = out.requires_grad
@@ -86,20 +97,35 @@ def test_nothing_below_the_lowest_layer_that_trains_is_differentiated(name, monk
     # x needs none; both weights do, and these are all that came out
     assert [list(needs[:3]) for needs in needed] == [[False, True, True]]
     trained = trained_rows(model)[numbers[-1]].stacks
-    assert {path.rpartition(".")[2] for path in got} == {"logits", *(f"trained_{stack}" for stack in trained)}
+    assert {path.rpartition(".")[2] for path in got} == {
+        "logits",
+        *(f"trained_{stack}" for stack in trained),
+    }
 
 
-SELECTED, ALL = 12, 64  # ESFT's share at DeepSeek-V2-Lite
+# ESFT's share at DeepSeek-V2-Lite
+SELECTED = 12
+ALL = 64
 
 
 def test_rows_are_those_of_the_stacks_in_the_order_asked_for():
     model = model_of("gpt_oss")
     train_rows(model, {0: [3, 1], 1: []})
-    own, gathered = trained_rows(model), gathered_rows(model)
+    own = trained_rows(model)
+    gathered = gathered_rows(model)
     assert own.keys() == gathered.keys() == {0} and gathered[0].ids == (3, 1)
-    assert gathered[0].stacks.keys() == {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+    assert gathered[0].stacks.keys() == {
+        "gate_up_proj",
+        "down_proj",
+        "gate_up_proj_bias",
+        "down_proj_bias",
+    }
     for stack, rows in gathered[0].stacks.items():
         whole = model.get_parameter(f"{paths_of(model)[0]}.{stack}")
-        assert torch.equal(rows, own[0].stacks[stack]) and torch.equal(rows, whole[[3, 1]]) and not rows.requires_grad
+        assert (
+            torch.equal(rows, own[0].stacks[stack])
+            and torch.equal(rows, whole[[3, 1]])
+            and not rows.requires_grad
+        )
         rows.zero_()
         assert own[0].stacks[stack].any()

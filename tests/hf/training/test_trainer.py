@@ -1,4 +1,6 @@
-"""hf/training/trainer.py and sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on mergeable models."""
+"""hf/training/trainer.py and sft.py: transformers' Trainer and TRL's SFTTrainer on upcycled and on
+mergeable models.
+"""
 
 import contextlib
 import csv
@@ -31,17 +33,29 @@ from tests.support.dist_launch import forked
 from tests.support.stock_moe import stock
 
 datasets.disable_progress_bars()
-ROWS = [{"prompt": f"add {i} to {j}:\n", "completion": f"{i + j} is it" + "!" * i} for i in range(5) for j in range(2)]
+ROWS = [
+    {"prompt": f"add {i} to {j}:\n", "completion": f"{i + j} is it" + "!" * i}
+    for i in range(5)
+    for j in range(2)
+]
 TOKENIZER = train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], 280)
 BALANCE = {"balance_loss": "switch", "balance_loss_coef": 0.1}
 COMMON = {
-    "per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
-    "report_to": [], "use_cpu": True, "disable_tqdm": True,
-}  # fmt: skip
+    "per_device_train_batch_size": 2,
+    "max_steps": 3,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
 
 
 def upcycled(**settings):
-    """A tiny upcycled Llama with the tokenizer's vocabulary, and a balance loss unless told otherwise."""
+    """A tiny upcycled Llama with the tokenizer's vocabulary, and a balance loss unless told
+    otherwise.
+    """
     return tiny.upcycled(changes={"vocab_size": len(TOKENIZER)}, **BALANCE | settings)
 
 
@@ -55,13 +69,37 @@ def rows(places=None):
     return datasets.Dataset.from_list([ROWS[i] for i in places] if places else ROWS)
 
 
-def trainer_of(kind, model, folder, places=None, train=None, eval_set=None, callbacks=None, parts=None, **settings):
-    """A trainer of class MoETrainer ("trainer"), MoESFTTrainer ("sft") or transformers' own ("plain")."""
+def trainer_of(
+    kind,
+    model,
+    folder,
+    places=None,
+    train=None,
+    eval_set=None,
+    callbacks=None,
+    parts=None,
+    **settings,
+):
+    """A trainer of class MoETrainer ("trainer"), MoESFTTrainer ("sft") or transformers' own
+    ("plain").
+    """
     train = rows(places) if train is None else train
     parts = (parts or {}) | {"callbacks": callbacks}
     if kind == "sft":
-        args = SFTConfig(str(folder), **{"bf16": False, "gradient_checkpointing": False, "max_length": 64} | COMMON | settings)
-        return MoESFTTrainer(model, args, train_dataset=train, eval_dataset=eval_set, processing_class=TOKENIZER, **parts)
+        args = SFTConfig(
+            str(folder),
+            **{"bf16": False, "gradient_checkpointing": False, "max_length": 64}
+            | COMMON
+            | settings,
+        )
+        return MoESFTTrainer(
+            model,
+            args,
+            train_dataset=train,
+            eval_dataset=eval_set,
+            processing_class=TOKENIZER,
+            **parts,
+        )
     train = tokenize_pairs(TOKENIZER, train, 64, row_ids=True)
     eval_set = eval_set and tokenize_pairs(TOKENIZER, eval_set, 64)
     cls = MoETrainer if kind == "trainer" else Trainer
@@ -76,14 +114,20 @@ def run(*args, **kwargs):
 
 
 def logged(trainer, name="loss"):
-    return [entry[name] for entry in trainer.state.log_history if name in entry and "train_loss" not in entry]
+    return [
+        entry[name]
+        for entry in trainer.state.log_history
+        if name in entry and "train_loss" not in entry
+    ]
 
 
 class Gradients(TrainerCallback):
     """Keeps the gradients of the first step, as the optimizer sees them."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.__dict__.setdefault("grads", {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        self.__dict__.setdefault(
+            "grads", {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
 
 
 def gradients(kind, model, folder, **settings):
@@ -97,16 +141,24 @@ KINDS = pytest.mark.parametrize("kind", ["trainer", "sft"])
 
 
 @KINDS
-@pytest.mark.parametrize("settings, coef", [
-    pytest.param({}, 0.0, id="switch"),
-    pytest.param({"balance_loss": "cv2", "noisy_gate": True}, 0.0, id="cv2-noisy"),
-    pytest.param({}, 0.1, id="with-the-pooled-loss"),
-    pytest.param({"balance_loss": "none"}, 0.1, id="pooled-only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, coef",
+    [
+        pytest.param({}, 0.0, id="switch"),
+        pytest.param({"balance_loss": "cv2", "noisy_gate": True}, 0.0, id="cv2-noisy"),
+        pytest.param({}, 0.1, id="with-the-pooled-loss"),
+        pytest.param({"balance_loss": "none"}, 0.1, id="pooled-only"),
+    ],
+)
 def test_the_parts_of_the_loss_are_logged_apart(kind, settings, coef, tmp_path):
     model = upcycled(**settings)
     model.config.router_aux_loss_coef, model.config.output_router_logits = coef, bool(coef)
-    steps = {"gradient_accumulation_steps": 2, "logging_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 2}
+    steps = {
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 2,
+        "max_steps": 4,
+        "per_device_eval_batch_size": 2,
+    }
     trainer = run(kind, model, tmp_path, eval_set=rows([1, 9, 3]), **steps)
     metrics = trainer.evaluate()
     parts = [logged(trainer, name) for name in ("loss", "lm_loss", "balance_loss")]
@@ -127,15 +179,23 @@ def test_the_first_loss_is_the_models_own(kind, coef, tmp_path):
         want = model.train()(**batch)
     trainer = run(kind, model, tmp_path, [0, 7], max_steps=1)
     got = [logged(trainer, name)[0] for name in ("loss", "lm_loss", "balance_loss")]
-    assert got == pytest.approx([want.loss.item(), want.lm_loss.item(), want.aux_loss.item()], rel=1e-6)
+    assert got == pytest.approx(
+        [want.loss.item(), want.lm_loss.item(), want.aux_loss.item()], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", [None, "qwen3_moe", "gpt_oss"])
 def test_gradients_added_in_place_train_the_same_model(name, tmp_path, monkeypatch):
-    """Bit by bit, with gradient clipping and an optimizer that drops the gradients after each step."""
-    trained, added, adding_to = [], [], moe_mlp.adding_to
+    """Bit by bit, with gradient clipping and an optimizer that drops the gradients after
+    each step.
+    """
+    trained = []
+    added = []
+    adding_to = moe_mlp.adding_to
     for module in (moe_mlp, moe_layer):
-        monkeypatch.setattr(module, "adding_to", lambda into, *args: added.append(into) or adding_to(into, *args))
+        monkeypatch.setattr(
+            module, "adding_to", lambda into, *args: added.append(into) or adding_to(into, *args)
+        )
     split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     for enabled in (False, True):
         torch.manual_seed(0)
@@ -149,14 +209,20 @@ def test_gradients_added_in_place_train_the_same_model(name, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
-@pytest.mark.parametrize("settings, places", [
-    pytest.param({"balance_loss": "none"}, [0, 3, 7, 9], id="rows-of-many-lengths"),
-    # the mean over micro-batches of a balance loss is that of the whole batch when they are all alike
-    pytest.param({}, [4] * 4, id="switch"),
-    pytest.param({"balance_loss": "cv2"}, [4] * 4, id="cv2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, places",
+    [
+        pytest.param({"balance_loss": "none"}, [0, 3, 7, 9], id="rows-of-many-lengths"),
+        # the mean over micro-batches of a balance loss is that of the whole batch when they are all
+        # alike
+        pytest.param({}, [4] * 4, id="switch"),
+        pytest.param({"balance_loss": "cv2"}, [4] * 4, id="cv2"),
+    ],
+)
 def test_accumulation_gives_the_gradients_of_the_whole_batch(kind, settings, places, tmp_path):
-    whole = gradients(kind, upcycled(**settings), tmp_path, places=places, per_device_train_batch_size=4)
+    whole = gradients(
+        kind, upcycled(**settings), tmp_path, places=places, per_device_train_batch_size=4
+    )
     split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     parts = gradients(kind, upcycled(**settings), tmp_path, places=places, **split)
     for name, want in whole.items():
@@ -165,10 +231,13 @@ def test_accumulation_gives_the_gradients_of_the_whole_batch(kind, settings, pla
 
 @KINDS
 def test_a_balance_loss_is_weighted_by_the_tokens_of_its_micro_batch(kind, tmp_path):
-    places, model = [0, 3, 7, 9], upcycled()
+    places = [0, 3, 7, 9]
+    model = upcycled()
     split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     got = gradients(kind, upcycled(), tmp_path, places=places, **split)
-    batches = [pair_collator(TOKENIZER)([row]) for row in tokenize_pairs(TOKENIZER, rows(places), 64)]
+    batches = [
+        pair_collator(TOKENIZER)([row]) for row in tokenize_pairs(TOKENIZER, rows(places), 64)
+    ]
     tokens = [batch["labels"][:, 1:].ne(-100).sum() for batch in batches]
     for batch, count in zip(batches, tokens, strict=True):
         out = model.train()(**batch)
@@ -186,13 +255,21 @@ def test_checkpointing_changes_neither_losses_nor_counts(kind, tmp_path):
     for on in (False, True):
         trainer = run(kind, upcycled(), tmp_path / str(on), gradient_checkpointing=on)
         results.append((logged(trainer), (tmp_path / str(on) / "router_stats.csv").read_text()))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6) and results[0][1] == results[1][1]
+    assert (
+        results[0][0] == pytest.approx(results[1][0], rel=1e-6) and results[0][1] == results[1][1]
+    )
 
 
 @KINDS
 def test_reentrant_checkpointing_is_refused_with_a_balance_loss(kind, tmp_path):
     with pytest.raises(ValueError, match="use_reentrant"):
-        run(kind, upcycled(), tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+        run(
+            kind,
+            upcycled(),
+            tmp_path,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": True},
+        )
 
 
 @KINDS
@@ -200,7 +277,9 @@ def test_reentrant_checkpointing_is_refused_with_a_balance_loss(kind, tmp_path):
 def test_bf16(kind, dtype, tmp_path):
     trainer = run(kind, upcycled().to(dtype), tmp_path, bf16=True)
     losses = logged(trainer)
-    assert losses[-1] < losses[0] and all(map(math.isfinite, losses + logged(trainer, "balance_loss")))
+    assert losses[-1] < losses[0] and all(
+        map(math.isfinite, losses + logged(trainer, "balance_loss"))
+    )
     full = run(kind, upcycled(), tmp_path)
     assert losses == pytest.approx(logged(full), rel=5e-2)
 
@@ -229,7 +308,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, noisy, stage, tmp_path):
     stats = (tmp_path / "run" / "router_stats.csv").read_text() if stage == "moe" else None
     resumed = trainer_of(kind, model(), tmp_path / "run", **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    assert [logged(resumed, name) for name in ("loss", "grad_norm")] == history and len(history[0]) == 8
+    assert [logged(resumed, name) for name in ("loss", "grad_norm")] == history and len(
+        history[0]
+    ) == 8
     for name, parameter in resumed.model.named_parameters():
         assert torch.equal(parameter, weights[name]), name
     start = dict(model().named_parameters())
@@ -245,7 +326,9 @@ def test_mixing_training_moves_the_mixing_logits_alone(kind, tmp_path):
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     mixing = {name: p for name, p in model.named_parameters() if name.endswith(".mixing_logits")}
     assert len(mixing) == 2 and optimized == {id(p) for p in mixing.values()}
-    assert len(trainer.optimizer.state) == 2 and all(p.dtype == torch.float32 for p in mixing.values())
+    assert len(trainer.optimizer.state) == 2 and all(
+        p.dtype == torch.float32 for p in mixing.values()
+    )
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == (name not in mixing), name
     assert not (tmp_path / "router_stats.csv").exists()
@@ -255,7 +338,8 @@ class Poison(TrainerCallback):
     """Makes a weight, or a gradient of it, NaN in one step."""
 
     def __init__(self, step, gradient=False):
-        self.step, self.gradient = step, gradient
+        self.step = step
+        self.gradient = gradient
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if state.global_step + 1 == self.step and not self.gradient:
@@ -269,7 +353,10 @@ class Poison(TrainerCallback):
 @KINDS
 @pytest.mark.parametrize("with_ids", [True, False], ids=["rows-known", "rows-unknown"])
 def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
-    train = rows().add_column("row_id", list(range(100, 110))) if with_ids and kind == "sft" else rows()
+    if with_ids and kind == "sft":
+        train = rows().add_column("row_id", list(range(100, 110)))
+    else:
+        train = rows()
     settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 8}
     trainer = trainer_of(kind, upcycled(), tmp_path, train=train, callbacks=[Poison(3)], **settings)
     if not with_ids and kind == "trainer":
@@ -278,10 +365,15 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
     with pytest.raises(ValueError, match="loss is nan at step 3") as error:
         trainer.train()
     message = str(error.value)
-    assert f"resume from {tmp_path / 'checkpoint-2'}" in message and ("batch of the examples" in message) == with_ids
+    assert (
+        f"resume from {tmp_path / 'checkpoint-2'}" in message
+        and ("batch of the examples" in message) == with_ids
+    )
     if with_ids:
         named = message.partition("examples ")[2].partition(".")[0].split(", ")
-        assert len(named) == 2 and all(int(i) in (range(100, 110) if kind == "sft" else range(10)) for i in named)
+        assert len(named) == 2 and all(
+            int(i) in (range(100, 110) if kind == "sft" else range(10)) for i in named
+        )
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     assert all(torch.isfinite(p).all() for p in saved.parameters())
@@ -290,10 +382,19 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
 
 @KINDS
 def test_router_statistics_change_no_loss(kind, tmp_path):
-    on, off = (run(kind, upcycled(noisy_gate=True), tmp_path / str(s), parts={"router_stats": s}) for s in (True, False))
+    on, off = (
+        run(kind, upcycled(noisy_gate=True), tmp_path / str(s), parts={"router_stats": s})
+        for s in (True, False)
+    )
     assert logged(on) == logged(off) and len(logged(on)) == 3
-    assert all(torch.equal(a, b) for a, b in zip(on.model.parameters(), off.model.parameters(), strict=True))
-    assert not logged(off, "router/max_violation") and not (tmp_path / "False" / "router_stats.csv").exists()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(on.model.parameters(), off.model.parameters(), strict=True)
+    )
+    assert (
+        not logged(off, "router/max_violation")
+        and not (tmp_path / "False" / "router_stats.csv").exists()
+    )
     assert not any(m._forward_pre_hooks for m in on.model.modules())
 
 
@@ -309,7 +410,9 @@ class Seen(TrainerCallback):
 
 @pytest.mark.parametrize("kind", ["trainer", "sft", "plain"])
 def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
-    model, records, masks = upcycled(), [], []
+    model = upcycled()
+    records = []
+    masks = []
 
     def keep_ids(module, args, out):
         if module.training:
@@ -322,13 +425,21 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
     for block in moe_layers(model).values():
         block.gate.register_forward_hook(keep_ids)
     model.register_forward_pre_hook(keep_mask, with_kwargs=True)
-    stats, seen = RouterStatsCallback(per_layer=True), Seen()
+    stats = RouterStatsCallback(per_layer=True)
+    seen = Seen()
     callbacks = [stats, seen] if kind == "plain" else [seen, stats]
     settings = {"max_steps": 4, "logging_steps": 2, "gradient_accumulation_steps": 2}
     trainer = run(
-        kind, model, tmp_path, places=range(8), eval_set=rows([0]), eval_strategy="steps", eval_steps=2, callbacks=callbacks,
+        kind,
+        model,
+        tmp_path,
+        places=range(8),
+        eval_set=rows([0]),
+        eval_strategy="steps",
+        eval_steps=2,
+        callbacks=callbacks,
         **settings,
-    )  # fmt: skip
+    )
     counts = torch.zeros(2, 2, 4, dtype=torch.int64)  # [log, layer, expert]
     assert len(masks) == 8 and any((mask == 0).any() for mask in masks)
     assert len(records) == 2 * len(masks)
@@ -339,9 +450,13 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
         lines = list(csv.DictReader(file))
     assert [int(line["slots"]) for line in lines] == counts.flatten().tolist()
     assert [int(line["step"]) for line in lines] == [2] * 8 + [4] * 8
-    worst = (counts[..., 1:].double() / counts[..., 1:].double().mean(-1, keepdim=True)).amax((1, 2))
+    worst = (counts[..., 1:].double() / counts[..., 1:].double().mean(-1, keepdim=True)).amax(
+        (1, 2)
+    )
     assert logged(trainer, "router/max_violation") == pytest.approx(worst.tolist())
-    assert logged(trainer, "router/1/load/2") == pytest.approx((counts[:, 1, 2] / counts[:, 1].sum(-1)).tolist())
+    assert logged(trainer, "router/1/load/2") == pytest.approx(
+        (counts[:, 1, 2] / counts[:, 1].sum(-1)).tolist()
+    )
     reported = [logs for logs in seen.logs if "loss" in logs]
     assert len(reported) == 2 and all("router/min_entropy" in logs for logs in reported)
 
@@ -349,11 +464,19 @@ def test_router_statistics_are_those_of_the_batches(kind, tmp_path):
 def test_lora_keeps_the_balance_loss(tmp_path):
     from peft import LoraConfig
 
-    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp.gate"], task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["mlp.gate"], task_type="CAUSAL_LM"
+    )
     trainer = run("sft", upcycled(), tmp_path, parts={"peft_config": lora})
     assert min(logged(trainer, "balance_loss")) > 1e-3
-    routers = {name: p for name, p in trainer.model.named_parameters() if ".gate." in name and p.requires_grad}
-    assert len(routers) == 2 and all(trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0 for p in routers.values())
+    routers = {
+        name: p
+        for name, p in trainer.model.named_parameters()
+        if ".gate." in name and p.requires_grad
+    }
+    assert len(routers) == 2 and all(
+        trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0 for p in routers.values()
+    )
     with open(tmp_path / "router_stats.csv", newline="") as file:
         assert len(list(csv.reader(file))) == 1 + 3 * 2 * 4
 
@@ -398,7 +521,13 @@ def test_trls_own_trainer_takes_the_loss_per_layer(tmp_path):
     use_balance_loss(model, "per_layer", 0.1)
     with torch.no_grad():
         want = model(**batch)
-    args = SFTConfig(str(tmp_path), bf16=False, gradient_checkpointing=False, max_length=64, **COMMON | {"max_steps": 1})
+    args = SFTConfig(
+        str(tmp_path),
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=64,
+        **COMMON | {"max_steps": 1},
+    )
     trainer = SFTTrainer(model, args, train_dataset=rows([0, 7]), processing_class=TOKENIZER)
     trainer.train()
     assert logged(trainer)[0] == pytest.approx(want.loss.item(), rel=1e-5)
@@ -406,10 +535,21 @@ def test_trls_own_trainer_takes_the_loss_per_layer(tmp_path):
 
 
 def test_stock_statistics_in_a_plain_trainer_are_those_of_the_batches(tmp_path):
-    model, masks = stock_moe(), []
-    model.register_forward_pre_hook(lambda m, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
+    model = stock_moe()
+    masks = []
+    model.register_forward_pre_hook(
+        lambda m, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
     with record_routing(model) as record:
-        run("plain", model, tmp_path, places=range(6), callbacks=[RouterStatsCallback()], max_steps=3, logging_steps=3)
+        run(
+            "plain",
+            model,
+            tmp_path,
+            places=range(6),
+            callbacks=[RouterStatsCallback()],
+            max_steps=3,
+            logging_steps=3,
+        )
     want = torch.zeros(2, 8, dtype=torch.int64)
     for layer, calls in enumerate(record.ids.values()):
         for ids, mask in zip(calls, masks, strict=True):
@@ -420,40 +560,68 @@ def test_stock_statistics_in_a_plain_trainer_are_those_of_the_batches(tmp_path):
     assert [int(line["slots"]) for line in lines] == want.flatten().tolist()
 
 
-UNMARKED = TOKENIZER.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+UNMARKED = TOKENIZER.chat_template.replace("{% generation %}", "").replace(
+    "{% endgeneration %}", ""
+)
 CHAT = [{"role": "user", "content": "add 1 to 2"}, {"role": "assistant", "content": "3 is it"}]
 
 
 SHAREGPT = [{"from": "human", "value": "add 1 to 2"}, {"from": "gpt", "value": "3 is it"}]
 
 
-@pytest.mark.parametrize("row, settings", [
-    pytest.param({"messages": CHAT}, {}, id="messages"),
-    pytest.param({"messages": CHAT}, {"assistant_only_loss": True}, id="trls-option"),
-    pytest.param({"messages": CHAT}, {"train_on": "all"}, id="all-of-messages"),
-    pytest.param({"conversations": SHAREGPT}, {}, id="sharegpt"),
-    pytest.param({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}, id="prompt-of-messages"),
-    pytest.param({"prompt": "add 1 to 2\n", "completion": "3 is it"}, {}, id="prompt-completion"),
-    pytest.param({"prompt": "add 1 to 2\n", "completion": "3 is it"}, {"completion_only_loss": False}, id="trls-word-for-all"),
-    pytest.param({"instruction": "add", "input": "1 to 2", "output": "3 is it"}, {}, id="alpaca"),
-    pytest.param({"question": "add 1 to 2", "answer": "3 is it"}, {}, id="question-answer"),
-    pytest.param({"text": "add 1 to 2\n3 is it"}, {}, id="text"),
-    pytest.param({"text": "add 1 to 2\n3 is it"}, {"packing": True}, id="packed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, settings",
+    [
+        pytest.param({"messages": CHAT}, {}, id="messages"),
+        pytest.param({"messages": CHAT}, {"assistant_only_loss": True}, id="trls-option"),
+        pytest.param({"messages": CHAT}, {"train_on": "all"}, id="all-of-messages"),
+        pytest.param({"conversations": SHAREGPT}, {}, id="sharegpt"),
+        pytest.param({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}, id="prompt-of-messages"),
+        pytest.param(
+            {"prompt": "add 1 to 2\n", "completion": "3 is it"}, {}, id="prompt-completion"
+        ),
+        pytest.param(
+            {"prompt": "add 1 to 2\n", "completion": "3 is it"},
+            {"completion_only_loss": False},
+            id="trls-word-for-all",
+        ),
+        pytest.param(
+            {"instruction": "add", "input": "1 to 2", "output": "3 is it"}, {}, id="alpaca"
+        ),
+        pytest.param({"question": "add 1 to 2", "answer": "3 is it"}, {}, id="question-answer"),
+        pytest.param({"text": "add 1 to 2\n3 is it"}, {}, id="text"),
+        pytest.param({"text": "add 1 to 2\n3 is it"}, {"packing": True}, id="packed"),
+    ],
+)
 def test_sft_trains_on_what_all_commands_do(row, settings, tmp_path, monkeypatch):
     """Read by --data or handed to TRL as it is, of a template with {% generation %} or without."""
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
-    settings, parts = dict(settings), {"train_on": settings["train_on"]} if "train_on" in settings else {}
+    settings, parts = (
+        dict(settings),
+        {"train_on": settings["train_on"]} if "train_on" in settings else {},
+    )
     settings.pop("train_on", None)
     train_on = "all" if parts or "completion_only_loss" in settings else "assistant"
-    read, raw = read_rows(tmp_path / "rows.jsonl"), datasets.Dataset.from_list([row] * 8)
+    read = read_rows(tmp_path / "rows.jsonl")
+    raw = datasets.Dataset.from_list([row] * 8)
     ids, labels = encode(TOKENIZER, read[0], train_on=train_on)
-    for rows, template in ((read, TOKENIZER.chat_template), (raw, UNMARKED), (raw.to_iterable_dataset(), UNMARKED)):
+    for rows, template in (
+        (read, TOKENIZER.chat_template),
+        (raw, UNMARKED),
+        (raw.to_iterable_dataset(), UNMARKED),
+    ):
         monkeypatch.setattr(TOKENIZER, "chat_template", template)
-        trainer = trainer_of("sft", upcycled(), tmp_path / "out", train=rows, max_steps=1, parts=parts, **settings)
+        trainer = trainer_of(
+            "sft", upcycled(), tmp_path / "out", train=rows, max_steps=1, parts=parts, **settings
+        )
         batch = next(iter(trainer.get_train_dataloader()))
-        got, count = batch["labels"][0].tolist(), len(ids)  # of a packed row the first of several
-        assert batch["input_ids"][0].tolist()[:count] == ids and got[:count] in (labels, [-100, *labels[1:]])
+        # of a packed row the first of several
+        got = batch["labels"][0].tolist()
+        count = len(ids)
+        assert batch["input_ids"][0].tolist()[:count] == ids and got[:count] in (
+            labels,
+            [-100, *labels[1:]],
+        )
         assert set(got[count:]) <= {-100} or settings.get("packing")
         if rows is read:
             trainer.train()
@@ -471,9 +639,27 @@ def folder(tmp_path_factory):
 
 
 def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
-    (tmp_path / "train.yaml").write_text("max_steps: 3\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-2\n")
-    argv = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--config", str(tmp_path / "train.yaml")]
-    argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
+    (tmp_path / "train.yaml").write_text(
+        "max_steps: 3\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-2\n"
+    )
+    argv = [
+        "--model",
+        str(folder / "moe"),
+        "--data",
+        str(folder / "rows.jsonl"),
+        "--config",
+        str(tmp_path / "train.yaml"),
+    ]
+    argv += [
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_steps",
+        "2",
+        "--logging_steps",
+        "1",
+        "--report_to",
+        "none",
+    ]
     code = "import sys; from moe_runtime.hf import train_command; train_command(sys.argv[1:])"
     done = forked(code, *argv)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -481,11 +667,19 @@ def test_the_command_trains_a_folder_and_saves_one(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     start = AutoModelForCausalLM.from_pretrained(folder / "moe")
     assert type(model) is type(start)
-    moved = [name for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True) if not torch.equal(a, b)]
-    assert any(".gate.weight" in name for name in moved) and any(".experts.down_proj" in name for name in moved)
+    moved = [
+        name
+        for (name, a), b in zip(model.named_parameters(), start.parameters(), strict=True)
+        if not torch.equal(a, b)
+    ]
+    assert any(".gate.weight" in name for name in moved) and any(
+        ".experts.down_proj" in name for name in moved
+    )
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "balance_loss" in entry] == [1, 2]
-    assert (tmp_path / "out" / "router_stats.csv").exists() and (tmp_path / "out" / "tokenizer.json").exists()
+    assert (tmp_path / "out" / "router_stats.csv").exists() and (
+        tmp_path / "out" / "tokenizer.json"
+    ).exists()
 
 
 NOTHING = [CHAT[0], {"role": "assistant", "content": None}]
@@ -497,8 +691,16 @@ REFUSED = {
         [],
         r"line 2 of .*: the roles are \['user'\], but expected at least one assistant turn",
     ),
-    "tracker": (None, ["--report_to", "wandb"], "'wandb' of report_to is not installed. Install it, or pass .*none"),
-    "no-template": ({"messages": CHAT}, [], "The tokenizer has no chat template, .* Pass --chat_template_path"),
+    "tracker": (
+        None,
+        ["--report_to", "wandb"],
+        "'wandb' of report_to is not installed. Install it, or pass .*none",
+    ),
+    "no-template": (
+        {"messages": CHAT},
+        [],
+        "The tokenizer has no chat template, .* Pass --chat_template_path",
+    ),
 }
 
 
@@ -506,14 +708,24 @@ REFUSED = {
 def test_the_command_refuses_in_one_line_before_it_trains(name, folder, tmp_path, monkeypatch):
     bad, options, says = REFUSED[name]
     monkeypatch.setattr(MoESFTTrainer, "train", None)
-    model, data = folder / "moe", folder / "rows.jsonl"
+    model = folder / "moe"
+    data = folder / "rows.jsonl"
     if name == "no-template":
         model = shutil.copytree(model, tmp_path / "moe")
         (model / "chat_template.jinja").unlink()
     if bad is not None:
-        data, good = tmp_path / "bad.jsonl", {"messages": CHAT} if "messages" in bad else {"text": "2"}
+        data = tmp_path / "bad.jsonl"
+        good = {"messages": CHAT} if "messages" in bad else {"text": "2"}
         data.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
-    argv = ["--model", str(model), "--data", str(data), "--output_dir", str(tmp_path / "out"), *options]
+    argv = [
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--output_dir",
+        str(tmp_path / "out"),
+        *options,
+    ]
     with pytest.raises(ValueError, match=says) as error:
         train_command(argv)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
@@ -532,34 +744,81 @@ def test_the_command_trains_a_chat_on_its_answers(folder, tmp_path, monkeypatch)
         raise ZeroDivisionError
 
     monkeypatch.setattr(MoESFTTrainer, "train", train)
-    argv = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out")]
+    argv = [
+        "--model",
+        str(model),
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     for options in ([], ["--train-on", "all"]):
         with pytest.raises(ZeroDivisionError):
-            train_command([*argv, "--chat_template_path", str(tmp_path / "chat.jinja"), "--report_to", "none", *options])
-    part, whole = (TOKENIZER.decode(batch["labels"][0][batch["labels"][0] != -100]) for batch in batches)
+            train_command(
+                [
+                    *argv,
+                    "--chat_template_path",
+                    str(tmp_path / "chat.jinja"),
+                    "--report_to",
+                    "none",
+                    *options,
+                ]
+            )
+    part, whole = (
+        TOKENIZER.decode(batch["labels"][0][batch["labels"][0] != -100]) for batch in batches
+    )
     assert part == "3 is it</s>" and whole == TOKENIZER.apply_chat_template(CHAT, tokenize=False)
 
 
-def test_the_command_evaluates_resumes_and_says_how_long_it_takes(folder, tmp_path, capsys, monkeypatch):
+def test_the_command_evaluates_resumes_and_says_how_long_it_takes(
+    folder, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(console, "FIRST", 0.0)
     monkeypatch.setattr(console, "EVERY", 0.0)
     argv = ["--model_name_or_path", str(folder / "moe"), "--data", str(folder / "rows.jsonl")]
-    argv += ["--eval_data", str(folder / "rows.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2"]
-    argv += ["--output_dir", str(tmp_path), "--save_steps", "1", "--report_to", "none", "--no_router_stats"]
+    argv += [
+        "--eval_data",
+        str(folder / "rows.jsonl"),
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "2",
+    ]
+    argv += [
+        "--output_dir",
+        str(tmp_path),
+        "--save_steps",
+        "1",
+        "--report_to",
+        "none",
+        "--no_router_stats",
+    ]
     assert train_command([*argv, "--max_steps", "2"]) == tmp_path
     capsys.readouterr()
-    assert train_command([*argv, "--max_steps", "4", "--resume_from_checkpoint", "true"]) == tmp_path
+    assert (
+        train_command([*argv, "--max_steps", "4", "--resume_from_checkpoint", "true"]) == tmp_path
+    )
     said = capsys.readouterr()
     assert "after step 4" in said.out
     card = (tmp_path / "README.md").read_text()
-    assert f'from_pretrained("OWNER/{tmp_path.name}")' in card and "2404.15247" in card and "None" not in card
-    assert "moe-runtime train --model_name_or_path moe --data rows.jsonl" in card and "| steps | 4 |" in card
+    assert (
+        f'from_pretrained("OWNER/{tmp_path.name}")' in card
+        and "2404.15247" in card
+        and "None" not in card
+    )
+    assert (
+        "moe-runtime train --model_name_or_path moe --data rows.jsonl" in card
+        and "| steps | 4 |" in card
+    )
     lines = [line for line in said.err.splitlines() if line.startswith("training: ")]
     assert lines[0].startswith("training: 50% 2/4 [")
     assert re.fullmatch(r"training: 75% 3/4 \[\d\d:\d\d<\d\d:\d\d, +\S+(step/s|s/step)\]", lines[1])
     assert lines[-1].startswith("training: done in ")
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "eval_balance_loss" in entry] == [2, 4]
+    assert [entry["step"] for entry in state["log_history"] if "eval_balance_loss" in entry] == [
+        2,
+        4,
+    ]
     assert not (tmp_path / "router_stats.csv").exists()
 
 
@@ -567,18 +826,34 @@ def test_the_command_does_not_replace_the_model_that_it_begins_with(folder, monk
     monkeypatch.chdir(folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for name in ("moe", str(folder / "moe")):
-        with pytest.raises(ValueError, match="^output_dir moe/ is .*moe, the model to train. Pass another folder"):
+        with pytest.raises(
+            ValueError, match="^output_dir moe/ is .*moe, the model to train. Pass another folder"
+        ):
             train_command(["--model", name, "--data", "rows.jsonl", "--output_dir", "moe/"])
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(folder, tmp_path, monkeypatch):
+def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(
+    folder, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    files = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--report_to", "none", "--no_router_stats"]
-    with pytest.raises(ValueError, match="^output_dir None is not a folder. Pass --output_dir FOLDER$"):
+    files = [
+        "--model",
+        str(folder / "moe"),
+        "--data",
+        str(folder / "rows.jsonl"),
+        "--report_to",
+        "none",
+        "--no_router_stats",
+    ]
+    with pytest.raises(
+        ValueError, match="^output_dir None is not a folder. Pass --output_dir FOLDER$"
+    ):
         train_command(files)
     argv = [*files, "--output_dir", "out", "--save_steps", "2"]
-    with pytest.raises(ValueError, match="^output_dir out has no complete checkpoint. Run without --resume$"):
+    with pytest.raises(
+        ValueError, match="^output_dir out has no complete checkpoint. Run without --resume$"
+    ):
         train_command([*argv, "--resume"])
     assert not list(tmp_path.iterdir())
     train_command([*argv, "--max_steps", "4"])
@@ -591,14 +866,20 @@ def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(folder, 
         with pytest.raises(ValueError, match=match):
             train_command([*argv, "--max_steps", "2", *more])
     inside = ["--model", "out/checkpoint-4", *argv[2:], "--overwrite"]
-    with pytest.raises(ValueError, match="^output_dir out contains out/checkpoint-4, the model to train"):
+    with pytest.raises(
+        ValueError, match="^output_dir out contains out/checkpoint-4, the model to train"
+    ):
         train_command(inside)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     # the earlier run's checkpoint of a later step is gone
     train_command([*argv, "--max_steps", "2", "--overwrite", "--seed", "7"])
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
     seen = []
-    monkeypatch.setattr(sft.console, "bar", lambda *args, **options: contextlib.nullcontext(lambda step, *_: seen.append(step)))
+    monkeypatch.setattr(
+        sft.console,
+        "bar",
+        lambda *args, **options: contextlib.nullcontext(lambda step, *_: seen.append(step)),
+    )
     train_command([*argv, "--max_steps", "3", "--resume"])
     assert seen[0] == 2
 
@@ -607,10 +888,19 @@ def test_the_command_replaces_no_earlier_run_and_resumes_the_latest_one(folder, 
 @pytest.mark.parametrize("value", [True, False])
 def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path):
     model = upcycled()
-    model.config.use_cache, seen = value, []
+    model.config.use_cache = value
+    seen = []
     hook = lambda module, args, kwargs: seen.append(kwargs["use_cache"])  # noqa: E731
     model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
-    trainer = run(kind, model, tmp_path, save_strategy="steps", save_steps=1, max_steps=1, eval_set=rows([1, 2]))
+    trainer = run(
+        kind,
+        model,
+        tmp_path,
+        save_strategy="steps",
+        save_steps=1,
+        max_steps=1,
+        eval_set=rows([1, 2]),
+    )
     trainer.evaluate()
     trainer.save_model(tmp_path / "moe")
     xft.merge_folder(tmp_path / "moe", tmp_path / "dense")
@@ -620,14 +910,44 @@ def test_training_leaves_use_cache_in_the_config_as_it_was(kind, value, tmp_path
 
 
 def test_lora_has_targets_and_a_diverged_training_is_said(folder, tmp_path, capsys):
-    argv = ["--model", str(folder / "moe"), "--data", str(folder / "rows.jsonl"), "--report_to", "none", "--no_router_stats"]
+    argv = [
+        "--model",
+        str(folder / "moe"),
+        "--data",
+        str(folder / "rows.jsonl"),
+        "--report_to",
+        "none",
+        "--no_router_stats",
+    ]
     argv += ["--max_steps", "3", "--save_strategy", "no"]
-    train_command([*argv, "--output_dir", str(tmp_path / "whole"), "--learning_rate", "1000", "--no_stop_on_nan"])
+    train_command(
+        [
+            *argv,
+            "--output_dir",
+            str(tmp_path / "whole"),
+            "--learning_rate",
+            "1000",
+            "--no_stop_on_nan",
+        ]
+    )
     guess = math.log(len(TOKENIZER))
-    said = f"warning: the training diverged, as a uniform guess has loss {guess:.2f}. Lower --learning_rate, which is 1000.0"
+    said = (
+        "warning: the training diverged, as a uniform "
+        "guess "
+        "has "
+        "loss "
+        f"{guess:.2f}. "
+        "Lower "
+        "--learning_rate, which is 1000.0"
+    )
     assert said in capsys.readouterr().err
     train_command([*argv, "--output_dir", str(tmp_path), "--overwrite", "--use_peft"])
     assert "diverged" not in capsys.readouterr().err
     found = json.loads((tmp_path / "adapter_config.json").read_text())
     assert found["lora_dropout"] == 0
-    assert {name.rpartition(".")[2] for name in found["target_modules"]} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.rpartition(".")[2] for name in found["target_modules"]} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }

@@ -12,7 +12,15 @@ from tests.hf.tiny import dense
 
 TOKENIZER = train_tokenizer(["hello world, hello world; " * 20], 300)
 V = len(TOKENIZER)
-SAYS = rf"Token ids must be below vocab_size \({V - 1}\), but got {V - 1} \('.+'\). .*resize_token_embeddings\({V}\)"
+SAYS = (
+    r"Token ids must be below vocab_size "
+    rf"\({V - 1}\), "
+    r"but "
+    r"got "
+    rf"{V - 1} "
+    r"\('.+'\). "
+    rf".*resize_token_embeddings\({V}\)"
+)
 
 FIXED = Features({"input_ids": Sequence(Value("int32"), length=2)})
 
@@ -22,34 +30,57 @@ def small():
     return dense("llama", vocab_size=V - 1)
 
 
-@pytest.mark.parametrize("rows", [
-    pytest.param(Dataset.from_dict({"input_ids": [[1, 2], [], [V - 1, 3]]}), id="dataset"),
-    pytest.param({"a": Dataset.from_dict({"input_ids": [[V - 1]]})}, id="datasets by name"),
-    pytest.param([{"input_ids": [1]}, {"input_ids": [4, V - 1]}], id="list"),
-    pytest.param([{"input_ids": torch.tensor([4, V - 1])}, {"input_ids": torch.tensor([], dtype=int)}], id="tensors"),
-    pytest.param([{"input_ids": np.array([[4], [V - 1]])}], id="arrays"),
-    pytest.param([{"input_ids": [[], [1], [4, V - 1]]}, {"input_ids": [[]]}], id="lists of lists"),
-    pytest.param(Dataset.from_dict({"input_ids": [[[1], []], [[], [4, V - 1]]]}), id="dataset of lists of lists"),
-    pytest.param(Dataset.from_dict({"input_ids": [1, V - 1]}), id="one id a row"),
-    pytest.param(Dataset.from_dict({"input_ids": [[1, V - 1]]}, FIXED), id="rows of one length"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(Dataset.from_dict({"input_ids": [[1, 2], [], [V - 1, 3]]}), id="dataset"),
+        pytest.param({"a": Dataset.from_dict({"input_ids": [[V - 1]]})}, id="datasets by name"),
+        pytest.param([{"input_ids": [1]}, {"input_ids": [4, V - 1]}], id="list"),
+        pytest.param(
+            [{"input_ids": torch.tensor([4, V - 1])}, {"input_ids": torch.tensor([], dtype=int)}],
+            id="tensors",
+        ),
+        pytest.param([{"input_ids": np.array([[4], [V - 1]])}], id="arrays"),
+        pytest.param(
+            [{"input_ids": [[], [1], [4, V - 1]]}, {"input_ids": [[]]}], id="lists of lists"
+        ),
+        pytest.param(
+            Dataset.from_dict({"input_ids": [[[1], []], [[], [4, V - 1]]]}),
+            id="dataset of lists of lists",
+        ),
+        pytest.param(Dataset.from_dict({"input_ids": [1, V - 1]}), id="one id a row"),
+        pytest.param(
+            Dataset.from_dict({"input_ids": [[1, V - 1]]}, FIXED), id="rows of one length"
+        ),
+    ],
+)
 def test_an_id_beyond_the_embedding(small, rows):
     with pytest.raises(ValueError, match=SAYS):
         check_rows(small, rows, TOKENIZER)
-    with pytest.raises(ValueError, match=rf"Token ids must be below vocab_size \({V - 1}\), but got {V - 1}\."):
+    with pytest.raises(
+        ValueError, match=rf"Token ids must be below vocab_size \({V - 1}\), but got {V - 1}\."
+    ):
         check_rows(small, rows)
     check_rows(dense("llama", vocab_size=V), rows, TOKENIZER)
 
 
-@pytest.mark.parametrize("rows", [
-    pytest.param(Dataset.from_dict({"input_ids": [[V - 2], [V]]}).select([0]), id="a row that is not taken"),
-    pytest.param(Dataset.from_dict({"text": ["a"]}), id="text"),
-    pytest.param(Dataset.from_dict({"input_ids": [[], []]}), id="rows without a token"),
-    pytest.param(IterableDataset.from_generator(lambda: iter([{"input_ids": [V]}])), id="read only later"),
-    pytest.param([{"input_ids": [], "labels": []}, {"labels": [V]}], id="nothing to embed"),
-    pytest.param(Dataset.from_dict({"input_ids": [["a"], ["b"]]}), id="no ids"),
-    pytest.param(None, id="no rows"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(
+            Dataset.from_dict({"input_ids": [[V - 2], [V]]}).select([0]),
+            id="a row that is not taken",
+        ),
+        pytest.param(Dataset.from_dict({"text": ["a"]}), id="text"),
+        pytest.param(Dataset.from_dict({"input_ids": [[], []]}), id="rows without a token"),
+        pytest.param(
+            IterableDataset.from_generator(lambda: iter([{"input_ids": [V]}])), id="read only later"
+        ),
+        pytest.param([{"input_ids": [], "labels": []}, {"labels": [V]}], id="nothing to embed"),
+        pytest.param(Dataset.from_dict({"input_ids": [["a"], ["b"]]}), id="no ids"),
+        pytest.param(None, id="no rows"),
+    ],
+)
 def test_what_is_not_embedded_does_not_count(small, rows):
     check_rows(small, rows)
 

@@ -8,8 +8,9 @@ import torch
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
 from tests.hf import stock, tiny
 
-# deepseek_v2: a dense layer, shared MLPs; gpt_oss: transposed, interleaved, biases; nemotron_h: not gated; qwen2_moe: a gate in
-# front of the shared MLP; muse_spark: composed, a norm behind each expert; inkling2: composed, a gate of its own
+# deepseek_v2: a dense layer, shared MLPs; gpt_oss: transposed, interleaved, biases; nemotron_h: not
+# gated; qwen2_moe: a gate in front of the shared MLP; muse_spark: composed, a norm behind each
+# expert; inkling2: composed, a gate of its own
 STOCK = ("deepseek_v2", "gpt_oss", "nemotron_h", "qwen2_moe", "muse_spark", "inkling2")
 OURS = {"ours": {}, "ours-plain-gate": {"gate": "topk_softmax"}}
 MODELS = (*STOCK, *OURS)
@@ -31,12 +32,18 @@ def batch(name: str) -> torch.Tensor:
 
 def two_each(model) -> dict[int, list[int]]:
     """Two routed experts of each layer, the later one first."""
-    return {number: [layer.num_experts - 1 - number % 2, layer.num_shared] for number, layer in numbered_layers(model).items()}
+    return {
+        number: [layer.num_experts - 1 - number % 2, layer.num_shared]
+        for number, layer in numbered_layers(model).items()
+    }
 
 
 def paths_of(model) -> dict[int, str]:
     names = {module: name for name, module in model.named_modules()}
-    return {number: names[experts_module(model, layer)] for number, layer in numbered_layers(model).items()}
+    return {
+        number: names[experts_module(model, layer)]
+        for number, layer in numbered_layers(model).items()
+    }
 
 
 def run(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -44,11 +51,15 @@ def run(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     logits = model(ids).logits
     (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).mean().backward()
-    return {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach()} | {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def optimizer_of(model) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1
+    )
 
 
 def train(model, ids: torch.Tensor, steps: int) -> torch.optim.Optimizer:

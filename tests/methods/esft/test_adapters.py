@@ -1,4 +1,6 @@
-"""moe_runtime.methods.esft.adapters: official names for every layout, in and out of any model bit by bit, clear errors."""
+"""moe_runtime.methods.esft.adapters: official names for every layout, in and out of any model bit
+by bit, clear errors.
+"""
 
 import copy
 import json
@@ -10,7 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from moe_runtime.hf.dropin.experts import register
 from moe_runtime.hf.dropin.layers import experts_module, numbered_layers
-from moe_runtime.hf.training.trained_files import Layout, experts_path, join_row, layout_of, parse_name, split_row, stack_parts
+from moe_runtime.hf.training.trained_files import (
+    Layout,
+    experts_path,
+    join_row,
+    layout_of,
+    parse_name,
+    split_row,
+    stack_parts,
+)
 from moe_runtime.methods.esft.adapters import Adapter, apply, load_adapter, remove
 from moe_runtime.methods.esft.selection import ExpertSelection
 from tests.hf import stock as every
@@ -27,18 +37,24 @@ def saved(model, folder, **options) -> Adapter:
     return load_adapter(folder)
 
 
-@pytest.mark.parametrize("name, want", [
-    ("model.layers.1.mlp.experts.12.gate_proj.weight", ("model.layers.1.mlp.experts", 1, 12, "gate_proj.weight")),
-    (
-        "model.layers.3.feed_forward.experts.0.down_proj.bias",
-        ("model.layers.3.feed_forward.experts", 3, 0, "down_proj.bias"),
-    ),
-    ("model.layers.1.mlp.shared_experts.gate_proj.weight", None),
-    ("model.layers.1.mlp.shared_experts.0.gate_proj.weight", None),
-    ("model.layers.1.mlp.gate_proj.weight", None),
-    ("model.layers.1.mlp.experts.gate_up_proj", None),
-    ("experts.0.up_proj.weight", None),  # no layer
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, want",
+    [
+        (
+            "model.layers.1.mlp.experts.12.gate_proj.weight",
+            ("model.layers.1.mlp.experts", 1, 12, "gate_proj.weight"),
+        ),
+        (
+            "model.layers.3.feed_forward.experts.0.down_proj.bias",
+            ("model.layers.3.feed_forward.experts", 3, 0, "down_proj.bias"),
+        ),
+        ("model.layers.1.mlp.shared_experts.gate_proj.weight", None),
+        ("model.layers.1.mlp.shared_experts.0.gate_proj.weight", None),
+        ("model.layers.1.mlp.gate_proj.weight", None),
+        ("model.layers.1.mlp.experts.gate_up_proj", None),
+        ("experts.0.up_proj.weight", None),  # no layer
+    ],
+)
 def test_names_of_experts(name, want):
     assert parse_name(name) == want
 
@@ -48,7 +64,8 @@ def test_names_of_experts(name, want):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_is_the_matrices_of_a_linear_mlp(gated, transposed, interleaved, bias):
-    I, H = 5, 3
+    I = 5
+    H = 3
     layout = Layout(gated, transposed, interleaved and gated, bias)
     up = torch.randn(I * (1 + gated), H)
     rows = {"gate_up_proj" if gated else "up_proj": up, "down_proj": torch.randn(H, I)}
@@ -74,10 +91,15 @@ def test_in_and_out_of_every_family(tmp_path, family):
     apply(model, adapter)
     after = weights(model)
     for number, layer in numbered_layers(model).items():
-        module, ids = experts_module(model, layer), adapter.selection.experts[number]
+        module = experts_module(model, layer)
+        ids = adapter.selection.experts[number]
         for stack in stack_parts(layout_of(module)):
             name = f"{experts_path(layer)}.{stack}"
-            changed = [e for e in range(layer.num_experts) if not torch.equal(before[name][e], after[name][e])]
+            changed = [
+                e
+                for e in range(layer.num_experts)
+                if not torch.equal(before[name][e], after[name][e])
+            ]
             assert changed == sorted(ids)
             for e in ids:
                 for part, got in split_row(layout_of(module), stack, after[name][e]).items():
@@ -100,7 +122,9 @@ def test_any_implementation_runs_it(tmp_path, implementation):
         torch.testing.assert_close(after, model(**batch()).logits, atol=1e-4, rtol=1e-4)
         model.set_experts_implementation(implementation)
         remove(model)
-        assert torch.equal(model(**batch()).logits, before) and not torch.allclose(before, after, atol=1e-2)
+        assert torch.equal(model(**batch()).logits, before) and not torch.allclose(
+            before, after, atol=1e-2
+        )
 
 
 @pytest.mark.parametrize("changes", [{}, {"mlp_bias": False}], ids=["biases", "no biases"])
@@ -120,16 +144,22 @@ def test_the_shared_expert_of_our_own_layers_needs_its_flag(tmp_path):
     model = upcycled("llama", gate="xft")
     adapter = random_adapter(model, others=True)
     tensors = dict(adapter.tensors) | {
-        name.replace("experts.1.", "experts.0."): tensor + 1 for name, tensor in adapter.tensors.items() if "experts.1." in name
+        name.replace("experts.1.", "experts.0."): tensor + 1
+        for name, tensor in adapter.tensors.items()
+        if "experts.1." in name
     }
     before = weights(model)
     apply(model, replace(adapter, tensors=tensors))
     remove(model)
     assert same(before, weights(model))
     for wrong in (0, 2):  # never selected, and no shared one
-        renamed = {n.replace("experts.1.", f"experts.{wrong}."): t for n, t in adapter.tensors.items()} | adapter.tensors
+        renamed = {
+            n.replace("experts.1.", f"experts.{wrong}."): t for n, t in adapter.tensors.items()
+        } | adapter.tensors
         selection = replace(adapter.selection, shared_experts=wrong != 0)
-        with pytest.raises(ValueError, match=f"expert {wrong} of layer 0, which its selection lacks"):
+        with pytest.raises(
+            ValueError, match=f"expert {wrong} of layer 0, which its selection lacks"
+        ):
             apply(model, replace(adapter, tensors=renamed, selection=selection))
 
 
@@ -140,7 +170,9 @@ def test_values_are_rounded_to_the_model(tmp_path, dtype):
     adapter = saved(model, tmp_path / "adapter", dtype=dtype)
     apply(model, adapter)
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
-    assert torch.equal(model.model.layers[0].mlp.experts.down_proj[1], adapter.tensors[name].to(torch.bfloat16))
+    assert torch.equal(
+        model.model.layers[0].mlp.experts.down_proj[1], adapter.tensors[name].to(torch.bfloat16)
+    )
     remove(model)
     assert same(before, weights(model))
 
@@ -149,19 +181,34 @@ def test_the_folder_is_the_official_one(tmp_path):
     model = stock("deepseek_v2")
     adapter = random_adapter(model)
     adapter.save(tmp_path / "adapter")
-    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == ["expert_cfg.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "expert_cfg.json",
+        "model.safetensors",
+    ]
     tensors = load_file(tmp_path / "adapter" / "model.safetensors")
-    H, I = 32, 24
+    H = 32
+    I = 24
     assert {name: list(t.shape) for name, t in tensors.items()} == {
-        f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight": [H, I] if part == "down" else [I, H]
+        f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight": [H, I]
+        if part == "down"
+        else [I, H]
         for layer in (1, 2)
         for e in (1, 7)
         for part in ("gate", "up", "down")
     }
     config = json.loads((tmp_path / "adapter" / "expert_cfg.json").read_text())
-    assert config.pop("moe_runtime")["base"]["experts"]["1"] == {"gate_up_proj": [8, 2 * I, H], "down_proj": [8, H, I]}
-    assert config == {"experts": {"1": [7, 1], "2": [7, 1]}, "shared_experts": False, "non_expert_modules": False}
-    assert adapter.num_parameters == 2 * 2 * 3 * H * I and adapter.nbytes == 4 * adapter.num_parameters
+    assert config.pop("moe_runtime")["base"]["experts"]["1"] == {
+        "gate_up_proj": [8, 2 * I, H],
+        "down_proj": [8, H, I],
+    }
+    assert config == {
+        "experts": {"1": [7, 1], "2": [7, 1]},
+        "shared_experts": False,
+        "non_expert_modules": False,
+    }
+    assert (
+        adapter.num_parameters == 2 * 2 * 3 * H * I and adapter.nbytes == 4 * adapter.num_parameters
+    )
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["model.layers", "layers"])
@@ -175,14 +222,22 @@ def test_official_folders_are_read(tmp_path, legacy):
         save_file(tensors, tmp_path / f"model-{number}.safetensors")
     (tmp_path / "expert_cfg.json").write_text(json.dumps(adapter.selection.to_dict()))
     read = load_adapter(tmp_path)
-    assert read.base is None and same(dict(read.tensors), {n: t.contiguous() for n, t in adapter.tensors.items()})
+    assert read.base is None and same(
+        dict(read.tensors), {n: t.contiguous() for n, t in adapter.tensors.items()}
+    )
     apply(model, read)
 
 
 CHANGED = {
     "experts": (dict(num_experts=4), r"whose num_\w*experts is 8, but the model's is 4"),
-    "routing": (dict(num_experts_per_tok=3), "whose num_experts_per_tok is 2, but the model's is 3"),
-    "width": (dict(moe_intermediate_size=16), "whose moe_intermediate_size is 24, but the model's is 16"),
+    "routing": (
+        dict(num_experts_per_tok=3),
+        "whose num_experts_per_tok is 2, but the model's is 3",
+    ),
+    "width": (
+        dict(moe_intermediate_size=16),
+        "whose moe_intermediate_size is 24, but the model's is 16",
+    ),
     "depth": (dict(num_hidden_layers=1), "whose num_hidden_layers is 2, but the model's is 1"),
 }
 
@@ -221,7 +276,11 @@ BAD = {
         lambda a: _edit(
             a,
             selection=ExpertSelection(experts={2: (1,)}),
-            tensors={n.replace("layers.1.", "layers.2."): t for n, t in a.tensors.items() if "layers.1.mlp.experts.1." in n},
+            tensors={
+                n.replace("layers.1.", "layers.2."): t
+                for n, t in a.tensors.items()
+                if "layers.1.mlp.experts.1." in n
+            },
         ),
         r"selection has experts \[1\] of layer 2",
     ),
@@ -229,16 +288,24 @@ BAD = {
         lambda a: _edit(
             a,
             selection=ExpertSelection(experts={1: (9,)}),
-            tensors={n.replace("experts.1.", "experts.9."): t for n, t in a.tensors.items() if "layers.1.mlp.experts.1." in n},
+            tensors={
+                n.replace("experts.1.", "experts.9."): t
+                for n, t in a.tensors.items()
+                if "layers.1.mlp.experts.1." in n
+            },
         ),
         r"selection has experts \[9\] of layer 1, .* 0 to 7",
     ),
     "missing expert": (
-        lambda a: _edit(a, tensors={n: t for n, t in a.tensors.items() if "layers.1.mlp.experts.7." not in n}),
+        lambda a: _edit(
+            a, tensors={n: t for n, t in a.tensors.items() if "layers.1.mlp.experts.7." not in n}
+        ),
         "lacks expert 7 of layer 1, which its selection has",
     ),
     "missing part": (
-        lambda a: _edit(a, tensors={n: t for n, t in a.tensors.items() if "layers.1.mlp.experts.7.up" not in n}),
+        lambda a: _edit(
+            a, tensors={n: t for n, t in a.tensors.items() if "layers.1.mlp.experts.7.up" not in n}
+        ),
         "has up_proj.weight missing of expert 7 of layer 1",
     ),
     "more experts": (
@@ -247,11 +314,21 @@ BAD = {
     ),
     "shape": (
         lambda a: _edit(a, tensors={n: t[:, 1:] for n, t in a.tensors.items()}),
-        r"adapter has down_proj.weight \[32, 23\] of expert 1 of layer 0, but the model has \[32, 24\]",
+        (
+            r"adapter has down_proj.weight \[32, 23\] of expert 1 of layer 0, "
+            r"but "
+            r"the "
+            r"model "
+            r"has "
+            r"\[32, "
+            r"24\]"
+        ),
     ),
     "unknown parameter": (
         lambda a: _edit(
-            a, tensors=dict(a.tensors) | {"model.n": torch.ones(1)}, selection=replace(a.selection, non_expert_modules=True)
+            a,
+            tensors=dict(a.tensors) | {"model.n": torch.ones(1)},
+            selection=replace(a.selection, non_expert_modules=True),
         ),
         r"has model.n \[1\], but the model has no such tensor",
     ),
@@ -281,7 +358,9 @@ def test_one_adapter_at_a_time(tmp_path):
     model = stock("qwen3_moe")
     adapter = saved(model, tmp_path / "law")
     apply(model, adapter)
-    with pytest.raises(ValueError, match="The model has the adapter .*law in it. Call esft.remove first"):
+    with pytest.raises(
+        ValueError, match="The model has the adapter .*law in it. Call esft.remove first"
+    ):
         apply(model, tmp_path / "law")
     copied = copy.deepcopy(model)
     remove(model)
@@ -289,28 +368,43 @@ def test_one_adapter_at_a_time(tmp_path):
     assert same(weights(model), weights(copied))
 
 
-@pytest.mark.parametrize("damage, match", [
-    pytest.param(
-        lambda f: (f / "expert_cfg.json").unlink(), "Cannot read the JSON file .*expert_cfg.json", id="no configuration"
-    ),
-    pytest.param(lambda f: (f / "model.safetensors").unlink(), "has no .safetensors file", id="no weights"),
-    pytest.param(lambda f: (f / "expert_cfg.json").write_text("{"), "is not valid JSON", id="no JSON"),
-    pytest.param(
-        lambda f: (f / "expert_cfg.json").write_text('{"experts": {}, "moe_runtime": {"format": 2}}'),
-        "must be an object of format 1",
-        id="a later format",
-    ),
-    pytest.param(
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
-        "model.safetensors is not a valid safetensors file",
-        id="cut off",
-    ),
-    pytest.param(
-        lambda f: (f / "copy.safetensors").write_bytes((f / "model.safetensors").read_bytes()),
-        "which is also in another file of the folder",
-        id="twice",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage, match",
+    [
+        pytest.param(
+            lambda f: (f / "expert_cfg.json").unlink(),
+            "Cannot read the JSON file .*expert_cfg.json",
+            id="no configuration",
+        ),
+        pytest.param(
+            lambda f: (f / "model.safetensors").unlink(),
+            "has no .safetensors file",
+            id="no weights",
+        ),
+        pytest.param(
+            lambda f: (f / "expert_cfg.json").write_text("{"), "is not valid JSON", id="no JSON"
+        ),
+        pytest.param(
+            lambda f: (f / "expert_cfg.json").write_text(
+                '{"experts": {}, "moe_runtime": {"format": 2}}'
+            ),
+            "must be an object of format 1",
+            id="a later format",
+        ),
+        pytest.param(
+            lambda f: (f / "model.safetensors").write_bytes(
+                (f / "model.safetensors").read_bytes()[:-9]
+            ),
+            "model.safetensors is not a valid safetensors file",
+            id="cut off",
+        ),
+        pytest.param(
+            lambda f: (f / "copy.safetensors").write_bytes((f / "model.safetensors").read_bytes()),
+            "which is also in another file of the folder",
+            id="twice",
+        ),
+    ],
+)
 def test_a_bad_folder_is_named(tmp_path, damage, match):
     random_adapter(stock("qwen3_moe")).save(tmp_path / "adapter")
     damage(tmp_path / "adapter")

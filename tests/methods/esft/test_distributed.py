@@ -1,4 +1,6 @@
-"""A study's stages in two processes, under DDP and FSDP2, come to what one process comes to; rank 0 alone writes."""
+"""A study's stages in two processes, under DDP and FSDP2, come to what one process comes to; rank 0
+alone writes.
+"""
 
 import json
 import shutil
@@ -22,13 +24,24 @@ SGD = {"optimizer": "sgd", "learning_rate": 0.5, "batch_size": 6, "steps": 5, "w
 def alone(tmp_path_factory):
     """The stages in one process, whose base and rows the others start from."""
     folder = tmp_path_factory.mktemp("alone")
-    trainings = {"fft": SGD, "lora__training": SGD | {"learning_rate": 3.0}, "esft": SGD | {"learning_rate": 100.0}}
+    trainings = {
+        "fft": SGD,
+        "lora__training": SGD | {"learning_rate": 3.0},
+        "esft": SGD | {"learning_rate": 100.0},
+    }
     recipe = load_recipe(write_study(folder)).change(**trainings, tasks__sums__held_out_rows=7)
     (folder / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
     stages = Stages(recipe, folder / "out", say=lambda text: None)
-    base, selection = stages.base(), stages.selection("sums", "gate")
-    shutil.copytree(folder / "out", folder / "start", ignore=shutil.ignore_patterns("scores-*", ".locks"))
-    made = {"esft": stages.esft("sums", selection), "fft": stages.fft("sums"), "lora": stages.lora("sums")}
+    base = stages.base()
+    selection = stages.selection("sums", "gate")
+    shutil.copytree(
+        folder / "out", folder / "start", ignore=shutil.ignore_patterns("scores-*", ".locks")
+    )
+    made = {
+        "esft": stages.esft("sums", selection),
+        "fft": stages.fft("sums"),
+        "lora": stages.lora("sums"),
+    }
     return folder, base, stages.scores("sums").scores.gate, made
 
 
@@ -41,18 +54,39 @@ def alone(tmp_path_factory):
 def test_two_processes_equal_one(engine, names, alone, tmp_path):
     folder, base, gate, want = alone
     shutil.copytree(folder / "start", tmp_path / "out")
-    launch(dist_esft_stages.__file__, 2, tmp_path, str(tmp_path), engine, str(folder / "recipe.yaml"), *names)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
+    launch(
+        dist_esft_stages.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+        engine,
+        str(folder / "recipe.yaml"),
+        *names,
+    )
+    first, second = (
+        torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)
+    )
     assert first["results"] == second["results"] and first["said"] and not second["said"]
     torch.testing.assert_close(first["gate"], gate, rtol=1e-4, atol=1e-6)
     for name in names:
-        got, one = first["results"][name], want[name]
-        assert (got.folder.parent.name == one.folder.parent.name) == (engine != "ep") and len(got.losses) == 7
+        got = first["results"][name]
+        one = want[name]
+        assert (got.folder.parent.name == one.folder.parent.name) == (engine != "ep") and len(
+            got.losses
+        ) == 7
         assert got.losses == pytest.approx(one.losses, rel=1e-4) and got.steps == one.steps
         assert got.general_losses == pytest.approx(one.general_losses, rel=1e-4)
         assert got.loss != pytest.approx(base.tasks["sums"].loss, rel=3e-4), name
-        padded = engine == "ep" and name == "esft"  # every rank has as many rows as the one with the most experts
-        assert (got.trained_parameters == one.trained_parameters or padded) and got.experts == one.experts
-    mine, other = (esft.load_adapter(result.folder).tensors for result in (first["results"]["esft"], want["esft"]))
-    assert mine.keys() == other.keys() and all(distance(mine[key], value) < 1e-4 for key, value in other.items())
+        # every rank has as many rows as the one with the most experts
+        padded = engine == "ep" and name == "esft"
+        assert (
+            got.trained_parameters == one.trained_parameters or padded
+        ) and got.experts == one.experts
+    mine, other = (
+        esft.load_adapter(result.folder).tensors
+        for result in (first["results"]["esft"], want["esft"])
+    )
+    assert mine.keys() == other.keys() and all(
+        distance(mine[key], value) < 1e-4 for key, value in other.items()
+    )
     assert not [path for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]

@@ -1,4 +1,6 @@
-"""moe_runtime.methods.esft.folders: what apply and save_pretrained write, bit for bit, in bounded memory, or nothing at all."""
+"""moe_runtime.methods.esft.folders: what apply and save_pretrained write, bit for bit, in bounded
+memory, or nothing at all.
+"""
 
 import json
 from dataclasses import replace
@@ -30,7 +32,9 @@ def assert_merged(model, tmp_path: Path, adapter, **options) -> None:
     assert same(out, want)
     assert receipt.changed == sum(not torch.equal(base[key], out[key]) for key in out)
     assert receipt.experts == sum(len(ids) for ids in adapter.experts.values())
-    assert receipt.tensors == len(out) and receipt.bytes == sum(t.numel() * t.element_size() for t in out.values())
+    assert receipt.tensors == len(out) and receipt.bytes == sum(
+        t.numel() * t.element_size() for t in out.values()
+    )
     for name in ("config.json", "generation_config.json"):
         if (tmp_path / "base" / name).exists():
             assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
@@ -47,7 +51,10 @@ def test_every_family_in_its_saved_form(tmp_path, family):
 def test_a_folder_with_the_model_s_own_stacks(tmp_path, family):
     model = stock(family)
     model.save_pretrained(tmp_path / "base", save_original_format=False)
-    assert "model.layers.0.mlp.experts.down_proj" in tensors(tmp_path / "base") or family == "granitemoe"
+    assert (
+        "model.layers.0.mlp.experts.down_proj" in tensors(tmp_path / "base")
+        or family == "granitemoe"
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapter = random_adapter(model)
     adapter.save(tmp_path / "adapter")
@@ -94,7 +101,11 @@ def _other_config(base, adapter):
 def _quantized(base, adapter):
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     whole = load_file(base / "model.safetensors")
-    save_file(whole | {name: whole[name].to(torch.float8_e4m3fn)}, base / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        whole | {name: whole[name].to(torch.float8_e4m3fn)},
+        base / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return adapter
 
 
@@ -112,26 +123,50 @@ def _without_an_expert(base, adapter):
 
 
 def _unknown_expert(_, adapter):
-    renamed = {name.replace("experts.7.", "experts.9."): tensor for name, tensor in adapter.tensors.items()}
-    return replace(adapter, tensors=renamed, selection=ExpertSelection(experts={0: (1, 9), 1: (1, 9)}))
+    renamed = {
+        name.replace("experts.7.", "experts.9."): tensor for name, tensor in adapter.tensors.items()
+    }
+    return replace(
+        adapter, tensors=renamed, selection=ExpertSelection(experts={0: (1, 9), 1: (1, 9)})
+    )
 
 
 def _not_a_number(_, adapter):
     name = next(name for name in adapter.tensors if "experts.7." in name)
-    return replace(adapter, tensors=adapter.tensors | {name: torch.full_like(adapter.tensors[name], float("nan"))})
+    return replace(
+        adapter,
+        tensors=adapter.tensors | {name: torch.full_like(adapter.tensors[name], float("nan"))},
+    )
 
 
-@pytest.mark.parametrize("damage, match", [
-    pytest.param(_not_a_number, "experts.7.*of the merge of adapter contains NaN or infinity", id="NaN"),
-    pytest.param(_other_config, "whose num_experts_per_tok is 2, but the model's is 3", id="another config"),
-    pytest.param(_other_weights, "for a base with other weights", id="other weights"),
-    pytest.param(_quantized, "up_proj.weight in .* is torch.float8_e4m3fn", id="quantized"),
-    pytest.param(
-        _without_an_expert, "should have .*experts.7.down_proj.weight .*, but lacks it", id="an expert is missing"
-    ),
-    pytest.param(_unknown_expert, r"selection has experts \[9\] of layer 0, .* to 7", id="unknown expert"),
-    pytest.param(lambda base, a: base.rename(base.with_name("gone")) and a, "has no config.json", id="no base"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage, match",
+    [
+        pytest.param(
+            _not_a_number, "experts.7.*of the merge of adapter contains NaN or infinity", id="NaN"
+        ),
+        pytest.param(
+            _other_config,
+            "whose num_experts_per_tok is 2, but the model's is 3",
+            id="another config",
+        ),
+        pytest.param(_other_weights, "for a base with other weights", id="other weights"),
+        pytest.param(_quantized, "up_proj.weight in .* is torch.float8_e4m3fn", id="quantized"),
+        pytest.param(
+            _without_an_expert,
+            "should have .*experts.7.down_proj.weight .*, but lacks it",
+            id="an expert is missing",
+        ),
+        pytest.param(
+            _unknown_expert, r"selection has experts \[9\] of layer 0, .* to 7", id="unknown expert"
+        ),
+        pytest.param(
+            lambda base, a: base.rename(base.with_name("gone")) and a,
+            "has no config.json",
+            id="no base",
+        ),
+    ],
+)
 def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path, damage, match):
     base, adapter = folder(tmp_path)
     adapter = damage(base, adapter)

@@ -1,4 +1,6 @@
-"""Adapters of a model in two processes, under DDP, FSDP2 and expert parallelism, are those of one process."""
+"""Adapters of a model in two processes, under DDP, FSDP2 and expert parallelism, are those of one
+process.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from tests.support.stock_moe import stock
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[str, torch.Tensor]:
-    trainer = trainer_of(MoETrainer, tmp_path_factory.mktemp("alone"), max_steps=4, save_steps=2, optim="sgd")
+    trainer = trainer_of(
+        MoETrainer, tmp_path_factory.mktemp("alone"), max_steps=4, save_steps=2, optim="sgd"
+    )
     trainer.train()
     return learned(trainer)
 
@@ -32,14 +36,19 @@ def test_two_processes_save_what_one_does(tmp_path, alone, engine):
     assert distance(adapter.tensors["model.layers.1.mlp.experts.7.down_proj.weight"], start) > 1e-3
     esft.apply(stock("deepseek_v2"), adapter)
     assert same(dict(esft.load_adapter(tmp_path / "last").tensors), dict(adapter.tensors))
-    assert esft.load_adapter(tmp_path / "run" / "checkpoint-2").num_parameters == adapter.num_parameters
+    assert (
+        esft.load_adapter(tmp_path / "run" / "checkpoint-2").num_parameters
+        == adapter.num_parameters
+    )
     if engine == "ddp":
         _is_one_more(esft.load_adapter(tmp_path / "spread"))
         _is_saved_by_the_trainer_that_can(tmp_path)
 
 
 def _is_one_more(adapter) -> None:
-    """Whether an adapter is the base's experts and one: what the ranks did to experts that lay on both."""
+    """Whether an adapter is the base's experts and one: what the ranks did to experts that lay on
+    both.
+    """
     model = stock("deepseek_v2")
     esft.train_only(model, SELECTION)
     want = {name: tensor + 1 for name, tensor in esft.adapter_of(model).tensors.items()}
@@ -48,14 +57,17 @@ def _is_one_more(adapter) -> None:
 
 
 def _is_saved_by_the_trainer_that_can(folder) -> None:
-    """Whether MoETrainer wrote what both ranks trained, and nothing else did; the guard of spread experts is back then."""
+    """Whether MoETrainer wrote what both ranks trained, and nothing else did; the guard of spread
+    experts is back then.
+    """
     for rank in range(2):
         found = torch.load(folder / f"spread-{rank}.pt")
         assert "on every rank" in found["errors"][0]
         assert found["is_guarded"]
     assert not any(path.is_file() for path in (folder / "none").rglob("*"))
     saved, last, half = (
-        dict(esft.load_adapter(folder / name).tensors) for name in ("spread-saved", "spread-last", "spread-run/checkpoint-1")
+        dict(esft.load_adapter(folder / name).tensors)
+        for name in ("spread-saved", "spread-last", "spread-run/checkpoint-1")
     )
     assert same(saved, last) and half.keys() == saved.keys() and not same(half, saved)
     assert (folder / "spread-last" / "training_args.bin").is_file()

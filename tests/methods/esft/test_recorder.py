@@ -1,4 +1,6 @@
-"""methods/esft/recorder.py: slots and gates of stock routers and ours against the routers' logits; padding and wrappers."""
+"""methods/esft/recorder.py: slots and gates of stock routers and ours against the routers' logits;
+padding and wrappers.
+"""
 
 import pytest
 import torch
@@ -24,12 +26,15 @@ def build(kind: str):
 
 def logits_of(model, inputs: dict) -> dict[int, torch.Tensor]:
     """Router logits [T, R] float64 by layer, taken where the routers compute them."""
-    found, handles = {}, []
+    found = {}
+    handles = []
     for name, module in model.named_modules():
         if name.endswith((".gate", ".router")) and not is_experts(module):
 
             def note(module, args, out, name=name):
-                found[int(name.split(".")[2])] = (out if isinstance(out, torch.Tensor) else out[0]).double()
+                found[int(name.split(".")[2])] = (
+                    out if isinstance(out, torch.Tensor) else out[0]
+                ).double()
 
             handles.append(module.register_forward_hook(note))
     with torch.no_grad():
@@ -40,9 +45,12 @@ def logits_of(model, inputs: dict) -> dict[int, torch.Tensor]:
 
 
 def gates(kind: str, model, logits: torch.Tensor) -> torch.Tensor:
-    """Gate values [T, E] float64 as each family's paper has them, 0 where an expert is not chosen."""
+    """Gate values [T, E] float64 as each family's paper has them, 0 where an expert is not
+    chosen.
+    """
     config = model.config
-    if kind.startswith("ours"):  # XFT, Eq. (2): the shared expert's value is not the router's choice
+    # XFT, Eq. (2): the shared expert's value is not the router's choice
+    if kind.startswith("ours"):
         weight, idx = logits.softmax(-1).topk(config.num_experts_per_tok, -1)
         if kind == "ours":
             weight = weight.softmax(-1) * weight.amax(-1, keepdim=True)
@@ -54,16 +62,23 @@ def gates(kind: str, model, logits: torch.Tensor) -> torch.Tensor:
         weight = values.softmax(-1)
     elif kind == "mixtral" or getattr(config, "norm_topk_prob", False):
         weight = weight / weight.sum(-1, keepdim=True)
-    return torch.zeros_like(logits).scatter(1, idx, weight * getattr(config, "routed_scaling_factor", 1.0))
+    return torch.zeros_like(logits).scatter(
+        1, idx, weight * getattr(config, "routed_scaling_factor", 1.0)
+    )
 
 
-MASKS = {"none": None, "right": [[1] * 12, [1] * 7 + [0] * 5], "left": [[0] * 4 + [1] * 8, [1] * 12]}
+MASKS = {
+    "none": None,
+    "right": [[1] * 12, [1] * 7 + [0] * 5],
+    "left": [[0] * 4 + [1] * 8, [1] * 12],
+}
 
 
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_those_of_the_router_logits(kind, padding):
-    model, inputs = build(kind), {"input_ids": tiny.batch()}
+    model = build(kind)
+    inputs = {"input_ids": tiny.batch()}
     if MASKS[padding]:
         inputs["attention_mask"] = torch.tensor(MASKS[padding])
     with GateRecorder(model, pairs=True) as recorder, torch.no_grad():
@@ -72,7 +87,11 @@ def test_sums_are_those_of_the_router_logits(kind, padding):
     logits = logits_of(model, inputs)
     assert sums.layers == tuple(sorted(numbered_layers(model))) == tuple(sorted(logits))
     live = inputs.get("attention_mask", torch.ones(2, 12)).bool()
-    assert (sums.n_tokens, sums.n_samples, sums.num_shared) == (int(live.sum()), 2, int(kind.startswith("ours")))
+    assert (sums.n_tokens, sums.n_samples, sums.num_shared) == (
+        int(live.sum()),
+        2,
+        int(kind.startswith("ours")),
+    )
     for i, layer in enumerate(sums.layers):
         gate = gates(kind, model, logits[layer]) * live.view(-1, 1)
         hot = (gate > 0).double()
@@ -94,10 +113,16 @@ def record(model, *batches, **options):
 
 
 def assert_same(got, want, times: int = 1) -> None:
-    assert (got.n_tokens, got.n_samples, got.top_k) == (times * want.n_tokens, times * want.n_samples, want.top_k)
+    assert (got.n_tokens, got.n_samples, got.top_k) == (
+        times * want.n_tokens,
+        times * want.n_samples,
+        want.top_k,
+    )
     assert torch.equal(got.count, times * want.count)
     for name in ("gate", "sample_count", "sample_gate"):
-        torch.testing.assert_close(getattr(got, name), times * getattr(want, name), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            getattr(got, name), times * getattr(want, name), rtol=1e-6, atol=1e-7
+        )
 
 
 # two stacks of layers; text and vision experts in one layer
@@ -107,7 +132,8 @@ UNNUMBERED = {"diffusion_gemma", "ernie4_5_vl_moe"}
 @pytest.fixture
 def calls(monkeypatch):
     """Ids and weights of every call of our experts function."""
-    seen, run = [], experts.experts_forward
+    seen = []
+    run = experts.experts_forward
 
     def note(self, hidden_states, top_k_index, top_k_weights):
         seen.append((top_k_index.clone(), top_k_weights.double()))
@@ -125,7 +151,9 @@ def test_every_family_is_summed_as_its_experts_are_called(family, calls):
     model = families.build(family)
     model.set_experts_implementation("moe_runtime")
     if family in UNNUMBERED:
-        with pytest.raises(ValueError, match="have the same number [01], but a model with a single stack of layers"):
+        with pytest.raises(
+            ValueError, match="have the same number [01], but a model with a single stack of layers"
+        ):
             GateRecorder(model)
         return
     sums = record(model, families.batch())
@@ -138,12 +166,14 @@ def test_every_family_is_summed_as_its_experts_are_called(family, calls):
 
 
 def test_calls_add_up_whatever_the_batches():
-    model, samples = stock("qwen3_moe", "eager").eval(), tiny.batch(rows=4)
+    model = stock("qwen3_moe", "eager").eval()
+    samples = tiny.batch(rows=4)
     assert_same(record(model, *samples.split(1)), record(model, samples))
 
 
 def test_only_narrows_what_counts():
-    model, samples = stock("mixtral", "eager").eval(), tiny.batch()
+    model = stock("mixtral", "eager").eval()
+    samples = tiny.batch()
     only = torch.tensor([[1] * 12, [1] * 5 + [0] * 7]).bool()
     # attention is causal: the tokens that count do not see the others
     want = record(model, {"input_ids": samples, "attention_mask": only.long()})
@@ -157,10 +187,13 @@ def test_only_narrows_what_counts():
 
 
 def test_calls_are_seen_as_they_come():
-    model, calls = tiny.upcycled(), []
+    model = tiny.upcycled()
+    calls = []
     mask = torch.tensor(MASKS["right"])
     sums = record(model, {"input_ids": tiny.batch(), "attention_mask": mask}, see=calls.append)
-    assert [call.layer for call in calls] == [0, 1] and all(torch.equal(call.live, mask.bool()) for call in calls)
+    assert [call.layer for call in calls] == [0, 1] and all(
+        torch.equal(call.live, mask.bool()) for call in calls
+    )
     for i, call in enumerate(calls):
         idx = call.topk_idx.view(2, 12, -1)[call.live]
         assert torch.equal(torch.bincount(idx[idx >= call.num_shared], minlength=4), sums.count[i])
@@ -196,7 +229,10 @@ def test_bad_models_are_named():
     with pytest.raises(ValueError, match="routed no tokens"):
         record(model, {"input_ids": ids(), "attention_mask": torch.zeros(2, 12, dtype=torch.long)})
     numbered_layers(model)[1].module.num_experts = 3
-    with pytest.raises(ValueError, match="num_experts must be the same in all layers, but is 4 in layer 0 and 3 in layer 1"):
+    with pytest.raises(
+        ValueError,
+        match="num_experts must be the same in all layers, but is 4 in layer 0 and 3 in layer 1",
+    ):
         GateRecorder(model)
     model = stock("mixtral", "eager")
     numbered_layers(model)[0].module._is_expert_parallel = True

@@ -1,4 +1,6 @@
-"""ESFT's released data, id for id: the prompt "esft", packed lines, which of them validate, which rows are scored."""
+"""ESFT's released data, id for id: the prompt "esft", packed lines, which of them validate, which
+rows are scored.
+"""
 
 import json
 import random
@@ -25,7 +27,12 @@ def turn(role, content, **more):
 
 CHATS = {
     "one answer": [turn("user", " 1 and 2\n"), turn("assistant", "3\n\n")],
-    "a masked answer": [turn("user", "1"), turn("assistant", "2", mask=1), turn("user", "2"), turn("assistant", " 3", mask=0)],
+    "a masked answer": [
+        turn("user", "1"),
+        turn("assistant", "2", mask=1),
+        turn("user", "2"),
+        turn("assistant", " 3", mask=0),
+    ],
 }
 
 
@@ -36,28 +43,49 @@ def test_turns_are_stripped_and_encoded_apart(tokenizer, name):
     known = [True]  # BOS is its own label
     for one in CHATS[name]:
         is_user = one["role"] == "user"
-        text = f"User: {one['content'].strip()}\n\nAssistant:" if is_user else f" {one['content'].strip()}"
-        parts.append(tokenizer.encode(text, add_special_tokens=False) + ([] if is_user else [tokenizer.eos_token_id]))
+        if is_user:
+            text = f"User: {one['content'].strip()}\n\nAssistant:"
+        else:
+            text = f" {one['content'].strip()}"
+        parts.append(
+            tokenizer.encode(text, add_special_tokens=False)
+            + ([] if is_user else [tokenizer.eos_token_id])
+        )
         known.append(not is_user and not one.get("mask"))
     assert ids == [i for part in parts for i in part]
-    assert labels == [i if keep else -100 for part, keep in zip(parts, known, strict=True) for i in part]
+    assert labels == [
+        i if keep else -100 for part, keep in zip(parts, known, strict=True) for i in part
+    ]
     assert data.encode(tokenizer, {"messages": CHATS[name]}, "esft", "all") == (ids, ids)
     pair = {"prompt": " 1 and 2\n", "completion": "3\n\n"}
     assert name != "one answer" or data.encode(tokenizer, pair, "esft") == (ids, labels)
 
 
-@pytest.mark.parametrize("chat", [
-    [turn("system", "s"), turn("user", "1"), turn("assistant", "2")], [turn("user", ["1"]), turn("assistant", "2")],
-], ids=["system", "parts"])  # fmt: skip
+@pytest.mark.parametrize(
+    "chat",
+    [
+        [turn("system", "s"), turn("user", "1"), turn("assistant", "2")],
+        [turn("user", ["1"]), turn("assistant", "2")],
+    ],
+    ids=["system", "parts"],
+)
 def test_other_turns_are_refused(tokenizer, chat):
-    with pytest.raises(ValueError, match=r"requires text by the user or the assistant, but turn 1 is"):
+    with pytest.raises(
+        ValueError, match=r"requires text by the user or the assistant, but turn 1 is"
+    ):
         data.encode(tokenizer, {"messages": chat}, "esft")
 
 
 def test_keys_of_later_turns_are_read(tmp_path):
     """`datasets` takes its types from the first thousand examples."""
     rows = [
-        {"messages": [turn("user", "1"), turn("assistant", "2", **({"mask": 1} if i == 1500 else {}))]} for i in range(1501)
+        {
+            "messages": [
+                turn("user", "1"),
+                turn("assistant", "2", **({"mask": 1} if i == 1500 else {})),
+            ]
+        }
+        for i in range(1501)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = data.read_rows(tmp_path / "rows.jsonl")
@@ -66,17 +94,29 @@ def test_keys_of_later_turns_are_read(tmp_path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 def test_evaluation_files(tmp_path, kind):
-    rows = [{"idx": i, "prompt": f"User: {i}?\n\nAssistant:", "raw_answers": [str(i), "x"], "answers": [[1]]} for i in range(2)]
+    rows = [
+        {
+            "idx": i,
+            "prompt": f"User: {i}?\n\nAssistant:",
+            "raw_answers": [str(i), "x"],
+            "answers": [[1]],
+        }
+        for i in range(2)
+    ]
     text = json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows))
     path = tmp_path / f"intent.{kind}"
     path.write_text(text)
-    assert list(data.read_rows(path)) == [{"prompt": f"{i}?", "completion": str(i)} for i in range(2)]
+    assert list(data.read_rows(path)) == [
+        {"prompt": f"{i}?", "completion": str(i)} for i in range(2)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 @pytest.mark.parametrize("is_oss", [True, False])
 def test_oss_instruct_asks_for_a_solution(tmp_path, kind, is_oss):
-    rows = [{"problem": "Add.", "solution": "+"} | ({"lang": "python", "seed": "x"} if is_oss else {})]
+    rows = [
+        {"problem": "Add.", "solution": "+"} | ({"lang": "python", "seed": "x"} if is_oss else {})
+    ]
     path = tmp_path / f"oss.{kind}"
     path.write_text(json.dumps(rows[0] if kind == "jsonl" else rows))
     asked = "Write a solution to the following coding problem:\nAdd." if is_oss else "Add."
@@ -84,7 +124,9 @@ def test_oss_instruct_asks_for_a_solution(tmp_path, kind, is_oss):
 
 
 def row(number, length):
-    return [100 * number + i for i in range(length)], [100 * number + i if i else -100 for i in range(length)]
+    return [100 * number + i for i in range(length)], [
+        100 * number + i if i else -100 for i in range(length)
+    ]
 
 
 def test_rows_are_packed_in_their_order():
@@ -96,11 +138,13 @@ def test_rows_are_packed_in_their_order():
         [600, 601, 602, 0, 0, 0, 0, 0],
     ]
     assert lines[2][1] == [-100, 601, 602, -100, -100, -100, -100, -100]
-    assert packed_in_order(rows[:1], 4, 0.0, pad=0) == [row(1, 4), ([0] * 4, [-100] * 4)]  # a line of padding, as released
+    # a line of padding, as released
+    assert packed_in_order(rows[:1], 4, 0.0, pad=0) == [row(1, 4), ([0] * 4, [-100] * 4)]
 
 
 def test_the_first_id_behind_a_row_is_dropped_now_and_then():
-    rows, drawn = [row(n, 3) for n in range(1, 60)], random.Random(SEED)
+    rows = [row(n, 3) for n in range(1, 60)]
+    drawn = random.Random(SEED)
     (line, *_), starts = packed_in_order(rows, 1000, 0.2, pad=0), []
     for number in range(1, 60):  # no draw for the first row of a line
         starts += [] if number > 1 and drawn.random() < 0.2 else [100 * number]
@@ -112,7 +156,9 @@ def test_lines_that_validate_are_those_of_random_split():
     train, validation = split_lines(lines)
     split = torch.utils.data.random_split(lines, [98, 3], torch.Generator().manual_seed(SEED))
     for part, want in zip((train, validation), split, strict=True):
-        assert part["input_ids"] == [ids for ids, labels in want if any(label != -100 for label in labels)]
+        assert part["input_ids"] == [
+            ids for ids, labels in want if any(label != -100 for label in labels)
+        ]
     with pytest.raises(ValueError, match="fill only 1 lines"):
         split_lines(lines[:1])
 
@@ -125,23 +171,48 @@ def test_scored_rows_are_whole_and_in_the_drawn_order(ranks):
     for rank in range(ranks):
         taken = released_sample(50, lengths.__getitem__, 80, (rank, ranks))
         assert taken == order[rank::ranks][: len(taken)]
-        assert sum(map(lengths.__getitem__, taken[:-1])) < 80 // ranks <= sum(map(lengths.__getitem__, taken))
+        assert (
+            sum(map(lengths.__getitem__, taken[:-1]))
+            < 80 // ranks
+            <= sum(map(lengths.__getitem__, taken))
+        )
 
 
 def test_a_recipe_and_the_verbs_take_it(tokenizer, tmp_path):
-    chats = [{"messages": [turn("user", f"{i} and {i} "), turn("assistant", f"{2 * i}\n\n")]} for i in range(90)]
+    chats = [
+        {"messages": [turn("user", f"{i} and {i} "), turn("assistant", f"{2 * i}\n\n")]}
+        for i in range(90)
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     task = {"train": str(tmp_path / "train.jsonl"), "held_out_rows": 5, "prompt": "esft"}
     recipe = EsftRecipe.from_dict(
-        SMALL | {"tasks": {"sums": task}, "general": {"prompt": "esft"}, "max_length": 16, "pack": True, "drop_bos": 0.2}
+        SMALL
+        | {
+            "tasks": {"sums": task},
+            "general": {"prompt": "esft"},
+            "max_length": 16,
+            "pack": True,
+            "drop_bos": 0.2,
+        }
     )
     parts = task_rows(tokenizer, recipe.tasks["sums"], recipe)
-    assert {len(ids) for name in ("train", "validation") for ids in parts[name]["input_ids"]} == {16}
+    assert {len(ids) for name in ("train", "validation") for ids in parts[name]["input_ids"]} == {
+        16
+    }
     assert len(parts["held_out"]) == 5 and len(parts["validation"]) >= 1
-    encoded = [data.encode(tokenizer, row, "esft") for row in data.read_rows(tmp_path / "train.jsonl")]
+    encoded = [
+        data.encode(tokenizer, row, "esft") for row in data.read_rows(tmp_path / "train.jsonl")
+    ]
     lines = packed_in_order(encoded, 16, 0.2, tokenizer.pad_token_id)
-    train, validation = runs._split_rows(tokenizer, tmp_path / "train.jsonl", None, 16, True, "esft", "assistant")
-    assert [train["input_ids"], validation["input_ids"]] == [part["input_ids"] for part in split_lines(lines)]
+    train, validation = runs._split_rows(
+        tokenizer, tmp_path / "train.jsonl", None, 16, True, "esft", "assistant"
+    )
+    assert [train["input_ids"], validation["input_ids"]] == [
+        part["input_ids"] for part in split_lines(lines)
+    ]
     ids = runs._released(tokenizer, data.read_rows(tmp_path / "train.jsonl"), 60, (0, 1))
-    assert [ids[0], len(ids[-1])] == [encoded[released_sample(90, lambda i: len(encoded[i][0]), 60)[0]][0], len(ids[-1])]
+    assert [ids[0], len(ids[-1])] == [
+        encoded[released_sample(90, lambda i: len(encoded[i][0]), 60)[0]][0],
+        len(ids[-1]),
+    ]
     assert sum(map(len, ids[:-1])) < 60 <= sum(map(len, ids))

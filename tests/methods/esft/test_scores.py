@@ -1,4 +1,6 @@
-"""methods/esft/scores.py: gate and token scores by hand, their variants, budgets and samples, files, two processes."""
+"""methods/esft/scores.py: gate and token scores by hand, their variants, budgets and samples,
+files, two processes.
+"""
 
 import json
 
@@ -30,9 +32,15 @@ def by_hand(layers: int = 1) -> GateSums:
                 s_gate[e] += g / len(sample)
     more = torch.arange(1, layers + 1).double()[:, None]
     return GateSums(
-        layers=tuple(range(1, layers + 1)), count=count.long().repeat(layers, 1), gate=gate * more,
-        sample_count=s_count.repeat(layers, 1), sample_gate=s_gate * more, n_tokens=3, n_samples=2, top_k=2,
-    )  # fmt: skip
+        layers=tuple(range(1, layers + 1)),
+        count=count.long().repeat(layers, 1),
+        gate=gate * more,
+        sample_count=s_count.repeat(layers, 1),
+        sample_gate=s_gate * more,
+        n_tokens=3,
+        n_samples=2,
+        top_k=2,
+    )
 
 
 WANT = {
@@ -82,11 +90,15 @@ def test_token_scores_sum_to_one_and_the_model_is_left_as_it_was(kind):
     modes = [module.training for module in model.modules()]
     scores = score_experts(model, [tiny.batch()])
     assert [module.training for module in model.modules()] == modes
-    assert all(p.grad is None for p in model.parameters()) and not any(m._forward_pre_hooks for m in model.modules())
+    assert all(p.grad is None for p in model.parameters()) and not any(
+        m._forward_pre_hooks for m in model.modules()
+    )
     torch.testing.assert_close(scores.token.sum(1), torch.ones(2).double())
     assert (scores.layers, scores.n_tokens) == ((0, 1), 24) and scores.token.dtype == torch.float64
     if kind == "ours":
-        assert scores.num_shared == 1 and not scores.gate[:, 0].any() and not scores.token[:, 0].any()
+        assert (
+            scores.num_shared == 1 and not scores.gate[:, 0].any() and not scores.token[:, 0].any()
+        )
         assert scores.top_k == model.config.num_experts_per_tok
 
 
@@ -97,7 +109,8 @@ def test_dropout_is_off():
 
 
 def test_stops_at_the_budget_and_counts_the_first_tokens():
-    model, samples = stock("mixtral"), ids(rows=4)
+    model = stock("mixtral")
+    samples = ids(rows=4)
     seen = []
 
     def batches():
@@ -110,7 +123,8 @@ def test_stops_at_the_budget_and_counts_the_first_tokens():
     mask = torch.tensor([[1] * 12, [1] * 5 + [0] * 7])
     want = score_experts(model, [{"input_ids": samples[:2], "attention_mask": mask}])
     assert torch.equal(scores.sums.count, want.sums.count) and scores.sums.n_samples == 2
-    assert score_experts(model, batches(), n_tokens=24).sums.n_samples == 2  # to the token: no further batch
+    # to the token: no further batch
+    assert score_experts(model, batches(), n_tokens=24).sums.n_samples == 2
     assert score_experts(model, batches(), n_tokens=1000).n_tokens == 48
 
 
@@ -138,20 +152,28 @@ def test_packed_samples_are_the_rows_in_a_drawn_order():
     flat = torch.cat(got, 1)[0].tolist()
     # whole rows but for the last one, and not in their order
     starts = [row for row in rows if row[0] in flat]
-    assert sorted(flat) == sorted(token for row in starts for token in row if token in flat) and flat != sorted(flat)
+    assert sorted(flat) == sorted(
+        token for row in starts for token in row if token in flat
+    ) and flat != sorted(flat)
     again = [batch["input_ids"] for batch in sample_batches(rows, 64, length=16)]
     other = [batch["input_ids"] for batch in sample_batches(rows, 64, length=16, seed=1)]
-    assert all(map(torch.equal, got, again)) and not torch.equal(torch.cat(other, 1), torch.cat(got, 1))
+    assert all(map(torch.equal, got, again)) and not torch.equal(
+        torch.cat(other, 1), torch.cat(got, 1)
+    )
 
 
 def test_single_samples_are_cut_and_padded():
     rows = [{"input_ids": [i + 1] * (1 + i % 7)} for i in range(20)]
     batches = list(sample_batches(rows, 30, length=4, packed=False, batch_size=3))
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
-    assert sum(int(mask.sum()) for mask in masks) == 30 and max(mask.shape[1] for mask in masks) == 4
+    assert (
+        sum(int(mask.sum()) for mask in masks) == 30 and max(mask.shape[1] for mask in masks) == 4
+    )
     for batch, mask in zip(batches, masks, strict=True):
         for row, live in zip(batch["input_ids"], mask, strict=True):
-            assert len(set(row.tolist())) == 1 and int(live.sum()) <= min(4, 1 + (int(row[0]) - 1) % 7)
+            assert len(set(row.tolist())) == 1 and int(live.sum()) <= min(
+                4, 1 + (int(row[0]) - 1) % 7
+            )
 
 
 # files
@@ -169,7 +191,9 @@ def test_a_summary_comes_back_as_it_was(variant, tmp_path):
     assert ExpertScores.load(tmp_path / "summary.json", "normalized").variant == "normalized"
     values = json.loads((tmp_path / "summary.json").read_text())
     # the official script reads these, by layer and expert; the shared expert is no choice
-    assert list(values)[:2] == ["token_scores", "gate_scores"] and list(values["gate_scores"]["1"]) == ["1", "2", "3"]
+    assert list(values)[:2] == ["token_scores", "gate_scores"] and list(
+        values["gate_scores"]["1"]
+    ) == ["1", "2", "3"]
 
 
 def test_a_rounded_summary_is_the_official_one(tmp_path):
@@ -178,9 +202,13 @@ def test_a_rounded_summary_is_the_official_one(tmp_path):
     loaded = ExpertScores.load(tmp_path / "summary.json")
     assert loaded.sums is None and loaded.n_tokens is None
     assert torch.equal(loaded.gate, scores.scores("gate", round=4))
-    with pytest.raises(ValueError, match="Variant 'paper' cannot be computed from 'v1' scores without their sums"):
+    with pytest.raises(
+        ValueError, match="Variant 'paper' cannot be computed from 'v1' scores without their sums"
+    ):
         loaded.scores("gate", "paper")
-    torch.testing.assert_close(loaded.scores("gate", "normalized"), scores.scores("gate", "normalized"), atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        loaded.scores("gate", "normalized"), scores.scores("gate", "normalized"), atol=2e-4, rtol=0
+    )
 
 
 # over processes
@@ -190,26 +218,46 @@ def test_two_processes_score_as_one(tmp_path):
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [{"text": f"x = {i} " * (1 + i % 5)} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one = score_folder(tmp_path / "base", tmp_path / "rows.jsonl", tmp_path / "one.json", **dist_scores.FOLDER)
+    one = score_folder(
+        tmp_path / "base", tmp_path / "rows.jsonl", tmp_path / "one.json", **dist_scores.FOLDER
+    )
     launch(dist_scores.__file__, 2, tmp_path, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert ranks[0] == ranks[1]
-    found = {name: ExpertScores.from_dict(ranks[0][name]) for name in ("whole", "cut", "alone", "split")}
+    found = {
+        name: ExpertScores.from_dict(ranks[0][name]) for name in ("whole", "cut", "alone", "split")
+    }
     model = dist_scores.make()
     want = score_experts(model, dist_scores.SAMPLES.split(1), pairs=True)
     for name in ("whole", "split"):
         got = found[name]
-        assert (got.n_tokens, got.sums.n_samples) == (84, 7) and torch.equal(got.sums.count, want.sums.count)
+        assert (got.n_tokens, got.sums.n_samples) == (84, 7) and torch.equal(
+            got.sums.count, want.sums.count
+        )
         torch.testing.assert_close(got.gate, want.gate, rtol=1e-5, atol=1e-7)
     assert torch.equal(found["whole"].sums.pairs, want.sums.pairs)
     assert found["cut"].n_tokens == 25 and found["alone"].n_tokens == 36
     errors = ranks[0]["errors"]
-    assert "logs already exists" in errors[0] and "A process has no batch" in errors[1] and len(errors) == 2
+    assert (
+        "logs already exists" in errors[0]
+        and "A process has no batch" in errors[1]
+        and len(errors) == 2
+    )
     logs = ExpertScores.from_logs(tmp_path / "logs", top_k=2)
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank_0", "rank_1"]
-    assert torch.equal(logs.sums.count, want.sums.count) and logs.n_tokens == 84 and logs.sums.n_samples == 7
-    torch.testing.assert_close(logs.scores("gate", "paper"), want.scores("gate", "paper"), rtol=0, atol=5e-5)
-    two = ExpertScores.load(tmp_path / "folder.json")  # the samples of a folder's rows, dealt out before batches are made
-    assert (two.n_tokens, two.sums.n_samples) == (one.n_tokens, one.sums.n_samples) and two.n_tokens == 250
+    assert (
+        torch.equal(logs.sums.count, want.sums.count)
+        and logs.n_tokens == 84
+        and logs.sums.n_samples == 7
+    )
+    torch.testing.assert_close(
+        logs.scores("gate", "paper"), want.scores("gate", "paper"), rtol=0, atol=5e-5
+    )
+    # the samples of a folder's rows, dealt out before batches are made
+    two = ExpertScores.load(tmp_path / "folder.json")
+    assert (two.n_tokens, two.sums.n_samples) == (
+        one.n_tokens,
+        one.sums.n_samples,
+    ) and two.n_tokens == 250
     assert torch.equal(two.sums.count, one.sums.count)
     torch.testing.assert_close(two.gate, one.gate, rtol=1e-5, atol=1e-7)

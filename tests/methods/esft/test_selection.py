@@ -1,4 +1,6 @@
-"""methods/esft/selection.py: Eq. (8), the published selections of four tasks, the controls, the configuration file."""
+"""methods/esft/selection.py: Eq. (8), the published selections of four tasks, the controls, the
+configuration file.
+"""
 
 import copy
 import itertools
@@ -14,7 +16,13 @@ from moe_runtime.hf.dropin.layers import numbered_layers
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
-from moe_runtime.methods.esft.selection import ExpertSelection, check_selection, group_experts, random_experts, select_experts
+from moe_runtime.methods.esft.selection import (
+    ExpertSelection,
+    check_selection,
+    group_experts,
+    random_experts,
+    select_experts,
+)
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import ids, stock
 from tests.support.stock_moe import batch
@@ -30,12 +38,20 @@ def published(task: str, name: str) -> torch.Tensor:
 
 def sums_of(task: str) -> GateSums:
     """What the task's published logs add up to; sample means are not among them."""
-    count, gate = published(task, "count").long(), published(task, "gate_sum")
-    n_tokens, nothing = int(published(task, "n_tokens")), torch.zeros(26, 64, dtype=torch.float64)
+    count = published(task, "count").long()
+    gate = published(task, "gate_sum")
+    n_tokens = int(published(task, "n_tokens"))
+    nothing = torch.zeros(26, 64, dtype=torch.float64)
     return GateSums(
-        layers=LAYERS, count=count, gate=gate, sample_count=nothing, sample_gate=nothing, n_tokens=n_tokens, n_samples=1,
+        layers=LAYERS,
+        count=count,
+        gate=gate,
+        sample_count=nothing,
+        sample_gate=nothing,
+        n_tokens=n_tokens,
+        n_samples=1,
         top_k=6,
-    )  # fmt: skip
+    )
 
 
 def scores_of(*rows: list[float], **options) -> ExpertScores:
@@ -47,7 +63,8 @@ def scores_of(*rows: list[float], **options) -> ExpertScores:
 @pytest.mark.parametrize("score", ["gate", "token"])
 @pytest.mark.parametrize("task", TASKS)
 def test_published_scores_are_reproduced(task, score):
-    scores, want = ExpertScores.from_sums(sums_of(task)), published(task, f"{score}_scores")
+    scores = ExpertScores.from_sums(sums_of(task))
+    want = published(task, f"{score}_scores")
     assert (scores.scores(score) - want).abs().max() <= 5e-5
     # and rounded, to the last digit
     assert torch.equal(scores.scores(score, round=4), want)
@@ -71,12 +88,14 @@ def test_published_selections_are_reproduced(task, source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "v1", "normalized"), [("intent", 4.7, 2.0), ("law", 6.3, 2.1), ("summary", 7.4, 2.0), ("translation", 3.0, 1.2)]
-)  # fmt: skip
+    ("task", "v1", "normalized"),
+    [("intent", 4.7, 2.0), ("law", 6.3, 2.1), ("summary", 7.4, 2.0), ("translation", 3.0, 1.2)],
+)
 def test_variants_select_as_many_experts_as_was_measured(task, v1, normalized):
     scores = ExpertScores.from_sums(sums_of(task))
     per_layer = {
-        variant: select_experts(scores, 0.1, "gate", variant).num_experts / 26 for variant in ("v1", "normalized", "head")
+        variant: select_experts(scores, 0.1, "gate", variant).num_experts / 26
+        for variant in ("v1", "normalized", "head")
     }
     assert round(per_layer["v1"], 1) == v1 and abs(per_layer["normalized"] - normalized) < 0.05
     assert 1.0 <= per_layer["head"] <= 1.1
@@ -100,13 +119,19 @@ def test_the_smallest_set_that_reaches_p(row, p, want):
 
 @pytest.mark.parametrize("options", [{"round": 4}, {"round": 2}, {}], ids=str)
 def test_where_p_is_not_reached_all_experts_are_selected_as_the_official_code_does(options):
-    """Rounded scores sum to less than 1 in some layers; unused experts can be left out by an option."""
-    scores, beyond = ExpertScores.from_sums(sums_of("translation")), 0
+    """Rounded scores sum to less than 1 in some layers; unused experts can be left out by an
+    option.
+    """
+    scores = ExpertScores.from_sums(sums_of("translation"))
+    beyond = 0
     table = scores.scores("gate", **options)
     for p in (0.1, 0.9, 1.0):
-        got, used = (select_experts(scores, p, skip_unused=skip, **options).experts for skip in (False, True))
+        got, used = (
+            select_experts(scores, p, skip_unused=skip, **options).experts for skip in (False, True)
+        )
         for layer, row in zip(LAYERS, table.tolist(), strict=True):
-            want, total = [], 0.0
+            want = []
+            total = 0.0
             for e in sorted(range(64), key=lambda e: -row[e]):
                 if total >= p:
                     break
@@ -119,28 +144,43 @@ def test_where_p_is_not_reached_all_experts_are_selected_as_the_official_code_do
 
 @pytest.mark.parametrize("score", ["gate", "token"])
 def test_sets_are_minimal_nested_and_grow_with_p(score):
-    scores, before = ExpertScores.from_sums(sums_of("law")), {layer: () for layer in LAYERS}
+    scores = ExpertScores.from_sums(sums_of("law"))
+    before = {layer: () for layer in LAYERS}
     for p in (0.05, 0.1, 0.2, 0.3, 0.5, 0.9):
         selection = select_experts(scores, p, score, "normalized")
-        for row, (layer, experts) in zip(scores.scores(score, "normalized"), selection.experts.items(), strict=True):
+        for row, (layer, experts) in zip(
+            scores.scores(score, "normalized"), selection.experts.items(), strict=True
+        ):
             assert row[list(experts)].sum() >= p > row[list(experts[:-1])].sum()
             assert experts[: len(before[layer])] == before[layer]
         before = selection.experts
     everything = select_experts(scores, 1.0, score, "normalized", skip_unused=True).experts
     used = scores.sums.count > 0
-    assert all(set(everything[layer]) == set(used[i].nonzero().flatten().tolist()) for i, layer in enumerate(LAYERS))
+    assert all(
+        set(everything[layer]) == set(used[i].nonzero().flatten().tolist())
+        for i, layer in enumerate(LAYERS)
+    )
 
 
 def test_it_says_how_it_was_made():
     scores = score_experts(stock("mixtral"), [ids()])
     selection = select_experts(scores, 0.3, "token", "normalized", shared_experts=True)
-    made = selection.score, selection.p, selection.variant, selection.shared_experts, selection.non_expert_modules
+    made = (
+        selection.score,
+        selection.p,
+        selection.variant,
+        selection.shared_experts,
+        selection.non_expert_modules,
+    )
     assert made == ("token", 0.3, "normalized", True, False)
 
 
 def test_a_shared_expert_is_never_selected():
     scores = score_experts(tiny.upcycled(), [tiny.batch()])
-    assert all(0 not in experts and len(experts) == 3 for experts in select_experts(scores, 1.0).experts.values())
+    assert all(
+        0 not in experts and len(experts) == 3
+        for experts in select_experts(scores, 1.0).experts.values()
+    )
 
 
 @pytest.mark.parametrize("p", [0, -0.1, 1.01, float("nan"), True, "0.1"])
@@ -156,7 +196,10 @@ def test_p_is_above_0_and_at_most_1(p):
     [
         ({"score": "both"}, "score must be one of gate, token"),
         ({"variant": "v2"}, "variant must be one of v1"),
-        ({"variant": "paper"}, "Variant 'paper' cannot be computed from 'v1' scores without their sums"),
+        (
+            {"variant": "paper"},
+            "Variant 'paper' cannot be computed from 'v1' scores without their sums",
+        ),
         ({"group_size": 2}, "scores have no pairs"),
         ({"group_size": 0}, "group_size must be"),
     ],
@@ -168,14 +211,24 @@ def test_bad_options_are_named(options, error):
 
 # controls
 def test_random_experts_are_as_many_per_layer():
-    selection = select_experts(ExpertScores.from_sums(sums_of("law")), 0.2, "token", shared_experts=True)
+    selection = select_experts(
+        ExpertScores.from_sums(sums_of("law")), 0.2, "token", shared_experts=True
+    )
     drawn = random_experts(selection, 64, seed=0)
-    assert {layer: len(set(e)) for layer, e in drawn.experts.items()} == {n: len(e) for n, e in selection.experts.items()}
+    assert {layer: len(set(e)) for layer, e in drawn.experts.items()} == {
+        n: len(e) for n, e in selection.experts.items()
+    }
     assert drawn == random_experts(selection, 64, seed=0) != random_experts(selection, 64, seed=1)
     assert drawn.score == "random" and drawn.shared_experts and drawn.experts != selection.experts
     often = torch.zeros(5)
     for seed in range(600):
-        often[list(random_experts(ExpertSelection(experts={0: (1, 2)}), 5, seed, num_shared=1).experts[0])] += 1
+        often[
+            list(
+                random_experts(ExpertSelection(experts={0: (1, 2)}), 5, seed, num_shared=1).experts[
+                    0
+                ]
+            )
+        ] += 1
     assert often[0] == 0 and (often[1:] - 300).abs().max() < 60
     with pytest.raises(ValueError, match="larger than population"):
         random_experts(ExpertSelection(experts={0: (0, 1, 2)}), 3, 0, num_shared=1)
@@ -190,10 +243,13 @@ def brute_force(pairs: list[list[int]], size: int) -> list[set[int]]:
         norm = math.sqrt(sum(x * x for x in rows[i])) * math.sqrt(sum(x * x for x in rows[j]))
         return sum(x * y for x, y in zip(rows[i], rows[j], strict=True)) / norm
 
-    left, groups = set(range(E)), []
+    left = set(range(E))
+    groups = []
     while left:
         candidates = itertools.combinations(sorted(left), size)
-        best = max(candidates, key=lambda c: sum(cosine(i, j) for i, j in itertools.combinations(c, 2)))
+        best = max(
+            candidates, key=lambda c: sum(cosine(i, j) for i, j in itertools.combinations(c, 2))
+        )
         groups.append(set(best))
         left -= set(best)
     return groups
@@ -217,9 +273,16 @@ def test_experts_of_a_group_come_together():
     assert [set(group) for group in group_experts(pairs, 2)] == [{0, 1}, {2, 3}]
     table = torch.tensor([[0.1, 0.2, 0.3, 0.05]], dtype=torch.float64)
     sums = GateSums(
-        layers=(1,), count=torch.ones(1, 4).long(), gate=table, sample_count=table, sample_gate=table, n_tokens=1, n_samples=1,
-        top_k=2, pairs=pairs[None],
-    )  # fmt: skip
+        layers=(1,),
+        count=torch.ones(1, 4).long(),
+        gate=table,
+        sample_count=table,
+        sample_gate=table,
+        n_tokens=1,
+        n_samples=1,
+        top_k=2,
+        pairs=pairs[None],
+    )
     scores = ExpertScores.from_sums(sums)
     # 0.35 of (2, 3), then 0.3 of (0, 1), the best of a group first
     assert select_experts(scores, 0.3, group_size=2).experts == {1: (2, 3)}
@@ -239,15 +302,24 @@ def test_experts_of_a_group_come_together():
 def test_the_configuration_is_the_official_one(tmp_path):
     selection = ExpertSelection(experts={10: [5, 0], 2: ()}, shared_experts=True)
     selection.save(tmp_path / "config.json")
-    official = {"experts": {"2": [], "10": [5, 0]}, "shared_experts": True, "non_expert_modules": False}
+    official = {
+        "experts": {"2": [], "10": [5, 0]},
+        "shared_experts": True,
+        "non_expert_modules": False,
+    }
     assert json.loads((tmp_path / "config.json").read_text()) == official == selection.to_dict()
     assert ExpertSelection.load(tmp_path / "config.json") == selection
     assert selection.num_experts == 2 and selection.experts == {2: (), 10: (5, 0)}
     made = ExpertSelection(experts={1: (0,)}, score="gate", p=0.1, variant="v1")
     assert ExpertSelection.from_dict(made.to_dict()) == made
     assert made.to_dict() == {
-        "experts": {"1": [0]}, "shared_experts": False, "non_expert_modules": False, "score": "gate", "p": 0.1, "variant": "v1",
-    }  # fmt: skip
+        "experts": {"1": [0]},
+        "shared_experts": False,
+        "non_expert_modules": False,
+        "score": "gate",
+        "p": 0.1,
+        "variant": "v1",
+    }
 
 
 @pytest.mark.parametrize(
@@ -288,7 +360,10 @@ def test_the_scored_model_is_recorded_and_checked(tmp_path):
         for parameter in tuned.parameters():
             parameter.mul_(1.1)
     for train in (esft.train_only, esft.train_lora):
-        with pytest.raises(ValueError, match="selection is for a model with other weights: .* sampled weights differ"):
+        with pytest.raises(
+            ValueError,
+            match="selection is for a model with other weights: .* sampled weights differ",
+        ):
             train(tuned, selection)
         with pytest.raises(ValueError, match="whose num_hidden_layers is 2, but the model's is 3"):
             train(stock("mixtral", num_hidden_layers=3), selection)
@@ -298,7 +373,12 @@ def test_the_scored_model_is_recorded_and_checked(tmp_path):
 def test_a_number_of_experts_per_layer():
     scores = scores_of([0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25])
     assert select_experts(scores, experts_per_layer=3).experts == {1: (1, 3, 2), 2: (0, 1, 2)}
-    for options in ({}, {"p": 0.1, "experts_per_layer": 1}, {"experts_per_layer": 5}, {"experts_per_layer": True}):
+    for options in (
+        {},
+        {"p": 0.1, "experts_per_layer": 1},
+        {"experts_per_layer": 5},
+        {"experts_per_layer": True},
+    ):
         with pytest.raises(ValueError, match="experts_per_layer"):
             select_experts(scores, **options)
     with pytest.warns(UserWarning, match=r"to only 0.600 to 0.600 in 1 of 2 layers \(1\)"):
@@ -310,12 +390,24 @@ def test_a_selection_of_another_model_is_named(kind):
     model = stock("mixtral") if kind == "stock" else tiny.upcycled()
     for given in (model, numbered_layers(model)):
         check_selection(given, ExpertSelection(experts={0: (3, 1), 1: ()}))
-        with pytest.raises(ValueError, match=r"selection has experts \[1\] of layer 7, but the model routes to layers 0, 1"):
+        with pytest.raises(
+            ValueError,
+            match=r"selection has experts \[1\] of layer 7, but the model routes to layers 0, 1",
+        ):
             check_selection(given, ExpertSelection(experts={7: (1,)}))
         with pytest.raises(ValueError, match=r"selection has experts \[4\] of layer 1, .* to 3"):
             check_selection(given, ExpertSelection(experts={1: (1, 4)}))
         if kind == "ours":
             with pytest.raises(
-                ValueError, match=r"selection has experts \[0\] of layer 1, .* 1 to 3. Pass shared_experts=True"
+                ValueError,
+                match=(
+                    r"selection has experts \[0\] of layer 1, "
+                    r".* "
+                    r"1 "
+                    r"to "
+                    r"3. "
+                    r"Pass "
+                    r"shared_experts=True"
+                ),
             ):
                 check_selection(given, ExpertSelection(experts={1: (0,)}))

@@ -1,4 +1,6 @@
-"""methods/lora/baseline.py: matrices on all linear layers and experts, the base at the start, written and read back."""
+"""methods/lora/baseline.py: matrices on all linear layers and experts, the base at the start,
+written and read back.
+"""
 
 import warnings
 
@@ -20,9 +22,18 @@ def tokenizer():
 
 def model_of(tokenizer):
     model = small_deepseek(
-        tokenizer, hidden_size=32, intermediate_size=48, num_layers=2, num_experts=4, top_k=2, expert_size=8, shared_experts=1,
-        dense_layers=1, max_length=16, seed=1,
-    )  # fmt: skip
+        tokenizer,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_experts=4,
+        top_k=2,
+        expert_size=8,
+        shared_experts=1,
+        dense_layers=1,
+        max_length=16,
+        seed=1,
+    )
     experts.patch(model)
     return model.eval()
 
@@ -30,14 +41,22 @@ def model_of(tokenizer):
 def test_the_matrices_are_on_all_but_embeddings_head_and_router(tokenizer):
     base = model_of(tokenizer)
     want = base(IDS).logits
-    linear = [module for name, module in base.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"]
+    linear = [
+        module
+        for name, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    ]
     sizes = sum(module.in_features + module.out_features for module in linear)
     moe = base.model.layers[1].mlp.experts
-    sizes += sum(sum(stack.shape) - stack.shape[0] for stack in (moe.gate_up_proj, moe.down_proj)) * 4
+    sizes += (
+        sum(sum(stack.shape) - stack.shape[0] for stack in (moe.gate_up_proj, moe.down_proj)) * 4
+    )
     model = lora_baseline.add_lora(base, RANK, 2.0)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert sum(p.numel() for p in trained.values()) == RANK * sizes
-    assert all("lora_" in name for name in trained) and not any("embed" in name or ".gate." in name for name in trained)
+    assert all("lora_" in name for name in trained) and not any(
+        "embed" in name or ".gate." in name for name in trained
+    )
     torch.testing.assert_close(model(IDS).logits, want)  # the second matrices are zeros
 
 
@@ -53,6 +72,9 @@ def test_what_was_trained_is_read_back(tokenizer, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         again = lora_baseline.load_lora(base, tmp_path / "lora").eval()
-    assert torch.equal(again(IDS).logits, model.eval()(IDS).logits) and (again(IDS).logits - plain).abs().max() > 1e-3
+    assert (
+        torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+        and (again(IDS).logits - plain).abs().max() > 1e-3
+    )
     config = again.peft_config["default"]
     assert config.r == RANK and config.lora_alpha == 2 * RANK

@@ -1,4 +1,6 @@
-"""methods.lora: LoRA tuned, grown to experts, tuned by Trainer and resumed, merged back, in memory and by folders."""
+"""methods.lora: LoRA tuned, grown to experts, tuned by Trainer and resumed, merged back, in memory
+and by folders.
+"""
 
 import copy
 
@@ -17,15 +19,23 @@ from tests.hf import tiny
 from tests.support.lora_models import lora_model
 
 datasets.disable_progress_bars()
-ROWS = [{"prompt": f"add {i} to {j}:\n", "completion": f"{i + j} is it" + "!" * i} for i in range(4) for j in range(2)]
+ROWS = [
+    {"prompt": f"add {i} to {j}:\n", "completion": f"{i + j} is it" + "!" * i}
+    for i in range(4)
+    for j in range(2)
+]
 TOKENIZER = train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], 280)
 
 
 def trainer(model, folder, **settings) -> MoETrainer:
     args = TrainingArguments(
-        str(folder), **{"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2} | settings,
-        per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
+        str(folder),
+        **{"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2} | settings,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
     rows = tokenize_pairs(TOKENIZER, datasets.Dataset.from_list(ROWS), 64)
     return MoETrainer(model, args, pair_collator(TOKENIZER), rows, None, TOKENIZER)
 
@@ -40,11 +50,15 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
     adapted = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=1)
-    assert all(("lora_" in name) == p.requires_grad and (".mlp." in name or "lora_" not in name)
-               for name, p in adapted.named_parameters())  # fmt: skip
+    assert all(
+        ("lora_" in name) == p.requires_grad and (".mlp." in name or "lora_" not in name)
+        for name, p in adapted.named_parameters()
+    )
     other = baselines.to_lora(dense(), rank=3, alpha=6.0, seed=2)
     halves = {name: p for name, p in adapted.named_parameters() if "lora_A" in name}
-    assert halves and not any(torch.equal(p, other.get_parameter(name)) for name, p in halves.items())
+    assert halves and not any(
+        torch.equal(p, other.get_parameter(name)) for name, p in halves.items()
+    )
     trainer(adapted, tmp_path / "sft", max_steps=2, save_strategy="no").train()
     adapted.save_pretrained(str(tmp_path / "adapter"))
     want = tiny.logits(adapted)
@@ -54,11 +68,14 @@ def test_a_tuned_lora_grows_to_experts_that_train_and_resume(tmp_path):
     experts = [tmp_path / "adapter"] * 3
     model = baselines.to_lora_moe(dense(), experts=experts, **settings)
     assert tiny.distance(tiny.logits(model), want) < 1e-5  # equal experts
-    fresh, before = copy.deepcopy(model), trained(model)
+    fresh = copy.deepcopy(model)
+    before = trained(model)
     whole = trainer(model.train(), tmp_path / "moe")
     whole.train()
     logs = [entry for entry in whole.state.log_history if "lm_loss" in entry]
-    assert len(logs) == 4 and all(e["loss"] == pytest.approx(e["lm_loss"] + e["balance_loss"], abs=1e-3) for e in logs)
+    assert len(logs) == 4 and all(
+        e["loss"] == pytest.approx(e["lm_loss"] + e["balance_loss"], abs=1e-3) for e in logs
+    )
     assert any(key.startswith("router") for key in logs[0])  # the statistics see its routers
     assert all(not torch.equal(value, before[name]) for name, value in trained(model).items())
 
@@ -86,10 +103,15 @@ def test_merge_is_the_weighted_sum(form):
 
 
 def test_what_merges_whole_experts_refuses(tmp_path):
-    model, linear = lora_model(), lora_model(form="linear")
+    model = lora_model()
+    linear = lora_model(form="linear")
     with pytest.raises(ValueError, match="with LoRA experts .*, but got LlamaForCausalLM"):
         lora.merge(tiny.dense())
-    for call in (lambda: xft.merge(model, alpha="uniform"), lambda: xft.to_mergeable(model), lambda: xft.merge(linear)):
+    for call in (
+        lambda: xft.merge(model, alpha="uniform"),
+        lambda: xft.to_mergeable(model),
+        lambda: xft.merge(linear),
+    ):
         with pytest.raises(ValueError, match="The model's stage .*'lora'.*whole experts"):
             call()
     with pytest.raises(ValueError, match="have the same number 0, .* LoRA experts of form 'block'"):

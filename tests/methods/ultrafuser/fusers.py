@@ -1,4 +1,6 @@
-"""Small specialists with one tokenizer, the batch of answers that they are asked about, and UltraFuser's formula."""
+"""Small specialists with one tokenizer, the batch of answers that they are asked about, and
+UltraFuser's formula.
+"""
 
 import functools
 
@@ -10,7 +12,11 @@ from moe_runtime.methods.ultrafuser.model import UltraFuser
 from tests.hf import tiny
 
 VOCAB = 280
-TEXTS = ["def add(a, b):\n    return a + b\n", "What is 2 + 3? 2 + 3 = 5.", "The quick brown fox jumps over the dog."]
+TEXTS = [
+    "def add(a, b):\n    return a + b\n",
+    "What is 2 + 3? 2 + 3 = 5.",
+    "The quick brown fox jumps over the dog.",
+]
 
 
 @functools.cache
@@ -25,13 +31,18 @@ def specialist(seed: int, model_type: str = "llama", **changes):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 16)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 16
+            )
     return model
 
 
 def specialists(count: int = 3, **changes) -> list:
     """Models that differ; the second one has more ids."""
-    return [specialist(s, **{"vocab_size": VOCAB + (8 if s == 1 else 0)} | changes) for s in range(count)]
+    return [
+        specialist(s, **{"vocab_size": VOCAB + (8 if s == 1 else 0)} | changes)
+        for s in range(count)
+    ]
 
 
 def fuser(models: list | None = None, **settings) -> UltraFuser:
@@ -45,7 +56,9 @@ def fuser(models: list | None = None, **settings) -> UltraFuser:
 
 
 def batch(count: int = 3, rows: int = 3, lengths=(7, 5, 9), answer: int = 6) -> dict:
-    """Prompts of several lengths, one set per specialist, padded left, and answers, of which the last row's is shorter."""
+    """Prompts of several lengths, one set per specialist, padded left, and answers, of which the
+    last row's is shorter.
+    """
     generator = torch.Generator().manual_seed(2)
     ids = [torch.randint(3, VOCAB, (rows, lengths[s]), generator=generator) for s in range(count)]
     mask = [torch.ones_like(i) for i in ids]
@@ -59,13 +72,23 @@ def batch(count: int = 3, rows: int = 3, lengths=(7, 5, 9), answer: int = 6) -> 
 
 
 def naive(fuser: UltraFuser, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula row by row without padding or tricks: logits [B, R, V] and weights [B, R, S], on the graph."""
-    logits, weights = [], []
+    """The formula row by row without padding or tricks: logits [B, R, V] and weights [B, R, S], on
+    the graph.
+    """
+    logits = []
+    weights = []
     for row, response in enumerate(inputs["response_ids"]):
-        states, own = [], []
-        for model, ids, mask in zip(fuser.specialists, inputs["prompt_ids"], inputs["prompt_mask"], strict=True):
+        states = []
+        own = []
+        for model, ids, mask in zip(
+            fuser.specialists, inputs["prompt_ids"], inputs["prompt_mask"], strict=True
+        ):
             prompt = ids[row][mask[row].bool()]
-            out = model(input_ids=torch.cat([prompt, response])[None], output_hidden_states=True, use_cache=False)
+            out = model(
+                input_ids=torch.cat([prompt, response])[None],
+                output_hidden_states=True,
+                use_cache=False,
+            )
             states.append(out.hidden_states[-1][0, len(prompt) - 1 : -1].float())
             own.append(out.logits[0, len(prompt) - 1 : -1].float())
         weight = fuser.gate(states)
@@ -77,8 +100,12 @@ def naive(fuser: UltraFuser, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 def naive_loss(fuser: UltraFuser, inputs: dict, reduction: str = "mean") -> torch.Tensor:
     """Cross-entropy of `naive`'s logits."""
-    logits, labels = naive(fuser, inputs)[0], inputs["labels"]
+    logits = naive(fuser, inputs)[0]
+    labels = inputs["labels"]
     nll = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
     return {
-        "none": nll, "sum": nll.sum(), "mean": nll.sum() / (labels != -100).sum(), "sample": nll.sum(1).mean(),
-    }[reduction]  # fmt: skip
+        "none": nll,
+        "sum": nll.sum(),
+        "mean": nll.sum() / (labels != -100).sum(),
+        "sample": nll.sum(1).mean(),
+    }[reduction]

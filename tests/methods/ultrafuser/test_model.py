@@ -1,4 +1,6 @@
-"""UltraFuser the model: its loss is the paper's formula, its two stages train what they say, and Trainer goes on with it."""
+"""UltraFuser the model: its loss is the paper's formula, its two stages train what they say, and
+Trainer goes on with it.
+"""
 
 import copy
 
@@ -30,11 +32,14 @@ def test_loss_is_the_formula(fused, reduction):
     inputs = fusers.batch()
     out = fused(**inputs, reduction=reduction, want_logits=True)
     logits, weight = fusers.naive(fused, inputs)
-    torch.testing.assert_close(out.loss, fusers.naive_loss(fused, inputs, reduction), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        out.loss, fusers.naive_loss(fused, inputs, reduction), rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(out.logits, logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(out.gate_weight, weight, rtol=1e-4, atol=1e-5)
     assert not out.gate_weight.requires_grad and out.logits.shape[-1] == fusers.VOCAB
-    assert (weight.max(-1).values - weight.min(-1).values).mean() > 0.1  # a gate that does nothing would hide a swap
+    # a gate that does nothing would hide a swap
+    assert (weight.max(-1).values - weight.min(-1).values).mean() > 0.1
 
 
 def test_gradients_are_the_formula_s():
@@ -44,7 +49,9 @@ def test_gradients_are_the_formula_s():
     losses = fused(**inputs).loss, fusers.naive_loss(fused, inputs)
     ours, theirs = (torch.autograd.grad(loss, list(fused.parameters())) for loss in losses)
     for name, got, want in zip(names, ours, theirs, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got, want, rtol=1e-3, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_prompts_padded_on_the_right_are_the_same(fused):
@@ -52,15 +59,21 @@ def test_prompts_padded_on_the_right_are_the_same(fused):
     turned = dict(inputs, prompt_ids=[], prompt_mask=[])
     for ids, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True):
         shifts = (mask == 0).sum(1).tolist()
-        turned["prompt_ids"].append(torch.stack([row.roll(-n) for row, n in zip(ids, shifts, strict=True)]))
-        turned["prompt_mask"].append(torch.stack([row.roll(-n) for row, n in zip(mask, shifts, strict=True)]))
+        turned["prompt_ids"].append(
+            torch.stack([row.roll(-n) for row, n in zip(ids, shifts, strict=True)])
+        )
+        turned["prompt_mask"].append(
+            torch.stack([row.roll(-n) for row, n in zip(mask, shifts, strict=True)])
+        )
     assert not torch.equal(turned["prompt_mask"][0], inputs["prompt_mask"][0])
     assert torch.equal(fused(**turned).loss, fused(**inputs).loss)
 
 
 def test_padding_of_answers_does_not_count(fused):
     inputs = fusers.batch()
-    other = dict(inputs, response_ids=torch.where(inputs["labels"] == -100, 7, inputs["response_ids"]))
+    other = dict(
+        inputs, response_ids=torch.where(inputs["labels"] == -100, 7, inputs["response_ids"])
+    )
     assert not torch.equal(other["response_ids"], inputs["response_ids"])
     torch.testing.assert_close(fused(**other).loss, fused(**inputs).loss)
 
@@ -73,7 +86,11 @@ def test_loss_over_the_tokens_of_a_step(fused):
 
 
 CASES = {
-    "a scale each": (["granite", "cohere"], {"granite": {"logits_scaling": 3.0}, "cohere": {"logit_scale": 0.3}}, True),
+    "a scale each": (
+        ["granite", "cohere"],
+        {"granite": {"logits_scaling": 3.0}, "cohere": {"logit_scale": 0.3}},
+        True,
+    ),
     "a soft cap": (["gemma2", "llama"], {"gemma2": {"final_logit_softcapping": 5.0}}, False),
     "a bias": (["phi", "llama"], {}, False),
     "other names": (["gpt_neox", "gpt2"], {}, True),
@@ -97,14 +114,18 @@ def test_families_with_other_heads(case, monkeypatch):
     out = fused(**inputs, want_logits=True)
     assert taken == ["fuser_loss" if is_fused else "chunked_loss"]
     if not is_fused:
-        with pytest.raises(ValueError, match="backend must be None, but got 'torch': a head has a bias"):
+        with pytest.raises(
+            ValueError, match="backend must be None, but got 'torch': a head has a bias"
+        ):
             fused(**inputs, backend="torch")
     # as transformers says them: its own forward, head and all
     want = fusers.naive_loss(fused, inputs)
     torch.testing.assert_close(out.loss, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out.logits, fusers.naive(fused, inputs)[0], rtol=1e-4, atol=1e-4)
     parameters = [p for p in fused.parameters() if p.requires_grad]
-    ours, theirs = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (out.loss, want))
+    ours, theirs = (
+        torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (out.loss, want)
+    )
     for got, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-3, atol=1e-5)
 
@@ -128,17 +149,25 @@ def test_what_transformers_asks_of_the_outer_model():
 
 def test_upcycled_models_are_specialists_too():
     models = [fusers.specialist(0), tiny.upcycled(changes={"vocab_size": fusers.VOCAB})]
-    fused, inputs = fusers.fuser(models), fusers.batch(2)
-    torch.testing.assert_close(fused(**inputs).loss, fusers.naive_loss(fused, inputs), rtol=1e-4, atol=1e-5)
+    fused = fusers.fuser(models)
+    inputs = fusers.batch(2)
+    torch.testing.assert_close(
+        fused(**inputs).loss, fusers.naive_loss(fused, inputs), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
 def test_several_hidden_sizes_want_the_joint_gate(kind):
     models = [fusers.specialist(0), fusers.specialist(1, hidden_size=48, num_attention_heads=4)]
-    with pytest.raises(ValueError, match=r"hidden_sizes must be the same for all specialists, but got \(32, 48\)"):
+    with pytest.raises(
+        ValueError, match=r"hidden_sizes must be the same for all specialists, but got \(32, 48\)"
+    ):
         UltraFuser(models)
-    fused, inputs = fusers.fuser(models, gate=kind, joint=True), fusers.batch(2)
-    torch.testing.assert_close(fused(**inputs).loss, fusers.naive_loss(fused, inputs), rtol=1e-4, atol=1e-5)
+    fused = fusers.fuser(models, gate=kind, joint=True)
+    inputs = fusers.batch(2)
+    torch.testing.assert_close(
+        fused(**inputs).loss, fusers.naive_loss(fused, inputs), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_stage_one_trains_the_gate_alone():
@@ -147,7 +176,9 @@ def test_stage_one_trains_the_gate_alone():
     fused.freeze_specialists()
     assert fused.gate.training and not any(model.training for model in fused.specialists)
     fused.train()  # as Trainer does at every step
-    before, heads, modes = weights_of(fused), [], []
+    before = weights_of(fused)
+    heads = []
+    modes = []
     for model in fused.specialists:
         model.model.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
         model.lm_head.register_forward_hook(lambda *_: heads.append(1))
@@ -165,13 +196,19 @@ def test_stage_one_trains_the_gate_alone():
         assert torch.equal(tensor, before[name]) == (not name.startswith("gate.")), name
     assert all(p.grad is None for p in fused.specialists.parameters())
     fused.train_all()
-    assert all(p.requires_grad for p in fused.parameters()) and all(model.training for model in fused.specialists)
+    assert all(p.requires_grad for p in fused.parameters()) and all(
+        model.training for model in fused.specialists
+    )
 
 
 def test_gradient_checkpointing_and_autocast():
-    fused, inputs = fusers.fuser().train_all().train(), fusers.batch()
+    fused = fusers.fuser().train_all().train()
+    inputs = fusers.batch()
     plain = torch.autograd.grad(fused(**inputs).loss, list(fused.parameters()))
-    enable = getattr(fused, "activation_checkpointing_enable", None) or fused.gradient_checkpointing_enable
+    enable = (
+        getattr(fused, "activation_checkpointing_enable", None)
+        or fused.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
     assert all(model.model.gradient_checkpointing for model in fused.specialists)
     again = torch.autograd.grad(fused(**inputs).loss, list(fused.parameters()))
@@ -183,10 +220,15 @@ def test_gradient_checkpointing_and_autocast():
     torch.testing.assert_close(out.loss, fused(**inputs).loss, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=["one", "two"],
+)
 def test_narrow_and_mixed_dtypes(dtypes):
     models = [fusers.specialist(s).to(dtype) for s, dtype in enumerate(dtypes)]
-    fused, inputs = fusers.fuser(models).train_all(), fusers.batch(2)
+    fused = fusers.fuser(models).train_all()
+    inputs = fusers.batch(2)
     out = fused(**inputs)
     torch.testing.assert_close(out.loss, fusers.naive_loss(fused, inputs), rtol=2e-2, atol=2e-2)
     out.loss.backward()
@@ -199,7 +241,8 @@ def test_adapters_count_train_and_merge(tmp_path):
 
     lora = LoraConfig(target_modules=["lm_head", "q_proj"], r=4, init_lora_weights=False)
     adapted = get_peft_model(fusers.specialist(0), lora)
-    fused, inputs = fusers.fuser([adapted.get_base_model(), fusers.specialist(1)]), fusers.batch(2)
+    fused = fusers.fuser([adapted.get_base_model(), fusers.specialist(1)])
+    inputs = fusers.batch(2)
     loss = fused(**inputs).loss
     torch.testing.assert_close(loss, fusers.naive_loss(fused, inputs), rtol=1e-4, atol=1e-5)
     loss.backward()
@@ -209,7 +252,10 @@ def test_adapters_count_train_and_merge(tmp_path):
         save(fused, tmp_path / "fused", specialists="copy")
     adapted.merge_and_unload()
     torch.testing.assert_close(fused(**inputs).loss, loss, rtol=1e-4, atol=1e-5)
-    assert load(save(fused, tmp_path / "fused", specialists="copy"))(**inputs).loss == fused(**inputs).loss
+    assert (
+        load(save(fused, tmp_path / "fused", specialists="copy"))(**inputs).loss
+        == fused(**inputs).loss
+    )
 
 
 class Rows(Dataset):
@@ -219,21 +265,36 @@ class Rows(Dataset):
         return 8
 
     def __getitem__(self, i):
-        inputs, row = fusers.batch(2, rows=3), i % 3
-        return {k: [t[row] for t in v] if isinstance(v, list) else v[row] for k, v in inputs.items()}
+        inputs = fusers.batch(2, rows=3)
+        row = i % 3
+        return {
+            k: [t[row] for t in v] if isinstance(v, list) else v[row] for k, v in inputs.items()
+        }
 
 
 def collate(rows):
     out = {name: torch.stack([row[name] for row in rows]) for name in ("response_ids", "labels")}
-    return out | {n: [torch.stack(parts) for parts in zip(*(r[n] for r in rows))] for n in ("prompt_ids", "prompt_mask")}
+    return out | {
+        n: [torch.stack(parts) for parts in zip(*(r[n] for r in rows))]
+        for n in ("prompt_ids", "prompt_mask")
+    }
 
 
 def train(model, folder, resume=None, **settings):
     arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
-        remove_unused_columns=False, **settings,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=3,
+        remove_unused_columns=False,
+        **settings,
+    )
     trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), data_collator=collate)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
@@ -241,7 +302,9 @@ def train(model, folder, resume=None, **settings):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_plain_trainer_saves_and_goes_on(tmp_path, stage):
-    base = fusers.fuser([fusers.specialist(s, tie_word_embeddings=s == 1) for s in range(2)], loss_reduction="mean")
+    base = fusers.fuser(
+        [fusers.specialist(s, tie_word_embeddings=s == 1) for s in range(2)], loss_reduction="mean"
+    )
     models = [copy.deepcopy(base) for _ in range(3)]
     for model in models:
         model.freeze_specialists() if stage == 1 else model.train_all()
@@ -257,8 +320,13 @@ def test_a_plain_trainer_saves_and_goes_on(tmp_path, stage):
     for name, tensor in models[0].state_dict().items():
         assert torch.equal(tensor, models[1].state_dict()[name]), name
     restore(models[2], tmp_path / "checkpoint-4")
-    assert all(torch.equal(a, b) for a, b in zip(models[2].state_dict().values(), models[0].state_dict().values()))
-    assert torch.equal(models[2].specialists[1].lm_head.weight, models[2].specialists[1].model.embed_tokens.weight)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(models[2].state_dict().values(), models[0].state_dict().values())
+    )
+    assert torch.equal(
+        models[2].specialists[1].lm_head.weight, models[2].specialists[1].model.embed_tokens.weight
+    )
 
 
 def test_a_checkpoint_before_the_first_move_holds_what_trains(tmp_path):
@@ -276,31 +344,60 @@ def test_a_checkpoint_before_the_first_move_holds_what_trains(tmp_path):
 
 def test_a_mean_over_samples_is_divided_by_trainer(tmp_path):
     fused = fusers.fuser([fusers.specialist(s) for s in range(2)], loss_reduction="sample")
-    assert not fused.accepts_loss_kwargs and fusers.fuser(list(fused.specialists)).accepts_loss_kwargs
+    assert (
+        not fused.accepts_loss_kwargs and fusers.fuser(list(fused.specialists)).accepts_loss_kwargs
+    )
     trainer = train(fused.freeze_specialists(), tmp_path, logging_steps=1)
     first = next(log["loss"] for log in trainer.state.log_history if "loss" in log)
     rows = fusers.naive_loss(fusers.fuser(list(fused.specialists)), fusers.batch(2), "none").sum(1)
     assert rows.min() <= first <= rows.max()
 
 
-@pytest.mark.parametrize("change, words", [
-    pytest.param(lambda b: b.update(prompt_ids=b["prompt_ids"][:2]), "of length 2 and 3", id="S"),
-    pytest.param(lambda b: b.update(prompt_mask=None), "of length 3 and None", id="none"),
-    pytest.param(lambda b: b["prompt_mask"][1][2].zero_(), "at least one token per prompt", id="empty prompt"),
-    pytest.param(
-        lambda b: b["prompt_ids"].__setitem__(0, b["prompt_ids"][0][:, :3]), "but got (3, 3) and (3, 7), (3, 5) and", id="mask"
-    ),
-    pytest.param(lambda b: b.update(response_ids=None), "but got None", id="no answer"),
-    pytest.param(lambda b: b.update(labels=b["labels"][:, :2]), "(3, 6), in training, but got (3, 2)", id="labels"),
-    pytest.param(lambda b: b["labels"][0].fill_(fusers.VOCAB), f"but got {fusers.VOCAB}", id="a id of one alone"),
-    pytest.param(
-        lambda b: [b[name][0].fill_(fusers.VOCAB) for name in ("response_ids", "labels")],
-        f"one row per prompt, with ids from 0 to {fusers.VOCAB - 1}",
-        id="an answer's id of one alone",
-    ),
-    pytest.param(lambda b: b["response_ids"][0].fill_(-100), "Expected response_ids [3, R]", id="no padding's id"),
-    pytest.param(lambda b: b["prompt_ids"][0][0].fill_(fusers.VOCAB), f"and ids below {fusers.VOCAB}, ", id="prompt's id"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        pytest.param(
+            lambda b: b.update(prompt_ids=b["prompt_ids"][:2]), "of length 2 and 3", id="S"
+        ),
+        pytest.param(lambda b: b.update(prompt_mask=None), "of length 3 and None", id="none"),
+        pytest.param(
+            lambda b: b["prompt_mask"][1][2].zero_(),
+            "at least one token per prompt",
+            id="empty prompt",
+        ),
+        pytest.param(
+            lambda b: b["prompt_ids"].__setitem__(0, b["prompt_ids"][0][:, :3]),
+            "but got (3, 3) and (3, 7), (3, 5) and",
+            id="mask",
+        ),
+        pytest.param(lambda b: b.update(response_ids=None), "but got None", id="no answer"),
+        pytest.param(
+            lambda b: b.update(labels=b["labels"][:, :2]),
+            "(3, 6), in training, but got (3, 2)",
+            id="labels",
+        ),
+        pytest.param(
+            lambda b: b["labels"][0].fill_(fusers.VOCAB),
+            f"but got {fusers.VOCAB}",
+            id="a id of one alone",
+        ),
+        pytest.param(
+            lambda b: [b[name][0].fill_(fusers.VOCAB) for name in ("response_ids", "labels")],
+            f"one row per prompt, with ids from 0 to {fusers.VOCAB - 1}",
+            id="an answer's id of one alone",
+        ),
+        pytest.param(
+            lambda b: b["response_ids"][0].fill_(-100),
+            "Expected response_ids [3, R]",
+            id="no padding's id",
+        ),
+        pytest.param(
+            lambda b: b["prompt_ids"][0][0].fill_(fusers.VOCAB),
+            f"and ids below {fusers.VOCAB}, ",
+            id="prompt's id",
+        ),
+    ],
+)
 def test_bad_inputs_are_named(fused, change, words):
     inputs = fusers.batch()
     change(inputs)

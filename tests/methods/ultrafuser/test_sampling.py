@@ -1,4 +1,6 @@
-"""moe_runtime.methods.ultrafuser.training: every batch is balanced, every row has its turn, every process its part."""
+"""moe_runtime.methods.ultrafuser.training: every batch is balanced, every row has its turn, every
+process its part.
+"""
 
 from collections import Counter
 from itertools import islice
@@ -53,7 +55,8 @@ def test_draws_are_uniform_within_a_domain():
 
 
 def test_seed_and_epoch_decide_and_nothing_else():
-    sampler, again = BalancedSampler(DOMAINS, seed=4), BalancedSampler(DOMAINS, seed=4)
+    sampler = BalancedSampler(DOMAINS, seed=4)
+    again = BalancedSampler(DOMAINS, seed=4)
     first = list(sampler)
     assert first == list(sampler) == list(again) != list(BalancedSampler(DOMAINS, seed=5))
     again.set_epoch(1)
@@ -73,7 +76,11 @@ def test_each_process_gets_a_balanced_part_of_a_balanced_step(processes, batch_s
 
     def parts():
         for process in range(processes):
-            loader = DataLoader(range(15), batch_size=batch_size, sampler=BalancedSampler(DOMAINS, rounds=24, seed=2))
+            loader = DataLoader(
+                range(15),
+                batch_size=batch_size,
+                sampler=BalancedSampler(DOMAINS, rounds=24, seed=2),
+            )
             yield prepare_data_loader(loader, num_processes=processes, process_index=process)
 
     seen = [[batch.tolist() for batch in loader] for loader in parts()]

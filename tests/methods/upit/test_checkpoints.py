@@ -7,7 +7,13 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints, save_expert, saved_steps
@@ -28,9 +34,16 @@ def rows(count: int = 16) -> Dataset:
 def trainer(model, folder: Path, *callbacks, kind=Trainer, tokenizer=None, **settings):
     """A training of 8 steps, 4 an epoch."""
     arguments = {
-        "per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-2, "optim": "sgd", "use_cpu": True,
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 4,
-    } | settings  # fmt: skip
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 4,
+    } | settings
     arguments = TrainingArguments(output_dir=str(folder), **arguments)
     data = {"train_dataset": rows(), "eval_dataset": rows(4), "processing_class": tokenizer}
     return kind(model=model, args=arguments, callbacks=[*callbacks], **data)
@@ -56,15 +69,27 @@ def loaded(base: Path):
     return AutoModelForCausalLM.from_pretrained(base)
 
 
-@pytest.mark.parametrize("every, settings, want", [
-    pytest.param({}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="a quarter of an epoch"),
-    pytest.param({"every_epochs": 0.5}, {}, [2, 4, 6, 8], id="half an epoch"),
-    pytest.param({"every_epochs": 0.6}, {}, [3, 5, 8], id="an interval that is no number of steps"),
-    pytest.param({"every_epochs": 0.01}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="shorter than a step"),
-    pytest.param({"every_epochs": 0.5}, {"gradient_accumulation_steps": 2}, [1, 2, 3, 4], id="accumulation"),
-    pytest.param({"every_steps": 3}, {}, [3, 6, 8], id="steps, and the last"),
-    pytest.param({"every_epochs": 5}, {"max_steps": 5}, [5], id="the last alone"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "every, settings, want",
+    [
+        pytest.param({}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="a quarter of an epoch"),
+        pytest.param({"every_epochs": 0.5}, {}, [2, 4, 6, 8], id="half an epoch"),
+        pytest.param(
+            {"every_epochs": 0.6}, {}, [3, 5, 8], id="an interval that is no number of steps"
+        ),
+        pytest.param(
+            {"every_epochs": 0.01}, {}, [1, 2, 3, 4, 5, 6, 7, 8], id="shorter than a step"
+        ),
+        pytest.param(
+            {"every_epochs": 0.5},
+            {"gradient_accumulation_steps": 2},
+            [1, 2, 3, 4],
+            id="accumulation",
+        ),
+        pytest.param({"every_steps": 3}, {}, [3, 6, 8], id="steps, and the last"),
+        pytest.param({"every_epochs": 5}, {"max_steps": 5}, [5], id="the last alone"),
+    ],
+)
 def test_intervals(base, tmp_path, every, settings, want):
     callback = ExpertCheckpoints(tmp_path / "experts", **every)
     trainer(loaded(base), tmp_path / "run", callback, **settings).train()
@@ -75,18 +100,23 @@ def test_intervals(base, tmp_path, every, settings, want):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family, changes", [
-    pytest.param("llama", {"tie_word_embeddings": True}, id="tied"),
-    pytest.param("gpt_neox", {}, id="a head of another name"),
-    pytest.param("gemma3_text", {}, id="a rope per layer type"),
-    pytest.param("phi3", {}, id="fused"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        pytest.param("llama", {"tie_word_embeddings": True}, id="tied"),
+        pytest.param("gpt_neox", {}, id="a head of another name"),
+        pytest.param("gemma3_text", {}, id="a rope per layer type"),
+        pytest.param("phi3", {}, id="fused"),
+    ],
+)
 def test_a_folder_is_what_save_pretrained_writes(tmp_path, family, changes, dtype):
     model = dense(family, **changes)
     save_expert(model, tmp_path / "ours", dtype=dtype, max_shard_size=20_000)
     model.to(dtype).save_pretrained(tmp_path / "theirs")
     assert_same(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
-    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")
+    )
     assert {key: ours[key] for key in theirs} == theirs
     names = {path.name for path in (tmp_path / "theirs").iterdir()} - {"model.safetensors"}
     assert names <= {path.name for path in (tmp_path / "ours").iterdir()}
@@ -94,7 +124,11 @@ def test_a_folder_is_what_save_pretrained_writes(tmp_path, family, changes, dtyp
 
 
 @pytest.mark.parametrize(
-    "make", [pytest.param(upcycled, id="upcycled"), pytest.param(lambda: stock("qwen3_moe"), id="an expert a tensor")]
+    "make",
+    [
+        pytest.param(upcycled, id="upcycled"),
+        pytest.param(lambda: stock("qwen3_moe"), id="an expert a tensor"),
+    ],
 )
 def test_a_mixture_is_what_save_pretrained_writes(tmp_path, make):
     save_expert(model := make(), tmp_path / "ours")
@@ -115,11 +149,16 @@ def test_only_what_changed(base, tmp_path, dtype, kind):
         dense("llama", dtype=torch.bfloat16).save_pretrained(base := tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     freeze_but_mlps(model)
-    callback = ExpertCheckpoints(tmp_path / "delta", every_steps=8, base=base, only_changed=True, dtype=dtype)
+    callback = ExpertCheckpoints(
+        tmp_path / "delta", every_steps=8, base=base, only_changed=True, dtype=dtype
+    )
     trainer(model, tmp_path / "run", callback, kind=kind).train()
-    folder, before = tmp_path / "delta" / "step-8", tensors(base)
+    folder = tmp_path / "delta" / "step-8"
+    before = tensors(base)
     written = tensors(folder)
-    assert written and all(".mlp." in key and not torch.equal(tensor, before[key]) for key, tensor in written.items())
+    assert written and all(
+        ".mlp." in key and not torch.equal(tensor, before[key]) for key, tensor in written.items()
+    )
     assert len(written) < len(before) / 1.5
     materialize(folder, tmp_path / "whole")
     model.to(getattr(torch, dtype or "float32")).save_pretrained(tmp_path / "want")
@@ -131,7 +170,12 @@ def test_a_peft_model_saves_its_adapter(base, tmp_path):
     import peft
 
     model = peft.get_peft_model(loaded(base), peft.LoraConfig(**LORA))
-    trainer(model, tmp_path / "run", ExpertCheckpoints(tmp_path / "experts", every_steps=4), learning_rate=1e-3).train()
+    trainer(
+        model,
+        tmp_path / "run",
+        ExpertCheckpoints(tmp_path / "experts", every_steps=4),
+        learning_rate=1e-3,
+    ).train()
     assert steps(tmp_path / "experts") == [4, 8]
     again = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "experts" / "step-8")
     assert_same(peft.get_peft_model_state_dict(again), peft.get_peft_model_state_dict(model))
@@ -157,7 +201,9 @@ def test_a_resumed_training_writes_none_twice_and_loses_none(base, tmp_path):
     def run(name: str, *callbacks, resume: bool = False):
         callback = ExpertCheckpoints(tmp_path / name, every_steps=2)
         model = loaded(base)
-        trainer(model, tmp_path / f"{name}-run", callback, *callbacks, **settings).train(resume_from_checkpoint=resume)
+        trainer(model, tmp_path / f"{name}-run", callback, *callbacks, **settings).train(
+            resume_from_checkpoint=resume
+        )
 
     run("whole")
     with pytest.raises(Killed):
@@ -173,46 +219,88 @@ def test_a_resumed_training_writes_none_twice_and_loses_none(base, tmp_path):
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_a_training_that_stops_early_saves_its_last_step_and_not_its_best(base, tmp_path, first):
-    """The greatest loss is called the best: it is that of step 2, and the training ends at step 4."""
-    stop, experts = EarlyStoppingCallback(1), ExpertCheckpoints(tmp_path / "experts", every_steps=3)
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    """The greatest loss is called the best: it is that of step 2, and the training ends at
+    step 4.
+    """
+    stop = EarlyStoppingCallback(1)
+    experts = ExpertCheckpoints(tmp_path / "experts", every_steps=3)
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     run = trainer(
-        loaded(base), tmp_path / "run", *([experts, stop] if first else [stop, experts]), **settings,
-        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
-    )  # fmt: skip
+        loaded(base),
+        tmp_path / "run",
+        *([experts, stop] if first else [stop, experts]),
+        **settings,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+    )
     run.train()
     assert steps(tmp_path / "experts") == [3, 4]
-    assert_same(tensors(tmp_path / "experts" / "step-4"), tensors(tmp_path / "run" / "checkpoint-4"))
+    assert_same(
+        tensors(tmp_path / "experts" / "step-4"), tensors(tmp_path / "run" / "checkpoint-4")
+    )
     assert run.state.best_model_checkpoint.endswith("checkpoint-2")
 
 
-@pytest.mark.parametrize("arguments, words", [
-    pytest.param({"every_epochs": 0.5, "every_steps": 3}, "every_epochs is 0.5, every_steps is 3", id="two intervals"),
-    pytest.param({"every_steps": 0}, "every_steps must be", id="no interval"),
-    pytest.param({"every_steps": 0.5}, "every_steps must be", id="half a step"),
-    pytest.param({"every_epochs": float("nan")}, "every_epochs must be", id="not a number"),
-    pytest.param({"only_changed": True}, "only_changed is True, base is None", id="changed from what"),
-    pytest.param({"dtype": "int8"}, "dtype is 'int8'", id="no floating dtype"),
-    pytest.param({"dtype": "half-float"}, "dtype is 'half-float'", id="no dtype"),
-    pytest.param({"max_shard_size": "much"}, "but got 'much'", id="no size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        pytest.param(
+            {"every_epochs": 0.5, "every_steps": 3},
+            "every_epochs is 0.5, every_steps is 3",
+            id="two intervals",
+        ),
+        pytest.param({"every_steps": 0}, "every_steps must be", id="no interval"),
+        pytest.param({"every_steps": 0.5}, "every_steps must be", id="half a step"),
+        pytest.param({"every_epochs": float("nan")}, "every_epochs must be", id="not a number"),
+        pytest.param(
+            {"only_changed": True}, "only_changed is True, base is None", id="changed from what"
+        ),
+        pytest.param({"dtype": "int8"}, "dtype is 'int8'", id="no floating dtype"),
+        pytest.param({"dtype": "half-float"}, "dtype is 'half-float'", id="no dtype"),
+        pytest.param({"max_shard_size": "much"}, "but got 'much'", id="no size"),
+    ],
+)
 def test_bad_settings_are_named(tmp_path, arguments, words):
     with pytest.raises(ValueError) as error:
         ExpertCheckpoints(tmp_path, **arguments)
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("change, settings, words", [
-    pytest.param(lambda m: m, {"base": "nowhere/at-all", "only_changed": True}, "base 'nowhere/at-all'", id="no base"),
-    pytest.param(
-        lambda m: dense("llama", hidden_size=16), {"only_changed": True}, "No matrix of base", id="another base"
-    ),
-    pytest.param(lambda m: nn.Linear(2, 2), {}, "not a model of transformers", id="no model"),
-])  # fmt: skip
-def test_models_that_cannot_be_saved_are_refused_before_the_first_step(base, tmp_path, change, settings, words):
+@pytest.mark.parametrize(
+    "change, settings, words",
+    [
+        pytest.param(
+            lambda m: m,
+            {"base": "nowhere/at-all", "only_changed": True},
+            "base 'nowhere/at-all'",
+            id="no base",
+        ),
+        pytest.param(
+            lambda m: dense("llama", hidden_size=16),
+            {"only_changed": True},
+            "No matrix of base",
+            id="another base",
+        ),
+        pytest.param(lambda m: nn.Linear(2, 2), {}, "not a model of transformers", id="no model"),
+    ],
+)
+def test_models_that_cannot_be_saved_are_refused_before_the_first_step(
+    base, tmp_path, change, settings, words
+):
     callback = ExpertCheckpoints(tmp_path / "experts", **{"base": base} | settings)
     with pytest.raises(ValueError) as error:
-        callback.on_train_begin(None, type("State", (), {"epoch": 0, "global_step": 0})(), None, model=change(loaded(base)))
+        callback.on_train_begin(
+            None,
+            type("State", (), {"epoch": 0, "global_step": 0})(),
+            None,
+            model=change(loaded(base)),
+        )
     assert words in str(error.value) and not (tmp_path / "experts").exists()
 
 
@@ -229,6 +317,7 @@ def test_two_processes_save_once_what_one_saves(base, tmp_path, two_ranks):
     callback = ExpertCheckpoints(tmp_path / "one", every_steps=2)
     trainer(loaded(base), tmp_path / "run", callback, max_steps=3).train()
     for path in saved_steps(tmp_path / "one"):
-        one, two = tensors(path), tensors(two_ranks / "ddp" / path.name)
+        one = tensors(path)
+        two = tensors(two_ranks / "ddp" / path.name)
         assert one.keys() == two.keys()
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)

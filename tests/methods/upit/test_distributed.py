@@ -1,4 +1,6 @@
-"""UpIT's perplexities and routers in two processes: what one process finds, on every rank, and written once."""
+"""UpIT's perplexities and routers in two processes: what one process finds, on every rank, and
+written once.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from tests.support import dist_launch, dist_upit, upit
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """What one process found, and what each of two did: (alone, [rank 0's, rank 1's], their folders)."""
+    """What one process found, and what each of two did: (alone, [rank 0's, rank 1's], their
+    folders).
+    """
     root = tmp_path_factory.mktemp("ranks")
     experts = upit.save_experts(root / "experts", upit.make_tokenizer(), 2)
     adapters = upit.save_adapters(root / "adapters", root / "experts" / "base", 2)
@@ -32,7 +36,9 @@ def test_perplexities_are_those_of_one_process(both):
 def test_routers_are_those_of_one_process(both, name):
     alone, found, folders = both
     for rank in found:
-        torch.testing.assert_close(rank[name]["vectors"], alone[name]["vectors"], rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(
+            rank[name]["vectors"], alone[name]["vectors"], rtol=2e-5, atol=2e-6
+        )
         for when in ("before", "after"):
             assert rank[name][when].loss == pytest.approx(alone[name][when].loss, rel=1e-5)
             assert rank[name][when].sigmoid == pytest.approx(alone[name][when].sigmoid, rel=1e-5)
@@ -45,4 +51,8 @@ def test_routers_are_those_of_one_process(both, name):
 
 def test_nothing_is_left_beside_the_folders(both):
     assert sorted(path.name for path in Path(both[2][0]).iterdir()) == ["ffn", "lora", "mean"]
-    assert sorted(path.name for path in both[2][1].iterdir() if path.is_dir()) == ["ffn", "lora", "mean"]
+    assert sorted(path.name for path in both[2][1].iterdir() if path.is_dir()) == [
+        "ffn",
+        "lora",
+        "mean",
+    ]

@@ -29,13 +29,17 @@ CASES = {
     "llama3-rope": {
         "rope_theta": None,
         "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 16,
         },
     },
     "head_dim-gelu": {"head_dim": 16, "hidden_act": "gelu"},
     "bf16": {"dtype": torch.bfloat16},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +59,11 @@ def experts(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, tokenizer, vectors):
-    """Every case assembled and exported, run by one plain process: {name: (our folder, Mixtral's)}."""
-    found, root = {}, tmp_path_factory.mktemp("cases")
+    """Every case assembled and exported, run by one plain process: {name: (our folder,
+    Mixtral's)}.
+    """
+    found = {}
+    root = tmp_path_factory.mktemp("cases")
     for i, (name, settings) in enumerate(CASES.items()):
         experts = upit.save_experts(root / name, tokenizer, **settings)
         gate = "topk_softmax" if name == "tied" else "softmax_topk_renorm"
@@ -75,11 +82,15 @@ def exported(tmp_path_factory, tokenizer, vectors):
 def test_plain_transformers_has_the_same_logits(exported, name):
     ours, theirs = exported[name]
     model = AutoModelForCausalLM.from_pretrained(ours)
-    want, got = logits(model), torch.load(theirs / "logits.pt")
+    want = logits(model)
+    got = torch.load(theirs / "logits.pt")
     assert got.dtype == want.dtype and distance(got, want) < (3e-2 if name == "bf16" else 2e-6)
     if name == "bf16":  # the weights themselves are not rounded
-        mine, stock = model.state_dict(), AutoModelForCausalLM.from_pretrained(theirs).state_dict()
-        assert mine.keys() == stock.keys() and all(torch.equal(mine[key], stock[key]) for key in mine)
+        mine = model.state_dict()
+        stock = AutoModelForCausalLM.from_pretrained(theirs).state_dict()
+        assert mine.keys() == stock.keys() and all(
+            torch.equal(mine[key], stock[key]) for key in mine
+        )
 
 
 def test_the_names_are_mixtrals_old_ones(exported, tokenizer, vectors):

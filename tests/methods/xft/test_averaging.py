@@ -1,4 +1,6 @@
-"""methods/xft/baselines.py: experts averaged after each step: in a loop, in Trainer, resumed, and split over ranks."""
+"""methods/xft/baselines.py: experts averaged after each step: in a loop, in Trainer, resumed, and
+split over ranks.
+"""
 
 import copy
 
@@ -57,7 +59,9 @@ def test_each_step_is_the_optimizers_and_then_one_of_averaging(partition):
         assert averaging.step == done
     for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    states = zip(ours.state_dict()["state"].values(), plain.state_dict()["state"].values(), strict=True)
+    states = zip(
+        ours.state_dict()["state"].values(), plain.state_dict()["state"].values(), strict=True
+    )
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in states)  # left alone
     averaging.remove()
     averaging.remove()
@@ -85,7 +89,9 @@ def test_a_step_that_overflowed_is_none():
 
 
 # in Trainer
-ROWS = datasets.Dataset.from_list([{"input_ids": row, "labels": row} for row in tiny.batch(12, 10).tolist()])
+ROWS = datasets.Dataset.from_list(
+    [{"input_ids": row, "labels": row} for row in tiny.batch(12, 10).tolist()]
+)
 STEPS = 6
 
 
@@ -99,19 +105,31 @@ class Stop(TrainerCallback):
 
 def train(model, folder, callbacks, resume=None, **settings):
     callback = AveragingCallback(share=0.6, schedule="linear")
-    shares, original = [], Averaging.share_at
+    shares = []
+    original = Averaging.share_at
 
     def noted(self, at):
         shares.append(original(self, at))
         return shares[-1]
 
     arguments = TrainingArguments(
-        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
-        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, seed=3, **settings,
-    )  # fmt: skip
+        output_dir=folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=3,
+        **settings,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Averaging, "share_at", noted)
-        trainer = MoETrainer(model=model, args=arguments, train_dataset=ROWS, callbacks=[callback, *callbacks])
+        trainer = MoETrainer(
+            model=model, args=arguments, train_dataset=ROWS, callbacks=[callback, *callbacks]
+        )
         trainer.train(resume_from_checkpoint=resume)
     assert callback.averaging is None
     per_step = len(stacks(model))
@@ -132,7 +150,9 @@ def test_a_resumed_run_is_the_whole_run_bit_by_bit(checkpointing, tmp_path):
     for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "part" / "checkpoint-2")
-    assert saved.config.moe_runtime["stage"] == "ewa" and not torch.equal(stacks(saved)[0], stacks(whole)[0])
+    assert saved.config.moe_runtime["stage"] == "ewa" and not torch.equal(
+        stacks(saved)[0], stacks(whole)[0]
+    )
 
 
 # over ranks

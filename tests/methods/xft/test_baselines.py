@@ -1,4 +1,6 @@
-"""moe_runtime.methods.xft.baselines: EWA from the dense model back to it, in memory and by folders; the registry's calls."""
+"""moe_runtime.methods.xft.baselines: EWA from the dense model back to it, in memory and by folders;
+the registry's calls.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -32,9 +34,12 @@ def tuned(family: str = "llama", partition: str = "random", **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_experts_are_the_dense_model_for_every_family(family):
     model = tiny.dense(family)
-    want, names = tiny.logits(model), set(model.state_dict())
+    want = tiny.logits(model)
+    names = set(model.state_dict())
     receipt = baselines.to_ewa(model, num_experts=4)
-    assert receipt.error <= 1e-5 and receipt.preserves and not receipt.drawn and receipt.stage == "ewa"
+    assert (
+        receipt.error <= 1e-5 and receipt.preserves and not receipt.drawn and receipt.stage == "ewa"
+    )
     assert "no router" in str(receipt) and receipt.active_parameters == receipt.dense_parameters
     assert receipt.moe_parameters == sum(p.numel() for p in model.parameters())
     assert distance(tiny.logits(model), want) <= 1e-5
@@ -52,7 +57,12 @@ def test_a_router_is_an_ordinary_upcycled_model():
     want = tiny.logits(model)
     receipt = baselines.to_ewa(model, num_experts=4, partition="router", seed=7)
     config = receipt.config
-    assert (config.gate, config.top_k, config.num_experts, receipt.stage) == ("topk_softmax", 1, 4, "moe")
+    assert (config.gate, config.top_k, config.num_experts, receipt.stage) == (
+        "topk_softmax",
+        1,
+        4,
+        "moe",
+    )
     assert receipt.drawn and "gate topk_softmax" in str(receipt)
     assert all(type(module) is MoE for module in moe_layers(model).values())
     assert distance(tiny.logits(model), want) <= 1e-5
@@ -80,11 +90,14 @@ def test_the_merged_model_is_the_mean_and_a_stock_model(family):
     assert all(p.requires_grad for p in merged.parameters())
 
 
-@pytest.mark.parametrize("changes", [
-    pytest.param({}, id="float32"),
-    pytest.param({"dtype": torch.bfloat16}, id="bfloat16"),
-    pytest.param({"tie_word_embeddings": True}, id="tied"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="float32"),
+        pytest.param({"dtype": torch.bfloat16}, id="bfloat16"),
+        pytest.param({"tie_word_embeddings": True}, id="tied"),
+    ],
+)
 def test_folders_give_the_same_mean_bit_by_bit(changes, tmp_path):
     model = tuned("llama", **changes)
     model.save_pretrained(tmp_path / "ewa")
@@ -97,7 +110,9 @@ def test_folders_give_the_same_mean_bit_by_bit(changes, tmp_path):
     for merged in (xft.merge(copy.deepcopy(model)), xft.merge(model, alpha="uniform")):
         assert type(merged).__module__ == "transformers.models.llama.modeling_llama"
         state = merged.state_dict()
-        assert state.keys() == by_folder.keys() and all(torch.equal(state[name], by_folder[name]) for name in state)
+        assert state.keys() == by_folder.keys() and all(
+            torch.equal(state[name], by_folder[name]) for name in state
+        )
 
 
 def test_some_layers_only_and_other_alphas(tmp_path):
@@ -112,26 +127,35 @@ def test_some_layers_only_and_other_alphas(tmp_path):
     xft_folders.merge_folder(tmp_path / "ewa", tmp_path / "one", alpha=[1.0, 0.0, 0.0])
     one = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert torch.equal(one.model.layers[1].mlp.down_proj.weight, first)
-    assert torch.equal(xft.merge(model, alpha=[1.0, 0.0, 0.0]).model.layers[1].mlp.down_proj.weight, first)
+    assert torch.equal(
+        xft.merge(model, alpha=[1.0, 0.0, 0.0]).model.layers[1].mlp.down_proj.weight, first
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_averages_of_the_weights_over_the_steps(dtype):
-    model, averages = tiny.dense("llama").to(dtype), baselines.WeightAverages(decay=0.3)
-    weight, seen, total = model.model.layers[1].mlp.up_proj.weight, [], 6
+    model = tiny.dense("llama").to(dtype)
+    averages = baselines.WeightAverages(decay=0.3)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    seen = []
+    total = 6
     averages.on_train_begin(None, None, None, model=model)
     for step in range(1, total + 1):
         with torch.no_grad():
             weight.add_(torch.randn_like(weight))
         seen.append(weight.detach().double())
-        averages.on_step_end(None, SimpleNamespace(global_step=step, max_steps=total), None, model=model)
+        averages.on_step_end(
+            None, SimpleNamespace(global_step=step, max_steps=total), None, model=model
+        )
     ema = seen[0]
     for step in range(2, total + 1):
         keep = min(0.3, step / (9 + step))
         ema = keep * ema + (1 - keep) * seen[step - 1]
     for name, expected in (("ema", ema), ("swa", sum(seen[3:]) / 3)):
         found = averages.models[name].module
-        assert torch.allclose(found.model.layers[1].mlp.up_proj.weight.double(), expected, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(
+            found.model.layers[1].mlp.up_proj.weight.double(), expected, rtol=1e-5, atol=1e-6
+        ), name
         assert {p.dtype for p in found.parameters()} == {torch.float32}
     assert torch.equal(weight.double(), seen[-1])
 
@@ -151,9 +175,24 @@ def test_every_call_runs_and_makes_what_it_says(name, tmp_path):
     assert torch.isfinite(tiny.logits(model)).all()
     block = getattr(model.config, "moe_runtime", None)
     want = {
-        "sft": None, "upcycling": "topk_softmax", "upcycling_paper": "softmax_topk", "mocle": "nonorm", "ewa": "ewa",
-        "ewa_router": "moe", "init": None, "soup": True, "uniform": None, "lambda_0": 0.0, "lambda_1": None,
-        "lora": None, "loramoe_pt": "softmax_topk_renorm", "loramoe_sft": "lora", "loramoe_dense": "softmax_topk",
-    }[name]  # fmt: skip
-    found = () if block is None else (block["config"]["gate"], block["stage"], block["soup"], block["shared_rate"])
+        "sft": None,
+        "upcycling": "topk_softmax",
+        "upcycling_paper": "softmax_topk",
+        "mocle": "nonorm",
+        "ewa": "ewa",
+        "ewa_router": "moe",
+        "init": None,
+        "soup": True,
+        "uniform": None,
+        "lambda_0": 0.0,
+        "lambda_1": None,
+        "lora": None,
+        "loramoe_pt": "softmax_topk_renorm",
+        "loramoe_sft": "lora",
+        "loramoe_dense": "softmax_topk",
+    }[name]
+    if block is None:
+        found = ()
+    else:
+        found = (block["config"]["gate"], block["stage"], block["soup"], block["shared_rate"])
     assert (want is None) == (block is None) and (want is None or want in found)

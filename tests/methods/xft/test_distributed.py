@@ -1,4 +1,6 @@
-"""Stages in two processes, under DDP and FSDP2, come to what one process comes to; rank 0 alone writes."""
+"""Stages in two processes, under DDP and FSDP2, come to what one process comes to; rank 0 alone
+writes.
+"""
 
 import json
 import shutil
@@ -37,9 +39,19 @@ def alone(tmp_path_factory):
     recipe = make_recipe(folder, data__held_out_rows=7, data__limit=32, **plan)
     (folder / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
     stages = Stages(recipe, folder / "out", say=lambda text: None)
-    base, sft, moe = stages.base(), stages.sft(), stages.moe()
-    shutil.copytree(folder / "out", folder / "start", ignore=shutil.ignore_patterns("sft-*", "moe-*", ".locks"))
-    return folder, {"base": base, "sft": sft, "moe": moe, "mix": stages.mix(moe), "ewa": stages.ewa()}
+    base = stages.base()
+    sft = stages.sft()
+    moe = stages.moe()
+    shutil.copytree(
+        folder / "out", folder / "start", ignore=shutil.ignore_patterns("sft-*", "moe-*", ".locks")
+    )
+    return folder, {
+        "base": base,
+        "sft": sft,
+        "moe": moe,
+        "mix": stages.mix(moe),
+        "ewa": stages.ewa(),
+    }
 
 
 @pytest.mark.slow
@@ -47,19 +59,36 @@ def alone(tmp_path_factory):
 def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
     folder, want = alone
     shutil.copytree(folder / "start", tmp_path / "out")
-    launch(dist_stages.__file__, 2, tmp_path, str(tmp_path), engine, str(folder / "recipe.yaml"), *names)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
+    launch(
+        dist_stages.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+        engine,
+        str(folder / "recipe.yaml"),
+        *names,
+    )
+    first, second = (
+        torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)
+    )
     assert first["results"] == second["results"] and first["said"] and not second["said"]
     for name in names:
-        got, near = first["results"][name], 1e-5
-        if name in ("ewa", "sft"):  # each rank deals out its own tokens; Adafactor divides by gradients that are small
+        got = first["results"][name]
+        near = 1e-5
+        # each rank deals out its own tokens; Adafactor divides by gradients that are small
+        if name in ("ewa", "sft"):
             near = 1e-3
         assert got.folder.parent.name == want[name].folder.parent.name and len(got.losses) == 7
         assert got.tokens == want[name].tokens and got.steps == want[name].steps
         assert got.losses == pytest.approx(want[name].losses, rel=near), name
         assert got.loss != pytest.approx(want["base"].loss, rel=1e-3), name
-        assert (got.parameters, got.active_parameters) == (want[name].parameters, want[name].active_parameters)
-        mine, other = (AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, want[name]))
+        assert (got.parameters, got.active_parameters) == (
+            want[name].parameters,
+            want[name].active_parameters,
+        )
+        mine, other = (
+            AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, want[name])
+        )
         assert mine.keys() == other.keys()
         assert all(distance(mine[key], value) < near for key, value in other.items()), name
         graded, kinds = first["seen"][name]
@@ -71,7 +100,9 @@ def test_two_processes_equal_one(engine, names, kind, alone, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "near"), [({}, 1e-5), ({"optimizer": "adafactor", "learning_rate": 1e-2}, 1e-3)])
+@pytest.mark.parametrize(
+    ("settings", "near"), [({}, 1e-5), ({"optimizer": "adafactor", "learning_rate": 1e-2}, 1e-3)]
+)
 def test_experts_divided_among_processes_equal_one(settings, near, alone, tmp_path):
     folder, want = alone
     recipe = load_recipe(folder / "recipe.yaml")
@@ -81,14 +112,28 @@ def test_experts_divided_among_processes_equal_one(settings, near, alone, tmp_pa
         shutil.copytree(folder / "start", tmp_path / "one")
         want = want | {"moe": Stages(recipe, tmp_path / "one", say=lambda text: None).moe()}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.change(tune__ep_size=2).to_dict()))
-    launch(dist_stages.__file__, 2, tmp_path, str(tmp_path), "ddp", str(tmp_path / "recipe.yaml"), "moe")
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
-    got, moe = first["results"]["moe"], want["moe"]
+    launch(
+        dist_stages.__file__,
+        2,
+        tmp_path,
+        str(tmp_path),
+        "ddp",
+        str(tmp_path / "recipe.yaml"),
+        "moe",
+    )
+    first, second = (
+        torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)
+    )
+    got = first["results"]["moe"]
+    moe = want["moe"]
     assert first["results"] == second["results"] and got.steps == moe.steps and len(got.losses) == 7
-    assert got.losses == pytest.approx(moe.losses, rel=near) and got.loss != pytest.approx(want["base"].loss, rel=1e-3)
+    assert got.losses == pytest.approx(moe.losses, rel=near) and got.loss != pytest.approx(
+        want["base"].loss, rel=1e-3
+    )
     mine, other = (AutoModelForCausalLM.from_pretrained(r.folder).state_dict() for r in (got, moe))
     assert mine.keys() == other.keys() and first["seen"]["moe"][1] == {"Parameter", "DTensor"}
-    # Adafactor scales up the rounding errors, the processor's own, that are all of a router's gradient over equal experts
+    # Adafactor scales up the rounding errors, the processor's own, that are all of a router's
+    # gradient over equal experts
     if not settings:
         assert all(distance(mine[key], value) < near for key, value in other.items())
 
@@ -100,4 +145,6 @@ def test_the_shipped_fsdp2_config_is_one():
     config = load_config_from_file(str(path))
     assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
     # accelerate falls back to the model's own list of layers where none is named
-    assert "fsdp_transformer_layer_cls_to_wrap" not in yaml.safe_load(path.read_text())["fsdp_config"]
+    assert (
+        "fsdp_transformer_layer_cls_to_wrap" not in yaml.safe_load(path.read_text())["fsdp_config"]
+    )

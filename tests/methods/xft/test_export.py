@@ -1,4 +1,6 @@
-"""What a merge exports is the base's model and nothing else: stock loaders read it where moe_runtime cannot be imported."""
+"""What a merge exports is the base's model and nothing else: stock loaders read it where
+moe_runtime cannot be imported.
+"""
 
 import json
 import shutil
@@ -27,13 +29,21 @@ MODELS = {
     "phi3": {},  # gate and up in one matrix, query, key and value in another
     "gpt_neox": {},  # no gate, other names, embed_out
 }
-SETTINGS = {"num_experts": 4, "top_k": 3, "router": "mlp", "noisy_gate": True, "balance_loss": "cv2"}
+SETTINGS = {
+    "num_experts": 4,
+    "top_k": 3,
+    "router": "mlp",
+    "noisy_gate": True,
+    "balance_loss": "cv2",
+}
 TOKENIZER = train_tokenizer([f"{i} and {j}" for i in range(6) for j in range(6)], 270)
 WAYS = ("memory", "folders")
 
 
 class Exported(NamedTuple):
-    """The folders of one family: the base, the tuned MoE, what it merges to, what the untuned one does."""
+    """The folders of one family: the base, the tuned MoE, what it merges to, what the untuned one
+    does.
+    """
 
     base: Path
     moe: Path
@@ -42,7 +52,9 @@ class Exported(NamedTuple):
 
 
 def merge_both_ways(moe: Path, out: Path) -> dict[str, Path]:
-    """Merge an MoE's folder through the mergeable stage, with logits moved by hand, in memory and in folders."""
+    """Merge an MoE's folder through the mergeable stage, with logits moved by hand, in memory and
+    in folders.
+    """
     model = xft.to_mergeable(AutoModelForCausalLM.from_pretrained(moe))
     with torch.no_grad():
         for name, logits in model.named_parameters():
@@ -75,8 +87,12 @@ def exported(tmp_path_factory) -> dict[str, Exported]:
             for parameter in tuned.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) / 20)
         tuned.save_pretrained(root / "tuned" / "moe")
-        merged = {name: merge_both_ways(root / name / "moe", root / name) for name in ("untuned", "tuned")}
-        made[family] = Exported(root / "base", root / "tuned" / "moe", merged["tuned"], merged["untuned"])
+        merged = {
+            name: merge_both_ways(root / name / "moe", root / name) for name in ("untuned", "tuned")
+        }
+        made[family] = Exported(
+            root / "base", root / "tuned" / "moe", merged["tuned"], merged["untuned"]
+        )
     return made
 
 
@@ -86,7 +102,10 @@ def every(test):
 
 @every
 def test_the_names_are_the_bases_and_only_mlp_weights_are_new(family, way, exported):
-    base, moe, merged = (tensors(f) for f in (exported[family].base, exported[family].moe, exported[family].merged[way]))
+    base, moe, merged = (
+        tensors(f)
+        for f in (exported[family].base, exported[family].moe, exported[family].merged[way])
+    )
     assert merged.keys() == base.keys()
     mlp = {key for key in base if locate_key(FAMILIES[family], key) is not None}
     assert len(mlp) == {"llama": 12, "qwen2": 6, "phi3": 4, "gpt_neox": 8}[family]
@@ -99,7 +118,8 @@ def test_the_names_are_the_bases_and_only_mlp_weights_are_new(family, way, expor
 
 @every
 def test_without_tuning_the_rest_is_the_bases_bit_for_bit(family, way, exported):
-    base, merged = tensors(exported[family].base), tensors(exported[family].untuned[way])
+    base = tensors(exported[family].base)
+    merged = tensors(exported[family].untuned[way])
     assert merged.keys() == base.keys()
     for key, tensor in base.items():
         if locate_key(FAMILIES[family], key) is None:
@@ -110,15 +130,23 @@ def test_without_tuning_the_rest_is_the_bases_bit_for_bit(family, way, exported)
 
 @every
 def test_config_tokenizer_and_generation_config_are_the_bases(family, way, exported):
-    base, merged = exported[family].base, exported[family].merged[way]
+    base = exported[family].base
+    merged = exported[family].merged[way]
     want, got = (json.loads((folder / "config.json").read_text()) for folder in (base, merged))
     assert not set(MOE_FIELDS) & set(got) and "moe_runtime" not in json.dumps(got)
     # the old spelling of the rotary keys is added, for readers of it
     assert {key: got.get(key) for key in want} == want
-    assert set(got) - set(want) <= {"rope_theta", "partial_rotary_factor", "rotary_emb_base", "rotary_pct"}
+    assert set(got) - set(want) <= {
+        "rope_theta",
+        "partial_rotary_factor",
+        "rotary_emb_base",
+        "rotary_pct",
+    }
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert json.loads((merged / name).read_text()) == json.loads((base / name).read_text())
-    generation = [json.loads((folder / "generation_config.json").read_text()) for folder in (base, merged)]
+    generation = [
+        json.loads((folder / "generation_config.json").read_text()) for folder in (base, merged)
+    ]
     assert generation[0] == generation[1] and generation[0]["top_k"] == 5
     names = {path.name for path in merged.iterdir()}
     assert f"{SHIM}.py" not in names and names == {path.name for path in base.iterdir()}
@@ -155,7 +183,14 @@ torch.save(out, sys.argv[3])
 def test_stock_transformers_loads_it_where_moe_runtime_cannot_be_imported(exported, tmp_path):
     torch.save(tiny.batch(), tmp_path / "ids.pt")
     folders = [str(made.merged[way]) for made in exported.values() for way in WAYS]
-    command = [sys.executable, "-c", READER, json.dumps(folders), str(tmp_path / "ids.pt"), str(tmp_path / "out.pt")]
+    command = [
+        sys.executable,
+        "-c",
+        READER,
+        json.dumps(folders),
+        str(tmp_path / "ids.pt"),
+        str(tmp_path / "out.pt"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     got = torch.load(tmp_path / "out.pt")

@@ -1,4 +1,6 @@
-"""moe_runtime.methods.xft.folders: the same as in memory, bit for bit, in bounded memory, or nothing at all."""
+"""moe_runtime.methods.xft.folders: the same as in memory, bit for bit, in bounded memory, or
+nothing at all.
+"""
 
 import json
 import shutil
@@ -19,13 +21,25 @@ SMALL = {"num_experts": 4, "top_k": 3}
 
 
 def assert_same(a: Path, b: Path) -> None:
-    """Equal tensors, equal names, equal config.json but for the old rotary keys, which a stock model's own save lacks."""
-    first, second = Checkpoint(a), Checkpoint(b)
+    """Equal tensors, equal names, equal config.json but for the old rotary keys, which a stock
+    model's own save lacks.
+    """
+    first = Checkpoint(a)
+    second = Checkpoint(b)
     assert set(first.keys()) == set(second.keys())
     assert all(torch.equal(first.get(key), second.get(key)) for key in first.keys())
     configs = [json.loads((folder / "config.json").read_text()) for folder in (a, b)]
-    legacy = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "rope_local_base_freq"}
-    assert {k: v for k, v in configs[0].items() if k not in legacy} == {k: v for k, v in configs[1].items() if k not in legacy}
+    legacy = {
+        "rope_theta",
+        "rope_scaling",
+        "rotary_emb_base",
+        "rotary_pct",
+        "partial_rotary_factor",
+        "rope_local_base_freq",
+    }
+    assert {k: v for k, v in configs[0].items() if k not in legacy} == {
+        k: v for k, v in configs[1].items() if k not in legacy
+    }
 
 
 def stir(folder: Path) -> None:
@@ -34,7 +48,10 @@ def stir(folder: Path) -> None:
         with Checkpoint(folder) as source:
             tensors = {key: source.get(key) for key in source.keys()}
         generator = torch.Generator().manual_seed(1)
-        noisy = {k: t + torch.randn(t.shape, generator=generator).to(t.dtype) * 0.05 for k, t in tensors.items()}
+        noisy = {
+            k: t + torch.randn(t.shape, generator=generator).to(t.dtype) * 0.05
+            for k, t in tensors.items()
+        }
         save_file(noisy, file, metadata={"format": "pt"})
 
 
@@ -72,7 +89,9 @@ def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
     receipt = xft_folders.merge_folder(tmp_path / "mergeable", tmp_path / "merged")
     assert receipt.mixing.startswith("learned coefficients, up to ")
     xft_folders.mergeable_folder(tmp_path / "moe", tmp_path / "unlearned")
-    unlearned = xft_folders.merge_folder(tmp_path / "unlearned", tmp_path / "unlearned-merged").mixing
+    unlearned = xft_folders.merge_folder(
+        tmp_path / "unlearned", tmp_path / "unlearned-merged"
+    ).mixing
     assert unlearned.startswith("initial coefficients: learning has moved them by ")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mergeable", dtype=dtype)
     want = logits(model)
@@ -85,11 +104,14 @@ def test_the_whole_way_equals_the_way_in_memory(tmp_path, family, dtype):
 
 
 def test_only_mlp_tensors_differ_from_the_base(base, moe, tmp_path):
-    """A merged folder has the base's key names, and the base's bytes where tuning did not touch them."""
+    """A merged folder has the base's key names, and the base's bytes where tuning did not touch
+    them.
+    """
     shutil.rmtree(moe)
     xft_folders.upcycle_folder(base, moe, **SMALL)
     xft_folders.merge_folder(moe, tmp_path / "merged")
-    first, second = Checkpoint(base), Checkpoint(tmp_path / "merged")
+    first = Checkpoint(base)
+    second = Checkpoint(tmp_path / "merged")
     assert set(first.keys()) == set(second.keys())
     assert all(torch.equal(first.get(k), second.get(k)) for k in first.keys() if ".mlp." not in k)
 
@@ -98,18 +120,31 @@ def test_shards_and_side_files(base, tmp_path):
     (base / "tokenizer.json").write_text("{}")
     (base / "pytorch_model.bin").write_bytes(b"not to be copied")
     receipt = xft_folders.upcycle_folder(base, tmp_path / "moe", max_shard_size="20KB", **SMALL)
-    assert len(list((tmp_path / "moe").glob("*.safetensors"))) > 3 and "tokenizer.json" in receipt.side_files
+    assert (
+        len(list((tmp_path / "moe").glob("*.safetensors"))) > 3
+        and "tokenizer.json" in receipt.side_files
+    )
     assert not (tmp_path / "moe" / "pytorch_model.bin").exists()
     assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moe")).isfinite().all()
 
 
 def test_what_a_training_says_of_its_weights_stays_with_them(moe, tmp_path):
-    stays = {"router_stats.csv", "README.md", "trainer_state.json", "all_results.json", "adapter_config.json"}
+    stays = {
+        "router_stats.csv",
+        "README.md",
+        "trainer_state.json",
+        "all_results.json",
+        "adapter_config.json",
+    }
     goes = {"tokenizer.json", "LICENSE", "chat_template.jinja"}
     for name in stays | goes:
         (moe / name).write_text("{}")
-    for convert, target in ((xft_folders.mergeable_folder, "mergeable"), (xft_folders.merge_folder, "merged")):
-        receipt, there = convert(moe, tmp_path / target), {path.name for path in (tmp_path / target).iterdir()}
+    for convert, target in (
+        (xft_folders.mergeable_folder, "mergeable"),
+        (xft_folders.merge_folder, "merged"),
+    ):
+        receipt = convert(moe, tmp_path / target)
+        there = {path.name for path in (tmp_path / target).iterdir()}
         assert goes <= there and goes <= set(receipt.side_files) and not stays & there
 
 
@@ -122,13 +157,19 @@ def test_alpha_uniform_and_by_hand(moe, tmp_path):
 def test_alpha_of_each_layer_is_what_memory_makes_of_it(moe, tmp_path):
     alpha = torch.tensor([[0.25] * 4, [1.0, 0.0, 0.0, 0.0]])
     assert xft_folders.merge_folder(moe, tmp_path / "folders", alpha=alpha).alpha == alpha.tolist()
-    xft.merge(AutoModelForCausalLM.from_pretrained(moe), alpha=alpha).save_pretrained(tmp_path / "memory")
+    xft.merge(AutoModelForCausalLM.from_pretrained(moe), alpha=alpha).save_pretrained(
+        tmp_path / "memory"
+    )
     assert_same(tmp_path / "folders", tmp_path / "memory")
 
 
 def test_comparison_of_folders(base, moe, tmp_path):
     xft_folders.upcycle_folder(base, tmp_path / "fresh", **SMALL)
-    assert xft_folders.compare_folders(base, tmp_path / "fresh") < 1e-5 < xft_folders.compare_folders(base, moe)
+    assert (
+        xft_folders.compare_folders(base, tmp_path / "fresh")
+        < 1e-5
+        < xft_folders.compare_folders(base, moe)
+    )
 
 
 def edit_tensors(folder: Path, change) -> None:
@@ -143,17 +184,28 @@ KEY = "model.layers.1.mlp.down_proj.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("change, match", [
-    pytest.param(lambda t: t.pop(KEY), KEY, id="missing"),
-    pytest.param(lambda t: t.pop(QUERY), QUERY, id="missing, of no MLP"),
-    pytest.param(lambda t: t.update({QUERY + "x": t[QUERY].clone()}), QUERY + "x", id="extra, of no MLP"),
-    pytest.param(lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"model.norm.weight.*5", id="a norm cut short"),
-    pytest.param(lambda t: t.update({KEY: t[KEY][:, :5].clone()}), KEY, id="misshapen"),
-    pytest.param(lambda t: t.update({KEY: t[KEY].half()}), KEY, id="another dtype"),
-    pytest.param(
-        lambda t: t.update({"model.layers.7.mlp.up_proj.weight": t[KEY].clone()}), "layers.7", id="a layer too many"
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        pytest.param(lambda t: t.pop(KEY), KEY, id="missing"),
+        pytest.param(lambda t: t.pop(QUERY), QUERY, id="missing, of no MLP"),
+        pytest.param(
+            lambda t: t.update({QUERY + "x": t[QUERY].clone()}), QUERY + "x", id="extra, of no MLP"
+        ),
+        pytest.param(
+            lambda t: t.update({"model.norm.weight": torch.ones(5)}),
+            r"model.norm.weight.*5",
+            id="a norm cut short",
+        ),
+        pytest.param(lambda t: t.update({KEY: t[KEY][:, :5].clone()}), KEY, id="misshapen"),
+        pytest.param(lambda t: t.update({KEY: t[KEY].half()}), KEY, id="another dtype"),
+        pytest.param(
+            lambda t: t.update({"model.layers.7.mlp.up_proj.weight": t[KEY].clone()}),
+            "layers.7",
+            id="a layer too many",
+        ),
+    ],
+)
 def test_wrong_tensors_are_named_and_nothing_is_written(base, tmp_path, change, match):
     edit_tensors(base, change)
     with pytest.raises(ValueError, match=match):
@@ -179,17 +231,38 @@ def test_layers_that_stay_dense(base, tmp_path):
 def test_wrong_stage_folder_and_settings(base, moe, tmp_path):
     xft_folders.mergeable_folder(moe, tmp_path / "mergeable")
     for call, match in (
-        (lambda: xft_folders.mergeable_folder(tmp_path / "mergeable", tmp_path / "out"), "a model of stage 'moe'"),
-        (lambda: xft_folders.merge_folder(base, tmp_path / "out"), "Expected the folder of an upcycled model"),
+        (
+            lambda: xft_folders.mergeable_folder(tmp_path / "mergeable", tmp_path / "out"),
+            "a model of stage 'moe'",
+        ),
+        (
+            lambda: xft_folders.merge_folder(base, tmp_path / "out"),
+            "Expected the folder of an upcycled model",
+        ),
         (lambda: xft_folders.upcycle_folder(moe, tmp_path / "out", **SMALL), "already upcycled"),
         (lambda: xft_folders.upcycle_folder(tmp_path, tmp_path / "out", **SMALL), "no config.json"),
-        (lambda: xft_folders.upcycle_folder(base, tmp_path / "out", num_experts=4, top_k=5), "top_k must be"),
+        (
+            lambda: xft_folders.upcycle_folder(base, tmp_path / "out", num_experts=4, top_k=5),
+            "top_k must be",
+        ),
         (lambda: xft_folders.upcycle_folder(base, moe, **SMALL), "exists"),
-        (lambda: xft_folders.merge_folder(moe, tmp_path / "out", alpha=[1.0]), r"Expected alpha \[4\]"),
+        (
+            lambda: xft_folders.merge_folder(moe, tmp_path / "out", alpha=[1.0]),
+            r"Expected alpha \[4\]",
+        ),
         (lambda: xft_folders.merge_folder(moe, tmp_path / "out", alpha=[0.5] * 4), "alpha sums to"),
-        (lambda: xft_folders.merge_folder(moe, tmp_path / "out", alpha="mean"), "alpha must be one of uniform"),
-        (lambda: xft_folders.merge_folder(moe, tmp_path / "out", shared_rate=1.5), "shared_rate must be"),
-        (lambda: xft_folders.upcycle_folder(base, tmp_path / "out", layers=[5], **SMALL), r"layers must be .*but got \[5\]"),
+        (
+            lambda: xft_folders.merge_folder(moe, tmp_path / "out", alpha="mean"),
+            "alpha must be one of uniform",
+        ),
+        (
+            lambda: xft_folders.merge_folder(moe, tmp_path / "out", shared_rate=1.5),
+            "shared_rate must be",
+        ),
+        (
+            lambda: xft_folders.upcycle_folder(base, tmp_path / "out", layers=[5], **SMALL),
+            r"layers must be .*but got \[5\]",
+        ),
     ):
         with pytest.raises(ValueError, match=match):
             call()

@@ -47,7 +47,9 @@ def test_receipt_measures_equality_for_every_family(family):
     assert relative(logits(model), before) <= 1e-5
     assert receipt.moe_parameters == sum(p.numel() for p in model.parameters())
     assert receipt.dense_parameters < receipt.active_parameters < receipt.moe_parameters
-    assert len(receipt.layers) == model.config.num_hidden_layers and receipt.copied and receipt.drawn
+    assert (
+        len(receipt.layers) == model.config.num_hidden_layers and receipt.copied and receipt.drawn
+    )
     assert "relative error" in str(receipt)
 
 
@@ -56,7 +58,9 @@ def test_gate_that_does_not_sum_to_one_is_reported_as_such():
     assert not receipt.preserves and receipt.error > 1e-3 and "does not preserve" in str(receipt)
 
 
-@pytest.mark.parametrize("changes, match", [({"top_k": 9}, "top_k must be"), ({"gate": "best"}, "gate must be")])
+@pytest.mark.parametrize(
+    "changes, match", [({"top_k": 9}, "top_k must be"), ({"gate": "best"}, "gate must be")]
+)
 def test_bad_settings_leave_the_model_alone(changes, match):
     model = dense("llama")
     state = copy.deepcopy(model.state_dict())
@@ -67,19 +71,27 @@ def test_bad_settings_leave_the_model_alone(changes, match):
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_weights_that_are_not_finite_are_refused_or_said(value):
-    """In a layer that the check of the formula does not sample, and outside the MLPs, where the logits show them."""
+    """In a layer that the check of the formula does not sample, and outside the MLPs, where the
+    logits show them.
+    """
     model = dense("llama", num_hidden_layers=4)
     weight = model.model.layers[1].mlp.down_proj.weight
     before = weight[0, 0].item()
     weight.data[0, 0] = value
     for call in (xft.upcycle, to_ewa):
-        with pytest.raises(ValueError, match=r"model.layers.1.mlp.down_proj.weight contains NaN or infinity"):
+        with pytest.raises(
+            ValueError, match=r"model.layers.1.mlp.down_proj.weight contains NaN or infinity"
+        ):
             call(model, num_experts=8)
-    assert not hasattr(model.config, "moe_runtime") and hasattr(model.model.layers[0].mlp, "gate_proj")
+    assert not hasattr(model.config, "moe_runtime") and hasattr(
+        model.model.layers[0].mlp, "gate_proj"
+    )
     weight.data[0, 0] = before
     model.model.norm.weight.data[0] = value
     receipt = xft.upcycle(model, num_experts=4, top_k=3)
-    assert not math.isfinite(receipt.error) and "are not finite: look for broken weights" in str(receipt)
+    assert not math.isfinite(receipt.error) and "are not finite: look for broken weights" in str(
+        receipt
+    )
 
 
 def test_some_layers_only():
@@ -92,7 +104,8 @@ def test_some_layers_only():
 @pytest.mark.parametrize("soup", [False, True], ids=["lambda", "soup"])
 def test_merged_equals_mergeable(family, soup):
     model = dense(family)
-    base_class, base_keys = type(model), set(model.state_dict())
+    base_class = type(model)
+    base_keys = set(model.state_dict())
     xft.upcycle(model, num_experts=4, top_k=3)
     perturb(model)
     xft.to_mergeable(model, soup=soup)
@@ -140,8 +153,11 @@ def test_a_merge_says_whether_mixing_was_learned():
     with torch.no_grad():
         for name, logit in mergeable.named_parameters():
             if name.endswith("mixing_logits"):
-                logit.add_(torch.tensor([1e-4, -1e-4, 0]))  # a few steps of TRL's default learning rate
-    with pytest.warns(UserWarning, match="within .*e-06 of the initial coefficients. Learn to mix before merging"):
+                # a few steps of TRL's default learning rate
+                logit.add_(torch.tensor([1e-4, -1e-4, 0]))
+    with pytest.warns(
+        UserWarning, match="within .*e-06 of the initial coefficients. Learn to mix before merging"
+    ):
         xft.merge(copy.deepcopy(mergeable))
     with torch.no_grad():
         for name, logit in mergeable.named_parameters():
@@ -172,7 +188,9 @@ def test_lambda_zero_ignores_the_shared_expert():
     with torch.no_grad():
         for layer in other.model.layers:
             layer.mlp.experts.down_proj[0].fill_(7.0)
-    assert torch.equal(logits(xft.merge(model, shared_rate=0.0)), logits(xft.merge(other, shared_rate=0.0)))
+    assert torch.equal(
+        logits(xft.merge(model, shared_rate=0.0)), logits(xft.merge(other, shared_rate=0.0))
+    )
 
 
 def test_equal_experts_merge_to_the_base():
@@ -188,7 +206,10 @@ def test_alpha_given_by_hand():
     model = tuned()
     first = [layer.mlp.experts.down_proj[2].clone() for layer in model.model.layers]
     merged = xft.merge(model, alpha=[0.0, 0.0, 1.0, 0.0])
-    assert all(torch.equal(layer.mlp.down_proj.weight, want) for layer, want in zip(merged.model.layers, first))
+    assert all(
+        torch.equal(layer.mlp.down_proj.weight, want)
+        for layer, want in zip(merged.model.layers, first)
+    )
 
 
 def test_uniform_alpha_is_the_mean_of_the_experts():
@@ -200,9 +221,13 @@ def test_uniform_alpha_is_the_mean_of_the_experts():
 
 
 def test_a_rate_that_would_have_no_effect_is_refused():
-    with pytest.raises(ValueError, match="shared_rate must be None, but got 0.1, as the model is mergeable"):
+    with pytest.raises(
+        ValueError, match="shared_rate must be None, but got 0.1, as the model is mergeable"
+    ):
         xft.merge(xft.to_mergeable(tuned()), shared_rate=0.1)
-    with pytest.raises(ValueError, match="shared_rate must be None, but got 0.1, as alpha is given"):
+    with pytest.raises(
+        ValueError, match="shared_rate must be None, but got 0.1, as alpha is given"
+    ):
         xft.merge(tuned(), shared_rate=0.1, alpha="uniform")
 
 

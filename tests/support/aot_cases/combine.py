@@ -6,7 +6,9 @@ from moe_runtime.kernels import combine
 from tests.support.aot import Case, record
 
 T = 4096
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 LOOSE = ("T", "R", "n", "programs")  # not specialised
 
 
@@ -23,21 +25,30 @@ def _finish(cases: list[Case], wide: bool, note: str) -> list[Case]:
     ]
 
 
-def _layer(dtype=BF16, K: int = 8, H: int = 4096, partials: int | None = 11, note: str = "") -> list[Case]:
+def _layer(
+    dtype=BF16, K: int = 8, H: int = 4096, partials: int | None = 11, note: str = ""
+) -> list[Case]:
     """As `ops.moe_mlp_triton` launches them: with a bound on the rows."""
-    y, weight, slot_row, num_rows = meta(T * K, H, dtype=dtype), meta(T, K, dtype=FP32), meta(T * K), meta(1)
+    y = meta(T * K, H, dtype=dtype)
+    weight = meta(T, K, dtype=FP32)
+    slot_row = meta(T * K)
+    num_rows = meta(1)
     partial = None if partials is None else meta(T * K, partials, dtype=FP32)
 
     def step():
         combine.combine_forward(y, weight, slot_row, num_rows)
         combine.sum_rows(y, slot_row, partial, T, K, num_rows)
 
-    return _finish(record(step), H % 16 == 0, f"{str(dtype).removeprefix('torch.')} H={H} K={K}{note}")
+    return _finish(
+        record(step), H % 16 == 0, f"{str(dtype).removeprefix('torch.')} H={H} K={K}{note}"
+    )
 
 
 def _op(dtype=BF16, K: int = 8, H: int = 4096, index=torch.int32) -> list[Case]:
     """As `ops.combine` launches them."""
-    y, weight, slot_row = meta(T * K, H, dtype=dtype), meta(T, K, dtype=FP32), meta(T * K, dtype=index)
+    y = meta(T * K, H, dtype=dtype)
+    weight = meta(T, K, dtype=FP32)
+    slot_row = meta(T * K, dtype=index)
     dout = meta(T, H, dtype=dtype)
 
     def step():
@@ -49,15 +60,18 @@ def _op(dtype=BF16, K: int = 8, H: int = 4096, index=torch.int32) -> list[Case]:
 
 
 def _weights(partials: int) -> list[Case]:
-    step = lambda: combine.sum_rows(None, meta(T * 8), meta(T * 8, partials, dtype=FP32), T, 8, meta(1))  # noqa: E731
+    step = lambda: combine.sum_rows(
+        None, meta(T * 8), meta(T * 8, partials, dtype=FP32), T, 8, meta(1)
+    )
     return _finish(record(step), False, f"the weights' gradient alone, {partials} partials")
 
 
 def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
     """The layer's gradient with the router's in one sum."""
-    rows, slot_row, dlogits, weight = (
-        meta(T * 6, H, dtype=dtype), meta(T * 6), meta(T, N, dtype=dtype), meta(N, H, dtype=dtype),
-    )  # fmt: skip
+    rows = meta(T * 6, H, dtype=dtype)
+    slot_row = meta(T * 6)
+    dlogits = meta(T, N, dtype=dtype)
+    weight = meta(N, H, dtype=dtype)
     step = lambda: combine.sum_rows_and_router(rows, slot_row, T, 6, meta(1), dlogits, weight)  # noqa: E731
     cases = _finish(record(step), H % 16 == 0, f"{str(dtype).removeprefix('torch.')} H={H} N={N}")
     return [case._replace(max_registers=255) for case in cases]
@@ -66,8 +80,15 @@ def _router(dtype=BF16, H: int = 4096, N: int = 7) -> list[Case]:
 CASES = [
     *(case for dtype in (BF16, FP16, FP32) for case in _layer(dtype)),
     *(case for K in (1, 6, 10, 64) for case in _layer(K=K, H=2048)),
-    *_layer(K=2, H=64, note=", several tokens a program"), *_layer(K=2, H=33), *_layer(partials=None, note=", dx alone"),
+    *_layer(K=2, H=64, note=", several tokens a program"),
+    *_layer(K=2, H=33),
+    *_layer(partials=None, note=", dx alone"),
     *_weights(64),
     *(case for dtype in (BF16, FP32) for case in _op(dtype)),
-    *_op(index=torch.int64), *_op(K=3, H=33), *_router(), *_router(FP32), *_router(N=128), *_router(H=33),
-]  # fmt: skip
+    *_op(index=torch.int64),
+    *_op(K=3, H=33),
+    *_router(),
+    *_router(FP32),
+    *_router(N=128),
+    *_router(H=33),
+]

@@ -5,7 +5,8 @@ import torch
 from moe_runtime.kernels import dispatch
 from tests.support.aot import Case, record
 
-T, K = 4096, 8
+T = 4096
+K = 8
 LOOSE = ("R", "blocks", "num_tiles")  # not specialised
 
 
@@ -15,7 +16,10 @@ def meta(*shape: int, dtype=torch.int32) -> torch.Tensor:
 
 def _finish(cases: list[Case], note: str) -> list[Case]:
     loose = [{name: "i32" for name in LOOSE if name in case.signature} for case in cases]
-    return [case._replace(signature=case.signature | types, max_registers=128, note=note) for case, types in zip(cases, loose)]
+    return [
+        case._replace(signature=case.signature | types, max_registers=128, note=note)
+        for case, types in zip(cases, loose)
+    ]
 
 
 def _sort(E: int, dtype=torch.int32, tokens=T, note: str = "", slots: int = K) -> list[Case]:
@@ -24,11 +28,20 @@ def _sort(E: int, dtype=torch.int32, tokens=T, note: str = "", slots: int = K) -
 
 
 def _maps(E: int, BLOCK_M: int, first_expert: int = 0) -> list[Case]:
-    return _finish(record(lambda: dispatch.tile_map(meta(E + 1), T * K, BLOCK_M, first_expert)), f"{E} experts")
+    return _finish(
+        record(lambda: dispatch.tile_map(meta(E + 1), T * K, BLOCK_M, first_expert)), f"{E} experts"
+    )
 
 
 CASES = [
-    *_sort(128), *_sort(128, torch.int64), *_sort(64, torch.uint8), *_sort(1, slots=1),
-    *_sort(128, tokens=16, note=", one block"), *_sort(7, torch.int64, tokens=1, note=", one block"),
-    *_finish(record(lambda: dispatch.invert(meta(T * K))), ""), *_maps(128, 128), *_maps(8, 16, 1), *_maps(1, 64),
-]  # fmt: skip
+    *_sort(128),
+    *_sort(128, torch.int64),
+    *_sort(64, torch.uint8),
+    *_sort(1, slots=1),
+    *_sort(128, tokens=16, note=", one block"),
+    *_sort(7, torch.int64, tokens=1, note=", one block"),
+    *_finish(record(lambda: dispatch.invert(meta(T * K))), ""),
+    *_maps(128, 128),
+    *_maps(8, 16, 1),
+    *_maps(1, 64),
+]

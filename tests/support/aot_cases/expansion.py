@@ -1,11 +1,15 @@
-"""Launches of kernels/expansion.py, at the sizes of DeepSeek-Coder-1.3B's down projection and at odd ones."""
+"""Launches of kernels/expansion.py, at the sizes of DeepSeek-Coder-1.3B's down projection and at
+odd ones.
+"""
 
 import torch
 
 from moe_runtime.kernels import expansion
 from tests.support.aot import Case, record
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 P = 2048 * 5504
 
 
@@ -23,9 +27,18 @@ def _dare(dtype=BF16, size=P, base=True) -> Case:
 
 
 CASES = [
-    _gram(note="with a base")._replace(listed=True), _gram(base=False)._replace(listed=True), _gram(dtype=FP32),
-    _gram(dtype=FP32, base=False), _gram(dtype=FP16),
+    _gram(note="with a base")._replace(listed=True),
+    _gram(base=False)._replace(listed=True),
+    _gram(dtype=FP32),
+    _gram(dtype=FP32, base=False),
+    _gram(dtype=FP16),
     *(_gram(n, base=base) for n in (3, 17, 64) for base in (True, False)),
-    _gram(64, FP32), _gram(size=33 * 17), _gram(size=33 * 17, base=False), _dare()._replace(listed=True), _dare(base=False),
-    _dare(FP32), _dare(FP16), _dare(size=33 * 17),
-]  # fmt: skip
+    _gram(64, FP32),
+    _gram(size=33 * 17),
+    _gram(size=33 * 17, base=False),
+    _dare()._replace(listed=True),
+    _dare(base=False),
+    _dare(FP32),
+    _dare(FP16),
+    _dare(size=33 * 17),
+]

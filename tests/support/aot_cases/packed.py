@@ -1,4 +1,6 @@
-"""The grouped GEMMs over packed stacks: every format and direction on the GPUs that most have, with adapters and without."""
+"""The grouped GEMMs over packed stacks: every format and direction on the GPUs that most have, with
+adapters and without.
+"""
 
 import torch
 
@@ -17,11 +19,15 @@ def weight(name: str, out: int, into: int, transposed: bool = False) -> PackedWe
     fmt, (P, Q) = FORMATS[name], (into, out) if transposed else (out, into)
     groups = 1 if fmt.group is None else -(-Q // fmt.group)
     data = meta(E, P, Q * fmt.data_bits // 8, dtype=torch.uint8)
-    return PackedWeight(data, meta(E, P, groups, dtype=torch.float32), fmt.number, (E, out, into), transposed)
+    return PackedWeight(
+        data, meta(E, P, groups, dtype=torch.float32), fmt.number, (E, out, into), transposed
+    )
 
 
 class Layer(grouped_gemm.Layer):
-    """A layer of 16 bits whose stacks are packed; its products add a low-rank term, as those of `frozen_mlp` do."""
+    """A layer of 16 bits whose stacks are packed; its products add a low-rank term, as those of
+    `frozen_mlp` do.
+    """
 
     def __init__(self, name: str, transposed: bool = False, **options):
         super().__init__(**options)
@@ -35,13 +41,29 @@ class Layer(grouped_gemm.Layer):
         return grouped_gemm.grouped_gemm.up_forward(*args, **self.form, lora=self._lora(2 * I))
 
     def down_forward(self, tile):
-        return grouped_gemm.grouped_gemm.grouped_gemm_forward(self.h, self.down, None, self.map, True, tile, lora=self._lora(H))
+        return grouped_gemm.grouped_gemm.grouped_gemm_forward(
+            self.h, self.down, None, self.map, True, tile, lora=self._lora(H)
+        )
 
     def dx(self, tile):
-        return grouped_gemm.grouped_gemm.grouped_gemm_forward(self.z, self.up, None, self.map, False, tile, lora=self._lora(H))
+        return grouped_gemm.grouped_gemm.grouped_gemm_forward(
+            self.z, self.up, None, self.map, False, tile, lora=self._lora(H)
+        )
 
     def dz(self, tile, act="silu", need_wh=True):
-        args = (self.x, self.down, None, self.weight, self.row_slot, self.map, self.z, act, True, need_wh, tile)
+        args = (
+            self.x,
+            self.down,
+            None,
+            self.weight,
+            self.row_slot,
+            self.map,
+            self.z,
+            act,
+            True,
+            need_wh,
+            tile,
+        )
         return grouped_gemm.backwards.dz_backward(*args, **self.form, lora=self._lora(I))
 
 
@@ -60,11 +82,21 @@ def cases(arch: int, name: str, layer: Layer, note: str, all_tiles: bool, **opti
             (made,) = grouped_gemm.record(lambda: launch(layer, tile, **act))  # noqa: B023
             dot = {90: "wgmma"}.get(arch, "mma.sync") if tile.BLOCK_M >= 64 else "mma.sync"
             where = f"{kernel} {name}{note} from {least} rows an expert"
-            stack = {"3.6": 360, "3.7": 0, "3.9": 0} if (arch, where) == (80, "up fp8_block from 192 rows an expert") else {}
+            if (arch, where) == (80, "up fp8_block from 192 rows an expert"):
+                stack = {"3.6": 360, "3.7": 0, "3.9": 0}
+            else:
+                stack = {}
             yield made._replace(capabilities=(arch,), expect=(dot,), note=where, stack=stack)
 
 
-CASES = [c for arch in (80, 90) for name in FORMATS for c in cases(arch, name, Layer(name), "", name == "nf4")]
-CASES += [c for arch in (80, 90) for c in cases(arch, "nf4", Layer("nf4", True), " [in, out]", False)]
+CASES = [
+    c
+    for arch in (80, 90)
+    for name in FORMATS
+    for c in cases(arch, name, Layer(name), "", name == "nf4")
+]
+CASES += [
+    c for arch in (80, 90) for c in cases(arch, "nf4", Layer("nf4", True), " [in, out]", False)
+]
 for arch in (80, 90):
     CASES += cases(arch, "mxfp4", Layer("mxfp4", form=GPT_OSS), " GPT-OSS", False, act="quick_gelu")

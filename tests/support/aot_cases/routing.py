@@ -9,7 +9,14 @@ T = 4097
 
 
 def _cases(
-    E: int, K: int, gate: str, dtype: torch.dtype, note: str, shared: int = 0, bias: bool = False, forced: bool = False
+    E: int,
+    K: int,
+    gate: str,
+    dtype: torch.dtype,
+    note: str,
+    shared: int = 0,
+    bias: bool = False,
+    forced: bool = False,
 ) -> list[Case]:
     """Forward and backward over E routed experts, K slots (the shared expert's, too)."""
 
@@ -25,13 +32,17 @@ def _cases(
     return [
         # where rows allow it and there are 16 bytes for every lane
         case._replace(
-            expect=("wide",) if row % 16 == 0 and row * case.constants["BLOCK_T"] >= 512 else (), max_registers=128, note=note
+            expect=("wide",) if row % 16 == 0 and row * case.constants["BLOCK_T"] >= 512 else (),
+            max_registers=128,
+            note=note,
         )
         for case in cases
     ]
 
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 CASES = [
     *_cases(7, 6, "xft", BF16, "XFT: 8 experts, top 6", shared=1),
     *_cases(7, 6, "nonorm", FP32, "XFT: 8 experts, top 6", shared=1),

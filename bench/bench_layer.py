@@ -176,13 +176,8 @@ class Layer:
         if need <= there:
             return ["batched_mm"]
         why = (
-            f"gathers {need / 2**30:.1f} GiB of "
-            "weights "
-            "and "
-            "gradients, "
-            "and "
-            f"{there / 2**30:.1f} "
-            "are free"
+            f"gathers {need / 2**30:.1f} GiB of weights and gradients, and {there / 2**30:.1f} are "
+            "free"
         )
         notes["transformers batched_mm"] = why
         return []

@@ -230,12 +230,7 @@ CPU_GOALS = (
         most=0.85,
     ),
     Goal(
-        "a fifth of the experts trains: forward + backward, and a "
-        "step "
-        "with "
-        "AdamW, "
-        "times "
-        "of "
+        "a fifth of the experts trains: forward + backward, and a step with AdamW, times of "
         "training all",
         [PARTLY.format(""), PARTLY.format("_step")],
         _of_all,

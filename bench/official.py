@@ -34,12 +34,7 @@ class OfficialBlock(nn.Module):
             or not config.gated
         ):
             raise ValueError(
-                "config must have gate='xft', "
-                "noisy_gate=False, "
-                "hidden_act='silu' "
-                "and "
-                "no "
-                "bias, "
+                "config must have gate='xft', noisy_gate=False, hidden_act='silu' and no bias, "
                 f"but is {config}"
             )
         self.k = config.top_k - 1

@@ -22,13 +22,8 @@ from moe_runtime.experiments import plots
 from moe_runtime.io.rows import require
 
 LAYER_TITLE = (
-    "Experts of one layer: time as a multiple "
-    "of "
-    "moe_runtime's\n"
-    "(dense "
-    "matmul: "
-    "one "
-    "torch product of the same FLOPs)"
+    "Experts of one layer: time as a multiple of moe_runtime's\n"
+    "(dense matmul: one torch product of the same FLOPs)"
 )
 PASSES = {"bench_forward": "forward", "bench_forward_backward": "forward + backward"}
 FAR = 3.5  # times ours: a bar that goes beyond is cut, its number stays

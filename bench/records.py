@@ -73,13 +73,8 @@ class Records:
             for name in LINE.keys() & line.keys():
                 if not isinstance(line[name], LINE[name]):
                     raise ValueError(
-                        f"Line {number} of "
-                        f"{self.path} "
-                        "has "
-                        "an "
-                        "invalid "
-                        f"{name}, "
-                        f"{shown(line[name])}. {WRITTEN}"
+                        f"Line {number} of {self.path} has an invalid {name}, {shown(line[name])}. "
+                        f"{WRITTEN}"
                     )
             found.append(line)
         return found

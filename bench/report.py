@@ -286,9 +286,8 @@ def main(arguments: list[str] | None = None) -> None:
         measured = cuda_table(options.files)
         atomic_write_json(options.cuda_table, {"measured": measured})
         print(
-            f"{options.cuda_table}: "
-            f"{', '.join(row['op'] for row in measured) or 'nothing'} "
-            "faster than Triton everywhere"
+            f"{options.cuda_table}: {', '.join(row['op'] for row in measured) or 'nothing'} faster "
+            "than Triton everywhere"
         )
         return
     if options.out:

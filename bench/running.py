@@ -115,23 +115,13 @@ def check(lines: Path, target: Path, tiny: bool, rounds: int) -> None:
         if any(bench["extra_info"].get("tiny", tiny) != tiny for bench in found):
             kind = ("tiny", "real") if tiny else ("real", "tiny")
             raise ValueError(
-                f"{path} contains {kind[1]} results. Choose "
-                "another "
-                "file "
-                "than "
-                f"{target} "
-                "for "
+                f"{path} contains {kind[1]} results. Choose another file than {target} for "
                 f"{kind[0]} ones"
             )
     asked = {bench["extra_info"].get("asked", rounds) for bench in begun}
     if other := asked - {rounds}:
         raise ValueError(
-            f"rounds is {rounds}, but {lines} was started with "
-            f"{min(other)}. "
-            "Pass "
-            "the "
-            "same, "
-            "or "
+            f"rounds is {rounds}, but {lines} was started with {min(other)}. Pass the same, or "
             "another --out"
         )
 

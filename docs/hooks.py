@@ -260,13 +260,8 @@ def api_page() -> str:
         "# Python API",
         "",
         (
-            "The public names, with their signatures and docstrings. "
-            "Other "
-            "names "
-            "may "
-            "change "
-            "without "
-            "notice."
+            "The public names, with their signatures and docstrings. Other names may change "
+            "without notice."
         ),
         "",
     ]

@@ -153,11 +153,7 @@ def single_chairs(root: Path) -> list[str]:
                 importers.setdefault(name, set()).add(source)
     return [
         (
-            f"{path.relative_to(root)}: "
-            f"{lines_of([path])} "
-            "lines, "
-            "imported "
-            "by "
+            f"{path.relative_to(root)}: {lines_of([path])} lines, imported by "
             f"{next(iter(importers[name]))} alone; fold it in"
         )
         for name, path in known.items()
@@ -194,12 +190,7 @@ def long_places(root: Path) -> list[str]:
                 lines = node.end_lineno - node.lineno + 1
                 if lines > MAX_FUNCTION:
                     bad.append(
-                        f"{where}:{node.lineno}: {node.name} has "
-                        f"{lines} "
-                        "lines; "
-                        "want "
-                        "at "
-                        "most "
+                        f"{where}:{node.lineno}: {node.name} has {lines} lines; want at most "
                         f"{MAX_FUNCTION}"
                     )
     return bad
@@ -325,13 +316,9 @@ def plant(root: Path, files: dict[str, str]) -> Path:
         "moe_runtime/methods/lora/__init__.py": "from moe_runtime.hf.training import fit\n",
         "moe_runtime/methods/xft/__init__.py": "from moe_runtime.methods import lora\n",
         "moe_runtime/cli/app.py": (
-            "from moe_runtime import __version__\ndef _f():\n"
-            " "
-            " "
-            " "
-            " "
-            "from "
-            "moe_runtime.bench import report\n"
+            "from moe_runtime import __version__\n"
+            "def _f():\n"
+            "    from moe_runtime.bench import report\n"
         ),
         "bench/report.py": "",
         "tests/test_x.py": "",

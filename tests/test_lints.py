@@ -129,13 +129,8 @@ def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
                 (
                     node,
                     (
-                        f"{ast.unparse(node)} is not in every Triton, not "
-                        "in "
-                        "its "
-                        "interpreter, "
-                        "or "
-                        "not "
-                        "reproducible"
+                        f"{ast.unparse(node)} is not in every Triton, not in its interpreter, or "
+                        "not reproducible"
                     ),
                 )
             )
@@ -144,13 +139,8 @@ def kernel_mistakes(tree: ast.Module, file: str) -> list[str]:
                 (
                     node,
                     (
-                        "warp_specialize= is compiled wrongly for sm_90 by "
-                        "Triton "
-                        "3.6, "
-                        "and "
-                        "refused "
-                        "by "
-                        "later ones"
+                        "warp_specialize= is compiled wrongly for sm_90 by Triton 3.6, and "
+                        "refused by later ones"
                     ),
                 )
             )
@@ -421,13 +411,12 @@ MISTAKES = [
     (
         narrow_offsets,
         (
-            "@triton.jit\ndef f(p, a, stride_x):\n    r = a.to(tl.int64)\n    if a:\n        "
-            "r "
-            "= "
-            "a\n"
-            " "
-            " "
-            "  return p + r * stride_x"
+            "@triton.jit\n"
+            "def f(p, a, stride_x):\n"
+            "    r = a.to(tl.int64)\n"
+            "    if a:\n"
+            "        r = a\n"
+            "    return p + r * stride_x"
         ),
         "r * stride_x",
     ),

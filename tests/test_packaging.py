@@ -31,12 +31,7 @@ SOURCES = (".cu", ".cuh", ".h")
 
 # a build backend's hooks, called as pip calls them
 BUILD = (
-    "import os, sys; "
-    "from "
-    "setuptools "
-    "import "
-    "build_meta; "
-    "print(getattr(build_meta, "
+    "import os, sys; from setuptools import build_meta; print(getattr(build_meta, "
     "sys.argv[1])(sys.argv[2]))"
 )
 

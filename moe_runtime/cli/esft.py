@@ -95,12 +95,7 @@ def score(
         )
     if console.is_main():
         typer.echo(
-            f"{scores.n_tokens:,} "
-            "tokens, "
-            f"{len(scores.layers)} "
-            "layers "
-            "of "
-            f"{scores.num_experts} "
+            f"{scores.n_tokens:,} tokens, {len(scores.layers)} layers of {scores.num_experts} "
             "experts"
         )
         typer.echo(f"wrote {out}" + (f" and the logs in {logs}" if logs else ""))
@@ -316,18 +311,8 @@ def train(
     if console.is_main():
         share = receipt.trained_parameters / receipt.total_parameters
         typer.echo(
-            "trained "
-            f"{receipt.trained_parameters:,} "
-            "of "
-            f"{receipt.total_parameters:,} "
-            "parameters "
-            f"({share:.1%}), "
-            f"{receipt.steps} "
-            "steps "
-            "in "
-            f"{receipt.seconds:.0f} "
-            "s, "
-            "optimizer "
+            f"trained {receipt.trained_parameters:,} of {receipt.total_parameters:,} parameters "
+            f"({share:.1%}), {receipt.steps} steps in {receipt.seconds:.0f} s, optimizer "
             f"{receipt.optimizer_bytes / 1e6:,.1f} MB"
         )
         typer.echo(f"held-out loss: {receipt.loss_before:.4f} -> {receipt.loss:.4f}")
@@ -375,12 +360,7 @@ def apply(
     typer.echo(f"it fits {model}, and changes {found.tensors} of its tensors")
     if found.loss is not None:
         typer.echo(
-            f"loss of {found.rows} "
-            "examples: "
-            f"{found.base_loss:.4f} "
-            "without, "
-            f"{found.loss:.4f} "
-            "with "
+            f"loss of {found.rows} examples: {found.base_loss:.4f} without, {found.loss:.4f} with "
             "it"
         )
     return {
@@ -419,13 +399,9 @@ def merge(
         check_weights=not any_weights,
     )
     typer.echo(
-        f"wrote {receipt.path}: "
-        f"{receipt.tensors} "
-        "tensors, "
-        f"{receipt.bytes / 1e6:,.1f} "
-        "MB, "
-        f"{receipt.changed} of them with the "
-        f"{receipt.experts} experts of {adapter}; and {', '.join(receipt.side_files)}"
+        f"wrote {receipt.path}: {receipt.tensors} tensors, {receipt.bytes / 1e6:,.1f} MB, "
+        f"{receipt.changed} of them with the {receipt.experts} experts of {adapter}; and "
+        f"{', '.join(receipt.side_files)}"
     )
     return receipt
 
@@ -441,12 +417,7 @@ def _say_selection(selection) -> None:
     how = f"{sum(counts)} experts in {len(counts)} layers"
     if counts:
         how += (
-            f", {min(counts)} to {max(counts)} "
-            "in "
-            "a "
-            "layer, "
-            f"{sum(counts) / len(counts):.1f} "
-            "on "
+            f", {min(counts)} to {max(counts)} in a layer, {sum(counts) / len(counts):.1f} on "
             "average"
         )
     typer.echo(how + "".join(f", {name}" for name in also))

@@ -58,12 +58,7 @@ def evaluate(
     shots: Annotated[
         int | None,
         option(
-            "Problems of the file to show instead of asking "
-            "(default: "
-            "0; "
-            "gsm8k "
-            "shows "
-            "five "
+            "Problems of the file to show instead of asking (default: 0; gsm8k shows five "
             "examples of its own)."
         ),
     ] = None,
@@ -134,12 +129,7 @@ def smollm2(
 
     receipt = write_smollm2(out, dtype=dtype, overwrite=overwrite)
     typer.echo(
-        f"wrote {receipt.path}: a Llama of "
-        f"{receipt.parameters:,} "
-        "parameters "
-        "with "
-        "its "
-        "tokenizer "
+        f"wrote {receipt.path}: a Llama of {receipt.parameters:,} parameters with its tokenizer "
         "and chat template"
     )
     return receipt
@@ -210,21 +200,11 @@ def decontaminate(
         if searched < texts:
             least = f"{min_chars} characters" if method == "substring" else f"{n} words"
             typer.echo(
-                f"searched for {searched:,} of {texts:,} texts of "
-                f"{name}; "
-                "the "
-                "others "
-                "have "
-                "fewer "
+                f"searched for {searched:,} of {texts:,} texts of {name}; the others have fewer "
                 f"than {least}"
             )
     typer.echo(
-        f"wrote {out}: {report.kept:,} "
-        "of "
-        f"{report.rows:,} "
-        "examples; "
-        "dropped "
-        f"{counts}: "
+        f"wrote {out}: {report.kept:,} of {report.rows:,} examples; dropped {counts}: "
         f"{out}.dropped.json"
     )
     return report._replace(dropped=len(report.dropped))

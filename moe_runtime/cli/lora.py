@@ -68,21 +68,11 @@ def export(
     receipt = export_adapter(adapter, base, out, to, overwrite=overwrite)
     if receipt.filled:
         typer.echo(
-            f"{adapter} does not "
-            "change "
-            f"{len(receipt.filled)} "
-            "stacks, "
-            "such "
-            "as "
-            f"{receipt.filled[0]}; they get zeros"
+            f"{adapter} does not change {len(receipt.filled)} stacks, such as {receipt.filled[0]}; "
+            "they get zeros"
         )
     typer.echo(
-        f"{receipt.tensors} tensors of rank {receipt.rank}, "
-        "named "
-        "as "
-        "in "
-        f"{to} "
-        f"{receipt.version} "
+        f"{receipt.tensors} tensors of rank {receipt.rank}, named as in {to} {receipt.version} "
         f"(read {receipt.read})"
     )
     typer.echo(
@@ -106,12 +96,7 @@ def _merge(base: Path, adapter: Path, out: Path, max_shard_size: str, overwrite:
         overwrite=overwrite,
     )
     typer.echo(
-        f"{adapter} changes "
-        f"{receipt.experts} "
-        "experts, "
-        f"{receipt.changed} "
-        "of "
-        f"{receipt.tensors} "
+        f"{adapter} changes {receipt.experts} experts, {receipt.changed} of {receipt.tensors} "
         "tensors in all"
     )
     typer.echo(f"wrote {out}: {receipt.bytes / 1e6:,.1f} MB; and {', '.join(receipt.side_files)}")

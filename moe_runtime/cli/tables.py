@@ -83,36 +83,21 @@ TABLES = {
         Table(
             "ablate-gate",
             (
-                "Compare the gate with one without normalization and "
-                "two "
-                "without "
-                "a "
-                "shared "
-                "expert "
+                "Compare the gate with one without normalization and two without a shared expert "
                 "(Table 4)."
             ),
         ),
         Table(
             "ablate-merge",
             (
-                "Compare ways to merge one MoE model: learned, "
-                "initial, "
-                "learned "
-                "soup, "
-                "uniform "
-                "(Table "
-                "5)."
+                "Compare ways to merge one MoE model: learned, initial, learned soup, uniform "
+                "(Table 5)."
             ),
         ),
         Table(
             "sweep-lambda",
             (
-                "Merge one MoE model with several rates of the shared expert "
-                "(Table "
-                "6 "
-                "of "
-                "the "
-                "long "
+                "Merge one MoE model with several rates of the shared expert (Table 6 of the long "
                 "version)."
             ),
             "0 .25 .5 .75 1",
@@ -141,12 +126,7 @@ TABLES = {
         Table(
             "overfit",
             (
-                "Compare XFT with SFT, EMA and SWA at three "
-                "learning "
-                "rates: "
-                "few "
-                "examples, "
-                "several "
+                "Compare XFT with SFT, EMA and SWA at three learning rates: few examples, several "
                 "epochs."
             ),
             "--preset overfit",
@@ -161,13 +141,8 @@ TABLES = {
         Table(
             "main",
             (
-                "Compare base, FFT, LoRA, ESFT-Token and ESFT-Gate, on "
-                "tasks "
-                "and "
-                "general "
-                "text "
-                "(Tables "
-                "1 and 2)."
+                "Compare base, FFT, LoRA, ESFT-Token and ESFT-Gate, on tasks and general text "
+                "(Tables 1 and 2)."
             ),
         ),
         Table(
@@ -183,12 +158,7 @@ TABLES = {
         Table(
             "shared-grid",
             (
-                "Train relevant experts, shared experts and "
-                "other "
-                "modules, "
-                "in "
-                "seven "
-                "combinations "
+                "Train relevant experts, shared experts and other modules, in seven combinations "
                 "(Table 3)."
             ),
             "--score token",
@@ -198,13 +168,8 @@ TABLES = {
         Table(
             "group-size",
             (
-                "Route by groups of experts, as if the experts were coarser; "
-                "tune "
-                "with "
-                "FFT "
-                "and "
-                "ESFT "
-                "(Figure 7)."
+                "Route by groups of experts, as if the experts were coarser; tune with FFT and "
+                "ESFT (Figure 7)."
             ),
             "1 2 4",
             {"sizes": _several(int, "Experts per group (default: 1 2 4).")},
@@ -230,13 +195,8 @@ TABLES = {
         Table(
             "counts",
             (
-                "Show the experts that each task's selection trains, and where "
-                "in "
-                "text "
-                "(Figures "
-                "2, "
-                "4 "
-                "and 9)."
+                "Show the experts that each task's selection trains, and where in text (Figures "
+                "2, 4 and 9)."
             ),
         ),
         Table(
@@ -260,12 +220,7 @@ TABLES = {
         Table(
             "main",
             (
-                "Compare UpIT with dense tuning, copied experts, "
-                "router-only "
-                "tuning, "
-                "also "
-                "as "
-                "LoRA "
+                "Compare UpIT with dense tuning, copied experts, router-only tuning, also as LoRA "
                 "(Table 1)."
             ),
         ),
@@ -273,13 +228,8 @@ TABLES = {
         Table(
             "pesc",
             (
-                "Compare adapters behind the MLPs as experts with LoRA, "
-                "copied "
-                "LoRA "
-                "experts "
-                "and "
-                "UpIT "
-                "(Table 1)."
+                "Compare adapters behind the MLPs as experts with LoRA, copied LoRA experts and "
+                "UpIT (Table 1)."
             ),
         ),
         Table(
@@ -326,13 +276,8 @@ TABLES = {
         Table(
             "budget",
             (
-                "Compare UpIT with SFT, SWA and copies at equal optimizer "
-                "steps, "
-                "with "
-                "one "
-                "schedule "
-                "or "
-                "two (Sec. 4.1)."
+                "Compare UpIT with SFT, SWA and copies at equal optimizer steps, with one "
+                "schedule or two (Sec. 4.1)."
             ),
             "--preset budget",
         ),
@@ -341,12 +286,7 @@ TABLES = {
         Table(
             "ablate",
             (
-                "Compare specialists, specialists tuned further, and "
-                "fused "
-                "ones: "
-                "direct, "
-                "in "
-                "two "
+                "Compare specialists, specialists tuned further, and fused ones: direct, in two "
                 "stages (Tables 2, 4)."
             ),
         ),
@@ -357,13 +297,8 @@ TABLES = {
         Table(
             "weights",
             (
-                "Show the gate's weights by domain, as a map and token by token "
-                "on "
-                "a "
-                "page "
-                "(Table "
-                "6, "
-                "Figures 6 to 8)."
+                "Show the gate's weights by domain, as a map and token by token on a page (Table "
+                "6, Figures 6 to 8)."
             ),
             "--rows 100",
             {"rows": ROWS},
@@ -441,12 +376,7 @@ def _make(
     """Make a table, print it and the paths of its files; return its report and the files."""
     if preset is not None and recipe is not None:
         raise ValueError(
-            "Pass either a preset or a recipe, but "
-            "got "
-            "preset "
-            f"{preset!r} "
-            "and "
-            "recipe "
+            f"Pass either a preset or a recipe, but got preset {preset!r} and recipe "
             f"{str(recipe)!r}"
         )
     if recipe is None:

@@ -196,12 +196,7 @@ def _planned(
     """
     if refused or gpus < 1:
         raise ValueError(
-            "A recipe sets batch, length, optimizer and "
-            "dtype. "
-            "Pass "
-            "only "
-            "--gpus, "
-            "--gpu-memory, "
+            "A recipe sets batch, length, optimizer and dtype. Pass only --gpus, --gpu-memory, "
             "--engine, --gpu"
         )
     lines = []
@@ -339,20 +334,12 @@ def tune(
     typer.echo(f"{path}: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
     if path != read:
         typer.echo(
-            "the kernels "
-            "read "
-            f"{read or 'no file (no home folder and no XDG_CACHE_HOME)'}, "
-            "not "
+            f"the kernels read {read or 'no file (no home folder and no XDG_CACHE_HOME)'}, not "
             "this file"
         )
     if set(counts) == {"failed"}:
         raise ValueError(
-            "No config could be measured, not even the built-in "
-            "ones. "
-            "Check "
-            "the "
-            "GPU "
-            "with "
+            "No config could be measured, not even the built-in ones. Check the GPU with "
             "moe-runtime doctor"
         )
     return {"path": path, "read_by_kernels": path == read, **counts}
@@ -426,12 +413,7 @@ def bench(
         return Ends(comparing.as_json(found), 1 if found.regressions else 0)
     if rounds < 1 or not 0 < seconds < float("inf"):
         raise ValueError(
-            "rounds must be at least 1 and seconds positive, but "
-            "got "
-            "rounds "
-            f"{rounds} "
-            "and "
-            "seconds "
+            f"rounds must be at least 1 and seconds positive, but got rounds {rounds} and seconds "
             f"{seconds}"
         )
     require("pytest", "bench")
@@ -455,12 +437,7 @@ def bench(
         outcome = _measure(paths, target, options)
         if outcome.path and find_spec("matplotlib") is None:
             print(
-                "No plots were written: matplotlib is "
-                "not "
-                "installed. "
-                "Run "
-                "pip "
-                "install "
+                "No plots were written: matplotlib is not installed. Run pip install "
                 "'moe-runtime[bench]'",
                 file=sys.stderr,
             )

@@ -43,14 +43,9 @@ def fuse(
     template: Annotated[
         list[str] | None,
         option(
-            "Template of each specialist, in order, or "
-            "one "
-            "for "
-            "all: "
-            "ultralm, "
-            "codellama, "
-            "wizardmath, chat, or a text with "
-            "{prompt} (default: its chat template, else the plain prompt)."
+            "Template of each specialist, in order, or one for all: ultralm, codellama, "
+            "wizardmath, chat, or a text with {prompt} (default: its chat template, else the "
+            "plain prompt)."
         ),
     ] = None,
     name: Annotated[
@@ -83,21 +78,11 @@ def fuse(
         overwrite=overwrite,
     )
     typer.echo(
-        f"wrote {receipt.path}: "
-        f"{', '.join(receipt.names)}; "
-        "a "
-        "gate "
-        "of "
-        f"{receipt.gate_parameters:,} "
+        f"wrote {receipt.path}: {', '.join(receipt.names)}; a gate of {receipt.gate_parameters:,} "
         "parameters"
     )
     typer.echo(
-        "next: put its specialists and templates into a "
-        "recipe, "
-        "and "
-        "run "
-        "moe-runtime "
-        "ultrafuser "
+        "next: put its specialists and templates into a recipe, and run moe-runtime ultrafuser "
         "train --config RECIPE"
     )
     return receipt

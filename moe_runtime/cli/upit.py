@@ -105,20 +105,11 @@ def grow(
     for child in found.children:
         (i, j), (a, b) = child.parents, child.weights
         typer.echo(
-            f"{child.folder}: {a:.3f} of expert {i}, {b:.3f} "
-            "of "
-            "expert "
-            f"{j}; "
-            "their "
-            "distance "
+            f"{child.folder}: {a:.3f} of expert {i}, {b:.3f} of expert {j}; their distance "
             f"{child.distance:.4f}"
         )
     typer.echo(
-        "next: moe-runtime "
-        "upit "
-        "init-routers "
-        f"{' '.join(map(str, found.experts))} "
-        "--data "
+        f"next: moe-runtime upit init-routers {' '.join(map(str, found.experts))} --data "
         "rows.jsonl --out routers"
     )
     return found

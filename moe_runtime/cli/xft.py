@@ -30,13 +30,8 @@ app = group(
 )
 GATE = "xft, nonorm, topk_softmax, softmax_topk, softmax_topk_renorm or sigmoid_topk."
 FOR = (
-    "Stock family for an exact `export --to`: selects gate and "
-    "top-k, "
-    "and "
-    "rejects "
-    "options "
-    "that "
-    "it does not support."
+    "Stock family for an exact `export --to`: selects gate and top-k, and rejects options that it "
+    "does not support."
 )
 PRESET = "Defaults of the options below: xft-paper, or xft-official for the released code's."
 
@@ -83,14 +78,9 @@ def upcycle(
     settings = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
     if (settings["balance_loss"] == "none") != (settings["balance_loss_coef"] == 0):
         raise ValueError(
-            "balance_loss "
-            "is "
-            f"{settings['balance_loss']!r} "
-            "and "
-            "balance_loss_coef "
-            "is "
-            f"{settings['balance_loss_coef']}. Pass "
-            "both or neither, such as --balance-loss cv2 --balance-loss-coef 0.01"
+            f"balance_loss is {settings['balance_loss']!r} and balance_loss_coef is "
+            f"{settings['balance_loss_coef']}. Pass both or neither, such as --balance-loss cv2 "
+            "--balance-loss-coef 0.01"
         )
     receipt = with_bar(
         "upcycling",
@@ -174,12 +164,7 @@ def to_mergeable(
     )
     _print_receipt(receipt)
     typer.echo(
-        "next: moe-runtime train --model "
-        f"{target} "
-        "--data "
-        "pairs.jsonl "
-        "--learning_rate "
-        "1e-2 "
+        f"next: moe-runtime train --model {target} --data pairs.jsonl --learning_rate 1e-2 "
         "--output_dir mixed"
     )
     typer.echo("then: moe-runtime xft merge mixed dense")
@@ -335,12 +320,7 @@ def _print_receipt(receipt) -> None:
         + (f", and {', '.join(receipt.side_files)}" if receipt.side_files else "")
     )
     typer.echo(
-        f"experts: {c.num_experts}, {c.top_k} per "
-        "token, "
-        "gate "
-        f"{c.gate}, "
-        f"{c.hidden_size} "
-        "x "
+        f"experts: {c.num_experts}, {c.top_k} per token, gate {c.gate}, {c.hidden_size} x "
         f"{c.intermediate_size}"
     )
     if receipt.mlp_error is not None:

@@ -54,14 +54,9 @@ class Comparison:
         else:
             interval = f"interval {signed(self.low)} to {signed(self.high)}, "
         return (
-            f"{self.name} "
-            "against "
-            f"{self.reference}: "
-            f"{what} "
-            f"({interval}corrected "
-            "p "
-            f"{self.p_corrected:.2g}, {self.rows} rows; "
-            f"lower with {self.seeds_lower} of {self.seeds} seeds)"
+            f"{self.name} against {self.reference}: {what} ({interval}corrected p "
+            f"{self.p_corrected:.2g}, {self.rows} rows; lower with {self.seeds_lower} of "
+            f"{self.seeds} seeds)"
         )
 
 
@@ -100,14 +95,9 @@ def compare(
         or not (weight >= 1).all()
     ):
         raise ValueError(
-            "Expected losses [seeds, examples] of the same shape "
-            "for "
-            "every "
-            "method, "
-            "and "
-            "tokens "
-            "[examples] of at least 1, but "
-            f"losses are {', '.join(map(str, shapes))} and tokens {weight.shape}"
+            "Expected losses [seeds, examples] of the same shape for every method, and tokens "
+            f"[examples] of at least 1, but losses are {', '.join(map(str, shapes))} and tokens "
+            f"{weight.shape}"
         )
     weight = weight / weight.mean()
     names = [name for name in losses if name != reference]

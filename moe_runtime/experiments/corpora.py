@@ -213,10 +213,8 @@ def _prompt(node: Function, owner: str | None, doc: str) -> str:
     where = f" of the class {owner}" if owner else ""
     article = "an" if kind.startswith("a") else "a"
     return (
-        f"Write {article} "
-        "Python "
-        f"{kind} "
-        f"{node.name}({ast.unparse(node.args)}){returns}{where}.\n{doc}\n"
+        f"Write {article} Python {kind} {node.name}({ast.unparse(node.args)}){returns}{where}.\n"
+        f"{doc}\n"
     )
 
 
@@ -248,12 +246,7 @@ class Domain(Rows):
     def _check_held_out(self):
         if self.train in SOURCES and self.held_out is not None:
             raise ValueError(
-                f"held_out must be null, as {self.train!r} "
-                "has "
-                "held-out "
-                "data, "
-                "but "
-                "got "
+                f"held_out must be null, as {self.train!r} has held-out data, but got "
                 f"{self.held_out!r}"
             )
         return self

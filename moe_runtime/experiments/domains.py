@@ -197,29 +197,13 @@ class DomainReport(Report):
         first = self.entries[0].results[0]
         rows = ", ".join(f"{count} of {domain}" for domain, count in first.rows.items())
         return (
-            f"held-out rows: {rows}; {sum(first.tokens):,} label tokens, "
-            "over "
-            "which "
-            "`all` "
-            "is "
-            "the "
-            "mean; "
-            f"{over_seeds(self.seeds)}.\n"
-            f"vs {self.reference}: difference of the losses "
-            "with "
-            "its "
-            f"{1 - LEVEL:.0%} "
-            "interval; "
-            "p: "
-            "Wilcoxon over the rows, "
-            f"corrected by Holm for the {len(self.comparisons)} comparisons of "
-            "a "
-            "column; "
-            "- "
-            "and "
-            "+ "
-            "at a domain's loss: lower and "
-            f"higher than {self.reference}'s by the same test.\ntrain s: all stages after the base."
+            f"held-out rows: {rows}; {sum(first.tokens):,} label tokens, over which `all` is the "
+            f"mean; {over_seeds(self.seeds)}.\n"
+            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: "
+            f"Wilcoxon over the rows, corrected by Holm for the {len(self.comparisons)} "
+            "comparisons of a column; - and + at a domain's loss: lower and higher than "
+            f"{self.reference}'s by the same test.\n"
+            "train s: all stages after the base."
             + self.exact_legend([domain for domain in self.domains if domain not in self.solved])
         )
 

@@ -51,13 +51,8 @@ SETTINGS = {
     "grid.alpha": 0.25,
 }
 INVERTED = (
-    "<style>@media (prefers-color-scheme: dark) "
-    "{ "
-    "svg "
-    "{ "
-    "filter: "
-    "invert(0.9) "
-    "hue-rotate(180deg) } }</style>\n"
+    "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.9) hue-rotate(180deg) } "
+    "}</style>\n"
 )
 TINY = "tiny run\nnot a result"
 

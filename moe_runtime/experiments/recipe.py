@@ -65,12 +65,7 @@ class Node(BaseModel):
             unknown = []
         if unknown:
             raise ValueError(
-                f"{one_line(unknown[0], 200)} is not a "
-                "valid "
-                "key. "
-                "Use "
-                "any "
-                "of "
+                f"{one_line(unknown[0], 200)} is not a valid key. Use any of "
                 f"{', '.join(cls.model_fields)}"
             )
         return values
@@ -204,13 +199,8 @@ def _as_sources(value: Any) -> str | list[Source]:
     weighed = sum(one.weight is not None for one in found)
     if weighed not in (0, len(found)):
         raise ValueError(
-            "weight must be given for all sources or for "
-            "none, "
-            "but "
-            f"{weighed} "
-            "of "
-            f"{len(found)} "
-            "have one"
+            f"weight must be given for all sources or for none, but {weighed} of {len(found)} have "
+            "one"
         )
     return found
 
@@ -282,12 +272,7 @@ class Training(Node):
         both = (self.epochs is None) == (self.steps is None)
         if both or not (self.max_grad_norm == -1 or self.max_grad_norm > 0):
             clipping = (
-                "max_grad_norm must be a number above 0, or -1 "
-                "for "
-                "no "
-                "clipping, "
-                "but "
-                "got "
+                "max_grad_norm must be a number above 0, or -1 for no clipping, but got "
                 f"{self.max_grad_norm}"
             )
             found = f"epochs is {self.epochs} and steps is {self.steps}. Set exactly one of the two"
@@ -323,12 +308,7 @@ def check_base(recipe) -> None:
         else:
             given = f"both (base_model is {recipe.base_model!r})"
         raise ValueError(
-            "pretrain or base_model must be given, but "
-            "got "
-            f"{given}. "
-            "With "
-            "pretrain, "
-            "set "
+            f"pretrain or base_model must be given, but got {given}. With pretrain, set "
             "base_model: null"
         )
 

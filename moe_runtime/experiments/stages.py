@@ -485,12 +485,7 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
         left = [place for place, row in enumerate(ids) if tuple(row) not in known]
         if not left:
             raise ValueError(
-                f"All examples of {name}, truncated to {max_length} "
-                "tokens, "
-                "are "
-                "in "
-                "the "
-                "domains' "
+                f"All examples of {name}, truncated to {max_length} tokens, are in the domains' "
                 "held_out. Choose others"
             )
         if len(left) < len(ids):

@@ -246,13 +246,9 @@ class Report(Finding):
             marks = ""
         found = "; ".join(filter(None, (marks, f"0 on {', '.join(zero)}" if zero else "")))
         return (
-            "\nexact match: rows whose label tokens are all the "
-            "most "
-            "probable "
-            "ones, "
-            "as "
-            "in "
-            f"greedy decoding, of all; {found}."
+            "\n"
+            "exact match: rows whose label tokens are all the most probable ones, as in greedy "
+            f"decoding, of all; {found}."
         )
 
     def legend(self) -> str:
@@ -260,22 +256,10 @@ class Report(Finding):
         rows = len(self.entries[0].results[0].tokens)
         tokens = sum(self.entries[0].results[0].tokens)
         return (
-            f"{rows} held-out rows, {tokens:,} "
-            "label "
-            "tokens; "
-            f"{over_seeds(self.seeds)}; "
-            "train "
-            "s: "
-            "all stages after the base, "
-            "which has its own.\n"
-            f"vs {self.reference}: difference of the losses "
-            "with "
-            "its "
-            f"{1 - LEVEL:.0%} "
-            "interval; "
-            "p: "
-            "Wilcoxon over the rows, "
-            f"corrected by Holm for {len(self.comparisons)} comparisons."
+            f"{rows} held-out rows, {tokens:,} label tokens; {over_seeds(self.seeds)}; train s: "
+            "all stages after the base, which has its own.\n"
+            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: "
+            f"Wilcoxon over the rows, corrected by Holm for {len(self.comparisons)} comparisons."
             + self.exact_legend([] if self.is_solved else ["all rows"])
         )
 
@@ -350,14 +334,8 @@ def check_report(path: Path, settings: dict, overwrite: bool = False) -> None:
     if old != settings:
         changed = _changed(old if isinstance(old, dict) else {}, settings)
         raise ValueError(
-            f"{path.name} in {path.parent} "
-            "was "
-            "created "
-            "with "
-            "other "
-            "settings "
-            f"({', '.join(changed)}). Choose another "
-            "folder or pass overwrite=True"
+            f"{path.name} in {path.parent} was created with other settings ({', '.join(changed)}). "
+            "Choose another folder or pass overwrite=True"
         )
 
 
@@ -474,12 +452,7 @@ def different(name: str, values: Sequence, check: Callable) -> tuple:
     values = tuple(values)
     if not values or len(set(values)) < len(values):
         raise ValueError(
-            f"{name} must have one or "
-            "more "
-            "different "
-            "values, "
-            "but "
-            "got "
+            f"{name} must have one or more different values, but got "
             f"{', '.join(map(str, values)) or 'none'}"
         )
     for value in values:

@@ -181,9 +181,7 @@ def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]
     failures = []
     for dtype, arguments in chosen:
         where = (
-            f"{op} on "
-            f"{backend}, "
-            f"{str(dtype).removeprefix('torch.')}, "
+            f"{op} on {backend}, {str(dtype).removeprefix('torch.')}, "
             f"{' '.join(map(str, arguments))}"
         )
         try:
@@ -381,8 +379,7 @@ def report(
     )
     for name in sorted(reasons.keys() - names):
         print(
-            "not checked: "
-            f"{name}: "
+            f"not checked: {name}: "
             f"{reasons[name]}{'. Pass --interpret' * (name == 'triton' and not interpret)}"
         )
     if left:

@@ -76,14 +76,9 @@ def decontaminate(
             else:
                 reason = f"{n} words (--n)"
             raise ValueError(
-                f"None of the {len(benchmarks[name])} texts of {name} "
-                "has "
-                f"{reason}, "
-                "so "
-                "none "
-                "would "
-                "be searched for. Pass a "
-                "smaller number, or the columns with the problems as FILE:column"
+                f"None of the {len(benchmarks[name])} texts of {name} has {reason}, so none would "
+                "be searched for. Pass a smaller number, or the columns with the problems as "
+                "FILE:column"
             )
     count = 0
     counts = Counter()
@@ -102,13 +97,8 @@ def decontaminate(
             os.fsync(file.fileno())
         if count == len(dropped):
             raise ValueError(
-                f"All {count} examples of {rows} contain benchmark "
-                "texts. "
-                "Check "
-                "for "
-                "texts "
-                "that "
-                f"are too common: {hit[1]!r}"
+                f"All {count} examples of {rows} contain benchmark texts. Check for texts that are "
+                f"too common: {hit[1]!r}"
             )
         texts = {name: len(given) for name, given in benchmarks.items()}
         by_benchmark = {name: counts[name] for name in benchmarks}

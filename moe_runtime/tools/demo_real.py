@@ -110,14 +110,8 @@ def run(
     longer = max(round(xft_seconds / measured["sft"]), settings.sft.steps)
     stages.say(
         f"{settings.base_model}: {len(stages.train_rows)} examples of {', '.join(names)}; about "
-        f"{_minutes(stages, measured, longer):.0f} minutes in total on an "
-        "idle "
-        "machine. "
-        "It "
-        "can "
-        "be "
-        "interrupted: the "
-        f"same command resumes from the finished stages in {out}"
+        f"{_minutes(stages, measured, longer):.0f} minutes in total on an idle machine. It can be "
+        f"interrupted: the same command resumes from the finished stages in {out}"
     )
     base = stages.base()
     sft = stages.sft()
@@ -426,14 +420,9 @@ def _show(results: dict, out: Path) -> None:
     for one in results["comparisons"]:
         if one["model"] == "merged":
             print(
-                f"{one['task']}: merged solves {one['gained']} "
-                "that "
-                "SFT "
-                "does "
-                "not, "
-                "SFT "
-                f"{one['lost']} that merged does not "
-                f"(p {one['p_corrected']:.2g}, {one['test']}, corrected by Holm)"
+                f"{one['task']}: merged solves {one['gained']} that SFT does not, SFT "
+                f"{one['lost']} that merged does not (p {one['p_corrected']:.2g}, {one['test']}, "
+                "corrected by Holm)"
             )
     print(
         f"dense model: {out / 'merged'}\n"

@@ -29,13 +29,8 @@ EXTRAS = {
 }
 NEEDED_BY = {
     "train": (
-        "demo, run, train, stats, esft score and "
-        "train, "
-        "upit "
-        "init-routers, "
-        "ultrafuser "
-        "train "
-        "and all tables"
+        "demo, run, train, stats, esft score and train, upit init-routers, ultrafuser train and "
+        "all tables"
     ),
     "plot": "demo, stats and all tables",
     "bench": "bench",
@@ -60,13 +55,8 @@ MISCOMPILED = (
         (3, 7),
         "sm_90",
         (
-            "no fence between cp.async and wgmma (triton#9610): nobody has seen "
-            "a "
-            "wrong "
-            "result "
-            "on "
-            "an "
-            "H100"
+            "no fence between cp.async and wgmma (triton#9610): nobody has seen a wrong result on "
+            "an H100"
         ),
     ),
     ((3, 7), "sm_90", "warp_specialize=True with descriptors: no kernel asks for it"),
@@ -89,13 +79,8 @@ MISCOMPILED = (
         (4, 0),
         "sm_100",
         (
-            "descriptors along a sum that ends inside of a "
-            "block "
-            "(triton#10927): "
-            "pointers "
-            "are "
-            "used "
-            "there"
+            "descriptors along a sum that ends inside of a block (triton#10927): pointers are "
+            "used there"
         ),
     ),
 )
@@ -353,12 +338,7 @@ def _problems(found: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
         yield (
             "torch",
             (
-                "torch cannot be imported: "
-                f"{reason}. "
-                "Run "
-                "pip "
-                "install "
-                "--force-reinstall "
+                f"torch cannot be imported: {reason}. Run pip install --force-reinstall "
                 f"'torch{SUPPORTED['torch']}'"
             ),
         )
@@ -409,12 +389,7 @@ def _device_problems(torch) -> Iterator[tuple[str, str]]:
     cuda = torch.version.cuda
     if os.environ.get("TRITON_INTERPRET") == "1" and (available or _has_gpu()):
         text = (
-            "TRITON_INTERPRET is 1, so kernels are interpreted although "
-            "there "
-            "is "
-            "a "
-            "GPU. "
-            "Unset "
+            "TRITON_INTERPRET is 1, so kernels are interpreted although there is a GPU. Unset "
             "TRITON_INTERPRET"
         )
         yield "TRITON_INTERPRET", text
@@ -424,13 +399,8 @@ def _device_problems(torch) -> Iterator[tuple[str, str]]:
         and "tcgen05" in miscompiled().get("sm_100", "")
     ):
         text = (
-            f"triton is {_version('triton')}, which omits a fence "
-            "on "
-            "this "
-            "GPU: "
-            "results "
-            "may "
-            "differ from run to run"
+            f"triton is {_version('triton')}, which omits a fence on this GPU: results may differ "
+            "from run to run"
         )
         yield "triton", f"{text}. Run pip install -U 'torch>=2.12', which depends on a newer one"
     if available or not _has_gpu() or _is_hidden():
@@ -442,13 +412,8 @@ def _device_problems(torch) -> Iterator[tuple[str, str]]:
         yield "devices", f"{text}. Install the CUDA build as described on pytorch.org"
     elif driver is not None and driver < needed:
         text = (
-            f"driver is {driver}, but torch is built with "
-            "CUDA "
-            f"{cuda}, "
-            "which "
-            "requires "
-            f"{needed} "
-            "or newer"
+            f"driver is {driver}, but torch is built with CUDA {cuda}, which requires {needed} or "
+            "newer"
         )
         yield "driver", f"{text}. Update the driver, or install torch for an older CUDA"
     else:

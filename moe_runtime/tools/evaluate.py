@@ -106,12 +106,7 @@ class Report(NamedTuple):
         if self.comparisons:
             tests = " and ".join(sorted({one.test for one in self.comparisons}))
             print(
-                "+ and -: problems better and worse than "
-                "the "
-                "reference's; "
-                "p: "
-                f"{tests}, "
-                "corrected "
+                f"+ and -: problems better and worse than the reference's; p: {tests}, corrected "
                 f"by Holm for {len(found)}."
             )
         for note in self.notes:
@@ -353,13 +348,8 @@ def _notes(
     others = [name for name, words in vocabularies.items() if words != vocabularies[reference]]
     notes = [
         (
-            f"{', '.join(others)} and {reference} have different tokenizers, "
-            "so "
-            "they "
-            "are "
-            "compared "
-            "by "
-            "problems, not tokens"
+            f"{', '.join(others)} and {reference} have different tokenizers, so they are compared "
+            "by problems, not tokens"
         )
     ] * bool(others)
     truncated = dict.fromkeys(

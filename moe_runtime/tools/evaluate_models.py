@@ -87,22 +87,12 @@ def find_models(words: Sequence[str]) -> list[Model]:
     for name in names:
         if names.count(name) > 1 or not is_plain_name(name):
             raise ValueError(
-                f"Model names must be unique file names, but got {name!r}. "
-                "Name "
-                "the "
-                "models, "
-                "as "
-                "in "
+                f"Model names must be unique file names, but got {name!r}. Name the models, as in "
                 "NAME=FOLDER"
             )
         if name in RESULTS:
             raise ValueError(
-                f"{name!r} is the name of a file of results. Name "
-                "the "
-                "model "
-                "otherwise, "
-                "as "
-                "in "
+                f"{name!r} is the name of a file of results. Name the model otherwise, as in "
                 "NAME=FOLDER"
             )
     return models
@@ -134,13 +124,8 @@ def _kind(folder: str, base: str | None) -> str:
         found = [kind for kind in found if kind != "fused"]
         if not found:
             raise ValueError(
-                f"Adapter {folder!r} has no {KINDS['esft']} "
-                "or "
-                f"{KINDS['peft']}. "
-                "Pass "
-                "the "
-                "folder "
-                "of an adapter"
+                f"Adapter {folder!r} has no {KINDS['esft']} or {KINDS['peft']}. Pass the folder of "
+                "an adapter"
             )
         return found[0]
     for source in (folder, base):
@@ -148,12 +133,7 @@ def _kind(folder: str, base: str | None) -> str:
             check_source(source)
     if not found and not is_model:
         raise ValueError(
-            f"{folder!r} has no config.json, {', '.join(KINDS.values())}. "
-            "Pass "
-            "the "
-            "folder "
-            "of "
-            "a "
+            f"{folder!r} has no config.json, {', '.join(KINDS.values())}. Pass the folder of a "
             "model"
         )
     return found[0] if found and ("fused" in found or not is_model) else "model"
@@ -186,12 +166,7 @@ def tokenizer_of(model: Model, prompt: str):
     tokenizer.chat_template = TEMPLATES.get(prompt, tokenizer.chat_template)
     if prompt == "chat" and not tokenizer.chat_template and model.kind != "fused":
         raise ValueError(
-            f"Model {model.name!r} has no chat template. "
-            "Put "
-            "a "
-            "chat_template.jinja "
-            "into "
-            f"{place}, "
+            f"Model {model.name!r} has no chat template. Put a chat_template.jinja into {place}, "
             "or pass --prompt plain"
         )
     return tokenizer
@@ -339,14 +314,8 @@ class RecordedLM:
         lm = self._lm
         if longest >= lm.max_length:
             raise ValueError(
-                f"Answers of {longest} tokens do not fit "
-                "into "
-                "the "
-                f"{lm.max_length} "
-                "positions "
-                "of "
-                f"model {self.model.name!r}. "
-                "Lower --max-new-tokens"
+                f"Answers of {longest} tokens do not fit into the {lm.max_length} positions of "
+                f"model {self.model.name!r}. Lower --max-new-tokens"
             )
         self.truncated += sum(
             len(lm.tok_encode(one.args[0])) > lm.max_length - longest for one in requests

@@ -172,70 +172,43 @@ SCHOOL_EXAMPLES = (
             "A baker fills 6 trays with 12 rolls each and sells 50 rolls. How many rolls are left?"
         ),
         "answer": (
-            "The trays hold 6 * 12 = 72 rolls.\nAfter the sale, 72 - "
-            "50 "
-            "= "
-            "22 "
-            "rolls "
-            "are "
-            "left.\n#### 22"
+            "The trays hold 6 * 12 = 72 rolls.\n"
+            "After the sale, 72 - 50 = 22 rolls are left.\n"
+            "#### 22"
         ),
     },
     {
         "question": (
-            "Mira reads 15 pages on Monday and twice as many on "
-            "Tuesday. "
-            "Her "
-            "book "
-            "has "
-            "90 "
-            "pages. How many pages remain?"
+            "Mira reads 15 pages on Monday and twice as many on Tuesday. Her book has 90 pages. "
+            "How many pages remain?"
         ),
-        "answer": "On Tuesday she reads 2 * 15 = 30 pages.\nIn both days she reads "
-        "15 "
-        "+ "
-        "30 "
-        "= "
-        "45 "
-        "pages.\n"
-        "That leaves 90 - 45 = 45 pages.\n#### 45",
+        "answer": "On Tuesday she reads 2 * 15 = 30 pages.\n"
+        "In both days she reads 15 + 30 = 45 pages.\n"
+        "That leaves 90 - 45 = 45 pages.\n"
+        "#### 45",
     },
     {
         "question": (
             "Tickets cost $8 for adults and $5 for children. What do 3 adults and 4 children pay?"
         ),
         "answer": (
-            "The adults pay 3 * 8 = $24.\nThe children pay 4 * 5 "
-            "= "
-            "$20.\n"
-            "Together "
-            "they "
-            "pay "
-            "24 + 20 = $44.\n#### 44"
+            "The adults pay 3 * 8 = $24.\n"
+            "The children pay 4 * 5 = $20.\n"
+            "Together they pay 24 + 20 = $44.\n"
+            "#### 44"
         ),
     },
     {
         "question": (
-            "A tank of 240 liters is a quarter full. It gets 20 "
-            "liters "
-            "a "
-            "minute. "
-            "In "
-            "how "
-            "many minutes is it full?"
+            "A tank of 240 liters is a quarter full. It gets 20 liters a minute. In how many "
+            "minutes is it full?"
         ),
         "answer": "The tank holds 240 / 4 = 60 liters.\nIt takes 240 - 60 = 180 more liters.\n"
         "That takes 180 / 20 = 9 minutes.\n#### 9",
     },
     {
-        "question": "Of 1,500 voters, 40% vote by mail and the others "
-        "at "
-        "one "
-        "of "
-        "3 "
-        "stations, "
-        "equally many at each. "
-        "How many vote at each station?",
+        "question": "Of 1,500 voters, 40% vote by mail and the others at one of 3 stations, equally many at "
+        "each. How many vote at each station?",
         "answer": "By mail vote 1500 * 40 / 100 = 600.\nAt the stations vote 1500 - 600 = 900.\n"
         "At each station vote 900 / 3 = 300.\n#### 300",
     },
@@ -323,14 +296,9 @@ def hub_rows(path: str, name: str, split: str = "test") -> Callable[[], Iterable
             return require("datasets").load_dataset(path, name, split=split)
         except Exception as error:  # the Hub's client raises different exceptions
             raise ValueError(
-                f"{path} is not on this machine "
-                "and "
-                "could "
-                "not "
-                "be "
-                "downloaded "
-                f"({one_line(error, 200)}). Pass its file, as in "
-                f"--tasks {path.rpartition('/')[2]}=test.jsonl"
+                f"{path} is not on this machine and could not be downloaded "
+                f"({one_line(error, 200)}). Pass its file, as in --tasks "
+                f"{path.rpartition('/')[2]}=test.jsonl"
             ) from error
 
     return read
@@ -450,30 +418,17 @@ class Asked(NamedTuple):
             ) from error
         except Exception as error:  # lm-eval, datasets and YAML raise different exceptions
             raise ValueError(
-                f"Task {self.name!r} "
-                "cannot "
-                "be "
-                "built: "
+                f"Task {self.name!r} cannot be built: "
                 f"{one_line(error, 400) or type(error).__name__}"
             ) from error
         if unsafe := [name for name, one in found.items() if getattr(one, "UNSAFE_CODE", False)]:
             raise ValueError(
-                f"Task {unsafe[0]!r} of lm-eval would run code "
-                "without "
-                "limits. "
-                "Use "
-                "humaneval "
-                "or "
+                f"Task {unsafe[0]!r} of lm-eval would run code without limits. Use humaneval or "
                 "mbpp, or a file for them"
             )
         if odd := [name for name in found if not is_plain_name(name)]:
             raise ValueError(
-                "Task names must be plain file names, as results are "
-                "written "
-                "under "
-                "them, "
-                "but "
-                "got "
+                "Task names must be plain file names, as results are written under them, but got "
                 f"{odd[0]!r}"
             )
         return found
@@ -506,12 +461,7 @@ def find_tasks(text: str) -> list[Asked]:
             if path or not Path(name).is_file():
                 known = ", ".join(TASKS)
                 raise ValueError(
-                    f"Task {word!r} is unknown. Use {known} (with "
-                    "=FILE), "
-                    "an "
-                    "existing "
-                    "YAML "
-                    "file, "
+                    f"Task {word!r} is unknown. Use {known} (with =FILE), an existing YAML file, "
                     "or a task of lm-eval"
                 )
             asked.append(Asked(Path(name).stem, source=name))

@@ -467,12 +467,7 @@ def load(
         else:
             why = f"as {source} has no stacks of experts to pack"
         raise ValueError(
-            f"bits must be 16, {why}, "
-            "but "
-            "got "
-            f"{bits}. "
-            "Pass "
-            f"{'--lora, or ' * (lora is None)}--bits "
+            f"bits must be 16, {why}, but got {bits}. Pass {'--lora, or ' * (lora is None)}--bits "
             "16"
         )
     return model if lora is None else add_lora(model, lora)

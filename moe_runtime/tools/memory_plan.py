@@ -252,8 +252,7 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         many = f"{self.engine} on {self.gpus} GPUs" if self.gpus > 1 else "one GPU"
         return (
-            f"{many}, "
-            "per_device_batch_size "
+            f"{many}, per_device_batch_size "
             f"{self.batch}{', gradient_checkpointing' * self.checkpointing}"
         )
 
@@ -344,12 +343,7 @@ class Planner:
         else:
             have = "has no experts"
         raise ValueError(
-            f"Engine ep requires that {gpus} GPUs divide the "
-            "experts, "
-            "but "
-            f"{name} "
-            f"{have}. "
-            "Pass "
+            f"Engine ep requires that {gpus} GPUs divide the experts, but {name} {have}. Pass "
             "another --gpus"
         )
 
@@ -517,12 +511,6 @@ def check(recipe: Node, name: str = "recipe") -> None:
         else:
             fits = f"It fits with {near.setting}: {near.share.total / 1e9:.1f} GB"
         raise ValueError(
-            f"{name}: stage {stage.name} needs "
-            f"{found.share.total / 1e9:.1f} "
-            "GB "
-            "per "
-            "GPU "
-            f"({parts}) "
-            f"with {found.setting}, but "
-            f"only {size / 1e9:.1f} GB are free. {fits}"
+            f"{name}: stage {stage.name} needs {found.share.total / 1e9:.1f} GB per GPU ({parts}) "
+            f"with {found.setting}, but only {size / 1e9:.1f} GB are free. {fits}"
         )

@@ -55,12 +55,7 @@ class ContextLost(RuntimeError):
 
     def __init__(self, tile: Tile, note: str):
         super().__init__(
-            f"{tile} broke the CUDA context ({note}). Rerun the "
-            "command, "
-            "which "
-            "will "
-            "skip "
-            "this "
+            f"{tile} broke the CUDA context ({note}). Rerun the command, which will skip this "
             "config"
         )
         self.tile = tile
@@ -446,12 +441,7 @@ class Step(NamedTuple):
         ms = self.entry["ms"]
         table = self.entry["table"]["ms"]
         return (
-            f"{self.title}: "
-            f"{Tile(**self.entry['tile']).short()}, "
-            f"{ms:.3f} "
-            "ms; "
-            "built "
-            "in "
+            f"{self.title}: {Tile(**self.entry['tile']).short()}, {ms:.3f} ms; built in "
             f"{table:.3f} ms ({self.state})"
         )
 

@@ -106,12 +106,7 @@ def record(model: nn.Module, tokens: list[int], backward: bool, arch: int) -> li
     layers = _layers(model)
     if not layers:
         raise ValueError(
-            "No layer of "
-            f"{type(model).__name__} "
-            "runs "
-            "on "
-            "moe_runtime. "
-            "Call "
+            f"No layer of {type(model).__name__} runs on moe_runtime. Call "
             "moe_runtime.patch(model) first"
         )
     memo = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
@@ -133,12 +128,7 @@ def record(model: nn.Module, tokens: list[int], backward: bool, arch: int) -> li
                     )
             except Exception as error:
                 print(
-                    "moe_runtime.warmup: "
-                    f"{name} "
-                    "cannot "
-                    "run "
-                    "without "
-                    "memory: "
+                    f"moe_runtime.warmup: {name} cannot run without memory: "
                     f"{type(error).__name__}: {error}"
                 )
     return [*variants.values()]
@@ -318,12 +308,7 @@ def _compile_all(launches: list[dict], arch: int, processes: int) -> Warmup:
     began = time.monotonic()
     count = max(min(processes, len(launches) // A_PROCESS), 1)
     print(
-        f"moe_runtime.warmup: {len(launches)} variants of "
-        "kernels "
-        "for "
-        f"sm_{arch}, "
-        "in "
-        f"{count} "
+        f"moe_runtime.warmup: {len(launches)} variants of kernels for sm_{arch}, in {count} "
         "processes",
         flush=True,
     )
@@ -336,12 +321,7 @@ def _compile_all(launches: list[dict], arch: int, processes: int) -> Warmup:
     done = Warmup(len(launches), states.count("compiled"), states.count("cached"), failed)
     seconds = time.monotonic() - began
     print(
-        "moe_runtime.warmup: "
-        f"{done.compiled} "
-        "compiled, "
-        f"{done.cached} "
-        "already "
-        "cached, "
+        f"moe_runtime.warmup: {done.compiled} compiled, {done.cached} already cached, "
         f"{len(failed)} failed in {seconds:.0f} s",
         *failed,
         sep="\n  ",
@@ -414,8 +394,7 @@ def compile_one(launch: dict) -> str:
         kernels()[launch["kernel"]].warmup(**arguments, grid=(1,), **launch["options"])
     except Exception as error:
         return (
-            f"{launch['kernel']}: "
-            f"{type(error).__name__}: "
+            f"{launch['kernel']}: {type(error).__name__}: "
             f"{(str(error).strip().splitlines() or [''])[-1]}"
         )
     return "cached" if all(hits) else "compiled"

@@ -312,10 +312,7 @@ def test_what_is_published_has_no_paths_of_the_user(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "home" / "venv"))
     monkeypatch.chdir(tmp_path)
     text = (
-        f"{tmp_path}/a.py, "
-        f"{tmp_path}/home/b.py, "
-        f"{tmp_path}/home/venv/c.py, "
-        f"{tmp_path}-d, "
+        f"{tmp_path}/a.py, {tmp_path}/home/b.py, {tmp_path}/home/venv/c.py, {tmp_path}-d, "
         f"{machine.ROOT}/e.py"
     )
     assert machine.public(text) == f"./a.py, ~/b.py, PREFIX/c.py, {tmp_path}-d, ./e.py"

@@ -290,13 +290,8 @@ def test_p_that_is_not_reached_is_said(home, tmp_path):
     assert "warning" not in out.output and max(sums) < 0.99
     out = invoke(*arguments, tmp_path / "all.json", "--p", 1.0)
     said = (
-        "warning: p is 1.0, but the scores sum "
-        "to "
-        "only "
-        f"{sums.min():.3f} "
-        "to "
-        f"{sums.max():.3f} "
-        "in 2 of 2 layers (all)"
+        f"warning: p is 1.0, but the scores sum to only {sums.min():.3f} to {sums.max():.3f} in 2 "
+        "of 2 layers (all)"
     )
     assert said in out.output
     out = invoke(*arguments, tmp_path / "share.json", "--p", 1.0, "--variant", "normalized")
@@ -438,12 +433,7 @@ BAD = [
     ),
     ("train base --config config.json --data rows.jsonl --out new --dtype int8", "dtype must be"),
     (
-        "train base --config config.json --data "
-        "rows.jsonl "
-        "--out "
-        "new "
-        "--prompt "
-        "x "
+        "train base --config config.json --data rows.jsonl --out new --prompt x "
         f"{' '.join(map(str, TRAIN))}",
         "prompt must be",
     ),

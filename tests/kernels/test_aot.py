@@ -224,13 +224,8 @@ LOOP = """tt.func public @_kernel(%n: i32) attributes {{noinline = false}} {{
   {outer}
 }} loc(#loc)"""
 DOT = (
-    "%second = tt.dot %a, %b, {}, inputPrecision "
-    "= "
-    "tf32 "
-    ": "
-    "tensor<16x16xbf16> "
-    "* "
-    "tensor<16x16xbf16> -> tensor<16x16xf32>"
+    "%second = tt.dot %a, %b, {}, inputPrecision = tf32 : tensor<16x16xbf16> * tensor<16x16xbf16> "
+    "-> tensor<16x16xf32>"
 )
 
 

@@ -26,12 +26,7 @@ CASES = {
             AutoModel.from_config(tiny.dense_config("llama")), num_experts=4, top_k=2
         ),
         (
-            "Expected a LlamaForCausalLM, but "
-            "got "
-            "LlamaModel.*load "
-            "the "
-            "folder "
-            "with "
+            "Expected a LlamaForCausalLM, but got LlamaModel.*load the folder with "
             "AutoModelForCausalLM"
         ),
     ),

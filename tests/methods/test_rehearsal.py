@@ -26,13 +26,8 @@ PATHS = [
 ]
 PATHS = [path for path in PATHS if path.stem != "smollm2"]  # of no paper
 MAGICODER = (
-    "You are an exceptionally intelligent "
-    "coding "
-    "assistant "
-    "that "
-    "consistently "
-    "delivers "
-    "accurate and reliable responses"
+    "You are an exceptionally intelligent coding assistant that consistently delivers accurate "
+    "and reliable responses"
 )
 DEEPSEEK = "User: Write a .*\n\nAssistant: def "
 # the model that comes out, and how its first example reads

@@ -163,12 +163,8 @@ def test_refuses(name, says, results):
 def test_a_rank_that_fails_is_reported(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(
-        "import os, time\nif os.environ['RANK'] "
-        "== "
-        "'1': "
-        "raise "
-        "SystemExit('no "
-        "more')\n"
+        "import os, time\n"
+        "if os.environ['RANK'] == '1': raise SystemExit('no more')\n"
         "time.sleep(100)\n"
     )
     with pytest.raises(AssertionError, match=r"rank 1 of 2 ended with 1:\nno more"):

@@ -43,25 +43,16 @@ def unpacked(stack: packed.Packed, dtype) -> torch.Tensor:
 # and the weights again
 BITSANDBYTES = {
     torch.float32: (
-        "0c9d4f705f96670f "
-        "cc46f6e1e08c181e "
-        "23f12689ae3aac2c "
-        "e732639a65f497b4 "
-        "03b90adfefe7ff60 429441a69e8bdd1d"
+        "0c9d4f705f96670f cc46f6e1e08c181e 23f12689ae3aac2c e732639a65f497b4 03b90adfefe7ff60 "
+        "429441a69e8bdd1d"
     ),
     torch.bfloat16: (
-        "1ccc43ac52ab4a96 "
-        "a994575614996989 "
-        "7a683529a9c94f7a "
-        "e732639a65f497b4 "
-        "70522f29ec9eb88f 722070f76f61a95c"
+        "1ccc43ac52ab4a96 a994575614996989 7a683529a9c94f7a e732639a65f497b4 70522f29ec9eb88f "
+        "722070f76f61a95c"
     ),
     torch.float16: (
-        "0c9d4f705f96670f "
-        "cc46f6e1e08c181e "
-        "23f12689ae3aac2c "
-        "e732639a65f497b4 "
-        "03b90adfefe7ff60 61828cf6f3017b93"
+        "0c9d4f705f96670f cc46f6e1e08c181e 23f12689ae3aac2c e732639a65f497b4 03b90adfefe7ff60 "
+        "61828cf6f3017b93"
     ),
 }
 INT8 = ("21beeb1b38df800c", "850dc73e143377d6")

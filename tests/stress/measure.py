@@ -189,12 +189,7 @@ def _too_far(
         return []
     return [
         (
-            f"{name}: an error of {error.max().sqrt():.2e} is "
-            f"{worst:.1f} "
-            "times "
-            "its "
-            "allowance; "
-            "want "
-            f"at most {SLACK}"
+            f"{name}: an error of {error.max().sqrt():.2e} is {worst:.1f} times its allowance; "
+            f"want at most {SLACK}"
         )
     ]

@@ -367,12 +367,7 @@ def missing_fences(ptx: str) -> list[str]:
             )
             if mixed and "fence.proxy.async" not in body:
                 found.append(
-                    f"no fence.proxy.async in the loop {branch[1]}, "
-                    "where "
-                    "a "
-                    "product "
-                    "reads "
-                    "what "
+                    f"no fence.proxy.async in the loop {branch[1]}, where a product reads what "
                     "cp.async wrote"
                 )
     return found
@@ -421,12 +416,7 @@ def main_loop(case: Case) -> str:
     shown = ("HGMMA", "LDGSTS", "UTMALDG", "UTMASTG", "LDS", "STSM", "BAR", "FENCE")
     parts = [f"{count} {op}" for op, count in kinds.items() if op.startswith(shown)]
     return (
-        f"{usage[1]} registers, {usage[2]} "
-        "bytes "
-        "of "
-        "stack, "
-        f"{len(body)} "
-        "instructions: "
+        f"{usage[1]} registers, {usage[2]} bytes of stack, {len(body)} instructions: "
         f"{', '.join(parts)}"
     )
 
@@ -549,13 +539,8 @@ def complaints(case: Case, target: int | str, report: Report) -> list[str]:
         )
     if report.global_atomics or (report.shared_atomics and not case.shared_atomics):
         bad.append(
-            f"{report.global_atomics} atomics "
-            "on "
-            "global "
-            "memory, "
-            f"{report.shared_atomics} "
-            "on "
-            "shared; want none"
+            f"{report.global_atomics} atomics on global memory, {report.shared_atomics} on shared; "
+            "want none"
         )
     if missing := [name for name in case.expect if name not in report.features]:
         bad.append(
@@ -565,12 +550,7 @@ def complaints(case: Case, target: int | str, report: Report) -> list[str]:
     grouped = case.kernel.startswith("grouped_gemm")
     if target >= 100 and c.get("TMA") and not c.get("EVEN_K"):
         bad.append(
-            "descriptors for a sum that ends inside of "
-            "a "
-            "block; "
-            "sm_100 "
-            "multiplies "
-            "wrongly "
+            "descriptors for a sum that ends inside of a block; sm_100 multiplies wrongly "
             "(triton#10927)"
         )
     width = c.get("BLOCK_N", 0) * (2 if "up_fwd" in case.kernel and c.get("INTERLEAVED") else 1)

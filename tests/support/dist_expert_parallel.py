@@ -333,21 +333,11 @@ def run_command(folder: str) -> dict:
         write_base(base)
     dist.barrier()
     words = (
-        "--max_steps 2 --save_steps "
-        "1 "
-        "--learning_rate "
-        "1e-2 "
-        "--adam_epsilon "
-        "1e-5 "
+        "--max_steps 2 --save_steps 1 --learning_rate 1e-2 --adam_epsilon 1e-5 "
         "--per_device_train_batch_size 1"
     )
     words += (
-        " --optim adamw_torch --report_to "
-        "none "
-        "--no_router_stats "
-        "--model "
-        f"{base} "
-        "--data "
+        f" --optim adamw_torch --report_to none --no_router_stats --model {base} --data "
         f"{base}/rows.jsonl"
     )
     with mock.patch.object(dist, "destroy_process_group"):  # which others need

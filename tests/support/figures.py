@@ -17,34 +17,19 @@ README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "performance.md"
 CAPTIONS = {
     "layer": (
-        "Bars: times of a layer's experts as multiples of "
-        "moe_runtime's, "
-        "for "
-        "two "
-        "shapes, "
-        "two "
+        "Bars: times of a layer's experts as multiples of moe_runtime's, for two shapes, two "
         "dtypes and both passes"
     ),
     "roofline": (
-        "Points below a roof: TFLOP/s of the layers and "
-        "adapters "
-        "over "
-        "FLOPs "
-        "per "
-        "byte, "
-        "under the machine's two ceilings"
+        "Points below a roof: TFLOP/s of the layers and adapters over FLOPs per byte, under the "
+        "machine's two ceilings"
     ),
     "throughput": (
         "Lines: tokens per second of each implementation over the number of tokens, from 1 to 4096"
     ),
     "memory": (
-        "Bars: KiB per token that each implementation "
-        "keeps "
-        "for "
-        "the "
-        "backward "
-        "pass; "
-        "moe_runtime keeps the least"
+        "Bars: KiB per token that each implementation keeps for the backward pass; moe_runtime "
+        "keeps the least"
     ),
     "breakdown": (
         "Stacked bars: milliseconds of a training step in experts, attention, loss and optimizer"
@@ -126,13 +111,8 @@ def main() -> None:
         with atomic_file(page) as beside:
             beside.write_text(text)
         print(
-            f"{page.relative_to(ROOT)}: {len(found)} tables; the name of "
-            "the "
-            "file "
-            "and "
-            "what "
-            "is "
-            "said of it are yours to write"
+            f"{page.relative_to(ROOT)}: {len(found)} tables; the name of the file and what is said "
+            "of it are yours to write"
         )
 
 

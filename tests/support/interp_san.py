@@ -43,14 +43,9 @@ class _Launch:
             low = int(self.low[near])
             high = int(self.high[near])
             raise KernelMemoryError(
-                f"{kind} out of bounds: {int((~inside).sum())} "
-                "lane(s), "
-                "the "
-                "first "
-                "at "
-                "byte "
-                f"{bad - low} of a tensor of "
-                f"{high - low} bytes, program {interpreter.interpreter_builder.grid_idx}"
+                f"{kind} out of bounds: {int((~inside).sum())} lane(s), the first at byte "
+                f"{bad - low} of a tensor of {high - low} bytes, program "
+                f"{interpreter.interpreter_builder.grid_idx}"
             )
         if kind != "atomic":
             (self.writes if kind == "store" else self.reads).append((self.program, address))
@@ -75,12 +70,7 @@ class _Launch:
             raced = (address[i] == read) & (program[i] != reader)
             if raced.any():
                 raise KernelMemoryError(
-                    "read/write race: "
-                    "program "
-                    f"{reader[raced][0]} "
-                    "reads "
-                    "what "
-                    "program "
+                    f"read/write race: program {reader[raced][0]} reads what program "
                     f"{program[i][raced][0]} stores"
                 )
 

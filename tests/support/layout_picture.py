@@ -115,29 +115,17 @@ def path(a: tuple[float, float, float], b: tuple[float, float, float]) -> str:
         start = _toward(xa, wa, xb)
         end = _toward(xb, wb, xa)
         return (
-            f"M{start:.1f} "
-            f"{ya + BOX} "
-            f"C{start:.1f} "
-            f"{ya + BOX + 22} "
-            f"{end:.1f} "
-            f"{yb - 24} "
-            f"{end:.1f} {yb - 2}"
+            f"M{start:.1f} {ya + BOX} C{start:.1f} {ya + BOX + 22} {end:.1f} {yb - 24} {end:.1f} "
+            f"{yb - 2}"
         )
     side = 1 if xb > xa else -1
     if abs(xb - xa) - (wa + wb) / 2 < 80:
         return (
-            f"M{xa + side * wa / 2:.1f} "
-            f"{ya + BOX / 2} "
-            f"L{xb - side * (wb / 2 + 2):.1f} "
+            f"M{xa + side * wa / 2:.1f} {ya + BOX / 2} L{xb - side * (wb / 2 + 2):.1f} "
             f"{yb + BOX / 2}"
         )
     return (
-        f"M{xa + side * wa / 4:.1f} "
-        f"{ya} "
-        f"C{xa:.1f} "
-        f"{ya - 24} "
-        f"{xb:.1f} "
-        f"{yb - 24} "
+        f"M{xa + side * wa / 4:.1f} {ya} C{xa:.1f} {ya - 24} {xb:.1f} {yb - 24} "
         f"{xb - side * wb / 4:.1f} {yb - 2}"
     )
 
@@ -157,12 +145,7 @@ def draw(root: Path) -> str:
             'font-family="sans-serif" font-size="14">'
         ),
         (
-            "<style>@media (prefers-color-scheme: dark) "
-            "{ "
-            "svg "
-            "{ "
-            "filter: "
-            "invert(0.9) "
+            "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.9) "
             "hue-rotate(180deg) } }</style>"
         ),
         '<defs><marker id="tip" viewBox="0 0 '

@@ -241,12 +241,7 @@ def run_cell(cell: Cell, *, again: bool, keep: bool, selection: list[str]) -> di
 
 def _versions(place: Path) -> dict[str, str]:
     code = (
-        "import importlib.metadata as m, json, sys; "
-        "print(json.dumps({n: "
-        "m.version(n) "
-        "for "
-        "n "
-        "in "
+        "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in "
         "sys.argv[1:]}))"
     )
     found = subprocess.run(

@@ -78,13 +78,8 @@ def mismatches(got: dict, want: dict, bound: dict | float) -> list[str]:
         piece = worst_slice(got[name], want[name])
         if not (error <= limit and 1 - angle <= max(limit, 1e-12) and piece <= 4 * limit):
             bad.append(
-                f"{name}: relative error "
-                f"{error:.2e}, "
-                "cosine "
-                f"{angle:.6f}, "
-                "worst "
-                "slice "
-                f"{piece:.2e}; want {limit:.2e}"
+                f"{name}: relative error {error:.2e}, cosine {angle:.6f}, worst slice {piece:.2e}; "
+                f"want {limit:.2e}"
             )
     return bad
 

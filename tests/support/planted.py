@@ -375,12 +375,7 @@ def place(root: Path, bug: Bug) -> Path:
     ]
     if len(found) != 1:
         raise LookupError(
-            f"{bug.file} has no {bug.old!r} any more, nor has "
-            "one "
-            "other "
-            "file; "
-            "plant "
-            f"{bug.what!r} "
+            f"{bug.file} has no {bug.old!r} any more, nor has one other file; plant {bug.what!r} "
             "elsewhere"
         )
     return found[0]

@@ -140,15 +140,12 @@ DEEPSEEK_BOS = "<｜begin▁of▁sentence｜>"
 DEEPSEEK_EOS = "<｜end▁of▁sentence｜>"
 # the strings that DeepSeek's card writes for a chat
 DEEPSEEK_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n\n"
-    "{% elif m.role == 'assistant' %}Assistant: {{ m.content "
-    "}}{{ "
-    "eos_token "
-    "}}{% "
-    "else "
-    "%}{{ "
-    "m.content }}\n\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n"
+    "\n"
+    "{% elif m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}{% else %}{{ "
+    "m.content }}\n"
+    "\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 
 

@@ -128,8 +128,7 @@ def main(python: str, *names: str) -> int:
             same = want[0] == got[0] and error < 1e-3
             differ += not same
             print(
-                f"{name}: "
-                f"{'equal' if same else f'differs, {want[0]} and {got[0]}'}, "
+                f"{name}: {'equal' if same else f'differs, {want[0]} and {got[0]}'}, "
                 f"log-probabilities within {error:.1e}"
             )
     return differ

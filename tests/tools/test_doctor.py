@@ -71,13 +71,8 @@ def gpu(tmp_path):
     def plug(driver: str):
         (tmp_path / "nvidia0").touch()
         text = (
-            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver} "
-            " "
-            "Wed "
-            "Sep "
-            "3\n"
-            "GCC "
-            "version: 12\n"
+            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed Sep 3\n"
+            "GCC version: 12\n"
         )
         (tmp_path / "version").write_text(text)
 
@@ -100,12 +95,7 @@ def test_a_problem_is_a_line_and_the_exit_code(versions):
     assert out.exit_code == 1
     line = out.output.split("problems\n")[1]
     assert line.strip().endswith(
-        "transformers is 4.57.0, but >=5.16,<6 is "
-        "required. "
-        "Run "
-        "pip "
-        "install "
-        "-U "
+        "transformers is 4.57.0, but >=5.16,<6 is required. Run pip install -U "
         "'transformers>=5.16,<6'"
     )
     assert len(line.splitlines()) == 1
@@ -179,14 +169,8 @@ def test_an_old_driver(gpu, monkeypatch):
     gpu("535.104.05")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert problems() == {
-        "driver": "driver is 535, but torch is built with CUDA 13.0, "
-        "which "
-        "requires "
-        "580 "
-        "or "
-        "newer. "
-        "Update the driver, or "
-        "install torch for an older CUDA"
+        "driver": "driver is 535, but torch is built with CUDA 13.0, which requires 580 or newer. Update "
+        "the driver, or install torch for an older CUDA"
     }
     monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which it is new enough
     assert list(problems()) == ["devices"] and "nvidia-smi" in problems()["devices"]
@@ -252,12 +236,7 @@ def test_a_file_of_measured_configs_that_is_none(tmp_path):
 @pytest.mark.parametrize("library, row", [(cuda, "cuda library"), (cpp, "cpu library")])
 def test_a_library_of_other_sources(monkeypatch, library, row):
     text = (
-        "lib.so was built from other sources than csrc. "
-        "To "
-        "rebuild "
-        "it: "
-        "python "
-        "-m "
+        "lib.so was built from other sources than csrc. To rebuild it: python -m "
         "moe_runtime.native.build"
     )
     monkeypatch.setattr(library, "_found", text)
@@ -268,12 +247,7 @@ def test_a_library_of_other_sources(monkeypatch, library, row):
     if library is cpp:
         slow = {
             row: (
-                "experts run in PyTorch, which is slower: the library is "
-                "not "
-                "built. "
-                "To "
-                "build "
-                "it, "
+                "experts run in PyTorch, which is slower: the library is not built. To build it, "
                 "run how to"
             )
         }
@@ -326,12 +300,7 @@ def test_the_compiler_is_the_one_that_a_build_takes(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "none-such")
     says = doctor.report()["system"]["compiler"]
     assert says.startswith(
-        "none: The compiler of CXX, 'none-such', was not found. Install "
-        "g++ "
-        "or "
-        "clang++, "
-        "or "
-        "set "
+        "none: The compiler of CXX, 'none-such', was not found. Install g++ or clang++, or set "
         "CXX to one. Only "
     )
     monkeypatch.delenv("CXX")

@@ -672,12 +672,7 @@ def test_an_unknown_task_is_said(home, tmp_path):
     with pytest.raises(
         ValueError,
         match=(
-            "Task 'no_such_task' is unknown. Use "
-            "gsm8k, "
-            "humaneval, "
-            "mbpp, "
-            "arithmetic, "
-            "intent, "
+            "Task 'no_such_task' is unknown. Use gsm8k, humaneval, mbpp, arithmetic, intent, "
             "json, function, a YAML"
         ),
     ):

@@ -23,43 +23,28 @@ HARMLESS = {
     "event loop": "import asyncio\nasync def f(): return 1\nassert asyncio.run(f()) == 1",
     "main block": "if __name__ == '__main__':\n    raise SystemExit(input())",
     "module": (
-        "from dataclasses import dataclass\n@dataclass\nclass A:\n    "
-        "x: "
-        "'int' "
-        "= "
-        "1\n"
-        "assert "
-        "A().x == 1"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class A:\n"
+        "    x: 'int' = 1\n"
+        "assert A().x == 1"
     ),
     "own folder": (
-        "import os\nassert os.listdir() "
-        "== "
-        "[]\n"
-        "open('mine', "
-        "'w').write('x')\n"
-        "assert "
-        "os.listdir() == ['mine']"
+        "import os\n"
+        "assert os.listdir() == []\n"
+        "open('mine', 'w').write('x')\n"
+        "assert os.listdir() == ['mine']"
     ),
-    "environment": "import os\nassert set(os.environ) "
-    "<= "
-    "{'PATH', "
-    "'LANG', "
-    "'LC_CTYPE', "
-    "'PWD', "
-    "'OMP_NUM_THREADS', "
+    "environment": "import os\n"
+    "assert set(os.environ) <= {'PATH', 'LANG', 'LC_CTYPE', 'PWD', 'OMP_NUM_THREADS', "
     "'OPENBLAS_NUM_THREADS'}",
     "no text": "'\ud800'".replace("'", "") and "x = 'no surrogate'",
     # but what the harness itself has open: null thrice, the rest of its input, its report
     "open files": "import os\nfound = [int(one) for one in os.listdir('/proc/self/fd')]\n"
     "assert len([one for one in found if 4 < one < 62]) == 0, found",
     "limits": (
-        "import resource as r\nassert "
-        "r.getrlimit(r.RLIMIT_NOFILE) "
-        "== "
-        "(64, "
-        "64) "
-        "and "
-        "r.getrlimit(r.RLIMIT_CORE) == (0, 0)"
+        "import resource as r\n"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (64, 64) and r.getrlimit(r.RLIMIT_CORE) == (0, 0)"
     ),
 }
 FORGES = """

@@ -110,14 +110,8 @@ def _guard(wrapper: type, name: str) -> None:
     def guarded(self, *args, **kwargs):
         if packed.is_packed(self.get_base_layer(), self.parameter_name):
             raise ValueError(
-                f"{self.parameter_name} is quantized, so an adapter "
-                "cannot "
-                "be "
-                "merged "
-                "into "
-                "it. "
-                "Merge it into the 16-bit "
-                "model and quantize the result"
+                f"{self.parameter_name} is quantized, so an adapter cannot be merged into it. "
+                "Merge it into the 16-bit model and quantize the result"
             )
         return stock(self, *args, **kwargs)
 
@@ -136,14 +130,9 @@ def _activating(stock):
             return
         if self.num_experts == 1 and getattr(base, "is_transposed", False):
             raise ValueError(
-                f"{self.parameter_name} of {type(base).__name__} "
-                "is "
-                "one "
-                "transposed "
-                "expert, "
-                "to "
-                "which PEFT would add the "
-                "transposed update. Use a model with at least two experts per layer"
+                f"{self.parameter_name} of {type(base).__name__} is one transposed expert, to "
+                "which PEFT would add the transposed update. Use a model with at least two "
+                "experts per layer"
             )
         found = [
             Factors(
@@ -160,14 +149,9 @@ def _activating(stock):
             return
         if hasattr(base, "_hf_hook") and any(half.is_meta for one in found for half in one[:2]):
             raise ValueError(
-                f"The adapter of {self.parameter_name} is offloaded, "
-                "but "
-                "PEFT "
-                "reads "
-                "its "
-                "weights "
-                "without accelerate's hooks. "
-                "Offload the model without adapters of the expert stacks"
+                f"The adapter of {self.parameter_name} is offloaded, but PEFT reads its weights "
+                "without accelerate's hooks. Offload the model without adapters of the expert "
+                "stacks"
             )
         before = base.__dict__.pop(ADAPTERS, {})
         base.__dict__[ADAPTERS] = {**before, self.parameter_name: found}
@@ -175,14 +159,9 @@ def _activating(stock):
             yield
             if ADAPTERS in base.__dict__:
                 raise RuntimeError(
-                    "The adapter of "
-                    f"{self.parameter_name} "
-                    "was "
-                    "not "
-                    "used, "
-                    "because "
-                    f"{type(base).__name__} did not run on "
-                    "moe_runtime although its config says so. Call moe_runtime.patch(model) again"
+                    f"The adapter of {self.parameter_name} was not used, because "
+                    f"{type(base).__name__} did not run on moe_runtime although its config says "
+                    "so. Call moe_runtime.patch(model) again"
                 )
         finally:
             base.__dict__.pop(ADAPTERS, None)
@@ -252,14 +231,8 @@ def check_adapters(model: nn.Module) -> None:
     for adapter, config in configs.items():
         if getattr(config, "layer_replication", None):
             raise ValueError(
-                f"Adapter {adapter!r} "
-                "has "
-                "layer_replication "
-                f"{config.layer_replication}, "
-                "which "
-                "is "
-                "not supported, as copied "
-                "layers have separate configs. Use an adapter without it"
+                f"Adapter {adapter!r} has layer_replication {config.layer_replication}, which is "
+                "not supported, as copied layers have separate configs. Use an adapter without it"
             )
         targets = getattr(config, "target_parameters", None)
         version = str(getattr(config, "peft_version", None) or "0")
@@ -270,21 +243,10 @@ def check_adapters(model: nn.Module) -> None:
             continue
         if (wrong := transposed_stack(model, adapter, version)) is not None:
             raise ValueError(
-                f"Adapter {adapter!r} was saved by PEFT {version}, "
-                "which "
-                "stored "
-                "LoRA "
-                "of "
-                "expert "
-                "stacks with other axes than "
-                f"PEFT does today. As {wrong} is square, PEFT "
-                "has "
-                "loaded "
-                "the "
-                "transposed "
-                "update. "
-                "Convert the folder "
-                "with `moe-runtime lora convert` and load the result"
+                f"Adapter {adapter!r} was saved by PEFT {version}, which stored LoRA of expert "
+                f"stacks with other axes than PEFT does today. As {wrong} is square, PEFT has "
+                "loaded the transposed update. Convert the folder with `moe-runtime lora convert` "
+                "and load the result"
             )
         for field, says in IGNORED.items():
             if getattr(config, field, None):
@@ -307,19 +269,8 @@ def _warn_of_experts_without_adapter(model: nn.Module, adapter: str, config, sta
     named = [name for name in targets if name.endswith(("gate_proj", "up_proj", "down_proj"))]
     if named and not any(adapter in names for stack in stacks.values() for names in stack.values()):
         warnings.warn(
-            f"Adapter {adapter!r} has target_modules {sorted(named)}, "
-            "which "
-            "do "
-            "not "
-            "match "
-            "this "
-            "model's expert stacks, so these "
-            "get no adapter. Name them "
-            "in "
-            "target_parameters, "
-            "for "
-            "example "
-            "['experts.gate_up_proj', "
-            "'experts.down_proj'].",
+            f"Adapter {adapter!r} has target_modules {sorted(named)}, which do not match this "
+            "model's expert stacks, so these get no adapter. Name them in target_parameters, for "
+            "example ['experts.gate_up_proj', 'experts.down_proj'].",
             stacklevel=4,
         )

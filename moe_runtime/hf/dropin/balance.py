@@ -73,20 +73,9 @@ def _checked(router_logits, num_experts: int, top_k: int, attention_mask) -> tor
     if not fits or (attention_mask is not None and attention_mask.numel() != shapes[0][0]):
         got = "" if attention_mask is None else f", attention_mask {tuple(attention_mask.shape)}"
         raise ValueError(
-            f"Expected router_logits of shape [T, {num_experts}] for each "
-            "layer, "
-            "1 "
-            "<= "
-            "top_k "
-            "<= "
-            f"{num_experts} and an "
-            "attention_mask [B, S] with B * S = T, "
-            "but "
-            "got "
-            "router_logits "
-            f"{shapes}, "
-            "top_k "
-            f"{top_k}{got}"
+            f"Expected router_logits of shape [T, {num_experts}] for each layer, 1 <= top_k <= "
+            f"{num_experts} and an attention_mask [B, S] with B * S = T, but got router_logits "
+            f"{shapes}, top_k {top_k}{got}"
         )
     return None if attention_mask is None else attention_mask.reshape(-1) != 0
 
@@ -106,13 +95,9 @@ class BalanceLoss:
         self.routers = _declared_routers(model) or _routers_beside(model, layers)
         if not self.routers or not layers:
             raise ValueError(
-                f"No {'routers' if layers else 'MoE layers'} "
-                "of "
-                f"{type(model).__name__} "
-                "are "
-                "known "
-                "to transformers. Pass a stock "
-                "MoE model; for layers of moe_runtime set MoEConfig(balance_loss=...)"
+                f"No {'routers' if layers else 'MoE layers'} of {type(model).__name__} are known "
+                "to transformers. Pass a stock MoE model; for layers of moe_runtime set "
+                "MoEConfig(balance_loss=...)"
             )
         self._logits: list[torch.Tensor] = []
         self._top_k = 1
@@ -209,12 +194,7 @@ class BalanceLoss:
         if not isinstance(out, ModelOutput):
             if logits:
                 raise ValueError(
-                    f"{type(module).__name__} must return "
-                    "a "
-                    "ModelOutput, "
-                    "but "
-                    "returned "
-                    "a "
+                    f"{type(module).__name__} must return a ModelOutput, but returned a "
                     f"{type(out).__name__}"
                 )
             return None
@@ -247,12 +227,7 @@ class BalanceLoss:
         experts = {layer.shape[1] for layer in logits}
         if self.kind == "pooled" and len(experts) > 1:
             raise ValueError(
-                "kind 'pooled' requires the same number of experts "
-                "in "
-                "all "
-                "layers, "
-                "but "
-                "got "
+                "kind 'pooled' requires the same number of experts in all layers, but got "
                 f"{sorted(experts)}"
             )
         mask = token_mask(self._call.mask, rows.pop()) if len(rows) == 1 else None
@@ -296,12 +271,7 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
             inner = next((part for part in parts if isinstance(part, nn.Module)), None)
         if inner is None:
             raise ValueError(
-                "Expected a model of transformers, or PEFT or "
-                "DDP "
-                "around "
-                "one, "
-                "but "
-                "got "
+                "Expected a model of transformers, or PEFT or DDP around one, but got "
                 f"{type(model).__name__}"
             )
     return inner

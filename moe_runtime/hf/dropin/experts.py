@@ -48,14 +48,9 @@ def register() -> None:
 
     if Version(transformers.__version__) < Version(OLDEST):
         raise ImportError(
-            f"transformers>={OLDEST},<6 is "
-            "required "
-            "to "
-            "replace "
-            "experts, "
-            "but "
-            f"{transformers.__version__} is installed. "
-            f"Run pip install -U 'transformers>={OLDEST},<6'"
+            f"transformers>={OLDEST},<6 is required to replace experts, but "
+            f"{transformers.__version__} is installed. Run pip install -U "
+            f"'transformers>={OLDEST},<6'"
         )
     from transformers.integrations.moe import ExpertsInterface
 
@@ -105,14 +100,8 @@ def patch(model: nn.Module) -> int:
     ours = {name: module.experts for name, module in modules.items() if isinstance(module, MoE)}
     if not layers and not ours:
         raise ValueError(
-            f"{type(model).__name__} has no experts "
-            "that "
-            "use "
-            "transformers' "
-            "experts "
-            "interface. "
-            "Pass an MoE model of a "
-            "supported family (see docs/families.md)"
+            f"{type(model).__name__} has no experts that use transformers' experts interface. Pass "
+            "an MoE model of a supported family (see docs/families.md)"
         )
     for found, names in (
         (layers, stack_names),
@@ -137,14 +126,8 @@ def patch(model: nn.Module) -> int:
         still = layers[missed[0]].config._experts_implementation
         unpatch(model)
         raise ValueError(
-            "experts_implementation of "
-            f"{missed[0] or type(model).__name__} "
-            "cannot "
-            "be "
-            "set "
-            "to "
-            f"{NAME!r} and is still {still!r}. "
-            "Load the model through a class of transformers"
+            f"experts_implementation of {missed[0] or type(model).__name__} cannot be set to "
+            f"{NAME!r} and is still {still!r}. Load the model through a class of transformers"
         )
     return len(layers) + len(ours)
 
@@ -160,20 +143,9 @@ def check_stacks(module: nn.Module, names: tuple[str, ...], path: str) -> None:
         halves = names[0] == "gate_up_proj" and getattr(module, names[0]).shape[1] // 2 % BLOCK
         if not blocks or tuple(blocks) != (BLOCK, BLOCK) or halves or note_gate(module) is None:
             raise ValueError(
-                "FP8 experts "
-                f"{path} "
-                f"{list(getattr(module, names[0]).shape)} "
-                "have "
-                "blocks "
-                "of "
-                f"{blocks}, but need "
-                f"blocks of {BLOCK} x {BLOCK} that do not mix gate and "
-                "up, "
-                "and "
-                "an "
-                "activation "
-                "that "
-                "moe_mlp supports"
+                f"FP8 experts {path} {list(getattr(module, names[0]).shape)} have blocks of "
+                f"{blocks}, but need blocks of {BLOCK} x {BLOCK} that do not mix gate and up, and "
+                "an activation that moe_mlp supports"
             )
     elif not packed.layouts(module):
         check_floats([getattr(module, name) for name in names], path)
@@ -186,14 +158,8 @@ def check_runnable(module: nn.Module, implementation: str | None, path: str = ""
         form = layout.format.removesuffix(TRANSPOSED)
         which = "the previous implementation" if implementation is None else repr(implementation)
         raise ValueError(
-            f"The experts {path or type(module).__name__} are "
-            "packed "
-            "in "
-            f"{form}, "
-            "which "
-            f"{which} "
-            f"cannot run: only {NAME!r} can. "
-            "Load the model without quantization to use another"
+            f"The experts {path or type(module).__name__} are packed in {form}, which {which} "
+            f"cannot run: only {NAME!r} can. Load the model without quantization to use another"
         )
 
 

@@ -86,14 +86,8 @@ def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
             layers[name] = RoutedLayer(name, module, module.num_experts)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no MoE layers with a router. Upcycle "
-            "it "
-            "first, "
-            "or "
-            "use "
-            "a "
-            "stock model whose experts use "
-            "transformers' experts interface"
+            f"{type(model).__name__} has no MoE layers with a router. Upcycle it first, or use a "
+            "stock model whose experts use transformers' experts interface"
         )
     return layers
 
@@ -113,13 +107,8 @@ def numbered_layers(model: nn.Module) -> dict[int, RoutedLayer]:
         problem = None
         if number is None:
             problem = (
-                f"Layer {layer.name} has no number in its path, "
-                "but "
-                "a "
-                "model "
-                "with "
-                "numbered "
-                "layers is required"
+                f"Layer {layer.name} has no number in its path, but a model with numbered layers "
+                "is required"
             )
         elif other is not None and plain_name(other.name) != plain_name(layer.name):
             both = f"layers {other.name} and {layer.name} have the same number {number}"
@@ -144,12 +133,7 @@ def experts_module(model: nn.Module, layer: RoutedLayer) -> nn.Module:
     block = block_of(model, layer)
     if isinstance(block, LoRALinear) or isinstance(block.experts, LoRAExperts):
         raise ValueError(
-            f"{layer.name} has LoRA experts, but whole ones "
-            "are "
-            "required. "
-            "Convert "
-            "them "
-            "with "
+            f"{layer.name} has LoRA experts, but whole ones are required. Convert them with "
             "lora_moe.to_moe"
         )
     return block.experts

@@ -222,12 +222,7 @@ def _refuse(partial: Mapping[str, _Partial], *_) -> None:
     """Raise ValueError for the first incomplete stack."""
     for name, stack in partial.items():
         raise ValueError(
-            f"Only {len(stack.tensors)} of the tensors of {name} "
-            "were "
-            "loaded. "
-            "Load "
-            "a "
-            "complete "
+            f"Only {len(stack.tensors)} of the tensors of {name} were loaded. Load a complete "
             "checkpoint into a new model"
         )
 
@@ -254,12 +249,6 @@ def loading_whole(model: nn.Module) -> Iterator[Loaded]:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in arrived and f"{path}.{name}" not in ignored:
                 raise ValueError(
-                    "The checkpoint has no weights for "
-                    f"{path}.{name}, "
-                    "which "
-                    "would "
-                    "stay "
-                    "as "
-                    "before. Resume from a "
-                    f"checkpoint of this {type(model).__name__}"
+                    f"The checkpoint has no weights for {path}.{name}, which would stay as before. "
+                    f"Resume from a checkpoint of this {type(model).__name__}"
                 )

@@ -68,13 +68,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
     problem = None
     if mesh.ndim > 2:
         problem = (
-            "The mesh must have one dimension for the experts, "
-            "or "
-            "two "
-            "for "
-            "replicas "
-            "and "
-            f"experts, but has {mesh.ndim}"
+            "The mesh must have one dimension for the experts, or two for replicas and experts, "
+            f"but has {mesh.ndim}"
         )
     elif isinstance(model, nn.parallel.DistributedDataParallel):
         problem = (
@@ -82,13 +77,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, gradients: str = "mean") -
         )
     elif lora:
         problem = (
-            f"{lora[0]} has LoRA experts, which have no "
-            "stacks. "
-            "Convert "
-            "them "
-            "to "
-            "whole "
-            "experts with lora_moe.to_moe"
+            f"{lora[0]} has LoRA experts, which have no stacks. Convert them to whole experts with "
+            "lora_moe.to_moe"
         )
     if problem is not None:
         raise ValueError(problem)
@@ -132,12 +122,7 @@ def _save_whole_only(self, save_directory, *args, state_dict=None, **options) ->
     if state_dict is None:
         raise ValueError(
             f"The experts of {type(self).__name__} are distributed over several ranks. Call "
-            "moe_runtime.hf.dropin.parallel.save_pretrained(model, "
-            "folder) "
-            "on "
-            "every "
-            "rank, "
-            "and "
+            "moe_runtime.hf.dropin.parallel.save_pretrained(model, folder) on every rank, and "
             "save_strategy='no' in Trainer"
         )
     type(self).save_pretrained(self, save_directory, *args, state_dict=state_dict, **options)
@@ -151,55 +136,30 @@ def _check(name: str, module: nn.Module, mesh: DeviceMesh, placements: list) -> 
         problem = "already trains some experts separately. Call shard_experts before train_rows"
     elif ADAPTED.intersection(name.split(".")) and not name.endswith(".base_layer"):
         problem = (
-            "is a copy that PEFT trains. Use "
-            "LoRA "
-            "on "
-            "the "
-            "experts' "
-            "stacks "
-            "(target_parameters), or on other modules"
+            "is a copy that PEFT trains. Use LoRA on the experts' stacks (target_parameters), or "
+            "on other modules"
         )
     elif parametrize.is_parametrized(module):  # for example by bitsandbytes' replace_parameter_4bit
         problem = (
-            "has parametrized "
-            f"{list(module.parametrizations)}. "
-            "Use "
-            "plain "
-            "stacks, "
-            "or "
+            f"has parametrized {list(module.parametrizations)}. Use plain stacks, or "
             "moe_runtime.quantize_experts"
         )
     elif getattr(module, "_is_expert_parallel", False):
         problem = (
-            "already holds only a part of its "
-            "experts. "
-            "Use "
-            "either "
-            "shard_experts "
-            "or "
-            "transformers' expert-parallel plan"
+            "already holds only a part of its experts. Use either shard_experts or transformers' "
+            "expert-parallel plan"
         )
     for part, stack in stacks if problem is None else ():
         spread = isinstance(stack, DTensor)
         if part not in packed.layouts(module) and is_quantized(stack):
             problem = (
-                f"has {part} as {named(stack)}. Load it "
-                "without "
-                "that "
-                "quantization, "
-                "or "
-                "use "
+                f"has {part} as {named(stack)}. Load it without that quantization, or use "
                 "moe_runtime.quantize_experts"
             )
         elif stack.shape[0] % n:
             problem = (
-                f"has {stack.shape[0]} experts, which must be divisible "
-                "by "
-                "the "
-                f"{n} "
-                "ranks "
-                "of "
-                "the mesh"
+                f"has {stack.shape[0]} experts, which must be divisible by the {n} ranks of the "
+                "mesh"
             )
         elif spread and not (stack.device_mesh == mesh and list(stack.placements) == placements):
             got = f"a DTensor {tuple(stack.placements)} on {stack.device_mesh}"
@@ -224,17 +184,9 @@ def _check_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
             ranks = owners
         if not owners.issubset(ranks):
             raise ValueError(
-                "The experts' adapters are sharded by FSDP2 over "
-                "ranks "
-                f"{ranks}, "
-                "but "
-                "the "
-                "experts "
-                f"are on {sorted(owners)}. Call "
-                "fully_shard(experts.get_base_layer(), "
-                "mesh=replicas), "
-                "then "
-                "fully_shard(decoder_layer) over all ranks"
+                f"The experts' adapters are sharded by FSDP2 over ranks {ranks}, but the experts "
+                f"are on {sorted(owners)}. Call fully_shard(experts.get_base_layer(), "
+                "mesh=replicas), then fully_shard(decoder_layer) over all ranks"
             )
 
 
@@ -362,22 +314,12 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     if any(trainable.split_of(module) is not None for module in model.modules()):
         raise ValueError(
-            "The model trains some experts separately. Call "
-            "fold_rows(model) "
-            "first, "
-            "or "
-            "save "
-            "an "
+            "The model trains some experts separately. Call fold_rows(model) first, or save an "
             "adapter"
         )
     if any(packed.layouts(module) for module in model.modules()):
         raise ValueError(
-            "The experts are quantized. "
-            "Call "
-            "moe_runtime.save_quantized(model, "
-            "folder) "
-            "on "
-            "every "
+            "The experts are quantized. Call moe_runtime.save_quantized(model, folder) on every "
             "rank instead"
         )
     writes = dist.get_rank() == 0

@@ -42,12 +42,7 @@ class Quantized(NamedTuple):
     def __str__(self) -> str:
         """Return a one-line summary."""
         return (
-            f"{self.layers} layers of experts "
-            "in "
-            f"{self.format}: "
-            f"{self.before:,} "
-            "bytes "
-            "before, "
+            f"{self.layers} layers of experts in {self.format}: {self.before:,} bytes before, "
             f"{self.after:,} after"
         )
 
@@ -98,12 +93,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     }
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no "
-            "experts "
-            "that "
-            "moe_runtime "
-            "supports "
-            "(see "
+            f"{type(model).__name__} has no experts that moe_runtime supports (see "
             "docs/families.md)"
         )
     return found
@@ -161,22 +151,12 @@ def _check(path: str, module: nn.Module, format: str, ranks: int = 1) -> None:
             reason = f"its number of experts is not divisible by {ranks} ranks"
         elif trainable.split_of(module) is not None or parametrize.is_parametrized(module, name):
             reason = (
-                "some of its experts are trained separately, "
-                "or "
-                "it "
-                "has "
-                "a "
-                "parametrization. "
-                "Remove that first"
+                "some of its experts are trained separately, or it has a parametrization. Remove "
+                "that first"
             )
         elif activation is None:
             reason = (
-                "no kernel supports the code "
-                "that "
-                f"{type(module).__name__} "
-                "runs "
-                "between "
-                "its "
+                f"no kernel supports the code that {type(module).__name__} runs between its "
                 "products"
             )
         elif stack.dtype not in packed.FLOATS or is_quantized(stack):
@@ -201,25 +181,15 @@ def _check_finite(path: str, module: nn.Module) -> None:
         stack = getattr(module, name).detach()
         if stack.is_meta:
             raise ValueError(
-                f"{path}.{name} is offloaded or has no weights. "
-                "Quantize "
-                "the "
-                "model "
-                "first, "
-                "then "
+                f"{path}.{name} is offloaded or has no weights. Quantize the model first, then "
                 "offload it"
             )
         stack = stack.to_local() if all_to_all.is_distributed(stack) else stack
         wrong = next((e for e, weight in enumerate(stack) if not weight.isfinite().all()), None)
         if wrong is not None:
             raise ValueError(
-                f"{path}.{name} of expert {wrong} has weights that "
-                "are "
-                "NaN "
-                "or "
-                "infinite. "
-                "Repair "
-                "the model first"
+                f"{path}.{name} of expert {wrong} has weights that are NaN or infinite. Repair the "
+                "model first"
             )
 
 
@@ -253,12 +223,7 @@ def _set_experts_implementation(model: nn.Module, experts_implementation: str | 
 def _save_pretrained(*args, **kwargs):
     raise ValueError(
         "The experts are quantized, which save_pretrained does not support. Save the model with "
-        "moe_runtime.save_quantized(model, folder), or only its "
-        "adapter "
-        "with "
-        "the "
-        "PEFT "
-        "model's "
+        "moe_runtime.save_quantized(model, folder), or only its adapter with the PEFT model's "
         "save_pretrained"
     )
 
@@ -316,12 +281,7 @@ def _dense(checkpoint: Checkpoint, key: str, row: int | None) -> torch.Tensor:
         return packed.unpack(weight[None], [scale[None]], "fp8_block", 0, torch.float32)
     if dtype not in (*packed.FLOATS, torch.float64):
         raise ValueError(
-            f"{key} of {checkpoint.path} is {dtype}, but must be in 16 bits, "
-            "32 "
-            "bits "
-            "or "
-            "FP8. "
-            "Pass "
+            f"{key} of {checkpoint.path} is {dtype}, but must be in 16 bits, 32 bits or FP8. Pass "
             "such a folder"
         )
     return _read(checkpoint, key, row)
@@ -334,12 +294,7 @@ def _fp8(checkpoint: Checkpoint, key: str, row: int | None) -> tuple[torch.Tenso
     name = f"{key}_scale_inv"
     if name not in checkpoint:
         raise ValueError(
-            f"{key} of {checkpoint.path} is in FP8, but its "
-            "scales "
-            f"{name} "
-            "are "
-            "missing. "
-            "Download "
+            f"{key} of {checkpoint.path} is in FP8, but its scales {name} are missing. Download "
             "the folder again"
         )
     weight = _read(checkpoint, key, row)
@@ -378,13 +333,8 @@ def load_quantized(
     implementation = settings.get("experts_implementation", NAME)
     if implementation != NAME:
         raise ValueError(
-            "Packed experts run on "
-            f"{NAME} "
-            "only, "
-            "but "
-            "experts_implementation "
-            "is "
-            f"{implementation!r}. Leave it out"
+            f"Packed experts run on {NAME} only, but experts_implementation is {implementation!r}. "
+            "Leave it out"
         )
     config = load(AutoConfig, source)
     held, format = _formats(config, source, format)
@@ -394,14 +344,8 @@ def load_quantized(
     checkpoint = Checkpoint(source)
     if held is not None and held != format:
         warnings.warn(
-            f"The experts in {source} are quantized to {held}, and "
-            f"{format} "
-            "rounds "
-            "them "
-            "a "
-            "second "
-            "time. Quantize the model in "
-            "16 bits where you have it",
+            f"The experts in {source} are quantized to {held}, and {format} rounds them a second "
+            "time. Quantize the model in 16 bits where you have it",
             stacklevel=2,
         )
     model, shapes, names = _without_stacks(
@@ -414,20 +358,9 @@ def load_quantized(
             if (path, name) not in shapes or name in module._parameters:
                 if format != held:
                     raise ValueError(
-                        "With a GPU, transformers "
-                        "loads "
-                        f"{path} "
-                        "of "
-                        f"{source} "
-                        "as "
-                        f"{type(module).__name__}, not in {format}. Set "
-                        "CUDA_VISIBLE_DEVICES='' and write the "
-                        "folder "
-                        "in "
-                        "that "
-                        "format "
-                        "with "
-                        "save_quantized"
+                        f"With a GPU, transformers loads {path} of {source} as "
+                        f"{type(module).__name__}, not in {format}. Set CUDA_VISIBLE_DEVICES='' "
+                        "and write the folder in that format with save_quantized"
                     )
                 continue
             shape, dtype = shapes[path, name]
@@ -456,48 +389,26 @@ def _formats(config, source: Path, format: str | None) -> tuple[str | None, str]
     known = {None: None, "mxfp4": "mxfp4", "fp8": "fp8_block", METHOD: quantization.get("format")}
     if not isinstance(method, str | None) or method not in known:
         raise ValueError(
-            f"The experts in {source} are "
-            "quantized "
-            "by "
-            f"{shown(method)}, "
-            "which "
-            "load_quantized "
-            "cannot read. Pass a folder in 16 "
-            f"bits, MXFP4, FP8 or written by save_quantized"
+            f"The experts in {source} are quantized by {shown(method)}, which load_quantized "
+            "cannot read. Pass a folder in 16 bits, MXFP4, FP8 or written by save_quantized"
         )
     held = known[method]
     if method is not None:
         if not isinstance(held, str) or held not in packed.FORMATS:
             raise ValueError(
-                f"format in quantization_config of {source} must be "
-                "one "
-                "of "
-                f"{formats}, "
-                "but "
-                "is "
+                f"format in quantization_config of {source} must be one of {formats}, but is "
                 f"{shown(held)}"
             )
     elif format is None:
         raise ValueError(
-            f"The experts in {source} are not quantized. Pass a format "
-            "to "
-            "quantize "
-            "them "
-            "to, "
-            "one "
-            f"of {formats}"
+            f"The experts in {source} are not quantized. Pass a format to quantize them to, one of "
+            f"{formats}"
         )
     sizes = quantization.get("weight_block_size", [packed.BLOCK] * 2)
     if method == "fp8" and sizes != [packed.BLOCK] * 2:
         raise ValueError(
-            "weight_block_size in quantization_config "
-            "of "
-            f"{source} "
-            "must "
-            "be "
-            f"{[packed.BLOCK] * 2}, "
-            f"but is {shown(sizes)}. Load "
-            "the model in 16 bits and call quantize_experts"
+            f"weight_block_size in quantization_config of {source} must be {[packed.BLOCK] * 2}, "
+            f"but is {shown(sizes)}. Load the model in 16 bits and call quantize_experts"
         )
     if format is not None:
         packed.of_name(format)
@@ -520,12 +431,7 @@ def _without_stacks(config, source: Path, format: str, settings: dict, ranks: in
     base = getattr(transformers, (config.architectures or [""])[0], None)
     if base is None:
         raise ValueError(
-            f"{source} is a {(config.architectures or ['model'])[0]}, which "
-            "is "
-            "not "
-            "a "
-            "class "
-            "of "
+            f"{source} is a {(config.architectures or ['model'])[0]}, which is not a class of "
             "transformers"
         )
 
@@ -701,12 +607,7 @@ def _parts(
         if len(unfit) < sum(map(len, parts.values())):  # the right names, but for a few
             wrong = [f"{entry} that fits {list(shape[1:])}" for entry, _ in unfit]
     raise ValueError(
-        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. "
-        "Load "
-        "it "
-        "with "
-        "from_pretrained "
-        "and "
+        f"{checkpoint.path} has no {' and no '.join(wrong[:2])}. Load it with from_pretrained and "
         "call quantize_experts"
     )
 

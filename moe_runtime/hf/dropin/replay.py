@@ -80,12 +80,7 @@ class RoutingRecord:
                 number.isascii() and number.isdigit() for number in numbers
             ):
                 raise ValueError(
-                    f"{path} must be a file written by save, of "
-                    "format "
-                    f"{FORMAT!r}, "
-                    "but "
-                    "its "
-                    "format "
+                    f"{path} must be a file written by save, of format {FORMAT!r}, but its format "
                     f"is {found!r}"
                 )
             record = cls({}, {layer: int(size) for layer, size in sizes.items()})
@@ -104,12 +99,7 @@ class RoutingRecord:
                 if not fits or low < 0 or high >= E:
                     got = f"{tuple(ids.shape)}, {ids.dtype}, {low} to {high}"
                     raise ValueError(
-                        f"ids of {layer}, call {call}, must be [T, K] "
-                        "integers "
-                        "from "
-                        "0 "
-                        "to "
-                        f"{E - 1}, "
+                        f"ids of {layer}, call {call}, must be [T, K] integers from 0 to {E - 1}, "
                         f"but got {got}"
                     )
 
@@ -177,14 +167,8 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
         )
         if recomputes and calls.with_gradient and not any(replay.repetitions for replay in replays):
             warnings.warn(
-                "Gradient checkpointing has not recomputed its "
-                "layers "
-                "yet. "
-                "A "
-                "backward "
-                "pass "
-                "outside of replay_routing would "
-                "select experts again",
+                "Gradient checkpointing has not recomputed its layers yet. A backward pass "
+                "outside of replay_routing would select experts again",
                 stacklevel=3,
             )
     finally:
@@ -204,12 +188,7 @@ def _check_fits(model: nn.Module, layers: dict[str, RoutedLayer], record: Routin
     sizes = {plain_name(name): layer.num_experts for name, layer in layers.items()}
     if not any(record.ids.values()) or record.ids.keys() - sizes.keys():
         raise ValueError(
-            "The record must have layers of "
-            "the "
-            "model "
-            f"({', '.join(sizes)}), "
-            "but "
-            "has "
+            f"The record must have layers of the model ({', '.join(sizes)}), but has "
             f"{', '.join(record.ids) or '(none)'}"
         )
     RoutingRecord(record.ids, sizes).check()
@@ -250,22 +229,12 @@ class _Replay:
                 else:
                     has = f"{len(self.ids)} calls"
                 problem = (
-                    f"call {number} of {self.layer.name} "
-                    "has "
-                    f"{len(x)} "
-                    "tokens, "
-                    "but "
-                    "the "
-                    f"record has {has}"
+                    f"call {number} of {self.layer.name} has {len(x)} tokens, but the record has "
+                    f"{has}"
                 )
             remedy = (
-                "Replay the recorded batches in "
-                "their "
-                "order, "
-                "with "
-                "gradient "
-                "checkpointing "
-                "that recomputes them"
+                "Replay the recorded batches in their order, with gradient checkpointing that "
+                "recomputes them"
             )
             raise ValueError(f"{problem}. {remedy}")
         return self.ids[number]
@@ -282,14 +251,9 @@ class _Replay:
         """Raise ValueError if not all calls of the record were used."""
         if len(self.inputs) < len(self.ids):
             raise ValueError(
-                f"{self.layer.name} was called {len(self.inputs)} "
-                "times, "
-                "but "
-                "the "
-                "record "
-                "has "
-                f"{len(self.ids)} calls. Replay all "
-                "recorded batches, or use a record with fewer calls"
+                f"{self.layer.name} was called {len(self.inputs)} times, but the record has "
+                f"{len(self.ids)} calls. Replay all recorded batches, or use a record with fewer "
+                "calls"
             )
 
     def close(self) -> None:
@@ -365,23 +329,13 @@ class _StockReplay(_Replay):
             E = self.layer.num_experts
             K = self.ids[0].shape[1]
             why = (
-                "its router, or a hook on it, changes the ids "
-                "after "
-                "torch.topk, "
-                "which "
-                "is "
-                "not "
+                "its router, or a hook on it, changes the ids after torch.topk, which is not "
                 "supported"
             )
             if not self.steers:
                 why = (
-                    f"its router does not select {K} of {E} "
-                    "with "
-                    "torch.topk, "
-                    "so "
-                    "this "
-                    "family "
-                    "cannot be replayed"
+                    f"its router does not select {K} of {E} with torch.topk, so this family cannot "
+                    "be replayed"
                 )
             raise ValueError(f"{self.layer.name} selected other experts than the record: {why}")
 

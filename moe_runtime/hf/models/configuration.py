@@ -202,20 +202,10 @@ def moe_config(hf_config) -> MoEConfig:
         type(layer) is not int or not 0 <= layer < count for layer in layers
     ):
         raise ValueError(
-            "moe_runtime in config.json must have "
-            "format "
-            f"{FORMAT}, "
-            "a "
-            "stage "
-            "of "
-            f"{', '.join(STAGES)}, a config and layers from 0 "
-            f"to {count - 1}, but is {shown(block)}. Upcycle "
-            "a "
-            "dense "
-            "model, "
-            "or "
-            "upgrade "
-            "moe_runtime if a newer one wrote this"
+            f"moe_runtime in config.json must have format {FORMAT}, a stage of "
+            f"{', '.join(STAGES)}, a config and layers from 0 to {count - 1}, but is "
+            f"{shown(block)}. Upcycle a dense model, or upgrade moe_runtime if a newer one wrote "
+            "this"
         )
     return MoEConfig.from_dict(block["config"])
 
@@ -263,11 +253,6 @@ class ConfigMixin:
         """Return the source of the module that auto_map names."""
         stem = cls.__name__.removesuffix("Config")
         return (
-            "# needs "
-            "moe_runtime\n"
-            "from "
-            f"{cls.__module__} "
-            "import "
-            f"{stem}Config, "
-            f"{stem}ForCausalLM, {stem}Model\n"
+            "# needs moe_runtime\n"
+            f"from {cls.__module__} import {stem}Config, {stem}ForCausalLM, {stem}Model\n"
         )

@@ -100,12 +100,7 @@ def check_module(model) -> None:
     """Raise ValueError unless `model` is a module, for example for the path of one."""
     if not isinstance(model, nn.Module):
         raise ValueError(
-            "Expected a model, but got "
-            f"{shown(model, 60)}. "
-            "Load "
-            "a "
-            "folder "
-            "with "
+            f"Expected a model, but got {shown(model, 60)}. Load a folder with "
             "AutoModelForCausalLM.from_pretrained(folder)"
         )
 
@@ -183,14 +178,9 @@ def _linear(mlp: nn.Module, name: str) -> nn.Linear:
     # weight shows
     if type(layer) is not nn.Linear or not layer.weight.is_floating_point():
         raise ValueError(
-            f"{type(mlp).__name__}.{name} must be a plain "
-            "torch.nn.Linear "
-            "of "
-            "floats, "
-            "but "
-            "is "
-            f"{type(layer).__name__}. "
-            "Merge adapters (merge_and_unload) and load without quantization"
+            f"{type(mlp).__name__}.{name} must be a plain torch.nn.Linear of floats, but is "
+            f"{type(layer).__name__}. Merge adapters (merge_and_unload) and load without "
+            "quantization"
         )
     return layer
 

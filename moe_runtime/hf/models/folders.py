@@ -105,12 +105,7 @@ def check_folder(source: str | os.PathLike) -> None:
         # transformers would read it in place of these
         if values.get("transformers_weights") not in (None, SINGLE, INDEX):
             raise ValueError(
-                f"transformers_weights in {path} "
-                "must "
-                "be "
-                f"{SINGLE}, "
-                "but "
-                "is "
+                f"transformers_weights in {path} must be {SINGLE}, but is "
                 f"{shown(values['transformers_weights'])}"
             )
 
@@ -138,23 +133,13 @@ def load(kind: type, source: str | os.PathLike, name: str = "model", **settings)
         if not os.path.exists(source):
             problem = hub_problem(source, error).rstrip(".")
             reason = (
-                "is no folder, and cannot be loaded from the "
-                "Hub: "
-                f"{problem}. "
-                "Pass "
-                "a "
-                "folder "
-                "or a Hub id"
+                f"is no folder, and cannot be loaded from the Hub: {problem}. Pass a folder or a "
+                "Hub id"
             )
         if "trust_remote_code" in str(error):
             reason = (
-                "requires custom code (auto_map), which is never "
-                "run. "
-                "Use "
-                "a "
-                "model "
-                "whose "
-                "classes are in transformers"
+                "requires custom code (auto_map), which is never run. Use a model whose classes "
+                "are in transformers"
             )
         raise ValueError(f"{name} {str(source)!r} {reason}") from error
 
@@ -180,14 +165,8 @@ def _build(config, cls: type | None = None) -> nn.Module:
     except Exception as error:
         where = f" of {config.name_or_path}" if config.name_or_path else ""
         raise ValueError(
-            f"config.json{where} does "
-            "not "
-            "describe "
-            "a "
-            f"{config.model_type} "
-            "model: "
-            f"{reason_of(error)}. Pass a causal language "
-            "model saved by transformers"
+            f"config.json{where} does not describe a {config.model_type} model: "
+            f"{reason_of(error)}. Pass a causal language model saved by transformers"
         ) from error
 
 
@@ -337,13 +316,8 @@ def check_depth(config, checkpoint: Checkpoint) -> None:
     found = len(checkpoint.specs())
     if layers > max(found, 100):
         raise ValueError(
-            "num_hidden_layers in config.json is "
-            f"{layers}, "
-            "but "
-            f"{checkpoint.path} "
-            "has "
-            "only "
-            f"{found} tensors"
+            f"num_hidden_layers in config.json is {layers}, but {checkpoint.path} has only {found} "
+            "tensors"
         )
 
 

@@ -40,12 +40,7 @@ NOT_PUSHED = (
 )
 PAPERS = {
     "xft": (
-        "XFT: Unlocking the Power of Code Instruction "
-        "Tuning "
-        "by "
-        "Simply "
-        "Merging "
-        "Upcycled "
+        "XFT: Unlocking the Power of Code Instruction Tuning by Simply Merging Upcycled "
         "Mixture-of-Experts",
         "2404.15247",
     ),
@@ -54,22 +49,12 @@ PAPERS = {
         "2410.01610",
     ),
     "esft": (
-        "Let the Expert Stick to His "
-        "Last: "
-        "Expert-Specialized "
-        "Fine-Tuning "
-        "for "
-        "Sparse "
+        "Let the Expert Stick to His Last: Expert-Specialized Fine-Tuning for Sparse "
         "Architectural Large Language Models",
         "2407.01906",
     ),
     "ultrafuser": (
-        "Mastering Text, Code and Math Simultaneously "
-        "via "
-        "Fusing "
-        "Highly "
-        "Specialized "
-        "Language "
+        "Mastering Text, Code and Math Simultaneously via Fusing Highly Specialized Language "
         "Models",
         "2403.08281",
     ),
@@ -112,13 +97,9 @@ _CARD = """---
 
 {made}{paper}"""
 _NEEDS = (
-    "This needs the Python package moe_runtime, "
-    "version "
-    f"{__version__} "
-    "or "
-    "newer, "
-    "installed "
-    "from its own repository.\n\n"
+    f"This needs the Python package moe_runtime, version {__version__} or newer, installed from "
+    "its own repository.\n"
+    "\n"
 )
 _MADE = """## How it was made
 
@@ -231,13 +212,8 @@ def local_folder(
             return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (HFValidationError, OSError, ValueError) as error:
         raise ValueError(
-            f"{name} {str(source)!r} cannot "
-            "be "
-            "read: "
-            f"{hub_problem(source, error)}. "
-            "Pass "
-            "the "
-            "folder of a model or a Hub id"
+            f"{name} {str(source)!r} cannot be read: {hub_problem(source, error)}. Pass the folder "
+            "of a model or a Hub id"
         ) from error
 
 
@@ -295,12 +271,7 @@ def push(folder: str | Path, repo: str, **facts) -> str:
         ]
         command = shlex.join(["hf", "upload", repo, str(folder), *left_out])
         raise ValueError(
-            f"Cannot push to {repo!r}: {one_line(error)}. {folder} "
-            "is "
-            "complete; "
-            "upload "
-            "it "
-            "with: "
+            f"Cannot push to {repo!r}: {one_line(error)}. {folder} is complete; upload it with: "
             f"{command}"
         ) from error
     return str(url)
@@ -311,14 +282,8 @@ def check_references(specialists: Sequence[str]) -> None:
     local = [path for path in specialists if not is_id(path)]
     if local:
         raise ValueError(
-            "A fused model that refers to the local "
-            "folder "
-            f"{local[0]} "
-            "cannot "
-            "be "
-            "loaded "
-            "elsewhere. Write it with --copy, or "
-            "fuse Hub ids"
+            f"A fused model that refers to the local folder {local[0]} cannot be loaded elsewhere. "
+            "Write it with --copy, or fuse Hub ids"
         )
 
 

@@ -72,14 +72,9 @@ def check_gradients(
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     if trains and router_logits and not any(logits.requires_grad for logits in router_logits):
         raise ValueError(
-            "use_reentrant=True in gradient checkpointing would lose "
-            "the "
-            "gradient "
-            "of "
-            "a "
-            "balance "
-            "loss or router_aux_loss_coef. "
-            "Pass gradient_checkpointing_kwargs={'use_reentrant': False}"
+            "use_reentrant=True in gradient checkpointing would lose the gradient of a balance "
+            "loss or router_aux_loss_coef. Pass gradient_checkpointing_kwargs={'use_reentrant': "
+            "False}"
         )
 
 
@@ -128,12 +123,7 @@ def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     if block is None:
         raise ValueError(
-            "Expected an upcycled model, but "
-            "got "
-            f"{type(model).__name__}. "
-            "Use "
-            "xft.upcycle "
-            "to "
+            f"Expected an upcycled model, but got {type(model).__name__}. Use xft.upcycle to "
             "create one"
         )
     return {layer: model.get_submodule(_layer_path(model, layer)) for layer in block["layers"]}
@@ -191,14 +181,9 @@ class _Model(PushesCard):
         """Reject transformers' own implementations, which these experts would silently ignore."""
         if requested_experts not in (None, "eager", "moe_runtime"):
             raise ValueError(
-                "experts_implementation must be "
-                "'moe_runtime' "
-                "or "
-                "None, "
-                "but "
-                "got "
-                f"{requested_experts!r}. This model always runs "
-                "moe_runtime.ops.moe_mlp; MOE_RUNTIME_BACKEND selects its kernel"
+                "experts_implementation must be 'moe_runtime' or None, but got "
+                f"{requested_experts!r}. This model always runs moe_runtime.ops.moe_mlp; "
+                "MOE_RUNTIME_BACKEND selects its kernel"
             )
         return "eager"  # transformers' name for a module's own forward
 

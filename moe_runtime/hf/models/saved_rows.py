@@ -93,12 +93,6 @@ def _choose(
     key = next(key for key, shape in saved.items() if key not in specs or specs[key].shape != shape)
     there = f"has it as {list(specs[key].shape)}" if key in specs else "lacks it"
     raise ValueError(
-        f"{checkpoint.path} should have {key} {list(saved[key])}, "
-        "but "
-        f"{there}. "
-        "Pass "
-        "a "
-        "folder "
-        "written by transformers' "
-        "save_pretrained, or the model from the Hub"
+        f"{checkpoint.path} should have {key} {list(saved[key])}, but {there}. Pass a folder "
+        "written by transformers' save_pretrained, or the model from the Hub"
     )

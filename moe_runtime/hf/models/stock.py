@@ -278,13 +278,8 @@ def _inexact(to: str, moe: MoEConfig, base: str, never: bool) -> str:
         moe.has_shared_expert and has_shared
     )
     return (
-        f"{got}, but {to} supports only {' or '.join(known)}. "
-        "Use "
-        f"{remedies}, "
-        "or "
-        "start "
-        "with "
-        f"xft upcycle --for {to}"
+        f"{got}, but {to} supports only {' or '.join(known)}. Use {remedies}, or start with xft "
+        f"upcycle --for {to}"
     )
 
 

@@ -76,18 +76,9 @@ def verify_mlp(
         if not error < TOLERANCE:
             formula = "down(act(gate x) * up x)" if family.gated else "down(act(up x))"
             raise ValueError(
-                f"{family.path.format(layer)} "
-                f"({type(mlps[layer]).__name__}) "
-                "must "
-                "compute "
-                f"{formula}, but the relative "
-                f"difference is {error:.1e}, above {TOLERANCE:.0e}. "
-                "Check "
-                "whether "
-                "the "
-                "model "
-                "is "
-                "patched"
+                f"{family.path.format(layer)} ({type(mlps[layer]).__name__}) must compute "
+                f"{formula}, but the relative difference is {error:.1e}, above {TOLERANCE:.0e}. "
+                "Check whether the model is patched"
             )
     return errors
 
@@ -137,14 +128,8 @@ def check_stock(
     stock = model_classes(family.model_type).base_causal_lm
     if type(model) is not stock:
         raise ValueError(
-            f"Expected a {stock.__name__}, but "
-            "got "
-            f"{type(model).__name__}. "
-            "Unwrap "
-            "it, "
-            "merge "
-            "adapters (merge_and_unload), or "
-            "load the folder with AutoModelForCausalLM"
+            f"Expected a {stock.__name__}, but got {type(model).__name__}. Unwrap it, merge "
+            "adapters (merge_and_unload), or load the folder with AutoModelForCausalLM"
         )
     refuse_offloaded(model, type(model).__name__, recurse=False)
     layers = check_layers(model.config.num_hidden_layers, layers)
@@ -293,24 +278,14 @@ def _check_shape(mlp: nn.Module, family: Family, config: MoEConfig, layer: int) 
     got = {name: getattr(config, name) for name in want}
     if got != want:
         reason = (
-            f"The config must have {want}, the shape of "
-            "layer "
-            f"{layer}'s "
-            "MLP "
-            "(see "
-            "moe_shape), "
-            f"but has {got}"
+            f"The config must have {want}, the shape of layer {layer}'s MLP (see moe_shape), but "
+            f"has {got}"
         )
     elif getattr(mlp, "residual_dropout", 0):
         reason = (
-            "residual_dropout must be 0, as the experts "
-            "have "
-            "no "
-            "dropout, "
-            "but "
-            "got "
-            f"{mlp.residual_dropout}. "
-            "Load the model with from_pretrained(..., residual_dropout=0.0)"
+            "residual_dropout must be 0, as the experts have no dropout, but got "
+            f"{mlp.residual_dropout}. Load the model with from_pretrained(..., "
+            "residual_dropout=0.0)"
         )
     if reason is not None:
         raise ValueError(reason)
@@ -326,12 +301,7 @@ def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
     if stage not in stages:
         if stage == "lora":
             hint = (
-                ". Convert it to whole experts with lora.to_moe, or "
-                "to "
-                "a "
-                "dense "
-                "model "
-                "with "
+                ". Convert it to whole experts with lora.to_moe, or to a dense model with "
                 "lora.merge"
             )
         else:
@@ -346,22 +316,12 @@ def _swappable(model: nn.Module, stages: Sequence[str]) -> dict[int, nn.Module]:
             kind = type(module.experts).__name__
             if type(module.experts) is not Experts:
                 reasons.append(
-                    f"The experts of layer {layer} must be "
-                    "Experts, "
-                    "but "
-                    "are "
-                    f"{kind}. "
-                    "Merge "
-                    "adapters first"
+                    f"The experts of layer {layer} must be Experts, but are {kind}. Merge adapters "
+                    "first"
                 )
             elif split_of(module.experts) is not None:
                 reasons.append(
-                    f"Some experts of layer {layer} are "
-                    "stored "
-                    "separately "
-                    "for "
-                    "training. "
-                    "Call "
+                    f"Some experts of layer {layer} are stored separately for training. Call "
                     "trainable.fold_rows(model) first"
                 )
     if reasons:

@@ -25,12 +25,10 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 # a turn ends in EOS, inside the generated part, so that a model learns to stop where generate()
 # does
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + eos_token }}{% endif %}"
-    "{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}{% if "
+    "message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% "
+    "endgeneration %}{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\\n' }}{% "
+    "endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 SMALLEST = len((PAD, BOS, EOS, *ROLES)) + 256
 
@@ -128,12 +126,7 @@ def train_tokenizer(
 
     if vocab_size < SMALLEST:
         raise ValueError(
-            f"vocab_size must be at least {SMALLEST} (256 bytes "
-            "and "
-            "special "
-            "tokens), "
-            "but "
-            "got "
+            f"vocab_size must be at least {SMALLEST} (256 bytes and special tokens), but got "
             f"{vocab_size}"
         )
     bpe = Tokenizer(models.BPE())

@@ -99,12 +99,7 @@ def _check_trainer_state(path: Path) -> None:
     reason = None
     if type(step) is not int or type(last) is not int or not 0 <= step <= last:
         reason = (
-            "global_step must be an integer from 0 "
-            "to "
-            "max_steps "
-            f"({shown(last)}), "
-            "but "
-            "is "
+            f"global_step must be an integer from 0 to max_steps ({shown(last)}), but is "
             f"{shown(step)}"
         )
     elif named is not None and int(named[1]) != step:
@@ -146,12 +141,7 @@ def _check_index(path: Path) -> None:
         for stored in index.storage_data.values():
             if not is_plain_name(stored.relative_path) or stored.transform_descriptors:
                 raise UnpicklingError(
-                    "expected the name of a file "
-                    "in "
-                    "its "
-                    "folder, "
-                    "but "
-                    "got "
+                    "expected the name of a file in its folder, but got "
                     f"{shown(stored.relative_path)}"
                 )
         values = []
@@ -160,12 +150,7 @@ def _check_index(path: Path) -> None:
                 values.append(index.storage_data[MetadataIndex(name)])
             elif type(described) is not TensorStorageMetadata:
                 raise UnpicklingError(
-                    "expected a tensor's or "
-                    "a "
-                    "value's "
-                    "description, "
-                    "but "
-                    "got "
+                    "expected a tensor's or a value's description, but got "
                     f"{type(described).__name__}"
                 )
     except Exception as error:  # a pickle may raise anything

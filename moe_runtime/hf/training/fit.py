@@ -240,14 +240,8 @@ def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int
     device_batch = per_device_batch_size or max(batch_size // ranks, 1)
     if batch_size % (device_batch * ranks):
         raise ValueError(
-            "batch_size must be a "
-            "multiple "
-            "of "
-            "per_device_batch_size "
-            f"({device_batch}) "
-            "times "
-            f"{ranks} processes, but got "
-            f"{batch_size}"
+            f"batch_size must be a multiple of per_device_batch_size ({device_batch}) times "
+            f"{ranks} processes, but got {batch_size}"
         )
     return device_batch, batch_size // (device_batch * ranks)
 

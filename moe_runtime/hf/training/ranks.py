@@ -113,23 +113,13 @@ def check_ep_size(ep_size: int, source: str | Path | None = None) -> None:
     reason = None
     if processes % ep_size:
         reason = (
-            f"must divide the run's {processes} "
-            "processes, "
-            "but "
-            "got "
-            f"{ep_size}. "
-            "Pass "
-            "accelerate launch --num_processes N"
+            f"must divide the run's {processes} processes, but got {ep_size}. Pass accelerate "
+            "launch --num_processes N"
         )
     elif engine() in ("FSDP", "FSDP1", "DEEPSPEED"):
         reason = (
-            f"must be 1 with accelerate's {engine()}, but "
-            "got "
-            f"{ep_size}. "
-            "Use "
-            "DDP, "
-            "under "
-            "which experts can be sharded"
+            f"must be 1 with accelerate's {engine()}, but got {ep_size}. Use DDP, under which "
+            "experts can be sharded"
         )
     elif source is not None:
         counts = {

@@ -109,12 +109,7 @@ class Best:
                 reason = f"{name} is not {list(weight.shape)}, {weight.dtype}"
         if reason is not None:
             raise ValueError(
-                f"Cannot read {self.path} of this training ({reason}). "
-                "Remove "
-                "its "
-                "folder "
-                "to "
-                "start "
+                f"Cannot read {self.path} of this training ({reason}). Remove its folder to start "
                 "again"
             )
         for name in ("losses", "tokens", *(["exact"] if kept.get("exact") is not None else [])):
@@ -215,13 +210,8 @@ class Recorder(TrainerCallback):
         ]
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise ValueError(
-                f"last and rows {place} must be pairs of "
-                "lists, "
-                "but "
-                "got "
-                f"{shown(pairs)}. "
-                "Remove "
-                "the checkpoint"
+                f"last and rows {place} must be pairs of lists, but got {shown(pairs)}. Remove the "
+                "checkpoint"
             )
         (losses, tokens), exact = values["last"], values.get("exact")
         for what, part in (

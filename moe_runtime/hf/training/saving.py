@@ -132,14 +132,8 @@ class WholeSaves:
 
         if not Path(folder, SPREAD[kind]).is_dir():
             raise ValueError(
-                f"{folder} has no {SPREAD[kind]}: it is not a checkpoint "
-                "of "
-                "a "
-                "model "
-                "with "
-                "sharded "
-                "experts. Resume it "
-                "without expert parallelism"
+                f"{folder} has no {SPREAD[kind]}: it is not a checkpoint of a model with sharded "
+                "experts. Resume it without expert parallelism"
             )
         state, put = _spread_state(self, kind)
         checkpoint.load({kind: state}, checkpoint_id=Path(folder, SPREAD[kind]))
@@ -228,14 +222,8 @@ class WholeSaves:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(
-                    f"output_dir {self.args.output_dir} has "
-                    "no "
-                    "complete "
-                    "checkpoint "
-                    "to "
-                    "resume "
-                    "from. Start without "
-                    "resume_from_checkpoint"
+                    f"output_dir {self.args.output_dir} has no complete checkpoint to resume from. "
+                    "Start without resume_from_checkpoint"
                 )
             if self.args.should_save:
                 _remove_halves(self.args.output_dir, resume_from_checkpoint)

@@ -65,20 +65,9 @@ PROG = "moe-runtime train"
 HELP = {
     "usage": f"{PROG} --model MODEL --data DATA --output_dir FOLDER [OPTIONS]",
     "description": (
-        "Tune a dense or MoE model with TRL's SFT command. The first "
-        "options "
-        "are "
-        "ours, "
-        "the "
-        "others "
-        "those of "
-        "`trl sft`; --config FILE reads them from a YAML file, --json "
-        "prints "
-        "the "
-        "result "
-        "as "
-        "one "
-        "JSON object."
+        "Tune a dense or MoE model with TRL's SFT command. The first options are ours, the others "
+        "those of `trl sft`; --config FILE reads them from a YAML file, --json prints the result "
+        "as one JSON object."
     ),
     "epilog": f"Example: {PROG} --model llama-1b-moe --data pairs.jsonl --output_dir tuned",
 }
@@ -130,12 +119,7 @@ class _TakenBefore(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.error(
-            f"{option_string} is not allowed here. "
-            "Pass "
-            f"{self.option_strings[0]} "
-            "once, "
-            "on "
-            "the "
+            f"{option_string} is not allowed here. Pass {self.option_strings[0]} once, on the "
             "command line"
         )
 
@@ -393,25 +377,14 @@ def _train(trainer, ours: TrainArguments, dataset: str | None, resume: str | boo
     trainer.save_model(args.output_dir)
     trainer.create_model_card(dataset_name=ours.data or dataset)
     trainer.accelerator.print(
-        f"saved {type(trainer.model).__name__} "
-        "to "
-        f"{args.output_dir} "
-        "after "
-        "step "
-        f"{result.global_step}, "
-        f"mean training loss {result.training_loss:.4f}"
+        f"saved {type(trainer.model).__name__} to {args.output_dir} after step "
+        f"{result.global_step}, mean training loss {result.training_loss:.4f}"
     )
     guess = math.log(trainer.model.config.get_text_config().vocab_size)
     if not result.training_loss <= 2 * guess:
         trainer.accelerator.print(
-            "warning: the training diverged, as a uniform "
-            "guess "
-            "has "
-            "loss "
-            f"{guess:.2f}. "
-            "Lower "
-            "--learning_rate, which is "
-            f"{args.learning_rate}",
+            f"warning: the training diverged, as a uniform guess has loss {guess:.2f}. Lower "
+            f"--learning_rate, which is {args.learning_rate}",
             file=sys.stderr,
         )
     if args.push_to_hub:
@@ -538,12 +511,7 @@ def _check(name: str | None, ours: TrainArguments, script, args, model, mixture)
     missing = [one for one in args.report_to or () if one not in (*known, "azure_ml", "flyte")]
     if reason is None and missing:
         reason = (
-            f"{missing[0]!r} of report_to is not "
-            "installed. "
-            "Install "
-            "it, "
-            "or "
-            "pass "
+            f"{missing[0]!r} of report_to is not installed. Install it, or pass "
             f"{' or '.join([*known, 'none'])}"
         )
     if reason is not None:
@@ -588,23 +556,13 @@ def _check_output(
         reason = "has no complete checkpoint. Run without --resume"
     elif source.exists() and source.is_relative_to(out) and not (adapter and source == out):
         reason = (
-            f"{'is' if source == out else 'contains'} {name}, "
-            "the "
-            "model "
-            "to "
-            "train. "
-            "Pass "
-            "another folder"
+            f"{'is' if source == out else 'contains'} {name}, the model to train. Pass another "
+            "folder"
         )
     elif not (resumes or beside or ours.overwrite) and out.is_dir() and contents_of(out):
         reason = (
-            "already exists. Pass a new or empty folder, or "
-            "--overwrite "
-            "to "
-            "replace "
-            "its "
-            "model "
-            "and checkpoints"
+            "already exists. Pass a new or empty folder, or --overwrite to replace its model and "
+            "checkpoints"
         )
         reason += f", or --resume to continue from {last.name}" if last else ""
     if reason is not None:

@@ -85,14 +85,8 @@ def with_shared(layers: dict[int, ExpertsLayer], experts: Mapping, shared_expert
     for number, layer in layers.items():
         if layer.num_shared and 0 in experts.get(number, ()):
             raise ValueError(
-                f"experts of layer {number} must be "
-                "routed "
-                "ones, "
-                "but "
-                "are "
-                f"{list(experts[number])}, "
-                "and 0 is the shared one. "
-                "Pass shared_experts=True to train it"
+                f"experts of layer {number} must be routed ones, but are {list(experts[number])}, "
+                "and 0 is the shared one. Pass shared_experts=True to train it"
             )
     if shared_experts:
         shared = {number: (0,) for number, layer in layers.items() if layer.num_shared}
@@ -115,25 +109,15 @@ def checked_experts(
         ids = tuple(operator.index(e) for e in ids)
         if number not in layers:
             reason = (
-                "experts must name "
-                "layers "
-                "with "
-                "experts "
-                f"({', '.join(map(str, layers))}), "
-                "but "
-                f"got layer {number!r}"
+                f"experts must name layers with experts ({', '.join(map(str, layers))}), but got "
+                f"layer {number!r}"
             )
         elif len(set(ids)) < len(ids) or any(
             e not in range(layers[number].num_experts) for e in ids
         ):
             most = layers[number].num_experts - 1
             reason = (
-                f"experts of layer {number} must be different ids from "
-                "0 "
-                "to "
-                f"{most}, "
-                "but "
-                "got "
+                f"experts of layer {number} must be different ids from 0 to {most}, but got "
                 f"{list(ids)}"
             )
         elif ids:
@@ -153,13 +137,8 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
         return f"{layer.name} is wrapped by a PEFT adapter. Use adapters of other modules, or none"
     if getattr(layer.module, "_is_expert_parallel", False):
         return (
-            f"{layer.name} holds only a part of "
-            "its "
-            "experts. "
-            "Use "
-            "shard_experts, "
-            "not "
-            "transformers' expert-parallel plan"
+            f"{layer.name} holds only a part of its experts. Use shard_experts, not transformers' "
+            "expert-parallel plan"
         )
     owners = {
         id(other.module._parameters.get(name)): n
@@ -173,12 +152,7 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
         if stack is None or not stack.is_floating_point() or is_quantized(stack):
             got = "no parameter" if stack is None else f"{stack.dtype} ({type(stack).__name__})"
             return (
-                f"{path} must be a floating-point tensor that is not "
-                "quantized "
-                "or "
-                "held "
-                "by "
-                "an "
+                f"{path} must be a floating-point tensor that is not quantized or held by an "
                 f"engine, but is {got}"
             )
         # under FSDP the other ranks load nothing and get rank 0's weights
@@ -188,13 +162,8 @@ def _unfit(layers: dict[int, ExpertsLayer], number: int) -> str | None:
             return f"{path} is sharded. Call train_rows before FSDP2, and after shard_experts"
         if id(stack) in owners:
             return (
-                f"{name} of layer {number} is shared "
-                "with "
-                "layer "
-                f"{owners[id(stack)]}, "
-                "which "
-                "is "
-                "not supported"
+                f"{name} of layer {number} is shared with layer {owners[id(stack)]}, which is not "
+                "supported"
             )
     return None
 
@@ -212,12 +181,7 @@ def check_unwrapped(model: nn.Module) -> None:
     )
     if held:
         raise ValueError(
-            f"The parameters of {type(model).__name__} are held by "
-            "an "
-            "engine. "
-            "Pass "
-            "the "
-            "model "
+            f"The parameters of {type(model).__name__} are held by an engine. Pass the model "
             "before it is wrapped"
         )
 
@@ -311,12 +275,7 @@ def freeze_for_esft(
         trains[name] = asked and id(parameter) not in stacks and not CHOICE.search(name)
         if trains[name] and parameter.dtype not in FLOATS:
             raise ValueError(
-                f"{name} is {parameter.dtype}, but only "
-                "floating-point "
-                "parameters "
-                "can "
-                "be "
-                "trained. "
+                f"{name} is {parameter.dtype}, but only floating-point parameters can be trained. "
                 "Freeze it"
             )
     before = {plain_name(name): parameter.requires_grad for name, parameter in parameters.items()}
@@ -419,14 +378,9 @@ def is_guarded(module: nn.Module) -> bool:
 
 def _refuse_to_save(module: nn.Module, *_, **__) -> None:
     raise ValueError(
-        f"Some experts of {type(module).__name__} are stored "
-        "separately "
-        "for "
-        "training, "
-        "and "
-        "would "
-        "be saved untrained. Call "
-        "fold_rows(model) first, or use esft.train_only, which saves an adapter"
+        f"Some experts of {type(module).__name__} are stored separately for training, and would be "
+        "saved untrained. Call fold_rows(model) first, or use esft.train_only, which saves an "
+        "adapter"
     )
 
 
@@ -443,14 +397,9 @@ def _refuse_others(module: nn.Module, args) -> None:
     implementation = module.config._experts_implementation
     if implementation != stock.NAME:
         raise ValueError(
-            "experts_implementation must be "
-            f"{stock.NAME!r} "
-            "while "
-            "some "
-            "experts "
-            "of "
-            f"{type(module).__name__} are stored "
-            f"separately for training, but is {implementation!r}. Call fold_rows(model) first"
+            f"experts_implementation must be {stock.NAME!r} while some experts of "
+            f"{type(module).__name__} are stored separately for training, but is "
+            f"{implementation!r}. Call fold_rows(model) first"
         )
 
 
@@ -461,12 +410,7 @@ def _state_of(model: nn.Module) -> tuple[nn.Module, _Before]:
     if any(trainable.split_of(module) is not None for module in model.modules()):
         return model, _Before(True, {})  # PEFT has unloaded the wrapper that stored the state
     raise ValueError(
-        f"{type(model).__name__} has no separately trained experts. "
-        "Pass "
-        "a "
-        "model "
-        "prepared "
-        "by "
+        f"{type(model).__name__} has no separately trained experts. Pass a model prepared by "
         "train_rows"
     )
 

@@ -211,12 +211,7 @@ def check_trains(model: nn.Module) -> None:
     ]
     if frozen:
         raise ValueError(
-            f"{frozen[0]} was selected for training but is "
-            "frozen. "
-            "Add "
-            "PEFT's "
-            "adapters "
-            "before "
+            f"{frozen[0]} was selected for training but is frozen. Add PEFT's adapters before "
             "esft.train_only, or none"
         )
 
@@ -297,12 +292,7 @@ def trained_tensors(
     def find(name: str) -> torch.Tensor:
         if name not in source:
             raise ValueError(
-                f"{name}, which the model trains, is missing "
-                "from "
-                "the "
-                f"{len(source)} "
-                "tensors "
-                "of "
+                f"{name}, which the model trains, is missing from the {len(source)} tensors of "
                 f"{type(model).__name__}"
             )
         return whole(source[name])
@@ -334,21 +324,10 @@ def save_trained(
     # a single rank would wait forever for the others
     if push_to_hub or (state_dict is None and is_split(model)):
         raise ValueError(
-            f"{type(model).__name__} trains only some "
-            "experts, "
-            "so "
-            "push_to_hub "
-            f"({push_to_hub}) "
-            "and "
-            "sharded states are not "
-            "supported. Use "
-            "model.push_to_hub(repository), "
-            "or, "
-            "for "
-            "distributed "
-            "experts, "
-            "esft.save_adapter(model, folder) "
-            "on every rank, and MoETrainer, or save_strategy='no' in Trainer"
+            f"{type(model).__name__} trains only some experts, so push_to_hub ({push_to_hub}) and "
+            "sharded states are not supported. Use model.push_to_hub(repository), or, for "
+            "distributed experts, esft.save_adapter(model, folder) on every rank, and MoETrainer, "
+            "or save_strategy='no' in Trainer"
         )
     tensors = trained_tensors(model, state_dict)
     if is_main_process:
@@ -363,13 +342,8 @@ def check_place(folder: str | Path) -> None:
     # a config.json next to an adapter's two files is that of its base, as in Hub repositories
     if found and not (found == [SINGLE] and (Path(folder) / CONFIG).is_file()):
         raise ValueError(
-            f"Folder {folder} holds a whole model ({found[0]}), "
-            "but "
-            "only "
-            "trained "
-            "experts "
-            "are "
-            "being saved. Choose another folder"
+            f"Folder {folder} holds a whole model ({found[0]}), but only trained experts are being "
+            "saved. Choose another folder"
         )
 
 
@@ -430,23 +404,13 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
     reason = None
     if training is None:
         reason = (
-            f"{folder} is an adapter, but "
-            f"{type(model).__name__} "
-            "trains "
-            "no "
-            "experts "
-            "separately. "
-            "Prepare it with esft.train_only "
-            "and the same selection, or apply the adapter with esft.apply"
+            f"{folder} is an adapter, but {type(model).__name__} trains no experts separately. "
+            "Prepare it with esft.train_only and the same selection, or apply the adapter with "
+            "esft.apply"
         )
     elif any(hasattr(p, "placements") for p in model.parameters()):
         reason = (
-            f"{type(model).__name__} is distributed over "
-            "processes. "
-            "Load "
-            "the "
-            "adapter "
-            "before "
+            f"{type(model).__name__} is distributed over processes. Load the adapter before "
             "distributing it"
         )
     else:
@@ -457,23 +421,12 @@ def load_trained(model: nn.Module, folder: str | Path) -> None:
         if lacks := want.keys() ^ own.keys():
             kind = "lacks" if min(lacks) in want else "has"
             reason = (
-                f"{folder} {kind} {min(lacks)}, but must have "
-                "the "
-                f"{len(want)} "
-                "tensors "
-                "that "
-                "the "
-                "model trains. Prepare the model "
-                "with the selection in expert_cfg.json"
+                f"{folder} {kind} {min(lacks)}, but must have the {len(want)} tensors that the "
+                "model trains. Prepare the model with the selection in expert_cfg.json"
             )
         elif other := [name for name in want if own[name] != want[name]]:
             reason = (
-                f"{other[0]} in {folder} has shape "
-                f"{list(own[other[0]])}, "
-                "but "
-                "the "
-                "model's "
-                "is "
+                f"{other[0]} in {folder} has shape {list(own[other[0]])}, but the model's is "
                 f"{list(want[other[0]])}"
             )
     if reason is not None:

@@ -123,63 +123,30 @@ class _MoETrainer(WholeSaves):
         reason = None
         if args.n_gpu > 1:
             reason = (
-                f"This process sees {args.n_gpu} GPUs, but must use "
-                "one. "
-                "Use "
-                "accelerate "
-                "launch "
-                "or "
-                "torchrun, or set "
-                "CUDA_VISIBLE_DEVICES"
+                f"This process sees {args.n_gpu} GPUs, but must use one. Use accelerate launch or "
+                "torchrun, or set CUDA_VISIBLE_DEVICES"
             )
         elif balanced and (self.label_smoother is not None or self.compute_loss_func is not None):
             reason = (
-                "label_smoothing_factor "
-                f"({args.label_smoothing_factor}) "
-                "must "
-                "be "
-                "0 "
-                "and "
-                "compute_loss_func "
-                f"({self.compute_loss_func}) None with a balance loss, which they would omit"
+                f"label_smoothing_factor ({args.label_smoothing_factor}) must be 0 and "
+                f"compute_loss_func ({self.compute_loss_func}) None with a balance loss, which "
+                "they would omit"
             )
         elif getattr(self, "aux_loss_enabled", False) and not routers:
             reason = (
-                "router_aux_loss_coef must be 0 for a "
-                "model "
-                "without "
-                "routers, "
-                "but "
-                "got "
+                "router_aux_loss_coef must be 0 for a model without routers, but got "
                 f"{self.router_aux_loss_coef}"
             )
         elif trained_files.needs_autocast(model) and not (args.bf16 or args.fp16):
             reason = (
-                "bf16 is False, but the trained parameters have another "
-                "dtype "
-                "than "
-                "the "
-                "rest "
-                "of "
-                "the model. Pass bf16=True, "
-                "or call esft.train_only without dtype"
+                "bf16 is False, but the trained parameters have another dtype than the rest of "
+                "the model. Pass bf16=True, or call esft.train_only without dtype"
             )
         elif args.save_strategy != "no" and trainable.is_guarded(model):
             reason = (
-                f"save_strategy is {args.save_strategy.value!r}, "
-                "but "
-                "a "
-                "checkpoint "
-                "cannot "
-                "hold "
-                f"{type(model).__name__} with "
-                "experts that train separately. Pass save_strategy='no' "
-                "and "
-                "save "
-                "the "
-                "adapter "
-                "with "
-                "esft.train_only"
+                f"save_strategy is {args.save_strategy.value!r}, but a checkpoint cannot hold "
+                f"{type(model).__name__} with experts that train separately. Pass "
+                "save_strategy='no' and save the adapter with esft.train_only"
             )
         if reason is not None:
             raise ValueError(reason)
@@ -305,14 +272,8 @@ class _MoETrainer(WholeSaves):
         if trains_apart != (Path(folder) / trained_files.CONFIG).is_file():
             kinds = ("experts separately, as prepared by esft.train_only", "all of its parameters")
             reason = (
-                f"Checkpoint {folder} is of a model "
-                "that "
-                "trains "
-                f"{kinds[trains_apart]}, "
-                "but "
-                "this "
-                "model trains "
-                f"{kinds[not trains_apart]}"
+                f"Checkpoint {folder} is of a model that trains {kinds[trains_apart]}, but this "
+                f"model trains {kinds[not trains_apart]}"
             )
         elif trains_apart and is_sharded:  # sharded files hold rows without their expert ids
             reason = _other_experts(training.config, folder)
@@ -331,14 +292,9 @@ class _MoETrainer(WholeSaves):
             rows = f" in a batch of the examples {numbers}"
         last = last_whole_checkpoint(self.args.output_dir)
         return (
-            f"{what} at step {self.state.global_step + 1}{rows}. "
-            "Lower "
-            "the "
-            "learning "
-            "rate, "
-            "set "
-            "max_grad_norm or check the data, "
-            f"then resume from {last or 'the start, as no checkpoint was saved'}"
+            f"{what} at step {self.state.global_step + 1}{rows}. Lower the learning rate, set "
+            "max_grad_norm or check the data, then resume from "
+            f"{last or 'the start, as no checkpoint was saved'}"
         )
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -407,14 +363,8 @@ def _other_experts(config: Mapping[str, Any], folder: str | Path) -> str | None:
     for name in ("experts", "shared_experts", "non_expert_modules"):
         if saved.get(name) != own.get(name):
             return (
-                f"{name} is {own.get(name)}, "
-                "but "
-                f"{saved.get(name)} "
-                "in "
-                "checkpoint "
-                f"{folder}. "
-                "Prepare the model with the "
-                "selection in expert_cfg.json there"
+                f"{name} is {own.get(name)}, but {saved.get(name)} in checkpoint {folder}. Prepare "
+                "the model with the selection in expert_cfg.json there"
             )
     return None
 
@@ -461,13 +411,8 @@ def check_rows(model, rows, tokenizer=None) -> None:
         if pad is not None and size is not None and pad >= size:
             # packed examples are never padded
             text = (
-                f"pad_token_id must be below vocab_size ({size}) "
-                "if "
-                "examples "
-                "are "
-                "padded, "
-                "but "
-                f"is {pad}"
+                f"pad_token_id must be below vocab_size ({size}) if examples are padded, but is "
+                f"{pad}"
             )
             warnings.warn(text, stacklevel=3)
 
@@ -483,14 +428,9 @@ def check_ids(model, ids: Iterable[int], tokenizer=None) -> None:
         text = tokenizer.convert_ids_to_tokens(largest)
     rows = max(largest + 1, len(tokenizer) if text is not None else 0)
     raise ValueError(
-        "Token ids must be "
-        "below "
-        "vocab_size "
-        f"({size}), "
-        "but "
-        "got "
-        f"{largest}{'' if text is None else f' ({text!r})'}. Use the "
-        f"model's tokenizer, or enlarge the model: model.resize_token_embeddings({rows})"
+        f"Token ids must be below vocab_size ({size}), but got "
+        f"{largest}{'' if text is None else f' ({text!r})'}. Use the model's tokenizer, or enlarge "
+        f"the model: model.resize_token_embeddings({rows})"
     )
 
 

@@ -120,13 +120,8 @@ def train_only(
     )
     if selection.non_expert_modules and (adapted := next(is_peft, None)):
         raise ValueError(
-            "non_expert_modules is True, but the model has "
-            "the "
-            "PEFT "
-            "adapter "
-            f"{adapted}. "
-            "Remove "
-            "the adapter, or turn it off"
+            f"non_expert_modules is True, but the model has the PEFT adapter {adapted}. Remove the "
+            "adapter, or turn it off"
         )
     base = base_of(model, selection.experts)
     receipt = trainable.freeze_for_esft(

@@ -181,12 +181,7 @@ def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
         ]
         if extra:
             raise ValueError(
-                f"{adapter.source} has expert {extra[0]} of "
-                "layer "
-                f"{number}, "
-                "which "
-                "its "
-                "selection "
+                f"{adapter.source} has expert {extra[0]} of layer {number}, which its selection "
                 "lacks"
             )
         yield from _stack_changes(adapter, number, layer, experts_module(model, layer), experts)
@@ -198,12 +193,7 @@ def changes_of(model: nn.Module, adapter: Adapter) -> Iterator[Change]:
         shape = list(parameters[name].shape) if name in parameters else None
         if shape != list(tensor.shape):
             raise ValueError(
-                f"{adapter.source} has {name} "
-                f"{list(tensor.shape)}, "
-                "but "
-                "the "
-                "model "
-                "has "
+                f"{adapter.source} has {name} {list(tensor.shape)}, but the model has "
                 f"{shape or 'no such tensor'}"
             )
         yield Change(name, parameters[name])
@@ -229,14 +219,8 @@ def _stack_changes(
         if found != want:
             part = min(part for part in {*found, *want} if found.get(part) != want.get(part))
             raise ValueError(
-                f"{adapter.source} has {part} {found.get(part, 'missing')} "
-                "of "
-                "expert "
-                f"{e} "
-                "of "
-                "layer "
-                f"{number}, but the model has "
-                f"{want.get(part, 'no such part')}"
+                f"{adapter.source} has {part} {found.get(part, 'missing')} of expert {e} of layer "
+                f"{number}, but the model has {want.get(part, 'no such part')}"
             )
     for stack in stacks:
         yield Change(f"{path}.{stack}", getattr(module, stack), tuple(experts), number, layout)
@@ -256,12 +240,7 @@ def check_adapter(
         parameter = change.parameter
         if hasattr(parameter, "placements") or parameter.is_meta or parameter.dtype not in FLOATS:
             raise ValueError(
-                f"{change.name} is distributed, offloaded or quantized. "
-                "Apply "
-                "an "
-                "adapter "
-                "to "
-                "the "
+                f"{change.name} is distributed, offloaded or quantized. Apply an adapter to the "
                 "whole model before doing that"
             )
     return changes
@@ -304,10 +283,7 @@ def check_is_base(model: nn.Module) -> None:
         else:
             state = f"has the adapter {getattr(there, APPLIED).source} in it"
         raise ValueError(
-            "The model "
-            f"{state}. "
-            "Call "
-            f"esft.{'fold or esft.drop' if there is None else 'remove'} "
+            f"The model {state}. Call esft.{'fold or esft.drop' if there is None else 'remove'} "
             "first"
         )
 

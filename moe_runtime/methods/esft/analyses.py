@@ -193,12 +193,7 @@ def sample_sizes(
         )
         if least < sizes[-1]:
             raise ValueError(
-                f"sizes must be at most {least}, the tokens in half "
-                "of "
-                "the "
-                "examples "
-                "of "
-                f"{task!r}, "
+                f"sizes must be at most {least}, the tokens in half of the examples of {task!r}, "
                 f"but got {sizes[-1]}"
             )
     shared = []

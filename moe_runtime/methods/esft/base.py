@@ -205,14 +205,8 @@ def _difference(base: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
         # the share that differs in bfloat16
         if (different := (a != b).double().mean().item()) > DIFFERENT:
             return (
-                f"with other {kind}: {different:.0%} of "
-                f"{len(pairs)} "
-                "sampled "
-                "weights "
-                "differ "
-                "from "
-                "the model's "
-                "(check_weights=False skips this check)"
+                f"with other {kind}: {different:.0%} of {len(pairs)} sampled weights differ from "
+                "the model's (check_weights=False skips this check)"
             )
     return None
 
@@ -284,14 +278,8 @@ def read_base(values: Mapping[str, Any], source: str) -> Mapping[str, Any] | Non
         or not all(isinstance(part, Mapping) for part in parts)
     ):
         raise ValueError(
-            f"{OURS} in {source} must be an object of format 1 "
-            "with "
-            "the "
-            "base, "
-            "but "
-            "is "
-            f"{shown(ours, 60)}. A newer moe_runtime "
-            "may have written it"
+            f"{OURS} in {source} must be an object of format 1 with the base, but is "
+            f"{shown(ours, 60)}. A newer moe_runtime may have written it"
         )
     return base
 

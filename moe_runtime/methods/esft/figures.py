@@ -243,13 +243,8 @@ def _overlap(process: Run, top: int, score: str) -> dict:
 
     table = [("sample of", *names), *_means(found)]
     note = (
-        f"Of the top {top} experts by {score} score, those that "
-        "two "
-        "samples "
-        "share, "
-        "mean "
-        "over "
-        "the layers."
+        f"Of the top {top} experts by {score} score, those that two samples share, mean over the "
+        "layers."
     )
 
     def summary(report: Study) -> list[str]:
@@ -260,13 +255,8 @@ def _overlap(process: Run, top: int, score: str) -> dict:
         across = f", of two tasks {statistics.fmean(between):.2f}" if between else ""
         return [
             (
-                "Two samples of one task "
-                "share "
-                f"{statistics.fmean(within):.2f} "
-                "of "
-                f"{top}{across}; "
-                "by "
-                f"chance {found[0].chance:.2f}."
+                f"Two samples of one task share {statistics.fmean(within):.2f} of {top}{across}; "
+                f"by chance {found[0].chance:.2f}."
             )
         ]
 
@@ -278,13 +268,8 @@ def _sample_size(process: Run, top: int, score: str, sizes: Sequence[int] | None
     taken = found[0].sizes
     table = [("task", *(f"{size:,}" for size in taken)), *_means(found)]
     note = (
-        f"Of the top {top} experts by {score} score, those that "
-        "two "
-        "samples "
-        "of "
-        "this "
-        "size "
-        "share, mean over the layers."
+        f"Of the top {top} experts by {score} score, those that two samples of this size share, "
+        "mean over the layers."
     )
 
     def summary(report: Study) -> list[str]:
@@ -292,12 +277,7 @@ def _sample_size(process: Run, top: int, score: str, sizes: Sequence[int] | None
         first = statistics.fmean(row[0] for one in found for row in one.shared)
         return [
             (
-                f"Mean over the tasks: {first:.2f} of {top} "
-                "at "
-                f"{taken[0]:,} "
-                "tokens, "
-                f"{last:.2f} "
-                "at "
+                f"Mean over the tasks: {first:.2f} of {top} at {taken[0]:,} tokens, {last:.2f} at "
                 f"{taken[-1]:,}."
             )
         ]

@@ -179,12 +179,7 @@ class _Plan:
         for key in (*self.rows, *self.others):
             if self.specs[key].dtype not in FLOATS:
                 raise ValueError(
-                    f"{key} in {checkpoint.path} must have "
-                    "a "
-                    "floating "
-                    "dtype, "
-                    "but "
-                    "is "
+                    f"{key} in {checkpoint.path} must have a floating dtype, but is "
                     f"{self.specs[key].dtype}"
                 )
 

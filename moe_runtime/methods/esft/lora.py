@@ -158,12 +158,7 @@ class SelectedHalf(nn.Module):
         if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
             if weight.shape != self.shape:
                 errors.append(
-                    f"Expected {prefix}weight "
-                    "of "
-                    "shape "
-                    f"{list(self.shape)}, "
-                    "but "
-                    "got "
+                    f"Expected {prefix}weight of shape {list(self.shape)}, but got "
                     f"{list(weight.shape)}"
                 )
                 return
@@ -185,12 +180,7 @@ def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
     if flag or not selection.num_experts:
         what = f"{flag} is True" if flag else "selection has no experts"
         raise ValueError(
-            f"{what}, but LoRA supports routed experts "
-            "only. "
-            "Select "
-            "some, "
-            "and "
-            "turn "
+            f"{what}, but LoRA supports routed experts only. Select some, and turn "
             f"{' and '.join(FLAGS)} off"
         )
 
@@ -215,13 +205,8 @@ def save_lora(
     config = getattr(model, TRAINING, None)
     if config is None:
         raise ValueError(
-            f"{type(model).__name__} does not train "
-            "LoRA "
-            "of "
-            "selected "
-            "experts. "
-            "Call "
-            "esft.train_lora first"
+            f"{type(model).__name__} does not train LoRA of selected experts. Call esft.train_lora "
+            "first"
         )
     check_out_dir(folder, overwrite)
     selection, base = from_config(config, "model")
@@ -338,14 +323,9 @@ def check_mask(model: nn.Module, adapter: PeftAdapter, selection: ExpertSelectio
         odd = name if odd is None and pair.b[others].any() else odd
     if odd is not None:
         raise ValueError(
-            f"{adapter.folder} changes {odd} beyond "
-            "the "
-            "experts "
-            "selected "
-            "in "
-            "its "
-            f"{trained_files.CONFIG}. Use `moe-runtime lora "
-            "export --to merged` to merge the whole adapter"
+            f"{adapter.folder} changes {odd} beyond the experts selected in its "
+            f"{trained_files.CONFIG}. Use `moe-runtime lora export --to merged` to merge the whole "
+            "adapter"
         )
 
 

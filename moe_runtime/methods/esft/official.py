@@ -76,14 +76,9 @@ def read_logs(
         sums, tokens = _sum_lines(lines, top_k, num_experts, pairs, paths)
         if seen is not None and tokens != seen:
             raise ValueError(
-                f"{paths[0]} has {sum(tokens)} tokens in {len(tokens)} lines, "
-                "but "
-                "the "
-                "log "
-                "of "
-                "the "
-                f"first layer has {sum(seen)} "
-                f"in {len(seen)}. The logs of all layers must be of the same tokens"
+                f"{paths[0]} has {sum(tokens)} tokens in {len(tokens)} lines, but the log of the "
+                f"first layer has {sum(seen)} in {len(seen)}. The logs of all layers must be of "
+                "the same tokens"
             )
         found = [*found, sums]
         seen = tokens
@@ -131,12 +126,9 @@ def _log_files(folder: Path, layers: Sequence[int] | None) -> dict[int, list[Pat
         else:
             found = "logs in itself and in rank_{r}"
         raise ValueError(
-            f"{folder} "
-            "has "
-            f"{found if folders else 'no logs'}. "
-            "Expected "
-            f"expert_weights_{{layer}}.txt of every layer "
-            "that has experts, not empty, in the folder itself or in its folders rank_{r}"
+            f"{folder} has {found if folders else 'no logs'}. Expected "
+            "expert_weights_{layer}.txt of every layer that has experts, not empty, in the "
+            "folder itself or in its folders rank_{r}"
         )
     return {layer: [place / log_name(layer) for place in folders] for layer in wanted}
 
@@ -168,14 +160,9 @@ def _read_log(path: Path, E: int | None):
                 good = False
             if not good:
                 raise ValueError(
-                    f"{path}, line {number}, is "
-                    f"{shown(line, 60)}, "
-                    "but "
-                    "expected "
-                    "ids "
-                    "below "
-                    f"num_experts ({E or MAX_EXPERTS}), "
-                    "two tabs and as many gate values, separated by tabs"
+                    f"{path}, line {number}, is {shown(line, 60)}, but expected ids below "
+                    f"num_experts ({E or MAX_EXPERTS}), two tabs and as many gate values, "
+                    "separated by tabs"
                 )
             yield torch.tensor(found), values
 
@@ -204,12 +191,7 @@ def _sum_lines(
     )
     if bad is not None:
         raise ValueError(
-            f"Line {bad + 1} of {_listed(paths)} does not fit top_k "
-            f"{K}. "
-            "Pass "
-            "the "
-            "number "
-            "of "
+            f"Line {bad + 1} of {_listed(paths)} does not fit top_k {K}. Pass the number of "
             "experts per token"
         )
     E = max(int(ids.max()) for ids, _ in lines) + 1 if E is None else E
@@ -276,14 +258,8 @@ def read_tables(
                 or ids[0] >= MAX_EXPERTS
             ):
                 raise ValueError(
-                    f"{source}: layer {shown(layer)} of {key} "
-                    "is "
-                    f"{shown(row, 60)}, "
-                    "but "
-                    "expected "
-                    "a "
-                    "number of at least 0 for "
-                    "each expert, 0 to E - 1 in every layer"
+                    f"{source}: layer {shown(layer)} of {key} is {shown(row, 60)}, but expected a "
+                    "number of at least 0 for each expert, 0 to E - 1 in every layer"
                 )
             rows[int(layer)] = [0.0] * ids[0] + [scores[e] for e in ids]
         shapes[name] = tuple(sorted(rows)), ids
@@ -291,14 +267,8 @@ def read_tables(
     layers, ids = shapes["gate"]
     if not layers or shapes["token"] != shapes["gate"]:
         raise ValueError(
-            f"{source} must have {' and '.join(TABLES.values())} for "
-            "the "
-            "same "
-            "layers "
-            "and "
-            "experts, "
-            "but one is missing or they "
-            "differ"
+            f"{source} must have {' and '.join(TABLES.values())} for the same layers and experts, "
+            "but one is missing or they differ"
         )
     return layers, ids[0], tables
 

@@ -173,14 +173,8 @@ def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) ->
     parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
     if not all(map(len, parts)):
         raise ValueError(
-            f"The data fill only {len(lines)} lines, of which "
-            f"{share:.0%} "
-            "are "
-            "for "
-            "training "
-            "and "
-            "the others for validation. Pass "
-            "more data"
+            f"The data fill only {len(lines)} lines, of which {share:.0%} are for training and the "
+            "others for validation. Pass more data"
         )
     return tuple(parts)
 
@@ -319,14 +313,8 @@ class PretrainMoE(Pretrain):
     def _check_sizes(self):
         if self.top_k > self.num_experts or self.dense_layers >= self.num_layers:
             raise ValueError(
-                f"top_k ({self.top_k}) must be "
-                "at "
-                "most "
-                "num_experts "
-                f"({self.num_experts}), "
-                "and "
-                "dense_layers "
-                f"({self.dense_layers}) below num_layers ({self.num_layers})"
+                f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}), and "
+                f"dense_layers ({self.dense_layers}) below num_layers ({self.num_layers})"
             )
         return self
 
@@ -414,14 +402,9 @@ class EsftRecipe(Node):
         prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
         if "general" in self.tasks or len(prompts & {"deepseek", "chat", "esft"}) > 1:
             raise ValueError(
-                "No task may be named 'general', and all must "
-                "use "
-                "one "
-                "chat "
-                "template "
-                "('deepseek', "
-                "'esft' or 'chat'), but tasks "
-                f"are {', '.join(self.tasks)} with the prompts {', '.join(sorted(prompts))}"
+                "No task may be named 'general', and all must use one chat template ('deepseek', "
+                f"'esft' or 'chat'), but tasks are {', '.join(self.tasks)} with the prompts "
+                f"{', '.join(sorted(prompts))}"
             )
         return self
 

@@ -95,12 +95,7 @@ class GateRecorder:
         ]
         if spread:
             raise ValueError(
-                f"{spread[0]} holds only a "
-                "part "
-                "of "
-                "its "
-                "experts. "
-                "Use "
+                f"{spread[0]} holds only a part of its experts. Use "
                 "moe_runtime.hf.dropin.parallel, or the whole layer"
             )
         self.only: torch.Tensor | None = None
@@ -221,12 +216,7 @@ class GateRecorder:
         called = [i for i in range(len(numbers)) if seen[i, 0] > 0]
         if not called:
             raise ValueError(
-                "The model has routed no tokens. Call it at least once "
-                "with "
-                "tokens "
-                "that "
-                "are "
-                "not "
+                "The model has routed no tokens. Call it at least once with tokens that are not "
                 "padding"
             )
         layers = tuple(numbers[i] for i in called)
@@ -266,12 +256,7 @@ def _check_equal(what: str, by_layer: dict[int, int]) -> None:
     other = next((layer for layer, one in by_layer.items() if one != value), None)
     if other is not None:
         raise ValueError(
-            f"{what} must be the same in all layers, but is "
-            f"{value} "
-            "in "
-            "layer "
-            f"{first} "
-            "and "
+            f"{what} must be the same in all layers, but is {value} in layer {first} and "
             f"{by_layer[other]} in layer {other}"
         )
 
@@ -342,14 +327,8 @@ def _limited(dataloader: Iterable[Mapping | torch.Tensor], n_tokens: int) -> Bat
         batch = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
         if not any(isinstance(value, torch.Tensor) for value in batch.values()):
             raise ValueError(
-                "A batch must be input_ids [rows, tokens] or "
-                "the "
-                "model's "
-                "arguments "
-                "as "
-                "tensors, "
-                f"but got {shown(batch, 60)}. "
-                "Tokenize the texts first"
+                "A batch must be input_ids [rows, tokens] or the model's arguments as tensors, "
+                f"but got {shown(batch, 60)}. Tokenize the texts first"
             )
         mask = batch.get("attention_mask")
         if mask is None or mask.dim() != 2:
@@ -383,12 +362,7 @@ def _in_step(model: nn.Module, batches: Batches) -> Batches:
     batch, only = next(batches, (None, None))
     if not _everywhere(batch is not None, device, torch.distributed.ReduceOp.MIN):
         raise ValueError(
-            "A process has no batch, but every process needs data, "
-            "as "
-            "the "
-            "model "
-            "is "
-            "distributed "
+            "A process has no batch, but every process needs data, as the model is distributed "
             "over all of them"
         )
     own = True
@@ -435,20 +409,9 @@ def group_routing(model: nn.Module, groups: Mapping[int, Sequence[Sequence[int]]
             or top_k % table.shape[-1]
         ):
             raise ValueError(
-                f"groups of layer {number} have "
-                "the "
-                "shape "
-                f"{tuple(table.shape)}, "
-                "num_experts "
-                "is "
-                f"{E} and top_k is {top_k}, but "
-                "expected a router like DeepSeek-V2's, every expert in "
-                "one "
-                "group, "
-                "and "
-                "a "
-                "group "
-                "size that divides top_k"
+                f"groups of layer {number} have the shape {tuple(table.shape)}, num_experts is {E} "
+                f"and top_k is {top_k}, but expected a router like DeepSeek-V2's, every expert in "
+                "one group, and a group size that divides top_k"
             )
         handles.append(router.register_forward_hook(functools.partial(_regroup, table, [])))
     return handles
@@ -468,14 +431,8 @@ def _regroup(table: torch.Tensor, seen: list, router: nn.Module, args, out):
         )
     if not is_known:
         raise ValueError(
-            f"{type(router).__name__} does not return logits, ids "
-            "and "
-            "weights "
-            "that "
-            "are "
-            "the "
-            "logits' softmax, as required: use a "
-            "router like DeepSeek-V2's"
+            f"{type(router).__name__} does not return logits, ids and weights that are the logits' "
+            "softmax, as required: use a router like DeepSeek-V2's"
         )
     seen[:] = [True]
     size = table.shape[1]

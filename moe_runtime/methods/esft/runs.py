@@ -330,20 +330,9 @@ def _check_complete(model: torch.nn.Module, selection: esft.ExpertSelection) -> 
     missing = sorted(set(layers) - set(selection.experts))
     if missing:
         raise ValueError(
-            "The selection does not say which model "
-            "was "
-            "scored, "
-            "and "
-            "has "
-            f"{len(selection.experts)} "
-            "layers, while the model has "
-            f"{len(layers)}, also layer {missing[0]}. Select from scores "
-            "of "
-            "this "
-            "model, "
-            "or "
-            "add "
-            "the others with an empty list"
+            f"The selection does not say which model was scored, and has {len(selection.experts)} "
+            f"layers, while the model has {len(layers)}, also layer {missing[0]}. Select from "
+            "scores of this model, or add the others with an empty list"
         )
 
 
@@ -474,14 +463,8 @@ def _check_checkpoints(folder: Path, settings: Mapping) -> None:
         ]
         if different:
             raise ValueError(
-                f"{folder} has checkpoints of another "
-                "training "
-                "with "
-                "a "
-                "different "
-                f"{different[0]}. "
-                "Use the same settings to "
-                "resume, or remove the folder"
+                f"{folder} has checkpoints of another training with a different {different[0]}. "
+                "Use the same settings to resume, or remove the folder"
             )
 
 

@@ -111,14 +111,8 @@ class ExpertScores:
             table = _divided(self.gate if score == "gate" else self.token, variant)
         else:
             raise ValueError(
-                f"Variant {variant!r} cannot be "
-                "computed "
-                "from "
-                f"{self.variant!r} "
-                "scores "
-                "without "
-                "their sums. Use "
-                f"{self.variant!r}, score again, or read the logs"
+                f"Variant {variant!r} cannot be computed from {self.variant!r} scores without "
+                f"their sums. Use {self.variant!r}, score again, or read the logs"
             )
         return table.clone() if round is None else _rounded(table, round)
 

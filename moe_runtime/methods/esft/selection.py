@@ -76,12 +76,7 @@ class ExpertSelection:
             bad = self.experts
         if bad or not is_mapping:
             raise ValueError(
-                "experts must be unique ids by layer, such as "
-                f"{{1: "
-                "(4, "
-                f"0)}}, "
-                "but "
-                "got "
+                "experts must be unique ids by layer, such as {1: (4, 0)}, but got "
                 f"{shown(bad, 60)}"
             )
         experts = {layer: tuple(ids) for layer, ids in sorted(self.experts.items())}
@@ -116,12 +111,7 @@ class ExpertSelection:
             return cls(**values, base=base)
         except (TypeError, ValueError) as error:  # TypeError for a key too many or too few
             raise ValueError(
-                f"{source}: {one_line(error, 300)}. "
-                "Expected "
-                "experts, "
-                "and "
-                "some "
-                "of "
+                f"{source}: {one_line(error, 300)}. Expected experts, and some of "
                 f"{', '.join(_KEYS)}"
             ) from error
 
@@ -164,12 +154,7 @@ def select_experts(
     """
     if not isinstance(scores, ExpertScores):
         raise ValueError(
-            "Expected ExpertScores, but got "
-            f"{shown(scores, 60)}. "
-            "Read "
-            "a "
-            "file "
-            "with "
+            f"Expected ExpertScores, but got {shown(scores, 60)}. Read a file with "
             "ExpertScores.load(path)"
         )
     if (p is None) == (experts_per_layer is None):
@@ -179,12 +164,7 @@ def select_experts(
     routed = scores.num_experts - scores.num_shared
     if p is None and not (type(experts_per_layer) is int and 0 < experts_per_layer <= routed):
         raise ValueError(
-            f"experts_per_layer must be 1 to {routed}, the routed experts "
-            "of "
-            "a "
-            "layer, "
-            "but "
-            "is "
+            f"experts_per_layer must be 1 to {routed}, the routed experts of a layer, but is "
             f"{experts_per_layer}"
         )
     check_positive("group_size", group_size)
@@ -209,14 +189,8 @@ def select_experts(
         of_layer = [(e,) for e in routed] if groups is None else groups.get(layer, ())
         if sorted(e for group in of_layer for e in group) != list(routed):
             raise ValueError(
-                f"groups of layer {layer} must "
-                "contain "
-                "each "
-                "of "
-                f"{routed.start} "
-                "to "
-                f"{routed.stop - 1} once, but are "
-                f"{shown(of_layer)}"
+                f"groups of layer {layer} must contain each of {routed.start} to {routed.stop - 1} "
+                f"once, but are {shown(of_layer)}"
             )
         experts[layer] = _take(row, of_layer, p, experts_per_layer, skip_unused)
     if p is not None:
@@ -237,21 +211,9 @@ def _warn_of_short(sums: Mapping[int, float], p: float, skip_unused: bool) -> No
     least = min(short.values())
     most = max(short.values())
     warnings.warn(
-        f"p is {p}, but the scores sum to only {least:.3f} "
-        "to "
-        f"{most:.3f} "
-        "in "
-        f"{len(short)} "
-        "of "
-        f"{len(sums)} layers ({which}): all "
-        f"their {selected} are selected. Choose a smaller p, a number "
-        "of "
-        "experts "
-        "per "
-        "layer, "
-        "or "
-        "the variant 'normalized' "
-        "if p is a share",
+        f"p is {p}, but the scores sum to only {least:.3f} to {most:.3f} in {len(short)} of "
+        f"{len(sums)} layers ({which}): all their {selected} are selected. Choose a smaller p, a "
+        "number of experts per layer, or the variant 'normalized' if p is a share",
         stacklevel=3,
     )
 
@@ -312,14 +274,9 @@ def group_experts(
         or math.comb(E, group_size) > MAX_GROUPS
     ):
         raise ValueError(
-            f"group_size is {group_size}, pairs "
-            "is "
-            f"{tuple(pairs.shape)} "
-            "and "
-            "num_shared "
-            "is "
-            f"{num_shared}, but expected a size "
-            f"that divides the number of routed experts, with at most {MAX_GROUPS} possible groups"
+            f"group_size is {group_size}, pairs is {tuple(pairs.shape)} and num_shared is "
+            f"{num_shared}, but expected a size that divides the number of routed experts, with at "
+            f"most {MAX_GROUPS} possible groups"
         )
     if group_size == 1:
         return [(e,) for e in range(num_shared, num_shared + E)]
@@ -345,12 +302,7 @@ def check_is_selection(selection) -> None:
     """Raise ValueError for anything but an ExpertSelection, such as the path of one."""
     if not isinstance(selection, ExpertSelection):
         raise ValueError(
-            "Expected an ExpertSelection, but got "
-            f"{shown(selection, 60)}. "
-            "Read "
-            "a "
-            "file "
-            "with "
+            f"Expected an ExpertSelection, but got {shown(selection, 60)}. Read a file with "
             "ExpertSelection.load"
         )
 
@@ -376,12 +328,7 @@ def check_selection(
                 found = f"layers {', '.join(map(str, layers))}"
             shared = ". Pass shared_experts=True to train those before" if routed.start else ""
             raise ValueError(
-                f"The selection has experts {bad} of layer {layer}, "
-                "but "
-                "the "
-                "model "
-                "routes "
-                "to "
+                f"The selection has experts {bad} of layer {layer}, but the model routes to "
                 f"{found}{shared}"
             )
 

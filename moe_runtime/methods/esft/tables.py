@@ -159,35 +159,14 @@ class EsftReport(Report):
         """Return what the table's numbers are, in lines."""
         result = self.entries[0].results[0]
         return (
-            f"{len(result.tokens)} held-out "
-            "rows "
-            "of "
-            "the "
-            "tasks "
-            f"{', '.join(self.tasks)}, "
-            f"{sum(result.tokens):,} label tokens; "
-            f"{len(result.general_tokens)} "
-            "rows "
-            "of "
-            "general "
-            "text, "
-            f"{sum(result.general_tokens):,}; "
-            f"{over_seeds(self.seeds)}.\n"
-            "A model per task; trained, optimizer and train s are "
-            "means "
-            "over "
-            "them; "
-            "train "
-            "s: "
+            f"{len(result.tokens)} held-out rows of the tasks {', '.join(self.tasks)}, "
+            f"{sum(result.tokens):,} label tokens; {len(result.general_tokens)} rows of general "
+            f"text, {sum(result.general_tokens):,}; {over_seeds(self.seeds)}.\n"
+            "A model per task; trained, optimizer and train s are means over them; train s: "
             "scoring and tuning.\n"
-            f"vs {self.reference}: difference of the losses "
-            "with "
-            "its "
-            f"{1 - LEVEL:.0%} "
-            "interval; "
-            "p: "
-            "Wilcoxon over the rows, "
-            f"corrected by Holm for the {len(self.comparisons)} comparisons of a column."
+            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: "
+            f"Wilcoxon over the rows, corrected by Holm for the {len(self.comparisons)} "
+            "comparisons of a column."
             + self.exact_legend([task for task in self.tasks if task not in self.solved])
         )
 
@@ -282,14 +261,8 @@ def _cost(report: EsftReport, name: str) -> str:
         for of in ("trained_parameters", "optimizer_bytes")
     }
     return (
-        f"{name} trained "
-        f"{share['trained_parameters']:.1%} "
-        "of "
-        "FFT's "
-        "parameters, "
-        "with "
-        f"{share['optimizer_bytes']:.1%} of the "
-        "optimizer's bytes."
+        f"{name} trained {share['trained_parameters']:.1%} of FFT's parameters, with "
+        f"{share['optimizer_bytes']:.1%} of the optimizer's bytes."
     )
 
 
@@ -435,14 +408,8 @@ def _mix_data(process: Run, ratios: Sequence[float]) -> dict:
                 for table in (report, report.general)
             ]
             lines.append(
-                f"{method}, from mix {min(ratios):g} "
-                "to "
-                f"{max(ratios):g}: "
-                f"{change[0]:+.4f} "
-                "on "
-                "the "
-                f"tasks, {change[1]:+.4f} on "
-                "general text."
+                f"{method}, from mix {min(ratios):g} to {max(ratios):g}: {change[0]:+.4f} on the "
+                f"tasks, {change[1]:+.4f} on general text."
             )
         return lines
 
@@ -482,12 +449,7 @@ def _other_tasks(process: Run, mix: float) -> dict:
 def _check_other_tasks(recipe: EsftRecipe, mix: float = 0.0) -> dict:
     if len(recipe.tasks) < 2:
         raise ValueError(
-            "other-tasks requires at least two tasks, "
-            "but "
-            "the "
-            "recipe "
-            "has "
-            "only "
+            "other-tasks requires at least two tasks, but the recipe has only "
             f"{', '.join(recipe.tasks)}"
         )
     check_number("mix", mix)
@@ -503,13 +465,9 @@ class OtherTasksReport(EsftReport):
     def legend(self) -> str:
         """Return what the table's numbers are, in lines."""
         return (
-            "Models tuned on one task each; a task's column and "
-            "`all "
-            "tasks`: "
-            "on "
-            "the "
-            "others' "
-            f"rows.\n{super().legend()}"
+            "Models tuned on one task each; a task's column and `all tasks`: on the others' "
+            "rows.\n"
+            f"{super().legend()}"
         )
 
 

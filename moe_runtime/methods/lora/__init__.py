@@ -88,14 +88,8 @@ def lora_config(
     config = MoEConfig(**shape, num_experts=num_experts, top_k=top_k, **settings)
     if config.balance_loss == "switch" and config.num_routed_per_token == config.num_routed_experts:
         raise ValueError(
-            "balance_loss 'switch' is constant if every "
-            "expert "
-            "processes "
-            "every "
-            "token "
-            "(top_k "
-            f"{top_k} of {num_experts} "
-            "experts). Use 'none' or 'cv2'"
+            "balance_loss 'switch' is constant if every expert processes every token (top_k "
+            f"{top_k} of {num_experts} experts). Use 'none' or 'cv2'"
         )
     return config
 
@@ -198,14 +192,8 @@ def _lora_block(family: Family, form: str, rank, alpha, targets, train_backbone:
     )
     if not is_list or (form == "block" and names != TARGETS):
         raise ValueError(
-            f"targets is {targets!r} with "
-            "form "
-            f"{form!r} "
-            "for "
-            "model_type "
-            f"{family.model_type!r}. "
-            "Pass some of "
-            f"{', '.join(names)}, and form='linear' for an MLP without {', '.join(TARGETS)}"
+            f"targets is {targets!r} with form {form!r} for model_type {family.model_type!r}. Pass "
+            f"some of {', '.join(names)}, and form='linear' for an MLP without {', '.join(TARGETS)}"
         )
     rank = RANK if rank is None else rank
     alpha = ALPHA if alpha is None else alpha
@@ -236,21 +224,10 @@ def _check_routers(
     fits = shape is None or (shape == want and form == "block" and config.router == "linear")
     if not is_float or not fits or (config.recompute and form == "linear"):
         raise ValueError(
-            f"Expected a floating torch.dtype or None, vectors {want} "
-            "for "
-            "a "
-            "'linear' "
-            "router "
-            "if "
-            "any, and neither vectors nor "
-            f"recompute for form 'linear', but dtype is {dtype!r}, "
-            "form "
-            "is "
-            f"{form!r}, "
-            "router "
-            "is "
-            f"{config.router!r}, recompute is "
-            f"{config.recompute}, vectors is {shape}"
+            f"Expected a floating torch.dtype or None, vectors {want} for a 'linear' router if "
+            f"any, and neither vectors nor recompute for form 'linear', but dtype is {dtype!r}, "
+            f"form is {form!r}, router is {config.router!r}, recompute is {config.recompute}, "
+            f"vectors is {shape}"
         )
 
 
@@ -362,14 +339,8 @@ def save_adapters(
     if lora["train_backbone"] or lora.get("backbone") == "mean":
         why = "train_backbone is True" if lora["train_backbone"] else "backbone is 'mean'"
         raise ValueError(
-            f"{why} in the model's config, so its backbone differs "
-            "from "
-            "the "
-            "base, "
-            "and "
-            "adapters "
-            "cannot represent it. Use "
-            "lora.merge or lora.to_moe, which keep the backbone"
+            f"{why} in the model's config, so its backbone differs from the base, and adapters "
+            "cannot represent it. Use lora.merge or lora.to_moe, which keep the backbone"
         )
     if upcycled is not None and Path(upcycled).is_dir():
         _check_upcycled(Path(upcycled), block)
@@ -442,12 +413,7 @@ def forced_experts(model: nn.Module, ids: torch.Tensor | Sequence[int]) -> Itera
         or any(not 0 <= e < count for e in ids.tolist())
     ):
         raise ValueError(
-            f"ids must be one of the model's {count} LoRA experts for each "
-            "row "
-            "of "
-            "the "
-            "batch, "
-            "but "
+            f"ids must be one of the model's {count} LoRA experts for each row of the batch, but "
             f"got {ids.tolist()}"
         )
     ids = ids.to(layers[0].gate.weight.device)
@@ -470,14 +436,8 @@ def lora_layers(model: nn.Module) -> dict[int, nn.Module]:
     if not is_lora or not isinstance(model, model_classes(block["base_model_type"]).causal_lm):
         stage = f" at stage {block['stage']!r}" if block else ""
         raise ValueError(
-            "Expected an unwrapped model with LoRA "
-            "experts "
-            "(see "
-            "to_lora_moe), "
-            "but "
-            "got "
-            f"{type(model).__name__}{stage}. Merge "
-            "PEFT adapters (merge_and_unload)"
+            "Expected an unwrapped model with LoRA experts (see to_lora_moe), but got "
+            f"{type(model).__name__}{stage}. Merge PEFT adapters (merge_and_unload)"
         )
     return moe_layers(model)
 

@@ -245,14 +245,8 @@ def _split(layer: LoRAExperts, a, b, key: str) -> dict[str, tuple[torch.Tensor, 
     ]
     if any(part.any() for part in beside):
         raise ValueError(
-            f"Each rank of {key} must belong to "
-            "one "
-            "of "
-            "the "
-            "targets "
-            f"{', '.join(layer.targets)}, "
-            "but some belong to both gate "
-            "and up or to another target. PEFT can load this adapter"
+            f"Each rank of {key} must belong to one of the targets {', '.join(layer.targets)}, but "
+            "some belong to both gate and up or to another target. PEFT can load this adapter"
         )
     return found
 
@@ -277,12 +271,7 @@ def _check_config(layer: LoRAExperts, path: str) -> None:
     for key in ("r", "lora_alpha", "use_rslora"):
         if config.get(key) != ours[key]:
             raise ValueError(
-                f"{key} in {path} must equal {ours[key]!r}, that "
-                "of "
-                "the "
-                "layers, "
-                "but "
-                "is "
+                f"{key} in {path} must equal {ours[key]!r}, that of the layers, but is "
                 f"{shown(config.get(key))}"
             )
 
@@ -338,25 +327,14 @@ def check_patterns(folder: str | os.PathLike) -> None:
             odd = [values]
         if odd:
             raise ValueError(
-                f"{name} in {path} has {shown(odd[0])}, but must "
-                "map "
-                "names, "
-                "with "
-                "at "
-                "most "
-                f"{MAX_REPEATS} repetitions and no "
-                "repeated group, to numbers"
+                f"{name} in {path} has {shown(odd[0])}, but must map names, with at most "
+                f"{MAX_REPEATS} repetitions and no repeated group, to numbers"
             )
     targets = config.get("target_modules")
     if isinstance(targets, str) and re.search(r"\)[*+{]", targets):
         raise ValueError(
-            f"target_modules in {path} is {shown(targets)}, but must "
-            "be "
-            "names "
-            "or "
-            "a "
-            "pattern "
-            "without repeated groups"
+            f"target_modules in {path} is {shown(targets)}, but must be names or a pattern without "
+            "repeated groups"
         )
 
 
@@ -403,15 +381,10 @@ def read_adapter(folder: str | os.PathLike) -> Adapter:
     )
     if odd:
         raise ValueError(
-            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, "
-            "but "
-            "only "
-            "peft_type "
-            "'LORA' "
-            "with "
-            "pairs A, B is supported. If "
-            "init_lora_weights changed the base, convert the adapter when saving it with "
-            "path_initial_model_for_weight_conversion of peft's save_pretrained"
+            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only peft_type 'LORA' with "
+            "pairs A, B is supported. If init_lora_weights changed the base, convert the adapter "
+            "when saving it with path_initial_model_for_weight_conversion of peft's "
+            "save_pretrained"
         )
     alpha = alpha * rank**0.5 if config.get("use_rslora") else alpha
     return Adapter(str(folder), rank, float(alpha), _pairs(folder, rank))
@@ -430,18 +403,9 @@ def _pairs(folder: str | os.PathLike, rank: int) -> dict[str, tuple[torch.Tensor
         pairs[name.removeprefix(PREFIX)] = a, b
     if odd or tensors or not pairs:
         raise ValueError(
-            f"{os.path.join(folder, WEIGHTS)} "
-            "has "
-            f"{odd or min(tensors, default='no tensor')}, "
-            "but "
-            "only lora_A.weight "
-            f"[{rank}, in] and lora_B.weight [out, {rank}] of linear "
-            "layers, "
-            "at "
-            "least "
-            "one "
-            "pair, "
-            "are supported"
+            f"{os.path.join(folder, WEIGHTS)} has {odd or min(tensors, default='no tensor')}, but "
+            f"only lora_A.weight [{rank}, in] and lora_B.weight [out, {rank}] of linear layers, at "
+            "least one pair, are supported"
         )
     return pairs
 
@@ -515,14 +479,9 @@ def read_experts(
     names = {name for _, name in inside}
     if not inside or len(inside) != len(places) * len(names):
         raise ValueError(
-            f"Adapter {adapters[0].folder} changes "
-            f"{sorted(names)} "
-            "in "
-            f"{len(places)} "
-            "layers, "
-            "but "
-            "not all of them in each. It "
-            "must change the same linear layers of the MLP in each layer, at least one"
+            f"Adapter {adapters[0].folder} changes {sorted(names)} in {len(places)} layers, but "
+            "not all of them in each. It must change the same linear layers of the MLP in each "
+            "layer, at least one"
         )
     found = AdapterExperts(
         adapters,
@@ -539,12 +498,7 @@ def read_experts(
             same = set(value or ()) == set(theirs)
         if value is not None and not same:
             raise ValueError(
-                f"{name} is {value}, but {theirs} in the experts' "
-                "adapters. "
-                "Leave "
-                "it "
-                "None "
-                "with "
+                f"{name} is {value}, but {theirs} in the experts' adapters. Leave it None with "
                 "adapters"
             )
     return found
@@ -580,14 +534,8 @@ def _check_alike(adapters: Sequence[Adapter]) -> None:
             else:
                 what = f"has rank {adapter.rank}"
             raise ValueError(
-                f"{adapter.folder} {what}, scaling "
-                f"{adapter.scaling}. "
-                "All "
-                "experts "
-                "must "
-                "match "
-                f"{first.folder}, rank {first.rank} "
-                f"and scaling {first.scaling}"
+                f"{adapter.folder} {what}, scaling {adapter.scaling}. All experts must match "
+                f"{first.folder}, rank {first.rank} and scaling {first.scaling}"
             )
 
 
@@ -601,14 +549,8 @@ def _check_layer(model: nn.Module, path: str, adapters: Sequence[Adapter]) -> No
         a, b = adapter.pairs[path]
         if [b.shape[0], a.shape[1]] != want:
             raise ValueError(
-                f"{path} in {adapter.folder} is for "
-                f"{[b.shape[0], a.shape[1]]}, "
-                "but "
-                "the "
-                "model "
-                "has "
-                f"{want or 'no linear layer'}. "
-                "Pass an adapter of this model"
+                f"{path} in {adapter.folder} is for {[b.shape[0], a.shape[1]]}, but the model has "
+                f"{want or 'no linear layer'}. Pass an adapter of this model"
             )
 
 
@@ -629,11 +571,6 @@ def _check_backbone(
             what = f"{paths[0]} and {len(paths) - 1} more"
         how = "" if changes_tied else "backbone='mean' to add the experts' mean change there, or "
         raise ValueError(
-            f"{folder} changes {what} outside of the MLPs, "
-            "but "
-            "backbone "
-            "is "
-            f"{backbone}. "
-            "Use "
+            f"{folder} changes {what} outside of the MLPs, but backbone is {backbone}. Use "
             f"{how}backbone='base' to ignore it"
         )

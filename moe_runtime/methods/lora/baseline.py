@@ -56,12 +56,7 @@ def add_lora(model: nn.Module, rank: int, scaling: float, seed: int = 0) -> nn.M
     pairs = sum(".lora_A." in name for name, _ in adapted.named_parameters())
     if pairs != len(modules) + len(parameters):
         raise ValueError(
-            f"PEFT adapted only {pairs} "
-            "of "
-            "the "
-            f"{len(modules) + len(parameters)} "
-            "weights "
-            "of "
+            f"PEFT adapted only {pairs} of the {len(modules) + len(parameters)} weights of "
             f"{type(model).__name__}"
         )
     return adapted

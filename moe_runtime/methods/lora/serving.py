@@ -159,12 +159,7 @@ def _check(model: nn.Module, adapter: PeftAdapter, engine: str) -> None:
             leaves.setdefault(path.rpartition(".")[0], set()).add(path.rpartition(".")[2])
         elif not is_gated or parameter not in GATED:
             odd = odd or (
-                f"changes {name}, which is neither a linear layer "
-                "nor "
-                "a "
-                "stack "
-                "of "
-                "transformers' "
+                f"changes {name}, which is neither a linear layer nor a stack of transformers' "
                 "gated experts"
             )
     for path, names in leaves.items():
@@ -180,12 +175,7 @@ def _check(model: nn.Module, adapter: PeftAdapter, engine: str) -> None:
     odd = odd or (f"holds all of {min(adapter.whole)}" if adapter.whole else None)
     if odd:
         raise ValueError(
-            f"{adapter.folder} {odd}, which {engine} does not "
-            "support. "
-            "Merge "
-            "the "
-            "adapter "
-            "instead "
+            f"{adapter.folder} {odd}, which {engine} does not support. Merge the adapter instead "
             "with --to merged"
         )
 
@@ -232,14 +222,9 @@ def _experts(
                     yield from _of_expert(keys, path, e, projection, pair, half)
         else:
             raise ValueError(
-                f"{engine} {keys.version} has no known "
-                "name "
-                "for "
-                "the "
-                "pairs "
-                "of "
-                f"{model.config.model_type!r}, whose experts are "
-                f"saved as {next(iter(saved))}. Merge the adapter instead with --to merged"
+                f"{engine} {keys.version} has no known name for the pairs of "
+                f"{model.config.model_type!r}, whose experts are saved as {next(iter(saved))}. "
+                "Merge the adapter instead with --to merged"
             )
 
 

@@ -164,14 +164,9 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
     )
     if odd or not halves:
         raise ValueError(
-            f"{Path(folder) / WEIGHTS} has {odd or 'no pair'}, "
-            "but "
-            "must "
-            "have "
-            "lora_A.weight "
-            "and "
-            "lora_B.weight of linear layers "
-            f"or of the target_parameters in {path}, for a {type(model).__name__} like the base"
+            f"{Path(folder) / WEIGHTS} has {odd or 'no pair'}, but must have lora_A.weight and "
+            f"lora_B.weight of linear layers or of the target_parameters in {path}, for a "
+            f"{type(model).__name__} like the base"
         )
     stacks = {name for name in halves if parameters[name].dim() == 3}
     layouts = {
@@ -192,20 +187,9 @@ def read_peft(folder: str | Path, model: nn.Module) -> PeftAdapter:
         rank, scaling = _rank(config, name)
         if (b.shape[-2], a.shape[-1]) != tuple(shape) or not a.shape[-2] == b.shape[-1] == rank:
             raise ValueError(
-                f"{keys[name]} in "
-                f"{Path(folder) / WEIGHTS} "
-                "has "
-                "rank "
-                f"{a.shape[-2]} "
-                "and "
-                f"{b.shape[-1]} for a matrix "
-                f"{[b.shape[-2], a.shape[-1]]}, but must have "
-                "rank "
-                f"{rank} "
-                "and "
-                f"{list(shape)}, "
-                "as "
-                f"{name} of the base"
+                f"{keys[name]} in {Path(folder) / WEIGHTS} has rank {a.shape[-2]} and "
+                f"{b.shape[-1]} for a matrix {[b.shape[-2], a.shape[-1]]}, but must have rank "
+                f"{rank} and {list(shape)}, as {name} of the base"
             )
         pairs[name] = Pair(a, b, scaling, flipped)
     return PeftAdapter(Path(folder), config, pairs, whole, keys, reverse)
@@ -231,13 +215,8 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
     )
     if odd:
         raise ValueError(
-            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only "
-            "LoRA "
-            "with "
-            "pairs "
-            "A, "
-            "B "
-            "and whole modules is supported"
+            f"{odd[0]} in {path} is {shown(config.get(odd[0]))}, but only LoRA with pairs A, B and "
+            "whole modules is supported"
         )
 
 
@@ -344,12 +323,7 @@ def convert_folder(
     version = adapter.config.get("peft_version")
     if not adapter.is_reversed:
         raise ValueError(
-            f"{folder} (peft_version {version}) needs no conversion, as it "
-            "has "
-            "the "
-            "axes "
-            "of "
-            "PEFT "
+            f"{folder} (peft_version {version}) needs no conversion, as it has the axes of PEFT "
             "0.20 and later"
         )
     tensors = read_tensors(folder)
@@ -467,12 +441,7 @@ class Plan:
             )
         if odd:
             raise ValueError(
-                f"{adapter} changes {odd}, but only untied weights of "
-                "a "
-                "floating "
-                "dtype "
-                "can "
-                "be "
+                f"{adapter} changes {odd}, but only untied weights of a floating dtype can be "
                 "changed"
             )
 

@@ -216,20 +216,9 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
         or not all(is_plain_name(one["name"]) for one in parts)
     ):
         raise ValueError(
-            f"{path} must have format {FORMAT} with "
-            "gate, "
-            "loss_reduction "
-            "and "
-            "specialists, "
-            "as "
-            "written by ultrafuser.save, but "
-            f"has format {shown(values.get('format'))} or other "
-            "fields. "
-            "A "
-            "newer "
-            "moe_runtime "
-            "may "
-            "have written it"
+            f"{path} must have format {FORMAT} with gate, loss_reduction and specialists, as "
+            f"written by ultrafuser.save, but has format {shown(values.get('format'))} or other "
+            "fields. A newer moe_runtime may have written it"
         )
     return values
 
@@ -255,14 +244,8 @@ def locate(
         is_local = os.path.isabs(path) or name in moved or path == str(copied)
         if is_local and not Path(path, "config.json").is_file():
             raise ValueError(
-                f"Specialist {name!r} of {str(folder)!r} was not found "
-                "at "
-                f"{path}. "
-                "Put "
-                "its "
-                "folder "
-                "there, or pass "
-                f"specialists={{{name!r}: its folder}}"
+                f"Specialist {name!r} of {str(folder)!r} was not found at {path}. Put its folder "
+                f"there, or pass specialists={{{name!r}: its folder}}"
             )
         kept = next(
             (
@@ -302,14 +285,8 @@ def _check_weights(fuser: UltraFuser, parts: Sequence[Part]) -> None:
             and weights != part.weights
         ):
             raise ValueError(
-                f"Specialist {part.name!r} at {part.path} has other "
-                "weights "
-                "than "
-                "when "
-                "the "
-                "gate "
-                "was saved. Pass "
-                "the right folder in specialists, or train the gate again"
+                f"Specialist {part.name!r} at {part.path} has other weights than when the gate was "
+                "saved. Pass the right folder in specialists, or train the gate again"
             )
 
 
@@ -344,14 +321,9 @@ def restore(fuser: UltraFuser, checkpoint: str | os.PathLike) -> UltraFuser:
         for s in sorted(absent - held):
             if has_changed(fuser, s):
                 raise ValueError(
-                    "Checkpoint "
-                    f"{str(checkpoint)!r} "
-                    "does "
-                    "not "
-                    "contain "
-                    "specialist "
-                    f"{fuser.names[s]!r}, which has changed here. "
-                    "Use a fuser of the original specialists"
+                    f"Checkpoint {str(checkpoint)!r} does not contain specialist "
+                    f"{fuser.names[s]!r}, which has changed here. Use a fuser of the original "
+                    "specialists"
                 )
         missing = {key for key in own for s in absent - held if key.startswith(f"specialists.{s}.")}
         want = {
@@ -444,12 +416,7 @@ def fuse_folders(
     ]
     if bare:
         raise ValueError(
-            f"Specialist {str(bare[0])!r} has no tokenizer. "
-            "Save "
-            "the "
-            "specialists' "
-            "tokenizer "
-            "into "
+            f"Specialist {str(bare[0])!r} has no tokenizer. Save the specialists' tokenizer into "
             "its folder"
         )
     templates = templates[0] if templates and len(templates) == 1 else templates or None

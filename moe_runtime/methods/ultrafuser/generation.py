@@ -77,14 +77,8 @@ class FuserGeneration(GenerationMixin):
         ]
         if odd:
             raise ValueError(
-                f"{odd[0]} is not supported, as each specialist has "
-                "a "
-                "separate "
-                "prompt "
-                "and "
-                "state. "
-                "Pass prompt_ids and "
-                "prompt_mask from fuser.encode"
+                f"{odd[0]} is not supported, as each specialist has a separate prompt and state. "
+                "Pass prompt_ids and prompt_mask from fuser.encode"
             )
         prompts = self._prompts(prompt_ids, prompt_mask)
         rows = len(prompts[0][0])
@@ -93,12 +87,7 @@ class FuserGeneration(GenerationMixin):
         check_answers(start, rows, self.config.vocab_size, least=0)
         if labels is not None and (labels == -100).any():
             raise ValueError(
-                "response_ids must not be padded. Pass beginnings of "
-                "the "
-                "same "
-                "length, "
-                "or "
-                "one "
+                "response_ids must not be padded. Pass beginnings of the same length, or one "
                 "answer at a time"
             )
         if kwargs.pop("use_cache", settings.use_cache) is not False:
@@ -150,12 +139,7 @@ class FuserGeneration(GenerationMixin):
                 caches[-1].get_seq_length()
             except ValueError as error:
                 raise ValueError(
-                    "The cache of specialist "
-                    f"{name!r} "
-                    f"({type(model).__name__}) "
-                    "does "
-                    "not "
-                    "count "
+                    f"The cache of specialist {name!r} ({type(model).__name__}) does not count "
                     "tokens. Pass use_cache=False"
                 ) from error
         return caches

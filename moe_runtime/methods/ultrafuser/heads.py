@@ -148,23 +148,13 @@ def head_of(model, name: str) -> Head:
             shift = padding_error(model)
         if not error <= PROBE:
             reason = (
-                f"whose logits differ by {error:.1e} from its "
-                "head's, "
-                "of "
-                "the "
-                "form "
-                "cap(scale "
-                "(W h + b))"
+                f"whose logits differ by {error:.1e} from its head's, of the form cap(scale (W h + "
+                "b))"
             )
         elif not shift <= PADDING:
             reason = (
-                f"whose states differ by {shift:.1e} with "
-                "padding "
-                "before "
-                "a "
-                "prompt: "
-                "it "
-                "ignores attention_mask"
+                f"whose states differ by {shift:.1e} with padding before a prompt: it ignores "
+                "attention_mask"
             )
     if reason is not None:
         raise ValueError(
@@ -244,14 +234,8 @@ def loss_of(
         )
     if backend is not None:
         raise ValueError(
-            f"backend must be None, but got {backend!r}: a head has a bias, "
-            "a "
-            "soft "
-            "cap "
-            "or "
-            "an "
-            "adapter, or they differ in device "
-            "or dtype"
+            f"backend must be None, but got {backend!r}: a head has a bias, a soft cap or an "
+            "adapter, or they differ in device or dtype"
         )
     return chunked_loss(gate, hidden, heads, labels, reduction=reduction)
 

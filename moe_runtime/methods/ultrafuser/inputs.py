@@ -16,24 +16,19 @@ TEMPLATES = {
     "ultralm": "User: {prompt}\nAssistant:",
     "codellama": "[INST] {prompt} [/INST]",
     "wizardmath": (
-        "Below is an instruction that describes a task. "
-        "Write "
-        "a "
-        "response "
-        "that "
-        "appropriately "
-        "completes the request.\n\n"
-        "### Instruction:\n{prompt}\n\n### Response:"
+        "Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n"
+        "\n"
+        "### Instruction:\n"
+        "{prompt}\n"
+        "\n"
+        "### Response:"
     ),
 }
 TEXT = (
-    "def add(a, b):\n    return a + b  # sums: 12 + 345 = 357\n"
-    "What's "
-    "the "
-    "capital "
-    "of "
-    "France? "
-    "The answer is Paris."
+    "def add(a, b):\n"
+    "    return a + b  # sums: 12 + 345 = 357\n"
+    "What's the capital of France? The answer is Paris."
 )
 CHAT = "chat"  # the specialist's own chat template
 
@@ -46,16 +41,10 @@ def check_template(template: str, tokenizer=None) -> str:
     no_chat = text == CHAT and tokenizer is not None and not tokenizer.chat_template
     if no_chat or (text != CHAT and (not isinstance(text, str) or "{prompt}" not in text)):
         raise ValueError(
-            "template "
-            "is "
+            "template is "
             f"{template!r}{', but the tokenizer has no chat template' if no_chat else ''}. Use "
-            f"{', '.join(map(repr, (*TEMPLATES, CHAT)))} or a "
-            "text "
-            "with "
-            f"{{prompt}} "
-            "and "
-            "optionally "
-            f"{{system}}"
+            f"{', '.join(map(repr, (*TEMPLATES, CHAT)))} or a text with {{prompt}} and optionally "
+            "{system}"
         )
     return text
 
@@ -75,28 +64,17 @@ def check_tokenizers(tokenizers: Sequence, names: Sequence[str], vocab_size: int
             ours = tokenizers[0].eos_token if other is None else first[other]
             theirs = tokenizer.eos_token if other is None else own[other]
             raise ValueError(
-                f"{what} of {name!r} is {theirs!r}, "
-                "but "
-                f"{ours!r} "
-                "for "
-                f"{names[0]!r}. "
-                "Specialists "
-                "must have the same vocabulary "
-                "and tokenizer.eos_token"
+                f"{what} of {name!r} is {theirs!r}, but {ours!r} for {names[0]!r}. Specialists "
+                "must have the same vocabulary and tokenizer.eos_token"
             )
         # a vocabulary that is a prefix of another may still encode text differently
         if tokenizer.encode(TEXT, add_special_tokens=False) != tokenizers[0].encode(
             TEXT, add_special_tokens=False
         ):
             raise ValueError(
-                f"The tokenizers of {name!r} and {names[0]!r} "
-                "encode "
-                "the "
-                "same "
-                "text "
-                "differently, "
-                f"with {len(tokenizer)} and "
-                f"{len(tokenizers[0])} tokens. Specialists must have the same vocabulary"
+                f"The tokenizers of {name!r} and {names[0]!r} encode the same text differently, "
+                f"with {len(tokenizer)} and {len(tokenizers[0])} tokens. Specialists must have the "
+                "same vocabulary"
             )
 
 
@@ -147,12 +125,7 @@ class Encoder:
         ids = ids + [eos] if end and eos is not None else ids
         if any(i >= self.vocab_size for i in ids):
             raise ValueError(
-                "Ids of the response must be "
-                "below "
-                f"{self.vocab_size}, "
-                "the "
-                "smallest "
-                "vocabulary, "
+                f"Ids of the response must be below {self.vocab_size}, the smallest vocabulary, "
                 f"but got {max(ids)}"
             )
         return ids
@@ -175,14 +148,8 @@ class Encoder:
             or (responses is not None and len(responses) != len(prompts))
         ):
             raise ValueError(
-                "Expected a list of at least one prompt, and None or "
-                "one "
-                "response "
-                "for "
-                "each, "
-                "but "
-                f"prompts is {prompts!r} and "
-                f"responses is {responses!r}"
+                "Expected a list of at least one prompt, and None or one response for each, but "
+                f"prompts is {prompts!r} and responses is {responses!r}"
             )
         rows = [{"prompt_ids": self.prompt(prompt, system)} for prompt in prompts]
         for row, response in zip(rows, responses or (), strict=False):
@@ -229,14 +196,8 @@ def _messages(prompt: str | Sequence[Mapping], system: str | None) -> list[dict[
         or (system is not None and prompt[0]["role"] == "system")
     ):
         raise ValueError(
-            "Expected a text, or messages with role and content that end "
-            "with "
-            "the "
-            "user's, "
-            "and "
-            "at "
-            "most one system text, but "
-            f"prompt is {prompt!r} and system is {system!r}"
+            "Expected a text, or messages with role and content that end with the user's, and at "
+            f"most one system text, but prompt is {prompt!r} and system is {system!r}"
         )
     return [
         *([] if system is None else [{"role": "system", "content": system}]),
@@ -258,14 +219,8 @@ def _text_ids(tokenizer, template: str, messages: list[dict[str, str]]) -> list[
     if len(messages) > 1:
         roles = ", ".join(turn["role"] for turn in messages)
         raise ValueError(
-            f"Template {template!r} does not support the turns "
-            f"{roles}. "
-            "Use "
-            "the "
-            "template "
-            "'chat', "
-            "or one turn of the user "
-            "with a system text only if the template has {system}"
+            f"Template {template!r} does not support the turns {roles}. Use the template 'chat', "
+            "or one turn of the user with a system text only if the template has {system}"
         )
     # in one pass, since a prompt may contain such braces
     text = re.sub(r"\{(prompt|system)\}", lambda match: values[match[1]], template)
@@ -297,20 +252,9 @@ def check_prompts(ids, mask, sizes: Sequence[int]) -> list[tuple[torch.Tensor, t
         )
     if not fits:
         raise ValueError(
-            "Expected prompt_ids and prompt_mask as "
-            "from "
-            "fuser.encode, "
-            f"{len(sizes)} "
-            "tensors "
-            "[B, "
-            "P_s] each with at least one "
-            "token per prompt and "
-            "ids "
-            "below "
-            f"{', '.join(map(str, sizes))}, "
-            "but "
-            "got "
-            f"{', '.join(shapes)}"
+            f"Expected prompt_ids and prompt_mask as from fuser.encode, {len(sizes)} tensors [B, "
+            "P_s] each with at least one token per prompt and ids below "
+            f"{', '.join(map(str, sizes))}, but got {', '.join(shapes)}"
         )
     return [left_padded(i, m) for i, m in zip(ids, mask, strict=True)]
 
@@ -328,14 +272,8 @@ def check_answers(ids: torch.Tensor | None, rows: int, vocab_size: int, least: i
         or not _are_ids(ids, vocab_size)
     ):
         raise ValueError(
-            f"Expected response_ids [{rows}, R], one row per prompt, "
-            "with "
-            "ids "
-            "from "
-            "0 "
-            "to "
-            f"{vocab_size - 1}, including padding, "
-            f"but got {shape}"
+            f"Expected response_ids [{rows}, R], one row per prompt, with ids from 0 to "
+            f"{vocab_size - 1}, including padding, but got {shape}"
         )
 
 

@@ -248,12 +248,7 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(
-                "torch.nn.DataParallel is not supported. Use "
-                "one "
-                "process "
-                "per "
-                "device "
-                "(torchrun), "
+                "torch.nn.DataParallel is not supported. Use one process per device (torchrun), "
                 "or one device per specialist"
             )
         if input_ids is not None:
@@ -284,19 +279,9 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
         needs_labels = self.training and torch.is_grad_enabled() and not want_logits
         if needs_labels if labels is None else labels.shape != response_ids.shape:
             raise ValueError(
-                "labels must have the "
-                "shape "
-                "of "
-                "response_ids, "
-                f"{tuple(response_ids.shape)}, "
-                "in "
-                "training, but got "
-                f"{None if labels is None else tuple(labels.shape)}. "
-                "A "
-                "Trainer "
-                "drops "
-                "labels "
-                "unless label_smoothing_factor=0"
+                f"labels must have the shape of response_ids, {tuple(response_ids.shape)}, in "
+                f"training, but got {None if labels is None else tuple(labels.shape)}. A Trainer "
+                "drops labels unless label_smoothing_factor=0"
             )
         hidden = []
         for s, (model, (ids, mask)) in enumerate(zip(self.specialists, prompts, strict=True)):

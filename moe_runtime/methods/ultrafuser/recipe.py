@@ -61,12 +61,7 @@ class Stage(Training):
     def _check_steps(self):
         if self.steps is None:
             raise ValueError(
-                f"epochs is {self.epochs}. Set steps instead, as batches "
-                "are "
-                "drawn "
-                "by "
-                "domain, "
-                "not "
+                f"epochs is {self.epochs}. Set steps instead, as batches are drawn by domain, not "
                 "by epoch"
             )
         return self
@@ -110,14 +105,8 @@ class FuserRecipe(Node):
             size = getattr(self, name).batch_size
             if size % len(self.domains):
                 raise ValueError(
-                    f"{name}.batch_size must be a "
-                    "multiple "
-                    "of "
-                    "the "
-                    f"{len(self.domains)} "
-                    "domains, "
-                    "which have equal shares, but "
-                    f"got {size}"
+                    f"{name}.batch_size must be a multiple of the {len(self.domains)} domains, "
+                    f"which have equal shares, but got {size}"
                 )
         return self
 
@@ -135,24 +124,13 @@ class FuserRecipe(Node):
             else:
                 want = "none of base_model, pretrain, specialist"
             raise ValueError(
-                "Specialists without a model "
-                "are "
-                f"{', '.join(made) or 'none'} "
-                "and "
-                "given "
-                "is "
-                f"{', '.join(given) or 'no base'}. "
-                f"Set {want}"
+                f"Specialists without a model are {', '.join(made) or 'none'} and given is "
+                f"{', '.join(given) or 'no base'}. Set {want}"
             )
         for name, one in self.specialists.items():
             if one.model is not None and one.steps is not None:
                 raise ValueError(
-                    f"specialists.{name} has a model, so it is "
-                    "not "
-                    "tuned, "
-                    "but "
-                    "steps "
-                    "is "
+                    f"specialists.{name} has a model, so it is not tuned, but steps is "
                     f"{one.steps}. Set one of them"
                 )
             if one.domain is not None or one.model is None:
@@ -192,12 +170,7 @@ def check_engine() -> None:
     engine = ranks.engine()
     if engine not in ("NO", "FSDP") and not engine.startswith("MULTI_"):
         raise ValueError(
-            "Fused models train with distributed_type NO, "
-            "MULTI_GPU "
-            "(DDP) "
-            "or "
-            "FSDP "
-            "with "
+            "Fused models train with distributed_type NO, MULTI_GPU (DDP) or FSDP with "
             f"fsdp_version 2, but it is {engine}"
         )
 
@@ -223,12 +196,7 @@ def check_models(recipe: FuserRecipe) -> None:
     if not recipe.joint and len(set(sizes.values())) > 1:
         listed = ", ".join(f"{size} of {name}" for name, size in sizes.items())
         raise ValueError(
-            f"The hidden sizes differ ({listed}), but joint is False. "
-            "Set "
-            "joint: "
-            "true, "
-            "or "
-            "use "
+            f"The hidden sizes differ ({listed}), but joint is False. Set joint: true, or use "
             "models of one size"
         )
     if recipe.pretrain is None:

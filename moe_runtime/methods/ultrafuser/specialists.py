@@ -34,14 +34,8 @@ def check_specialists(specialists: Sequence) -> None:
         else:
             found = type(specialists).__name__
         raise ValueError(
-            "specialists must be a list of at least two folders "
-            "or "
-            "causal "
-            "LMs "
-            "of "
-            "transformers, "
-            "each loaded separately, but "
-            f"got {found}. Pass get_base_model() of PEFT models"
+            "specialists must be a list of at least two folders or causal LMs of transformers, "
+            f"each loaded separately, but got {found}. Pass get_base_model() of PEFT models"
         )
 
 
@@ -170,12 +164,7 @@ def one_each(name: str, value, count: int) -> list:
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
         raise ValueError(
-            f"{name} must have one item for each of the {count} specialists, "
-            "or "
-            "one "
-            "for "
-            "all, "
-            "but "
+            f"{name} must have one item for each of the {count} specialists, or one for all, but "
             f"has {len(values)}"
         )
     return values
@@ -196,12 +185,7 @@ def names_of(specialists, names: Sequence[str] | None) -> tuple[str, ...]:
         or not all(map(is_plain_name, names))
     ):
         raise ValueError(
-            "names must be different words, one for "
-            "each "
-            "of "
-            "the "
-            f"{len(specialists)} "
-            "specialists, "
+            f"names must be different words, one for each of the {len(specialists)} specialists, "
             f"but got {names}"
         )
     return names

@@ -128,14 +128,9 @@ def check(recipe: FuserRecipe) -> dict:
     ]
     if None in steps or domain is None:
         raise ValueError(
-            "Expected a recipe that tunes all specialists for a number "
-            "of "
-            "steps, "
-            "with "
-            "a "
-            "domain "
-            f"of {', '.join(KINDS)}, but it "
-            f"has the domains {', '.join(map(str, recipe.domains.values()))} and the steps {steps}"
+            "Expected a recipe that tunes all specialists for a number of steps, with a domain of "
+            f"{', '.join(KINDS)}, but it has the domains "
+            f"{', '.join(map(str, recipe.domains.values()))} and the steps {steps}"
         )
     return {"domain": domain}
 
@@ -212,24 +207,14 @@ def measure(process: Run, domain: str) -> dict:
         for name, (gained, lost, p) in tests.items():
             more = "no difference found" if p > LEVEL else "more" if gained > lost else "fewer"
             lines.append(
-                f"{name}: {share[name]:.3f} solved, "
-                f"{more} "
-                "(McNemar: "
-                f"+{gained} "
-                f"-{lost}, "
-                "corrected "
+                f"{name}: {share[name]:.3f} solved, {more} (McNemar: +{gained} -{lost}, corrected "
                 f"p {p:.2g})."
             )
         solved, others = (", ".join(map(str, counts)) for counts in zip(*generated, strict=True))
         return [
             *lines,
             (
-                f"Generating token by token {FULL} solves {solved} "
-                "sums; "
-                "judged "
-                "otherwise "
-                "in "
-                "the "
+                f"Generating token by token {FULL} solves {solved} sums; judged otherwise in the "
                 f"table: {others}."
             ),
         ]

@@ -69,12 +69,7 @@ class Stability(Finding):
         steps = [step for step, _ in next(iter(self.course.values()))[0]]
         over = f", the mean over {len(self.seeds)} seeds" if len(self.seeds) > 1 else ""
         return (
-            "held-out loss: mean ± sd over "
-            f"{len(steps)} "
-            "checkpoints, "
-            "steps "
-            f"{steps[0]} "
-            "to "
+            f"held-out loss: mean ± sd over {len(steps)} checkpoints, steps {steps[0]} to "
             f"{steps[-1]} of stage 2{over}."
         )
 
@@ -98,12 +93,7 @@ def check(recipe: FuserRecipe, checkpoints: int = CHECKPOINTS) -> dict:
     steps = recipe.stage2.steps
     if not 2 <= checkpoints <= 7 * steps // 9:
         raise ValueError(
-            "checkpoints must be at least 2 and at most seven ninths "
-            "of "
-            "the "
-            f"{steps} "
-            "steps "
-            "of "
+            f"checkpoints must be at least 2 and at most seven ninths of the {steps} steps of "
             f"stage 2, but got {checkpoints}"
         )
     return {"checkpoints": checkpoints}
@@ -148,14 +138,8 @@ def _summary(report: Stability) -> list[str]:
             for pair in ((means, others), (sds, other_sds))
         ]
         lines.append(
-            f"{name}: {second} has the lower mean "
-            "with "
-            f"{lower[0]} "
-            "of "
-            f"{len(report.seeds)} "
-            "seeds, "
-            "the lower deviation with "
-            f"{lower[1]}."
+            f"{name}: {second} has the lower mean with {lower[0]} of {len(report.seeds)} seeds, "
+            f"the lower deviation with {lower[1]}."
         )
     return lines
 
@@ -185,14 +169,9 @@ def _ablate(process: Run) -> dict:
             )
             one = table.comparison(alone)
             lines.append(
-                f"{domain}: "
-                "the "
-                "best "
-                "specialist "
-                "is "
-                f"{alone.partition(' ')[2]}, "
-                f"{table.entry(alone).loss:.4f}; fused "
-                f"{table.entry(FULL).loss:.4f}; against the fused model {with_difference(one)}."
+                f"{domain}: the best specialist is {alone.partition(' ')[2]}, "
+                f"{table.entry(alone).loss:.4f}; fused {table.entry(FULL).loss:.4f}; against the "
+                f"fused model {with_difference(one)}."
             )
         return [*lines, *each(report)]
 
@@ -219,12 +198,7 @@ def _sample_level(process: Run) -> dict:
         return [
             *each(report),
             (
-                "A selector that always takes the specialist with "
-                "the "
-                "lowest "
-                "loss "
-                "would "
-                "have "
+                "A selector that always takes the specialist with the lowest loss would have "
                 f"{perfect:.4f}."
             ),
         ]

@@ -139,14 +139,8 @@ def encode_rows(
             columns["response_ids"].append(answer)
     if not columns["response_ids"]:
         raise ValueError(
-            f"No examples are left: {dropped} have a held-out "
-            "prompt, "
-            "the "
-            "others "
-            "no "
-            "response "
-            f"within max_length ({max_length}). "
-            "Use a larger one, or other prompts"
+            f"No examples are left: {dropped} have a held-out prompt, the others no response "
+            f"within max_length ({max_length}). Use a larger one, or other prompts"
         )
     return require("datasets").Dataset.from_dict(columns)
 
@@ -167,14 +161,8 @@ def _exchange(row: Mapping) -> tuple[str | list[Mapping], str]:
         prompt, response = (row.get("prompt"), row.get("completion"))
     if not first and not (isinstance(prompt, str) and isinstance(response, str)):
         raise ValueError(
-            "Expected text in prompt and completion, or messages with "
-            "an "
-            "assistant's "
-            "answer "
-            "to "
-            "a "
-            "user, but got "
-            f"{shown(dict(row))}"
+            "Expected text in prompt and completion, or messages with an assistant's answer to a "
+            f"user, but got {shown(dict(row))}"
         )
     return prompt, response
 

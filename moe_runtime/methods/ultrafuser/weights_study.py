@@ -138,13 +138,8 @@ ON_DARK = (
     "110, 195, 240",
 )
 _NOTE = (
-    "Each token has the colour of the specialist with the "
-    "largest "
-    "weight: "
-    "the "
-    "deeper, "
-    "the "
-    "farther above equal weights."
+    "Each token has the colour of the specialist with the largest weight: the deeper, the farther "
+    "above equal weights."
 )
 
 
@@ -279,13 +274,8 @@ class GateWeights(Finding):
         """Return what the table's numbers are, in a line."""
         over = over_seeds(self.seeds)
         return (
-            "Mean weight of each specialist over the "
-            "response "
-            "tokens "
-            "of "
-            "held-out "
-            "rows; "
-            f"{over}; a row sums to 1."
+            f"Mean weight of each specialist over the response tokens of held-out rows; {over}; a "
+            "row sums to 1."
         )
 
 

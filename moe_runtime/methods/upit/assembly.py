@@ -76,12 +76,7 @@ def assemble(
     check_paths("experts", experts)
     if gate in SHARED_GATES:
         raise ValueError(
-            f"Gate {gate!r} has a shared expert, which has no routing "
-            "vector. "
-            "Use "
-            "one "
-            "without "
-            "a "
+            f"Gate {gate!r} has a shared expert, which has no routing vector. Use one without a "
             "shared expert"
         )
     check_out_dir(out, overwrite, [*experts, base])
@@ -98,12 +93,7 @@ def assemble(
         if len(kinds) != 1:
             found = ", ".join(expert.kind for expert in opened)
             raise ValueError(
-                "experts must be one or more folders, either all "
-                "adapters "
-                "or "
-                "none, "
-                "but "
-                "got "
+                "experts must be one or more folders, either all adapters or none, but got "
                 f"[{found}]"
             )
         config = opened[0].config
@@ -168,14 +158,8 @@ def _check_alike(opened: Sequence[Expert]) -> None:
         for name in sorted(fields.keys() | other.keys()):
             if fields.get(name) != other.get(name):
                 raise ValueError(
-                    f"{name} of "
-                    f"{expert.path} "
-                    "is "
-                    f"{other.get(name)!r}, "
-                    "but "
-                    f"{fields.get(name)!r} "
-                    f"for {first.path}. Pass "
-                    "experts of one base"
+                    f"{name} of {expert.path} is {other.get(name)!r}, but {fields.get(name)!r} for "
+                    f"{first.path}. Pass experts of one base"
                 )
         check_keys(expert.specs(), first.specs(), source=expert.path)
 

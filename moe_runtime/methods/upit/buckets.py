@@ -45,23 +45,13 @@ def seed_set(rows, share: float = 0.01, *, at_least: int = 1, seed: int = 0):
     check_number("share", share, positive=True)
     if not (hasattr(rows, "shuffle") and hasattr(rows, "select")):
         raise ValueError(
-            "rows must be a datasets.Dataset, "
-            "but "
-            "is "
-            "a "
-            f"{type(rows).__name__}. "
-            "Pass "
+            f"rows must be a datasets.Dataset, but is a {type(rows).__name__}. Pass "
             "Dataset.from_list(rows)"
         )
     count = max(round(share * len(rows)), at_least)
     if share > 1 or count > len(rows):
         raise ValueError(
-            f"share ({share}) and at_least ({at_least}) must "
-            "select "
-            "at "
-            "most "
-            "the "
-            f"{len(rows)} "
+            f"share ({share}) and at_least ({at_least}) must select at most the {len(rows)} "
             "examples of the data"
         )
     return rows.shuffle(seed=seed).select(range(count))

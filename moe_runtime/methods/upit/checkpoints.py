@@ -80,21 +80,10 @@ class ExpertCheckpoints(TrainerCallback):
             or not is_float
         ):
             raise ValueError(
-                "Expected at most one of the intervals, a base "
-                "if "
-                "only_changed, "
-                "and "
-                "a "
-                "floating "
-                "dtype such as 'bfloat16', but "
-                f"every_epochs is {every_epochs}, "
-                "every_steps "
-                "is "
-                f"{every_steps}, "
-                "only_changed "
-                "is "
-                f"{only_changed}, base is {base} "
-                f"and dtype is {dtype!r}"
+                "Expected at most one of the intervals, a base if only_changed, and a floating "
+                f"dtype such as 'bfloat16', but every_epochs is {every_epochs}, every_steps is "
+                f"{every_steps}, only_changed is {only_changed}, base is {base} and dtype is "
+                f"{dtype!r}"
             )
         self.max_shard_size = parse_size(max_shard_size)
         self._epoch = 0.0
@@ -111,12 +100,7 @@ class ExpertCheckpoints(TrainerCallback):
         there = ranks.agree([path.name for path in saved_steps(self.folder)])
         if there and not state.global_step and not self.overwrite:
             raise ValueError(
-                f"Folder {self.folder} has {there[0]} of an earlier "
-                "training. "
-                "Use "
-                "an "
-                "empty "
-                "folder "
+                f"Folder {self.folder} has {there[0]} of an earlier training. Use an empty folder "
                 "or pass overwrite=True"
             )
         if there:
@@ -359,12 +343,7 @@ def _check_base(model: nn.Module, base: Checkpoint) -> None:
             if like.dim() > 1 and key in specs and specs[key].shape == tuple(like.shape):
                 return
     raise ValueError(
-        f"No matrix of base {base.path} matches the model by name and shape. "
-        "Pass "
-        "the "
-        "base "
-        "of "
-        "the "
+        f"No matrix of base {base.path} matches the model by name and shape. Pass the base of the "
         "model"
     )
 

@@ -87,14 +87,8 @@ def expand_experts(
     out = Path(out)
     if not 1 <= len(paths) <= count or count > len(paths) == 1:
         raise ValueError(
-            "Expected at least 2 experts, as a child has two parents, and "
-            "a "
-            "count "
-            "of "
-            "at "
-            "least "
-            f"theirs, but got {len(paths)} "
-            f"experts and count {count}"
+            "Expected at least 2 experts, as a child has two parents, and a count of at least "
+            f"theirs, but got {len(paths)} experts and count {count}"
         )
     parse_size(max_shard_size)
     _check_out(out, paths, count, overwrite)
@@ -162,13 +156,8 @@ def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) 
             found = found or f"contains {path.name}, which is not a child of an expansion"
         if path.name not in ours and not overwrite:
             found = found or (
-                f"contains {path.name}, which this "
-                "call "
-                "would "
-                "not "
-                "create "
-                "(overwrite=True "
-                "removes it)"
+                f"contains {path.name}, which this call would not create (overwrite=True removes "
+                "it)"
             )
     for path in out.iterdir() if out.is_dir() else ():
         begins = CHILD if path.is_dir() else Path(SUMMARY).stem
@@ -184,14 +173,8 @@ def _check_out(out: Path, experts: Sequence[Path], count: int, overwrite: bool) 
 def _other(child: Path) -> ValueError:
     """Return the error for a child that this call would not make."""
     return ValueError(
-        f"{child.name} in {child.parent} was created from other "
-        "experts "
-        "or "
-        "with "
-        "other "
-        "options. "
-        "Choose a new folder or pass "
-        "overwrite=True"
+        f"{child.name} in {child.parent} was created from other experts or with other options. "
+        "Choose a new folder or pass overwrite=True"
     )
 
 

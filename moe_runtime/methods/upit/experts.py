@@ -146,14 +146,8 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
     record = read_json(path / RECORD) if (path / RECORD).is_file() else {}
     if record and (record.get("format") != FORMAT or record.get("kind") not in KINDS):
         raise ValueError(
-            f"{path / RECORD} "
-            "has "
-            "format "
-            f"{shown(record.get('format'))} "
-            "and "
-            "kind "
-            f"{shown(record.get('kind'))}, but expected "
-            f"{FORMAT} and one of {', '.join(KINDS)}"
+            f"{path / RECORD} has format {shown(record.get('format'))} and kind "
+            f"{shown(record.get('kind'))}, but expected {FORMAT} and one of {', '.join(KINDS)}"
         )
     kind = record.get("kind") or ("lora" if (path / ADAPTER_CONFIG).is_file() else "ffn")
     if kind == "delta":
@@ -163,12 +157,7 @@ def open_expert(path: str | Path, base: str | Path | None = None) -> Expert:
         named = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
     if named and not isinstance(named, str | Path):
         raise ValueError(
-            f"The base of expert {str(path)!r} must be a path or a "
-            "Hub "
-            "id, "
-            "but "
-            "is "
-            f"{shown(named)}. "
+            f"The base of expert {str(path)!r} must be a path or a Hub id, but is {shown(named)}. "
             "Pass base="
         )
     return Expert(path, kind, record, named or None)
@@ -189,12 +178,7 @@ def _base_of(path: Path, record: dict, given: str | Path | None) -> Path:
         except ValueError as error:
             reason = str(error).partition(". ")[0]
     raise ValueError(
-        f"Expert {str(path)!r} is a delta, but {reason}. Pass base=, the "
-        "folder "
-        "of "
-        "the "
-        "model "
-        "it "
+        f"Expert {str(path)!r} is a delta, but {reason}. Pass base=, the folder of the model it "
         "was trained from"
     )
 
@@ -234,12 +218,7 @@ def choose_checkpoints(
     if not 1 <= count <= len(found):
         where = f" in {folders}" if isinstance(folders, str | Path) else ""
         raise ValueError(
-            f"count must be from 1 to the {len(found)} "
-            f"checkpoints{where}, "
-            "but "
-            "got "
-            f"{count}. "
-            "Save "
+            f"count must be from 1 to the {len(found)} checkpoints{where}, but got {count}. Save "
             "more often"
         )
     if which == "uniform":

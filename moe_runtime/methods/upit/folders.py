@@ -156,13 +156,8 @@ def assemble_folders(
     listed = read_json(Path(routers) / SUMMARY).get("experts")
     if not isinstance(listed, list) or not listed:
         raise ValueError(
-            f"experts in {Path(routers) / SUMMARY} are "
-            f"{shown(listed)}. "
-            "Pass "
-            "the "
-            "folder "
-            "written "
-            "by upit init-routers"
+            f"experts in {Path(routers) / SUMMARY} are {shown(listed)}. Pass the folder written by "
+            "upit init-routers"
         )
     routed = [router.load_routed(Path(routers) / f"expert-{i}") for i in range(len(listed))]
     return assembly.assemble(

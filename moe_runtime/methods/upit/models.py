@@ -93,14 +93,8 @@ def base_of(experts: Sequence) -> str | Path:
     for expert in experts:
         if expert.base is None or not _is_same(first.base, expert.base):
             raise ValueError(
-                "All experts must have the same base, but "
-                "it "
-                "is "
-                f"{expert.base} "
-                "for "
-                f"{expert.path} "
-                f"and {first.base} for "
-                f"{first.path}. Pass base= if it has moved"
+                f"All experts must have the same base, but it is {expert.base} for {expert.path} "
+                f"and {first.base} for {first.path}. Pass base= if it has moved"
             )
     return first.base
 
@@ -124,17 +118,8 @@ def check_labels(rows, every_token: bool = False) -> None:
     names = getattr(rows, "column_names", None) or ()
     if not {"input_ids", "labels"} <= set(names):
         raise ValueError(
-            "rows must be a datasets.Dataset with input_ids "
-            "and "
-            "labels, "
-            "but "
-            "is "
-            "a "
-            f"{type(rows).__name__} with "
-            f"{', '.join(names) or 'no columns'}. "
-            "Tokenize "
-            "it "
-            "with "
+            "rows must be a datasets.Dataset with input_ids and labels, but is a "
+            f"{type(rows).__name__} with {', '.join(names) or 'no columns'}. Tokenize it with "
             "moe_runtime.io.rows.tokenize_pairs"
         )
     column = rows["input_ids" if every_token else "labels"]
@@ -144,12 +129,7 @@ def check_labels(rows, every_token: bool = False) -> None:
     if bad or not len(column):
         counted = "tokens after the first" if every_token else "labels after the first token"
         raise ValueError(
-            f"Each of one or more rows must have {counted}, "
-            "but "
-            "rows "
-            f"{bad[:8]} "
-            "of "
-            f"{len(column)} "
+            f"Each of one or more rows must have {counted}, but rows {bad[:8]} of {len(column)} "
             "have none"
         )
 

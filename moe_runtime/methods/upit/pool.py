@@ -110,24 +110,13 @@ class Pool:
         noted = expert.record.get("base_hash")
         if self.base_hash is not None and noted not in (None, self.base_hash):
             raise ValueError(
-                f"Base {self.base_folder} has other weights than "
-                "the "
-                "one "
-                "that "
-                f"{expert.path} "
-                "was "
-                "trained from. Pass the folder "
-                "of its base"
+                f"Base {self.base_folder} has other weights than the one that {expert.path} was "
+                "trained from. Pass the folder of its base"
             )
         bad = next((key for key in self.ffn if expert.spec(key).dtype not in FLOATS), None)
         if bad is not None:
             raise ValueError(
-                f"{bad} in {expert.path} must have "
-                "a "
-                "floating "
-                "dtype, "
-                "but "
-                "is "
+                f"{bad} in {expert.path} must have a floating dtype, but is "
                 f"{expert.spec(bad).dtype}"
             )
         self.experts.append(expert)
@@ -140,12 +129,7 @@ class Pool:
         if not self.ffn or is_dora:
             what = "uses DoRA (use_dora is True)" if is_dora else "has no tensor of an MLP"
             raise ValueError(
-                f"Expert {first.path} {what}. Experts must differ in "
-                "MLPs, "
-                "and "
-                "adapters "
-                "must "
-                "be "
+                f"Expert {first.path} {what}. Experts must differ in MLPs, and adapters must be "
                 "plain LoRA"
             )
         if first.kind == "lora":
@@ -301,13 +285,7 @@ def _check_alike(first: Expert, other: Expert) -> None:
     odd = next((field for field in ours if ours[field] != theirs.get(field)), None)
     if odd is not None:
         raise ValueError(
-            f"{odd} must be the same for all experts, "
-            "but "
-            "is "
-            f"{theirs.get(odd)!r} "
-            "for "
-            f"{other.path} "
-            f"and {ours[odd]!r} for "
-            f"{first.path}"
+            f"{odd} must be the same for all experts, but is {theirs.get(odd)!r} for {other.path} "
+            f"and {ours[odd]!r} for {first.path}"
         )
     check_keys(_with_dtypes(other.specs(), first.specs()), first.specs(), source=other.path)

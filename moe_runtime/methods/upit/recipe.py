@@ -113,12 +113,7 @@ class Form(Node):
         for name in ("sft", "post"):
             if getattr(self, name).epochs is None:
                 raise ValueError(
-                    f"{name}.steps is "
-                    f"{getattr(self, name).steps}. "
-                    "Set "
-                    "epochs "
-                    "instead, "
-                    "as "
+                    f"{name}.steps is {getattr(self, name).steps}. Set epochs instead, as "
                     "checkpoints count epochs"
                 )
         return self
@@ -190,12 +185,7 @@ class UpitRecipe(Node):
             raise ValueError("ffn and lora are null, but at least one of them must be given")
         if self.checkpoints.count < 2 <= self.experts.num_experts:
             raise ValueError(
-                "checkpoints.count must be at least "
-                "2 "
-                "to "
-                "expand "
-                "to "
-                f"{self.experts.num_experts} "
+                f"checkpoints.count must be at least 2 to expand to {self.experts.num_experts} "
                 "experts, but got 1"
             )
         for form in self.forms:
@@ -222,14 +212,8 @@ def check_saved(recipe: UpitRecipe, form: str, count: int, name: str) -> None:
     saved = count_saved(recipe, form)
     if count > saved:
         raise ValueError(
-            f"{name} must be at most the {saved} "
-            "checkpoints "
-            "of "
-            f"{form}.sft.epochs "
-            f"{epochs:g} "
-            "and "
-            f"every_epochs {every:g}, but "
-            f"got {count}"
+            f"{name} must be at most the {saved} checkpoints of {form}.sft.epochs {epochs:g} and "
+            f"every_epochs {every:g}, but got {count}"
         )
 
 

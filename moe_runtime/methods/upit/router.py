@@ -218,12 +218,7 @@ def _settings(
     unknown = training.keys() - _SETTINGS
     if unknown:
         raise ValueError(
-            "Unknown "
-            "settings "
-            f"{', '.join(sorted(unknown))}. "
-            "Pass "
-            "some "
-            "of "
+            f"Unknown settings {', '.join(sorted(unknown))}. Pass some of "
             f"{', '.join(sorted(_SETTINGS))}"
         )
     learning_rate = rate if learning_rate is None else learning_rate
@@ -297,12 +292,7 @@ def init_routers(
     if len(experts) != len(buckets) or not all(buckets):
         sizes = [len(bucket) for bucket in buckets]
         raise ValueError(
-            "Expected a bucket with examples for each of "
-            "the "
-            f"{len(experts)} "
-            "experts, "
-            "but "
-            "buckets "
+            f"Expected a bucket with examples for each of the {len(experts)} experts, but buckets "
             f"have {sizes}"
         )
     routed = []
@@ -334,14 +324,8 @@ def load_routed(folder: str | Path) -> RoutedExpert:
     )
     if not fits:
         raise ValueError(
-            f"{folder / RECORD} has format {record.get('format')!r} "
-            "or "
-            "lacks "
-            "fields, "
-            "but "
-            "must "
-            f"have format {FORMAT} with "
-            f"{', '.join((*names, *measured))}. Run upit init-routers again"
+            f"{folder / RECORD} has format {record.get('format')!r} or lacks fields, but must have "
+            f"format {FORMAT} with {', '.join((*names, *measured))}. Run upit init-routers again"
         )
     with Checkpoint(folder, VECTORS) as checkpoint:
         vectors = checkpoint.get("vectors")
@@ -364,14 +348,8 @@ def _check(
     is_dtype = dtype is None or isinstance(getattr(torch, str(dtype), None), torch.dtype)
     if not is_dtype or None not in (epochs, steps):
         raise ValueError(
-            "Expected at most one of epochs and steps, and dtype None "
-            "or "
-            "a "
-            "name "
-            "such "
-            "as "
-            f"'bfloat16', but epochs is {epochs}, "
-            f"steps is {steps} and dtype is {dtype!r}"
+            "Expected at most one of epochs and steps, and dtype None or a name such as "
+            f"'bfloat16', but epochs is {epochs}, steps is {steps} and dtype is {dtype!r}"
         )
     models.check_labels(rows)
 

@@ -132,14 +132,8 @@ class Stages(DomainStages):
         steps = trainers.count_steps(len(self.train_rows), training.epochs, *batch)
         if steps < count:
             raise ValueError(
-                f"{name} ({count}) must be at most the "
-                f"{steps} "
-                "steps "
-                "of "
-                f"{form}.sft "
-                "on "
-                f"{len(self.train_rows)} examples. Use "
-                "more examples or smaller batches"
+                f"{name} ({count}) must be at most the {steps} steps of {form}.sft on "
+                f"{len(self.train_rows)} examples. Use more examples or smaller batches"
             )
 
     def prepared(self, form: str) -> Judged:
@@ -292,12 +286,7 @@ class Stages(DomainStages):
             )
             buckets = upit_buckets.fill_buckets(found, seed_data.capacity)
             self.say(
-                f"{len(rows)} rows of "
-                "seed "
-                "data, "
-                "in "
-                "buckets "
-                "of "
+                f"{len(rows)} rows of seed data, in buckets of "
                 f"{', '.join(str(len(bucket)) for bucket in buckets)}"
             )
             seconds = time.perf_counter() - start
@@ -341,20 +330,9 @@ class Stages(DomainStages):
         size = capacity or math.ceil(count / n)
         if init != "none" and (n - 1) * size >= count:
             raise ValueError(
-                f"num_experts is {n} and seed_data.capacity is {capacity}, "
-                "but "
-                "the "
-                "seed "
-                "data "
-                "have "
-                f"only {count} examples, not "
-                f"more than the {(n - 1) * size} that {n - 1} experts may "
-                "get. "
-                "Use "
-                "more "
-                "seed "
-                "data "
-                "or a lower capacity"
+                f"num_experts is {n} and seed_data.capacity is {capacity}, but the seed data have "
+                f"only {count} examples, not more than the {(n - 1) * size} that {n - 1} experts "
+                "may get. Use more seed data or a lower capacity"
             )
 
     def routers(self, form: str, pool: Pool, init: str = "skilled") -> router.Routers:

@@ -63,23 +63,13 @@ def check_named(known: Sequence[str]) -> Callable:
         m = recipe.checkpoints.count
         if known is WHICH and min(m, n) >= (saved := count_saved(recipe, form)):
             raise ValueError(
-                f"checkpoints.count must be below the {saved} "
-                "saved "
-                "checkpoints, "
-                "to "
-                "have "
-                "a "
-                f"choice, but got {m}"
+                f"checkpoints.count must be below the {saved} saved checkpoints, to have a choice, "
+                f"but got {m}"
             )
         if known is EXPANSIONS and m >= n:
             raise ValueError(
-                "checkpoints.count must be below num_experts "
-                f"({n}), "
-                "as "
-                "nothing "
-                "would "
-                "be "
-                f"expanded, but got {m}"
+                f"checkpoints.count must be below num_experts ({n}), as nothing would be expanded, "
+                f"but got {m}"
             )
         if known is EXPANSIONS and "none" in strategies:
             check_saved(recipe, form, n, "num_experts")
@@ -104,12 +94,7 @@ def check_experts(
     active = different("active", active, lambda one: check_positive("active", one))
     if min(active) > max(sizes):
         raise ValueError(
-            "active (experts per token) must be at "
-            "most "
-            "experts "
-            f"({max(sizes)}), "
-            "but "
-            "got "
+            f"active (experts per token) must be at most experts ({max(sizes)}), but got "
             f"{min(active)}"
         )
     return {"form": _form(recipe, form), "sizes": sizes, "active": active}
@@ -203,12 +188,7 @@ class Routing(NamedTuple):
             distances = found["distance_between_domains"]
             mean = sum(distances) / len(distances)
             lines.append(
-                f"{name}: two domains' shares of the "
-                "experts "
-                "differ "
-                "by "
-                f"{mean:.3f} "
-                "(total "
+                f"{name}: two domains' shares of the experts differ by {mean:.3f} (total "
                 "variation, 0 to 1)."
             )
         return lines

@@ -44,12 +44,7 @@ class RoutingVectors:
         H = model.config.hidden_size
         if vectors.shape != (len(self.mlps), H) or not 0 <= alpha <= 1:
             raise ValueError(
-                f"Expected vectors [{len(self.mlps)}, {H}] and alpha from "
-                "0 "
-                "to "
-                "1, "
-                "but "
-                "got "
+                f"Expected vectors [{len(self.mlps)}, {H}] and alpha from 0 to 1, but got "
                 f"{tuple(vectors.shape)} and {alpha}"
             )
         self.model = model

@@ -62,35 +62,16 @@ class UpcycleReceipt:
             what = f"gate {c.gate} does not preserve the dense model's scale"
         if not math.isfinite(self.error):
             what = (
-                "the dense model's own logits, or the new one's, "
-                "are "
-                "not "
-                "finite: "
-                "look "
-                "for "
-                "broken weights outside of the MLPs"
+                "the dense model's own logits, or the new one's, are not finite: look for broken "
+                "weights outside of the MLPs"
             )
         gate = "no router, tokens assigned at random" if self.stage == "ewa" else f"gate {c.gate}"
         return (
-            f"upcycled {len(self.layers)} layers: "
-            f"{c.num_experts} "
-            "experts, "
-            f"{c.top_k} "
-            "per "
-            "token, "
+            f"upcycled {len(self.layers)} layers: {c.num_experts} experts, {c.top_k} per token, "
             f"{gate}\n"
-            "parameters: "
-            f"{self.dense_parameters:,} "
-            "dense "
-            "-> "
-            f"{self.moe_parameters:,}, "
+            f"parameters: {self.dense_parameters:,} dense -> {self.moe_parameters:,}, "
             f"{self.active_parameters:,} active\n"
-            f"copied {len(self.copied)} "
-            "expert "
-            "stacks, "
-            "initialized "
-            f"{len(self.drawn)} "
-            "router "
+            f"copied {len(self.copied)} expert stacks, initialized {len(self.drawn)} router "
             "tensors\n"
             f"upcycled against dense logits: relative error {self.error:.1e} ({what})"
         )
@@ -229,14 +210,8 @@ def merge(
             learned.append(check_mixture(layer.alpha().detach(), name))
     if learned and (moved := distance_moved(learned, layers[0].shared_rate)) <= UNMOVED:
         warnings.warn(
-            f"The mixing coefficients are within {moved:.1e} "
-            "of "
-            "the "
-            "initial "
-            "coefficients. "
-            "Learn "
-            "to mix before merging, with a "
-            "larger learning rate, such as 1e-2",
+            f"The mixing coefficients are within {moved:.1e} of the initial coefficients. Learn to "
+            "mix before merging, with a larger learning rate, such as 1e-2",
             stacklevel=2,
         )
     given = {id(layer): row for layer, row in zip(layers, rows, strict=True)}
@@ -252,13 +227,8 @@ def check_rate(shared_rate: float | None, alpha, stage: str) -> float:
     reason = None
     if stage == "lora":
         reason = (
-            "The model's stage is 'lora', but whole experts "
-            "are "
-            "required. "
-            "Merge "
-            "LoRA "
-            "experts "
-            "with lora.merge"
+            "The model's stage is 'lora', but whole experts are required. Merge LoRA experts with "
+            "lora.merge"
         )
     elif shared_rate is not None and (stage != "moe" or alpha is not None):
         fixed = {
@@ -285,14 +255,8 @@ def save_dense(
     block = getattr(getattr(model, "config", None), "moe_runtime", None)
     if block is not None:
         raise ValueError(
-            f"{type(model).__name__} has experts (stage "
-            f"{block['stage']!r}). "
-            "Merge "
-            "it "
-            "first, "
-            "with "
-            "xft.merge or lora.merge, or "
-            "save it with model.save_pretrained"
+            f"{type(model).__name__} has experts (stage {block['stage']!r}). Merge it first, with "
+            "xft.merge or lora.merge, or save it with model.save_pretrained"
         )
     with atomic_folder(folder, overwrite) as new:
         model.save_pretrained(new)

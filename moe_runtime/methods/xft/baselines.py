@@ -274,25 +274,14 @@ def average_after_steps(
         )
     elif partial:
         reason = (
-            f"{partial[0]} must be a whole "
-            "stack "
-            "[E, "
-            "...], "
-            "but "
-            "is "
-            f"{tuple(stacks[partial[0]].shape)}. Train with FSDP2 "
-            "(fsdp_version: 2) or DDP instead of FSDP1 and ZeRO-3"
+            f"{partial[0]} must be a whole stack [E, ...], but is "
+            f"{tuple(stacks[partial[0]].shape)}. Train with FSDP2 (fsdp_version: 2) or DDP instead "
+            "of FSDP1 and ZeRO-3"
         )
     elif other:
         reason = (
-            f"{type(optimizer).__name__} does not hold "
-            f"{', '.join(other)}. "
-            "Pass "
-            "the "
-            "optimizer "
-            "of "
-            "this "
-            "model. DeepSpeed's optimizers hold copies: train with FSDP2 or DDP instead"
+            f"{type(optimizer).__name__} does not hold {', '.join(other)}. Pass the optimizer of "
+            "this model. DeepSpeed's optimizers hold copies: train with FSDP2 or DDP instead"
         )
     if reason is not None:
         raise ValueError(reason)

@@ -67,11 +67,8 @@ class Clock:
         about = ""
         if self.pace:
             about = (
-                " (about "
-                f"{max(self.pace * sum(self.work[one] for one in (kind, *left)), 1):.0f} "
-                "s "
-                "left "
-                "in all)"
+                f" (about {max(self.pace * sum(self.work[one] for one in (kind, *left)), 1):.0f} s "
+                "left in all)"
             )
         self.say(f"{what}{about}")
 
@@ -145,12 +142,7 @@ def _made(stages: Stages, clock: Clock) -> dict[str, tuple[Result, str]]:
             "dense, tuned; its best step by validation",
         )
     clock.begin(
-        f"XFT: the base upcycled to {count} experts, {top} per token, "
-        "and "
-        "tuned "
-        "on "
-        "the "
-        "same "
+        f"XFT: the base upcycled to {count} experts, {top} per token, and tuned on the same "
         "examples",
         "moe",
         ["mix"],
@@ -250,12 +242,7 @@ def _picture(results: dict, stats: RouterStats):
     load.
     """
     title = (
-        "XFT and SFT from one "
-        "base "
-        "of "
-        f"{results['rows'][0]['parameters']:,} "
-        "parameters, "
-        "seed "
+        f"XFT and SFT from one base of {results['rows'][0]['parameters']:,} parameters, seed "
         f"{results['seed']}"
     )
     figure, axes = plots.new_figure(title, (10.5, 7.4), mosaic="AB;CD")
@@ -335,40 +322,16 @@ def _show(
         mark = "right" if after == row["completion"] else f"wrong: {row['completion']}"
         print(f"    base:   {before!r}\n    merged: {after!r}  ({mark})")
     print(
-        f"\nmodels: {out}/base, "
-        "sft "
-        "(the "
-        "best), "
-        "moe, "
-        "merged; "
+        "\n"
+        f"models: {out}/base, sft (the best), moe, merged; "
         f"AutoModelForCausalLM.from_pretrained({str(out / 'merged')!r})\n"
-        f"picture: {out / 'xft.png'}   numbers: {out / 'results.json'} "
-        " "
-        " "
-        "for "
-        "another "
-        "run: "
+        f"picture: {out / 'xft.png'}   numbers: {out / 'results.json'}   for another run: "
         f"{out}.stages\n"
-        f"next: moe-runtime xft merge {out / 'moe'} other --shared-rate 0.5 "
-        " "
-        " "
-        " "
-        "another "
-        "dense "
-        "model of the same experts\n"
-        "      moe-runtime paper xft table1                      "
-        " "
-        "the "
-        "paper's "
-        "comparison, "
-        "three "
+        f"next: moe-runtime xft merge {out / 'moe'} other --shared-rate 0.5    another dense model "
+        "of the same experts\n"
+        "      moe-runtime paper xft table1                       the paper's comparison, three "
         "seeds, with tests\n"
-        "      moe-runtime run mine.yaml                          the "
-        "same "
-        "on "
-        "your "
-        "model "
-        "and "
+        "      moe-runtime run mine.yaml                          the same on your model and "
         "data: docs/recipes.md"
     )
 
@@ -382,25 +345,9 @@ def verdict(results: dict) -> str:
     lower = sum(losses[name] > merged for name in rates)
     equal = losses[rates[RATES.index(1.0)]] - merged
     return (
-        "The merged model has the size and the speed of the base; "
-        "its "
-        "held-out "
-        "loss "
-        "is "
-        "lower "
-        f"than that of {lower} of "
-        f"{len(rates)} SFTs, each at its best step.\nAt XFT's own "
-        "learning "
-        "rate "
-        "SFT's "
-        "loss "
-        "is "
-        f"{abs(equal):.4f} "
-        f"{'higher' if equal > 0 else 'lower'}. The best "
-        "SFT "
-        "by "
-        "validation "
-        "is "
-        f"{best}.\n"
+        "The merged model has the size and the speed of the base; its held-out loss is lower than "
+        f"that of {lower} of {len(rates)} SFTs, each at its best step.\n"
+        f"At XFT's own learning rate SFT's loss is {abs(equal):.4f} "
+        f"{'higher' if equal > 0 else 'lower'}. The best SFT by validation is {best}.\n"
         f"{results['against_best_sft']}."
     )

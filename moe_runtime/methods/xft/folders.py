@@ -94,12 +94,7 @@ def _mlp_error(
         error = folders.stock_mlp_error(config, weights, layer)
         if not error < swap.TOLERANCE:
             raise ValueError(
-                f"The MLP of layer {layer} differs from our "
-                "formula "
-                "by "
-                f"{error:.1e} "
-                "relative, "
-                "more "
+                f"The MLP of layer {layer} differs from our formula by {error:.1e} relative, more "
                 f"than {swap.TOLERANCE:.0e}"
             )
         worst = max(worst, error)
@@ -284,25 +279,14 @@ def _mixing(block: dict, rows: Sequence[torch.Tensor], shared_rate: float, is_gi
         return "equal coefficients"
     if block["stage"] == "moe":
         return (
-            f"initial coefficients, lambda {shared_rate:g}; "
-            "to "
-            "learn "
-            "them, "
-            "use "
-            "xft "
-            "to-mergeable first"
+            f"initial coefficients, lambda {shared_rate:g}; to learn them, use xft to-mergeable "
+            "first"
         )
     moved = distance_moved(rows, block["shared_rate"])
     if moved <= UNMOVED:
         return (
-            f"initial coefficients: learning has moved them by {moved:.1e} "
-            "at "
-            "most. "
-            "Learn "
-            "to "
-            "mix "
-            "with a larger learning rate, "
-            "such as 1e-2"
+            f"initial coefficients: learning has moved them by {moved:.1e} at most. Learn to mix "
+            "with a larger learning rate, such as 1e-2"
         )
     return f"learned coefficients, up to {moved:.1e} from the initial ones"
 

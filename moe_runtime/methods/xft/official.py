@@ -72,14 +72,8 @@ def load_tensors(file: Path) -> Mapping:
         cause = error
     if reason is not None:
         raise ValueError(
-            f"{file} {reason}. Pass a complete file with a dict "
-            "of "
-            "tensors, "
-            "as "
-            "written "
-            "by "
-            "torch.save. Other content of a "
-            "pickle is never executed"
+            f"{file} {reason}. Pass a complete file with a dict of tensors, as written by "
+            "torch.save. Other content of a pickle is never executed"
         ) from cause
     return loaded
 
@@ -108,13 +102,8 @@ class TorchFiles:
                 )
                 if not isinstance(key, str) or not plain or key in self._place:
                     raise ValueError(
-                        f"{key} in {path / name} must be a dense tensor in "
-                        "one "
-                        "file "
-                        "only, "
-                        "but "
-                        "is "
-                        f"a {type(tensor).__name__}"
+                        f"{key} in {path / name} must be a dense tensor in one file only, but is a "
+                        f"{type(tensor).__name__}"
                     )
                 self._place[key] = (TensorSpec(tuple(tensor.shape), tensor.dtype), name)
         self._name = ""
@@ -155,12 +144,7 @@ def open_model(path: str | Path) -> Checkpoint | TorchFiles:
         names = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if not names or any(not is_plain_name(name) or name not in found for name in names):
             raise ValueError(
-                f"weight_map of {path / BIN_INDEX} must name files "
-                "in "
-                "its "
-                "folder, "
-                "but "
-                "names "
+                f"weight_map of {path / BIN_INDEX} must name files in its folder, but names "
                 f"{shown(names)}"
             )
     return TorchFiles(path, sorted(set(names)), lambda tensors, _: tensors)
@@ -241,23 +225,12 @@ def _import(
     ]
     if len(layers) * moe.num_experts * len(KINDS) > max(len(found), MAX_NAMES):
         reason = (
-            f"num_hidden_layers is {len(layers)} "
-            "and "
-            "num_experts "
-            "is "
-            f"{moe.num_experts} "
-            "in "
-            "config.json, more than the "
-            f"{len(found)} tensors in {opened.path}"
+            f"num_hidden_layers is {len(layers)} and num_experts is {moe.num_experts} in "
+            f"config.json, more than the {len(found)} tensors in {opened.path}"
         )
     elif narrow:
         reason = (
-            f"{narrow[0]} must be float16, bfloat16, "
-            "float32 "
-            "or "
-            "float64, "
-            "but "
-            "is "
+            f"{narrow[0]} must be float16, bfloat16, float32 or float64, but is "
             f"{found[narrow[0]].dtype}"
         )
     if reason is not None:
@@ -300,42 +273,20 @@ def _open(source: Path, values: dict, ffn_folder: str | Path | None) -> _Source:
     folder = next((place for place in places if (place / "ffn_layer_0.pt").is_file()), None)
     if is_moe and (values["model_type"] != official_config.MODEL_TYPE or ffn_folder is not None):
         reason = (
-            f"model_type is {values['model_type']!r} and "
-            "ffn_folder "
-            "is "
-            f"{ffn_folder}, "
-            "but "
-            f"{source} "
-            "contains the experts. "
-            f"Use {official_config.MODEL_TYPE!r} and no ffn_folder"
+            f"model_type is {values['model_type']!r} and ffn_folder is {ffn_folder}, but {source} "
+            f"contains the experts. Use {official_config.MODEL_TYPE!r} and no ffn_folder"
         )
     elif not is_moe and "average_weights" not in names:
         reason = (
-            f"{source} has no "
-            "tensor "
-            "such "
-            "as "
-            f"{EXPERTS.format(0, KINDS[0], 0)} "
-            "or "
-            f"{MLP.format(0)}.average_weights. Pass an MoE "
-            "or a weighted model of the released XFT code. Its "
-            "merged "
-            "models "
-            "are "
-            "Llama "
-            "models, "
-            "which transformers loads"
+            f"{source} has no tensor such as {EXPERTS.format(0, KINDS[0], 0)} or "
+            f"{MLP.format(0)}.average_weights. Pass an MoE or a weighted model of the released XFT "
+            "code. Its merged models are Llama models, which transformers loads"
         )
     elif not is_moe and folder is None:
         looked = ", ".join(map(str, dict.fromkeys(places)))
         reason = (
-            f"ffn_layer_0.pt was not found in {looked}. Pass "
-            "the "
-            "folder "
-            "of "
-            "the "
-            "experts' "
-            "files as ffn_folder"
+            f"ffn_layer_0.pt was not found in {looked}. Pass the folder of the experts' files as "
+            "ffn_folder"
         )
     if reason is not None:
         raise ValueError(reason)

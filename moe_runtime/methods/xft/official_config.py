@@ -103,14 +103,8 @@ def read_values(source: str | Path) -> dict:
         else:
             found = f"{str(source)!r} has no config.json"
         raise ValueError(
-            f"{found}. Pass a folder of the released XFT code "
-            "with "
-            f"{MODEL_TYPE!r}, "
-            "or "
-            "'llama' "
-            "for "
-            "a weighted model. Folders of "
-            "moe_runtime need no import"
+            f"{found}. Pass a folder of the released XFT code with {MODEL_TYPE!r}, or 'llama' for "
+            "a weighted model. Folders of moe_runtime need no import"
         )
     return values
 
@@ -205,12 +199,7 @@ def _extra_settings(extra: dict) -> dict:
         or set(extra) - {"config", "method"}
     ):
         raise ValueError(
-            f"{EXTRA} may only have method and "
-            "config "
-            "(of "
-            f"{', '.join(_EXTRA_FIELDS)}), "
-            "but "
-            "is "
+            f"{EXTRA} may only have method and config (of {', '.join(_EXTRA_FIELDS)}), but is "
             f"{shown(extra)}"
         )
     return fields
@@ -247,14 +236,9 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
         base = rope_theta
     elif base != configured:
         warnings.warn(
-            f"config.json has rope_theta {configured}, which the "
-            "released "
-            "MoE "
-            "code "
-            "ignores: "
-            "this "
-            "folder's attention is "
-            f"imported with the base {base}. Pass rope_theta={configured} to use that one",
+            f"config.json has rope_theta {configured}, which the released MoE code ignores: this "
+            f"folder's attention is imported with the base {base}. Pass rope_theta={configured} to "
+            "use that one",
             stacklevel=5,
         )
     check_number("rope_theta", base, positive=True)
@@ -265,12 +249,7 @@ def _import_rope(values: dict, stage: str, rope_theta: float | None) -> dict:
         known = known and scaling["type"] in ("linear", "dynamic") and _is_number(scaling["factor"])
         if not known or scaling["factor"] <= 1:
             raise ValueError(
-                "rope_scaling must be null, or type linear or dynamic and "
-                "a "
-                "factor "
-                "above "
-                "1, "
-                "but "
+                "rope_scaling must be null, or type linear or dynamic and a factor above 1, but "
                 f"is {shown(scaling)}"
             )
         rope |= {"rope_type": scaling["type"], "factor": scaling["factor"]}
@@ -388,12 +367,7 @@ def _check_exportable(config, moe: MoEConfig, stock: dict, keep_rope: bool) -> N
                 base,
                 not is_moe or keep_rope or base == ROPE_BASE,
                 (
-                    f"{ROPE_BASE}, unless keep_rope=True writes the "
-                    "MoE "
-                    "for "
-                    "readers "
-                    "that "
-                    "use "
+                    f"{ROPE_BASE}, unless keep_rope=True writes the MoE for readers that use "
                     "rope_theta"
                 ),
             ),

@@ -101,14 +101,8 @@ class Recipe(Node):
         size = self.tune.ep_size
         if count % size or max(self.sft.ep_size, self.mix.ep_size, self.ewa_training.ep_size) > 1:
             raise ValueError(
-                f"tune.ep_size is {size}, of {count} experts; expected a "
-                "divisor "
-                "of "
-                "them, "
-                "and "
-                "no "
-                "ep_size for sft, mix and ewa, "
-                "which have no routed experts"
+                f"tune.ep_size is {size}, of {count} experts; expected a divisor of them, and no "
+                "ep_size for sft, mix and ewa, which have no routed experts"
             )
         return self
 
@@ -130,12 +124,7 @@ def resolve_experts(values: dict) -> dict:
     MoEConfig(hidden_size=1, intermediate_size=1, **values)
     if values.get("balance_loss", "none") == "none" and values.get("balance_loss_coef"):
         raise ValueError(
-            f"balance_loss_coef is {values['balance_loss_coef']}, "
-            "but "
-            "balance_loss "
-            "is "
-            "'none'. "
-            "Set "
+            f"balance_loss_coef is {values['balance_loss_coef']}, but balance_loss is 'none'. Set "
             "both"
         )
     return values

@@ -93,20 +93,9 @@ class Routing(Finding):
         """Return what the table's numbers are, in two lines."""
         R = len(self.counts[0][0][0][0])
         return (
-            f"shares of the {R} routed "
-            "experts, "
-            "over "
-            f"{len(self.layers)} "
-            "layers "
-            "and "
-            f"{len(self.seeds)} seeds; {1 / R:.3f} where "
-            "nothing is preferred;\nentropy: the lowest layer's, 1 "
-            "when "
-            "balanced; "
-            "the "
-            "last "
-            "two: "
-            "total variation distance."
+            f"shares of the {R} routed experts, over {len(self.layers)} layers and "
+            f"{len(self.seeds)} seeds; {1 / R:.3f} where nothing is preferred;\n"
+            "entropy: the lowest layer's, 1 when balanced; the last two: total variation distance."
         )
 
     def to_dict(self) -> dict:
@@ -150,9 +139,7 @@ def measure(process, texts: Sequence[str], tokens: int) -> dict:
     layers = []
     for seed, moe in zip(process.seeds, moes, strict=True):
         process.say(
-            f"seed {seed}: "
-            "routing "
-            f"{sum(len(ids) for text in rows.values() for ids in text):,} "
+            f"seed {seed}: routing {sum(len(ids) for text in rows.values() for ids in text):,} "
             "tokens"
         )
         with ranks.leading() as main:
@@ -206,12 +193,7 @@ def _tokenized(stages, texts: Sequence[str], tokens: int) -> dict[str, list[list
     for name, pieces in found.items():
         if len(pieces) < 2:  # one for each half
             raise ValueError(
-                f"{name!r} has {len(pieces)} piece within {tokens} "
-                "tokens, "
-                "but "
-                "two "
-                "are "
-                "required. "
+                f"{name!r} has {len(pieces)} piece within {tokens} tokens, but two are required. "
                 "Raise tokens or add text"
             )
     return found
@@ -288,11 +270,8 @@ def _summary(report: Routing) -> list[str]:
     for name, (others, own) in zip(report.tokens, report.distances(), strict=True):
         more = sum(a > b for a, b in zip(others, own, strict=True))
         lines.append(
-            f"{name}: "
-            f"{statistics.fmean(others) / max(statistics.fmean(own), 1e-12):.1f} "
-            "times "
-            "as "
-            "far from the other texts as "
-            f"its halves from each other; farther with {more} of {len(report.seeds)} seeds."
+            f"{name}: {statistics.fmean(others) / max(statistics.fmean(own), 1e-12):.1f} times as "
+            f"far from the other texts as its halves from each other; farther with {more} of "
+            f"{len(report.seeds)} seeds."
         )
     return lines

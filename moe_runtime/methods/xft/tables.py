@@ -129,14 +129,8 @@ def _ablate_merge(process: Run) -> dict:
     def summary(report: Report) -> list[str]:
         return [
             *each(report),
-            f"Learning moved a coefficient by {moved:.4f} at most "
-            "from "
-            "its "
-            "initial "
-            "value; "
-            "the "
-            "soup's shared expert went "
-            f"from {rate:.4f} to {shared:.4f} on average.",
+            f"Learning moved a coefficient by {moved:.4f} at most from its initial value; the "
+            f"soup's shared expert went from {rate:.4f} to {shared:.4f} on average.",
         ]
 
     extra = {"largest_move_of_alpha": moved, "mean_shared_coefficient_of_the_soup": shared}
@@ -203,12 +197,7 @@ def _budget(process: Run) -> dict:
     per_step = same.seconds / same.results[0].steps
     steps = max(round(merged.seconds / per_step), 1)
     process.say(
-        f"XFT took {merged.seconds:.1f} s, an SFT step {per_step:.4f} s: "
-        f"{steps} "
-        "steps "
-        "of "
-        "SFT "
-        "for "
+        f"XFT took {merged.seconds:.1f} s, an SFT step {per_step:.4f} s: {steps} steps of SFT for "
         "the same time"
     )
     (longer,) = process.collect(lambda stages: iter([("SFT, same time", stages.sft(steps=steps))]))
@@ -221,20 +210,9 @@ def _budget(process: Run) -> dict:
         mixing, tuning = map(statistics.fmean, parts)
         return [
             *each(report),
-            f"XFT took {tuning:.1f} s of tuning "
-            "and "
-            f"{mixing:.1f} "
-            "s "
-            "of "
-            "mixing, "
-            f"{merged.seconds / same.seconds:.2f} times "
-            f"SFT's {same.seconds:.1f} s for as many steps; "
-            f"{steps} "
-            "steps "
-            "of "
-            "SFT "
-            "took "
-            f"{longer.seconds:.1f} s.",
+            f"XFT took {tuning:.1f} s of tuning and {mixing:.1f} s of mixing, "
+            f"{merged.seconds / same.seconds:.2f} times SFT's {same.seconds:.1f} s for as many "
+            f"steps; {steps} steps of SFT took {longer.seconds:.1f} s.",
         ]
 
     extra = {"seconds_per_sft_step": per_step, "sft_steps_for_the_same_time": steps}
@@ -259,14 +237,9 @@ def _ewa_schedule(process: Run) -> dict:
 
     def summary(report: Report) -> list[str]:
         curves = [
-            f"{name}: the held-out loss rose by {rises[name]:.4f} at "
-            "most "
-            "above "
-            "its "
-            "lowest "
-            "value "
-            "before, over "
-            f"{len(report.entry(name).results[0].history)} points and {len(report.seeds)} seeds."
+            f"{name}: the held-out loss rose by {rises[name]:.4f} at most above its lowest value "
+            f"before, over {len(report.entry(name).results[0].history)} points and "
+            f"{len(report.seeds)} seeds."
             for name in names.values()
         ]
         return [*each(report), *curves]

@@ -108,12 +108,7 @@ def test_a_stack_of_which_a_part_has_arrived_cannot_be_used_or_saved(tmp_path):
     assert len(late) == 1
     other.load_state_dict(tensors, strict=False)
     says = (
-        "^Only 7 of the tensors of "
-        "model.layers.1.mlp.experts.down_proj "
-        "were "
-        "loaded. "
-        "Load "
-        "a "
+        "^Only 7 of the tensors of model.layers.1.mlp.experts.down_proj were loaded. Load a "
         "complete checkpoint"
     )
     for use in (lambda: other(**stock.batch()), other.state_dict):

@@ -65,13 +65,8 @@ def test_a_misspelt_folder_is_refused_by_name_before_any_request(source, monkeyp
     [
         ("# Model Card for Model ID\n", True),
         (
-            "fine-tuned version of "
-            "[None](https://huggingface.co/None).\n"
-            "It "
-            "has "
-            "been "
-            "trained "
-            "using [TRL]",
+            "fine-tuned version of [None](https://huggingface.co/None).\n"
+            "It has been trained using [TRL]",
             True,
         ),
         ("# Mine\nIt has been trained using [TRL]", False),

@@ -123,14 +123,8 @@ def test_xfts_neighbour_is_the_dense_model_before_training(tmp_path):
             "llama",
             {"gate": "softmax_topk"},
             {},
-            "gate is 'softmax_topk', but mixtral supports only "
-            "'softmax_topk_renorm' or 'topk_softmax'. Use "
-            ".*, "
-            "--to "
-            "qwen2_moe, "
-            "--approximate "
-            ".* "
-            "xft upcycle --for mixtral",
+            "gate is 'softmax_topk', but mixtral supports only 'softmax_topk_renorm' or "
+            "'topk_softmax'. Use .*, --to qwen2_moe, --approximate .* xft upcycle --for mixtral",
         ),
         (
             "qwen2_moe",

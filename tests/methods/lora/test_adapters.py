@@ -273,12 +273,7 @@ def test_models_of_another_kind_are_refused(peft_folders):
     with pytest.raises(
         ValueError,
         match=(
-            "with form 'block' for model_type 'phi3'. Pass "
-            "some "
-            "of "
-            "gate_up_proj, "
-            "down_proj, "
-            "and "
+            "with form 'block' for model_type 'phi3'. Pass some of gate_up_proj, down_proj, and "
             "form='linear'"
         ),
     ):

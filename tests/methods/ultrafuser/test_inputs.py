@@ -38,14 +38,13 @@ def test_each_specialist_sees_its_own_template(encoder):
         ("codellama", "<s>[INST] Why? [/INST]"),
         (
             "wizardmath",
-            "<s>Below is an instruction that describes a "
-            "task. "
-            "Write "
-            "a "
-            "response "
-            "that "
-            "appropriately completes the "
-            "request.\n\n### Instruction:\nWhy?\n\n### Response:",
+            "<s>Below is an instruction that describes a task. Write a response that "
+            "appropriately completes the request.\n"
+            "\n"
+            "### Instruction:\n"
+            "Why?\n"
+            "\n"
+            "### Response:",
         ),
     ],
 )

@@ -402,14 +402,8 @@ def test_every_domain_is_put_in_its_own_way(tmp_path):
     path = write_study(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' "
-        "%}<U>{{ "
-        "m['content'] "
-        "}}{% "
-        "else "
-        "%}<A>{% "
-        "generation %}"
-        "{{ m['content'] }}{% endgeneration %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m['role'] == 'user' %}<U>{{ m['content'] }}{% else %}<A>{% "
+        "generation %}{{ m['content'] }}{% endgeneration %}{% endif %}{% endfor %}"
     )
     tokenizer.save_pretrained(tmp_path / "base")
     recipe = load_recipe(path)

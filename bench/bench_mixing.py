@@ -35,8 +35,8 @@ def bench_mixing_step(interleaved, preset):
         pytest.skip(
             "a model of the CPU's size: a GPU would be measured at waiting for its launches"
         )
-    from moe_runtime.methods.xft.demo import PRESETS
-    from moe_runtime.methods.xft.recipe import load_recipe
+    from papers.demo import PRESETS
+    from papers.xft.recipe import load_recipe
 
     recipe = load_recipe(PRESETS[preset])
     dense, mergeable = (_demo_model(recipe, mergeable) for mergeable in (False, True))

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from moe_runtime.bench import pictures_bars as frame
 from moe_runtime.bench.pictures_bars import GREY, INK, SMALL, Bench, is_ours, ordered, plain, style
-from moe_runtime.experiments import plots
 from moe_runtime.io.rows import require
+from papers.engine import plots
 
 LAYER_TITLE = (
     "Experts of one layer: time as a multiple of moe_runtime's\n"

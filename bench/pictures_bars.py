@@ -1,7 +1,7 @@
 """What all pictures share (colours, what a results file says, the frame), and the bars: memory, a
 step's parts, XFT's step.
 
-Ground, SVG and watermark are those of moe_runtime.experiments.plots.
+Ground, SVG and watermark are those of papers.engine.plots.
 """
 
 import statistics
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_runtime.bench.records import benchmarks
-from moe_runtime.experiments.plots import INK
 from moe_runtime.io.rows import require
+from papers.engine.plots import INK
 
 WIDTH = 8.0  # inches: 800 pixels at 100 dpi, where 8 points can be read
 # points

@@ -385,7 +385,7 @@ def test_installed_wheel_imports(installed, tmp_path):
 
 RECIPES = """
 import sys
-from moe_runtime.experiments.recipe import read_yaml, recipe_path, shipped_recipes
+from papers.engine.recipe import read_yaml, recipe_path, shipped_recipes
 for method in sys.argv[1:]:
     print(*[f"{method}/{name}" for name in shipped_recipes(method) if read_yaml(recipe_path(name, method))])
 """

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moe_runtime import __version__
-from moe_runtime.cli import esft, evaluate, lora, tables, tools, ultrafuser, upit, xft
+from moe_runtime.cli import esft, lora, tools, ultrafuser, upit, xft
 from moe_runtime.cli.verbs import (
     Kept,
     Overwrite,
@@ -23,6 +23,8 @@ from moe_runtime.cli.verbs import (
     verb,
 )
 from moe_runtime.io.rows import require
+from papers import cli_evaluate as evaluate
+from papers import cli_tables as tables
 
 app = group(
     "", "Mixture-of-Experts runtime: upcycle, tune, merge and fuse models.", "demo --preset tiny"
@@ -60,7 +62,7 @@ def demo(
     """
     one_gpu()
     from moe_runtime.io.files import read_json
-    from moe_runtime.methods.xft.demo import run
+    from papers.demo import run
 
     run(preset, out, seed=seed, overwrite=overwrite)
     return {"path": out} | read_json(out / "results.json")
@@ -93,7 +95,7 @@ def demo_real(
     Rerun to resume.
     """
     one_gpu()
-    from moe_runtime.tools.demo_real import run
+    from papers.demo_real import run
 
     return {"path": out} | run(out, model=model, gsm8k=gsm8k, recipe=recipe, seed=seed)
 
@@ -121,13 +123,13 @@ def run(
     """
     one_gpu()
     from moe_runtime.config import check_choice
-    from moe_runtime.experiments.recipe import method_of, recipe_path
+    from papers.engine.recipe import method_of, recipe_path
 
     path = recipe_path(recipe, *tables.PAPERS)
     method = method_of(path)
     check_choice("method", method, tuple(tables.PAPERS))
     if not skip_memory_check:
-        from moe_runtime.tools import memory_plan
+        from papers import memory_plan
 
         memory_plan.check(memory_plan.recipe_of(str(path)), recipe)
     study = importlib.import_module(f"moe_runtime.methods.{method}.study")

@@ -263,11 +263,11 @@ def train(
     if lora:
         require("peft")
     from moe_runtime.config import check_choice
-    from moe_runtime.experiments.recipe import DTYPES
     from moe_runtime.hf.training import fit
     from moe_runtime.methods.esft.lora import ALPHA, RANK
-    from moe_runtime.methods.esft.recipe import Tuning
     from moe_runtime.methods.esft.runs import train_folder
+    from papers.engine.recipe import DTYPES
+    from papers.esft.recipe import Tuning
 
     if dtype is not None:
         check_choice("dtype", dtype, tuple(DTYPES))

@@ -138,7 +138,7 @@ def memory(
     them).
     """
     from moe_runtime.tools import memory as accounts
-    from moe_runtime.tools import memory_plan as plans
+    from papers import memory_plan as plans
 
     how = {"optimizer": optimizer, "checkpointing": checkpointing, "bf16": bf16}
     recipe = plans.recipe_of(model)

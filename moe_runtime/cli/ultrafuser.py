@@ -107,7 +107,7 @@ def train(
     FILE --out OUT.
     """
     one_gpu()
-    from moe_runtime.methods.ultrafuser import study
+    from papers.ultrafuser import study
 
     return {"out": out, "results": study.run(config, out, seed=seed)}
 

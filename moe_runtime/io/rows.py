@@ -54,7 +54,7 @@ ROLES = {
     "tool": "tool",
 }
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# the name by which a recipe refers to the data of moe_runtime.experiments.corpora
+# the name by which a recipe refers to the data of papers.engine.corpora
 BUILT_IN = "standard-library"
 _SOURCES = (
     "Pass a .jsonl, .json or .parquet file, a folder of them, or the id of a dataset on the Hub"

@@ -27,9 +27,9 @@ from moe_runtime.bench import (
 )
 from moe_runtime.bench.bench_layer import Layer
 from moe_runtime.bench.records import Records, benchmarks
-from moe_runtime.methods.xft.demo import PRESETS
 from moe_runtime.native.library import cpp
 from moe_runtime.tools import tune
+from papers.demo import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 

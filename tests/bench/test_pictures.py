@@ -10,7 +10,7 @@ import pytest
 
 from moe_runtime.bench import pictures, pictures_bars
 from moe_runtime.bench.pictures_bars import read
-from moe_runtime.experiments import plots
+from papers.engine import plots
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]

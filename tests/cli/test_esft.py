@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from moe_runtime.cli import esft as cli_esft
 from moe_runtime.cli import verbs
 from moe_runtime.hf.dropin.layers import numbered_layers
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import read_json
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
 from moe_runtime.methods.esft.scores import ExpertScores
+from papers.engine.tiny import train_tokenizer
 from tests.support.esft_adapter import random_adapter, same
 from tests.support.stock_moe import stock
 

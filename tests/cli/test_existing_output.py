@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from moe_runtime.bench import records
 from moe_runtime.cli.app import app
-from moe_runtime.experiments import corpora
 from moe_runtime.io.files import sole_training
 from moe_runtime.methods import esft
+from papers.engine import corpora
 from tests.cli.test_verbs import VERBS as TREE
 from tests.faults import inputs
 from tests.faults.machine import strays
@@ -52,7 +52,7 @@ ALL = VERBS | {
     "data decontaminate": _verb(
         "data decontaminate {in}/rows.jsonl out --against {in}/esft/sums.jsonl --min-chars 3"
     ),
-    "data smollm2": _verb("data smollm2 out", before="tests.tools.test_smollm2:install"),
+    "data smollm2": _verb("data smollm2 out", before="tests.papers.evaluation.test_smollm2:install"),
     "data tasks": _verb("data tasks out --train 4 --held-out 2"),
     "demo-real": _verb(
         "demo-real --model {in}/../real/model --recipe {in}/../real/small.yaml --out out"
@@ -93,11 +93,11 @@ LONG = {
 # what `before` of a verb replaces
 REPLACED = {
     "demo": {
-        "moe_runtime.experiments.corpora": ["standard_library_files"],
-        "moe_runtime.methods.xft.demo": ["load_recipe"],
+        "papers.engine.corpora": ["standard_library_files"],
+        "papers.demo": ["load_recipe"],
     },
     "bench": {"moe_runtime.bench.running": ["_pytest"]},
-    "data smollm2": {"moe_runtime.tools.smollm2": ["_place"]},
+    "data smollm2": {"papers.evaluation.smollm2": ["_place"]},
     "tune": {"moe_runtime.tools.tune": ["find_gpu", "runner", "ROUNDS", "versions"]},
 }
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.io import console
 from moe_runtime.methods import ultrafuser
-from moe_runtime.methods.ultrafuser import study as ultrafuser_study
+from papers.ultrafuser import study as ultrafuser_study
 from tests.methods.ultrafuser import fusers
 
 

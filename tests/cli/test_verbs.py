@@ -18,8 +18,8 @@ from moe_runtime import config
 from moe_runtime.cli import verbs as cli_verbs
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.cli.verbs import Ends, Kept, verb
-from moe_runtime.experiments.recipe import shipped_recipes
 from moe_runtime.io.prompts import PROMPTS
+from papers.engine.recipe import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = get_command(main_app)
@@ -241,7 +241,7 @@ def test_other_shells_complete_too(shell):
 
 
 def test_words_that_are_offered_are_those_that_are_taken():
-    from moe_runtime.methods.xft import demo
+    from papers import demo
 
     for method in ("xft", "esft", "upit", "ultrafuser"):
         assert sorted(cli_verbs.recipes(method)) == shipped_recipes(method)

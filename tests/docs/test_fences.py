@@ -17,7 +17,7 @@ import pytest
 import typer
 import yaml
 
-from moe_runtime.methods.xft import recipe as xft_recipe
+from papers.xft import recipe as xft_recipe
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense
 from tests.support import official_xft
@@ -55,19 +55,19 @@ ELSEWHERE = {
     ),
     ("docs/esft.md", "python"): (
         1,
-        "tests/methods/esft/test_study.py::test_the_python_of_the_docs_runs",
+        "tests/papers/esft/test_study.py::test_the_python_of_the_docs_runs",
     ),
     ("docs/esft.md", "yaml"): (
         1,
-        "tests/methods/esft/test_study.py::test_the_recipe_of_the_docs_is_one",
+        "tests/papers/esft/test_study.py::test_the_recipe_of_the_docs_is_one",
     ),
     ("docs/upit.md", "python"): (
         1,
-        "tests/methods/upit/test_study.py::test_the_python_of_the_docs_runs",
+        "tests/papers/upit/test_study.py::test_the_python_of_the_docs_runs",
     ),
     ("docs/upit.md", "yaml"): (
         1,
-        "tests/methods/upit/test_study.py::test_the_recipe_of_the_docs_is_one",
+        "tests/papers/upit/test_study.py::test_the_recipe_of_the_docs_is_one",
     ),
     ("docs/ultrafuser.md", "python"): (
         2,
@@ -75,15 +75,15 @@ ELSEWHERE = {
     ),
     ("docs/recipes.md", "python"): (
         1,
-        "tests/methods/xft/test_study.py::test_the_python_of_the_docs_runs",
+        "tests/papers/xft/test_study.py::test_the_python_of_the_docs_runs",
     ),
     ("docs/recipes.md", "yaml"): (
         1,
-        "tests/methods/xft/test_recipe.py::test_the_recipe_of_the_docs_is_one",
+        "tests/papers/xft/test_recipe.py::test_the_recipe_of_the_docs_is_one",
     ),
     ("docs/evaluation.md", "yaml"): (
         1,
-        "tests/methods/xft/test_recipe.py::test_the_task_of_the_docs_is_yaml",
+        "tests/papers/xft/test_recipe.py::test_the_task_of_the_docs_is_yaml",
     ),
 }
 # of those pages, the blocks that are run here

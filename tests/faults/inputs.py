@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.hf.models.tiny import train_tokenizer
+from papers.engine.tiny import train_tokenizer
 from tests.hf.tiny import dense
 from tests.methods.ultrafuser import fusers
 from tests.support import esft_study, fuser_study, upit_study

@@ -163,8 +163,8 @@ class _Clock:
 
 def short_demo() -> None:
     """Let the demo read a part of the standard library and train for a few steps."""
-    from moe_runtime.experiments import corpora
-    from moe_runtime.methods.xft import demo
+    from papers import demo
+    from papers.engine import corpora
 
     root = Path(sysconfig.get_path("stdlib"))
     files = [

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.methods.xft.official import load_tensors
+from papers.engine.tiny import train_tokenizer
 from tests.fuzz.attempts import attempt
 from tests.hf import tiny
 from tests.support.patience import PATIENCE

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.experiments.recipe import read_yaml
 from moe_runtime.hf.training.checkpoint_files import check_checkpoint
 from moe_runtime.hf.training.saving import last_whole_checkpoint
 from moe_runtime.hf.training.trained_files import read_tensors as read_trained
@@ -32,6 +31,7 @@ from moe_runtime.io.files import (
 )
 from moe_runtime.methods.lora.adapters import read_tensors
 from moe_runtime.methods.xft.official import load_tensors
+from papers.engine.recipe import read_yaml
 from tests.support.checkpoints import assert_same, siblings, snapshot, ten_tensors, write
 
 # a shard left open is an error

@@ -11,9 +11,7 @@ from transformers import AutoConfig
 
 from moe_runtime import cli
 from moe_runtime.config import MoEConfig, one_line
-from moe_runtime.experiments.recipe import read_yaml
 from moe_runtime.hf.models import folders
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows
 from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, check_keys
@@ -23,7 +21,9 @@ from moe_runtime.methods.lora.adapters import read_adapter
 from moe_runtime.methods.ultrafuser.folders import read as read_fuser
 from moe_runtime.methods.upit.experts import open_expert
 from moe_runtime.methods.xft.official import BIN_INDEX, open_model
-from moe_runtime.methods.xft.recipe import Recipe
+from papers.engine.recipe import read_yaml
+from papers.engine.tiny import train_tokenizer
+from papers.xft.recipe import Recipe
 from tests.fuzz.attempts import LONGEST
 from tests.support.checkpoints import raw_file
 

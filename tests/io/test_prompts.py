@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_runtime.experiments.stages import tokenized_domains
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io import rows as data
 from moe_runtime.io.prompts import encode_chat
-from moe_runtime.methods.esft.recipe import Task, task_rows
 from moe_runtime.methods.esft.runs import _split_rows
-from moe_runtime.methods.upit.recipe import PromptedDomain
-from moe_runtime.methods.xft.recipe import Data
-from moe_runtime.methods.xft.study import Stages
+from papers.engine.stages import tokenized_domains
+from papers.engine.tiny import train_tokenizer
+from papers.esft.recipe import Task, task_rows
+from papers.upit.recipe import PromptedDomain
+from papers.xft.recipe import Data
+from papers.xft.study import Stages
 
 LOOP = "{% for m in messages %}"
 CHATML = LOOP + (

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io import rows as data
 from moe_runtime.io.prompts import MAGICODER_CHAT, put_prompt
+from papers.engine.tiny import train_tokenizer
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}"

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.hf.tiny import dense
-from tests.methods.xft.test_study import make_recipe
+from tests.papers.xft.test_study import make_recipe
 from tests.support.dist_launch import forked, launch
 from tests.support.patience import PATIENCE
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app
-from moe_runtime.experiments.recipe import METHODS
 from moe_runtime.methods import esft, ultrafuser
-from moe_runtime.tools.memory_plan import recipe_of
+from papers.engine.recipe import METHODS
+from papers.memory_plan import recipe_of
 from tests.support import dist_rehearsal, rehearsal
 from tests.support.dist_launch import launch
 

@@ -11,7 +11,7 @@ from moe_runtime.hf.training.recording import last_checkpoint
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs
-from moe_runtime.methods.esft.recipe import Tuning
+from papers.esft.recipe import Tuning
 from tests.methods.esft.test_train import SELECTION, trainer_of
 from tests.support.dist_stages import use_fsdp2
 from tests.support.stock_moe import stock

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moe_runtime.methods.esft.recipe import load_recipe
-from moe_runtime.methods.esft.study import Stages
+from papers.esft.recipe import load_recipe
+from papers.esft.study import Stages
 from tests.support.dist_stages import use_fsdp2
 
 torch.set_num_threads(1)

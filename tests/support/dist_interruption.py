@@ -11,9 +11,9 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.hf.training import fit
 from moe_runtime.io import signals as interruption
+from papers.engine.tiny import train_tokenizer
 from tests.hf.tiny import VOCAB, dense
 
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/experiments/test_stages.py: `dist_leading.py OUT`; what rank 0 alone
+"""One of the ranks of tests/papers/engine/test_stages.py: `dist_leading.py OUT`; what rank 0 alone
 cannot do ends all.
 """
 
@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from moe_runtime.experiments import stages
 from moe_runtime.hf.training import ranks
 from moe_runtime.methods.xft import folders as xft_folders
-from moe_runtime.methods.xft.study import Stages
+from papers.engine import stages
+from papers.xft.study import Stages
 
 
 def said(call) -> str:

@@ -1,5 +1,5 @@
 """What two ranks really send in one training step, by engine: for
-tests/tools/test_memory_plan.py.
+tests/papers/test_memory_plan.py.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One of the ranks of tests/experiments/test_sharded.py: `dist_sharded.py OUT METHOD RECIPE
+"""One of the ranks of tests/papers/engine/test_sharded.py: `dist_sharded.py OUT METHOD RECIPE
 STOPPED...`; FSDP2 on the CPU.
 
 The trainings of the stages `STOPPED` end with an error after their third step, and go on from their

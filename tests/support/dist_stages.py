@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from moe_runtime.hf.training import fit as trainers
-from moe_runtime.methods.xft.recipe import load_recipe
-from moe_runtime.methods.xft.study import Stages
+from papers.xft.recipe import load_recipe
+from papers.xft.study import Stages
 
 torch.set_num_threads(1)
 

@@ -43,13 +43,13 @@ NETWORK = "fetches packages"
 NOT_RUN = {
     "make demo": NotRun(
         "fills a .venv, and takes minutes",
-        "tests/methods/xft/test_demo.py::test_the_table_the_folders_and_the_picture",
+        "tests/papers/test_demo.py::test_the_table_the_folders_and_the_picture",
     ),
     "make demo-real": NotRun(
-        "fills a .venv, and takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"
+        "fills a .venv, and takes minutes", "tests/papers/test_demo_real.py::test_the_whole_way"
     ),
     "moe-runtime demo-real": NotRun(
-        "takes minutes", "tests/tools/test_demo_real.py::test_the_whole_way"
+        "takes minutes", "tests/papers/test_demo_real.py::test_the_whole_way"
     ),
     "make test": NotRun("is the suite that this belongs to"),
     "make test-slow": NotRun("is the rest of the suite"),
@@ -64,7 +64,7 @@ NOT_RUN = {
     ),
     "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
     "make bench": NotRun(
-        "takes an hour", "tests/methods/xft/test_demo.py::test_every_benchmark_runs"
+        "takes an hour", "tests/papers/test_demo.py::test_every_benchmark_runs"
     ),
     "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
     "make wheel": NotRun(
@@ -96,7 +96,7 @@ NOT_RUN = {
     ),
     "moe-runtime data smollm2": NotRun(
         "reads a package of 93 MB",
-        "tests/tools/test_smollm2.py::test_the_folder_is_the_files_model",
+        "tests/papers/evaluation/test_smollm2.py::test_the_folder_is_the_files_model",
     ),
 }
 
@@ -138,7 +138,7 @@ def real(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from moe_runtime.methods import xft
-    from tests.tools.test_demo_real import write_model
+    from tests.papers.test_demo_real import write_model
 
     write_model(folder / "smollm2")
     for name in ("SFT", "merged", "MoE"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from moe_runtime.hf.models.tiny import small_llama, train_tokenizer
+from papers.engine.tiny import small_llama, train_tokenizer
 
 WORDS = ["add", "mul", "sub", "neg", "pow", "div", "mod", "inv"]
 STEPS = {"steps": 4, "learning_rate": 1e-2, "batch_size": 4}

@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.upit.checkpoints import fingerprint, save_expert
+from papers.engine.tiny import train_tokenizer
 from tests.hf.tiny import dense_config
 
 ADAPTED = ("gate_proj", "up_proj", "down_proj")

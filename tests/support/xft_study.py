@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from moe_runtime.hf.models.tiny import train_tokenizer
+from papers.engine.tiny import train_tokenizer
 from tests.hf.tiny import dense
 
 TRAINING = {"steps": 4, "learning_rate": 1e-2, "batch_size": 8}

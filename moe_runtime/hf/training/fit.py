@@ -20,7 +20,6 @@ from transformers.utils import logging
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.dropin.parallel import gathered, shard_experts
-from moe_runtime.hf.models.tiny import pair_collator
 from moe_runtime.hf.training.ranks import check_ep_size, expert_mesh, gather, state
 from moe_runtime.hf.training.recording import Best, History, Recorder, last_checkpoint
 from moe_runtime.hf.training.saving import stopping_with_a_checkpoint
@@ -28,6 +27,7 @@ from moe_runtime.hf.training.trained_files import needs_autocast
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
 from moe_runtime.io.console import bar
 from moe_runtime.ops.all_to_all import is_distributed
+from papers.engine.tiny import pair_collator
 
 
 class Trained(NamedTuple):

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.experiments.stages import files_print
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.layers import numbered_layers
 from moe_runtime.hf.dropin.parallel import shard_experts
@@ -33,7 +32,6 @@ from moe_runtime.methods import esft
 from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection
 from moe_runtime.methods.esft.folders import check_fit
 from moe_runtime.methods.esft.lora import LoraAdapter, check_lora, read_lora
-from moe_runtime.methods.esft.recipe import Tuning, dataset_of, join, packed_in_order, split_lines
 from moe_runtime.methods.esft.scores import (
     LENGTH,
     SEED,
@@ -44,6 +42,8 @@ from moe_runtime.methods.esft.scores import (
 )
 from moe_runtime.methods.esft.selection import check_selection
 from moe_runtime.methods.lora.stacks import is_peft
+from papers.engine.stages import files_print
+from papers.esft.recipe import Tuning, dataset_of, join, packed_in_order, split_lines
 
 VALIDATION = 0.02  # share of the rows, if no held-out rows are given (from the released code)
 DROP_BOS = 0.2

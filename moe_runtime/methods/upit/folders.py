@@ -24,7 +24,7 @@ from moe_runtime.io.prompts import TEMPLATES, TRAIN_ON
 from moe_runtime.methods.upit import assembly, router
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit.experts import open_expert
-from moe_runtime.methods.upit.recipe import Tuning
+from papers.upit.recipe import Tuning
 
 SUMMARY = "routers.json"
 BUCKETS = ("skilled", "random")

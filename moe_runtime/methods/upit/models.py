@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moe_runtime.hf.models.tiny import pair_collator
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.rows import require
@@ -22,6 +21,7 @@ from moe_runtime.methods.lora.adapters import check_patterns
 from moe_runtime.methods.lora.baseline import quiet_peft
 from moe_runtime.methods.upit.checkpoints import fingerprint
 from moe_runtime.modules.lora import TARGETS
+from papers.engine.tiny import pair_collator
 
 DEFAULT = "default"  # the one adapter that peft saves at the top of a folder
 

@@ -30,7 +30,6 @@ from moe_runtime.config import (
     check_number,
     check_positive,
 )
-from moe_runtime.experiments.stages import files_print, hash_of, remove
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io import console
 from moe_runtime.io.checkpoint import Checkpoint, write_tensors
@@ -44,6 +43,7 @@ from moe_runtime.methods.upit.vectors import (
     drawn,
     hidden_means,
 )
+from papers.engine.stages import files_print, hash_of, remove
 
 FORMAT = 1
 INITS = ("skilled", "random", "hidden_mean")

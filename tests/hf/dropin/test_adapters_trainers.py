@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 import moe_runtime
-from moe_runtime.hf.models.tiny import train_tokenizer
+from papers.engine.tiny import train_tokenizer
 from tests.hf.tiny import distance
 from tests.support.stock_moe import stock
 

@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from moe_runtime.hf.dropin import balance
 from moe_runtime.hf.dropin.balance import per_layer_loss, pooled_loss, use_balance_loss
 from moe_runtime.hf.dropin.layers import routed_layers
-from moe_runtime.hf.models.tiny import train_tokenizer
+from papers.engine.tiny import train_tokenizer
 from tests.hf import stock as families
 from tests.hf import tiny
 from tests.support.stock_moe import FAMILIES, batch, stock

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 import moe_runtime
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.experts import is_experts
-from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
+from papers.engine.tiny import pair_collator, train_tokenizer
 from tests.hf.tiny import distance, upcycled
 from tests.hf.training.test_trainer import COMMON as SETTINGS
 

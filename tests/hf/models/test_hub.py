@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from moe_runtime.hf.models import hub
 from moe_runtime.hf.models.folders import load
 from moe_runtime.hf.training.sft import train_command
-from moe_runtime.tools.evaluate_models import find_models
+from papers.evaluation.evaluate_models import find_models
 from tests.hf import tiny
 
 MISSPELT = [

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from moe_runtime.hf.models.tiny import small_llama, train_tokenizer
 from moe_runtime.hf.training import fit
 from moe_runtime.io.rows import tokenize_pairs
+from papers.engine.tiny import small_llama, train_tokenizer
 from tests.hf.tiny import distance
 
 PAIRS = [
@@ -242,7 +242,7 @@ def test_adams_betas_reach_the_optimizer(train):
 
 
 def test_a_balance_loss_lasts_as_long_as_the_training(tokenizer, rows, tmp_path):
-    from moe_runtime.hf.models.tiny import small_deepseek
+    from papers.engine.tiny import small_deepseek
 
     sizes = {
         "hidden_size": 32,

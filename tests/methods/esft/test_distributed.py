@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_runtime.methods import esft
-from moe_runtime.methods.esft.recipe import load_recipe
-from moe_runtime.methods.esft.study import Stages
+from papers.esft.recipe import load_recipe
+from papers.esft.study import Stages
 from tests.hf.tiny import distance
 from tests.support import dist_esft_stages
 from tests.support.dist_launch import launch

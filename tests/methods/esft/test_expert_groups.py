@@ -7,8 +7,8 @@ import torch
 from transformers import DeepseekV2ForCausalLM
 
 from moe_runtime.hf.dropin.layers import block_of, numbered_layers
-from moe_runtime.hf.models.tiny import small_deepseek, train_tokenizer
 from moe_runtime.methods.esft.recorder import group_routing
+from papers.engine.tiny import small_deepseek, train_tokenizer
 
 E = 8
 K = 4

@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.io import rows as data
 from moe_runtime.methods.esft import runs
-from moe_runtime.methods.esft.recipe import EsftRecipe, packed_in_order, split_lines, task_rows
 from moe_runtime.methods.esft.scores import SEED, released_sample
-from tests.methods.esft.test_recipe import SMALL
+from papers.engine.tiny import train_tokenizer
+from papers.esft.recipe import EsftRecipe, packed_in_order, split_lines, task_rows
+from tests.papers.esft.test_recipe import SMALL
 
 
 @pytest.fixture(scope="module")

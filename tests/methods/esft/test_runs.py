@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.hf.training import ranks
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
 from moe_runtime.methods.esft.lora import read_lora
-from moe_runtime.methods.esft.recipe import Tuning
+from papers.engine.tiny import train_tokenizer
+from papers.esft.recipe import Tuning
 from tests.support import dist_esft
 from tests.support.dist_launch import launch
 from tests.support.esft_adapter import same

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe_runtime.hf.dropin import experts
-from moe_runtime.hf.models.tiny import small_deepseek, train_tokenizer
 from moe_runtime.methods.lora import baseline as lora_baseline
+from papers.engine.tiny import small_deepseek, train_tokenizer
 
 IDS = torch.arange(10, 34).view(2, 12)
 RANK = 2

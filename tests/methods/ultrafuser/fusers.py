@@ -7,8 +7,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.methods.ultrafuser.model import UltraFuser
+from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
 
 VOCAB = 280

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser.specialists import fingerprint
+from papers.engine.tiny import train_tokenizer
 from tests.methods.ultrafuser import fusers
 
 NAMES = ("prose", "code", "sums")

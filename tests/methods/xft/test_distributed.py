@@ -11,10 +11,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.methods.xft.recipe import load_recipe
-from moe_runtime.methods.xft.study import Stages
+from papers.xft.recipe import load_recipe
+from papers.xft.study import Stages
 from tests.hf.tiny import distance
-from tests.methods.xft.test_study import make_recipe
+from tests.papers.xft.test_study import make_recipe
 from tests.support import dist_stages
 from tests.support.dist_launch import launch
 

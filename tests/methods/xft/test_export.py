@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.configuration import MOE_FIELDS, SHIM
 from moe_runtime.hf.models.families import FAMILIES, locate_key
-from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import folders as xft_folders
+from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
 from tests.support.checkpoints import tensors
 from tests.support.patience import PATIENCE

@@ -1,0 +1,430 @@
+"""`moe-runtime demo-real`: tune a real pretrained model by XFT and by SFT, and evaluate its
+answers.
+
+OUT/smollm2                  SmolLM2-135M-Instruct from its wheel, unless another model is given
+OUT/tasks-HASH               the examples, a file for each task and part
+                             (papers.engine.everyday)
+OUT/<stage>-HASH             base, SFT, MoE model, merges: the stages of methods.xft.study
+OUT/eval                     every held-out question, its answer and verdict
+                             (papers.evaluation.evaluate)
+OUT/base, SFT, SFT_time, MoE,   links to the models
+INIT, merged
+OUT/results.json, real.png, transcript.md
+
+There are two SFT baselines: one with as many steps as tuning the MoE model and learning to mix
+together, and one with as many as take the same time on this machine. Finished stages are kept, so
+rerunning the command resumes a killed run.
+"""
+
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from moe_runtime.config import one_line
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io.console import jsonable, print_table
+from moe_runtime.io.files import atomic_write_json, atomic_write_text, read_json
+from moe_runtime.io.rows import in_form, layout_of, require
+from moe_runtime.methods import xft
+from moe_runtime.methods.ultrafuser.folders import link
+from papers.engine import plots
+from papers.engine.compare import compare
+from papers.engine.corpora import Pairs
+from papers.engine.everyday import TASKS, write_tasks
+from papers.engine.stages import Result, files_print, hash_of
+from papers.evaluation.evaluate import Report, evaluate
+from papers.evaluation.evaluate_models import find_models, tokenizer_of
+from papers.evaluation.evaluate_tasks import find_tasks, hub_rows
+from papers.evaluation.smollm2 import check_smollm2, write_smollm2
+from papers.xft.recipe import Recipe, load_recipe
+from papers.xft.study import Stages
+
+GSM8K = "openai/gsm8k"
+TOKENS = {"gsm8k": 160} | dict.fromkeys(TASKS, 64)  # maximum length of an answer
+ASKED_AT_ONCE = 32
+MEASURED = 4
+NOTES = {
+    "base": "as it was pretrained",
+    "SFT": "equal steps",
+    "SFT_time": "equal time",
+    "MoE": "XFT, before the merge",
+    "INIT": "merged, mixing not learned",
+    "merged": "merged, mixing learned: XFT's result",
+}
+
+
+def run(
+    out: str | Path,
+    *,
+    model: str | Path | None = None,
+    gsm8k: str | None = None,
+    recipe: str | Path = "smollm2",
+    seed: int = 0,
+) -> dict:
+    """Tune a pretrained model by XFT and by SFT on four tasks, evaluate them on held-out examples,
+    and write results to `out`.
+
+    `model` is a folder with tokenizer and chat template, by default SmolLM2-135M-Instruct; `gsm8k`
+    a file or Hub id of GSM8K, as a fifth task. `recipe` sets experts and steps. Everything is
+    checked before anything is written.
+    """
+    for module, extra in {
+        "lm_eval": "eval",
+        "matplotlib": "plot",
+        "datasets": "train",
+        "accelerate": "train",
+    }.items():
+        require(module, extra)
+    out = Path(out)
+    settings = load_recipe(recipe)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"Output folder {out} is a file. Choose another")
+    if model is None:
+        check_smollm2()
+    else:
+        tokenizer_of(find_models([str(model)])[0], "chat")
+    names = (*TASKS, "gsm8k") if gsm8k else TASKS
+    train = (settings.data.limit or 320) // len(TASKS)
+    held_out = settings.data.held_out_rows // len(TASKS)
+    more = {"gsm8k": _school(gsm8k, train, held_out)} if gsm8k else {}
+
+    if model is None and not (out / "smollm2").is_dir():
+        write_smollm2(out / "smollm2", dtype="float32")
+    tasks = out / f"tasks-{hash_of([train, held_out, seed, gsm8k and files_print(gsm8k)])}"
+    if not tasks.is_dir():
+        write_tasks(tasks, train=train, held_out=held_out, seed=seed, more=more)
+    settings = _placed(settings, model or out / "smollm2", tasks, len(names))
+    stages = Stages(settings, out, seed=seed)
+    clock = out / f"measured-{hash_of(settings.to_dict())}.json"
+    if not clock.is_file():
+        stages.say(f"measuring some steps of each training on this machine ({_machine(settings)})")
+        atomic_write_json(clock, _measured(stages))
+    measured = read_json(clock)
+    xft_seconds = settings.tune.steps * measured["tune"] + settings.mix.steps * measured["mix"]
+    longer = max(round(xft_seconds / measured["sft"]), settings.sft.steps)
+    stages.say(
+        f"{settings.base_model}: {len(stages.train_rows)} examples of {', '.join(names)}; about "
+        f"{_minutes(stages, measured, longer):.0f} minutes in total on an idle machine. It can be "
+        f"interrupted: the same command resumes from the finished stages in {out}"
+    )
+    base = stages.base()
+    sft = stages.sft()
+    moe = stages.moe()
+    init = stages.merge(moe)
+    merged = stages.mix(moe)
+    merged = merged._replace(steps=moe.steps + merged.steps)
+    found = dict(zip(NOTES, (base, sft, stages.sft(longer), moe, init, merged), strict=True))
+    for name, one in found.items():
+        link(out / name, one.folder)
+    files = ",".join(f"{name}={tasks / f'{name}-held_out.jsonl'}" for name in names)
+    asked = {name: one for name, one in found.items() if name != "INIT"}
+    report = evaluate(
+        [f"{name}={one.folder}" for name, one in asked.items()],
+        files,
+        out / "eval",
+        reference="SFT",
+        prompt="chat",
+        batch_size=ASKED_AT_ONCE,
+        dtype="bfloat16" if settings.tune.bf16 else "auto",
+        shots=0,
+        max_new_tokens=max(TOKENS[name] for name in names),
+    )
+    results = _results(stages, found, report, measured)
+    atomic_write_json(out / "results.json", jsonable(results))
+    plots.save(_picture(results), out / "real.png")
+    text = transcript(out / "eval", tasks, names)
+    atomic_write_text(out / "transcript.md", text)
+    print(text)
+    _show(results, out)
+    return results
+
+
+def _school(source: str, train: int, held_out: int) -> Pairs:
+    """Return training and held-out rows of GSM8K; raises ValueError for a file with too few rows or
+    other columns.
+    """
+    if source == GSM8K:
+        rows = list(hub_rows(GSM8K, "main", "train")())
+    else:
+        rows = find_tasks(f"gsm8k={source}")[0].rows
+    if len(rows) < train + held_out:
+        raise ValueError(
+            f"{source} must have at least {train + held_out} examples, but has {len(rows)}"
+        )
+    rows = [in_form(row, layout_of(row), source) for row in rows[: train + held_out]]
+    return Pairs(rows[held_out:], rows[:held_out])
+
+
+def _placed(recipe: Recipe, model: Path, tasks: Path, count: int) -> Recipe:
+    """Return the recipe for these folders, with bfloat16 autocast if this machine multiplies faster
+    in it.
+    """
+    cuda = torch.cuda.is_available()
+    if cuda:
+        is_quick = torch.cuda.is_bf16_supported()
+    else:
+        is_quick = torch.cpu.get_capabilities().get("amx_bf16", False)
+    share = count / len(TASKS)
+    changes = {
+        f"{name}__bf16": getattr(recipe, name).bf16 or is_quick for name in ("sft", "tune", "mix")
+    }
+    return recipe.change(
+        base_model=str(model),
+        data__train=str(tasks / "train.jsonl"),
+        data__held_out=str(tasks / "held_out.jsonl"),
+        data__limit=round((recipe.data.limit or 320) * share),
+        data__held_out_rows=round(recipe.data.held_out_rows * share),
+        **changes,
+    )
+
+
+def _machine(recipe: Recipe) -> str:
+    if torch.cuda.is_available():
+        where = torch.cuda.get_device_name()
+    else:
+        where = f"{torch.get_num_threads()} threads"
+    return f"{where}, {'bfloat16' if recipe.tune.bf16 else 'float32'}"
+
+
+def _measured(stages: Stages) -> dict[str, float]:
+    """Return the seconds per step of each training, and the tokens per second that dense and MoE
+    models generate.
+    """
+    recipe = stages.recipe
+    found = {}
+    for name in ("sft", "tune", "mix"):
+        model = ranks.load_model(recipe.base_model, recipe.dtype, ranks.state().device)
+        if name != "sft":
+            xft.upcycle(model, layers=recipe.layers, **recipe.experts)
+        if name != "mix":
+            found[f"{'dense' if name == 'sft' else 'MoE'} tokens/s"] = _speed(model, stages)
+        else:
+            xft.to_mergeable(model, shared_rate=recipe.shared_rate)
+        ends = []
+        training = getattr(recipe, name)
+        settings = training.change(
+            epochs=None, steps=MEASURED, warmup_steps=None, save_steps=None, evaluations=[1]
+        ).to_dict()
+        with tempfile.TemporaryDirectory() as folder:
+            trainers.train(
+                model,
+                stages.train_rows,
+                stages.tokenizer,
+                folder=folder,
+                held_out=stages.held_out.select([0]),
+                on_step=lambda *_, ends=ends: ends.append(time.perf_counter()),
+                **settings,
+            )
+        found[name] = statistics.median(
+            after - before for before, after in itertools.pairwise(ends)
+        )
+        del model
+        ranks.free_memory()
+    return found
+
+
+@torch.no_grad()
+def _speed(model, stages: Stages, tokens: int = 16) -> float:
+    """Return the tokens per second of a model that answers ASKED_AT_ONCE questions at a time, as in
+    evaluation.
+    """
+    kept = model.dtype
+    model.to(torch.bfloat16 if stages.recipe.tune.bf16 else kept).eval()
+    rows = stages.held_out["input_ids"][:ASKED_AT_ONCE]
+    ids = torch.tensor([row[: min(map(len, rows))] for row in rows], device=model.device)
+    more = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    seconds = []
+    for new in (2, tokens):
+        start = time.perf_counter()
+        answers = model.generate(ids, max_new_tokens=new, min_new_tokens=new, **more)
+        answers.tolist()  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    model.to(kept).train()
+    return len(rows) * tokens / seconds[1]
+
+
+def _minutes(stages: Stages, measured: dict[str, float], longer: int) -> float:
+    """Return the estimated minutes of the whole run."""
+    recipe = stages.recipe
+    rows = len(stages.held_out)
+    trained = (
+        sum(getattr(recipe, name).steps * measured[name] for name in ("sft", "tune", "mix"))
+        + longer * measured["sft"]
+    )
+    judged = 10 * measured["sft"] / 3 * rows / recipe.sft.batch_size
+    answered = 32 * rows * (4 / measured["dense tokens/s"] + 1 / measured["MoE tokens/s"])
+    return (1.1 * trained + judged + answered) / 60 + 1
+
+
+def _results(
+    stages: Stages, found: dict[str, Result], report: Report, measured: dict[str, float]
+) -> dict:
+    # of two scores of a task the strict one
+    scores = {(one.model, one.task): one for one in reversed(report.scores)}
+    tasks = list(dict.fromkeys(one.task for one in report.scores))
+    rows = [
+        {
+            "model": name,
+            "note": NOTES[name],
+            "loss": one.loss,
+            "steps": one.steps,
+            "seconds": one.total_seconds,
+            "parameters": one.parameters,
+            "active": one.active_parameters,
+            "tokens_per_second": measured["MoE tokens/s" if name == "MoE" else "dense tokens/s"],
+            # None: not asked
+            "exact_match": {
+                task: one and one.score for task in tasks for one in [scores.get((name, task))]
+            },
+            "interval": {
+                task: one and [one.low, one.high]
+                for task in tasks
+                for one in [scores.get((name, task))]
+            },
+        }
+        for name, one in found.items()
+    ]
+    tuned = {name: [one.losses] for name, one in found.items() if name != "base"}
+    return {
+        "recipe": stages.recipe.to_dict(),
+        "seed": stages.seed,
+        "machine": _machine(stages.recipe),
+        "torch": torch.__version__,
+        "measured": measured,
+        "rows": rows,
+        "comparisons": [one._asdict() for one in report.comparisons],
+        "loss_comparisons": [str(one) for one in compare(tuned, "merged", found["merged"].tokens)],
+        "alpha": found["merged"].alpha,
+        "upcycled_error": found["MoE"].upcycled_error,
+        "curves": {name: one.history for name, one in found.items()},
+    }
+
+
+def transcript(folder: Path, tasks: Path, names: tuple[str, ...], count: int = 5) -> str:
+    """Return `count` held-out questions, from each task in turn, with the base's and the merged
+    model's answers.
+    """
+    parts = ["# Before and after"]
+    told = []
+    for name in names:
+        files = (
+            tasks / f"{name}-held_out.jsonl",
+            *(folder / model / f"{name}.jsonl" for model in ("base", "merged")),
+        )
+        lines = zip(
+            *(path.read_text(encoding="utf-8").splitlines() for path in files), strict=False
+        )
+        told += [
+            (number, name, *map(json.loads, three))
+            for number, three in enumerate(itertools.islice(lines, count))
+        ]
+    for _, name, asked, before, after in sorted(told, key=lambda one: one[0])[:count]:
+        if after["exact_match"]:
+            verdict = "right"
+        else:
+            verdict = f"expected: {one_line(asked['completion'], 200)}"
+        parts.append(
+            f"## {name}\n\n    "
+            + asked["prompt"].replace("\n", "\n    ")
+            + f"\n\n* before: {one_line(before['answer'], 300)}"
+            f"\n* after: {one_line(after['answer'], 300)} ({verdict})"
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _picture(results: dict):
+    """Draw the held-out losses, those on the way, and each model's exact match by task."""
+    rows = results["rows"]
+    seed = results["seed"]
+    title = f"{rows[0]['parameters'] / 1e6:.0f} M parameters, tuned by SFT and by XFT, seed {seed}"
+    figure, axes = plots.new_figure(title, (10.5, 7.8), mosaic="AB;CC")
+    colours = dict(zip(NOTES, plots.COLOURS))
+    plots.losses(
+        axes["A"], [(row["model"], row["loss"], colours[row["model"]]) for row in rows], "merged"
+    )
+    axes["A"].set_yticks(
+        range(len(rows)),
+        [f"{row['model']}\n{row['note'].partition(':')[0]}" for row in rows],
+        fontsize=9,
+    )
+    axes["A"].set(
+        xlabel="loss per token of the answers (lower is better)", title="held-out examples"
+    )
+    for (name, way), marker in zip(results["curves"].items(), plots.MARKERS):
+        if way:
+            if name == "merged":
+                start, loss = (results["curves"]["MoE"][-1][0], rows[-2]["loss"])
+            else:
+                start, loss = (0, rows[0]["loss"])
+            steps, values = zip(
+                (start, loss), *((start + step, value) for step, value in way), strict=True
+            )
+            axes["B"].plot(steps, values, marker=marker, color=colours[name], label=name)
+    axes["B"].set(
+        xlabel="step",
+        ylabel="loss per token, logarithmic",
+        yscale="log",
+        title="held-out examples while tuning",
+    )
+    low, high = axes["B"].get_ylim()
+    ticks = [tick / 10 for tick in range(1, 100) if low <= tick / 10 <= high]
+    axes["B"].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes["B"].minorticks_off()
+    axes["B"].legend(fontsize=9)
+    axes["B"].grid()
+    asked = [row for row in rows if None not in row["exact_match"].values()]
+    if "interval" in rows[0]:
+        spans = {row["model"]: [*row["interval"].values()] for row in asked}
+    else:
+        spans = None
+    shares = {row["model"]: [*row["exact_match"].values()] for row in asked}
+    plots.grouped(
+        axes["C"], [*rows[0]["exact_match"]], shares, spans, form="{:.2f}", colours=colours
+    )
+    axes["C"].set(ylabel="exact match", ylim=(0, 1.12), title="answers to held-out examples")
+    plots.legend_below(
+        figure, axes["C"], "lines: 95% interval over the problems" if spans else "", len(asked)
+    )
+    return figure
+
+
+def _show(results: dict, out: Path) -> None:
+    """Print the table and the comparison of XFT with SFT."""
+    rows = results["rows"]
+    tasks = list(results["rows"][0]["exact_match"])
+    columns = [("model", "left"), ("loss", "right"), *((task, "right") for task in tasks)]
+    columns += [("tokens/s", "right"), ("steps", "right"), ("train s", "right"), ("", "left")]
+    print_table(
+        "Held-out loss of the answers, and exact match by task",
+        columns,
+        [
+            [
+                row["model"],
+                f"{row['loss']:.4f}",
+                *(f"{v:.2f}" if v is not None else "" for v in row["exact_match"].values()),
+                f"{row['tokens_per_second']:.0f}",
+                str(row["steps"]),
+                f"{row['seconds']:.0f}",
+                row["note"],
+            ]
+            for row in rows
+        ],
+    )
+    print("held-out losses, " + "\n".join(results["loss_comparisons"]))
+    for one in results["comparisons"]:
+        if one["model"] == "merged":
+            print(
+                f"{one['task']}: merged solves {one['gained']} that SFT does not, SFT "
+                f"{one['lost']} that merged does not (p {one['p_corrected']:.2g}, {one['test']}, "
+                "corrected by Holm)"
+            )
+    print(
+        f"dense model: {out / 'merged'}\n"
+        f"picture: {out / 'real.png'}   numbers: {out / 'results.json'}   answers: {out / 'eval'}"
+    )

@@ -1,0 +1,444 @@
+"""Evaluation by domain: losses are ordered by domain, and tables show each domain and all together.
+
+Also which experts each domain's tokens go to (UpIT, Figure 5): counts, distances between domains,
+and the picture.
+
+share_e(domain) = slots of expert e / slots of all experts          per layer; 1 / E without a preference
+distance(a, b)  = 1/2 sum_e |share_e(a) - share_e(b)|               total variation, mean over the layers, 0 to 1
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moe_runtime.hf.dropin.stats import collect_router_stats, expert_load
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import rows as data
+from papers.engine import stages
+from papers.engine.compare import LEVEL, signed
+from papers.engine.corpora import SOURCES, domains_key
+from papers.engine.plots import INK, figure_of, grouped, legend_below
+from papers.engine.recipe import Training
+from papers.engine.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
+from papers.engine.tables import MARKS, Entry, Report, compared, finite, over_seeds
+
+
+class Judged(NamedTuple):
+    """A model, single or fused, evaluated on the held-out examples of every domain."""
+
+    name: str
+    folder: Path  # of the stage's model
+    loss: float  # mean over the label tokens of all held-out examples
+    losses: list[float]  # mean of each held-out example, ordered by domain
+    tokens: list[int]
+    rows: dict[str, int]  # domain -> number of held-out examples
+    steps: int
+    seconds: float
+    total_seconds: float  # including previous stages, except for the base
+    parameters: int
+    active_parameters: int  # used per token
+    history: list  # (step, held-out loss); of an UltraFuser specialist the loss on its own domain
+    steps_per_second: float
+    trained_parameters: int = 0
+    optimizer_bytes: int = 0
+    source: str = ""  # where the model is loaded from: `folder`, or the path of a given specialist
+    course: list | None = None  # (step, {domain: loss}), if recorded during training
+    exact: list | None = None  # per held-out example: 1 if greedy decoding gives its label, else 0
+
+    @property
+    def domains(self) -> dict[str, float]:
+        """The loss of each domain."""
+        return by_domain(self.losses, self.tokens, self.rows)
+
+
+def by_domain(
+    losses: Sequence[float], tokens: Sequence[int], rows: Mapping[str, int]
+) -> dict[str, float]:
+    """Return each domain's mean loss per label token, for examples ordered by domain."""
+    return {
+        domain: trainers.mean_loss(losses[place], tokens[place])
+        for domain, place in places_of(rows).items()
+    }
+
+
+def places_of(rows: Mapping[str, int]) -> dict[str, slice]:
+    """Return the slice of each domain's examples."""
+    places = {}
+    start = 0
+    for domain, count in rows.items():
+        places[domain] = slice(start, start + count)
+        start += count
+    return places
+
+
+def of_domain(result, domain: str):
+    """Return a result restricted to the examples of one domain."""
+    place = places_of(result.rows)[domain]
+    losses = result.losses[place]
+    tokens = result.tokens[place]
+    exact = result.exact and result.exact[place]
+    return result._replace(rows={domain: len(losses)}, history=[], **loss_of(losses, tokens, exact))
+
+
+@dataclass(kw_only=True)
+class DomainReport(Report):
+    """A table of models evaluated on several domains; its own losses are over all held-out
+    examples.
+    """
+
+    label = "held-out loss per label token, all domains (lower is better)"
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains' names."""
+        return tuple(self.entries[0].results[0].rows)
+
+    @cached_property
+    def of_domains(self) -> dict[str, Report]:
+        """Return the same table for each domain."""
+        names = ("command", "title", "source", "settings", "seeds", "reference")
+        shared = {name: getattr(self, name) for name in names}
+        return {
+            domain: Report(entries=[_entry_of(entry, domain) for entry in self.entries], **shared)
+            for domain in self.domains
+        }
+
+    @property
+    def solved(self) -> tuple[str, ...]:
+        """The domains with at least one exact match by any model; only these have a column of exact
+        matches.
+        """
+        return tuple(domain for domain, table in self.of_domains.items() if table.is_solved)
+
+    def domain_loss(self, name: str, domain: str) -> float:
+        """Return a method's loss on one domain, the mean over the seeds."""
+        return self.of_domains[domain].entry(name).loss
+
+    def to_dict(self) -> dict:
+        """Return the report as JSON-ready values."""
+        values = super().to_dict()
+        for method, entry in zip(values["methods"], self.entries, strict=True):
+            method["domains"] = {
+                domain: self.domain_loss(entry.name, domain) for domain in self.domains
+            }
+            for seed, result in zip(method["seeds"], entry.results, strict=True):
+                seed["domains"] = by_domain(result.losses, result.tokens, result.rows)
+            method["exact_of_domains"] = {
+                domain: table.entry(entry.name).exact for domain, table in self.of_domains.items()
+            }
+        comparisons = {
+            domain: [asdict(one) for one in table.comparisons]
+            for domain, table in self.of_domains.items()
+        }
+        exact = {
+            domain: [asdict(one) for one in table.exact_comparisons]
+            for domain, table in self.of_domains.items()
+        }
+        more = {"comparisons_of_domains": comparisons, "exact_comparisons_of_domains": exact}
+        return finite(values | {"rows": self.entries[0].results[0].rows} | more)
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and their alignment."""
+        names = (
+            *self.domains,
+            *(f"exact {domain}" for domain in self.solved),
+            "all",
+            f"vs {self.reference}",
+            "p",
+        )
+        costs = ("parameters", "trained", "train s")
+        right = [(name, "right") for name in names]
+        return [
+            ("method", "left"),
+            *right,
+            ("verdict", "left"),
+            *((name, "right") for name in costs),
+        ]
+
+    def _row(self, entry: Entry) -> tuple[str, ...]:
+        one = self.comparison(entry.name)
+        first = entry.results[0]
+        trained = statistics.fmean(result.trained_parameters for result in entry.results)
+        costs = (
+            f"{trained:,.0f}" if trained else "",
+            f"{entry.seconds:,.0f}" if entry.seconds else "",
+        )
+        return (
+            entry.name,
+            *(self._cell(entry.name, domain) for domain in self.domains),
+            *(self.of_domains[domain].exact_cell(entry.name) for domain in self.solved),
+            entry.mean_sd(),
+            *compared(one),
+            f"{first.parameters:,}",
+            *costs,
+        )
+
+    def _cell(self, name: str, domain: str) -> str:
+        one = self.of_domains[domain].comparison(name)
+        mark = "" if one is None else MARKS.get(one.verdict, "")
+        return f"{self.domain_loss(name, domain):.4f}{mark}"
+
+    def legend(self) -> str:
+        """Return lines that explain the table's numbers."""
+        first = self.entries[0].results[0]
+        rows = ", ".join(f"{count} of {domain}" for domain, count in first.rows.items())
+        return (
+            f"held-out rows: {rows}; {sum(first.tokens):,} label tokens, over which `all` is the "
+            f"mean; {over_seeds(self.seeds)}.\n"
+            f"vs {self.reference}: difference of the losses with its {1 - LEVEL:.0%} interval; p: "
+            f"Wilcoxon over the rows, corrected by Holm for the {len(self.comparisons)} "
+            "comparisons of a column; - and + at a domain's loss: lower and higher than "
+            f"{self.reference}'s by the same test.\n"
+            "train s: all stages after the base."
+            + self.exact_legend([domain for domain in self.domains if domain not in self.solved])
+        )
+
+
+class Routed(NamedTuple):
+    """The experts that the tokens of each domain are routed to."""
+
+    name: str
+    folder: Path
+    counts: dict  # domain -> [L][E] slots
+    layers: list[str]
+    total_seconds: float
+
+
+class DomainStages(KeptStages):
+    """The stages of a recipe with `domains`: trained on all together, evaluated on each; examples
+    are ordered by domain.
+    """
+
+    result = Judged
+    share = 1.0  # of each domain's training rows used for tuning
+
+    def change(self, share: float | None = None, **changes):
+        """Return stages with the same rows and base, but another share of the rows or changed
+        values of the recipe.
+        """
+        other = super().change(**changes)
+        other.share = self.share if share is None else share
+        return other
+
+    @property
+    def train_rows(self):
+        """The tokenized training examples of all domains."""
+        parts = [self.part(f"{domain}-train") for domain in self.recipe.domains]
+        if self.share < 1:
+            parts = [part.select(range(max(round(self.share * len(part)), 1))) for part in parts]
+        return data.require("datasets").concatenate_datasets(parts)
+
+    @property
+    def held_out(self):
+        """The tokenized evaluation examples; the same for every stage and seed."""
+        parts = [self.part(f"{domain}-held_out") for domain in self.recipe.domains]
+        return data.require("datasets").concatenate_datasets(parts)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of held-out rows of each domain."""
+        return {domain: len(self.part(f"{domain}-held_out")) for domain in self.recipe.domains}
+
+    def routed(self, moe: Judged) -> Routed:
+        """Return the routing of the tokens of each domain's held-out examples."""
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            rows = {domain: self.part(f"{domain}-held_out") for domain in self.recipe.domains}
+            with ranks.leading() as main:
+                found = count(self._load(moe.folder), self.tokenizer, rows) if main else None
+            counts, layers = ranks.agree(found)
+            return {"counts": counts, "layers": layers}
+
+        return self._stage("routed", f"routing of {moe.name}", {}, [moe], make, result=Routed)
+
+    def judged(self, name: str, parent: Judged, folder: Path, **how) -> Judged:
+        """Return the evaluation of a model that the stage `parent` has in `folder`, loaded with the
+        arguments `how`.
+        """
+
+        def make(tmp: Path, checkpoints: Path) -> dict:
+            return self._judge(lambda: self._load(folder, **how))
+
+        return self._stage("judged", name, {"folder": folder.name}, [parent], make)
+
+    def _settings(self, training: Training) -> dict:
+        return super()._settings(training) | ({"share": self.share} if self.share < 1 else {})
+
+    def _numbers(self, model, trained: trainers.Trained, load: Callable) -> dict:
+        """Return a training's result; if saving rounded the weights, the model returned by `load`
+        is evaluated instead.
+        """
+        course = course_of(trained) | {"optimizer_bytes": trained.optimizer_bytes}
+        if self._is_saved_as_trained(model):
+            return (
+                course
+                | {"rows": self.counts}
+                | loss_of(trained.losses, trained.tokens, trained.exact)
+                | sizes_of(model)
+            )
+        del model, trained
+        return course | self._judge(load)
+
+    def _judge(self, load: Callable) -> dict:
+        """Return the held-out losses of the model of `load`; the processes share the examples."""
+        ranks.free_memory()
+        model = load()
+        training = self.judging
+        batch, _ = trainers.split_batch(training.batch_size, training.per_device_batch_size)
+        found = trainers.row_losses(
+            model, self.held_out, self.tokenizer, batch_size=batch, bf16=training.bf16
+        )
+        return {"rows": self.counts} | loss_of(*found) | sizes_of(model)
+
+    def _documents(self) -> list[str]:
+        return stages.domain_documents(
+            self.recipe.pretrain, [s for d in self.recipe.domains.values() for s in d.sources]
+        )
+
+    def data_key(self) -> str:
+        """Return a hash of the base, every domain's rows, and the versions of what built-in domains
+        are made from.
+        """
+        r = self.recipe
+        built_in = domains_key()
+        sources = [source for d in r.domains.values() for source in d.sources]
+        rows = [built_in if source in SOURCES else files_print(source) for source in sources]
+        base = [built_in, r.pretrain.to_dict()] if r.pretrain else files_print(r.base_model)
+        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
+        return hash_of(
+            {
+                "format": self.FORMAT,
+                "domains": domains,
+                "length": r.max_length,
+                "base": base,
+                "rows": rows,
+            }
+        )
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the tokenizer, and each domain's training and evaluation examples."""
+        r = self.recipe
+        tokenizer = self._base_tokenizer(self._documents)
+        self.say(
+            "reading and tokenizing "
+            + ", ".join(f"{name}: {domain}" for name, domain in r.domains.items())
+        )
+        counts = {}
+        for part, rows in stages.tokenized_domains(tokenizer, r.domains, r.max_length).items():
+            data.save_rows(rows, folder / part)
+            counts[part] = len(rows)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        listed = ", ".join(
+            f"{counts[f'{n}-train']:,} of {n} ({counts[f'{n}-held_out']:,} held out)"
+            for n in r.domains
+        )
+        self.say(f"rows to tune on: {listed}")
+        return {
+            "rows": counts,
+            "domains": {name: domain.to_dict() for name, domain in r.domains.items()},
+        }
+
+
+def with_difference(one) -> str:
+    """Return a comparison and its difference as text, for a line with several."""
+    return f"{one.name} {signed(one.difference)} ({one.verdict})"
+
+
+def _entry_of(entry: Entry, domain: str) -> Entry:
+    return Entry(entry.name, [of_domain(result, domain) for result in entry.results])
+
+
+BATCH = 16
+LAYERS = 4  # maximum number of plotted layers, evenly spaced from the first to the last
+
+
+def count(model, tokenizer, rows: Mapping) -> tuple[dict[str, list], list[str]]:
+    """Return the slots [L][E] of each domain's tokenized rows, and the layers' names."""
+    counts = {}
+    layers = []
+    for domain, of_domain in rows.items():
+        stats = collect_router_stats(
+            model, _batches(tokenizer, of_domain["input_ids"], model.device)
+        )
+        counts[domain], layers = [row.tolist() for row in stats.routed], list(stats.layers)
+    return counts, layers
+
+
+def _batches(tokenizer, rows: Sequence[list[int]], device):
+    for i in range(0, len(rows), BATCH):
+        batch = tokenizer.pad({"input_ids": rows[i : i + BATCH]}, return_tensors="pt")
+        yield {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def shares(counts: Mapping[str, list]) -> dict[str, torch.Tensor]:
+    """Return the share [L, E] float64 of each domain's slots."""
+    return {domain: expert_load(torch.tensor(rows)) for domain, rows in counts.items()}
+
+
+def mean_distance(counts: Mapping[str, list]) -> float:
+    """Return the mean distance between two domains; 0 if all are routed equally or there is only
+    one.
+    """
+    pairs = itertools.combinations(shares(counts).values(), 2)
+    distances = [(a - b).abs().sum(-1).mean().item() / 2 for a, b in pairs]
+    return statistics.fmean(distances) if distances else 0.0
+
+
+def picture(report, routed: Mapping[str, Sequence]):
+    """Plot each method's shares by domain, a row per method and a column per layer; means over the
+    seeds.
+
+    `routed` holds a stage's result for every seed. Methods may have different numbers of experts.
+    """
+    columns = [_spaced(len(results[0].layers)) for results in routed.values()]
+    rows = len(routed)
+    widest = max(map(len, columns))
+    figure, axes = figure_of(
+        report,
+        (2.2 + 2.9 * widest, 1.4 + 2.0 * rows),
+        rows=rows,
+        columns=widest,
+        sharex=False,
+        sharey=True,
+        squeeze=False,
+    )
+    for row, (name, results), layers in zip(axes, routed.items(), columns, strict=True):
+        for axis, layer in zip(row, layers):
+            _bars(axis, results, layer)
+            axis.set_title(f"{name}, layer {results[0].layers[layer]}", fontsize=9)
+        row[0].set_ylabel("share of tokens", fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("expert", fontsize=8)
+    legend_below(figure, figure.axes[0], columns=6)
+    return figure
+
+
+def _bars(axes, results: Sequence, layer: int) -> None:
+    """Plot one layer: a group of bars per expert, a bar per domain, and the balanced share as a
+    line.
+    """
+    by_seed = [shares(result.counts) for result in results]
+    means = {
+        name: torch.stack([found[name][layer] for found in by_seed]).mean(0).tolist()
+        for name in by_seed[0]
+    }
+    E = len(next(iter(means.values())))
+    grouped(axes, range(E), means)
+    axes.axhline(1 / E, color=INK, linestyle="--", linewidth=1)
+    axes.tick_params(labelsize=8)
+
+
+def _spaced(layers: int) -> list[int]:
+    """Return at most LAYERS evenly spaced indices below `layers`, including the first and
+    the last.
+    """
+    if layers <= LAYERS:
+        return list(range(layers))
+    return [round(i * (layers - 1) / (LAYERS - 1)) for i in range(LAYERS)]

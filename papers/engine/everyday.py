@@ -1,0 +1,186 @@
+"""Four tasks without downloads that a small pretrained model learns in minutes.
+
+intent      a request in a user's words -> one of ten labels
+json        a sentence about an order, a trip or a meeting -> its named parts as a JSON object
+arithmetic  the domain of `papers.engine.corpora`: word problems -> every step and the
+            answer
+function    signature and docstring of a function in Python's standard library -> its single return
+            statement
+
+Held-out requests and sentences have wordings that no training example has, held-out functions come
+from other files, and held-out problems have other questions. The examples depend on `seed` and, for
+functions, on the version of Python; which ones are held out does not depend on the seed.
+"""
+
+import ast
+import json
+import random
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_runtime.config import check_choice, check_positive
+from moe_runtime.io.files import atomic_folder
+from papers.engine.corpora import Pairs, domain_rows, standard_library_pairs
+from papers.engine.sums import NAMES, THINGS
+
+# the last wording of each line is held out
+INTENTS = {
+    "set_alarm": """Wake me up at {time} on {day}. | I have to be up by {time}. | Set an alarm for {time}. | Ring at {time}.
+        Make sure I do not sleep past {time}. | Please get me out of bed on {day} at {time}. | Alarm at {time}, please.""",
+    "set_timer": """Count down {number} minutes. | Tell me when {number} minutes are over. | Start a timer of {number} minutes.
+        The eggs need {number} minutes, let me know. | {number} minutes from now, beep. | Timer, {number} minutes.""",
+    "get_weather": """Will it rain in {city} on {day}? | How cold is it in {city}? | The forecast for {city}, please.
+        What is the weather like in {city}? | Is the sun out in {city}? | Do I need an umbrella in {city}?""",
+    "send_message": """Text {name} that I am late. | Let {name} know that I got the {thing}. | Message {name}: {day} is fine.
+        Write to {name}: see you on {day}. | Tell {name} I come at {time}. | Send {name} a note about the {thing}.""",
+    "make_call": """Call {name}. | Ring {name} up, please. | I want to talk to {name} on the phone. | Dial the number of {name}.
+        Give {name} a ring on {day}. | Phone {name} for me. | Get {name} on the line.""",
+    "play_music": """Play some jazz. | Put on the new album of {name}. | Music for {number} minutes, please.
+        Turn on my {day} playlist. | Let us listen to something by {name}. | I would like to hear a song about {city}.""",
+    "book_table": """A table for {number} on {day}, please. | We want to eat out at {time}. | Book dinner for {number}.
+        Reserve at {time}. | Find us a restaurant in {city}. | Get {name} and me a table for {day}.""",
+    "order_item": """Buy {number} {thing}. | Order {thing} for {name}. | Get me {number} {thing} by {day}.
+        We are out of {thing}, get more. | I need {number} {thing} delivered. | Put {thing} into my basket.""",
+    "find_route": """How do I get to {city}? | Show me the way to {city}. | Take me to {city} by {time}.
+        What is the fastest road to {city}? | Which train goes to {city} on {day}? | Directions to {city}, please.""",
+    "add_note": """Write down that {name} has my {thing}. | Note: {number} {thing}. | Save this for later: {city}, {day}.
+        Remember that the {thing} are in {city}. | Put it on my list that {name} likes {thing}. | Note that {day} is free.""",
+}
+# the last four are held out
+SENTENCES = (
+    "On {day} {name} travels to {city}.",
+    "{name} in {city} needs {number} {thing} by {day}.",
+    "The meeting with {name} is on {day} at {time}.",
+    "Please send {number} {thing} to {name}.",
+    "{name} orders {number} {thing}.",
+    "{name} will meet us in {city} at {time}.",
+    "By {day} we want {number} {thing} in {city}.",
+    "A parcel of {number} {thing} left {city} on {day}.",
+    "At {time} the train to {city} leaves.",
+    "Our guest on {day} is {name}, who comes from {city}.",
+    "It was {time} when {name} sold {number} {thing}.",
+    "{city} asks for {thing}, {number} of them.",
+    "For {day}, {name} has asked for {number} {thing}.",
+    "{name} reaches {city} at {time} on {day}.",
+    "There are {number} {thing} in {city}, says {name}.",
+    "Can we see {name} at {time} on {day}?",
+)
+WORDS = {
+    "name": NAMES,
+    "thing": THINGS,
+    "city": ("Athens", "Bern", "Cairo", "Delhi", "Lima", "Oslo", "Paris", "Quito", "Rome", "Tokyo"),
+    "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
+}
+LONGEST = 160  # characters of a function's prompt
+
+
+def _intents(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
+    while True:
+        label = generator.choice(list(INTENTS))
+        lines = [line.split(" | ") for line in INTENTS[label].splitlines()]
+        wording = generator.choice(
+            [w.strip() for line in lines for w in (line[-1:] if is_held_out else line[:-1])]
+        )
+        yield f"What is the intent of this request?\n{_filled(wording, generator)[0]}", label
+
+
+def _objects(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
+    while True:
+        text, values = _filled(
+            generator.choice(SENTENCES[-4:] if is_held_out else SENTENCES[:-4]), generator
+        )
+        yield f"Write {', '.join(values)} of this text as JSON.\n{text}", json.dumps(values)
+
+
+def _filled(wording: str, generator: random.Random) -> tuple[str, dict]:
+    """Return a wording with its placeholders filled, and the values."""
+    values = {name: generator.choice(words) for name, words in WORDS.items()}
+    values |= {
+        "number": generator.randint(2, 60),
+        "time": f"{generator.randint(1, 12)}:{generator.randrange(0, 60, 5):02}",
+    }
+    used = [name for _, name, _, _ in string.Formatter().parse(wording) if name]
+    return wording.format(**values), {name: values[name] for name in used}
+
+
+def _functions(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
+    rows = standard_library_pairs()[is_held_out]
+    generator.shuffle(rows)
+    for row in rows:
+        function = ast.parse(row["completion"]).body[0]
+        if (
+            len(row["prompt"]) <= LONGEST
+            and not function.decorator_list
+            and isinstance(function.body[0], ast.Return)
+        ):
+            yield (
+                f"Answer with the return statement alone.\n{row['prompt']}".rstrip(),
+                ast.unparse(function.body[0]),
+            )
+
+
+def _sums(generator: random.Random, is_held_out: bool) -> Iterator[tuple[str, str]]:
+    for row in domain_rows("arithmetic", seed=generator.randrange(2**32))[is_held_out]:
+        yield row["prompt"].rstrip(), row["completion"]
+
+
+_MAKERS = {"intent": _intents, "json": _objects, "arithmetic": _sums, "function": _functions}
+TASKS = tuple(_MAKERS)
+
+
+def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> Pairs:
+    """Return distinct training and held-out examples of a task, with prompt and completion.
+
+    Raises ValueError if there are fewer: the standard library has only a few hundred functions.
+    """
+    check_choice("task", name, TASKS)
+    parts = []
+    for is_held_out, count in ((False, train), (True, held_out)):
+        check_positive("held_out" if is_held_out else "train", count)
+        found: dict[str, str] = {}
+        tries = _MAKERS[name](random.Random(f"{name} {seed} {is_held_out}"), is_held_out)
+        for _, (prompt, completion) in zip(range(100 * count), tries, strict=False):
+            found.setdefault(prompt, completion)
+            if len(found) == count:
+                break
+        if len(found) < count:
+            where = "held out" if is_held_out else "to train on"
+            raise ValueError(
+                f"There are only {len(found)} examples of {name} {where}, but {count} are requested"
+            )
+        parts.append(
+            [{"prompt": prompt, "completion": completion} for prompt, completion in found.items()]
+        )
+    return Pairs(*parts)
+
+
+def write_tasks(
+    folder: str | Path,
+    *,
+    train: int = 80,
+    held_out: int = 40,
+    seed: int = 0,
+    more: dict[str, Pairs] | None = None,
+    overwrite: bool = False,
+) -> dict[str, int]:
+    """Write train.jsonl and held_out.jsonl with all tasks, shuffled, and TASK-train.jsonl and
+    TASK-held_out.jsonl for each.
+
+    `more` holds additional tasks by name. Returns the number of lines of each file.
+    """
+    tasks = {name: task_rows(name, train=train, held_out=held_out, seed=seed) for name in TASKS} | (
+        more or {}
+    )
+    files = {}
+    generator = random.Random(f"order {seed}")
+    for place, part in enumerate(Pairs._fields):
+        files[part] = [row for rows in tasks.values() for row in rows[place]]
+        generator.shuffle(files[part])
+        files |= {f"{name}-{part}": rows[place] for name, rows in tasks.items()}
+    with atomic_folder(folder, overwrite) as tmp:
+        for name, rows in files.items():
+            (tmp / f"{name}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+            )
+    return {f"{name}.jsonl": len(rows) for name, rows in files.items()}

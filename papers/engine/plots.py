@@ -1,0 +1,586 @@
+"""One style for all pictures, the tables' figures with error bars over seeds, and HTML pages of
+coloured tokens.
+
+Colours have a contrast of at least 3 on white and on the dark ground that an SVG takes where the
+reader's pages are dark, and are told apart without colour vision; markers and names say the same. A
+picture of a run that only checks that everything works says so across its middle.
+"""
+
+import html
+import importlib
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from moe_runtime.io.files import atomic_file
+from moe_runtime.io.rows import require
+from papers.engine.compare import signed
+
+# the first three are of Okabe and Ito, 2008
+BLUE, VERMILION, GREEN, BROWN, PURPLE, NAVY, INK, GREY = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#5B380E",
+    "#B040E0",
+    "#1B2A8F",
+    "#222222",
+    "#606060",
+)
+COLOURS = (BLUE, VERMILION, GREEN, BROWN, PURPLE, NAVY, INK)
+MARKERS = "osD^vPX"
+OF_VERDICT = {"lower": GREEN, "higher": VERMILION}
+LOSS = "held-out loss per label token (lower is better)"
+# times the median distance from the reference: beyond it a method is named at the edge, not drawn
+# to scale
+FAR = 6
+DARK = 0.55  # of a map's range: beyond it numbers are white
+# text as text, the font that matplotlib brings, ids that are the same in every run; a name with two
+# $ is no formula
+SETTINGS = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "moe_runtime",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+}
+INVERTED = (
+    "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.9) hue-rotate(180deg) } "
+    "}</style>\n"
+)
+TINY = "tiny run\nnot a result"
+
+
+def new_figure(
+    title: str,
+    size: tuple[float, float],
+    rows: int = 1,
+    columns: int = 1,
+    mosaic: str | None = None,
+    **subplots,
+):
+    """Return a Figure without pyplot's global state, and its axes, a dict of them with a `mosaic`
+    such as "AB;CC".
+    """
+    matplotlib = require("matplotlib", "plot")
+    kind = require("matplotlib.figure", "plot").Figure
+    with matplotlib.rc_context(SETTINGS):
+        figure = kind(figsize=size, layout="constrained", facecolor="white")
+        if title:
+            figure.suptitle(title, fontsize=11)
+        return figure, figure.subplot_mosaic(mosaic) if mosaic else figure.subplots(
+            rows, columns, **subplots
+        )
+
+
+def figure_of(report, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots):
+    """Return a report's Figure and axes; rows share the x axis unless `subplots` says otherwise."""
+    title = f"{report.title} ({report.source})"
+    return new_figure(title, size, rows, columns, **{"sharex": rows > 1} | subplots)
+
+
+def watermark(figure, tiny: bool = True):
+    """Say across a figure that its numbers mean nothing, if its run was `tiny`; return it."""
+    if tiny:
+        figure.text(
+            0.5,
+            0.5,
+            TINY,
+            rotation=30,
+            fontsize=44,
+            color=VERMILION,
+            alpha=0.35,
+            ha="center",
+            va="center",
+            zorder=9,
+        )
+    return figure
+
+
+def save(figure, path: Path) -> None:
+    """Write a figure in the format of its suffix, atomically; the same numbers make the
+    same file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}.get(
+        path.suffix
+    )
+    with atomic_file(path) as beside, require("matplotlib", "plot").rc_context(SETTINGS):
+        figure.savefig(beside, dpi=150, metadata=metadata, format=path.suffix[1:] or "png")
+        if path.suffix == ".svg":
+            text = Path(beside).read_text(encoding="utf-8")
+            Path(beside).write_text(
+                text.replace(" <defs>", f" {INVERTED} <defs>", 1), encoding="utf-8"
+            )
+
+
+def cycle(count: int) -> list[tuple[str, str]]:
+    """Return colours and markers for `count` series; beyond the seven colours the markers
+    differ.
+    """
+    pairs = [
+        (colour, MARKERS[(i + turn) % len(MARKERS)])
+        for turn in range(7)
+        for i, colour in enumerate(COLOURS)
+    ]
+    return list(itertools.islice(itertools.cycle(pairs), count))
+
+
+def legend_below(figure, axes, title: str = "", columns: int = 2) -> None:
+    """Put a legend of everything that has a name in `axes` below the figure, where it hides
+    nothing.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    columns = min(columns, len(handles))
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=columns,
+        title=title,
+        fontsize=9,
+        title_fontsize=9,
+        frameon=False,
+    )
+
+
+def heat_map(
+    axes, values, rows: Sequence, columns: Sequence, label: str, *, top: float, form: str
+) -> None:
+    """Draw a table of numbers from 0 to `top` as colours, with the numbers in it; NaN is
+    left out.
+    """
+    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=top)
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            colour = "white" if value > DARK * top else INK
+            axes.text(
+                x,
+                y,
+                "" if math.isnan(value) else form.format(value),
+                ha="center",
+                va="center",
+                color=colour,
+                fontsize=8,
+            )
+    turned = {"rotation": 30, "ha": "right"} if sum(len(str(name)) for name in columns) > 36 else {}
+    axes.set_xticks(range(len(columns)), columns, **turned)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.figure.colorbar(image, ax=axes, label=label)
+
+
+def grouped(
+    axes,
+    groups: Sequence,
+    series: Mapping[str, Sequence],
+    spans: Mapping | None = None,
+    form: str = "",
+    colours: Mapping = {},
+) -> None:
+    """Draw a bar from zero per group and series, with a line from low to high where `spans` has
+    them; None is no bar.
+
+    With `form` a number stands at each bar, so that one of zero is seen. `colours` may name the
+    series' own.
+    """
+    width = 0.82 / len(series)
+    # lines on dark bars
+    halo = require("matplotlib.patheffects", "plot").withStroke(linewidth=2.6, foreground="white")
+    for i, ((name, values), (colour, _)) in enumerate(zip(series.items(), cycle(len(series)))):
+        at = [place + (i - (len(series) - 1) / 2) * width for place in range(len(groups))]
+        axes.bar(
+            at,
+            [value or 0 for value in values],
+            0.94 * width,
+            color=colours.get(name, colour),
+            label=name,
+        )
+        for x, value, span in zip(
+            at, values, spans[name] if spans else [None] * len(at), strict=True
+        ):
+            if span is not None:
+                axes.plot(
+                    [x, x],
+                    span,
+                    color=INK,
+                    linewidth=1.1,
+                    marker="_",
+                    markersize=4,
+                    path_effects=[halo],
+                )
+            if form and value is not None:
+                axes.annotate(
+                    form.format(value),
+                    (x, max((value, *(span or ())))),
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                )
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(axis="y")
+
+
+def losses(axes, rows: Sequence[tuple[str, float, str]], reference: str) -> None:
+    """Draw a loss per (name, loss, colour), from the top down, with its number; those far from the
+    reference's at the edge.
+    """
+    values = {name: loss for name, loss, _ in rows}
+    near = _near(values, reference)
+    lowest, highest = (of((values[name] for name in near), default=0.0) for of in (min, max))
+    margin = (highest - lowest) or 0.01
+    axes.axvline(values[reference], color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+    for y, (name, loss, colour) in enumerate(rows):
+        if name in near:
+            axes.plot(loss, y, "D", color=colour, label=name)
+            axes.annotate(
+                f"{loss:.4f}",
+                (loss, y),
+                xytext=(9, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+                bbox=PLATE,
+            )
+        else:
+            _at_edge(axes, y, loss, loss > values[reference], colour)
+    axes.set_yticks(range(len(rows)), values)
+    axes.set(xlim=(lowest - 0.12 * margin, highest + 0.5 * margin), ylim=(len(rows) - 0.5, -0.5))
+    axes.grid(axis="x")
+
+
+PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+
+
+def _at_edge(axes, y: float, loss: float, right: bool, colour: str) -> None:
+    if right:
+        place, side, text = (0.985, "right", f"{loss:.3f}  \u2192")
+    else:
+        place, side, text = (0.015, "left", f"\u2190  {loss:.3f}")
+    axes.text(
+        place,
+        y,
+        text,
+        transform=axes.get_yaxis_transform(),
+        ha=side,
+        va="center",
+        color=colour,
+        bbox=PLATE,
+    )
+
+
+def dots(report):
+    """Plot every method's losses by seed, with the reference as a line and `general` losses;
+    outliers are named at the edge.
+    """
+    reports = (report, report.general) if hasattr(report, "general") else (report,)
+    size = 8.2 if len(reports) == 1 else 13.0, 1.6 + 0.52 * len(report.entries)
+    figure, all_axes = figure_of(report, size, columns=len(reports))
+    for axes, one in zip(all_axes if len(reports) > 1 else (all_axes,), reports):
+        dots_in(axes, one)
+        label = getattr(one, "label", LOSS)
+        axes.set_xlabel(
+            f"{label}\ndiamonds: {_seeds(report)}; rings: seeds; dashed: {report.reference}"
+        )
+    return figure
+
+
+def dots_in(axes, report, said: Callable | None = None) -> None:
+    """Draw a report's methods as dots, to the right of each what `said` makes of its entry, or the
+    verdict on it.
+    """
+    entries = report.entries[::-1]
+    reference = report.entry(report.reference)
+    axes.axvline(reference.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+    near = _near({entry.name: entry.loss for entry in entries}, reference.name)
+    shown = [entry for entry in entries if entry.name in near]
+    values = [
+        loss
+        for entry in shown
+        for loss in (*entry.losses, entry.loss - _sd(entry), entry.loss + _sd(entry))
+    ]
+    if values:
+        margin = 0.06 * (max(values) - min(values)) or 0.01
+        axes.set_xlim(min(values) - margin, max(values) + margin)
+    for y, entry in enumerate(entries):
+        one = report.comparison(entry.name)
+        colour = BLUE if one is None else OF_VERDICT.get(one.verdict, GREY)
+        if entry.name in near:
+            axes.plot(
+                entry.losses,
+                [y] * len(entry.losses),
+                "o",
+                markerfacecolor="none",
+                color=colour,
+                alpha=0.7,
+            )
+            axes.errorbar(
+                entry.loss,
+                y,
+                xerr=_bars(report, [_sd(entry)]),
+                fmt="D",
+                color=colour,
+                capsize=4,
+                markersize=7,
+            )
+        else:
+            _at_edge(axes, y, entry.loss, not entry.loss < reference.loss, colour)
+        text = said(entry) if said else _said(one)
+        axes.annotate(
+            text,
+            (1.02, y),
+            xycoords=axes.get_yaxis_transform(),
+            va="center",
+            color=colour,
+            fontsize=9,
+        )
+    axes.set_yticks(range(len(entries)), [entry.name for entry in entries])
+    axes.set_ylim(-0.6, len(entries) - 0.4)
+    axes.grid(axis="x")
+
+
+def sweep(report):
+    """Plot losses over the swept value, a line per kind of model and the reference as a band;
+    general losses below.
+    """
+    reports = (report, report.general) if hasattr(report, "general") else (report,)
+    figure, all_axes = figure_of(report, (7.2, 1.6 + 3.4 * len(reports)), rows=len(reports))
+    for axes, one in zip(all_axes if len(reports) > 1 else (all_axes,), reports):
+        _sweep(axes, one, report.extra)
+        axes.set_ylabel(getattr(one, "label", LOSS).replace(" (", "\n("), fontsize=9)
+    axes.set_xlabel(report.extra["x_label"])
+    legend_below(
+        figure,
+        axes,
+        f"{_seeds(report)}; thin: seeds" if len(report.seeds) > 1 else _seeds(report),
+        3,
+    )
+    return figure
+
+
+def _sweep(axes, report, extra: dict) -> None:
+    reference = report.entry(report.reference)
+    x = extra["x"]
+    if reference.name not in x:
+        band = reference.loss - _sd(reference), reference.loss + _sd(reference)
+        axes.axhline(reference.loss, color=GREY, linestyle="--", label=reference.name)
+        axes.axhspan(*band, color=GREY, alpha=0.15, linewidth=0)
+    kinds: dict[str, list] = {}
+    lines = itertools.cycle((":", "-.", (0, (1, 3))))
+    for entry in report.entries:
+        if entry.name in x:
+            kinds.setdefault(entry.name.partition(",")[0], []).append(entry)
+        elif entry is not reference:
+            axes.axhline(entry.loss, color=INK, linestyle=next(lines), label=entry.name)
+    moved = importlib.import_module("matplotlib.transforms").offset_copy
+    for i, ((kind, entries), (colour, marker)) in enumerate(zip(kinds.items(), cycle(len(kinds)))):
+        places = [x[entry.name] for entry in entries]
+        for seed in range(len(report.seeds) if len(report.seeds) > 1 else 0):
+            axes.plot(
+                places,
+                [entry.losses[seed] for entry in entries],
+                color=colour,
+                alpha=0.3,
+                linewidth=0.8,
+            )
+        # points of one place stand side by side, so that none hides another
+        ends = [entry.loss + sign * _sd(entry) for sign in (-1, 1) for entry in entries]
+        axes.update_datalim([*zip(places * 2, ends, strict=True)])
+        aside = moved(
+            axes.transData,
+            axes.figure,
+            6 * (i - (len(kinds) - 1) / 2) * (len(x) > len(set(x.values()))),
+            0,
+            "points",
+        )
+        axes.errorbar(
+            places,
+            [entry.loss for entry in entries],
+            yerr=_bars(report, map(_sd, entries)),
+            color=colour,
+            marker=marker,
+            capsize=4,
+            label=kind,
+            transform=aside,
+        )
+    if extra.get("x_log"):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        # the minor ticks' numbers stand in the same line
+        axes.tick_params(axis="x", which="both", length=3, pad=4)
+    else:
+        axes.set_xticks(sorted(set(x.values())))
+    axes.grid()
+
+
+def times(report):
+    """Plot losses over seconds of training: every method's curve and its final loss."""
+    figure, axes = figure_of(report, (7.2, 5.4))
+    for entry, (colour, marker) in zip(report.entries, cycle(len(report.entries))):
+        if entry.name == report.reference:
+            axes.axhline(entry.loss, color=GREY, linestyle="--", linewidth=1.2, zorder=1)
+        for result in entry.results:
+            before = result.total_seconds - result.seconds
+            steps = [
+                (before + step * result.seconds / result.steps, loss)
+                for step, loss in result.history
+            ]
+            axes.plot(*zip(*steps, strict=True), color=colour, alpha=0.4, linewidth=1)
+        axes.errorbar(
+            entry.seconds,
+            entry.loss,
+            yerr=_bars(report, [_sd(entry)]),
+            fmt=marker,
+            color=colour,
+            capsize=4,
+            markersize=8,
+            label=f"{entry.name}: {entry.loss:.4f}",
+        )
+    return _labelled(figure, axes, report, "seconds of training after the base", "on the way")
+
+
+def curves(report):
+    """Plot the held-out loss over steps: the mean over seeds, and each seed as a thin line; the
+    others' are in the legend.
+    """
+    figure, axes = figure_of(report, (7.2, 5.6))
+    watched = [entry for entry in report.entries if entry.results[0].history]
+    for entry, (colour, marker) in zip(watched, cycle(len(watched))):
+        ways = [result.history for result in entry.results]
+        for way in ways:
+            axes.plot(*zip(*way, strict=True), color=colour, alpha=0.35, linewidth=0.8)
+        steps, points = zip(
+            *((at[0][0], [loss for _, loss in at]) for at in zip(*ways, strict=True)), strict=True
+        )
+        spread = [statistics.stdev(losses) if len(losses) > 1 else 0.0 for losses in points]
+        axes.errorbar(
+            steps,
+            [*map(statistics.fmean, points)],
+            yerr=_bars(report, spread),
+            color=colour,
+            marker=marker,
+            capsize=4,
+            label=f"{entry.name}: {entry.loss:.4f} at the end",
+        )
+    for entry in report.entries:
+        if entry not in watched:
+            axes.plot([], [], " ", label=f"{entry.name}: {entry.loss:.4f}, no curve")
+    return _labelled(figure, axes, report, "step", "seeds")
+
+
+def _labelled(figure, axes, report, x_label: str, thin: str):
+    axes.set(xlabel=x_label, ylabel=LOSS)
+    axes.grid()
+    legend_below(figure, axes, f"{_seeds(report)}; thin: {thin}")
+    return figure
+
+
+def _near(values: Mapping[str, float], reference: str) -> set[str]:
+    """Return what to plot to scale: finite, and not so far from the reference that the others would
+    coincide.
+    """
+    apart = {
+        name: abs(value - values[reference])
+        for name, value in values.items()
+        if math.isfinite(value)
+    }
+    others = [distance for name, distance in apart.items() if name != reference]
+    limit = FAR * statistics.median(others) if len(others) > 1 else 0
+    return {name for name, distance in apart.items() if distance <= (limit or math.inf)}
+
+
+def _said(one) -> str:
+    if one is None:
+        return "reference"
+    return one.verdict if math.isnan(one.difference) else f"{signed(one.difference)}, {one.verdict}"
+
+
+def _sd(entry) -> float:
+    return 0.0 if math.isnan(entry.sd) else entry.sd
+
+
+def _seeds(report) -> str:
+    return f"mean and sd, {len(report.seeds)} seeds" if len(report.seeds) > 1 else "one seed"
+
+
+def _bars(report, deviations) -> list[float] | None:
+    """Return error bars; None where one seed has no deviation."""
+    return [*deviations] if len(report.seeds) > 1 else None
+
+
+_STYLE = """\
+:root {{ color-scheme: light dark; --page: #ffffff; --text: #1b1b1b; --soft: #5a5a5a; --line: #d8d8d8; {light} }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --page: #16181b; --text: #f0f0f0; --soft: #a8a8a8; --line: #3a3d42; {dark} }}
+}}
+body {{ margin: 2rem auto; max-width: 60rem; padding: 0 1rem; background: var(--page); color: var(--text);
+  font: 1rem/1.7 system-ui, sans-serif; }}
+h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
+p.note, p.mean {{ color: var(--soft); font-size: 0.875rem; }}
+pre {{ border: 1px solid var(--line); border-radius: 0.4rem; padding: 0.8rem 1rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; font: 0.95rem/1.8 ui-monospace, monospace; }}
+span[style] {{ background: {background}; border-radius: 0.15rem;
+  print-color-adjust: exact; }}
+"""
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p class="note">{note}</p>
+<p class="note">{scale}</p>
+{sections}
+</body>
+</html>
+"""
+
+
+def page(
+    title: str, note: str, scale: str, sections: str, *, light: str, dark: str, background: str
+) -> str:
+    """Return an HTML page; `title` and `note` are text, `scale` and `sections` HTML, `light`,
+    `dark`, `background` CSS.
+    """
+    style = _STYLE.format(light=light, dark=dark, background=background)
+    return _PAGE.format(
+        title=html.escape(title),
+        style=style,
+        note=html.escape(note),
+        scale=scale,
+        sections=sections,
+    )
+
+
+def section(name: str, blocks: Sequence[str]) -> str:
+    """Return HTML blocks under a heading."""
+    return f"<section>\n<h2>{html.escape(name)}</h2>\n" + "\n".join(blocks) + "\n</section>"
+
+
+def block(tokens: str, said: str) -> str:
+    """Return HTML tokens and a line of text below."""
+    return f'<pre>\n{tokens}</pre>\n<p class="mean">{html.escape(said, quote=False)}</p>'
+
+
+def token(piece: str, style: str, said: str = "") -> str:
+    """Return a token with a CSS `style` and the tooltip `said`."""
+    title = f' title="{html.escape(said)}"' if said else ""
+    # a browser takes a lone carriage return and control characters for errors
+    clean = "".join(
+        c if c in "\n\t" or c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for c in piece
+    )
+    return f'<span style="{style}"{title}>{html.escape(clean)}</span>'

@@ -1,0 +1,373 @@
+"""ESFT's frontier: how much of general text each method forgets by the time all have learned a task
+equally well.
+
+Each method is tuned on the task's rows alone, at several learning rates, and evaluated along the
+way. At point i its task loss is t_i and the loss of general row r is g_i[r]. Where the task loss
+first reaches t, `depth` below the base's, row r has loss
+
+    g[r] = (1 - w) g_{i-1}[r] + w g_i[r]      w = (t_{i-1} - t) / (t_{i-1} - t_i),  t_{i-1} > t >= t_i
+
+All runs take the same number of steps. For each depth, validation rows choose among a method's
+rates that reach it with every seed; the table, its significance tests and the picture use held-out
+rows.
+"""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_runtime.config import check_number
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.io import rows as data
+from papers.engine import plots
+from papers.engine.compare import LEVEL, compare
+from papers.engine.domains import places_of
+from papers.engine.tables import (
+    MARKS,
+    Command,
+    Entry,
+    Finding,
+    Run,
+    compared,
+    different,
+    finite,
+    over_seeds,
+)
+from papers.esft.recipe import EsftRecipe, Tuning
+from papers.esft.results import FFT, GATE, LORA, TOKEN
+from papers.esft.study import GENERAL, Stages
+
+FACTORS = (0.1, 0.3, 1.0)
+DEPTHS = (0.12, 0.15, 0.18)
+KINDS = ("validation", "held_out")
+
+
+class Course(NamedTuple):
+    """A training run on one task, evaluated along the way; the tuned model is not saved."""
+
+    name: str
+    folder: Path
+    rate: float
+    loss: float  # on the task's held-out rows at the end, like `exact`
+    exact: list[int]
+    total_seconds: float
+    trained_parameters: int
+    # (step, part -> losses of its rows), from step 0 on; parts: task- and general-validation and
+    # -held_out
+    history: list
+    tokens: dict[str, list[int]]  # part -> label tokens of its rows
+
+    def means(self, part: str) -> list[float]:
+        """Return the loss per label token of a part at every point."""
+        return [trainers.mean_loss(losses[part], self.tokens[part]) for _, losses in self.history]
+
+    def at(self, depth: float, kind: str) -> list[float] | None:
+        """Return the general rows' losses where the task loss is first `depth` below the base's;
+        None if it never is.
+        """
+        task = self.means(f"task-{kind}")
+        general = [losses[f"{GENERAL}-{kind}"] for _, losses in self.history]
+        level = task[0] - depth
+        for i, loss in enumerate(task):
+            if loss <= level:
+                w = (task[i - 1] - level) / (task[i - 1] - loss)
+                return [
+                    (1 - w) * a + w * b for a, b in zip(general[i - 1], general[i], strict=True)
+                ]
+        return None
+
+
+class Courses(Stages):
+    """The stages of a study at `factor` times its learning rates, tuned on a task's rows alone,
+    each returning a Course.
+    """
+
+    def __init__(self, stages: Stages, factor: float):
+        vars(self).update(vars(stages))
+        r = stages.recipe
+        rates = {"fft": r.fft, "lora__training": r.lora.training, "esft": r.esft}
+        self.recipe = r.change(
+            **{f"{of}__learning_rate": factor * one.learning_rate for of, one in rates.items()}
+        )
+
+    def _tuned(
+        self,
+        kind: str,
+        task: str,
+        training: Tuning,
+        make,
+        save,
+        mix=None,
+        group_size=1,
+        *,
+        parents=(),
+        more: Mapping = {},
+        dtype: str | None = None,
+    ) -> Course:
+        base = self.base()
+        training = training.change(keep_best=False)
+        parts = {
+            f"{of}-{kind}": self.part(f"{name}-{kind}")
+            for kind in KINDS
+            for of, name in (("task", task), (GENERAL,) * 2)
+        }
+        places = places_of({of: len(part) for of, part in parts.items()})
+        rows = data.require("datasets").concatenate_datasets(list(parts.values()))
+        end = places["task-held_out"]
+        name = f"{kind} {task}, rate {training.learning_rate:g}"
+
+        def whole(tmp: Path, checkpoints: Path) -> dict:
+            model, _ = make(self._load(base.folder, dtype=dtype))
+            first, tokens, _ = trainers.row_losses(
+                model, rows, self.tokenizer, batch_size=self._batch, bf16=training.bf16
+            )
+            trained = self._train(
+                name, model, self.part(f"{task}-train"), rows, training, checkpoints
+            )
+            points = (0, first), *trained.history.rows
+            return {
+                "rate": training.learning_rate,
+                "loss": trainers.mean_loss(trained.losses[end], tokens[end]),
+                "exact": trained.exact[end],
+                "steps": trained.steps,
+                "seconds": trained.history.seconds,
+                "trained_parameters": trained.trained_parameters,
+                "tokens": {of: tokens[at] for of, at in places.items()},
+                "history": [
+                    (step, {of: losses[at] for of, at in places.items()}) for step, losses in points
+                ],
+            }
+
+        settings = self._settings(training) | {"task": task} | dict(more)
+        return self._stage(
+            f"course-{kind}", name, settings, [base, *parents], whole, holds=".", result=Course
+        )
+
+
+def general_at(entry: Entry, depth: float, kind: str = "held_out") -> float:
+    """Return a run's general loss per label token at `depth`, mean over the seeds; infinite unless
+    all reach it.
+    """
+    rows = [course.at(depth, kind) for course in entry.results]
+    tokens = entry.results[0].tokens[f"{GENERAL}-{kind}"]
+    if None in rows:
+        return math.inf
+    return statistics.fmean(trainers.mean_loss(losses, tokens) for losses in rows)
+
+
+def curve(entry: Entry) -> list[tuple[float, ...]]:
+    """Return a run's points (step, task loss, general loss), means over the seeds."""
+    parts = f"task-{KINDS[1]}", f"{GENERAL}-{KINDS[1]}"
+    histories = [
+        zip((step for step, _ in one.history), *map(one.means, parts)) for one in entry.results
+    ]
+    return [tuple(map(statistics.fmean, zip(*at))) for at in zip(*histories)]
+
+
+@dataclass(kw_only=True)
+class Frontier(Finding):
+    """General losses at equal task losses: a row for each method and learning rate."""
+
+    task: str
+    depths: tuple[float, ...]
+    ladders: dict[str, list[Entry]]  # method -> its runs, one for each rate
+
+    def __post_init__(self):
+        self.chosen = {}
+        self.comparisons = {}
+        for depth in self.depths:
+            deep = {
+                name: [
+                    one
+                    for one in ladder
+                    if math.isfinite(sum(general_at(one, depth, of) for of in KINDS))
+                ]
+                for name, ladder in self.ladders.items()
+            }
+            chosen = {
+                name: min(of, key=lambda one: general_at(one, depth, "validation"))
+                for name, of in deep.items()
+                if of
+            }
+            losses = {
+                name: [course.at(depth, "held_out") for course in one.results]
+                for name, one in chosen.items()
+            }
+            tokens = self.ladders[TOKEN][0].results[0].tokens[f"{GENERAL}-held_out"]
+            self.chosen[depth] = chosen
+            self.comparisons[depth] = compare(losses, TOKEN, tokens) if TOKEN in losses else []
+
+    def shown(self, name: str) -> Entry:
+        """Return a method's run for the deepest level that both it and ESFT-Token reached, else the
+        run of its first rate.
+        """
+        deep = [one for one in self.chosen.values() if {TOKEN, name} <= one.keys()]
+        return deep[-1][name] if deep else self.ladders[name][0]
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        names = (
+            "rate",
+            "trained",
+            *(f"-{depth:g}" for depth in self.depths),
+            "task",
+            "exact match",
+            "general",
+        )
+        return [("method", "left"), *((name, "right") for name in names)]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows as text, in the order of `columns`."""
+        rows = []
+        for name, ladder in self.ladders.items():
+            for entry in ladder:
+                first, (_, task, general) = entry.results[0], curve(entry)[-1]
+                cells = (self._cell(name, entry, depth) for depth in self.depths)
+                last = f"{task:.4f}", f"{entry.exact:.3f}", f"{general:.4f}"
+                rows.append(
+                    (name, f"{first.rate:g}", f"{first.trained_parameters:,}", *cells, *last)
+                )
+        return rows
+
+    def _cell(self, name: str, entry: Entry, depth: float) -> str:
+        loss = general_at(entry, depth)
+        marks = [
+            "*",
+            *(MARKS.get(one.verdict, "") for one in self.comparisons[depth] if one.name == name),
+        ]
+        return f"{loss:.4f}" * math.isfinite(loss) + "".join(marks) * (
+            self.chosen[depth].get(name) is entry
+        )
+
+    def legend(self) -> str:
+        """Return what the table's numbers are, in lines."""
+        first = self.ladders[TOKEN][0].results[0]
+        parts = (f"{of}-held_out" for of in ("task", GENERAL))
+        task, general = (
+            f"{len(first.tokens[of])} held-out rows, base {first.means(of)[0]:.4f}" for of in parts
+        )
+        return (
+            f"{self.task}: {task}; general text: {general}; loss per label token; "
+            f"{over_seeds(self.seeds).replace(' ± sd', '')}.\n"
+            "-d: general loss where the task loss is first d below the base's; *: the rate that "
+            "validation rows choose; - and\n"
+            f"+: lower and higher than {TOKEN}'s by Wilcoxon over the rows (level {LEVEL:g}, "
+            "corrected by Holm for a column).\n"
+            "task, exact match, general: at the end of the training."
+        )
+
+    def to_dict(self) -> dict:
+        """Return all of the report as JSON-ready values."""
+        ladders = {
+            name: {
+                f"{one.results[0].rate:g}": [
+                    curve(one),
+                    [general_at(one, depth) for depth in self.depths],
+                ]
+                for one in ladder
+            }
+            for name, ladder in self.ladders.items()
+        }
+        comparisons = {
+            f"{depth:g}": [asdict(one) for one in found]
+            for depth, found in self.comparisons.items()
+        }
+        return super().to_dict() | finite({"ladders": ladders, "comparisons": comparisons})
+
+
+def summary(report: Frontier) -> list[str]:
+    """Return a line per depth that compares the methods with ESFT-Token, each at the rate chosen
+    for that depth.
+    """
+    lines = []
+    for depth, found in report.comparisons.items():
+        each = (
+            "; ".join(f"{one.name} {compared(one)[0]}, {one.verdict}" for one in found)
+            or "no comparison"
+        )
+        lines.append(
+            f"At {depth:g} below the base's task loss, general loss against {TOKEN}: {each}."
+        )
+    return lines
+
+
+def _frontier(process: Run, factors: Sequence[float], depths: Sequence[float]) -> dict:
+    task = next(iter(process.recipe.tasks))
+    rank = process.recipe.lora.rank
+    makes: dict[str, Callable] = {
+        TOKEN: lambda at: at.esft(task, at.selection(task, "token")),
+        GATE: lambda at: at.esft(task, at.selection(task, "gate")),
+        f"{TOKEN}, random experts": lambda at: at.esft(task, at.drawn(task, "token"), scored=False),
+        **{
+            f"{LORA}, rank {r}": lambda at, r=r: at.lora(task, r) for r in (rank, max(rank // 2, 1))
+        },
+        FFT: lambda at: at.fft(task),
+    }
+
+    def plan(stages: Stages) -> Iterator[tuple[str, Course]]:
+        for name, make in makes.items():
+            for factor in factors:
+                yield f"{name} x {factor:g}", make(Courses(stages, factor))
+
+    ladders: dict[str, list[Entry]] = {}
+    for entry in process.collect(plan):
+        ladders.setdefault(entry.name.rpartition(" x ")[0], []).append(entry)
+    return {"task": task, "depths": depths, "ladders": ladders, "summary": summary}
+
+
+def picture(report: Frontier):
+    """Plot general loss against task loss along the runs, means over the seeds: each method's
+    chosen rate, others faint.
+    """
+    figure, axes = plots.figure_of(report, (7.6, 6.0))
+    rises = []
+    for (name, ladder), (colour, marker) in zip(
+        report.ladders.items(), plots.cycle(len(report.ladders))
+    ):
+        for entry in ladder:
+            _, task, general = zip(*curve(entry), strict=True)
+            how = {"alpha": 0.35, "linewidth": 0.9}
+            if entry is report.shown(name):
+                how = {
+                    "marker": marker,
+                    "markersize": 5,
+                    "label": f"{name}, rate {entry.results[0].rate:g}",
+                    "zorder": 3,
+                }
+                rises.append(max(general) - general[0])
+            axes.plot(task, general, color=colour, **how)
+    for depth in report.depths:
+        axes.axvline(task[0] - depth, color=plots.GREY, linestyle=":", linewidth=1, zorder=1)
+    # one that forgets far more would flatten the others
+    top = max(3 * statistics.median(rises), 0.01)
+    axes.set_ylim(general[0] - 0.1 * top, general[0] + top)
+    axes.invert_xaxis()
+    axes.set(
+        xlabel=f"task loss, {report.task} (lower is better; tuning moves right)",
+        ylabel="general loss (lower is better)",
+    )
+    axes.grid()
+    over = f"held-out examples, mean of {len(report.seeds)} seed{'s' * (len(report.seeds) > 1)}"
+    plots.legend_below(
+        figure, axes, f"{over}; faint: other rates; dotted: levels; lines may leave at the top"
+    )
+    return figure
+
+
+def _check(
+    recipe: EsftRecipe, factors: Sequence[float] = FACTORS, depths: Sequence[float] = DEPTHS
+) -> dict:
+    for name, values in (("factor", factors), ("depth", depths)):
+        different(name, values, functools.partial(check_number, name, positive=True))
+    return {"factors": sorted(factors), "depths": sorted(depths)}
+
+
+COMMANDS = {
+    "frontier": Command(
+        "Forgetting at equal task loss", "ESFT, Sec. 5", _frontier, picture, _check, Frontier
+    )
+}

@@ -1,0 +1,412 @@
+"""A whole ESFT study as one YAML file: the model, its tasks, and how they are scored, selected and
+trained.
+
+    base_model: deepseek-ai/DeepSeek-V2-Lite        or null, with `pretrain`
+    tasks: {law: {train: law.jsonl, ...}, ...}      general: {train: ..., held_out: ...}
+    scores: {n_tokens: 131072, variant: v1}         p: {gate: 0.1, token: 0.2}
+    fft, lora, esft: {steps, learning_rate, ...}    mix: 1.0, rows of general data per row of a task
+
+The defaults are the paper's (arXiv 2407.01906, Sec. 4.3) and, where it is silent, the released
+code's.
+
+Built-in tasks are made from the standard library's documented functions: `code` asks for a function
+by its docstring, `docstring` for its docstring, `names` for its name, and `case` for the
+docstring's first sentence, given in upper case. Held-out rows come from files that are never
+trained on, the same files for every task. `code`, `prose` and `arithmetic` without the prefix
+`standard-library/` are the domains of the other methods' studies.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+
+from moe_runtime.io import rows as data
+from moe_runtime.methods.esft.scores import SEED
+from moe_runtime.methods.esft.selection import SCORES, VARIANTS
+from papers.engine import recipe as recipes
+from papers.engine import stages
+from papers.engine.corpora import (
+    DOMAINS,
+    domain_rows,
+    domain_text,
+    standard_library_pairs,
+    standard_library_text,
+)
+from papers.engine.recipe import (
+    AnyNumber,
+    BelowOne,
+    Count,
+    Dtype,
+    Fraction,
+    Node,
+    Number,
+    Positive,
+    Pretrain,
+    Prompt,
+    Rows,
+    Schedule,
+    Sources,
+    Steps,
+    Training,
+    TrainOn,
+    check_base,
+    check_names,
+)
+
+GENERAL = data.BUILT_IN  # the source text itself: what the small base was trained on
+HIDDEN = "f"  # replaces the name of a function in the task that asks for it
+
+
+def task_rows(tokenizer, task, recipe) -> dict:
+    """Return the tokenized rows of a task or of the general text: train, packed if the recipe says
+    so, validation, held_out.
+
+    No row is in two of them. `task` is a Task of `recipe`.
+    """
+    train, held_out = stages.split_rows(task, BUILT_IN)
+    if task.prompt == "esft" and recipe.pack:
+        return _as_released(tokenizer, train, held_out, task, recipe)
+    of = data.require("datasets").Dataset
+    train = of.from_list(train) if isinstance(train, list) else train
+    train, validation = data.hold_out(train, task.validation_rows, seed=1)
+    parts = {}
+    for name, rows, count in (
+        ("train", train, task.limit),
+        ("validation", validation, task.validation_rows),
+        ("held_out", held_out, task.held_out_rows),
+    ):
+        how = {"prompt": task.prompt, "train_on": task.train_on}
+        parts[name] = data.tokenize_pairs(tokenizer, rows, recipe.max_length, limit=count, **how)
+    if recipe.pack:
+        parts["train"] = join(
+            parts["train"], recipe.max_length, tokenizer.bos_token_id, recipe.drop_bos
+        )
+    return parts
+
+
+def join(
+    rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float = 0.0, seed: int = 0
+):
+    """Join samples, in an order drawn by `seed`, to a datasets.Dataset of rows of `length` ids, as
+    ESFT's code does.
+
+    The last sample of a row is cut at its start if it does not fit, so its answer stays. A sample
+    within a row starts without BOS with probability `drop_bos`. Samples of one row attend to each
+    other. The last row may be shorter.
+    """
+    order = [dict(row) for row in rows]
+    generator = random.Random(seed)
+    generator.shuffle(order)
+    joined: list[tuple[list[int], list[int]]] = []
+    ids = []
+    labels = []
+    for row in order:
+        skip = int(bool(ids) and row["input_ids"][:1] == [bos] and generator.random() < drop_bos)
+        room = length - len(ids)
+        own = row["input_ids"][skip:][-room:]
+        wanted = row["labels"][skip:][-room:]
+        ids = ids + own
+        labels = labels + wanted
+        if len(ids) == length:
+            joined.append((ids, labels))
+            ids = []
+            labels = []
+    if any(label != -100 for label in labels[1:]):
+        joined.append((ids, labels))
+    return data.require("datasets").Dataset.from_dict(
+        {"input_ids": [r[0] for r in joined], "labels": [r[1] for r in joined]}
+    )
+
+
+def _as_released(tokenizer, train, held_out, task, recipe) -> dict:
+    """`task_rows`, packed and split as in ESFT's released code: one line in fifty validates,
+    whatever `validation_rows` is.
+    """
+    taken = map(data.one_form, itertools.islice(train, task.limit))
+    rows = [data.encode(tokenizer, row, task.prompt, task.train_on) for row in taken]
+    lines = packed_in_order(rows, recipe.max_length, recipe.drop_bos, tokenizer.pad_token_id)
+    parts = dict(zip(("train", "validation"), split_lines(lines), strict=True))
+    how = {"limit": task.held_out_rows, "prompt": task.prompt, "train_on": task.train_on}
+    return parts | {"held_out": data.tokenize_pairs(tokenizer, held_out, recipe.max_length, **how)}
+
+
+Line = tuple[list[int], list[int]]  # ids and labels
+
+
+def packed_in_order(
+    rows: Iterable[Line], length: int, drop: float, pad: int, seed: int = SEED
+) -> list[Line]:
+    """Pack rows, in order, into lines of `length` ids, as ESFT's released code does.
+
+    A row that does not fit loses its beginning; after another row its first id is dropped with
+    probability `drop`. The last line is padded with `pad`, unlabelled, and exists even if no tokens
+    are left for it.
+    """
+    lines = []
+    generator = random.Random(seed)
+    ids = []
+    labels = []
+    for own, wanted in rows:
+        room = length - len(ids)
+        first = int(bool(ids) and generator.random() < drop)
+        ids = ids + own[-room:][first:]
+        labels = labels + wanted[-room:][first:]
+        if len(ids) == length:
+            lines.append((ids, labels))
+            ids = []
+            labels = []
+    left = length - len(ids)
+    return [*lines, (ids + [pad] * left, labels + [-100] * left)]
+
+
+def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) -> tuple:
+    """Return Datasets of training and validation lines, split as torch.random_split does; lines
+    without labels are dropped.
+    """
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = int(share * len(lines))
+    parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
+    if not all(map(len, parts)):
+        raise ValueError(
+            f"The data fill only {len(lines)} lines, of which {share:.0%} are for training and the "
+            "others for validation. Pass more data"
+        )
+    return tuple(parts)
+
+
+def dataset_of(lines: Iterable[Line]):
+    """Return a datasets.Dataset of the lines that have labels."""
+    kept = [line for line in lines if any(label != -100 for label in line[1][1:])]
+    columns = {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
+    return data.require("datasets").Dataset.from_dict(columns)
+
+
+def mixed(rows, general, ratio: float):
+    """Return `rows` and `ratio` times as many of `general`, repeated if there are too few."""
+    count = round(ratio * len(rows))
+    if not count:
+        return rows
+    return data.require("datasets").concatenate_datasets(
+        [rows, general.select([i % len(general) for i in range(count)])]
+    )
+
+
+def _pairs(make: Callable[[str, str, str], tuple[str, str] | None]) -> Callable[[], tuple]:
+    """Return a function that makes rows from (heading, docstring, source) of each documented
+    function; None is skipped.
+    """
+
+    def rows() -> tuple:
+        train, held_out = (_made(part, make) for part in standard_library_pairs())
+        return _named(train), _named(pair for pair in held_out if pair not in train)
+
+    return rows
+
+
+def _made(rows: Sequence[Mapping[str, str]], make) -> dict[tuple[str, str], None]:
+    """Return the distinct pairs made from functions, in order."""
+    split = ((*row["prompt"].partition("\n")[::2], row["completion"]) for row in rows)
+    made = (make(heading, doc.strip(), source) for heading, doc, source in split)
+    return dict.fromkeys(pair for pair in made if pair is not None)
+
+
+def _named(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+
+
+def _code(heading: str, doc: str, source: str) -> tuple[str, str]:
+    return f"{heading}\n{doc}\n", source
+
+
+def _docstring(heading: str, doc: str, source: str) -> tuple[str, str]:
+    return f"Document this Python code.\n{source}\n", doc
+
+
+def _names(heading: str, doc: str, source: str) -> tuple[str, str] | None:
+    name = heading.partition("(")[0].rpartition(" ")[2]
+    if name.startswith("__") or f"def {name}(" not in source:
+        return None
+    hidden = source.replace(f"def {name}(", f"def {HIDDEN}(", 1)
+    return f"Name this Python function.\n{hidden}\n", name
+
+
+def _case(heading: str, doc: str, source: str) -> tuple[str, str] | None:
+    sentence = " ".join(doc.partition("\n\n")[0].split())
+    if not 20 <= len(sentence) <= 120 or sentence == sentence.upper():
+        return None
+    return f"Write this in the usual case.\n{sentence.upper()}\n", sentence
+
+
+def _text() -> tuple:
+    """Return the source text, the files shuffled; no piece is in both parts."""
+    train = list(dict.fromkeys(standard_library_text()))
+    known = set(train)
+    held_out = [
+        text for text in dict.fromkeys(standard_library_text(held_out=True)) if text not in known
+    ]
+    for documents in (train, held_out):
+        random.Random(0).shuffle(documents)
+    return tuple([{"text": document} for document in documents] for documents in (train, held_out))
+
+
+BUILT_IN = {
+    GENERAL: _text,
+    f"{GENERAL}/code": _pairs(_code),
+    f"{GENERAL}/docstring": _pairs(_docstring),
+    f"{GENERAL}/names": _pairs(_names),
+    f"{GENERAL}/case": _pairs(_case),
+    **{name: functools.partial(domain_rows, name) for name in DOMAINS},
+}
+
+
+class Task(Rows):
+    """The rows of a task: for training, for choosing the best step, and for evaluation."""
+
+    validation_rows: Count = 64  # taken from the train rows; neither trained on nor evaluated
+    prompt: Prompt = "deepseek"
+    train_on: TrainOn = "assistant"
+
+    @model_validator(mode="after")
+    def _check_source(self):
+        unknown = [
+            one for one in self.sources if one.startswith(f"{GENERAL}/") and one not in BUILT_IN
+        ]
+        if unknown:
+            raise ValueError(
+                f"train must be one of {', '.join(BUILT_IN)} or other data, but got {unknown[0]!r}"
+            )
+        return self
+
+
+class General(Task):
+    """General text, which a model should not forget: mixed into its training data, and
+    evaluated.
+    """
+
+    train: Sources = GENERAL
+
+
+class PretrainMoE(Pretrain):
+    """A small DeepSeek-V2 to start from: fine-grained experts beside shared ones, pre-trained on
+    the standard library.
+
+    `intermediate_size` is that of the dense layers.
+    """
+
+    num_experts: Count = 32
+    top_k: Count = 4
+    expert_size: Count = 32  # an expert's intermediate size
+    shared_experts: Count = 2
+    dense_layers: Steps = 1  # the first ones, without experts
+    balance_loss_coef: Number = 0.001
+    # documents of code, prose and arithmetic, in place of the standard library's source
+    domains: dict[Literal[DOMAINS], Count] | None = Field(
+        None, exclude_if=lambda counts: counts is None
+    )
+
+    @model_validator(mode="after")
+    def _check_sizes(self):
+        if self.top_k > self.num_experts or self.dense_layers >= self.num_layers:
+            raise ValueError(
+                f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts}), and "
+                f"dense_layers ({self.dense_layers}) below num_layers ({self.num_layers})"
+            )
+        return self
+
+
+def documents(pretrain: PretrainMoE) -> list[str]:
+    """Return the texts that a small base and its tokenizer are trained on."""
+    if pretrain.domains is None:
+        return stages.documents(pretrain)
+    return [
+        text for name, count in pretrain.domains.items() for text in domain_text(name, limit=count)
+    ]
+
+
+class Tuning(Training):
+    """A training run of the study: AdamW at a constant rate, keeping the weights of the lowest
+    validation loss.
+    """
+
+    warmup_steps: Steps | None = 0
+    batch_size: Count = 32
+    optimizer: str = "adamw_torch"
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.95
+    weight_decay: Number = 0.1
+    schedule: Schedule = "constant"
+    max_grad_norm: AnyNumber = 1.0
+    keep_best: bool = True
+
+
+class Lora(Node):
+    """The LoRA baseline: low-rank matrices on all linear layers and experts, but not on embeddings
+    and head.
+    """
+
+    rank: Count = 8
+    scaling: Positive = 2.0  # alpha / rank
+    training: Tuning
+
+
+class Scoring(Node):
+    """The sample that experts are scored on."""
+
+    n_tokens: Count = 131072
+    variant: Literal[VARIANTS] = "v1"
+
+
+Threshold = Annotated[Positive, Field(le=1)]
+
+
+class Thresholds(Node):
+    """The threshold p of each score."""
+
+    gate: Threshold = 0.1
+    token: Threshold = 0.2
+
+
+class EsftRecipe(Node):
+    """A whole study."""
+
+    method: Literal["esft"] = "esft"
+    name: str = "recipe"
+    base_model: str | None = None
+    pretrain: PretrainMoE | None = None
+    dtype: Dtype = "float32"
+    trained_dtype: Dtype | None = None  # of the experts that train; None: `dtype`
+    max_length: Count = 4096
+    pack: bool = True  # samples joined to rows of max_length
+    drop_bos: Fraction = 0.2  # share of the samples within a row that start without BOS
+    tasks: dict[str, Task]
+    general: General = General()
+    mix: Number = 1.0
+    scores: Scoring = Scoring()
+    p: Thresholds = Thresholds()
+    score: Literal[SCORES] = "gate"  # for `run`; tables use both
+    fft: Tuning
+    lora: Lora
+    esft: Tuning
+    evaluations: Count = 5  # how often a training run computes the validation loss
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check_recipe(self):
+        check_base(self)
+        check_names("tasks", self.tasks)
+        prompts = {part.prompt for part in (*self.tasks.values(), self.general)}
+        if "general" in self.tasks or len(prompts & {"deepseek", "chat", "esft"}) > 1:
+            raise ValueError(
+                "No task may be named 'general', and all must use one chat template ('deepseek', "
+                f"'esft' or 'chat'), but tasks are {', '.join(self.tasks)} with the prompts "
+                f"{', '.join(sorted(prompts))}"
+            )
+        return self
+
+
+load_recipe = functools.partial(recipes.load_recipe, EsftRecipe)

@@ -1,0 +1,239 @@
+"""A whole UltraFuser study as one YAML file: the domains, a specialist of each, and how they are
+fused.
+
+    domains: {code: {train: code, limit: 900}, ...}         training and held-out rows of each domain
+    specialists: {code: {model: ..., template: codellama}}  a folder or a Hub id; without one, tuned from the base
+    base_model | pretrain, specialist: {...}                the base of such specialists, and how they are tuned
+    stage1, stage2: {steps, learning_rate, batch_size}      the gate alone, then all parameters
+
+The defaults are the paper's (arXiv 2403.08281, App. A): AdamW and a cosine schedule in both stages,
+batches with equal shares of all domains, the loss on responses. The models are checked, by their
+configs, before anything is trained.
+"""
+
+import functools
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moe_runtime.config import check_choice
+from moe_runtime.hf.training import ranks
+from moe_runtime.methods.ultrafuser.inputs import Encoder, check_template, check_tokenizers
+from moe_runtime.methods.ultrafuser.model import REDUCTIONS
+from moe_runtime.methods.ultrafuser.training import hidden_size
+from moe_runtime.modules.fuser import GATES
+from papers.engine import recipe as recipes
+from papers.engine.corpora import Domain
+from papers.engine.recipe import (
+    AnyNumber,
+    Count,
+    Dtype,
+    Node,
+    Pretrain,
+    Schedule,
+    Steps,
+    Training,
+    check_names,
+)
+
+
+class Specialist(Node):
+    """One of the fused models, and the template of its prompts."""
+
+    template: str  # ultralm, codellama, wizardmath, chat, or a text with {prompt}
+    model: str | None = None  # a folder or a Hub id; None: the base, tuned on `domain`
+    domain: str | None = None  # None: the domain with the specialist's name, if there is one
+    # of its tuning; None: those of `specialist`
+    steps: Count | None = Field(None, exclude_if=lambda steps: steps is None)
+
+
+class Stage(Training):
+    """A training stage of a given number of steps: AdamW, a cosine schedule without warmup."""
+
+    warmup_steps: Steps | None = 0
+    optimizer: str = "adamw_torch"
+    schedule: Schedule = "cosine"
+    max_grad_norm: AnyNumber = 1.0
+
+    @model_validator(mode="after")
+    def _check_steps(self):
+        if self.steps is None:
+            raise ValueError(
+                f"epochs is {self.epochs}. Set steps instead, as batches are drawn by domain, not "
+                "by epoch"
+            )
+        return self
+
+
+class FuserRecipe(Node):
+    """A whole study."""
+
+    method: Literal["ultrafuser"] = "ultrafuser"
+    name: str = "recipe"
+    base_model: str | None = None
+    pretrain: Pretrain | None = None
+    dtype: Dtype = "float32"
+    max_length: Count = 1024  # of the longest prompt and the response
+    # of all specialists; None: each one's own
+    tokenizer: str | None = Field(None, exclude_if=lambda source: source is None)
+    domains: dict[str, Domain]
+    specialists: dict[str, Specialist]
+    gate: Literal[GATES] = "mlp"
+    # the gate sees all specialists' states at once, as different hidden sizes require
+    joint: bool = False
+    specialist: Training | None = None  # of the specialists that are tuned here
+    stage1: Stage
+    stage2: Stage
+    # of specialists tuned on all domains; None: stage2 with the steps of both stages
+    further: Stage | None = None
+    two_stage: bool = True  # False: stage 2 alone, from a random gate
+    balanced: bool = True
+    replacement: bool = False  # whether the balanced sampler draws rows with replacement
+    # of the loss, over tokens; "sample": sum over tokens, mean over samples
+    reduction: Literal[REDUCTIONS] = "mean"
+    evaluations: Count = 4  # how often a training run computes the held-out loss
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check_recipe(self):
+        check_names("domains", self.domains, least=2)
+        check_names("specialists", self.specialists, least=2)
+        self._check_specialists()
+        for name in ("stage1", "stage2", *(["further"] if self.further else [])):
+            size = getattr(self, name).batch_size
+            if size % len(self.domains):
+                raise ValueError(
+                    f"{name}.batch_size must be a multiple of the {len(self.domains)} domains, "
+                    f"which have equal shares, but got {size}"
+                )
+        return self
+
+    def _check_specialists(self) -> None:
+        made = [name for name, one in self.specialists.items() if one.model is None]
+        given = [
+            name
+            for name in ("base_model", "pretrain", "specialist")
+            if getattr(self, name) is not None
+        ]
+        bases = len(given) - (self.specialist is not None)
+        if bases != bool(made) or bool(made) != (self.specialist is not None):
+            if made:
+                want = "one of base_model and pretrain, and specialist"
+            else:
+                want = "none of base_model, pretrain, specialist"
+            raise ValueError(
+                f"Specialists without a model are {', '.join(made) or 'none'} and given is "
+                f"{', '.join(given) or 'no base'}. Set {want}"
+            )
+        for name, one in self.specialists.items():
+            if one.model is not None and one.steps is not None:
+                raise ValueError(
+                    f"specialists.{name} has a model, so it is not tuned, but steps is "
+                    f"{one.steps}. Set one of them"
+                )
+            if one.domain is not None or one.model is None:
+                check_choice(f"specialists.{name}.domain", one.domain or name, tuple(self.domains))
+
+    def domain_of(self, specialist: str) -> str | None:
+        """Return a specialist's domain, or None if the recipe names none."""
+        named = self.specialists[specialist].domain or specialist
+        return named if named in self.domains else None
+
+    def training_of(self, specialist: str) -> Training:
+        """Return the training settings of a specialist that is tuned here."""
+        steps = self.specialists[specialist].steps
+        if steps is None:
+            return self.specialist
+        return self.specialist.change(epochs=None, steps=steps)
+
+    @property
+    def templates(self) -> list[str]:
+        """The specialists' templates, in their order."""
+        return [one.template for one in self.specialists.values()]
+
+    @property
+    def further_stage(self) -> Stage:
+        """The training stage of specialists that are tuned further, on all domains."""
+        steps = self.stage1.steps + self.stage2.steps
+        return self.further or self.stage2.change(steps=steps)
+
+
+load_recipe = functools.partial(recipes.load_recipe, FuserRecipe)
+
+
+def check_engine() -> None:
+    """Raise ValueError if accelerate would use an unsupported kind of sharding: FSDP 1 or
+    DeepSpeed.
+    """
+    engine = ranks.engine()
+    if engine not in ("NO", "FSDP") and not engine.startswith("MULTI_"):
+        raise ValueError(
+            "Fused models train with distributed_type NO, MULTI_GPU (DDP) or FSDP with "
+            f"fsdp_version 2, but it is {engine}"
+        )
+
+
+def check_models(recipe: FuserRecipe) -> None:
+    """Raise ValueError, with the key, for models that do not exist or do not fit together.
+
+    A tokenizer that is trained here is checked once it exists, before any model is trained.
+    """
+    given = {
+        f"specialists.{name}.model": one.model
+        for name, one in recipe.specialists.items()
+        if one.model is not None
+    }
+    named = given | ({} if recipe.base_model is None else {"base_model": recipe.base_model})
+    for name, source in named.items():
+        check_source(name, source)
+    if not given:
+        return  # all are of one base
+    sizes = {name: hidden_size(source, name) for name, source in named.items()}
+    if recipe.pretrain is not None:
+        sizes["pretrain.hidden_size"] = recipe.pretrain.hidden_size
+    if not recipe.joint and len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{size} of {name}" for name, size in sizes.items())
+        raise ValueError(
+            f"The hidden sizes differ ({listed}), but joint is False. Set joint: true, or use "
+            "models of one size"
+        )
+    if recipe.pretrain is None:
+        encoder_of(
+            recipe, None if recipe.base_model is None else ranks.load_tokenizer(recipe.base_model)
+        )
+
+
+def check_source(name: str, source: str) -> None:
+    """Raise ValueError for a path without a model; otherwise the Hub would be queried for it
+    repeatedly.
+    """
+    path = Path(source)
+    is_id = len(path.parts) <= 2 and source[0] not in f".~{os.sep}" and not source.endswith(os.sep)
+    is_id = is_id and not path.exists() and not (len(path.parts) == 2 and path.parent.is_dir())
+    if not is_id and not (path / "config.json").is_file():
+        what = "has no config.json" if path.exists() else "does not exist"
+        raise ValueError(f"{name} {source!r} {what}. Pass the folder of a model, or a Hub id")
+
+
+def encoder_of(recipe: FuserRecipe, own) -> Encoder:
+    """Return the Encoder of a recipe's specialists, with the base's tokenizer `own` and those of
+    given models.
+    """
+    names = list(recipe.specialists)
+    specialists = recipe.specialists.values()
+    if recipe.tokenizer is not None:
+        own = ranks.load_tokenizer(recipe.tokenizer, "tokenizer")
+    tokenizers = [
+        own
+        if recipe.tokenizer or one.model is None
+        else ranks.load_tokenizer(one.model, f"specialists.{name}.model")
+        for name, one in recipe.specialists.items()
+    ]
+    vocab_size = min(map(len, tokenizers))
+    check_tokenizers(tokenizers, names, vocab_size)
+    templates = [
+        check_template(one.template, of) for one, of in zip(specialists, tokenizers, strict=True)
+    ]
+    return Encoder(tokenizers, templates, vocab_size)

@@ -1,0 +1,568 @@
+"""The stages of an UltraFuser study: specialists of the domains, then fused models of them.
+
+    base --specialist-->                  the base tuned on one domain, or a given model
+         specialist --further-->          tuned on all domains like the fused models: the baseline
+         specialists --gate-->            fused, with only the gate trained (stage 1)
+                     --fused-->           fused, with everything trained (stage 2), after stage 1 or
+                                          directly
+
+Every model is evaluated on the same held-out rows of every domain, each specialist in its own
+template. `papers.engine.stages` says how stages are stored and what their hash covers.
+"""
+
+import contextlib
+import functools
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+
+from moe_runtime.hf.training import fit as trainers
+from moe_runtime.hf.training import ranks
+from moe_runtime.io import rows as data
+from moe_runtime.methods import ultrafuser
+from moe_runtime.methods.ultrafuser import folders
+from moe_runtime.methods.ultrafuser import training as fuser_training
+from moe_runtime.methods.ultrafuser.folders import load_gate
+from moe_runtime.methods.ultrafuser.inputs import Encoder
+from moe_runtime.methods.ultrafuser.training import encode_rows
+from papers.engine import stages as stage_rows
+from papers.engine.corpora import SOURCES, Domain, domains_key
+from papers.engine.domains import Judged, by_domain
+from papers.engine.recipe import Training
+from papers.engine.stages import (
+    KeptStages,
+    course_of,
+    domain_pairs,
+    files_print,
+    hash_of,
+    loss_of,
+    sizes_of,
+)
+from papers.engine.tiny import train_tokenizer
+from papers.ultrafuser import recipe as fuser_checks
+from papers.ultrafuser.recipe import FuserRecipe, Stage
+
+
+def study_rows(encoder: Encoder, recipe: FuserRecipe) -> dict:
+    """Return the encoded training and held-out rows, domain after domain, with the column `domain`.
+
+    Training rows whose prompt is held out in any domain are dropped, since cutting chats and long
+    answers can make different rows equal. Raises ValueError, with the domain, for data that cannot
+    be read or have too few rows.
+    """
+    pairs: dict[str, tuple] = {}
+    parts: dict[str, list] = {"train": [], "held_out": []}
+    prompts: list = []
+    for name, domain in recipe.domains.items():
+        with _named(name):
+            pairs[name] = domain_pairs(domain)
+            held_out = _encoded(encoder, recipe, name, pairs[name][1], domain.held_out_rows)
+        prompts += held_out["prompt_ids"]
+        parts["held_out"].append(held_out)
+    for name, domain in recipe.domains.items():
+        with _named(name):
+            parts["train"].append(
+                _encoded(encoder, recipe, name, pairs[name][0], domain.limit, prompts)
+            )
+    concatenate = data.require("datasets").concatenate_datasets
+    return {part: concatenate(rows) for part, rows in parts.items()}
+
+
+def _encoded(
+    encoder: Encoder,
+    recipe: FuserRecipe,
+    name: str,
+    rows,
+    limit: int | None,
+    without: Iterable = (),
+):
+    where = functools.partial(_where, recipe.domains[name])
+    encoded = encode_rows(
+        encoder, rows, recipe.max_length, limit=limit, without=without, where=where
+    )
+    return encoded.add_column("domain", [name] * len(encoded))
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Prefix errors with the domain."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"domains.{name}: {error}") from error
+
+
+def _where(domain: Domain, place: int, row: Mapping) -> str:
+    """Return a row's position in its file; rows have been shuffled, so it is searched for."""
+    for of in (*domain.listed(), *domain.listed("held_out")):
+        for number, one in enumerate(
+            () if of.source in SOURCES else data.read_rows(of.source, of.split), 1
+        ):
+            if dict(one) == data.one_form(row):
+                return f"example {number} of {of.source!r}"
+    return f"example {place + 1} of {str(domain)!r}"
+
+
+def rows_by_domain(domains: Iterable[str]) -> dict[str, int]:
+    """Return the number of rows per domain, in order of appearance."""
+    counts: dict[str, int] = {}
+    for domain in domains:
+        counts[domain] = counts.get(domain, 0) + 1
+    return counts
+
+
+def sources(recipe: FuserRecipe) -> list[str]:
+    """Return the files and ids that rows are read from, without built-in domains."""
+    return [
+        source
+        for domain in recipe.domains.values()
+        for source in domain.sources
+        if source not in SOURCES
+    ]
+
+
+MODEL = "model"  # in OUT: a link to the model of the last `run`
+
+
+class Stages(KeptStages):
+    """The stages of one recipe and one seed."""
+
+    FORMAT = 2
+    Recipe = FuserRecipe
+    result = Judged
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.names = tuple(self.recipe.specialists)
+        fuser_checks.check_engine()
+        fuser_checks.check_models(self.recipe)
+
+    def trainings(self) -> tuple[Training, ...]:
+        """Return the recipe's trainings."""
+        r = self.recipe
+        return r.stage1, r.stage2, r.further_stage, *([r.specialist] if r.specialist else [])
+
+    def base(self) -> Judged:
+        """Return the specialists' base, pre-trained here or the recipe's, evaluated in the first
+        specialist's template.
+        """
+        pretrain = self.recipe.pretrain
+        r = self.recipe
+
+        def make(tmp: Path, folder: Path) -> dict:
+            course = {}
+            if pretrain is not None:
+                blocks = data.pack(self.tokenizer, self._base_text, r.max_length)
+                held_out = self._single("held_out", 0)
+                model, trained = self._pretrain(
+                    blocks, held_out, folder, r.max_length, schedule="cosine"
+                )
+                course = course_of(trained)
+                self._save(model, trained, tmp / "model")
+            else:
+                self._copy_base(tmp / "model")
+            return course | self._judged_single(tmp / "model", 0)
+
+        settings = {"pretrain": pretrain.to_dict()} if pretrain else {}
+        return self._made("base", "base", settings | {"dtype": r.dtype}, [], make, seed=0)
+
+    def specialist(self, name: str) -> Judged:
+        """Return the specialist `name`: the base tuned on its domain, or the model given in the
+        recipe.
+        """
+        number = self.names.index(name)
+        one = self.recipe.specialists[name]
+        r = self.recipe
+        if one.model is not None:
+            return self._made(
+                "given",
+                name,
+                {"model": [one.model, files_print(one.model)], "number": number, "dtype": r.dtype},
+                [],
+                lambda tmp, folder: (
+                    {"source": str(one.model)} | self._judged_single(one.model, number)
+                ),
+                seed=0,
+            )
+        base = self.base()
+        domain = r.domain_of(name)
+        training = r.training_of(name)
+
+        def make(tmp: Path, folder: Path) -> dict:
+            parts = [self._single(part, number, domain) for part in ("train", "held_out")]
+            return self._tuned(name, base.source, number, tmp, folder, training, *parts)
+
+        settings = self._settings(training) | {"number": number, "domain": domain}
+        return self._made("specialist", name, settings, [base], make)
+
+    def further(self, name: str) -> Judged:
+        """Return a specialist tuned on all domains, which have the same shares as in the recipe's
+        batches.
+        """
+        number = self.names.index(name)
+        parent = self.specialist(name)
+        r = self.recipe
+        return self._on_all(
+            "further", f"{name}, further", parent, number, r.further_stage, r.balanced
+        )
+
+    def _on_all(
+        self, kind: str, name: str, parent: Judged, number: int, training: Training, balanced: bool
+    ) -> Judged:
+        """Return a single model tuned on all domains, in the template of a specialist."""
+
+        def make(tmp: Path, folder: Path) -> dict:
+            parts = [self._single(part, number) for part in ("train", "held_out")]
+            trainer = partial(
+                fuser_training.SampledTrainer, sampler=self._sampler(training, balanced)
+            )
+            return self._tuned(
+                name, parent.source, number, tmp, folder, training, *parts, trainer=trainer
+            )
+
+        settings = self._settings(training) | {"number": number} | self._drawn(balanced)
+        return self._made(kind, name, settings, [parent], make)
+
+    def gate(self, balanced: bool | None = None) -> Judged:
+        """Return the fused specialists with only the gate trained: stage 1."""
+        balanced = self.recipe.balanced if balanced is None else balanced
+        specialists = [self.specialist(name) for name in self.names]
+
+        def make(tmp: Path, folder: Path) -> dict:
+            sources = [one.source for one in specialists]
+            model = self._fuser(sources, self.recipe.dtype).freeze_specialists()
+            return self._fused(
+                "gate", model, sources, tmp, folder, self.recipe.stage1, balanced, "reference"
+            )
+
+        return self._made(
+            "gate", "stage 1", self._of_fused(self.recipe.stage1, balanced), specialists, make
+        )
+
+    def fused(
+        self,
+        two_stage: bool | None = None,
+        balanced: bool | None = None,
+        checkpoints: Sequence[int] = (),
+    ) -> Judged:
+        """Return the fused model with everything trained: stage 2, after stage 1 or, without
+        `two_stage`, directly.
+
+        It trains in float32, so that small steps are not rounded away, and is saved in the recipe's
+        dtype. `checkpoints` are the steps after which it is evaluated, by default from the recipe's
+        `evaluations`.
+        """
+        two_stage = self.recipe.two_stage if two_stage is None else two_stage
+        balanced = self.recipe.balanced if balanced is None else balanced
+        if two_stage:
+            parents = [self.gate(balanced)]
+        else:
+            parents = [self.specialist(name) for name in self.names]
+
+        def make(tmp: Path, folder: Path) -> dict:
+            # under mixed precision accelerate converts what FSDP2 shards to float32, so that no
+            # process holds all of it
+            if ranks.engine() == "FSDP" and self.recipe.stage2.bf16:
+                dtype = self.recipe.dtype
+            else:
+                dtype = "float32"
+            sources = [self.specialist(name).source for name in self.names]
+            model = self._fuser(
+                sources, dtype, parents[0].folder if two_stage else None
+            ).train_all()
+            return self._fused(
+                "fused",
+                model,
+                sources,
+                tmp,
+                folder,
+                self.recipe.stage2,
+                balanced,
+                "copy",
+                checkpoints,
+            )
+
+        settings = self._of_fused(self.recipe.stage2, balanced) | {"two_stage": two_stage}
+        settings |= {"checkpoints": list(checkpoints)} if checkpoints else {}
+        return self._made("fused", "fused", settings, parents, make)
+
+    def weights(self, fused: Judged) -> list[list[list[float]]]:
+        """Return the weights [R, S] that a fused model's gate gives on each held-out row's
+        response.
+        """
+        model = ultrafuser.load(fused.folder).to(ranks.state().device)
+        return fuser_training.gate_weights(
+            model, self.part("held_out"), collator=self.encoder.collate, **self._judging
+        )
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The Encoder with the specialists' templates."""
+        return fuser_checks.encoder_of(self.recipe, self.tokenizer)
+
+    def _fuser(
+        self, sources: list[str], dtype: str, trained: Path | None = None
+    ) -> ultrafuser.UltraFuser:
+        """Return the fused specialists, with a gate initialized from the seed, or that of the
+        folder `trained`.
+
+        FSDP2 shards them from the CPU, so they need not fit on one device.
+        """
+        torch.manual_seed(self.seed)
+        device = None if ranks.engine() == "FSDP" else ranks.state().device
+        models = [ranks.load_model(source, dtype, device) for source in sources]
+        fuser = ultrafuser.UltraFuser(
+            models,
+            self.recipe.templates,
+            tokenizer=self.encoder.tokenizers,
+            gate=self.recipe.gate,
+            joint=self.recipe.joint,
+            names=self.names,
+            loss_reduction=self.recipe.reduction,
+        )
+        if trained is not None:
+            load_gate(fuser, trained)
+        return fuser
+
+    def _fused(
+        self,
+        name: str,
+        model,
+        sources: list[str],
+        tmp: Path,
+        folder: Path,
+        training: Stage,
+        balanced: bool,
+        copy: str,
+        checkpoints: Sequence[int] = (),
+    ) -> dict:
+        """Train a fused model's trainable parameters, save it in the recipe's dtype and evaluate it
+        as saved.
+        """
+        rows = self.part("held_out")
+        how = fuser_training.training_of(self.encoder, self._sampler(training, balanced))
+        more = {"evaluations": tuple(checkpoints)} if checkpoints else {}
+        trained = self._train(
+            name, model, self.part("train"), rows, training, folder, **how, **more
+        )
+        is_as_trained = self._is_saved_as_trained(model.specialists)
+        if not is_as_trained:
+            fuser_training.cast(model.specialists, self.recipe.dtype)
+        weights = None
+        # split: of stage 1 the gate alone is gathered
+        if any(hasattr(p, "full_tensor") for p in model.parameters()):
+            gate = {f"gate.{name}": ranks.whole(p) for name, p in model.gate.named_parameters()}
+            weights = (trained.state_dict() or {}) if copy == "copy" else gate
+        with ranks.leading() as main:
+            if main:
+                whole = model if weights is None else self._whole(sources, weights)
+                ultrafuser.save(whole, tmp / "model", specialists=copy)
+        counts = self.counts
+        points = trained.history.rows
+        found = (trained.losses, trained.tokens, trained.exact)
+        if not is_as_trained:
+            found = fuser_training.fuser_losses(
+                model, rows, collator=self.encoder.collate, **self._judging
+            )
+        if checkpoints:
+            course = [(step, by_domain(losses, trained.tokens, counts)) for step, losses in points]
+        else:
+            course = None
+        return (
+            course_of(trained)
+            | self._costs(trained)
+            | self._loss(*found)
+            | sizes_of(model)
+            | {"course": course}
+        )
+
+    def _whole(
+        self, sources: list[str], weights: Mapping[str, torch.Tensor]
+    ) -> ultrafuser.UltraFuser:
+        """Return a fused model on the CPU with the gathered `weights` of a sharded one."""
+        fuser = self._fuser(sources, self.recipe.dtype)
+        own = fuser.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        return fuser
+
+    def _tuned(
+        self,
+        name: str,
+        source: str,
+        number: int,
+        tmp: Path,
+        folder: Path,
+        training: Training,
+        rows,
+        held_out,
+        **more,
+    ) -> dict:
+        """Train one model in float32 on rows in specialist `number`'s template; save it and
+        evaluate it on all domains.
+        """
+        model = ranks.load_model(source, "float32")
+        trained = self._train(name, model, rows, held_out, training, folder, **more)
+        self._save(model, trained, tmp / "model")
+        way = course_of(trained) | self._costs(trained)
+        del model, trained
+        ranks.free_memory()
+        return way | self._judged_single(tmp / "model", number)
+
+    def _judged_single(self, source: str | Path, number: int) -> dict:
+        """Evaluate one model in the template of specialist `number`."""
+        model = ranks.load_model(source, self.recipe.dtype, ranks.state().device)
+        rows = self._single("held_out", number)
+        return self._loss(
+            *trainers.row_losses(model, rows, self.tokenizer, **self._judging)
+        ) | sizes_of(model)
+
+    def _costs(self, trained: trainers.Trained) -> dict:
+        return {of: getattr(trained, of) for of in ("trained_parameters", "optimizer_bytes")}
+
+    def _loss(self, *found: list) -> dict:
+        return loss_of(*found) | {"rows": self.counts}
+
+    @property
+    def _base_text(self) -> list[str]:
+        named = (source for domain in self.recipe.domains.values() for source in domain.sources)
+        return stage_rows.domain_documents(self.recipe.pretrain, named)
+
+    @property
+    def _judging(self) -> dict:
+        """Options of evaluation: the batch size is stage 2's."""
+        stage = self.recipe.stage2
+        batch_size, _ = trainers.split_batch(stage.batch_size, stage.per_device_batch_size)
+        return {"batch_size": batch_size, "bf16": stage.bf16}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of held-out rows of each domain."""
+        return rows_by_domain(self.part("held_out")["domain"])
+
+    def _single(self, part: str, number: int, domain: str | None = None):
+        """Return the rows of a part in the template of specialist `number`, of one domain or of
+        all.
+        """
+        rows = self.part(part)
+        if domain is not None:
+            rows = rows.select([place for place, own in enumerate(rows["domain"]) if own == domain])
+        return fuser_training.single_rows(rows, number)
+
+    def _sampler(self, training: Training, balanced: bool):
+        return fuser_training.sampler_for(
+            self.part("train")["domain"],
+            steps=training.steps,
+            batch_size=training.batch_size,
+            balanced=balanced,
+            replacement=self.recipe.replacement,
+            seed=self.seed,
+        )
+
+    def _drawn(self, balanced: bool) -> dict:
+        """Return what the sampling of rows adds to a stage's hash."""
+        return {"balanced": balanced, "replacement": self.recipe.replacement and balanced}
+
+    def _of_fused(self, training: Stage, balanced: bool) -> dict:
+        more = {"gate": self.recipe.gate, "reduction": self.recipe.reduction}
+        more |= {"joint": True} if self.recipe.joint else {}
+        return self._settings(training) | self._drawn(balanced) | more
+
+    def _made(self, kind: str, name: str, *arguments, **settings) -> Judged:
+        """Return a stage, with its source if that is not its own folder."""
+        result = self._stage(kind, name, *arguments, **settings)
+        return result if result.source else result._replace(source=str(result.folder))
+
+    def data_key(self) -> str:
+        """Return a hash of the tokenizer, the templates, all rows and the version of Python that
+        built-in text comes from.
+        """
+        r = self.recipe
+        python = platform.python_version()
+        if r.pretrain:
+            base = [python, r.pretrain.to_dict()]
+        else:
+            base = r.base_model and files_print(r.base_model)
+        given = [one.model and files_print(one.model) for one in r.specialists.values()]
+        if r.pretrain or any(s in SOURCES for d in r.domains.values() for s in d.sources):
+            built_in = domains_key()
+        else:
+            built_in = None
+        domains = {name: domain.to_dict() for name, domain in r.domains.items()}
+        rows = [
+            r.max_length,
+            r.templates,
+            domains,
+            built_in,
+            [files_print(source) for source in sources(r)],
+        ]
+        rows += [files_print(r.tokenizer)] if r.tokenizer else []
+        return hash_of(
+            {
+                "format": self.FORMAT,
+                "method": "ultrafuser",
+                "base": base,
+                "given": given,
+                "rows": rows,
+            }
+        )
+
+    def make_data(self, folder: Path) -> dict:
+        """Write the tokenizer and the training and held-out rows of all domains, encoded for every
+        specialist.
+        """
+        r = self.recipe
+        if r.pretrain is not None:
+            tokenizer = train_tokenizer(
+                self._base_text, r.pretrain.vocab_size, r.pretrain.split_digits
+            )
+        else:
+            given = (one.model for one in r.specialists.values() if one.model is not None)
+            tokenizer = ranks.load_tokenizer(r.tokenizer or r.base_model or next(given))
+        tokenizer.save_pretrained(folder / "tokenizer")
+        encoder = fuser_checks.encoder_of(r, tokenizer)
+        self.say(f"reading and encoding {', '.join(r.domains)} for {', '.join(self.names)}")
+        counts = {}
+        for part, rows in study_rows(encoder, r).items():
+            data.save_rows(rows, folder / part)
+            counts[part] = rows_by_domain(rows["domain"])
+            listed = ", ".join(f"{count:,} of {domain}" for domain, count in counts[part].items())
+            self.say(f"rows {'to train on' if part == 'train' else 'held out'}: {listed}")
+        return counts
+
+
+def run(
+    recipe: FuserRecipe | str | Path, out: str | Path, seed: int | None = None, say=print
+) -> list[Judged]:
+    """Run the whole method and report the results; return the specialists, the model after stage 1
+    and the fused one.
+
+    `seed` is the recipe's unless given. The last result's folder is the fused model; OUT/model
+    links to it.
+    """
+    model = Path(out) / MODEL
+    if model.exists() and not model.is_symlink():
+        raise ValueError(f"{MODEL} in {str(out)!r} exists and is not a link. Choose another folder")
+    stages = Stages(recipe, out, seed=seed, say=say)
+    recipe = stages.recipe
+    results = [
+        *map(stages.specialist, stages.names),
+        *([stages.gate()] if recipe.two_stage else []),
+        stages.fused(),
+    ]
+    stages.say(
+        f"{'':16s}"
+        + "".join(f"{domain:>12s}" for domain in recipe.domains)
+        + f"{'all':>12s}{'train s':>9s}"
+    )
+    for one in results:
+        losses = "".join(f"{loss:12.4f}" for loss in (*one.domains.values(), one.loss))
+        stages.say(f"{one.name:16s}{losses}{one.total_seconds:9.0f}")
+    if stages.is_main:
+        folders.link(model, results[-1].folder)
+    stages.say(f"the fused model: {model}, which is {results[-1].folder}")
+    return results

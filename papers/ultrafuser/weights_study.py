@@ -1,0 +1,374 @@
+"""The gate's weights by domain and specialist: UltraFuser's Table 6, its pictures, and a page
+(Figures 6 to 8).
+
+    mean(t, s) = mean over the response tokens of domain t's held-out rows of w_s
+
+If every specialist has kept its skill, the largest weight on a domain is that of its own
+specialist. On the page a token has the colour of the specialist with the largest weight: the
+farther above equal weights, 1/S, the deeper.
+"""
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_runtime.config import check_positive
+from moe_runtime.io.files import atomic_write_text
+from papers.engine import plots
+from papers.engine.domains import places_of
+from papers.engine.plots import cycle, figure_of, legend_below
+from papers.engine.tables import Finding, over_seeds, spread
+from papers.ultrafuser.recipe import FuserRecipe
+from papers.ultrafuser.study import Stages
+
+
+def losses(report):
+    """Draw the losses of every method and seed, a panel for each domain and one for all; the
+    reference as a line.
+    """
+    tables = {**report.of_domains, "all domains": report}
+    size = 3.4 + 2.6 * len(tables), 1.7 + 0.42 * len(report.entries)
+    figure, all_axes = figure_of(report, size, columns=len(tables))
+    for axes, (name, table) in zip(all_axes, tables.items()):
+        plots.dots_in(axes, table, lambda entry: f"{entry.loss:.3f}")
+        axes.set_title(name, fontsize=10)
+        axes.tick_params(labelleft=axes is all_axes[0])
+    meant = (
+        f"diamonds: mean; rings: seeds; dashed: {report.reference}; green: lower; orange: higher"
+    )
+    figure.supxlabel(f"held-out loss per label token; {meant}", fontsize=9)
+    return figure
+
+
+def weights(report):
+    """Draw the mean weight by domain and specialist, and the rows' own mean weights beside it
+    (Figure 6).
+    """
+    figure, (left, right) = figure_of(report, (10.4, 2.2 + 0.6 * len(report.domains)), columns=2)
+    _map(left, report)
+    _of_rows(right, report)
+    return figure
+
+
+def _map(axes, report) -> None:
+    label = f"mean weight{f' over {len(report.seeds)} seeds' * (len(report.seeds) > 1)}"
+    plots.heat_map(
+        axes,
+        report.over_seeds(),
+        list(report.domains),
+        report.specialists,
+        label,
+        top=1,
+        form="{:.2f}",
+    )
+    axes.set(xlabel="specialist", ylabel="domain")
+
+
+def _of_rows(axes, report) -> None:
+    """Draw a box for the rows of each domain and specialist, first seed."""
+    S = len(report.specialists)
+    domains = list(report.domains)
+    width = 0.8 / S
+    for s, (name, (colour, _)) in enumerate(zip(report.specialists, cycle(S))):
+        places = [d + (s - (S - 1) / 2) * width for d in range(len(domains))]
+        drawn = axes.boxplot(
+            [[row[s] for row in rows] for rows in report.by_row[0]],
+            positions=places,
+            widths=0.85 * width,
+            patch_artist=True,
+            showfliers=False,
+            manage_ticks=False,
+            medianprops={"color": "black"},
+        )
+        for box in drawn["boxes"]:
+            box.set(facecolor=colour, alpha=0.75)
+        axes.plot([], [], "s", color=colour, label=name)
+    axes.axhline(1 / S, color="black", linestyle="--", linewidth=1)
+    axes.set_xticks(range(len(domains)), domains)
+    axes.set_xlim(-0.6, len(domains) - 0.4)
+    axes.set(xlabel="domain", ylabel="mean weight of an example", ylim=(-0.02, 1.02))
+    axes.grid(axis="y")
+    legend_below(
+        axes.figure, axes, f"right: specialist, seed {report.seeds[0]}; dashed: equal weights", S
+    )
+
+
+def stability(report):
+    """Draw the losses over the steps of stage 2, a panel for each domain and one for all, a line
+    per seed.
+    """
+    figure, all_axes = figure_of(
+        report, (3.0 * len(report.names) + 0.6, 3.6), columns=len(report.names)
+    )
+    for axes, name in zip(all_axes, report.names):
+        for (variant, ways), (colour, marker) in zip(
+            report.course.items(), cycle(len(report.course))
+        ):
+            lines = [[at[name] for _, at in way] for way in ways]
+            steps = [step for step, _ in ways[0]]
+            for line in lines:
+                axes.plot(steps, line, color=colour, alpha=0.35, linewidth=0.8)
+            mean = [statistics.fmean(at) for at in zip(*lines, strict=True)]
+            axes.plot(steps, mean, color=colour, marker=marker, markersize=3, label=variant)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("step of stage 2")
+        axes.grid()
+    all_axes[0].set_ylabel("held-out loss per label token")
+    legend_below(figure, all_axes[0], "thick: mean, thin: seeds", 3)
+    return figure
+
+
+# Okabe and Ito, 2008, like plots.COLOURS; lighter on a dark page
+ON_LIGHT = (
+    "0, 114, 178",
+    "213, 94, 0",
+    "0, 158, 115",
+    "230, 159, 0",
+    "204, 121, 167",
+    "86, 180, 233",
+)
+ON_DARK = (
+    "58, 150, 210",
+    "240, 120, 40",
+    "30, 185, 140",
+    "235, 170, 30",
+    "220, 140, 185",
+    "110, 195, 240",
+)
+_NOTE = (
+    "Each token has the colour of the specialist with the largest weight: the deeper, the farther "
+    "above equal weights."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenWeights:
+    """A response in pieces, one per token, and the gate's weights [R][S] on each."""
+
+    prompt: str
+    pieces: Sequence[str]
+    weights: Sequence[Sequence[float]]
+
+    @property
+    def mean(self) -> list[float]:
+        """The mean weight of each specialist over the tokens."""
+        return [sum(of) / len(self.weights) for of in zip(*self.weights, strict=True)]
+
+
+def pieces_of(tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the text that each id adds; a character of several ids goes to the last one."""
+    pieces = []
+    before = ""
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count])
+        whole = text if count == len(ids) else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        pieces.append(whole[len(before) :])
+        before = whole if len(whole) > len(before) else before
+    return pieces
+
+
+def page(
+    specialists: Sequence[str],
+    texts: Mapping[str, Sequence[TokenWeights]],
+    title: str = "Which specialist writes",
+    note: str = "",
+) -> str:
+    """Return an HTML page of responses by domain."""
+    S = len(specialists)
+    whole = [[float(s == own) for s in range(S)] for own in range(S)]
+    scale = " ".join(
+        _token(f" {name} ", weights, "") for name, weights in zip(specialists, whole, strict=True)
+    )
+    sections = "\n".join(
+        plots.section(domain, [_block(specialists, one) for one in found])
+        for domain, found in texts.items()
+    )
+    return plots.page(
+        title,
+        f"{_NOTE} {note}".strip(),
+        f"Specialists: {scale}",
+        sections,
+        light=_variables(ON_LIGHT, S),
+        dark=_variables(ON_DARK, S),
+        background="rgba(var(--c), calc(0.6 * var(--s)))",
+    )
+
+
+def write_page(
+    path: str | os.PathLike, specialists: Sequence[str], texts: Mapping, **options
+) -> None:
+    """Write `page`, atomically."""
+    atomic_write_text(path, page(specialists, texts, **options))
+
+
+def _variables(colours: Sequence[str], count: int) -> str:
+    return " ".join(f"--c{s}: {colours[s % len(colours)]};" for s in range(count))
+
+
+def _block(specialists: Sequence[str], text: TokenWeights) -> str:
+    def described(weights: Sequence[float]) -> str:
+        return ", ".join(
+            f"{name} {weight:.2f}" for name, weight in zip(specialists, weights, strict=True)
+        )
+
+    pairs = zip(text.pieces, text.weights, strict=True)
+    tokens = "".join(
+        _token(piece, weights, described(weights)) for piece, weights in pairs if piece
+    )
+    return plots.block(tokens, f"Prompt: {text.prompt} | mean weights: {described(text.mean)}")
+
+
+def _token(piece: str, weights: Sequence[float], tooltip: str) -> str:
+    top = max(range(len(weights)), key=weights.__getitem__)
+    even = 1 / len(weights)
+    depth = max((weights[top] - even) / (1 - even), 0.0)
+    return plots.token(piece, f"--c:var(--c{top});--s:{depth:.3f}", tooltip)
+
+
+TEXTS = 3  # per domain on the page
+PROMPT = 160  # shown characters of a prompt
+
+
+@dataclass(kw_only=True)
+class GateWeights(Finding):
+    """The gate's weights on the held-out rows of every domain."""
+
+    domains: dict[str, str | None]  # domain -> its specialist
+    specialists: tuple[str, ...]
+    tokens: dict[str, int]  # domain -> response tokens
+    folders: list[str]  # the fused models', one per seed
+    mean: list  # [seeds][domains][S], over tokens
+    by_row: list  # [seeds][domains][rows][S], means over a row's tokens
+    page: Path
+
+    def over_seeds(self) -> list[list[float]]:
+        """Return [domains][S], the mean over the seeds."""
+        return [
+            [statistics.fmean(cell) for cell in zip(*rows, strict=True)]
+            for rows in zip(*self.mean, strict=True)
+        ]
+
+    def columns(self) -> list[tuple[str, str]]:
+        """Return the table's columns and how they are aligned."""
+        return [
+            ("domain", "left"),
+            ("tokens", "right"),
+            *((name, "right") for name in self.specialists),
+        ]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows as text, in the order of `columns`."""
+        of_seeds = zip(self.domains, zip(*self.mean, strict=True), strict=True)
+        return [
+            (
+                domain,
+                f"{self.tokens[domain]:,}",
+                *(spread(cell) for cell in zip(*seeds, strict=True)),
+            )
+            for domain, seeds in of_seeds
+        ]
+
+    def legend(self) -> str:
+        """Return what the table's numbers are, in a line."""
+        over = over_seeds(self.seeds)
+        return (
+            f"Mean weight of each specialist over the response tokens of held-out rows; {over}; a "
+            "row sums to 1."
+        )
+
+
+def check(recipe: FuserRecipe, rows: int | None = None) -> dict:
+    """Return the options of `measure`; raises ValueError for a number of rows below 1."""
+    if rows is not None:
+        check_positive("rows", rows)
+    return {"rows": rows}
+
+
+def measure(process, rows: int | None) -> dict:
+    """Compute the gate's weights of each seed's fused model on `rows` held-out rows per domain, by
+    default all.
+    """
+    recipe = process.recipe
+    folders = []
+    mean = []
+    by_row = []
+    first: Stages = process.all[0]
+    places = {
+        domain: list(range(place.start, place.stop))[:rows]
+        for domain, place in places_of(first.counts).items()
+    }
+    for number, stages in enumerate(process.all):
+        fused = stages.fused()
+        process.say(
+            f"seed {process.seeds[number]}: the gate's weights of {fused.folder.parent.name}"
+        )
+        found = stages.weights(fused)
+        own = {domain: [found[place] for place in chosen] for domain, chosen in places.items()}
+        mean.append([_mean([token for row in one for token in row]) for one in own.values()])
+        by_row.append([[_mean(row) for row in one] for one in own.values()])
+        folders.append("/".join(fused.folder.parts[-2:]))
+        if number == 0:
+            tokens = {domain: sum(map(len, one)) for domain, one in own.items()}
+            page = process.out / "weights.html"
+            if process.is_main:
+                _write_page(
+                    page,
+                    first,
+                    {domain: chosen[:TEXTS] for domain, chosen in places.items()},
+                    found,
+                )
+    specialists = {recipe.domain_of(name): name for name in recipe.specialists}
+    return {
+        "domains": {domain: specialists.get(domain) for domain in places},
+        "specialists": first.names,
+        "tokens": tokens,
+        "folders": folders,
+        "mean": mean,
+        "by_row": by_row,
+        "page": page,
+        "summary": _summary,
+    }
+
+
+def _write_page(path: Path, stages: Stages, places: dict[str, list[int]], weights: list) -> None:
+    rows = stages.part("held_out")
+    tokenizer = stages.encoder.tokenizer
+    texts = {}
+    for domain, chosen in places.items():
+        texts[domain] = []
+        for place in chosen:
+            row = rows[place]
+            prompt = " ".join(
+                tokenizer.decode(row["prompt_ids"][0], skip_special_tokens=True).split()
+            )
+            pieces = pieces_of(tokenizer, row["response_ids"])
+            prompt = prompt if len(prompt) <= PROMPT else f"{prompt[:PROMPT]}..."
+            texts[domain].append(TokenWeights(prompt=prompt, pieces=pieces, weights=weights[place]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_page(path, stages.names, texts, note="Held-out rows, their given responses.")
+
+
+def _mean(weights: list[list[float]]) -> list[float]:
+    return [statistics.fmean(of) for of in zip(*weights, strict=True)]
+
+
+def _summary(report: GateWeights) -> list[str]:
+    lines = []
+    for number, ((domain, own), weights) in enumerate(
+        zip(report.domains.items(), report.over_seeds(), strict=True)
+    ):
+        top = report.specialists[max(range(len(weights)), key=weights.__getitem__)]
+        sentence = f"{domain}: the largest weight is {top}'s, {max(weights):.3f}"
+        if own is not None and own != top:
+            sentence += (
+                f"; its own specialist {own} has {weights[report.specialists.index(own)]:.3f}"
+            )
+        if own is not None:
+            of = report.specialists.index(own)
+            rows = [row for seed in report.by_row for row in seed[number]]
+            most = sum(max(range(len(row)), key=row.__getitem__) == of for row in rows)
+            sentence += f"; {own} leads on {most} of {len(rows)} rows"
+        lines.append(f"{sentence}.")
+    return [*lines, f"coloured tokens: {report.page}"]

@@ -1,0 +1,211 @@
+"""papers/evaluation/run_code.py: programs that do harm fail, one after the other or side by side, and harm
+nothing.
+"""
+
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from papers.evaluation import run_code
+from papers.evaluation.run_code import confinement, run_programs
+from tests.support.patience import PATIENCE
+
+HARMLESS = {
+    "assert": "assert sum(range(5)) == 10",
+    "thread": "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()",
+    "numpy": "import numpy\nassert numpy.ones(3).sum() == 3",
+    "output": "print('x' * 3_000_000)",
+    "event loop": "import asyncio\nasync def f(): return 1\nassert asyncio.run(f()) == 1",
+    "main block": "if __name__ == '__main__':\n    raise SystemExit(input())",
+    "module": (
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class A:\n"
+        "    x: 'int' = 1\n"
+        "assert A().x == 1"
+    ),
+    "own folder": (
+        "import os\n"
+        "assert os.listdir() == []\n"
+        "open('mine', 'w').write('x')\n"
+        "assert os.listdir() == ['mine']"
+    ),
+    "environment": "import os\n"
+    "assert set(os.environ) <= {'PATH', 'LANG', 'LC_CTYPE', 'PWD', 'OMP_NUM_THREADS', "
+    "'OPENBLAS_NUM_THREADS'}",
+    "no text": "'\ud800'".replace("'", "") and "x = 'no surrogate'",
+    # but what the harness itself has open: null thrice, the rest of its input, its report
+    "open files": "import os\nfound = [int(one) for one in os.listdir('/proc/self/fd')]\n"
+    "assert len([one for one in found if 4 < one < 62]) == 0, found",
+    "limits": (
+        "import resource as r\n"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (64, 64) and r.getrlimit(r.RLIMIT_CORE) == (0, 0)"
+    ),
+}
+FORGES = """
+import os, sys
+frame, found = sys._getframe(), []
+while frame is not None:
+    for values in (frame.f_locals, frame.f_globals):
+        found += [value for value in values.values() if isinstance(value, (str, bytes))]
+    found += [value for value in frame.f_code.co_consts if isinstance(value, (str, bytes))]
+    frame = frame.f_back
+for value in found:
+    os.lseek(63, 0, 0)
+    os.write(63, value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
+os._exit(0)
+"""
+HARMFUL = {  # a program and a part of the reason
+    "wrong": ("assert 1 == 2, 'no'", "AssertionError: no"),
+    "syntax": ("def (", "SyntaxError"),
+    "loops": ("while True: pass", "stopped after"),
+    "sleeps": ("import time\ntime.sleep(100)", "stopped after 5 s"),
+    "eats memory": ("held = []\nwhile True: held.append(bytearray(1 << 20))", "MemoryError"),
+    "fills the disk": ("open('mine', 'wb').write(bytes(3 << 20))", "File too large"),
+    "raises its limits": (
+        "import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (99, 999999999))",
+        "Error",
+    ),
+    "exits early": ("import sys\nsys.exit(0)", "SystemExit"),
+    "exits at once": ("import os\nos._exit(0)", "before its last line"),
+    "crashes": ("import ctypes\nctypes.string_at(0)", "signal 11"),
+    "recurses": ("def f(): f()\nf()", "RecursionError"),
+    "reads input": ("input()", "EOFError"),
+    "is no text": ("'\ud800'", "UnicodeEncodeError"),
+    "reads its callers' frames": (FORGES, ""),
+}
+# what a namespace prevents: a program, a part of the reason, and the ways of CONFINED that prevent
+# it
+CONFINED = {
+    "calls out": (
+        "import socket\nsocket.create_connection(('127.0.0.1', {port}))",
+        "Error",
+        ("bwrap", "unshare"),
+    ),
+    "signals": ("import os\nos.kill({pid}, 9)", "ProcessLookupError", ("bwrap", "unshare")),
+    "writes": ("open({marked!r}, 'w')", "Error", ("bwrap",)),
+    "removes": ("import os\nos.remove({marked!r})", "Error", ("bwrap",)),
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    """All programs, side by side."""
+    texts = [*HARMLESS.values(), *(text for text, _ in HARMFUL.values())]
+    programs = dict(zip([*HARMLESS, *HARMFUL], texts, strict=True))
+    # a low limit on CPU time only for those that are to reach it, as starting Python takes long on
+    # a busy machine
+    slow = {name: programs.pop(name) for name in ("loops", "sleeps")}
+    found = {}
+    seen = []
+    for seconds, chosen in ((1, slow), (10, programs)):
+        verdicts = run_programs(
+            list(chosen.values()),
+            seconds=seconds,
+            memory=512 << 20,
+            progress=lambda done, total: seen.append((done, total)),
+        )
+        found.update(zip(chosen, verdicts, strict=True))
+    assert sorted(seen) == sorted(
+        (i + 1, len(chosen)) for chosen in (slow, programs) for i in range(len(chosen))
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_programs_pass(verdicts, name):
+    assert verdicts[name] == (True, "passed")
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_harmful_programs_fail(verdicts, name):
+    assert not verdicts[name].passed and HARMFUL[name][1] in verdicts[name].reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+def test_an_interruption_leaves_no_program_behind(stop):
+    script = """\
+        import signal
+        from papers.evaluation.run_code import confinement, run_programs
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with SIGINT ignored
+        print("started", flush=True)
+        run_programs(["import time\\ntime.sleep(60)"] * 3, seconds=60)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as run:
+        assert run.stdout.readline()
+        own = [str(run.pid)]
+
+        def mine() -> int:
+            found = subprocess.run(
+                ["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True
+            ).stdout
+            pairs = [line.split() for line in found.splitlines()]
+            own.extend(pid for pid, parent in pairs if parent == str(run.pid) and pid not in own)
+            return sum(pid in own[1:] for pid, _ in pairs)
+
+        deadline = time.monotonic() + PATIENCE
+        while not mine() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert mine()
+        run.send_signal(stop)
+        assert run.wait(PATIENCE) != 0
+        while mine() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not mine()
+
+
+@pytest.mark.parametrize("name", CONFINED)
+def test_what_a_namespace_prevents(tmp_path, name):
+    text, reason, ways = CONFINED[name]
+    if confinement() not in ways:
+        pytest.skip(f"{' and '.join(ways)} cannot be used here")
+    marked = tmp_path / "marked"
+    marked.write_text("mine")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen(["sleep", "1000"]) as other,
+    ):
+        names = {
+            "{port}": str(server.getsockname()[1]),
+            "{pid}": str(other.pid),
+            "{marked!r}": repr(str(marked)),
+        }
+        for word, value in names.items():
+            text = text.replace(word, value)
+        (verdict,) = run_programs([text])
+        assert other.poll() is None
+        other.kill()
+    assert not verdict.passed and reason in verdict.reason
+    assert marked.read_text() == "mine"
+
+
+def test_without_namespaces_the_limits_hold(monkeypatch):
+    monkeypatch.setattr(run_code, "confinement", lambda: "limits")
+    texts = [
+        "assert True",
+        "assert False",
+        "import os\nos._exit(0)",
+        FORGES,
+        "open('mine', 'wb').write(bytes(3 << 20))",
+    ]
+    assert [one.passed for one in run_programs(texts)] == [True, False, False, False, False]
+
+
+def test_the_first_way_that_works_is_used(monkeypatch):
+    for name in ("bwrap", "unshare"):
+        monkeypatch.setitem(run_code.CONFINED, name, ("no-such-program",))
+    assert confinement.__wrapped__() == "limits"
+    monkeypatch.setitem(run_code.CONFINED, "unshare", ("env",))
+    assert confinement.__wrapped__() == "unshare"
+    monkeypatch.setitem(run_code.CONFINED, "bwrap", ("false",))
+    assert confinement.__wrapped__() == "unshare"

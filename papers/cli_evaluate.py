@@ -1,4 +1,4 @@
-"""moe-runtime eval and data: evaluate models on benchmarks, get a small pretrained model, and
+"""python -m papers eval and data: evaluate models on benchmarks, get a small pretrained model, and
 decontaminate data.
 """
 
@@ -9,18 +9,9 @@ from typing import Annotated
 
 import typer
 
-from moe_runtime.cli.verbs import (
-    Kept,
-    Overwrite,
-    Seed,
-    Target,
-    argument,
-    group,
-    one_gpu,
-    option,
-    verb,
-)
+from moe_runtime.cli.verbs import Kept, Overwrite, Seed, Target, argument, one_gpu, option
 from moe_runtime.io.prompts import PROMPTS
+from papers.verbs import group, verb
 
 app = typer.Typer()  # its commands are added at the top level
 TASKS = "gsm8k humaneval mbpp arithmetic intent json function"

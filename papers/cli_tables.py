@@ -1,7 +1,7 @@
-"""moe-runtime paper METHOD TABLE: the tables and figures of the papers, one verb per entry of
+"""python -m papers METHOD TABLE: the tables and figures of the papers, one verb per entry of
 TABLES.
 
-The entries are not in methods/METHOD/tables.py, which makes the tables, because --help and
+The entries are not in papers/METHOD/tables.py, which makes the tables, because --help and
 completion must not import torch. Names are the same in both; given options become arguments of
 `run` there.
 """
@@ -13,8 +13,9 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from moe_runtime.cli.verbs import Kept, argument, group, one_gpu, option, recipes, verb
+from moe_runtime.cli.verbs import Kept, argument, one_gpu, option
 from moe_runtime.io import console
+from papers.verbs import group, recipes, verb
 
 
 class Table(NamedTuple):
@@ -318,11 +319,7 @@ TABLES = {
 }
 
 PAPERS = {"xft": "XFT", "esft": "ESFT", "upit": "UpIT", "ultrafuser": "UltraFuser"}
-app = group(
-    "paper",
-    "Make the papers' tables and figures: train, compare, print, draw and write.",
-    "xft table1 --seeds 3",
-)
+apps: list[typer.Typer] = []
 
 
 def _add(method: str, parent: typer.Typer, table: Table) -> None:
@@ -391,7 +388,7 @@ def _make(
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
 
-    tables = import_module(f"moe_runtime.methods.{method}.tables")
+    tables = import_module(f"papers.{method}.tables")
     report = tables.run(name, recipe or preset, out, say=say, **options)
     data = out / f"{name}.json"
     picture = out / f"{name}.png"
@@ -406,9 +403,7 @@ def _make(
 
 for _method, _paper in PAPERS.items():
     _example = f"{TABLES[_method][0].name} --seeds 3"
-    _group = group(
-        f"paper {_method}", f"Make the tables and figures of the {_paper} paper.", _example
-    )
+    _group = group(_method, f"Make the tables and figures of the {_paper} paper.", _example)
     for _table in TABLES[_method]:
         _add(_method, _group, _table)
-    app.add_typer(_group, name=_method)
+    apps.append(_group)

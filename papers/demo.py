@@ -1,4 +1,4 @@
-"""XFT end to end on real text, in minutes on two cores: the code of `moe-runtime demo` and `make
+"""XFT end to end on real text, in minutes on two cores: the code of `python -m papers demo` and `make
 demo`.
 
     standard library's source, documentation, sums -> tokenizer, base model
@@ -24,7 +24,7 @@ import torch
 from moe_runtime.config import check_choice
 from moe_runtime.hf.dropin.stats import RouterStats, collect_router_stats
 from moe_runtime.hf.training import ranks
-from moe_runtime.hf.training.fit import complete, each_row
+from moe_runtime.hf.training.fit import complete, each_row, pair_collator
 from moe_runtime.io.console import print_table
 from moe_runtime.io.files import atomic_folder, check_out_dir
 from moe_runtime.io.rows import require, tokenize_pairs
@@ -32,7 +32,6 @@ from papers.engine import plots
 from papers.engine.compare import compare
 from papers.engine.corpora import domain_rows
 from papers.engine.stages import Result
-from papers.engine.tiny import pair_collator
 from papers.xft.recipe import load_recipe
 from papers.xft.study import Stages
 
@@ -329,9 +328,9 @@ def _show(
         f"{out}.stages\n"
         f"next: moe-runtime xft merge {out / 'moe'} other --shared-rate 0.5    another dense model "
         "of the same experts\n"
-        "      moe-runtime paper xft table1                       the paper's comparison, three "
+        "      python -m papers xft table1                       the paper's comparison, three "
         "seeds, with tests\n"
-        "      moe-runtime run mine.yaml                          the same on your model and "
+        "      python -m papers run mine.yaml                          the same on your model and "
         "data: docs/recipes.md"
     )
 

@@ -1,4 +1,4 @@
-"""`moe-runtime demo-real`: tune a real pretrained model by XFT and by SFT, and evaluate its
+"""`python -m papers demo-real`: tune a real pretrained model by XFT and by SFT, and evaluate its
 answers.
 
 OUT/smollm2                  SmolLM2-135M-Instruct from its wheel, unless another model is given
@@ -29,7 +29,13 @@ from moe_runtime.config import one_line
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.console import jsonable, print_table
-from moe_runtime.io.files import atomic_write_json, atomic_write_text, read_json
+from moe_runtime.io.files import (
+    atomic_write_json,
+    atomic_write_text,
+    files_print,
+    hash_of,
+    read_json,
+)
 from moe_runtime.io.rows import in_form, layout_of, require
 from moe_runtime.methods import xft
 from moe_runtime.methods.ultrafuser.folders import link
@@ -37,7 +43,7 @@ from papers.engine import plots
 from papers.engine.compare import compare
 from papers.engine.corpora import Pairs
 from papers.engine.everyday import TASKS, write_tasks
-from papers.engine.stages import Result, files_print, hash_of
+from papers.engine.stages import Result
 from papers.evaluation.evaluate import Report, evaluate
 from papers.evaluation.evaluate_models import find_models, tokenizer_of
 from papers.evaluation.evaluate_tasks import find_tasks, hub_rows

@@ -2,20 +2,21 @@
 are installed.
 """
 
+import importlib
 import os
 import sys
 
 from moe_runtime.io import signals
 
 
-def main() -> None:
-    """Run the command line; invalid input prints one line to stderr and exits with 1, Ctrl-C with
+def main(commands: str = "moe_runtime.cli.app") -> None:
+    """Run the command line `commands.app`; invalid input prints one line to stderr and exits with 1, Ctrl-C with
     130, SIGTERM with 143.
     """
     try:
         with signals.sigterm_raises():
             _quiet()
-            from moe_runtime.cli.app import app
+            app = importlib.import_module(commands).app
 
             _run(app)
     except (ValueError, OSError, ImportError) as error:

@@ -2,32 +2,19 @@
 --help is fast.
 """
 
-import importlib
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moe_runtime import __version__
 from moe_runtime.cli import esft, lora, tools, ultrafuser, upit, xft
-from moe_runtime.cli.verbs import (
-    Kept,
-    Overwrite,
-    RecipeSeed,
-    Seed,
-    argument,
-    group,
-    one_gpu,
-    option,
-    recipes,
-    verb,
-)
+from moe_runtime.cli.verbs import group, option, verb
 from moe_runtime.io.rows import require
-from papers import cli_evaluate as evaluate
-from papers import cli_tables as tables
 
 app = group(
-    "", "Mixture-of-Experts runtime: upcycle, tune, merge and fuse models.", "demo --preset tiny"
+    "",
+    "Mixture-of-Experts runtime: upcycle, tune, merge and fuse models.",
+    "xft upcycle llama-1b moe",
 )
 
 
@@ -44,96 +31,6 @@ def _all(
     ] = False,
 ):
     pass
-
-
-@verb(app, "--preset tiny", Kept("{out}"))
-def demo(
-    preset: Annotated[
-        str, option("small (minutes on two cores) or tiny (seconds).", words="small tiny")
-    ] = "small",
-    out: Annotated[Path, option("Folder for the models, the table and the picture.")] = Path(
-        "runs/demo"
-    ),
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-):
-    """Run XFT end to end on real text: pre-train a small model, tune it with SFT and with XFT,
-    merge, compare.
-    """
-    one_gpu()
-    from moe_runtime.io.files import read_json
-    from papers.demo import run
-
-    run(preset, out, seed=seed, overwrite=overwrite)
-    return {"path": out} | read_json(out / "results.json")
-
-
-@verb(app, "--out runs/demo-real", Kept("{out}", resumes=True))
-def demo_real(
-    out: Annotated[
-        Path, option("Folder for the models and the results; a rerun resumes there.")
-    ] = Path("runs/demo-real"),
-    model: Annotated[
-        Path | None,
-        option("Model folder with a chat template (default: SmolLM2-135M-Instruct of the wheel)."),
-    ] = None,
-    gsm8k: Annotated[
-        str | None, option("GSM8K as a fifth task: its file, or openai/gsm8k from the Hub.")
-    ] = None,
-    recipe: Annotated[
-        str,
-        option(
-            "XFT recipe that decides experts and steps: a name or a YAML file.", words=(recipes,)
-        ),
-    ] = "smollm2",
-    seed: Seed = 0,
-):
-    """Tune a real pretrained model, SmolLM2-135M, by XFT and by SFT on four tasks; compare losses
-    and answers.
-
-    It takes about half an hour on two cores, minutes on a GPU, and says how long before it starts.
-    Rerun to resume.
-    """
-    one_gpu()
-    from papers.demo_real import run
-
-    return {"path": out} | run(out, model=model, gsm8k=gsm8k, recipe=recipe, seed=seed)
-
-
-@verb(app, "deepseek-coder-1.3b --out runs/deepseek", Kept("{out}", resumes=True))
-def run(
-    recipe: Annotated[
-        str, argument("A YAML file, or the name of a shipped recipe.", words=(recipes,))
-    ],
-    out: Annotated[
-        Path, option("Folder for the models and their results; a rerun resumes there.")
-    ] = Path("runs/recipe"),
-    seed: RecipeSeed = None,
-    skip_memory_check: Annotated[
-        bool, option("Run even if the estimated memory does not fit.", "--skip-memory-check")
-    ] = False,
-):
-    """Run a method from a recipe.
-
-    XFT (base, upcycle, tune, learn mixing, merge), ESFT (base, score, select, tune), UpIT (base,
-    tune, expand experts, route, assemble, tune) or UltraFuser (specialists, gate, all). Completed
-    stages are skipped. A name may include its method, such as esft/tiny.
-
-    On several GPUs: accelerate launch --config_file FILE -m moe_runtime run RECIPE --out OUT.
-    """
-    one_gpu()
-    from moe_runtime.config import check_choice
-    from papers.engine.recipe import method_of, recipe_path
-
-    path = recipe_path(recipe, *tables.PAPERS)
-    method = method_of(path)
-    check_choice("method", method, tuple(tables.PAPERS))
-    if not skip_memory_check:
-        from papers import memory_plan
-
-        memory_plan.check(memory_plan.recipe_of(str(path)), recipe)
-    study = importlib.import_module(f"moe_runtime.methods.{method}.study")
-    return {"out": out, "results": study.run(path, out, seed=seed)}
 
 
 @verb(
@@ -156,6 +53,6 @@ def train(context: typer.Context):
     return {"path": train_command(context.args)}
 
 
-app.registered_commands += evaluate.app.registered_commands + tools.app.registered_commands
-for part in (xft.app, esft.app, upit.app, ultrafuser.app, lora.app, tables.app, evaluate.data):
+app.registered_commands += tools.app.registered_commands
+for part in (xft.app, esft.app, upit.app, ultrafuser.app, lora.app):
     app.add_typer(part)

@@ -265,13 +265,12 @@ def train(
     from moe_runtime.config import check_choice
     from moe_runtime.hf.training import fit
     from moe_runtime.methods.esft.lora import ALPHA, RANK
-    from moe_runtime.methods.esft.runs import train_folder
+    from moe_runtime.methods.esft.runs import EsftTraining, train_folder
     from papers.engine.recipe import DTYPES
-    from papers.esft.recipe import Tuning
 
     if dtype is not None:
         check_choice("dtype", dtype, tuple(DTYPES))
-    training = Tuning.from_dict(
+    training = EsftTraining.from_dict(
         {
             "steps": steps,
             "learning_rate": learning_rate,

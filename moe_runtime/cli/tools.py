@@ -25,7 +25,6 @@ from moe_runtime.cli.verbs import (
     argument,
     leaving,
     option,
-    recipes,
     verb,
 )
 from moe_runtime.io import console
@@ -91,12 +90,7 @@ def stats(
 
 @verb(app, "Qwen/Qwen3-30B-A3B --lora 16 --bits 4 --batch 4 --gradient-checkpointing")
 def memory(
-    model: Annotated[
-        str,
-        argument(
-            "Folder or Hub id, of which only the config is read, or a recipe.", words=(recipes,)
-        ),
-    ],
+    model: Annotated[str, argument("Folder or Hub id, of which only the config is read.")],
     lora: Annotated[
         int | None,
         option("Rank of LoRA on linear layers and experts (default: all weights train)."),
@@ -133,43 +127,19 @@ def memory(
     """Estimate the memory of training from configs alone: weights, gradients, optimizer,
     activations, peak; and by engine.
 
-    A recipe has its own settings, stage by stage. Assumes examples without padding and balanced
+    Assumes examples without padding and balanced
     experts. The CUDA context and fragmentation are not included (--gpu-memory reserves 1.5 GB for
     them).
     """
     from moe_runtime.tools import memory as accounts
-    from papers import memory_plan as plans
+    from moe_runtime.tools import memory_plan as plans
 
     how = {"optimizer": optimizer, "checkpointing": checkpointing, "bf16": bf16}
-    recipe = plans.recipe_of(model)
-    if recipe is not None:
-        given = [
-            lora,
-            bits != "16",
-            batch != 1,
-            length != 2048,
-            optimizer != "adamw",
-            checkpointing,
-            bf16,
-            dtype,
-        ]
-        return _planned(
-            plans,
-            plans.Planner(recipe, gpu),
-            gpus,
-            gpu_memory,
-            engine,
-            "own settings" if any(given) else None,
-        )
     load = functools.partial(accounts.load, model, lora=lora, bits=bits, dtype=dtype)
     if gpus > 1 or gpu_memory is not None:
         training = {"batch": batch, "length": length, "packed": accounts.BITS[bits], **how}
-        return _planned(
-            plans,
-            plans.Planner.of_model(load, gpu, gpus=gpus, **training),
-            gpus,
-            gpu_memory,
-            engine,
+        return print_plan(
+            plans.Planner.of_model(load, gpu, gpus=gpus, **training), gpus, gpu_memory, engine
         )
     found = accounts.estimate(
         load(),
@@ -183,22 +153,14 @@ def memory(
     return found._asdict()
 
 
-def _planned(
-    plans,
-    planner,
-    gpus: int,
-    gpu_memory: float | None,
-    engine: str | None,
-    refused: str | None = None,
-) -> Ends:
-    """Print a line for each stage and engine; exit with 1 if a stage that `run` includes fits with
+def print_plan(planner, gpus: int, gpu_memory: float | None, engine: str | None) -> Ends:
+    """Print a line for each stage and engine; exit with 1 if one that runs fits with
     no engine.
     """
-    if refused or gpus < 1:
-        raise ValueError(
-            "A recipe sets batch, length, optimizer and dtype. Pass only --gpus, --gpu-memory, "
-            "--engine, --gpu"
-        )
+    from moe_runtime.config import check_positive
+    from moe_runtime.tools import memory_plan as plans
+
+    check_positive("gpus", gpus)
     lines = []
     misfits = []
     typer.echo(plans.HEADER)

@@ -19,7 +19,7 @@ import typer
 from moe_runtime.io import console, signals
 from moe_runtime.io.prompts import PROMPTS, TRAIN_ON
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PROGRAM = "moe-runtime"
 
 
 def choices(*found: str | Callable[[], list[str]]) -> Callable[[str], list[str]]:
@@ -79,7 +79,7 @@ Json = Annotated[
 ]
 
 
-def group(name: str, help: str, example: str) -> typer.Typer:
+def group(name: str, help: str, example: str, program: str = PROGRAM) -> typer.Typer:
     """Return an empty group of commands called `name`; the `example` follows the name in
     the help.
     """
@@ -89,7 +89,7 @@ def group(name: str, help: str, example: str) -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         help=help,
-        epilog=f"Example: {' '.join(f'moe-runtime {name} {example}'.split())}",
+        epilog=f"Example: {' '.join(f'{program} {name} {example}'.split())}",
     )
 
 
@@ -151,8 +151,16 @@ def again(drop: tuple[str, ...] = ()) -> str:
     if "LOCAL_RANK" in os.environ:
         return "rerun to resume"
     return "rerun to resume: " + shlex.join(
-        ["moe-runtime", *(part for part in sys.argv[1:] if part not in drop)]
+        [*program().split(), *(part for part in sys.argv[1:] if part not in drop)]
     )
+
+
+def program() -> str:
+    """Return how this program was called: moe-runtime, or `python -m` and another package."""
+    package = Path(sys.argv[0]).resolve().parent.name
+    if Path(sys.argv[0]).name != "__main__.py" or package == "moe_runtime":
+        return PROGRAM
+    return f"python -m {package}"
 
 
 def one_gpu() -> None:
@@ -193,6 +201,7 @@ def verb(
     push: str | None = None,
     check_push: Callable[[dict], None] | None = None,
     watch: bool = True,
+    program: str = PROGRAM,
     **more,
 ) -> Callable:
     """Add a function to `app` as a verb whose result --json prints; the `example` follows the
@@ -204,7 +213,7 @@ def verb(
     """
 
     def add(function: Callable) -> Callable:
-        words = f"moe-runtime {app.info.name or ''} {name or function.__name__.replace('_', '-')}"
+        words = f"{program} {app.info.name or ''} {name or function.__name__.replace('_', '-')}"
         words = " ".join(words.split())
         wrapped = _wrapped(function, kept or Kept(), push, check_push, words if watch else None)
         app.command(name, epilog=f"Example: {' '.join(f'{words} {example}'.split())}", **more)(
@@ -322,12 +331,6 @@ def _stdout_to_stderr() -> Iterator[None]:
         if kept is not None:
             os.dup2(kept, 1)
             os.close(kept)
-
-
-def recipes(method: str | None = None) -> list[str]:
-    """List the shipped recipes: the names of a method's, or all as METHOD/NAME."""
-    found = sorted(PACKAGE.glob(f"methods/{method or '*'}/recipes/*.yaml"))
-    return [path.stem if method else f"{path.parts[-3]}/{path.stem}" for path in found]
 
 
 def numbers(text: str | None) -> list[int] | None:

@@ -20,13 +20,14 @@ import torch
 from moe_runtime.hf.dropin.stats import collect_router_stats, expert_load
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training.settings import Training
 from moe_runtime.io import rows as data
+from moe_runtime.io.files import files_print, hash_of
 from papers.engine import stages
 from papers.engine.compare import LEVEL, signed
 from papers.engine.corpora import SOURCES, domains_key
 from papers.engine.plots import INK, figure_of, grouped, legend_below
-from papers.engine.recipe import Training
-from papers.engine.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
+from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of
 from papers.engine.tables import MARKS, Entry, Report, compared, finite, over_seeds
 
 

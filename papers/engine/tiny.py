@@ -9,12 +9,10 @@ from collections.abc import Iterable
 
 import torch
 from transformers import (
-    DataCollatorForSeq2Seq,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
@@ -155,12 +153,3 @@ def train_tokenizer(
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def pair_collator(
-    tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None = None
-) -> DataCollatorForSeq2Seq:
-    """Return the collator for `data.tokenize_pairs`: pads input_ids as the tokenizer does, labels
-    with -100.
-    """
-    return DataCollatorForSeq2Seq(tokenizer, padding=True, pad_to_multiple_of=pad_to_multiple_of)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from moe_runtime.config import check_number
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.io import rows as data
+from moe_runtime.methods.esft.runs import EsftTraining
 from papers.engine import plots
 from papers.engine.compare import LEVEL, compare
 from papers.engine.domains import places_of
@@ -37,7 +38,7 @@ from papers.engine.tables import (
     finite,
     over_seeds,
 )
-from papers.esft.recipe import EsftRecipe, Tuning
+from papers.esft.recipe import EsftRecipe
 from papers.esft.results import FFT, GATE, LORA, TOKEN
 from papers.esft.study import GENERAL, Stages
 
@@ -98,7 +99,7 @@ class Courses(Stages):
         self,
         kind: str,
         task: str,
-        training: Tuning,
+        training: EsftTraining,
         make,
         save,
         mix=None,

@@ -27,18 +27,19 @@ from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import atomic_write_json, read_json
+from moe_runtime.io.files import atomic_write_json, files_print, hash_of, read_json
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.recorder import group_routing
+from moe_runtime.methods.esft.runs import EsftTraining
 from moe_runtime.methods.esft.scores import SEED, ExpertScores, sample_batches
 from moe_runtime.methods.esft.selection import group_experts
 from moe_runtime.methods.lora import baseline as lora_baseline
 from papers.engine.corpora import DOMAINS, domains_key
-from papers.engine.stages import KeptStages, course_of, files_print, hash_of, loss_of, sizes_of
+from papers.engine.stages import KeptStages, course_of, loss_of, sizes_of
 from papers.engine.tiny import small_deepseek
 from papers.esft.analyses import SampleSizes, sample_sizes, two_samples
-from papers.esft.recipe import BUILT_IN, EsftRecipe, Tuning, documents, mixed, task_rows
+from papers.esft.recipe import BUILT_IN, EsftRecipe, documents, mixed, task_rows
 from papers.esft.results import COSTS, Base, Elsewhere, Scored, Tuned, join
 
 SIZES = (
@@ -63,7 +64,7 @@ class Stages(KeptStages):
     Recipe = EsftRecipe
     result = Tuned
 
-    def trainings(self) -> tuple[Tuning, ...]:
+    def trainings(self) -> tuple[EsftTraining, ...]:
         """Return the recipe's trainings."""
         return self.recipe.fft, self.recipe.lora.training, self.recipe.esft
 
@@ -235,7 +236,7 @@ class Stages(KeptStages):
             **{of: getattr(pretrain, of) for of in SIZES},
         )
         experts.patch(model)
-        training = Tuning(
+        training = EsftTraining(
             steps=pretrain.steps,
             batch_size=pretrain.batch_size,
             learning_rate=pretrain.learning_rate,
@@ -465,7 +466,7 @@ class Stages(KeptStages):
         self,
         kind: str,
         task: str,
-        training: Tuning,
+        training: EsftTraining,
         make,
         save,
         mix: float | None = None,

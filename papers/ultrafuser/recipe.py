@@ -20,23 +20,14 @@ from pydantic import Field, model_validator
 
 from moe_runtime.config import check_choice
 from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training.settings import AnyNumber, Count, Node, Schedule, Steps, Training
 from moe_runtime.methods.ultrafuser.inputs import Encoder, check_template, check_tokenizers
 from moe_runtime.methods.ultrafuser.model import REDUCTIONS
 from moe_runtime.methods.ultrafuser.training import hidden_size
 from moe_runtime.modules.fuser import GATES
 from papers.engine import recipe as recipes
 from papers.engine.corpora import Domain
-from papers.engine.recipe import (
-    AnyNumber,
-    Count,
-    Dtype,
-    Node,
-    Pretrain,
-    Schedule,
-    Steps,
-    Training,
-    check_names,
-)
+from papers.engine.recipe import Dtype, Pretrain, check_names
 
 
 class Specialist(Node):

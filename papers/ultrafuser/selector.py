@@ -16,11 +16,11 @@ import torch
 
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.io.checkpoint import write_tensors
 from moe_runtime.methods.ultrafuser.heads import inner_model
 from moe_runtime.modules.fuser import FuserGate
 from papers.engine.domains import Judged
-from papers.engine.tiny import pair_collator
 from papers.ultrafuser import study
 
 PARTS = ("train", "held_out")

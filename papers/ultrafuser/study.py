@@ -21,7 +21,9 @@ import torch
 
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training.settings import Training
 from moe_runtime.io import rows as data
+from moe_runtime.io.files import files_print, hash_of
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser import folders
 from moe_runtime.methods.ultrafuser import training as fuser_training
@@ -31,16 +33,7 @@ from moe_runtime.methods.ultrafuser.training import encode_rows
 from papers.engine import stages as stage_rows
 from papers.engine.corpora import SOURCES, Domain, domains_key
 from papers.engine.domains import Judged, by_domain
-from papers.engine.recipe import Training
-from papers.engine.stages import (
-    KeptStages,
-    course_of,
-    domain_pairs,
-    files_print,
-    hash_of,
-    loss_of,
-    sizes_of,
-)
+from papers.engine.stages import KeptStages, course_of, domain_pairs, loss_of, sizes_of
 from papers.engine.tiny import train_tokenizer
 from papers.ultrafuser import recipe as fuser_checks
 from papers.ultrafuser.recipe import FuserRecipe, Stage

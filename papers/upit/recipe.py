@@ -18,26 +18,19 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from moe_runtime.config import MoEConfig
-from papers.engine import recipe as recipes
-from papers.engine.corpora import Domain
-from papers.engine.recipe import (
-    AnyNumber,
+from moe_runtime.hf.training.settings import (
     BelowOne,
     Count,
-    Dtype,
     Fraction,
     Node,
     Number,
     Positive,
-    Pretrain,
-    Prompt,
-    Schedule,
     Steps,
-    Training,
-    TrainOn,
-    check_base,
-    check_names,
 )
+from moe_runtime.methods.upit.router import UpitTraining
+from papers.engine import recipe as recipes
+from papers.engine.corpora import Domain
+from papers.engine.recipe import Dtype, Pretrain, Prompt, TrainOn, check_base, check_names
 
 FORMS = ("ffn", "lora")
 
@@ -89,24 +82,14 @@ class RouterInit(Node):
     vector_learning_rate: Number | None = None  # None: that of the experts
 
 
-class Tuning(Training):
-    """A training run of the study: AdamW at a constant rate, without warmup."""
-
-    warmup_steps: Steps | None = 0
-    batch_size: Count = 128
-    optimizer: str = "adamw_torch"
-    schedule: Schedule = "constant"
-    max_grad_norm: AnyNumber = 1.0
-
-
 class Form(Node):
     """The training stages of one kind of expert: of the dense model, of experts with their vectors,
     of the MoE model.
     """
 
-    sft: Tuning
-    init: Tuning
-    post: Tuning
+    sft: UpitTraining
+    init: UpitTraining
+    post: UpitTraining
 
     @model_validator(mode="after")
     def _check_epochs(self):
@@ -119,14 +102,14 @@ class Form(Node):
         return self
 
     @property
-    def whole(self) -> Tuning:
+    def whole(self) -> UpitTraining:
         """The training of a baseline without a second stage: sft, for the epochs of sft and
         post.
         """
         return self.sft.change(epochs=self.sft.epochs + self.post.epochs)
 
     @property
-    def copied(self) -> Tuning:
+    def copied(self) -> UpitTraining:
         """The same for an MoE model, with the batch size per device of `post`."""
         at_once = ("per_device_batch_size", "gradient_checkpointing", "save_steps")
         return self.whole.change(**{name: getattr(self.post, name) for name in at_once})

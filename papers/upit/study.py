@@ -28,6 +28,7 @@ from moe_runtime.config import check_choice
 from moe_runtime.hf.models import families
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training.settings import Training
 from moe_runtime.io import rows as data
 from moe_runtime.methods import xft
 from moe_runtime.methods.lora import baseline as lora_baseline
@@ -35,11 +36,11 @@ from moe_runtime.methods.upit import assembly, expansion, router
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit import experts as upit_experts
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints
+from moe_runtime.methods.upit.router import UpitTraining
 from moe_runtime.methods.xft import baselines
 from moe_runtime.modules.moe import Router
 from papers.engine.domains import DomainStages, Judged
-from papers.engine.recipe import Training
-from papers.upit.recipe import Tuning, UpitRecipe
+from papers.upit.recipe import UpitRecipe
 
 
 class Pool(NamedTuple):
@@ -469,7 +470,7 @@ class Stages(DomainStages):
             "loramoe", f"LoRAMoE_{start.upper()}", "lora", training, make, [parent], settings
         )
 
-    def _start(self, form: str, start: str) -> tuple[Judged, Tuning, Path]:
+    def _start(self, form: str, start: str) -> tuple[Judged, UpitTraining, Path]:
         """Return the stage to copy, the training of the copies, and the folder of the model or
         LoRA.
         """
@@ -497,7 +498,7 @@ class Stages(DomainStages):
         kind: str,
         name: str,
         form: str,
-        training: Tuning,
+        training: UpitTraining,
         make: Callable,
         parents: list,
         settings: dict,

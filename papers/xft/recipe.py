@@ -15,21 +15,10 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from moe_runtime import config
 from moe_runtime.config import SHARED_GATES, MoEConfig, check_choice
+from moe_runtime.hf.training.settings import AnyNumber, Count, Fraction, Node, Steps, Training
 from moe_runtime.io.rows import BUILT_IN
 from papers.engine import recipe as recipes
-from papers.engine.recipe import (
-    AnyNumber,
-    Count,
-    Dtype,
-    Fraction,
-    Node,
-    Pretrain,
-    Prompt,
-    Rows,
-    Sources,
-    Training,
-    TrainOn,
-)
+from papers.engine.recipe import Dtype, Pretrain, Prompt, Rows, Sources, TrainOn
 
 # MoEConfig's fields set by the base
 OF_THE_BASE = ("hidden_size", "intermediate_size", "hidden_act", "gated", "bias")
@@ -77,7 +66,7 @@ class Recipe(Node):
     data: Data = Data()
     experts: dict = {}
     # to upcycle; None: all
-    layers: list[recipes.Steps] | None = Field(None, exclude_if=lambda layers: layers is None)
+    layers: list[Steps] | None = Field(None, exclude_if=lambda layers: layers is None)
     shared_rate: Fraction = 0.75
     sft: Training
     tune: Training

@@ -21,9 +21,8 @@ from moe_runtime.config import check_positive
 from moe_runtime.hf.dropin.stats import collect_router_stats, load_entropy
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import read_json
+from moe_runtime.io.files import files_print, read_json
 from papers.engine.corpora import PIECE, standard_library_pairs, standard_library_text
-from papers.engine.stages import files_print
 from papers.engine.tables import Finding, finite, spread
 from papers.xft.recipe import Recipe
 

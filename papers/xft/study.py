@@ -23,8 +23,9 @@ import torch
 from moe_runtime.config import check_choice, check_shared_rate
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training.settings import Training
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import read_json
+from moe_runtime.io.files import files_print, hash_of, read_json
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import baselines, folders
@@ -34,16 +35,7 @@ from moe_runtime.modules.moe import Router
 from moe_runtime.ops.merging import mixing
 from papers.engine import stages as stage_rows
 from papers.engine.corpora import domains_key, joined_rows, standard_library_pairs
-from papers.engine.recipe import Training
-from papers.engine.stages import (
-    KeptStages,
-    Result,
-    course_of,
-    files_print,
-    hash_of,
-    loss_of,
-    sizes_of,
-)
+from papers.engine.stages import KeptStages, Result, course_of, loss_of, sizes_of
 from papers.xft.recipe import Recipe, check_shared, resolve_experts
 
 # built-in sources of three domains, also used to train the base

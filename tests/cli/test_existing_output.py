@@ -52,7 +52,9 @@ ALL = VERBS | {
     "data decontaminate": _verb(
         "data decontaminate {in}/rows.jsonl out --against {in}/esft/sums.jsonl --min-chars 3"
     ),
-    "data smollm2": _verb("data smollm2 out", before="tests.papers.evaluation.test_smollm2:install"),
+    "data smollm2": _verb(
+        "data smollm2 out", before="tests.papers.evaluation.test_smollm2:install"
+    ),
     "data tasks": _verb("data tasks out --train 4 --held-out 2"),
     "demo-real": _verb(
         "demo-real --model {in}/../real/model --recipe {in}/../real/small.yaml --out out"
@@ -92,10 +94,7 @@ LONG = {
 }  # seconds each
 # what `before` of a verb replaces
 REPLACED = {
-    "demo": {
-        "papers.engine.corpora": ["standard_library_files"],
-        "papers.demo": ["load_recipe"],
-    },
+    "demo": {"papers.engine.corpora": ["standard_library_files"], "papers.demo": ["load_recipe"]},
     "bench": {"moe_runtime.bench.running": ["_pytest"]},
     "data smollm2": {"papers.evaluation.smollm2": ["_place"]},
     "tune": {"moe_runtime.tools.tune": ["find_gpu", "runner", "ROUNDS", "versions"]},

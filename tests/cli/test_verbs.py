@@ -208,25 +208,25 @@ def completed(line: str, shell: str = "bash") -> tuple[list[str], float]:
     [
         pytest.param("moe-runtime tu", ["tune"], id="verb"),
         pytest.param("moe-runtime esft sc", ["score"], id="verb of a group"),
-        pytest.param("moe-runtime demo --preset ", ["small", "tiny"], id="preset"),
+        pytest.param("python -m papers demo --preset ", ["small", "tiny"], id="preset"),
         pytest.param(
             "moe-runtime xft upcycle a b --gate soft",
             ["softmax_topk", "softmax_topk_renorm"],
             id="gate",
         ),
         pytest.param("moe-runtime xft upcycle a b --router ", ["linear", "mlp"], id="router"),
-        pytest.param("moe-runtime run upit/l", ["upit/llama-2-7b-lora"], id="recipe"),
+        pytest.param("python -m papers run upit/l", ["upit/llama-2-7b-lora"], id="recipe"),
         pytest.param(
-            "moe-runtime run ultrafuser/",
+            "python -m papers run ultrafuser/",
             ["ultrafuser/sums", "ultrafuser/tiny", "ultrafuser/ultrafuser-13b"],
             id="more",
         ),
         pytest.param(
-            "moe-runtime paper xft table1 --preset tiny",
+            "python -m papers xft table1 --preset tiny",
             ["tiny", "tinyllama-1.1b"],
             id="a method's recipe",
         ),
-        pytest.param("moe-runtime paper upit ckpt b", ["back"], id="a table's strategy"),
+        pytest.param("python -m papers upit ckpt b", ["back"], id="a table's strategy"),
         pytest.param("moe-runtime esft score m --prompt ", sorted(PROMPTS), id="prompt"),
         pytest.param("moe-runtime tune --dtype f", ["float16", "float32"], id="dtype"),
     ],
@@ -237,7 +237,7 @@ def test_completion_offers_the_words_that_fit(line, offered):
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_complete_too(shell):
-    assert "small" in "\n".join(completed("moe-runtime demo --preset ", shell))
+    assert "small" in "\n".join(completed("python -m papers demo --preset ", shell))
 
 
 def test_words_that_are_offered_are_those_that_are_taken():
@@ -245,7 +245,7 @@ def test_words_that_are_offered_are_those_that_are_taken():
 
     for method in ("xft", "esft", "upit", "ultrafuser"):
         assert sorted(cli_verbs.recipes(method)) == shipped_recipes(method)
-    assert sorted(demo.PRESETS) == sorted(completed("moe-runtime demo --preset "))
+    assert sorted(demo.PRESETS) == sorted(completed("python -m papers demo --preset "))
     assert set(config.GATES) == set(completed("moe-runtime xft upcycle a b --gate "))
 
 

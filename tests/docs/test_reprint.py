@@ -41,7 +41,7 @@ def test_every_table_is_one_that_is_printed_again(page):
 
 def test_a_table_is_replaced_and_the_rest_of_the_page_stays(tmp_path, monkeypatch):
     box = "┏━━━┓\n┃ a ┃\n┡━━━┩\n│ {} │\n└───┘\n"
-    fence = "`moe-runtime paper xft {0}`\n\n```text\n{1}```\n"
+    fence = "`python -m papers xft {0}`\n\n```text\n{1}```\n"
     text = (
         "# Page\n\n"
         + fence.format("table1 --seeds 1", "{}")

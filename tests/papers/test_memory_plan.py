@@ -11,8 +11,7 @@ from transformers import Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app
-from moe_runtime.tools import memory
-from papers import memory_engines, memory_plan
+from moe_runtime.tools import memory, memory_engines, memory_plan
 from papers.engine.recipe import METHODS
 from tests.support import dist_memory
 from tests.support.dist_launch import launch
@@ -110,7 +109,7 @@ BOX = r"\n### {}\n.*?\n\| machine \| (.*?) \|\n\| hours \| about ([\d.]+)"
 
 
 def steps_of(recipe, name: str, training) -> float:
-    """The optimizer steps of a stage in `moe-runtime run`: ESFT's of all tasks, UpIT's with those
+    """The optimizer steps of a stage in `python -m papers run`: ESFT's of all tasks, UpIT's with those
     of its dense baseline.
     """
     examples = EXAMPLES.get(recipe.name, 110_000)
@@ -135,7 +134,7 @@ def test_the_boxes_of_the_docs_name_the_recipes_machines():
 def test_machine_of_recipe(path, bases):
     machines = MACHINE.findall(path.read_text())
     assert machines, f"{path} names no machine"
-    planner = memory_plan.Planner(memory_plan.recipe_of(str(path)))
+    planner = memory_plan.planner_of(memory_plan.recipe_of(str(path)))
     covered = set()
     fullest = 0.0
     seconds = 0.0
@@ -206,7 +205,7 @@ def test_recipe_by_stage_and_engine(small):
 
 
 def test_run_refuses_before_it_writes(small, tmp_path, monkeypatch):
-    planner = memory_plan.Planner(memory_plan.recipe_of(str(small)))
+    planner = memory_plan.planner_of(memory_plan.recipe_of(str(small)))
     setting = planner.setting_of("ffn post", "ddp", 1)
     enough = (
         planner.plan("ffn post", setting._replace(batch=1, checkpointing=True)).share.total

@@ -1,4 +1,4 @@
-"""moe-runtime paper METHOD TABLE as a user types it: what reaches the tables, and one clear error
+"""python -m papers METHOD TABLE as a user types it: what reaches the tables, and one clear error
 for bad input.
 """
 

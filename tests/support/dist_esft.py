@@ -11,7 +11,7 @@ from moe_runtime.hf.training.recording import last_checkpoint
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs
-from papers.esft.recipe import Tuning
+from moe_runtime.methods.esft.runs import EsftTraining
 from tests.methods.esft.test_train import SELECTION, trainer_of
 from tests.support.dist_stages import use_fsdp2
 from tests.support.stock_moe import stock
@@ -100,7 +100,7 @@ def train_folder(out: str) -> None:
     """
     selection = esft.ExpertSelection(experts={1: (5, 2)})
     for name, lora, ep_size, optimizer in TRAININGS:
-        training = Tuning.from_dict(SETTINGS | {"optimizer": optimizer, "ep_size": ep_size})
+        training = EsftTraining.from_dict(SETTINGS | {"optimizer": optimizer, "ep_size": ep_size})
         run = functools.partial(
             runs.train_folder,
             f"{out}/base",

@@ -48,7 +48,7 @@ NOT_RUN = {
     "make demo-real": NotRun(
         "fills a .venv, and takes minutes", "tests/papers/test_demo_real.py::test_the_whole_way"
     ),
-    "moe-runtime demo-real": NotRun(
+    "python -m papers demo-real": NotRun(
         "takes minutes", "tests/papers/test_demo_real.py::test_the_whole_way"
     ),
     "make test": NotRun("is the suite that this belongs to"),
@@ -63,9 +63,7 @@ NOT_RUN = {
         "tests/hf/models/test_modeling.py::test_the_model_without_its_head_is_the_same_model",
     ),
     "make lint": NotRun("is of the developers' .venv", "tests/test_lints.py::test_sources"),
-    "make bench": NotRun(
-        "takes an hour", "tests/papers/test_demo.py::test_every_benchmark_runs"
-    ),
+    "make bench": NotRun("takes an hour", "tests/papers/test_demo.py::test_every_benchmark_runs"),
     "make docs": NotRun("is of the developers' .venv", "tests/docs/test_site.py::site"),
     "make wheel": NotRun(
         "fills a .venv", "tests/test_packaging.py::test_wheel_holds_the_package_and_no_more"
@@ -94,7 +92,7 @@ NOT_RUN = {
     "moe-runtime tune": NotRun(
         "needs a GPU", "tests/tools/test_tune.py::test_the_fastest_config_is_written_and_picked_up"
     ),
-    "moe-runtime data smollm2": NotRun(
+    "python -m papers data smollm2": NotRun(
         "reads a package of 93 MB",
         "tests/papers/evaluation/test_smollm2.py::test_the_folder_is_the_files_model",
     ),

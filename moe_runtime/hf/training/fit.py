@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Adafactor, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import (
+    Adafactor,
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
@@ -27,7 +34,6 @@ from moe_runtime.hf.training.trained_files import needs_autocast
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
 from moe_runtime.io.console import bar
 from moe_runtime.ops.all_to_all import is_distributed
-from papers.engine.tiny import pair_collator
 
 
 class Trained(NamedTuple):
@@ -230,6 +236,15 @@ def check_training(
     check_ep_size(ep_size)
     if steps:
         _warmup(warmup_steps, steps)
+
+
+def pair_collator(
+    tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None = None
+) -> DataCollatorForSeq2Seq:
+    """Return the collator for `data.tokenize_pairs`: pads input_ids as the tokenizer does, labels
+    with -100.
+    """
+    return DataCollatorForSeq2Seq(tokenizer, padding=True, pad_to_multiple_of=pad_to_multiple_of)
 
 
 def split_batch(batch_size: int, per_device_batch_size: int | None) -> tuple[int, int]:

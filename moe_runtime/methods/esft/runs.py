@@ -24,14 +24,30 @@ from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models import folders
 from moe_runtime.hf.training import fit, ranks, trained_files
 from moe_runtime.hf.training.recording import Recorder, last_checkpoint
+from moe_runtime.hf.training.settings import (
+    AnyNumber,
+    BelowOne,
+    Count,
+    Number,
+    Schedule,
+    Steps,
+    Training,
+)
 from moe_runtime.hf.training.trainer import check_ids
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import atomic_write_json, check_out_dir, contents_of, read_json
+from moe_runtime.io.files import (
+    atomic_write_json,
+    check_out_dir,
+    contents_of,
+    files_print,
+    read_json,
+)
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection
 from moe_runtime.methods.esft.folders import check_fit
 from moe_runtime.methods.esft.lora import LoraAdapter, check_lora, read_lora
+from moe_runtime.methods.esft.packing import dataset_of, join, packed_in_order, split_lines
 from moe_runtime.methods.esft.scores import (
     LENGTH,
     SEED,
@@ -42,14 +58,28 @@ from moe_runtime.methods.esft.scores import (
 )
 from moe_runtime.methods.esft.selection import check_selection
 from moe_runtime.methods.lora.stacks import is_peft
-from papers.engine.stages import files_print
-from papers.esft.recipe import Tuning, dataset_of, join, packed_in_order, split_lines
 
 VALIDATION = 0.02  # share of the rows, if no held-out rows are given (from the released code)
 DROP_BOS = 0.2
 HALF = ("float16", "bfloat16")
 SETTINGS = "settings.json"  # the arguments of a training run, next to its checkpoints
 NOT_COMPARED = ("per_device_batch_size",)  # settings that may change when a run is resumed
+
+
+class EsftTraining(Training):
+    """A training run of ESFT or of a baseline: AdamW at a constant rate, keeping the weights of the lowest
+    validation loss.
+    """
+
+    warmup_steps: Steps | None = 0
+    batch_size: Count = 32
+    optimizer: str = "adamw_torch"
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.95
+    weight_decay: Number = 0.1
+    schedule: Schedule = "constant"
+    max_grad_norm: AnyNumber = 1.0
+    keep_best: bool = True
 
 
 def score_folder(
@@ -158,7 +188,7 @@ def train_folder(
     selection: esft.ExpertSelection | str | Path,
     rows: str | Path,
     out: str | Path,
-    training: Tuning,
+    training: EsftTraining,
     *,
     held_out: str | Path | None = None,
     max_length: int = LENGTH,
@@ -254,7 +284,7 @@ def _train(
     train,
     validation,
     selection: esft.ExpertSelection,
-    training: Tuning,
+    training: EsftTraining,
     out: Path,
     checkpoints: Path,
     settings: Mapping,

@@ -24,7 +24,7 @@ from moe_runtime.io.prompts import TEMPLATES, TRAIN_ON
 from moe_runtime.methods.upit import assembly, router
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit.experts import open_expert
-from papers.upit.recipe import Tuning
+from moe_runtime.methods.upit.router import UpitTraining
 
 SUMMARY = "routers.json"
 BUCKETS = ("skilled", "random")
@@ -72,7 +72,7 @@ def route_folders(
 
     `rows` is read by `io.rows.read_rows`; `share` of them, but at least `at_least`, are the seed
     data. `buckets` "random" assigns as many rows at random. `learning_rate` defaults to the
-    paper's; `training` are Tuning's other settings. Experts already tuned by the same call are
+    paper's; `training` are UpitTraining's other settings. Experts already tuned by the same call are
     reused; those of another call raise an error, and `overwrite` removes all first.
     """
     check_choice("buckets", buckets, BUCKETS)
@@ -80,7 +80,7 @@ def route_folders(
     check_choice("train_on", train_on, TRAIN_ON)
     out = check_out_file(Path(out, SUMMARY), overwrite=True).parent
     tokenizer, kind = _tokenizer(experts, base, prompt)
-    tuning = Tuning.from_dict(
+    tuning = UpitTraining.from_dict(
         {"epochs": epochs, "learning_rate": learning_rate or router.RATES[kind], **training}
     )
     fit.check_training(**tuning.to_dict())

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moe_runtime.hf.training import fit, ranks
+from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.rows import require
 from moe_runtime.methods.lora import forced_experts, to_lora_moe
@@ -21,7 +22,6 @@ from moe_runtime.methods.lora.adapters import check_patterns
 from moe_runtime.methods.lora.baseline import quiet_peft
 from moe_runtime.methods.upit.checkpoints import fingerprint
 from moe_runtime.modules.lora import TARGETS
-from papers.engine.tiny import pair_collator
 
 DEFAULT = "default"  # the one adapter that peft saves at the top of a folder
 

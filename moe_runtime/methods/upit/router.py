@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,17 @@ from moe_runtime.config import (
     check_positive,
 )
 from moe_runtime.hf.training import fit, ranks
+from moe_runtime.hf.training.settings import AnyNumber, Count, Schedule, Steps, Training
 from moe_runtime.io import console
 from moe_runtime.io.checkpoint import Checkpoint, write_tensors
-from moe_runtime.io.files import atomic_folder, atomic_write_text, check_out_dir, read_json
+from moe_runtime.io.files import (
+    atomic_folder,
+    atomic_write_text,
+    check_out_dir,
+    files_print,
+    hash_of,
+    read_json,
+)
 from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import Expert, open_expert
 from moe_runtime.methods.upit.vectors import (
@@ -43,7 +52,6 @@ from moe_runtime.methods.upit.vectors import (
     drawn,
     hidden_means,
 )
-from papers.engine.stages import files_print, hash_of, remove
 
 FORMAT = 1
 INITS = ("skilled", "random", "hidden_mean")
@@ -65,6 +73,16 @@ _SETTINGS = inspect.signature(fit.train).parameters.keys() - {
     "losses",
     "keep_best",
 }
+
+
+class UpitTraining(Training):
+    """A training run of UpIT or of a baseline: AdamW at a constant rate, without warmup."""
+
+    warmup_steps: Steps | None = 0
+    batch_size: Count = 128
+    optimizer: str = "adamw_torch"
+    schedule: Schedule = "constant"
+    max_grad_norm: AnyNumber = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,9 +271,11 @@ def _checkpoints(folder: Path, made_of: dict) -> Path:
 
 def _remove_checkpoints(folder: Path) -> None:
     """Remove the Trainer's checkpoints next to a finished folder, also those of a killed run."""
+    if not ranks.state().is_main_process:
+        return
     for path in folder.parent.iterdir():
         if path.name.startswith(f"{folder.name}.checkpoints-"):
-            remove(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_made(folder: Path, made_of: dict) -> bool:

@@ -17,7 +17,8 @@ from trl import SFTConfig, SFTTrainer
 import moe_runtime
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.experts import is_experts
-from papers.engine.tiny import pair_collator, train_tokenizer
+from moe_runtime.hf.training.fit import pair_collator
+from papers.engine.tiny import train_tokenizer
 from tests.hf.tiny import distance, upcycled
 from tests.hf.training.test_trainer import COMMON as SETTINGS
 

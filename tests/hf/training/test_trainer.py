@@ -22,12 +22,13 @@ from moe_runtime.hf.dropin.replay import record_routing
 from moe_runtime.hf.models import swap
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.training import sft
+from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.io import console
 from moe_runtime.io.rows import encode, read_rows, tokenize_pairs
 from moe_runtime.methods.xft import folders as xft
 from moe_runtime.ops import moe_layer, moe_mlp
 from moe_runtime.ops.expert_rows import accumulate_into_grad
-from papers.engine.tiny import pair_collator, train_tokenizer
+from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
 from tests.support.dist_launch import forked
 from tests.support.stock_moe import stock

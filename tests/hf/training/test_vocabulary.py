@@ -5,9 +5,9 @@ import pytest
 import torch
 from datasets import Dataset, Features, IterableDataset, Sequence, Value
 
-from moe_runtime.hf.training.fit import row_losses
+from moe_runtime.hf.training.fit import pair_collator, row_losses
 from moe_runtime.hf.training.trainer import MoETrainer, check_rows
-from papers.engine.tiny import pair_collator, train_tokenizer
+from papers.engine.tiny import train_tokenizer
 from tests.hf.tiny import dense
 
 TOKENIZER = train_tokenizer(["hello world, hello world; " * 20], 300)

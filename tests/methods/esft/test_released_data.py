@@ -10,9 +10,10 @@ import torch
 
 from moe_runtime.io import rows as data
 from moe_runtime.methods.esft import runs
+from moe_runtime.methods.esft.packing import packed_in_order, split_lines
 from moe_runtime.methods.esft.scores import SEED, released_sample
 from papers.engine.tiny import train_tokenizer
-from papers.esft.recipe import EsftRecipe, packed_in_order, split_lines, task_rows
+from papers.esft.recipe import EsftRecipe, task_rows
 from tests.papers.esft.test_recipe import SMALL
 
 

@@ -18,8 +18,8 @@ from moe_runtime.hf.training import ranks
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
 from moe_runtime.methods.esft.lora import read_lora
+from moe_runtime.methods.esft.runs import EsftTraining
 from papers.engine.tiny import train_tokenizer
-from papers.esft.recipe import Tuning
 from tests.support import dist_esft
 from tests.support.dist_launch import launch
 from tests.support.esft_adapter import same
@@ -65,7 +65,7 @@ def train_alone(home, out, **settings):
     rows = options.pop("rows", home / "rows.jsonl")
     base = settings.pop("base", home / "base")
     return esft_runs.train_folder(
-        base, selection, rows, out, Tuning(**config | settings), max_length=32, **options
+        base, selection, rows, out, EsftTraining(**config | settings), max_length=32, **options
     )
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io.rows import tokenize_pairs
 from moe_runtime.methods import esft, lora, xft
 from moe_runtime.methods.xft import baselines
 from moe_runtime.methods.xft import folders as xft_folders
-from papers.engine.tiny import pair_collator, train_tokenizer
+from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
 from tests.support.lora_models import lora_model
 

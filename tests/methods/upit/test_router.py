@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.methods.upit.router import init_router, load_routed
 from moe_runtime.methods.upit.vectors import RoutingVectors, routing_loss
-from papers.engine.tiny import pair_collator
 from tests.support import upit
 
 FAST = {"learning_rate": 3e-3, "steps": 6, "batch_size": 4}

@@ -2,8 +2,9 @@
 
 import pytest
 
+from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.io import rows as data
-from papers.engine.tiny import SMALLEST, pair_collator, train_tokenizer
+from papers.engine.tiny import SMALLEST, train_tokenizer
 
 CHAT = [{"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}]
 

@@ -9,9 +9,10 @@ from datasets import Dataset
 
 from moe_runtime.io import rows as data
 from moe_runtime.io.prompts import DEEPSEEK_CHAT, put_prompt
+from moe_runtime.methods.esft.packing import join
 from papers.engine.corpora import standard_library_text
 from papers.engine.tiny import train_tokenizer
-from papers.esft.recipe import BUILT_IN, EsftRecipe, join, mixed, task_rows
+from papers.esft.recipe import BUILT_IN, EsftRecipe, mixed, task_rows
 from tests.papers.esft.test_recipe import SMALL
 
 COUNTS = {"held_out_rows": 5, "validation_rows": 4}

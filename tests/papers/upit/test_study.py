@@ -19,11 +19,11 @@ from transformers import (
 
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.training import fit
+from moe_runtime.io.files import hash_of
 from moe_runtime.methods.lora import baseline as lora_baseline
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit import experts as upit_experts
 from moe_runtime.methods.upit import router as upit_router
-from papers.engine.stages import hash_of
 from papers.upit import study as upit_study
 from papers.upit.recipe import UpitRecipe, load_recipe
 from papers.upit.study import NONE, Stages

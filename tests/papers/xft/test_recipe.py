@@ -10,7 +10,8 @@ from transformers import LlamaConfig, StableLmConfig
 
 from moe_runtime.config import PRESETS, MoEConfig
 from moe_runtime.hf.models.families import FAMILIES, family_of, moe_shape
-from papers.engine.recipe import METHODS, Training, shipped_recipes
+from moe_runtime.hf.training.settings import Training
+from papers.engine.recipe import METHODS, shipped_recipes
 from papers.xft.recipe import Data, Recipe, load_recipe
 
 TRAINING = {"steps": 3, "learning_rate": 1e-3}

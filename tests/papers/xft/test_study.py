@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from moe_runtime.hf.dropin.replay import record_routing
 from moe_runtime.hf.training import ranks
-from moe_runtime.hf.training.fit import mean_loss, row_losses
-from moe_runtime.io.files import read_json
+from moe_runtime.hf.training.fit import mean_loss, pair_collator, row_losses
+from moe_runtime.io.files import files_print, read_json
 from moe_runtime.methods import xft
-from papers.engine.stages import files_print, made_once
-from papers.engine.tiny import pair_collator, train_tokenizer
+from papers.engine.stages import made_once
+from papers.engine.tiny import train_tokenizer
 from papers.xft import recipe as recipe_module
 from papers.xft import study as xft_study
 from papers.xft.recipe import Recipe

@@ -1,0 +1,93 @@
+"""Samples joined to rows of one length, as the ESFT paper and its released code do."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from moe_runtime.io import rows as data
+from moe_runtime.methods.esft.scores import SEED
+
+Line = tuple[list[int], list[int]]  # ids and labels
+
+
+def join(
+    rows: Iterable[Mapping], length: int, bos: int | None, drop_bos: float = 0.0, seed: int = 0
+):
+    """Join samples, in an order drawn by `seed`, to a datasets.Dataset of rows of `length` ids, as
+    ESFT's code does.
+
+    The last sample of a row is cut at its start if it does not fit, so its answer stays. A sample
+    within a row starts without BOS with probability `drop_bos`. Samples of one row attend to each
+    other. The last row may be shorter.
+    """
+    order = [dict(row) for row in rows]
+    generator = random.Random(seed)
+    generator.shuffle(order)
+    joined: list[tuple[list[int], list[int]]] = []
+    ids = []
+    labels = []
+    for row in order:
+        skip = int(bool(ids) and row["input_ids"][:1] == [bos] and generator.random() < drop_bos)
+        room = length - len(ids)
+        own = row["input_ids"][skip:][-room:]
+        wanted = row["labels"][skip:][-room:]
+        ids = ids + own
+        labels = labels + wanted
+        if len(ids) == length:
+            joined.append((ids, labels))
+            ids = []
+            labels = []
+    if any(label != -100 for label in labels[1:]):
+        joined.append((ids, labels))
+    return data.require("datasets").Dataset.from_dict(
+        {"input_ids": [r[0] for r in joined], "labels": [r[1] for r in joined]}
+    )
+
+
+def packed_in_order(
+    rows: Iterable[Line], length: int, drop: float, pad: int, seed: int = SEED
+) -> list[Line]:
+    """Pack rows, in order, into lines of `length` ids, as ESFT's released code does.
+
+    A row that does not fit loses its beginning; after another row its first id is dropped with
+    probability `drop`. The last line is padded with `pad`, unlabelled, and exists even if no tokens
+    are left for it.
+    """
+    lines = []
+    generator = random.Random(seed)
+    ids = []
+    labels = []
+    for own, wanted in rows:
+        room = length - len(ids)
+        first = int(bool(ids) and generator.random() < drop)
+        ids = ids + own[-room:][first:]
+        labels = labels + wanted[-room:][first:]
+        if len(ids) == length:
+            lines.append((ids, labels))
+            ids = []
+            labels = []
+    left = length - len(ids)
+    return [*lines, (ids + [pad] * left, labels + [-100] * left)]
+
+
+def split_lines(lines: Sequence[Line], share: float = 0.98, seed: int = SEED) -> tuple:
+    """Return Datasets of training and validation lines, split as torch.random_split does; lines
+    without labels are dropped.
+    """
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = int(share * len(lines))
+    parts = [dataset_of([lines[i] for i in part]) for part in (order[:count], order[count:])]
+    if not all(map(len, parts)):
+        raise ValueError(
+            f"The data fill only {len(lines)} lines, of which {share:.0%} are for training and the "
+            "others for validation. Pass more data"
+        )
+    return tuple(parts)
+
+
+def dataset_of(lines: Iterable[Line]):
+    """Return a datasets.Dataset of the lines that have labels."""
+    kept = [line for line in lines if any(label != -100 for label in line[1][1:])]
+    columns = {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
+    return data.require("datasets").Dataset.from_dict(columns)

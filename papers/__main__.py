@@ -1,0 +1,3 @@
+from moe_runtime.cli import main
+
+main("papers.cli")

@@ -1,0 +1,20 @@
+"""Commands of this package, made as those of `moe_runtime.cli` are, under another program's name."""
+
+import functools
+from pathlib import Path
+
+from moe_runtime.cli import verbs
+
+PROGRAM = "python -m papers"
+FOLDER = Path(__file__).resolve().parent
+
+group = functools.partial(verbs.group, program=PROGRAM)
+verb = functools.partial(verbs.verb, program=PROGRAM)
+
+
+def recipes(method: str | None = None) -> list[str]:
+    """List the recipes in this package: the names of a method's, or all as METHOD/NAME."""
+    paths = sorted(FOLDER.glob(f"{method or '*'}/recipes/*.yaml"))
+    if method is not None:
+        return [path.stem for path in paths]
+    return [f"{path.parts[-3]}/{path.stem}" for path in paths]

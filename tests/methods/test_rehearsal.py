@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from moe_runtime.cli.app import app
+from papers.cli import app
 from moe_runtime.methods import esft, ultrafuser
 from papers.engine.recipe import METHODS
 from papers.memory_plan import recipe_of

@@ -10,7 +10,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 from typer.testing import CliRunner
 
-from moe_runtime.cli.app import app
+from papers.cli import app
 from moe_runtime.tools import memory, memory_engines, memory_plan
 from papers.engine.recipe import METHODS
 from tests.support import dist_memory

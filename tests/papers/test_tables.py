@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moe_runtime.cli.app import app as main_app
+from papers.cli import app as main_app
 from papers.cli_tables import TABLES
 from papers.engine.tables import Entry, Report
 from papers.xft.study import Result

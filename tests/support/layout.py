@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "moe_runtime"
-# a module imports from its own rank and below; the order in one rank is free, but for circles
+PAPERS = "papers"  # the laboratory, which imports the package and is not shipped
+# a module imports from its own rank and below; the order within a rank is free, but for circles
 RANK = {
     "kernels": 0,
     "config": 1,
@@ -19,10 +20,10 @@ RANK = {
     "ops": 3,
     "modules": 4,
     "hf": 5,
-    "hf.models": 5,
-    "hf.dropin": 5,
+    "hf.common": 5,
+    "hf.models": 5.1,
+    "hf.dropin": 5.2,
     "hf.training": 5.5,
-    "experiments": 6,
     "methods": 7,
     "methods.lora": 7,
     "methods.ultrafuser": 7,
@@ -32,6 +33,13 @@ RANK = {
     "tools": 7.5,
     "cli": 8,
     "__main__": 8,
+    "papers.engine": 9,
+    "papers.evaluation": 9.1,
+    "papers.xft": 9.2,
+    "papers.esft": 9.2,
+    "papers.upit": 9.2,
+    "papers.ultrafuser": 9.2,
+    "papers": 9.3,
 }
 
 
@@ -60,11 +68,8 @@ def own_files(root: Path) -> list[Path]:
     them.
     """
     links = [root / PACKAGE / name for name in ("kernels", "bench")]
-    return [
-        path
-        for path in sorted((root / PACKAGE).rglob("*.py"))
-        if not any(link in path.parents for link in links)
-    ]
+    paths = [*sorted((root / PACKAGE).rglob("*.py")), *sorted((root / PAPERS).rglob("*.py"))]
+    return [path for path in paths if not any(link in path.parents for link in links)]
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -111,25 +116,21 @@ def arrows(root: Path) -> list[Arrow]:
 
 
 def folder_of(module: str) -> str:
-    """Return the folder of a module as DESIGN names them: `ops`, `hf.models`, `methods.xft`; of the
-    root's files themselves.
-    """
-    parts = module.split(".")[1:]
-    depth = 2 if parts[:1] in (["hf"], ["methods"]) else 1
-    return ".".join(parts[:depth])
+    """Return the folder of a module as RANK names them: `ops`, `hf.models`, `papers.xft`."""
+    parts = module.split(".")
+    if parts[0] == PAPERS:
+        folder = ".".join(parts[:2])
+        return folder if folder in RANK else PAPERS
+    depth = 2 if parts[1:2] in (["hf"], ["methods"]) else 1
+    return ".".join(parts[1 : 1 + depth])
 
 
-def circles(root: Path) -> list[list[str]]:
-    """Return the groups of modules that reach themselves; imports inside functions count (Tarjan's
-    components).
-    """
-    targets: dict[str, set[str]] = {name: set() for name in modules(root)}
-    for arrow in arrows(root):
-        targets[arrow.source].add(arrow.target)
-    number = {}
-    low = {}
-    stack = []
-    found = []
+def components(targets: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of several nodes that reach each other (Tarjan)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
 
     def visit(name: str) -> None:
         number[name] = low[name] = len(number)
@@ -150,3 +151,22 @@ def circles(root: Path) -> list[list[str]]:
         if name not in number:
             visit(name)
     return found
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Return the groups of modules that import each other, also inside functions."""
+    targets: dict[str, set[str]] = {name: set() for name in modules(root)}
+    for arrow in arrows(root):
+        targets[arrow.source].add(arrow.target)
+    return components(targets)
+
+
+def folder_circles(root: Path) -> list[list[str]]:
+    """Return the groups of folders whose modules import each other."""
+    targets: dict[str, set[str]] = {folder_of(name): set() for name in modules(root)}
+    for arrow in arrows(root):
+        source = folder_of(arrow.source)
+        target = folder_of(arrow.target)
+        if source != target:
+            targets[source].add(target)
+    return components(targets)

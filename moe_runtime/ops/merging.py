@@ -163,6 +163,8 @@ def remerge_experts(
     A kernel ("triton", "cuda") compares the two, so that the host does not synchronize. Not
     differentiable.
     """
+    alpha = alpha.contiguous()
+    seen = seen.contiguous()
     if backend == "cuda":
         cuda_kernels.merge_experts_forward(weight, alpha, out=merged, seen=seen)
         return

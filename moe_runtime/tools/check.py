@@ -1,10 +1,8 @@
 """Check every op on every available backend against float64, on small and unusual shapes:
 `moe-runtime doctor --check`.
 
-The error of an output or a gradient is the norm of its difference from float64 relative to the
-norm. A slice along the first dimension (a token, an expert) may have four times the error; integers
-must be equal. `python -m moe_runtime.tools.check` does the same without the command line's
-packages.
+The cases, their equations and the allowed errors are those of `moe_runtime.tools.conformance`.
+`python -m moe_runtime.tools.check` does the same without the command line's packages.
 """
 
 import argparse
@@ -27,27 +25,26 @@ import torch
 from moe_runtime import backends
 from moe_runtime.io.console import print_table
 from moe_runtime.native.library import cpp, cuda
-from moe_runtime.tools.check_cases import CASES, LAYERS, Draw
+from moe_runtime.tools.conformance import measure
+from moe_runtime.tools.conformance.cases import CASES, ONCE
+from moe_runtime.tools.conformance.draw import Draw
 from moe_runtime.tools.doctor import interpreter_problem
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = {
-    "torch": [*TOLERANCE],
+    "torch": [torch.float64, torch.float32, torch.float16, torch.bfloat16],
     "cpp": [*cpp.DTYPES],
     "cuda": [*cuda.DTYPES],
     "triton": [torch.bfloat16, torch.float32, torch.float16],  # the first one has all cases
 }
-SLICE = 4.0  # factor on the tolerance for a slice
+CASES_OF = {"torch": 12, "cpp": 12, "cuda": 12, "triton": 12}  # per op and dtype
 SHOWN = 20  # maximum number of printed failures
 # of a process on a GPU: a case compiles about 9 variants of kernels, a second each on one core
 CASES_A_PART = 2
 LAST = 1.2  # a process that runs at this multiple of `seconds` is killed
-# lower bound of the root mean square in a relative error, as some gradients cancel to zero
-SMALL = 1.0
 
 
 class Result(NamedTuple):
-    """Outcome of an op's cases on a backend: the largest error over its tolerance, where it
+    """Outcome of an op's cases on a backend: the largest error over its allowance, where it
     occurred, and the failures.
     """
 
@@ -57,66 +54,6 @@ class Result(NamedTuple):
     worst: float
     at: str
     failures: list[str]
-
-
-def _with_gradients(outputs: dict, leaves: dict) -> dict[str, torch.Tensor]:
-    """Return `outputs` on the CPU and, as d<leaf>, the gradients of their sum with random
-    weights.
-    """
-    floats = {n: t for n, t in leaves.items() if t.requires_grad}
-    rng = torch.Generator().manual_seed(21)
-    weights = {
-        n: torch.randn(t.shape, generator=rng, dtype=torch.float64).to(t)
-        for n, t in sorted(outputs.items())
-    }
-    roots = [n for n, t in outputs.items() if t.requires_grad]
-    into = [weights[n] for n in roots]
-    if roots:
-        grads = torch.autograd.grad(
-            [outputs[n] for n in roots], [*floats.values()], into, allow_unused=True
-        )
-    else:
-        grads = []
-    found = {
-        f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(floats.items(), grads)
-    }
-    return {n: t.detach().cpu() for n, t in (outputs | found).items()}
-
-
-def _errors(
-    case: tuple, backend: str, device: torch.device, dtype: torch.dtype
-) -> dict[str, float]:
-    """Return each output's and gradient's error divided by its tolerance, infinite if it is missing
-    or NaN.
-    """
-    tensors, run, want = case
-    learns = {n: t.is_floating_point() and not n.startswith("_") for n, t in tensors.items()}
-    leaves = {n: t.detach().to(device).requires_grad_(learns[n]) for n, t in tensors.items()}
-    got = _with_gradients(run(leaves, backend), leaves)
-    leaves = {n: t.detach().double() if t.is_floating_point() else t for n, t in tensors.items()}
-    leaves = {n: t.requires_grad_(learns[n]) for n, t in leaves.items()}
-    true = _with_gradients(want(leaves, got), leaves)
-    return {
-        n: _error(got[n], true[n], dtype) if n in got and n in true else math.inf
-        for n in got | true
-    }
-
-
-def _error(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:
-    if got.shape != want.shape or not got.is_floating_point():
-        return 0.0 if torch.equal(got, want.to(got.dtype)) else math.inf
-    if got.numel() == 0:
-        return 0.0
-    off, want = (
-        t.reshape(len(t) if t.dim() else 1, -1) for t in (got.double() - want, want.double())
-    )
-    # norm of an average slice
-    small = max(want.square().mean().sqrt().item(), SMALL) * want.shape[1] ** 0.5
-    slices = (off.norm(dim=1) / want.norm(dim=1).clamp_min(small)).max().item()
-    error = max(off.norm().item() / (small * len(off) ** 0.5), slices / SLICE) / max(
-        TOLERANCE[dtype], TOLERANCE[got.dtype]
-    )
-    return error if math.isfinite(error) else math.inf
 
 
 def check(
@@ -135,7 +72,7 @@ def check(
     reasons = {}
     threads = torch.get_num_threads()
     for op, backend in itertools.product(ops, only):
-        kernel = CASES[op][1]
+        kernel = CASES[op][0] or "none"
         device = torch.device("cpu") if backend == "cpp" else gpu
         if backend != "torch" and kernel not in backends.KERNELS[backend]:
             continue
@@ -150,47 +87,41 @@ def check(
     return found, reasons
 
 
-def _cases_of(op: str, backend: str, device: torch.device) -> list[tuple[torch.dtype, tuple]]:
-    """Return the dtype and the arguments of each case."""
-    _, _, first, second = CASES[op]
-    pairs = itertools.product(first, second)
+def _cases_of(op: str, backend: str, device: torch.device) -> list[tuple[torch.dtype, int]]:
+    """Return the dtype and the number of each case."""
     dtypes = DTYPES[backend]
-    few = backend == "triton"
-    # interpreting and compiling are slow: each argument once in the first dtype, a third of them in
-    # the others
-    if few:
-        first = [one for one in first if one != LAYERS[-1] or device.type != "cpu"]
-        n = max(len(first), len(second))
-        pairs = [(first[i % len(first)], second[i % len(second)]) for i in range(n)]
-        known = device.type != "cpu" or backends.interpreter_knows_bfloat16
-        dtypes = [dtype for dtype in dtypes if dtype != torch.bfloat16 or known]
-    cases = [(*a, *b) for a, b in pairs]
-    return [
-        (d, c)
-        for i, d in enumerate(dtypes)
-        for j, c in enumerate(cases)
-        if not few or i == 0 or j % 3 == i % 3
-    ]
+    is_slow = backend == "triton"  # to interpret, and to compile
+    if is_slow and device.type == "cpu" and not backends.interpreter_knows_bfloat16:
+        dtypes = [dtype for dtype in dtypes if dtype != torch.bfloat16]
+    count = 1 if op in ONCE else CASES_OF[backend]
+    cases = []
+    for i, dtype in enumerate(dtypes):
+        for number in range(count):
+            # other dtypes than the first have a third of the cases
+            if not is_slow or i == 0 or number % 3 == i % 3:
+                cases.append((dtype, number))
+    return cases
 
 
 def _check_op(op: str, backend: str, device: torch.device, part: tuple[int, int]) -> Result:
-    make, number, parts = CASES[op][0], *part
+    number, parts = part
     chosen = _cases_of(op, backend, device)[number::parts]
     worst = 0.0
     at = ""
     failures = []
-    for dtype, arguments in chosen:
-        where = (
-            f"{op} on {backend}, {str(dtype).removeprefix('torch.')}, "
-            f"{' '.join(map(str, arguments))}"
-        )
+    for dtype, number in chosen:
+        where = f"{op} on {backend}, {str(dtype).removeprefix('torch.')}, case {number}"
         try:
-            errors = _errors(make(Draw(dtype), *arguments), backend, device, dtype)
+            case = CASES[op][1](Draw.numbered(dtype, number))
+            where = f"{where} ({case.note})"
+            upstream: measure.Tensors = {}
+            got = measure.run(case, backend, upstream, device)
+            errors = measure.errors(got, measure.allowance(case, got, upstream))
         except Exception as error:
             errors = {(str(error).strip() or type(error).__name__).splitlines()[0]: math.inf}
         name = max(errors, key=errors.get)
         if errors[name] > 1:
-            failures.append(f"{where}: {name}: the error is {errors[name]:.3g} times its tolerance")
+            failures.append(f"{where}: {name}: the error is {errors[name]:.3g} times its allowance")
         if errors[name] >= worst:
             worst = errors[name]
             at = f"{where}: {name}"
@@ -213,7 +144,7 @@ def _parts(interpreted: bool) -> list[Child]:
     children = []
     for op in CASES:
         # an interpreter compiles nothing, and starting a process takes longer than a case
-        if interpreted or CASES[op][1] is None:
+        if interpreted or CASES[op][0] is None:
             cases = 0
         else:
             cases = len(_cases_of(op, "triton", torch.device("cuda")))
@@ -375,7 +306,7 @@ def report(
     ]
     failures = [line for one in results for line in one.failures]
     print_table(
-        "worst error / tolerance", [("op", "left"), *((name, "right") for name in names)], rows
+        "worst error / allowance", [("op", "left"), *((name, "right") for name in names)], rows
     )
     for name in sorted(reasons.keys() - names):
         print(

@@ -1,4 +1,4 @@
-"""Memory of trainings on several GPUs: what each needs per GPU with each engine, and whether it fits."""
+"""Memory of trainings on several GPUs: what each needs with each engine."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -13,17 +13,15 @@ from typer.testing import CliRunner
 
 from moe_runtime import backends
 from moe_runtime.cli.app import app as main_app
-from moe_runtime.ops import balance, expansion, fusion, merging
+from moe_runtime.ops import balance, fusion, merging, moe_mlp
 from moe_runtime.ops.library import LIB
-from moe_runtime.tools import check, check_cases
+from moe_runtime.tools import check
+from moe_runtime.tools.conformance import cases
+from moe_runtime.tools.conformance.cases import CASES
 
 CPU = torch.device("cpu")
 SEES = {  # the case that runs an op of the library, where it has another name
     "route_to": "route",
-    "merge_experts": "merging",
-    "merged_linear": "merging",
-    "gram": "expansion",
-    "dare_merge": "expansion",
     "fused_nll": "fused_cross_entropy",
     "fused_loss": "fused_cross_entropy",
 }
@@ -36,11 +34,7 @@ def seen_by(name: str) -> str:
 
 @pytest.fixture
 def few(monkeypatch):
-    """A few cases in float32 alone."""
-    for op, (make, kernel, first, second) in check_cases.CASES.items():
-        layers = first is check_cases.LAYERS
-        first, second = (first[2:3], second[-1:]) if layers else (list(first)[-2:], second)
-        monkeypatch.setitem(check_cases.CASES, op, (make, kernel, first, second))
+    """Cases in float32 alone."""
     monkeypatch.setattr(check, "DTYPES", {name: [torch.float32] for name in backends.BACKENDS})
 
 
@@ -52,14 +46,14 @@ def failures(op: str, backend: str) -> list[str]:
 
 RUNS = [
     pytest.param(op, backend, id=f"{op}-{backend}")
-    for op, (_, kernel, _, _) in check_cases.CASES.items()
+    for op, (kernel, _) in CASES.items()
     for backend in ("torch", "cpp", "triton")
     if backend == "torch" or kernel in backends.KERNELS[backend]
 ]
 
 
 def skip_without(op: str, backend: str) -> None:
-    why = None if backend == "torch" else backends.why_not(backend, check_cases.CASES[op][1], CPU)
+    why = None if backend == "torch" else backends.why_not(backend, CASES[op][0], CPU)
     if why is not None:
         pytest.skip(why)
 
@@ -105,14 +99,14 @@ class Planted:
         self.results = max(self.results, most)
         if self.at < most:
             part = leaves[self.at]
-            self.touched |= bool(part.any())
-            leaves[self.at] = part * 1.001 if part.is_floating_point() else part.flip(0)
+            self.touched |= bool(part.double().norm() > 1e-2)
+            leaves[self.at] = part * 1.01 if part.is_floating_point() else part.flip(0)
         return torch.utils._pytree.tree_unflatten(leaves, tree)
 
 
 @pytest.mark.parametrize("name, backend", PLANTED)
 def test_a_planted_bug_is_found(name, backend, few, monkeypatch):
-    """Each result of each op in turn is a thousandth off, or of integers in another order."""
+    """Each result of each op in turn is a hundredth off, or of integers in another order."""
     case = seen_by(name)
     skip_without(case, backend)
     planted = Planted(name)
@@ -129,9 +123,8 @@ def test_a_planted_bug_is_found(name, backend, few, monkeypatch):
 
 
 OUTSIDE = [  # the case, where a function that is no op of the library is looked up, its name
-    ("merging", check_cases, "average_experts_"),
-    ("merging", merging, "mixing"),
-    ("expansion", expansion, "distances"),
+    ("mixing", cases.ewa, "average_experts_"),
+    ("mixing", merging, "mixing"),
     ("fused_cross_entropy", fusion, "fuse_logits"),
     ("balance", balance, "balance_loss"),
     ("balance", balance, "top_k_loss"),
@@ -142,7 +135,7 @@ OUTSIDE = [  # the case, where a function that is no op of the library is looked
 def test_a_planted_bug_outside_the_library_is_found(case, module, name, few, monkeypatch):
     real = getattr(module, name)
     assert failures(case, "torch") == []
-    monkeypatch.setattr(module, name, lambda *args, **options: real(*args, **options) * 1.001)
+    monkeypatch.setattr(module, name, lambda *args, **options: real(*args, **options) * 1.01)
     assert failures(case, "torch")
 
 
@@ -153,11 +146,11 @@ def test_a_merge_in_place_that_does_not_look_at_alpha_is_found(few, monkeypatch)
         "remerge_experts",
         lambda out, w, alpha, seen, backend: real(out, w, alpha, alpha + 1, backend),
     )
-    assert ": same:" in failures("merging", "triton")[0]
+    assert ": same:" in failures("merged_linear", "triton")[0]
 
 
 def test_a_run_of_other_bits_is_found(few, monkeypatch):
-    real = check_cases.run_experts
+    real = moe_mlp.run_experts
     runs = []
 
     def plant(*args, **options):
@@ -165,7 +158,7 @@ def test_a_run_of_other_bits_is_found(few, monkeypatch):
         out, offsets = real(*args, **options)
         return (torch.nextafter(out, out + 1) if len(runs) == 2 else out), offsets
 
-    monkeypatch.setattr(check_cases, "run_experts", plant)
+    monkeypatch.setattr(moe_mlp, "run_experts", plant)
     assert "runs of other bits" in failures("moe_mlp, repeated", "torch")[0]
 
 
@@ -173,7 +166,7 @@ def test_a_run_of_other_bits_is_found(few, monkeypatch):
     "change, says",
     [
         pytest.param(
-            lambda out: out * float("nan"), ": out: the error is inf times", id="not a number"
+            lambda out: out * float("nan"), "the error is inf times", id="not a number"
         ),
         pytest.param(lambda out: out.detach(), "the error is inf times", id="no gradient"),
         pytest.param(lambda out: out[:-1], "the error is inf times", id="another shape"),
@@ -194,7 +187,7 @@ def test_what_else_may_be_wrong(few, monkeypatch, change, says):
 @pytest.fixture
 def one_op(few, monkeypatch):
     """The check of `combine` on torch's backend and nothing else."""
-    monkeypatch.setattr(check, "CASES", {"combine": check_cases.CASES["combine"]})
+    monkeypatch.setattr(check, "CASES", {"combine": CASES["combine"]})
     monkeypatch.setattr(check.report, "__defaults__", (check.CASES, *check.report.__defaults__[1:]))
 
 
@@ -203,7 +196,7 @@ def test_doctor_prints_a_table_and_ends_in_1_for_a_wrong_op(one_op, monkeypatch)
     found = CliRunner().invoke(main_app, ["doctor", "--check"])
     assert (
         found.exit_code == 0
-        and "worst error / tolerance" in found.stdout
+        and "worst error / allowance" in found.stdout
         and "0 failed" in found.stdout
     )
     assert "combine" in found.stdout and "torch" in found.stdout
@@ -211,7 +204,7 @@ def test_doctor_prints_a_table_and_ends_in_1_for_a_wrong_op(one_op, monkeypatch)
     monkeypatch.setattr(torch.ops.moe_runtime, "combine", lambda *args: real(*args) * 1.001)
     found = CliRunner().invoke(main_app, ["doctor", "--check"])
     assert found.exit_code == 1 and "FAILED" in found.stdout
-    assert "combine on torch, float32, 13 33 17 3 2 last idle: " in found.stdout
+    assert "combine on torch, float32, case " in found.stdout
     found = CliRunner().invoke(main_app, ["doctor", "--check", "--json"])
     report = json.loads(found.stdout)["check"]
     assert found.exit_code == 1 and report["failures"] and report["results"][0]["op"] == "combine"
@@ -258,7 +251,7 @@ def played(one_op, monkeypatch):
     monkeypatch.setattr(
         backends, "why_not", lambda name, *_: "not built" if name == "cuda" else None
     )
-    monkeypatch.setattr(check, "_cases_of", lambda *_: [(torch.float32, ())] * 5)
+    monkeypatch.setattr(check, "_cases_of", lambda *_: [(torch.float32, 0)] * 5)
     monkeypatch.setattr(check, "check", lambda *_: ([], {}))
     return ran
 

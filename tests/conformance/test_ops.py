@@ -1,0 +1,135 @@
+"""Every op on every backend that runs here against the float64 equations of the installed table of
+cases; `make stress` lets hypothesis draw many more.
+"""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_runtime import backends
+from moe_runtime.ops.library import LIB
+from moe_runtime.tools.conformance.cases import CASES, ONCE
+from moe_runtime.tools.conformance.draw import Draw
+from moe_runtime.tools.conformance.measure import allowance, errors, mismatches, run
+from tests.support.stress import STRESS
+
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = {
+    "torch": (torch.float32, torch.float64, *HALF),
+    "cpp": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, *HALF),
+    "triton": (torch.float32, *HALF),
+}
+NUMBERS = {"torch": 12, "cpp": 12, "cuda": 12, "triton": 4}  # the interpreter takes a second a case
+EXAMPLES = {"torch": 1500, "cpp": 1500, "cuda": 1500, "triton": 250}  # of hypothesis
+RUNS = [
+    pytest.param(name, backend, dtype, id=f"{name}-{backend}-{str(dtype).removeprefix('torch.')}")
+    for name, (op, _) in CASES.items()
+    for backend, dtypes in DTYPES.items()
+    for dtype in dtypes
+    if backend == "torch" or op in backends.KERNELS[backend]
+]
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid|divide by zero|overflow):RuntimeWarning")
+
+
+def skip_without(op: str | None, backend: str, device: str) -> None:
+    """Skip a test whose backend cannot run on the device."""
+    if op is not None and (why := backends.why_not(backend, op, torch.device(device))):
+        pytest.skip(why)
+
+
+def check(name: str, backend: str, device: str, draw: Draw) -> None:
+    case = CASES[name][1](draw)
+    upstream = {}
+    got = run(case, backend, upstream, torch.device(device))
+    bad = mismatches(got, allowance(case, got, upstream))
+    assert not bad, f"{case}: {'; '.join(bad)}"
+
+
+@pytest.mark.parametrize("name, backend, dtype", RUNS)
+def test_is_the_equation(name, backend, dtype, device):
+    skip_without(CASES[name][0], backend, device)
+    for number in range(1 if name in ONCE else NUMBERS[backend]):
+        check(name, backend, device, Draw.numbered(dtype, number))
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(not STRESS, reason="make stress runs it")
+@pytest.mark.parametrize("name, backend, dtype", RUNS)
+def test_is_the_equation_on_what_hypothesis_draws(name, backend, dtype, device):
+    skip_without(CASES[name][0], backend, device)
+
+    @settings(
+        max_examples=EXAMPLES[backend],
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(st.data())
+    def drawn(data):
+        def choose(options):
+            return data.draw(st.sampled_from(options))
+
+        check(name, backend, device, Draw(dtype, choose, data.draw(st.integers(0, 2**31 - 1))))
+
+    drawn()
+
+
+class Calls(TorchDispatchMode):
+    """Names of the ops of ours that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moe_runtime":
+            self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_op_of_the_library_has_cases():
+    assert set(backends.OPS) <= {op for op, _ in CASES.values()}
+    calls = Calls()
+    for _, make in CASES.values():
+        for number in range(12):
+            case = make(Draw.numbered(torch.float32, number))
+            with calls:
+                run(case, "torch", {})
+    assert calls.names == LIB._op_defs
+
+
+PLANTED = {
+    "a thousandth off": lambda t: t * 1.001,
+    "a row of another": lambda t: t.roll(1, 0),
+    "the last row zero": lambda t: torch.cat([t[:-1], torch.zeros_like(t[-1:])]),
+    "not a number": lambda t: torch.cat([t[:-1], torch.full_like(t[-1:], float("nan"))]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"dispatch", *ONCE}))
+def test_the_measure_sees_what_is_planted(name):
+    """One output or gradient at a time is wrong, in rows that are no smaller than others."""
+    seen = set()
+    for number in range(40):
+        case = CASES[name][1](Draw.numbered(torch.float32, number))
+        upstream = {}
+        got = run(case, "torch", upstream)
+        allowed = allowance(case, got, upstream)
+        for part, tensor in got.items():
+            # few numbers show nothing, nor do gradients whose terms cancel
+            if part not in allowed.moved or tensor.numel() < 20:
+                continue
+            if tensor.norm() <= 0.1 * case.scales.get(part, 0.0):
+                continue
+            for planted, change in PLANTED.items():
+                wrong = change(tensor)
+                if (wrong - tensor).norm() <= 9e-4 * tensor.norm():
+                    continue  # a row that is zero, or equal to all others
+                assert errors(got | {part: wrong}, allowed)[part] > 1, f"{planted}: {part}: {case}"
+                seen.add(planted)
+    assert seen == PLANTED.keys()

@@ -39,14 +39,8 @@ MAX_DIMS = 64  # torch's own limit
 SHOWN = 8  # keys or files of a kind in an error
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 CONVERT = (
-    "Pickle files (.bin, .pt) can run code and are never loaded. Convert "
-    "one "
-    "that "
-    "you "
-    "trust "
-    "with "
-    "transformers: "
-    "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
+    "Pickle files (.bin, .pt) can run code and are never loaded. Convert one that you trust with "
+    "transformers: AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
 )
 
 DTYPES = {
@@ -93,12 +87,7 @@ def parse_size(size: int | str) -> int:
     value = int(Fraction(match[1]) * base ** " KMGT".index(unit or " ")) if match else 0
     if value < 1:
         raise ValueError(
-            "size must be a number of bytes or a string such as "
-            "'2GB', "
-            "'500MB' "
-            "or "
-            "'1.5GiB', "
-            "but "
+            "size must be a number of bytes or a string such as '2GB', '500MB' or '1.5GiB', but "
             f"got {size!r}"
         )
     return value
@@ -139,12 +128,7 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         problem = f"Expected {SINGLE} or {INDEX} in {folder}, but found {weights}. {CONVERT}"
     elif not isinstance(weight_map := read_json(index).get("weight_map"), dict) or not weight_map:
         problem = (
-            f"weight_map in {index} must be an object that maps "
-            "keys "
-            "to "
-            "shards, "
-            "but "
-            "got "
+            f"weight_map in {index} must be an object that maps keys to shards, but got "
             f"{shown(weight_map, 80)}"
         )
     elif wrong := [
@@ -152,12 +136,7 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     ]:
         shard = shown(weight_map[wrong[0]])
         problem = (
-            f"The shard of {one_line(wrong[0])} in {index} must be "
-            "the "
-            "plain "
-            "name "
-            "of "
-            "a "
+            f"The shard of {one_line(wrong[0])} in {index} must be the plain name of a "
             f".safetensors file, but got {shard}"
         )
     elif missing := [
@@ -166,13 +145,8 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
         problem = f"{index} names {_join(missing)}, which do not exist. Download the missing shards"
     elif SINGLE in found and SINGLE not in weight_map.values():
         problem = (
-            f"{folder} has both {INDEX} and a {SINGLE} that the "
-            "index "
-            "does "
-            "not "
-            "name. "
-            "Delete "
-            "the stale one"
+            f"{folder} has both {INDEX} and a {SINGLE} that the index does not name. Delete the "
+            "stale one"
         )
     if problem:
         raise ValueError(problem)
@@ -233,12 +207,7 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
         bad, header["__metadata__"] = ["__metadata__"], metadata
     if bad:
         valid = (
-            "have a known dtype, a shape, and data_offsets that span "
-            "its "
-            "bytes "
-            "and "
-            "follow "
-            "the "
+            "have a known dtype, a shape, and data_offsets that span its bytes and follow the "
             "previous tensor"
         )
         valid = "be an object of strings" if bad == ["__metadata__"] else valid
@@ -247,12 +216,7 @@ def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[Tens
         )
     if data + position != size:
         raise ValueError(
-            f"{file} has {size} bytes, but its "
-            "header "
-            "describes "
-            f"{data + position}. "
-            "Download "
-            "it "
+            f"{file} has {size} bytes, but its header describes {data + position}. Download it "
             "again"
         )
     return metadata, tensors
@@ -284,12 +248,7 @@ class Checkpoint:
         held = {key: shard for key, (_, shard, _) in self._tensors.items()}
         if weight_map is not None and (wrong := sorted(dict(held.items() ^ weight_map.items()))):
             where = (
-                f"{wrong[0]} is in "
-                f"{weight_map.get(wrong[0], 'no shard')}, "
-                "but "
-                "it "
-                "is "
-                "in "
+                f"{wrong[0]} is in {weight_map.get(wrong[0], 'no shard')}, but it is in "
                 f"{held.get(wrong[0], 'none')}"
             )
             raise ValueError(
@@ -336,12 +295,7 @@ class Checkpoint:
             rows = None
         if rows is None or (isinstance(rows, range) and rows.step != 1):
             raise ValueError(
-                f"index must be an int in dim 0 of {key} {list(shape)} or a "
-                "slice "
-                "of "
-                "step "
-                "1, "
-                "but "
+                f"index must be an int in dim 0 of {key} {list(shape)} or a slice of step 1, but "
                 f"got {index!r}"
             )
         first, lead = (rows.start, (len(rows),)) if isinstance(rows, range) else (rows, ())
@@ -363,12 +317,7 @@ class Checkpoint:
             count = stream.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
             if count != spec.nbytes or _stamp(stream) != self._stamps[shard]:
                 raise ValueError(
-                    f"{stream.name} has changed since its header "
-                    "was "
-                    "read. "
-                    "Open "
-                    "the "
-                    "checkpoint "
+                    f"{stream.name} has changed since its header was read. Open the checkpoint "
                     "again"
                 )
         return tensor
@@ -415,12 +364,7 @@ def check_keys(
     faults = [f"{len(keys)} {kind}: {_join(keys)}" for kind, keys in kinds.items() if keys]
     if faults:
         raise ValueError(
-            f"The {len(specs)} tensors of {source} do "
-            "not "
-            "match "
-            "the "
-            f"{len(want)} "
-            "expected: "
+            f"The {len(specs)} tensors of {source} do not match the {len(want)} expected: "
             f"{'; '.join(faults)}"
         )
 

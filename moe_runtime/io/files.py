@@ -44,12 +44,7 @@ def check_names(names: Iterable[str], source: str | os.PathLike) -> None:
         )
     ) is not None:
         raise ValueError(
-            f"Names in {source} must be printable and have at "
-            "most "
-            f"{MAX_NAME} "
-            "characters, "
-            "but "
-            "got "
+            f"Names in {source} must be printable and have at most {MAX_NAME} characters, but got "
             f"{shown(bad)}"
         )
 
@@ -68,13 +63,8 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         value = None
         problem = (
-            f"has {error.object[error.start]!r}, half of a "
-            "surrogate "
-            "pair, "
-            "which "
-            "is "
-            "no "
-            "character. Remove it"
+            f"has {error.object[error.start]!r}, half of a surrogate pair, which is no character. "
+            "Remove it"
         )
     except (ValueError, RecursionError) as error:
         value = None
@@ -117,22 +107,12 @@ def distrust(path: Path, found: os.stat_result, shared: bool = False) -> str | N
     """
     if found.st_uid not in (0, os.geteuid()):
         return (
-            f"{path} is refused: it belongs to user "
-            f"{found.st_uid}. "
-            "Remove "
-            "it, "
-            "or "
-            "set "
+            f"{path} is refused: it belongs to user {found.st_uid}. Remove it, or set "
             "XDG_CACHE_HOME to a folder of yours"
         )
     if found.st_mode & 0o022 and not (shared and found.st_mode & stat.S_ISVTX):
         return (
-            f"{path} is refused: other users "
-            "can "
-            "write "
-            "to "
-            "it "
-            "(mode "
+            f"{path} is refused: other users can write to it (mode "
             f"{stat.S_IMODE(found.st_mode):o}). Run chmod go-w {path}"
         )
     return None
@@ -346,12 +326,7 @@ def sole_training(folder: str | os.PathLike) -> Iterator[None]:
         with _locked_for_writers(folder), naming(folder, folder):
             if _sweep(folder / _TRAINING):
                 raise ValueError(
-                    f"Another training is writing to {folder}. Wait "
-                    "until "
-                    "it "
-                    "ends, "
-                    "or "
-                    "choose "
+                    f"Another training is writing to {folder}. Wait until it ends, or choose "
                     "another folder"
                 )
             lock.mkdir()
@@ -426,13 +401,8 @@ def check_out_dir(
         problem = f"Output folder {path} is a file. Choose another"
     elif path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):
         problem = (
-            f"Output folder {path} is a mount point or a "
-            "parent "
-            "of "
-            "the "
-            "current "
-            "folder. "
-            "Choose a folder inside it"
+            f"Output folder {path} is a mount point or a parent of the current folder. Choose a "
+            "folder inside it"
         )
     elif path.exists() and any(path.iterdir()) and not overwrite:
         problem = f"Output folder {path} already exists. Choose another or pass overwrite=True"
@@ -441,13 +411,8 @@ def check_out_dir(
             path
         ):
             problem = (
-                f"Output folder {path} is or "
-                "contains "
-                f"{os.fspath(source)}, "
-                "which "
-                "is "
-                "read. "
-                "Choose another"
+                f"Output folder {path} is or contains {os.fspath(source)}, which is read. Choose "
+                "another"
             )
     if problem:
         raise ValueError(problem)

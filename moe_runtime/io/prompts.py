@@ -23,14 +23,9 @@ PROMPTS = {
     # Magicoder's, which the XFT paper's models use: text before the instruction, and only a line
     # feed after "@@ Response"
     "magicoder": (
-        "You are an exceptionally intelligent "
-        "coding "
-        "assistant "
-        "that "
-        "consistently "
-        "delivers "
-        "accurate and reliable "
-        "responses to user instructions.\n\n@@ Instruction\n{instruction}\n\n@@ Response\n"
+        "You are an exceptionally intelligent coding assistant that consistently delivers accurate "
+        "and reliable responses to user instructions.\n\n@@ Instruction\n{instruction}\n\n@@ "
+        "Response\n"
     ),
     "chat": None,
     "deepseek": None,  # see DEEPSEEK_CHAT
@@ -86,12 +81,7 @@ def put_prompt(row: Mapping, prompt: str) -> Mapping:
     answer = row.get("completion")
     if not isinstance(question, str) or "completion" not in row:
         raise ValueError(
-            f"Prompt {prompt!r} requires the columns prompt and "
-            "completion "
-            "as "
-            "text, "
-            "but "
-            "got "
+            f"Prompt {prompt!r} requires the columns prompt and completion as text, but got "
             f"{', '.join(row)}"
         )
     if PROMPTS[prompt] is None:
@@ -131,12 +121,7 @@ def encode_turns(tokenizer, row: Mapping) -> tuple[list[int], list[int]]:
         content = turn.get("content")
         if role not in ("user", "assistant") or not isinstance(content, str):
             raise ValueError(
-                "Prompt 'esft' requires text by the user or the "
-                "assistant, "
-                "but "
-                "turn "
-                f"{number} "
-                "is "
+                f"Prompt 'esft' requires text by the user or the assistant, but turn {number} is "
                 f"{shown(turn)}"
             )
         asks = role == "user"
@@ -165,14 +150,8 @@ def encode_chat(
         options["chat_template"] = TEMPLATES[prompt]
     elif not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "The tokenizer has no chat template, "
-            "which "
-            "chats "
-            "require. "
-            "Pass "
-            "--chat_template_path "
-            "to moe-runtime train, or put a "
-            "chat_template.jinja into the model's folder"
+            "The tokenizer has no chat template, which chats require. Pass --chat_template_path to "
+            "moe-runtime train, or put a chat_template.jinja into the model's folder"
         )
 
     def render(turns: Sequence[Mapping], **more) -> Any:
@@ -197,13 +176,8 @@ def encode_chat(
     except Exception as error:
         reason = one_line(error, 300) or type(error).__name__
     remedy = (
-        "Mark them with {% generation %} and {% endgeneration %}, "
-        "or "
-        "train "
-        "on "
-        "all "
-        "tokens "
-        "with --train-on all"
+        "Mark them with {% generation %} and {% endgeneration %}, or train on all tokens with "
+        "--train-on all"
     )
     raise ValueError(
         f"{problem}: {reason}. {remedy if found else 'Use roles and contents that it supports'}"

@@ -352,14 +352,8 @@ def hold_out(rows, count: int, seed: int = 0, name: str = "held_out_rows"):
     rest = [place for place in range(count, len(rows)) if str(rows[place]) not in known]
     if not rest:
         raise ValueError(
-            f"{name} ({count}) leaves no training examples: the "
-            "data "
-            "has "
-            f"{len(rows)}, "
-            "or "
-            "the "
-            "others are all duplicates "
-            "of the held-out ones. Choose fewer"
+            f"{name} ({count}) leaves no training examples: the data has {len(rows)}, or the "
+            "others are all duplicates of the held-out ones. Choose fewer"
         )
     return rows.select(rest), held_out
 
@@ -406,12 +400,7 @@ def _same_types(datasets, parts: list) -> list:
         is_text = {isinstance(kind, datasets.Value) for kind in kinds}
         if len(is_text) == 2:
             raise ValueError(
-                f"Column {name} is text in one source and turns in another. "
-                "Use "
-                "the "
-                "same "
-                "form "
-                "in "
+                f"Column {name} is text in one source and turns in another. Use the same form in "
                 "all of them"
             )
         if any(kind != kinds[0] for kind in kinds):
@@ -524,13 +513,8 @@ def tokenize_pairs(
                 columns["row_id"].append(place)
     if not columns["labels"]:
         raise ValueError(
-            "No example has a token to train on "
-            "within "
-            "max_length "
-            f"({max_length}). "
-            "Choose "
-            "a "
-            "larger one"
+            f"No example has a token to train on within max_length ({max_length}). Choose a larger "
+            "one"
         )
     return datasets.Dataset.from_dict(columns)
 

@@ -184,12 +184,7 @@ def check_cpu(csrc: Path) -> tuple[list[str], str]:
     compiler, version = find_compiler()
     if not _accepts(compiler):
         raise BuildError(
-            f"The compiler {version} is too old, as g++ 9 or "
-            "a "
-            "recent "
-            "clang++ "
-            "is "
-            "required. "
+            f"The compiler {version} is too old, as g++ 9 or a recent clang++ is required. "
             f"{GET_COMPILER}"
         )
     return compiler, version
@@ -595,9 +590,7 @@ def main(arguments: list[str] | None = None) -> int:
             kind, help=what, description=f"Compile {what} into {NAMES[kind]}."
         )
         place = (
-            f"moe_runtime/{kind}/<hash "
-            "of "
-            "the "
+            f"moe_runtime/{kind}/<hash of the "
             f"sources>{f'-{platform.machine()}' * (kind == 'cpu')}/{NAMES[kind]}"
         )
         options.add_argument(
@@ -637,18 +630,12 @@ def main(arguments: list[str] | None = None) -> int:
                 prune(out.parent.parent)
             for name, why in made.left_out.items():
                 print(
-                    "warning: the compiler cannot build the variant "
-                    f"{name}, "
-                    "which "
-                    "is "
-                    "left "
-                    "out: "
+                    f"warning: the compiler cannot build the variant {name}, which is left out: "
                     f"{why}",
                     file=sys.stderr,
                 )
             print(
-                f"{out}: {'built' if made.compiled else 'up to date, built'} "
-                "by "
+                f"{out}: {'built' if made.compiled else 'up to date, built'} by "
                 f"{find_compiler()[1]}"
             )
             return 0
@@ -664,23 +651,13 @@ def main(arguments: list[str] | None = None) -> int:
         usages, key=lambda usage: usage.registers, default=Usage("no kernel", "no architecture")
     )
     print(
-        f"{out}: {len(usages)} kernel images, "
-        "at "
-        "most "
-        f"{most.registers} "
-        "registers "
-        f"({most.kernel}, "
+        f"{out}: {len(usages)} kernel images, at most {most.registers} registers ({most.kernel}, "
         f"{most.arch})"
     )
     for u in usages if asked.report else ():
         spilled = u.spill_stores + u.spill_loads
         print(
-            f"{u.registers:4d} registers "
-            f"{u.shared:6d} "
-            "bytes "
-            "shared "
-            f"{spilled:5d} "
-            "spilled "
+            f"{u.registers:4d} registers {u.shared:6d} bytes shared {spilled:5d} spilled "
             f"{u.arch:8s}{u.kernel}"
         )
     for line in (bad := complaints(usages, asked.max_registers)):

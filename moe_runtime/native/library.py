@@ -137,12 +137,7 @@ class Library:
         ):
             lacks = f" and has no {missing[0]}" if missing else ""
             raise OSError(
-                f"{path} was built from other sources than "
-                f"{csrc}{lacks}. "
-                "To "
-                "rebuild "
-                "it, "
-                "run "
+                f"{path} was built from other sources than {csrc}{lacks}. To rebuild it, run "
                 f"{self.command}"
             )
         return Loaded(handle, Path(path), info)
@@ -324,13 +319,8 @@ class CudaLibrary(Library):
         major, minor = torch.cuda.get_device_capability(device)
         if not covers(found.info["archs"], major, minor):
             return (
-                f"{found.path} "
-                "is "
-                "for "
-                f"{', '.join(found.info['archs'])}, "
-                "not "
-                "for "
-                f"sm_{major}{minor}. Run {self.command}"
+                f"{found.path} is for {', '.join(found.info['archs'])}, not for sm_{major}{minor}. "
+                f"Run {self.command}"
             )
         return None
 

@@ -154,13 +154,8 @@ VERBS = (
 )
 # TRL loads this one itself
 TEMPLATE = (
-    "train --model {plain} --data "
-    "{data} "
-    "--output_dir "
-    "{out} "
-    "--max_steps "
-    "1 "
-    "--chat_template_path {model}"
+    "train --model {plain} --data {data} --output_dir {out} --max_steps 1 --chat_template_path "
+    "{model}"
 )
 STEPS = {"steps": 1, "learning_rate": 1e-3, "batch_size": 1}
 

@@ -121,12 +121,7 @@ def test_truncated_files_name_file_and_key(tmp_path):
         (
             header - 5,
             (
-                f"{file} is truncated or a git-lfs pointer: its size "
-                "is "
-                f"{header - 5} "
-                "bytes "
-                "and "
-                "its "
+                f"{file} is truncated or a git-lfs pointer: its size is {header - 5} bytes and its "
                 f"header would take {header - 8}"
             ),
         ),
@@ -268,12 +263,7 @@ def test_check_keys_collects_everything_in_one_error():
         "1 unexpected: extra",
         "2 with a wrong shape: shape is [3, 2], not [2, 3], both is [2, 3], not []",
         (
-            "2 with a wrong dtype: dtype is torch.bfloat16, "
-            "not "
-            "torch.float32, "
-            "both "
-            "is "
-            "torch.float32, "
-            "not torch.int8"
+            "2 with a wrong dtype: dtype is torch.bfloat16, not torch.float32, both is "
+            "torch.float32, not torch.int8"
         ),
     ]

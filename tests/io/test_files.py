@@ -169,13 +169,8 @@ def test_read_only_parent(tmp_path, monkeypatch):
     else:
         tmp_path.chmod(0o555)
     message = (
-        r"Output folder .*out cannot be written: no file "
-        r"can "
-        r"be "
-        r"created "
-        r"beside "
-        r"it "
-        r"\(Permission denied\)"
+        r"Output folder .*out cannot be written: no file can be created beside it \(Permission "
+        r"denied\)"
     )
     with pytest.raises(ValueError, match=message):
         write(tmp_path / "out", ten_tensors())

@@ -28,66 +28,31 @@ CHATML = LOOP + (
 # the reasoning is written behind the last turn of the user's alone, and there an empty one where
 # there is none
 QWEN3 = (
-    "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last "
-    "= "
-    "loop.index0 "
-    "%}{% "
-    "endif "
-    "%}{% "
-    "endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
-    "{% if loop.index0 > ns.last %}<think>\n{% if parts "
-    "| "
-    "length "
-    "> "
-    "1 "
-    "%}{{ "
-    "parts[0].replace('<think>', '').strip() }}{% endif %}"
-    "{{ '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') "
-    "}}{% "
-    "else "
-    "%}{{ "
-    "m.content "
-    "}}{% "
-    "endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set "
+    "ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role "
+    "}}\n{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}{% if "
+    "loop.index0 > ns.last %}<think>\n{% if parts | length > 1 %}{{ parts[0].replace('<think>', "
+    "'').strip() }}{% endif %}{{ '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') }}{% else "
+    "%}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt "
+    "%}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif "
+    "%}{% endif %}"
 )
 LLAMA3 = (
     "{{ bos_token }}"
     + LOOP
     + (
-        "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-        "{{ "
-        "m.content "
-        "| "
-        "trim "
-        "}}<|eot_id|>{% "
-        "endfor %}"
-        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+        "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% "
+        "endfor %}{% if add_generation_prompt "
+        "%}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     )
 )
 DEEPSEEK = (
     "{{ bos_token }}"
     + LOOP
     + (
-        "{% if m.role == 'system' %}{{ m.content }}{% "
-        "elif "
-        "m.role "
-        "== "
-        "'user' "
-        "%}<|User|>{{ "
-        "m.content }}"
-        "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] "
-        "}}{{ "
-        "eos_token "
-        "}}{% "
-        "endif "
-        "%}{% "
-        "endfor %}"
-        "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+        "{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}<|User|>{{ m.content "
+        "}}{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif "
+        "%}{% endfor %}{% if add_generation_prompt %}<|Assistant|>{% endif %}"
     )
 )
 # the prompt opens a thought
@@ -95,59 +60,26 @@ REASONER = DEEPSEEK.replace("<|Assistant|>{% endif %}", "<|Assistant|><think>\n{
 # no generation prompt; the system's text is a part of the first user's turn, and the roles
 # alternate
 MISTRAL = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set "
-    "first "
-    "= "
-    "messages[0].content "
-    "+ "
-    "'\n"
-    "\n' %}"
-    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == "
-    "0) "
-    "%}{{ "
-    "raise_exception('the "
-    "roles "
-    "must "
-    "alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {% if loop.first and first "
-    "%}{{ "
-    "first "
-    "}}{% "
-    "endif "
-    "%}{{ "
-    "m.content }} [/INST]"
-    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + "
+    "'\n\n' %}{% set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if (m.role == "
+    "'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('the roles must alternate') }}{% endif "
+    "%}{% if m.role == 'user' %}[INST] {% if loop.first and first %}{{ first }}{% endif %}{{ "
+    "m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 # the system's text is in the last user's turn
 LATE = MISTRAL.replace("if loop.first", "if loop.last or loop.revindex == 2")
 GEMMA = (
     (
-        "{{ bos_token }}{% if messages[0].role == "
-        "'system' "
-        "%}{{ "
-        "raise_exception('no "
-        "role "
-        "system') "
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no role system') "
         "}}{% endif %}"
     )
     + LOOP
     + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role "
-    "}}\n"
-    "{{ "
-    "m.content "
-    "| "
-    "trim "
-    "}}<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "}}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt "
+    "%}<start_of_turn>model\n{% endif %}"
 )
 ZEPHYR = LOOP + (
-    "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n"
-    "{% "
-    "endfor "
-    "%}{% "
-    "if "
-    "add_generation_prompt "
+    "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt "
     "%}<|assistant|>\n{% endif %}"
 )
 UNPROMPTED = CHATML.partition("{% if add")[0]  # a role's header, and no generation prompt
@@ -156,21 +88,11 @@ OTHER_END = CHATML.replace(
 )
 # the token of the next role ends a turn
 OPEN = LOOP + (
-    "<|{{ m.role }}|>\n{{ m.content }}{% "
-    "endfor "
-    "%}{% "
-    "if "
-    "add_generation_prompt "
-    "%}<|assistant|>\n"
-    "{% endif %}"
+    "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% "
+    "endif %}"
 )
 PLAIN = LOOP + (
-    "{{ m.role }}:\n{{ m.content }}\n\n{% endfor "
-    "%}{% "
-    "if "
-    "add_generation_prompt "
-    "%}assistant:\n"
-    "{% "
+    "{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% "
     "endif %}"
 )
 TOKENIZER = train_tokenizer(
@@ -336,22 +258,12 @@ def test_the_mask_is_that_of_trls_training_templates(name, more):
 
 def test_of_a_prompt_of_messages_only_the_completion_is_trained():
     marked = LOOP + (
-        "{{ m.role }}\n{% if m.role == 'assistant' "
-        "%}{% "
-        "generation "
-        "%}{{ "
-        "m.content "
-        "}}</s>{% "
+        "{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% "
         "endgeneration %}{% else %}"
     )
     marked += (
-        "{{ m.content }}{% endif %}\n{% "
-        "endfor "
-        "%}{% "
-        "if "
-        "add_generation_prompt "
-        "%}assistant\n"
-        "{% endif %}"
+        "{{ m.content }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif "
+        "%}"
     )
     turns = chat("two?", "four", "again?", "five")
     for template, want in ((CHATML, "five<|im_end|>"), (marked, "five</s>")):
@@ -381,12 +293,7 @@ def test_tools_and_turns_without_content():
 
 USERS = LOOP + "{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 BOTS = LOOP + (
-    "{% if m.role == 'bot' %}{% generation %}x{% endgeneration "
-    "%}{% "
-    "endif "
-    "%}{{ "
-    "m.content "
-    "}}{% "
+    "{% if m.role == 'bot' %}{% generation %}x{% endgeneration %}{% endif %}{{ m.content }}{% "
     "endfor %}"
 )
 

@@ -299,12 +299,7 @@ def test_put_prompt_refuses_other_layouts(prompt, row):
     with pytest.raises(
         ValueError,
         match=(
-            f"Prompt '{prompt}' requires the columns prompt and "
-            "completion "
-            "as "
-            "text, "
-            "but "
-            "got "
+            f"Prompt '{prompt}' requires the columns prompt and completion as text, but got "
             f"{next(iter(row))}"
         ),
     ):

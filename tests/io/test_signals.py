@@ -236,13 +236,8 @@ cli.main()
     )
     assert done.returncode == 143, done.stderr
     line = (
-        f"terminated; {out}/checkpoint-2 is the last "
-        "checkpoint. "
-        "Rerun "
-        "with "
-        "--resume "
-        "to "
-        "continue from it"
+        f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue "
+        "from it"
     )
     assert last_line(done) == line and "Warning" not in done.stderr and "it/s]" not in done.stderr
     again = completed(*arguments, "--resume_from_checkpoint", "true")

@@ -129,13 +129,8 @@ def test_no_compiler_is_an_error_that_says_what_to_do(tmp_path):
     )
     done = run("--out", tmp_path / "lib.so", CXX="no-such-compiler -O3")
     assert done.stderr == (
-        "error: The compiler of CXX, 'no-such-compiler', was "
-        "not "
-        "found. "
-        "Install "
-        "g++ "
-        "or "
-        "clang++, or set CXX to one\n"
+        "error: The compiler of CXX, 'no-such-compiler', was not found. Install g++ or clang++, or "
+        "set CXX to one\n"
     )
 
 
@@ -163,19 +158,10 @@ def old(tmp_path):
     def make(*words):
         path = tmp_path / "old-g++"
         path.write_text(
-            f"#!{sys.executable}\nimport subprocess, sys\n"
-            "text = sys.stdin.read() if sys.argv[-1] == '-' else ''\n"
-            "if any(word in text or word in sys.argv for word in "
-            f"{words!r}):\n"
-            " "
-            " "
-            " "
-            " "
-            "sys.exit('unrecognized')\n"
-            f"sys.exit(subprocess.run([{shutil.which('g++')!r}, "
-            "*sys.argv[1:]], "
-            "input=text, "
-            "text=True).returncode)\n"
+            f"#!{sys.executable}\nimport subprocess, sys\ntext = sys.stdin.read() if sys.argv[-1] "
+            f"== '-' else ''\nif any(word in text or word in sys.argv for word in {words!r}):\n    "
+            f"sys.exit('unrecognized')\nsys.exit(subprocess.run([{shutil.which('g++')!r}, "
+            "*sys.argv[1:]], input=text, text=True).returncode)\n"
         )
         path.chmod(0o755)
         return str(path)
@@ -240,12 +226,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path, library):
     with pytest.raises(
         OSError,
         match=(
-            r"was built from other sources than .*\. To "
-            r"rebuild "
-            r"it, "
-            r"run "
-            r"python "
-            r"-m "
+            r"was built from other sources than .*\. To rebuild it, run python -m "
             r"moe_runtime.native.build cpu"
         ),
     ):

@@ -180,13 +180,8 @@ def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys
     monkeypatch.setattr(build, "csrc_dir", lambda kind: csrc)
     monkeypatch.setattr(cuda, "places", lambda: [build.library_path("cuda")])
     assert cuda.describe() == (
-        "none: the CUDA library is not built. To "
-        "build "
-        "it, "
-        "run "
-        "python "
-        "-m "
-        "moe_runtime.native.build cuda"
+        "none: the CUDA library is not built. To build it, run python -m moe_runtime.native.build "
+        "cuda"
     )
     with pytest.raises(ValueError, match="not built. To build it, run python -m"):
         cuda.library()
@@ -285,13 +280,8 @@ def test_types_of_the_header():
     (name, (result, arguments)) = next(
         iter(
             native.read_header(
-                "// MOERT_API int moert_no(int);\n"
-                "MOERT_API "
-                "int64_t "
-                "moert_f(const "
-                "void* "
-                "p, "
-                "int64_t n, int k,\n  float x, double y);"
+                "// MOERT_API int moert_no(int);\nMOERT_API int64_t moert_f(const void* p, int64_t "
+                "n, int k,\n  float x, double y);"
             ).items()
         )
     )

@@ -22,19 +22,13 @@ from moe_runtime.experiments.compare import LEVEL, signed
 from moe_runtime.experiments.corpora import SOURCES, domains_key
 from moe_runtime.experiments.plots import INK, figure_of, grouped, legend_below
 from moe_runtime.experiments.recipe import Training
-from moe_runtime.experiments.stages import (
-    KeptStages,
-    course_of,
-    files_print,
-    hash_of,
-    loss_of,
-    sizes_of,
-)
+from moe_runtime.experiments.stages import KeptStages, course_of, loss_of, sizes_of
 from moe_runtime.experiments.tables import MARKS, Entry, Report, compared, finite, over_seeds
 from moe_runtime.hf.dropin.stats import collect_router_stats, expert_load
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
+from moe_runtime.io.files import files_print, hash_of
 
 
 class Judged(NamedTuple):

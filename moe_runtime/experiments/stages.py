@@ -11,7 +11,6 @@ import contextlib
 import copy
 import fcntl
 import functools
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,28 +34,8 @@ from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import console
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import atomic_folder, atomic_write_text, read_json
+from moe_runtime.io.files import atomic_folder, atomic_write_text, hash_of, read_json
 from moe_runtime.io.prompts import TEMPLATES
-
-
-def hash_of(value) -> str:
-    """Return a hash of 12 hex digits of a JSON value."""
-    text = json.dumps(value, sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def files_print(source: str | Path) -> str | list:
-    """Return names, sizes and times of a file or a folder's files, to detect changes; a Hub id is
-    returned unchanged.
-    """
-    path = Path(source)
-    if not path.exists():
-        return str(source)
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    names = [p.name if path.is_file() else p.relative_to(path).as_posix() for p in files]
-    return [
-        [name, p.stat().st_size, p.stat().st_mtime_ns] for name, p in zip(names, files, strict=True)
-    ]
 
 
 def remove(folder: Path) -> None:

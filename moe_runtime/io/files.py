@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -592,3 +593,23 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
 def _differ(new: Path, old: Path) -> bool:
     """Return whether a file replaces one with different contents."""
     return new.is_file() and old.is_file() and new.read_bytes() != old.read_bytes()
+
+
+def hash_of(value) -> str:
+    """Return a hash of 12 hex digits of a JSON value."""
+    text = json.dumps(value, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def files_print(source: str | Path) -> str | list:
+    """Return names, sizes and times of a file or a folder's files, to detect changes; a Hub id is
+    returned unchanged.
+    """
+    path = Path(source)
+    if not path.exists():
+        return str(source)
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    names = [p.name if path.is_file() else p.relative_to(path).as_posix() for p in files]
+    return [
+        [name, p.stat().st_size, p.stat().st_mtime_ns] for name, p in zip(names, files, strict=True)
+    ]

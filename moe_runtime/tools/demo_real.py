@@ -30,11 +30,17 @@ from moe_runtime.experiments import plots
 from moe_runtime.experiments.compare import compare
 from moe_runtime.experiments.corpora import Pairs
 from moe_runtime.experiments.everyday import TASKS, write_tasks
-from moe_runtime.experiments.stages import Result, files_print, hash_of
+from moe_runtime.experiments.stages import Result
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.console import jsonable, print_table
-from moe_runtime.io.files import atomic_write_json, atomic_write_text, read_json
+from moe_runtime.io.files import (
+    atomic_write_json,
+    atomic_write_text,
+    files_print,
+    hash_of,
+    read_json,
+)
 from moe_runtime.io.rows import in_form, layout_of, require
 from moe_runtime.methods import xft
 from moe_runtime.methods.ultrafuser.folders import link

@@ -23,13 +23,12 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.config import check_choice, one_line
-from moe_runtime.experiments.stages import files_print
 from moe_runtime.hf.dropin.experts import patch
 from moe_runtime.hf.models.folders import read_config
 from moe_runtime.hf.models.hub import check_source
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.checkpoint import Checkpoint
-from moe_runtime.io.files import is_plain_name, read_json
+from moe_runtime.io.files import files_print, is_plain_name, read_json
 from moe_runtime.io.prompts import PROMPTS, TEMPLATES
 from moe_runtime.io.rows import require
 from moe_runtime.methods.esft import adapters

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.config import check_choice, check_positive
-from moe_runtime.experiments.stages import files_print
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.layers import numbered_layers
 from moe_runtime.hf.dropin.parallel import shard_experts
@@ -27,7 +26,13 @@ from moe_runtime.hf.training import fit, ranks, trained_files
 from moe_runtime.hf.training.recording import Recorder, last_checkpoint
 from moe_runtime.hf.training.trainer import check_ids
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import atomic_write_json, check_out_dir, contents_of, read_json
+from moe_runtime.io.files import (
+    atomic_write_json,
+    check_out_dir,
+    contents_of,
+    files_print,
+    read_json,
+)
 from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.adapters import Adapter, as_adapter, load_selection

@@ -23,21 +23,14 @@ from pathlib import Path
 import torch
 
 from moe_runtime.experiments.corpora import DOMAINS, domains_key
-from moe_runtime.experiments.stages import (
-    KeptStages,
-    course_of,
-    files_print,
-    hash_of,
-    loss_of,
-    sizes_of,
-)
+from moe_runtime.experiments.stages import KeptStages, course_of, loss_of, sizes_of
 from moe_runtime.hf.dropin import experts
 from moe_runtime.hf.dropin.parallel import shard_experts
 from moe_runtime.hf.models.tiny import small_deepseek
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks, trained_files
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import atomic_write_json, read_json
+from moe_runtime.io.files import atomic_write_json, files_print, hash_of, read_json
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.analyses import SampleSizes, sample_sizes, two_samples

@@ -23,19 +23,12 @@ from moe_runtime.experiments import stages as stage_rows
 from moe_runtime.experiments.corpora import SOURCES, Domain, domains_key
 from moe_runtime.experiments.domains import Judged, by_domain
 from moe_runtime.experiments.recipe import Training
-from moe_runtime.experiments.stages import (
-    KeptStages,
-    course_of,
-    domain_pairs,
-    files_print,
-    hash_of,
-    loss_of,
-    sizes_of,
-)
+from moe_runtime.experiments.stages import KeptStages, course_of, domain_pairs, loss_of, sizes_of
 from moe_runtime.hf.models.tiny import train_tokenizer
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
+from moe_runtime.io.files import files_print, hash_of
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser import folders
 from moe_runtime.methods.ultrafuser import recipe as fuser_checks

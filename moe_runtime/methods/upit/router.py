@@ -30,11 +30,18 @@ from moe_runtime.config import (
     check_number,
     check_positive,
 )
-from moe_runtime.experiments.stages import files_print, hash_of, remove
+from moe_runtime.experiments.stages import remove
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.io import console
 from moe_runtime.io.checkpoint import Checkpoint, write_tensors
-from moe_runtime.io.files import atomic_folder, atomic_write_text, check_out_dir, read_json
+from moe_runtime.io.files import (
+    atomic_folder,
+    atomic_write_text,
+    check_out_dir,
+    files_print,
+    hash_of,
+    read_json,
+)
 from moe_runtime.methods.upit import models
 from moe_runtime.methods.upit.experts import Expert, open_expert
 from moe_runtime.methods.upit.vectors import (

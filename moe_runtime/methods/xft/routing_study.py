@@ -19,12 +19,11 @@ import torch
 
 from moe_runtime.config import check_positive
 from moe_runtime.experiments.corpora import PIECE, standard_library_pairs, standard_library_text
-from moe_runtime.experiments.stages import files_print
 from moe_runtime.experiments.tables import Finding, finite, spread
 from moe_runtime.hf.dropin.stats import collect_router_stats, load_entropy
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import read_json
+from moe_runtime.io.files import files_print, read_json
 from moe_runtime.methods.xft.recipe import Recipe
 
 TOKENS = 16384

@@ -24,19 +24,11 @@ from moe_runtime.config import check_choice, check_shared_rate
 from moe_runtime.experiments import stages as stage_rows
 from moe_runtime.experiments.corpora import domains_key, joined_rows, standard_library_pairs
 from moe_runtime.experiments.recipe import Training
-from moe_runtime.experiments.stages import (
-    KeptStages,
-    Result,
-    course_of,
-    files_print,
-    hash_of,
-    loss_of,
-    sizes_of,
-)
+from moe_runtime.experiments.stages import KeptStages, Result, course_of, loss_of, sizes_of
 from moe_runtime.hf.training import fit as trainers
 from moe_runtime.hf.training import ranks
 from moe_runtime.io import rows as data
-from moe_runtime.io.files import read_json
+from moe_runtime.io.files import files_print, hash_of, read_json
 from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import baselines, folders

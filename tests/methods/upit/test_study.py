@@ -17,9 +17,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from moe_runtime.experiments.stages import hash_of
 from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.training import fit
+from moe_runtime.io.files import hash_of
 from moe_runtime.methods.lora import baseline as lora_baseline
 from moe_runtime.methods.upit import buckets as upit_buckets
 from moe_runtime.methods.upit import experts as upit_experts

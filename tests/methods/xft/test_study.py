@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from moe_runtime.experiments.stages import files_print, made_once
+from moe_runtime.experiments.stages import made_once
 from moe_runtime.hf.dropin.replay import record_routing
 from moe_runtime.hf.models.tiny import pair_collator, train_tokenizer
 from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.fit import mean_loss, row_losses
-from moe_runtime.io.files import read_json
+from moe_runtime.io.files import files_print, read_json
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import recipe as recipe_module
 from moe_runtime.methods.xft import study as xft_study

@@ -148,16 +148,6 @@ def test_doctor_says_what_was_refused_and_why(tmp_path, monkeypatch, place):
     )
 
 
-def test_what_was_checked_is_what_is_loaded(tmp_path, place, planted):
-    path = place("cpu")
-    path.parents[3].chmod(0o1777)  # as /tmp
-    opened = library._open(path)
-    os.replace(shutil.copyfile(planted / "b.so", tmp_path / "b.so"), path)
-    with pytest.raises(OSError, match="was built from other sources"):
-        library.CppLibrary().bind(path, opened=opened)
-    assert (tmp_path / "ran").read_text() == "a"
-
-
 def test_a_build_closes_its_folders_and_takes_over_no_other_users(tmp_path, monkeypatch, place):
     before = os.umask(0o002)
     try:

@@ -52,10 +52,9 @@ def compile_sets(folder: Path, *, flags: tuple, sets=None, csrc=None) -> dict[st
     before = build.CPU_FLAGS
     build.CPU_FLAGS = (*flags, *before[1:])
     sets = {"generic": ()} | (build.X86_SETS if is_x86 else {}) if sets is None else sets
-    left_out = {}
     try:
-        made = build.compile_cpu(
-            folder, csrc or build.csrc_dir("cpu"), build.find_compiler()[0], sets, left_out, {}
+        made, left_out = build.compile_cpu(
+            folder, csrc or build.csrc_dir("cpu"), build.find_compiler()[0], sets, {}
         )
     finally:
         build.CPU_FLAGS = before
@@ -290,9 +289,9 @@ def children(monkeypatch):
     ran = []
     run = selftest.run
 
-    def counted(file, **options):
+    def counted(file):
         ran.append(file)
-        return run(file, **options)
+        return run(file)
 
     monkeypatch.setattr(selftest, "run", counted)
     return ran

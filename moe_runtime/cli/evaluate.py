@@ -20,7 +20,7 @@ from moe_runtime.cli.verbs import (
     option,
     verb,
 )
-from moe_runtime.io.prompts import PROMPTS
+from moe_runtime.methods.prompts import PROMPTS
 
 app = typer.Typer()  # its commands are added at the top level
 TASKS = "gsm8k humaneval mbpp arithmetic intent json function"

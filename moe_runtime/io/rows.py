@@ -20,7 +20,7 @@ from typing import Any
 from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import bar
 from moe_runtime.io.files import parse_object
-from moe_runtime.io.prompts import chat_of, encode_chat, encode_turns, put_prompt
+from moe_runtime.io.prompts import PROMPTS, chat_of, encode_chat, put_prompt
 
 # the first layout whose columns are all present is used, and only its columns are kept
 LAYOUTS = (
@@ -461,10 +461,12 @@ def encode(
     else:
         row = in_form(row, layout, "The example", answers=False)
     row = put_prompt(row, prompt)
-    if chat_of(row) and prompt == "esft":
-        ids, labels = encode_turns(tokenizer, row)
+    encode_turns = PROMPTS[prompt].encode_turns
+    chat = chat_of(row)
+    if chat and encode_turns:
+        ids, labels = encode_turns(tokenizer, chat[0])
         return ids, ids if train_on == "all" else labels
-    if chat_of(row):
+    if chat:
         ids, mask = encode_chat(tokenizer, row, train_on, prompt)
         return ids, [i if trained else -100 for i, trained in zip(ids, mask, strict=True)]
     # encoded separately, so that the tokenizer cannot merge across the boundary

@@ -19,7 +19,7 @@ from moe_runtime.cli import verbs as cli_verbs
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.cli.verbs import Ends, Kept, verb
 from moe_runtime.experiments.recipe import shipped_recipes
-from moe_runtime.io.prompts import PROMPTS
+from moe_runtime.methods.prompts import PROMPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = get_command(main_app)

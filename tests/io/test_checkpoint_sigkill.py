@@ -44,10 +44,9 @@ def arm(moment):
         os.rename = nth(3, os.rename)
     elif moment == "before the move":
         files._move_in = die
-    elif moment == "after the exchange":
+    elif moment == "after the renames":
         files.shutil.rmtree = die
     elif moment == "between the renames":
-        files._exchange = lambda a, b: False
         os.rename = nth(7, os.rename)
 
 def write(out, moment, overwrite):
@@ -89,7 +88,7 @@ KILLS = [
 ]
 KILLS += [
     (moment, True)
-    for moment in [*STEPS, "after the exchange", "between the renames", "after ms 6", "after ms 26"]
+    for moment in [*STEPS, "after the renames", "between the renames", "after ms 6", "after ms 26"]
 ]
 
 
@@ -132,7 +131,7 @@ def test_sigkill(tmp_path, killer, moment, overwrite):
         assert ended_by == 9
         # between two renames neither is there; the old one lies beside, and the next writer puts it
         # back
-        assert after == {"after the exchange": new_files, "between the renames": None}.get(
+        assert after == {"after the renames": new_files, "between the renames": None}.get(
             moment, before
         )
     if after != new_files:

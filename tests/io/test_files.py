@@ -8,7 +8,6 @@ import re
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -82,10 +81,7 @@ def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monke
     assert list(snapshot(tmp_path / "empty")) == [SINGLE]
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path, monkeypatch, exchange):
-    if not exchange:
-        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path):
     tensors = ten_tensors()
     out = write(tmp_path / "out", tensors, 800)
     (out / "sub").mkdir()
@@ -105,28 +101,6 @@ def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path, monk
             assert_same(copy.get(key), tensor)
 
 
-@pytest.fixture
-def shm():
-    """A folder on a filesystem that can exchange, wherever tmp_path lies."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
-def test_overwrite_is_one_step_where_the_filesystem_can_exchange(shm, monkeypatch):
-    out = write(shm / "out", ten_tensors())
-    rename = os.rename
-
-    def refuse(source, target):
-        assert out not in (source, target)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    write(out, {"new": torch.zeros(3)}, overwrite=True)
-    assert Checkpoint(out).keys() == ["new"]
-    assert siblings(out) == []
-    assert not files._exchange(out, shm / "nope")
-
-
 @pytest.mark.parametrize("failing", [1, 2])
 def test_the_old_folder_comes_back_when_a_rename_fails(tmp_path, monkeypatch, failing):
     out = write(tmp_path / "out", ten_tensors())
@@ -141,7 +115,6 @@ def test_the_old_folder_comes_back_when_a_rename_fails(tmp_path, monkeypatch, fa
                 raise PermissionError(errno.EACCES, "Permission denied")
         rename(source, target)
 
-    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(PermissionError):
         write(out, {"new": torch.zeros(3)}, overwrite=True)

@@ -29,13 +29,16 @@ class Killed:
     """A verb, its undisturbed run, and folders in which it is killed."""
 
     def __init__(self, faulty, inputs: Path, tmp_path: Path, name: str):
-        self.faulty, self.verb, self.folder = faulty, VERBS[name], tmp_path
+        self.faulty = faulty
+        self.verb = VERBS[name]
+        self.folder = tmp_path
         self.argv = self.verb.arguments(inputs)
         self.draw = random.Random(f"kill {name}")
         done = self.run("undisturbed")
         assert done.code == 0, done.output
-        self.calls, self.want = done.calls, self.kept("undisturbed")
-        assert self.calls and self.want and not strays(tmp_path / "undisturbed")
+        self.calls = done.calls
+        self.expected = self.result("undisturbed")
+        assert self.calls and self.expected and not strays(tmp_path / "undisturbed")
 
     def run(self, place: str, *more: str, **fault):
         (self.folder / place).mkdir(exist_ok=True)
@@ -43,22 +46,18 @@ class Killed:
             *self.argv, *more, root=self.folder / place, before=self.verb.before, **fault
         )
 
-    def kept(self, place: str) -> dict | None:
+    def result(self, place: str) -> dict | None:
         """Return the bytes of what the verb is for."""
         return tree(self.folder / place / self.verb.out, self.verb.volatile)
 
     def points(self, few: int, many: int) -> list[int]:
         """Draw so many calls, each of them before any comes twice."""
-        count = scaled(few, many)
-        whole, rest = divmod(count, self.calls)
-        return sorted(
-            [*range(1, self.calls + 1)] * whole + self.draw.sample(range(1, self.calls + 1), rest)
-        )
+        calls = range(1, self.calls + 1)
+        rounds, rest = divmod(scaled(few, many), self.calls)
+        return sorted([*calls] * rounds + self.draw.sample(calls, rest))
 
     def kill(self, place: str, at: int, *more: str) -> None:
         done = self.run(place, *more, fault=kills(self.draw.randrange(256)), at=at)
-        # volatile names differ in length, so that the last call may be one that this run does not
-        # make
         assert done.code == -9, f"call {at} of {self.calls}: {done}"
 
     def forget(self, place: str) -> None:
@@ -74,9 +73,9 @@ def test_what_appears_whole(faulty, inputs, tmp_path, name):
     killed = Killed(faulty, inputs, tmp_path, name)
     for at in killed.points(1, 100):
         killed.kill("new", at)
-        assert killed.kept("new") in (None, killed.want), f"killed at {at}: half a target"
+        assert killed.result("new") in (None, killed.expected), f"killed at {at}: half a target"
         again = killed.run("new", *OVERWRITE)
-        assert again.code == 0 and killed.kept("new") == killed.want, again.output
+        assert again.code == 0 and killed.result("new") == killed.expected, again.output
         assert not strays(tmp_path / "new"), f"killed at {at}"
         killed.forget("new")
 
@@ -102,12 +101,14 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
             shutil.copytree(inputs / "dense", out)
             (out / "folder").mkdir()
             (out / "folder" / "note").write_text("old")
-        old = killed.kept("old")
+        old = killed.result("old")
         killed.kill("old", at, *OVERWRITE)
-        stands = killed.kept("old") or set_aside(out)
-        assert stands in (old, killed.want), f"killed at {at}: neither the old target nor the new"
+        stands = killed.result("old") or set_aside(out)
+        assert stands in (old, killed.expected), (
+            f"killed at {at}: neither the old target nor the new"
+        )
         again = killed.run("old", *OVERWRITE)
-        assert again.code == 0 and killed.kept("old") == killed.want, again.output
+        assert again.code == 0 and killed.result("old") == killed.expected, again.output
         assert not strays(tmp_path / "old"), f"killed at {at}"
         killed.forget("old")
 
@@ -129,53 +130,54 @@ GOES_ON = {
 
 
 def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:
-    """Return the bytes of what a run makes in `folder`, checkpoints and hidden folders excepted."""
-    files = tree(folder) or {}
-    kept = {name: value for name, value in files.items() if name.endswith(ends)}
-    return {
-        n: value
-        for n, value in kept.items()
-        if "checkpoint" not in n and not any(p[0] == "." for p in Path(n).parts)
-    }
+    """Return the bytes of what a run makes, without checkpoints and hidden folders."""
+    files = {}
+    for name, value in (tree(folder) or {}).items():
+        is_hidden = any(part.startswith(".") for part in Path(name).parts)
+        if name.endswith(ends) and "checkpoint" not in name and not is_hidden:
+            files[name] = value
+    return files
 
 
-@pytest.mark.parametrize(
-    "name", GOES_ON if STRESS else ["train", "esft train", "tune", "demo", "bench"]
-)
+IN_MAKE_TEST = ["train", "esft train", "tune", "demo", "bench"]
+
+
+@pytest.mark.parametrize("name", GOES_ON if STRESS else IN_MAKE_TEST)
 def test_what_goes_on(faulty, inputs, tmp_path, name):
-    """What stands after a kill is the undisturbed run's, or nothing; the next run makes the
-    rest.
-    """
+    """A killed run leaves results of the undisturbed run, or none; the next run makes the rest."""
     killed = Killed(faulty, inputs, tmp_path, name)
-    want = made(tmp_path / "undisturbed", GOES_ON[name])
-    assert want
+    new = tmp_path / "new"
+    expected = made(tmp_path / "undisturbed", GOES_ON[name])
+    assert expected
     for at in killed.points(2 if name in ("train", "tune") else 1, 100):
         killed.kill("new", at)
-        left = made(tmp_path / "new", GOES_ON[name])
+        left = made(new, GOES_ON[name])
         left.pop("out/expansion.json", None)  # says how far it came
         if name != "tune":
-            assert left.items() <= want.items(), (
-                f"killed at {at}: {sorted(dict(left.items() - want.items()))}"
-            )
-        more = RESUME if name == "train" and resumable(tmp_path / "new" / "out") else ()
-        # its checkpoints are what it goes on from
-        beside = () if name == "esft train" else killed.verb.beside
-        stands = any((tmp_path / "new" / one).exists() for one in (killed.verb.out, *beside))
-        if stands and not more and (killed.verb.whole or name in ("train", "stats")):
-            more = OVERWRITE
-        else:
-            more = more
-        again = killed.run("new", *more)
+            wrong = sorted(dict(left.items() - expected.items()))
+            assert not wrong, f"killed at {at}: {wrong}"
+
+        again = killed.run("new", *options_of_the_next_run(killed, name, new))
         assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
-        found = made(tmp_path / "new", GOES_ON[name])
         if name == "tune":
-            check_tuned(tmp_path / "new" / "out", tmp_path / "undisturbed" / "out")
+            check_tuned(new / "out", tmp_path / "undisturbed" / "out")
         else:
-            assert found == want, (
-                f"killed at {at}: {sorted(name for name in want if found.get(name) != want[name])}"
-            )
-        assert not strays(tmp_path / "new"), f"killed at {at}: {strays(tmp_path / 'new')}"
+            files = made(new, GOES_ON[name])
+            wrong = [name for name in expected if files.get(name) != expected[name]]
+            assert files == expected, f"killed at {at}: {sorted(wrong)}"
+        assert not strays(new), f"killed at {at}: {strays(new)}"
         killed.forget("new")
+
+
+def options_of_the_next_run(killed: Killed, name: str, folder: Path) -> tuple[str, ...]:
+    if name == "train" and resumable(folder / "out"):
+        return RESUME
+    # of `esft train`, what is beside are checkpoints, from which it goes on
+    beside = () if name == "esft train" else killed.verb.beside
+    has_output = any((folder / file).exists() for file in (killed.verb.out, *beside))
+    if has_output and (killed.verb.whole or name in ("train", "stats")):
+        return OVERWRITE
+    return ()
 
 
 def resumable(out: Path) -> bool:
@@ -183,20 +185,16 @@ def resumable(out: Path) -> bool:
     return last_whole_checkpoint(out) is not None
 
 
-def check_tuned(found: Path, want: Path) -> None:
-    """Assert that two files of measured configs are alike, but for the one config that was running
-    when the process died.
-    """
-    (found,), (want,) = (json.loads(path.read_text())["devices"].values() for path in (found, want))
-    broken = found.get("broken", {})
+def check_tuned(path: Path, undisturbed: Path) -> None:
+    """Assert that two files of measured configs agree, except for what the killed process tried."""
+    (device,) = json.loads(path.read_text())["devices"].values()
+    (expected,) = json.loads(undisturbed.read_text())["devices"].values()
+    broken = device.get("broken", {})
     assert sum(map(len, broken.values())) <= 1
-    for key, entry in want["tiles"].items():
-        if key in found["tiles"]:
-            left_out = [bad["tile"] for bad in broken.get(key, ())]
-            entry = entry | {
-                "candidates": [one for one in entry["candidates"] if one["tile"] not in left_out]
-            }
-            if entry["tile"] not in left_out:
-                assert found["tiles"][key] == entry
-        else:
-            assert broken[key], "a problem is missing, and no config of it ended the process"
+    for key, entry in expected["tiles"].items():
+        left_out = [bad["tile"] for bad in broken.get(key, ())]
+        if key not in device["tiles"]:
+            assert left_out, "a problem is missing, and no config of it ended the process"
+        elif entry["tile"] not in left_out:
+            candidates = [one for one in entry["candidates"] if one["tile"] not in left_out]
+            assert device["tiles"][key] == entry | {"candidates": candidates}

@@ -79,7 +79,15 @@ class TensorSpec(NamedTuple):
 
 
 def parse_size(size: int | str) -> int:
-    """Parse a number of bytes, optionally with B, KB, MB, GB, TB (1000) or KiB, ... (1024)."""
+    """Return a number of bytes.
+
+    Args:
+        size: A number, or a string such as "500MB" or "1.5GiB": with B, KB, MB, GB or TB (powers of
+            1000) or KiB, MiB, GiB or TiB (of 1024).
+
+    Raises:
+        ValueError: It is neither, or less than one byte.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])?(I)?B)?", str(size).upper())
     value = 0
     if match and (match[2] or not match[3]):
@@ -101,11 +109,10 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
     """Return memory for one tensor; large ones are mapped, so that freeing leaves no holes."""
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
-    memory: bytearray | mmap.mmap = bytearray(0)
-    if spec.nbytes >= 2**20:
-        memory = mmap.mmap(-1, spec.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if spec.nbytes < 2**20:
+        memory: Any = bytearray(spec.nbytes)
     else:
-        memory = bytearray(spec.nbytes)
+        memory = mmap.mmap(-1, spec.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=spec.dtype).view(spec.shape)
 
 
@@ -236,8 +243,16 @@ class _Entry(NamedTuple):
 class Checkpoint:
     """A safetensors folder for reading: `model.safetensors`, or shards with an index, or one file.
 
-    Opening it checks the headers against the index and raises a ValueError that names the file and
-    the key. Tensors are read on demand, and no file stays open between reads.
+    Opening it checks the headers against the index. Tensors are read on demand, and no file stays
+    open between reads.
+
+    Args:
+        path: The folder.
+        file: A single file in it, instead of the model's.
+
+    Raises:
+        ValueError: A file is missing or invalid, or the index names other tensors than the shards
+            hold; the message names the file and the key.
     """
 
     def __init__(self, path: str | os.PathLike, file: str | None = None):
@@ -298,9 +313,14 @@ class Checkpoint:
         return self._read(key, self._entry(key).spec, 0)
 
     def get_rows(self, key: str, index: int | slice) -> torch.Tensor:
-        """Read only the bytes of `tensor[index]`.
+        """Return `tensor[index]`, reading only its bytes.
 
-        Raises ValueError unless `index` is an int in range or a slice of step 1.
+        Args:
+            key: The tensor.
+            index: An int, or a slice of step 1, of the first dimension.
+
+        Raises:
+            ValueError: The key is unknown, or the index is out of range or of another kind.
         """
         shape, dtype = self._entry(key).spec
         row = TensorSpec(shape[1:], dtype)
@@ -365,7 +385,16 @@ def check_keys(
     *,
     source: str | os.PathLike,
 ) -> None:
-    """Raise one ValueError that counts and lists the keys, shapes and dtypes that differ."""
+    """Compare the tensors of a checkpoint with those of a model.
+
+    Args:
+        specs: The tensors that the checkpoint has.
+        expected: The tensors that it must have.
+        source: What the error calls it.
+
+    Raises:
+        ValueError: Keys, shapes or dtypes differ; the message counts all and lists 8 of each kind.
+    """
     kinds: dict[str, list[str]] = {
         "missing": [key for key in expected if key not in specs],
         "unexpected": [key for key in specs if key not in expected],
@@ -399,14 +428,21 @@ def write_tensors(
 
 
 class CheckpointWriter:
-    """Write tensors one by one into shards of `max_shard_size` bytes; a context manager over
-    `atomic_folder`.
+    """Write tensors one by one into shards; a context manager over `atomic_folder`.
 
     It holds one shard in memory. The folder appears when the block ends, and does not appear if the
     block raises. One shard becomes `model.safetensors`, several become
-    `model-00001-of-0000N.safetensors` with an index; a tensor larger than `max_shard_size` gets a
-    separate shard. Raises ValueError before writing, also if `expected_bytes` exceed the free
-    space.
+    `model-00001-of-0000N.safetensors` with an index.
+
+    Args:
+        out_dir: The folder to write.
+        max_shard_size: Bytes of a shard, as a number or for `parse_size`; a larger tensor gets a
+            separate shard.
+        overwrite: Whether an existing folder is replaced.
+        expected_bytes: What will be written, to compare with the free space first.
+
+    Raises:
+        ValueError: The folder cannot be written, or the disk has too little space.
     """
 
     def __init__(
@@ -445,9 +481,10 @@ class CheckpointWriter:
             self._stack.__exit__(*error)
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Store the current values of `tensor`.
+        """Store the current values of a tensor.
 
-        Raises ValueError for a repeated key or anything but a plain dense tensor.
+        Raises:
+            ValueError: The key is repeated, or this is no plain dense tensor.
         """
         what = f"a {type(tensor).__name__}"
         is_valid = False

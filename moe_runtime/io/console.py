@@ -90,7 +90,8 @@ def _interval(seconds: float) -> str:
     """Return [hours:]minutes:seconds."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+    text = f"{minutes:02}:{rest:02}"
+    return f"{hours}:{text}" if hours else text
 
 
 @contextmanager
@@ -218,7 +219,7 @@ def jsonable(value: Any) -> Any:
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+    elif hasattr(value, "_asdict"):
         value = value._asdict()
     elif hasattr(value, "tolist"):
         value = value.tolist()

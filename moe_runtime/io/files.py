@@ -198,8 +198,13 @@ def _beside(path: Path, kind: str) -> Path:
 def locked(path: Path, wait: bool = True) -> Iterator[bool | None]:
     """Lock a file or folder until the block ends or the process dies.
 
-    Yields False if another process holds the lock and `wait` is False, None where locks fail: for
-    another user's files, and on filesystems without locks.
+    Args:
+        path: The file or folder.
+        wait: Whether to wait for another process that holds the lock.
+
+    Yields:
+        True; False if another process holds the lock; None where locks fail: for another user's
+        files, and on filesystems without locks.
     """
     is_locked: bool | None = None
     with contextlib.ExitStack() as stack:
@@ -365,7 +370,13 @@ def check_out_dir(
 ) -> Path:
     """Return the real path of a folder to write.
 
-    Raises ValueError if it must not be written, or if it is or holds one of `reads`.
+    Args:
+        path: The folder, which may not exist yet.
+        overwrite: Whether a folder that is not empty may be replaced.
+        reads: What the command reads; paths among these must be neither replaced nor deleted.
+
+    Raises:
+        ValueError: The folder must not be written.
     """
     path = Path(os.path.realpath(path))
     problem = None
@@ -388,8 +399,13 @@ def check_out_file(
 ) -> Path:
     """Return the path of a file to write.
 
-    Raises ValueError if it cannot be written, or exists without `overwrite`. Nothing but a regular
-    file is replaced, and none of `reads`: files that are read, or folders with files that are.
+    Args:
+        path: The file, which may not exist yet.
+        overwrite: Whether an existing regular file may be replaced.
+        reads: What the command reads: files, or folders with files, that must not be replaced.
+
+    Raises:
+        ValueError: The file must not be written.
     """
     path = Path(path)
     problem = None
@@ -431,10 +447,15 @@ def _is_in(path: Path, folder: Path) -> bool:
 def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
     """Yield a hidden folder beside `path`; rename it to `path` when the block ends.
 
-    It is removed if the block raises. With `overwrite` an old folder is set aside, replaced and
-    then deleted; its mode is kept, and so is that of each file of the same name. Raises ValueError
-    before anything is written if `path` exists and is not empty, or if nothing can be written
-    beside it.
+    It is removed if the block raises.
+
+    Args:
+        path: The folder to write.
+        overwrite: Whether an old folder is set aside, replaced and then deleted; its mode is kept,
+            and so is that of each file of the same name.
+
+    Raises:
+        ValueError: `path` exists and is not empty, or nothing can be written beside it.
     """
     path = check_out_dir(path, overwrite)
     with contextlib.ExitStack() as stack:
@@ -507,8 +528,10 @@ def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
     writing an adapter leaves a model's files alone, and the reverse. The hidden folder starts with
     a copy of README.md. A single weight file is replaced in one step. With several, or a changed
     config, the index and the config are removed first and written last, so that a process that dies
-    meanwhile leaves no model rather than a mixed one. Raises FileNotFoundError, and removes
-    nothing, if the block wrote no weights.
+    meanwhile leaves no model rather than a mixed one.
+
+    Raises:
+        FileNotFoundError: The block wrote no weights; nothing is removed.
     """
     folder = Path(os.path.realpath(folder))
     with naming(folder, folder):

@@ -41,7 +41,16 @@ def register_prompt(
     accepts_text: bool = False,
     encode_turns: Callable[[Any, list[Mapping]], tuple[list[int], list[int]]] | None = None,
 ) -> None:
-    """Add a prompt format; with a `text` it is for prompt and completion alone, not for chats."""
+    """Add a prompt format to PROMPTS.
+
+    Args:
+        name: What `--prompt` and recipes call it.
+        text: The prompt, around {instruction}, of examples with prompt and completion; chats are
+            then refused. By default they become chats.
+        chat_template: The template of chats; by default the tokenizer's own.
+        accepts_text: Whether examples of plain text are trained as they are.
+        encode_turns: (tokenizer, turns) -> the ids and labels of a chat; by default `encode_chat`.
+    """
     PROMPTS[name] = PromptFormat(text, accepts_text, encode_turns)
     if chat_template is not None:
         TEMPLATES[name] = chat_template
@@ -64,8 +73,11 @@ register_prompt("deepseek", chat_template=DEEPSEEK_CHAT, accepts_text=True)
 def put_prompt(row: Mapping, prompt: str) -> Mapping:
     """Return an example with its prompt in a format of PROMPTS.
 
-    Raises ValueError for a layout that does not fit: "plain" accepts every layout, formats with a
-    text prompt and completion, "chat" also messages, "deepseek" also plain text.
+    "plain" accepts every layout, formats with a text prompt and completion, "chat" also messages,
+    "deepseek" also plain text.
+
+    Raises:
+        ValueError: The format is unknown, or the layout does not fit.
     """
     check_choice("prompt", prompt, tuple(PROMPTS))
     if prompt == "plain":
@@ -101,9 +113,15 @@ def encode_chat(
 ) -> tuple[list[int], list[bool]]:
     """Return the ids of a chat, as apply_chat_template computes them, and which are trained.
 
-    Trained are the assistant's turns with their end-of-turn tokens, except those in the prompt; or
-    all. Raises ValueError for a chat that the template rejects, and if the turns cannot be located
-    in the template's output.
+    Args:
+        tokenizer: A transformers tokenizer.
+        row: An example with messages, or with prompt and completion as lists of turns.
+        train_on: "assistant" for the assistant's turns with their end-of-turn tokens, except those
+            in the prompt; or "all".
+        prompt: One of PROMPTS, whose template replaces the tokenizer's.
+
+    Raises:
+        ValueError: The template rejects the chat, or the turns cannot be located in its output.
     """
     messages, first = chat_of(row) or ([], 0)
     tools = row.get("tools") or None

@@ -85,9 +85,19 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
     """Read a .jsonl, .json or .parquet file, a folder of them or a dataset of the Hub.
 
     .jsonl has one object per line, .json either that or an array. The columns must be those of one
-    layout, and become messages | prompt, completion | text. Raises ValueError if the source does
-    not exist, is empty, cannot be read or has other columns, and, with the line, for an example
-    that does not match the layout or, with `answers`, a chat without an answer.
+    of LAYOUTS.
+
+    Args:
+        path_or_id: A file, a folder, or the id of a dataset.
+        split: The split to read of a folder or a dataset.
+        answers: Whether a chat without an answer is refused.
+
+    Returns:
+        A Dataset with the columns messages | prompt, completion | text.
+
+    Raises:
+        ValueError: The source does not exist, is empty, cannot be read or has other columns, or an
+            example, which the message names, does not match the layout.
     """
     datasets = require("datasets")
     path = Path(path_or_id)
@@ -159,7 +169,11 @@ def _converted(rows: "Dataset", name: str, answers: bool) -> "Dataset":
 
 
 def raw_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the examples of a .jsonl, .jsonl.gz, .json or .parquet file with all their columns."""
+    """Yield the examples of a .jsonl, .jsonl.gz, .json or .parquet file with all their columns.
+
+    Raises:
+        ValueError: The file does not exist, is of another kind or cannot be read.
+    """
     datasets = require("datasets")
     path = Path(path)
     is_lines = path.name.endswith((".jsonl", ".jsonl.gz"))
@@ -242,7 +256,11 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def layout_of(columns: Iterable[str]) -> tuple[str, ...]:
     """Return the first of LAYOUTS whose columns are all present, or () if there is none."""
-    return next((layout for layout in LAYOUTS if set(layout) <= set(columns)), ())
+    present = set(columns)
+    for layout in LAYOUTS:
+        if present.issuperset(layout):
+            return layout
+    return ()
 
 
 def _kept(layout: tuple[str, ...], columns: Iterable[str]) -> list[str]:
@@ -271,7 +289,14 @@ def in_form(
 ) -> dict[str, Any]:
     """Convert an example of one of LAYOUTS to messages, prompt and completion, or text.
 
-    Raises BadRow with `where`.
+    Args:
+        row: The example.
+        layout: Its entry of LAYOUTS.
+        where: What a message calls it.
+        answers: Whether a chat without an answer is refused.
+
+    Raises:
+        BadRow: A value does not fit the layout.
     """
     form = {name: row[name] for name in _kept(layout, row)}
     if layout == ("conversations",):  # ShareGPT's, or messages under another name
@@ -299,8 +324,9 @@ def in_form(
 
 def _turn(turn: Any) -> Any:
     """Convert a turn of ShareGPT."""
-    role = ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
-    return {"role": role, "content": turn.get("value")} if role else turn
+    if isinstance(turn, Mapping) and (role := ROLES.get(str(turn.get("from")))):
+        return {"role": role, "content": turn.get("value")}
+    return turn
 
 
 def check_row(row: Mapping, where: str, answers: bool = False) -> None:
@@ -318,8 +344,8 @@ def check_row(row: Mapping, where: str, answers: bool = False) -> None:
 
 def _problem_of(row: Mapping, answers: bool) -> tuple[str, Any, str] | None:
     """Return name, value and expectation of what is wrong with an example, or None."""
-    columns = next((layout for layout in LAYOUTS[:3] if row.keys() >= set(layout)), None)
-    if columns is None:
+    columns = layout_of(row)
+    if columns not in LAYOUTS[:3]:
         return "the columns are", list(row), "messages, prompt and completion, or text"
     is_chat = "messages" in columns or isinstance(row.get("prompt"), list | tuple)
     for name in columns:
@@ -350,7 +376,20 @@ def _problem_of_chat(turns: list, prompt: int, answers: bool) -> tuple[str, Any,
 def hold_out(
     rows: "Dataset", count: int, seed: int = 0, name: str = "held_out_rows"
 ) -> tuple["Dataset", "Dataset"]:
-    """Shuffle a Dataset and return (the rest, `count` examples), without any example in both."""
+    """Shuffle a Dataset and split off `count` examples, without any example in both parts.
+
+    Args:
+        rows: The examples.
+        count: How many are held out.
+        seed: Seed of the order.
+        name: What an error calls the setting.
+
+    Returns:
+        The rest without duplicates of the held-out examples, and these.
+
+    Raises:
+        ValueError: Nothing is left to train on.
+    """
     rows = rows.shuffle(seed=seed)
     held_out = rows.select(range(min(count, len(rows))))
     known = {str(row) for row in held_out}
@@ -370,25 +409,35 @@ def mix(
     repeat: bool = False,
     seed: int = 0,
 ) -> "Dataset":
-    """Join parts, Datasets or lists of rows in any form, into one Dataset in an order of `seed`.
+    """Join parts in an order drawn by `seed`; `one_form` removes the other parts' columns of a row.
 
     Part i contributes its N_i rows, at most limits[i], or with `weights` max(floor(t weight_i), 1)
-    rows drawn by `seed`, where t = min_i N_i / weight_i, so that no row repeats; with `repeat` t =
-    max_i, and parts that run out start again. `one_form` removes the other parts' columns from a
-    row.
+    rows drawn by `seed`, where t = min_i N_i / weight_i.
+
+    Args:
+        parts: Datasets, or lists of rows in any form.
+        weights: The share of each part; None for all rows.
+        limits: The most rows of each part; None for no limit.
+        repeat: Whether t = max_i N_i / weight_i, and parts that run out start again; otherwise no
+            row repeats.
+        seed: Seed of the order.
     """
     datasets = require("datasets")
     datasets.disable_progress_bars()
-    parts = [datasets.Dataset.from_list(part) if isinstance(part, list) else part for part in parts]
-    parts = [part.shuffle(seed=seed) for part in _same_types(datasets, parts)]
-    sizes = [min(len(part), limit or len(part)) for part, limit in zip(parts, limits, strict=True)]
+    sets = []
+    for part in parts:
+        if isinstance(part, list):
+            part = datasets.Dataset.from_list(part)
+        sets.append(part)
+    sets = [part.shuffle(seed=seed) for part in _same_types(datasets, sets)]
+    sizes = [min(len(part), limit or len(part)) for part, limit in zip(sets, limits, strict=True)]
     counts = sizes
     if weights is not None:
         ratios = [size / weight for size, weight in zip(sizes, weights, strict=True)]
         times = max(ratios) if repeat else min(ratios)
         counts = [max(int(times * weight + 1e-6), 1) for weight in weights]
     drawn = []
-    for part, size, count in zip(parts, sizes, counts, strict=True):
+    for part, size, count in zip(sets, sizes, counts, strict=True):
         drawn.append(part.select([i % size for i in range(count)]))
     return datasets.concatenate_datasets(drawn).shuffle(seed=seed)
 
@@ -444,11 +493,21 @@ def pack(tokenizer: Any, documents: Iterable[str], length: int) -> "Dataset":
 def encode(
     tokenizer: Any, row: Mapping, prompt: str = "plain", train_on: str = "assistant"
 ) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of an example, -100 where nothing is trained, without truncation.
+    """Return the ids and labels of an example, without truncation.
 
-    `row` is in one of LAYOUTS, as in a file or from `read_rows`. BOS and EOS are added if the
-    tokenizer has them and the text does not. `prompt` is one of prompts.PROMPTS, `train_on` is one
-    of prompts.TRAIN_ON. Raises ValueError for other columns and for values that do not fit them.
+    BOS and EOS are added if the tokenizer has them and the text does not.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        row: An example in one of LAYOUTS, as in a file or from `read_rows`.
+        prompt: One of prompts.PROMPTS.
+        train_on: One of prompts.TRAIN_ON.
+
+    Returns:
+        The ids, and labels that are -100 where nothing is trained.
+
+    Raises:
+        ValueError: The example has other columns, or values that do not fit them.
     """
     layout = layout_of(row)
     if not layout:
@@ -469,10 +528,13 @@ def encode(
         return ids, [i if trained else -100 for i, trained in zip(ids, mask, strict=True)]
     # encoded separately, so that the tokenizer cannot merge across the boundary
     is_pair = layout_of(row) == ("prompt", "completion")
-    parts = (row["prompt"], row["completion"]) if is_pair else ("", row["text"])
-    start, rest = (
-        tokenizer.encode(part, add_special_tokens=False) if part else [] for part in parts
-    )
+    start: list[int] = []
+    rest: list[int] = []
+    if is_pair and row["prompt"]:
+        start = tokenizer.encode(row["prompt"], add_special_tokens=False)
+    text = row["completion"] if is_pair else row["text"]
+    if text:
+        rest = tokenizer.encode(text, add_special_tokens=False)
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     if bos is not None and (start + rest)[:1] != [bos]:
@@ -496,9 +558,20 @@ def tokenize_pairs(
 ) -> "Dataset":
     """Encode examples into a Dataset of input_ids and labels; long ones are cut at the end.
 
-    Examples without any label left are dropped, and the first `limit` of the others are returned.
-    `row_ids` adds the column `row_id`, the index in `rows`, with which MoETrainer names a bad
-    batch. Raises ValueError if no example remains.
+    Examples without any label left are dropped.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        rows: Examples in the forms of `read_rows`.
+        max_length: The most ids of an example.
+        row_ids: Whether to add the column `row_id`, the index in `rows`, with which MoETrainer
+            names a bad batch.
+        limit: How many examples are returned, at most.
+        prompt: One of prompts.PROMPTS.
+        train_on: One of prompts.TRAIN_ON.
+
+    Raises:
+        ValueError: An example is not valid, or none remains.
     """
     datasets = require("datasets")
     columns: dict[str, list] = {"input_ids": [], "labels": []}

@@ -209,8 +209,16 @@ class CpuBuild(NamedTuple):
 def build_cpu(out: Path, *, csrc: Path | None = None, force: bool = False) -> CpuBuild:
     """Compile `csrc` into the library `out`, test it in a child process, and move it into place.
 
-    An existing library of the same sources and compiler is kept. Raises BuildError if something is
-    missing or fails; a library that fails its self-test on this processor is not installed.
+    An existing library of the same sources and compiler is kept.
+
+    Args:
+        out: The library's path.
+        csrc: The folder of the sources; by default those of this package.
+        force: Whether to build even if the library is up to date.
+
+    Raises:
+        BuildError: Something is missing or does not compile, or the library fails its self-test on
+            this processor; then it is not installed.
     """
     csrc = csrc or csrc_dir("cpu")
     compiler, version = check_cpu(csrc)
@@ -401,10 +409,19 @@ def check_cuda(csrc: Path, archs: str = ARCHS) -> CudaPlan:
 def build_cuda(
     out: Path, *, csrc: Path | None = None, cache: Path | None = None, archs: str = ARCHS
 ) -> list[Usage]:
-    """Compile `csrc` for `archs` into the library `out`, atomically; return what ptxas reports.
+    """Compile `csrc` for `archs` into the library `out`, atomically.
 
-    `cache` holds the objects by the hash of all their inputs. Raises BuildError if something is
-    missing or does not compile.
+    Args:
+        out: The library's path.
+        csrc: The folder of the sources; by default those of this package.
+        cache: A folder for the objects, by the hash of all their inputs.
+        archs: The architectures, such as 80;90;100+PTX.
+
+    Returns:
+        What ptxas reports for each kernel and architecture.
+
+    Raises:
+        BuildError: Something is missing or does not compile.
     """
     csrc = csrc or csrc_dir("cuda")
     plan = check_cuda(csrc, archs)

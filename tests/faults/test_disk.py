@@ -3,15 +3,14 @@ half-written.
 """
 
 import os
-import random
 import re
 import shutil
 
 import pytest
 
-from tests.faults.machine import DENIED, FULL, READ_ONLY, Done, strays, tree
+from tests.faults.machine import DENIED, FULL, READ_ONLY, Done, Trial, strays, tree
 from tests.faults.verbs import QUICK, VERBS
-from tests.support.stress import STRESS, scaled, share
+from tests.support.stress import STRESS, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
@@ -38,40 +37,25 @@ def made(folder, name: str) -> dict[str, str]:
     }
 
 
-@pytest.fixture
-def run(faulty, inputs, tmp_path):
-    """Run a verb in a folder of its own, with a fault."""
-
-    def run(name: str, place: str, *more: str, **fault) -> Done:
-        (tmp_path / place).mkdir(exist_ok=True)
-        verb = VERBS[name]
-        return faulty.run(
-            *verb.arguments(inputs), *more, root=tmp_path / place, before=verb.before, **fault
-        )
-
-    return run
-
-
 @pytest.mark.parametrize("name", share(NAMES, 0))
-def test_a_disk_that_is_full_or_may_not_be_written(run, inputs, tmp_path, name):
+def test_a_disk_that_is_full_or_may_not_be_written(faulty, inputs, tmp_path, name):
     """From a drawn write on there is no space: of a verb that makes a folder nothing stays."""
     before = tree(inputs)
-    draw = random.Random(f"full {name}")
-    counting = (0, 0, FULL[2])  # of the calls that need space
-    counted = run(name, "undisturbed", fault=counting)
-    assert counted.code == 0, counted.output
+    trial = Trial(faulty, inputs, tmp_path, name, "full")
+    calls = trial.counted(FULL)
     expected = made(tmp_path / "undisturbed", name)
-    calls = range(1, counted.calls + 1)
-    for at in sorted(draw.sample(calls, min(scaled(1, 40), counted.calls))):
-        done = run(name, "full", fault=FULL, at=at)
+    for at in trial.points(calls, 1, 40):
+        done = trial.run("full", fault=FULL, at=at)
         line = check(done, "No space left on device|is the disk full")
         assert re.search(r"out|logs", line), f"no path in {line}"
         left = made(tmp_path / "full", name)
-        assert left.items() <= expected.items(), f"at {at}: {sorted(left)}"
-        assert not strays(tmp_path / "full"), f"at {at}: {strays(tmp_path / 'full')}"
+        assert left.items() <= expected.items(), f"at {at}"
+        assert strays(tmp_path / "full") == [], f"at {at}"
         shutil.rmtree(tmp_path / "full")
-    fault, what = draw.choice([(READ_ONLY, "Read-only file system"), (DENIED, "Permission denied")])
-    line = check(run(name, "here", fault=fault, at=1), what)
+
+    refusals = [(READ_ONLY, "Read-only file system"), (DENIED, "Permission denied")]
+    fault, what = trial.draw.choice(refusals)
+    line = check(trial.run("here", fault=fault, at=1), what)
     assert "out" in line or "logs" in line
     assert not list((tmp_path / "here").iterdir())
     assert tree(inputs) == before, "a fault reached what was only to be read"

@@ -8,16 +8,14 @@ or starts anew, and ends with those bytes too.
 """
 
 import json
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 
 from moe_runtime.hf.training.saving import last_whole_checkpoint
-from tests.faults.machine import kills, strays, tree
-from tests.faults.verbs import VERBS
-from tests.support.stress import STRESS, scaled, share
+from tests.faults.machine import Trial, kills, strays, tree
+from tests.support.stress import STRESS, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
@@ -25,36 +23,14 @@ OVERWRITE = ("--overwrite",)
 RESUME = ("--resume",)
 
 
-class Killed:
-    """A verb, its undisturbed run, and folders in which it is killed."""
+class Killed(Trial):
+    """A verb that is killed at drawn calls."""
 
     def __init__(self, faulty, inputs: Path, tmp_path: Path, name: str):
-        self.faulty = faulty
-        self.verb = VERBS[name]
-        self.folder = tmp_path
-        self.argv = self.verb.arguments(inputs)
-        self.draw = random.Random(f"kill {name}")
-        done = self.run("undisturbed")
-        assert done.code == 0, done.output
-        self.calls = done.calls
+        super().__init__(faulty, inputs, tmp_path, name, "kill")
+        self.calls = self.counted()
         self.expected = self.result("undisturbed")
-        assert self.calls and self.expected and not strays(tmp_path / "undisturbed")
-
-    def run(self, place: str, *more: str, **fault):
-        (self.folder / place).mkdir(exist_ok=True)
-        return self.faulty.run(
-            *self.argv, *more, root=self.folder / place, before=self.verb.before, **fault
-        )
-
-    def result(self, place: str) -> dict | None:
-        """Return the bytes of what the verb is for."""
-        return tree(self.folder / place / self.verb.out, self.verb.volatile)
-
-    def points(self, few: int, many: int) -> list[int]:
-        """Draw so many calls, each of them before any comes twice."""
-        calls = range(1, self.calls + 1)
-        rounds, rest = divmod(scaled(few, many), self.calls)
-        return sorted([*calls] * rounds + self.draw.sample(calls, rest))
+        assert self.expected
 
     def kill(self, place: str, at: int, *more: str) -> None:
         done = self.run(place, *more, fault=kills(self.draw.randrange(256)), at=at)
@@ -71,12 +47,13 @@ WHOLE = ("xft upcycle", "xft merge", "esft merge", "ultrafuser fuse", "esft sele
 @pytest.mark.parametrize("name", share(WHOLE, 0))
 def test_what_appears_whole(faulty, inputs, tmp_path, name):
     killed = Killed(faulty, inputs, tmp_path, name)
-    for at in killed.points(1, 100):
+    for at in killed.points(killed.calls, 1, 100):
         killed.kill("new", at)
         assert killed.result("new") in (None, killed.expected), f"killed at {at}: half a target"
+
         again = killed.run("new", *OVERWRITE)
         assert again.code == 0 and killed.result("new") == killed.expected, again.output
-        assert not strays(tmp_path / "new"), f"killed at {at}"
+        assert strays(tmp_path / "new") == [], f"killed at {at}"
         killed.forget("new")
 
 
@@ -92,7 +69,7 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
     """In the place of an older target: the old one whole, then the new one whole."""
     killed = Killed(faulty, inputs, tmp_path, name)
     is_file = (tmp_path / "undisturbed" / killed.verb.out).is_file()
-    for at in killed.points(1, 100):
+    for at in killed.points(killed.calls, 1, 100):
         out = tmp_path / "old" / killed.verb.out
         out.parent.mkdir()
         if is_file:
@@ -102,14 +79,14 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
             (out / "folder").mkdir()
             (out / "folder" / "note").write_text("old")
         old = killed.result("old")
+
         killed.kill("old", at, *OVERWRITE)
-        stands = killed.result("old") or set_aside(out)
-        assert stands in (old, killed.expected), (
-            f"killed at {at}: neither the old target nor the new"
-        )
+        left = killed.result("old") or set_aside(out)
+        assert left in (old, killed.expected), f"killed at {at}: neither the old target nor the new"
+
         again = killed.run("old", *OVERWRITE)
         assert again.code == 0 and killed.result("old") == killed.expected, again.output
-        assert not strays(tmp_path / "old"), f"killed at {at}"
+        assert strays(tmp_path / "old") == [], f"killed at {at}"
         killed.forget("old")
 
 
@@ -144,33 +121,34 @@ IN_MAKE_TEST = ["train", "esft train", "tune", "demo", "bench"]
 
 @pytest.mark.parametrize("name", GOES_ON if STRESS else IN_MAKE_TEST)
 def test_what_goes_on(faulty, inputs, tmp_path, name):
-    """A killed run leaves results of the undisturbed run, or none; the next run makes the rest."""
+    """What a killed run leaves is the undisturbed run's; the next run makes the rest.
+
+    Where a verb does not resume, it is started anew with --overwrite.
+    """
     killed = Killed(faulty, inputs, tmp_path, name)
     new = tmp_path / "new"
     expected = made(tmp_path / "undisturbed", GOES_ON[name])
     assert expected
-    for at in killed.points(2 if name in ("train", "tune") else 1, 100):
+    few = 2 if name in ("train", "tune") else 1
+    for at in killed.points(killed.calls, few, 100):
         killed.kill("new", at)
         left = made(new, GOES_ON[name])
         left.pop("out/expansion.json", None)  # says how far it came
         if name != "tune":
-            wrong = sorted(dict(left.items() - expected.items()))
-            assert not wrong, f"killed at {at}: {wrong}"
+            assert left.items() <= expected.items(), f"killed at {at}"
 
         again = killed.run("new", *options_of_the_next_run(killed, name, new))
         assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
         if name == "tune":
             check_tuned(new / "out", tmp_path / "undisturbed" / "out")
         else:
-            files = made(new, GOES_ON[name])
-            wrong = [name for name in expected if files.get(name) != expected[name]]
-            assert files == expected, f"killed at {at}: {sorted(wrong)}"
-        assert not strays(new), f"killed at {at}: {strays(new)}"
+            assert made(new, GOES_ON[name]) == expected, f"killed at {at}"
+        assert strays(new) == [], f"killed at {at}"
         killed.forget("new")
 
 
 def options_of_the_next_run(killed: Killed, name: str, folder: Path) -> tuple[str, ...]:
-    if name == "train" and resumable(folder / "out"):
+    if name == "train" and last_whole_checkpoint(folder / "out"):
         return RESUME
     # of `esft train`, what is beside are checkpoints, from which it goes on
     beside = () if name == "esft train" else killed.verb.beside
@@ -178,11 +156,6 @@ def options_of_the_next_run(killed: Killed, name: str, folder: Path) -> tuple[st
     if has_output and (killed.verb.whole or name in ("train", "stats")):
         return OVERWRITE
     return ()
-
-
-def resumable(out: Path) -> bool:
-    """Whether a training has a checkpoint that it can go on from."""
-    return last_whole_checkpoint(out) is not None
 
 
 def check_tuned(path: Path, undisturbed: Path) -> None:

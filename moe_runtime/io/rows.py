@@ -19,15 +19,14 @@ import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import bar
 from moe_runtime.io.files import parse_object
 from moe_runtime.io.prompts import PROMPTS, chat_of, encode_chat, put_prompt
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+Dataset: TypeAlias = Any  # datasets.Dataset: an extra, imported where it is used
 
 # the first layout whose columns are all present is used, and only its columns are kept
 LAYOUTS = (
@@ -81,7 +80,7 @@ def require(module: str, extra: str = "train") -> ModuleType:
         ) from error
 
 
-def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True) -> "Dataset":
+def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True) -> Dataset:
     """Read a .jsonl, .json or .parquet file, a folder of them or a dataset of the Hub.
 
     .jsonl has one object per line, .json either that or an array. The columns must be those of one
@@ -123,7 +122,7 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
         return _converted(rows, name, answers)
 
 
-def _read_lines(datasets: Any, path: Path, name: str, answers: bool) -> "Dataset":
+def _read_lines(datasets: Any, path: Path, name: str, answers: bool) -> Dataset:
     """Read a .jsonl file."""
     columns, has_uneven_turns = _names_in(path)
     layout = _layout(columns, name)
@@ -145,7 +144,7 @@ def _read_lines(datasets: Any, path: Path, name: str, answers: bool) -> "Dataset
     return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=state)
 
 
-def _converted(rows: "Dataset", name: str, answers: bool) -> "Dataset":
+def _converted(rows: Dataset, name: str, answers: bool) -> Dataset:
     """Check every example of a Dataset and convert it as `in_form` does."""
     columns = set(rows.column_names)
     layout = _layout(rows.column_names if len(rows) else (), name)
@@ -374,8 +373,8 @@ def _problem_of_chat(turns: list, prompt: int, answers: bool) -> tuple[str, Any,
 
 
 def hold_out(
-    rows: "Dataset", count: int, seed: int = 0, name: str = "held_out_rows"
-) -> tuple["Dataset", "Dataset"]:
+    rows: Dataset, count: int, seed: int = 0, name: str = "held_out_rows"
+) -> tuple[Dataset, Dataset]:
     """Shuffle a Dataset and split off `count` examples, without any example in both parts.
 
     Args:
@@ -408,7 +407,7 @@ def mix(
     limits: Sequence[int | None],
     repeat: bool = False,
     seed: int = 0,
-) -> "Dataset":
+) -> Dataset:
     """Join parts in an order drawn by `seed`; `one_form` removes the other parts' columns of a row.
 
     Part i contributes its N_i rows, at most limits[i], or with `weights` max(floor(t weight_i), 1)
@@ -470,18 +469,18 @@ def one_form(row: Mapping) -> Mapping:
     return present if layout_of(present) in LAYOUTS[:3] else row
 
 
-def save_rows(rows: "Dataset", folder: Path) -> None:
+def save_rows(rows: Dataset, folder: Path) -> None:
     """Save a datasets.Dataset to a folder."""
     require("datasets").disable_progress_bars()
     rows.save_to_disk(str(folder))
 
 
-def load_rows(folder: Path) -> "Dataset":
+def load_rows(folder: Path) -> Dataset:
     """Load what `save_rows` saved, memory-mapped."""
     return require("datasets").load_from_disk(str(folder))
 
 
-def pack(tokenizer: Any, documents: Iterable[str], length: int) -> "Dataset":
+def pack(tokenizer: Any, documents: Iterable[str], length: int) -> Dataset:
     """Split the documents' tokens, with EOS after each, into blocks of `length` ids and labels."""
     ids = []
     for document in tokenizer(list(documents), add_special_tokens=False).input_ids:
@@ -555,7 +554,7 @@ def tokenize_pairs(
     *,
     prompt: str = "plain",
     train_on: str = "assistant",
-) -> "Dataset":
+) -> Dataset:
     """Encode examples into a Dataset of input_ids and labels; long ones are cut at the end.
 
     Examples without any label left are dropped.

@@ -310,7 +310,8 @@ limit_data(80 * MB)  # 50 of the shard, 10 of the tensor, 20 of slack
 with Checkpoint(source) as reader, CheckpointWriter(out, 50 * MB) as writer:
     for key in reader:
         writer.add(key, reader.get(key))
-    print("growth", memory("VmHWM") - before)  # ru_maxrss would count what the parent had before exec
+    # ru_maxrss would count what the parent had before exec
+    print("growth", memory("VmHWM") - before)
     # the limit bites: who holds more than one shard fails under it
     try:
         hold = [reader.get(key) for key in reader.keys()[:9]]

@@ -61,7 +61,8 @@ def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
             clock.now += 1
     lines = clock.said().splitlines()
     assert lines[0] == "training: 5% 10/200 [00:10<03:10,  1.00step/s, loss 2.500]"
-    assert len(lines) == 5 and lines[-1] == "training: done in 03:21"
+    assert len(lines) == 5
+    assert lines[-1] == "training: done in 03:21"
 
 
 def test_the_rate_is_of_this_run_alone(clock):
@@ -79,7 +80,8 @@ def test_a_block_that_raises_is_not_done(clock):
         update(1, 10)
         raise KeyboardInterrupt
     said = clock.said()
-    assert said.startswith("merging: 10% 1.00/10.0 [") and len(said.splitlines()) == 1
+    assert said.startswith("merging: 10% 1.00/10.0 [")
+    assert len(said.splitlines()) == 1
 
 
 def wait_for(clock, text: str) -> str:
@@ -143,8 +145,12 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left():
     os.close(main)
     text = b"".join(parts).decode()
     out = done.communicate()[0]
-    assert done.returncode == 0 and out == b""
-    assert "merging:" in text and "%|" in text and "MB/s" in text and "<00:0" in text
+    assert done.returncode == 0
+    assert out == b""
+    assert "merging:" in text
+    assert "%|" in text
+    assert "MB/s" in text
+    assert "<00:0" in text
 
 
 def test_records_become_objects():
@@ -168,7 +174,8 @@ def test_a_table_is_plain_where_nobody_looks(capsys):
     )
     out = capsys.readouterr().out
     assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
-    assert "\x1b" not in out and not set(out) & set("┃│┏┓")
+    assert "\x1b" not in out
+    assert not set(out) & set("┃│┏┓")
 
 
 def test_no_color_is_heeded(monkeypatch, capsys):

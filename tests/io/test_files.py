@@ -263,7 +263,8 @@ def test_threads_write_one_path(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == [] and len(set((tmp_path / "a").read_text())) == 1
+    assert errors == []
+    assert len(set((tmp_path / "a").read_text())) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -387,7 +388,8 @@ def test_what_is_replaced_leaves_its_mode(tmp_path, monkeypatch, writer, kept, u
         WRITERS[writer](path)
     finally:
         os.umask(old)
-    assert path.read_bytes() != b"old" and (mode(path), mode(path.parent)) == (kept, before)
+    assert path.read_bytes() != b"old"
+    assert (mode(path), mode(path.parent)) == (kept, before)
     if kept == 0o600 and writer != "model":  # nobody else has read it in the hidden folder either
         assert not seen[0] & 0o011
 
@@ -436,7 +438,8 @@ def test_one_training_at_a_time(tmp_path, ends):
     process.communicate()
     assert contents_of(folder) == [] if ends == "killed" else not folder.exists()
     with sole_training(folder):
-        assert contents_of(folder) == [] and len(list(folder.iterdir())) == 1
+        assert contents_of(folder) == []
+        assert len(list(folder.iterdir())) == 1
         (folder / "model").touch()
     assert [path.name for path in folder.iterdir()] == ["model"]
 
@@ -462,12 +465,8 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
     files.check_out_file(folder / "new.json", reads=[folder])
     with pytest.raises(ValueError, match="device"):
         atomic_write_text(pipe, "text")
-    assert stat.S_ISFIFO(os.stat(pipe).st_mode) and sorted(os.listdir(tmp_path)) == [
-        "link",
-        "model",
-        "pipe",
-        "rows.jsonl",
-    ]
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["link", "model", "pipe", "rows.jsonl"]
 
 
 READERS = {

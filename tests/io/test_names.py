@@ -155,11 +155,13 @@ def test_the_command_line_prints_one_bounded_line(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main()
     printed = capsys.readouterr().err
-    assert printed.startswith(
-        "error: \\x1b]0;title\\x07\\x1b[31mred\\u202e x"
-    ) and printed.endswith("...\n")
-    assert printed.count("\n") == 1 and printed[:-1].isprintable() and len(printed) < 4100
+    assert printed.startswith("error: \\x1b]0;title\\x07\\x1b[31mred\\u202e x")
+    assert printed.endswith("...\n")
+    assert printed.count("\n") == 1
+    assert printed[:-1].isprintable()
+    assert len(printed) < 4100
 
 
 def test_one_line_leaves_what_prints():
-    assert one_line("a é 日本 \n\n b\tc") == "a é 日本 b c" and one_line("x" * 9, 6) == "xxx..."
+    assert one_line("a é 日本 \n\n b\tc") == "a é 日本 b c"
+    assert one_line("x" * 9, 6) == "xxx..."

@@ -162,10 +162,8 @@ def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, s
         assert "\n" not in str(error.value)
         return
     ids, mask = encode_chat(tokenizer, {"messages": messages})
-    assert (
-        ids == tokenizer.apply_chat_template(messages)["input_ids"]
-        and ids.count(tokenizer.bos_token_id) <= 1
-    )
+    assert ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    assert ids.count(tokenizer.bos_token_id) <= 1
     want = [first + (text.strip() if strips else text) + end for text in TEXTS[1::2]]
     if template is QWEN3:
         want[-1] = "<think>\n\n</think>\n\n" + want[-1]
@@ -175,7 +173,8 @@ def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, s
         want[-1] = TEXTS[-1]
     assert learnt(tokenizer, ids, mask) == want
     whole = data.encode(tokenizer, {"messages": messages}, train_on="all")
-    assert whole == (ids, ids) and data.encode(tokenizer, {"messages": messages})[0] == ids
+    assert whole == (ids, ids)
+    assert data.encode(tokenizer, {"messages": messages})[0] == ids
 
 
 THOUGHT = chat(
@@ -253,7 +252,8 @@ def test_the_mask_is_that_of_trls_training_templates(name, more):
     wider = learnt(tokenizer, ids, theirs["assistant_masks"])
     last = wider[-1].removeprefix(before)
     assert [part.removeprefix(before).removesuffix(after) for part in wider[:-1]] == ours[:-1]
-    assert last in (ours[-1], ours[-1] + after) and any(mask)
+    assert last in (ours[-1], ours[-1] + after)
+    assert any(mask)
 
 
 def test_of_a_prompt_of_messages_only_the_completion_is_trained():
@@ -269,10 +269,8 @@ def test_of_a_prompt_of_messages_only_the_completion_is_trained():
     for template, want in ((CHATML, "five<|im_end|>"), (marked, "five</s>")):
         tokenizer = with_template(template)
         ids, mask = encode_chat(tokenizer, {"prompt": turns[:-1], "completion": turns[-1:]})
-        assert (
-            learnt(tokenizer, ids, mask) == [want]
-            and ids == tokenizer.apply_chat_template(turns)["input_ids"]
-        )
+        assert learnt(tokenizer, ids, mask) == [want]
+        assert ids == tokenizer.apply_chat_template(turns)["input_ids"]
 
 
 def test_tools_and_turns_without_content():
@@ -324,7 +322,8 @@ def test_a_template_that_cannot_be_masked_is_one_line_with_the_remedy(template, 
         encode_chat(tokenizer, {"messages": messages})
     assert "\n" not in str(error.value)
     ids, mask = encode_chat(tokenizer, {"messages": messages}, "all")
-    assert ids == tokenizer.apply_chat_template(messages)["input_ids"] and all(mask)
+    assert ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    assert all(mask)
 
 
 def test_a_tokenizer_without_a_template_names_the_options():

@@ -86,7 +86,9 @@ def write(path, rows, kind):
 def test_read_rows_reads_each_layout(tmp_path, layout, kind):
     rows = [LAYOUTS[layout] | {"note": i} for i in range(3)]
     got = data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind))
-    assert len(got) == 3 and got.column_names == list(in_form(layout)) and got[2] == in_form(layout)
+    assert len(got) == 3
+    assert got.column_names == list(in_form(layout))
+    assert got[2] == in_form(layout)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
@@ -147,7 +149,8 @@ def test_the_page_on_data_has_every_layout_in_order():
         tuple(names[: len(layout)])
         for names, layout in zip(table[:1] + table[2:], data.LAYOUTS, strict=True)
     ]
-    assert named == list(data.LAYOUTS) and table[1] == ["prompt", "completion"]
+    assert named == list(data.LAYOUTS)
+    assert table[1] == ["prompt", "completion"]
 
 
 def test_bos_and_eos_are_not_doubled(tokenizer):
@@ -156,7 +159,8 @@ def test_bos_and_eos_are_not_doubled(tokenizer):
     ids, labels = data.encode(tokenizer, {"text": "<s>two is four</s>"})
     assert ids == labels == [bos, *tokenizer.encode("two is four", add_special_tokens=False), eos]
     ids, _ = data.encode(tokenizer, {"prompt": "<s>two\n", "completion": "four</s>"})
-    assert ids[0] == bos and ids.count(bos) == ids.count(eos) == 1
+    assert ids[0] == bos
+    assert ids.count(bos) == ids.count(eos) == 1
 
 
 def test_read_rows_keeps_tools_and_prefers_messages(tmp_path):
@@ -246,8 +250,8 @@ def test_chats_without_an_answer_are_read_where_none_is_needed(tmp_path):
         data.read_rows(write(tmp_path / "x.parquet", [{"messages": CHAT[:1]}], "parquet"))
 
 
-MAGICODER = """You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable \
-responses to user instructions.
+MAGICODER = """You are an exceptionally intelligent coding assistant that consistently delivers \
+accurate and reliable responses to user instructions.
 
 @@ Instruction
 {}
@@ -322,14 +326,11 @@ def test_hold_out_parts_the_rows():
     rest, held_out = data.hold_out(rows, 12)
     rest = [row["prompt"] for row in rest]
     held = [row["prompt"] for row in held_out]
-    assert (
-        len(held) == 12
-        and not set(rest) & set(held)
-        and set(rest) | set(held) == set(rows["prompt"])
-    )
-    assert len(rest) == sum(
-        prompt not in held for prompt in rows["prompt"]
-    ) <= 28 and rest != sorted(rest)
+    assert len(held) == 12
+    assert not set(rest) & set(held)
+    assert set(rest) | set(held) == set(rows["prompt"])
+    assert len(rest) == sum(prompt not in held for prompt in rows["prompt"]) <= 28
+    assert rest != sorted(rest)
     assert [row["prompt"] for row in data.hold_out(rows, 12)[1]] == held
     with pytest.raises(
         ValueError, match="held_out_rows .40. leaves no training examples: the data has 40"
@@ -435,7 +436,8 @@ def test_read_rows_says_what_is_wrong(tmp_path, name, text, says):
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match="^Data ") as error:
         data.read_rows(tmp_path / name)
-    assert says in str(error.value) and "\n" not in str(error.value)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_read_rows_of_an_unreachable_hub_id_is_one_error(monkeypatch):
@@ -459,10 +461,8 @@ def test_tokenize_pairs_stops_at_the_limit(tokenizer):
         seen.append(row) or row for row in [LAYOUTS["text"], long, LAYOUTS["prompt-completion"]] * 9
     )
     got = data.tokenize_pairs(tokenizer, rows, 32, limit=2)
-    assert (
-        got.to_list() == data.tokenize_pairs(tokenizer, [seen[0], seen[2]], 32).to_list()
-        and len(seen) == 4
-    )
+    assert got.to_list() == data.tokenize_pairs(tokenizer, [seen[0], seen[2]], 32).to_list()
+    assert len(seen) == 4
 
 
 def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
@@ -470,11 +470,9 @@ def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
     rows = [{"prompt": "two and two " * 20, "completion": "four"}, short]
     (whole,) = data.tokenize_pairs(tokenizer, [short], 64)
     (got,) = data.tokenize_pairs(tokenizer, rows, 8, row_ids=True)
-    assert (
-        got["row_id"] == 1
-        and got["input_ids"] == whole["input_ids"][:8]
-        and got["labels"] == whole["labels"][:8]
-    )
+    assert got["row_id"] == 1
+    assert got["input_ids"] == whole["input_ids"][:8]
+    assert got["labels"] == whole["labels"][:8]
     with pytest.raises(ValueError, match="within max_length .8."):
         data.tokenize_pairs(tokenizer, rows[:1], 8)
 

@@ -28,7 +28,8 @@ from contextlib import contextmanager
 from moe_runtime import cli
 from moe_runtime.io import console
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and we stay as we are started
+# a shell's background job ignores it, and we stay as we are started
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 title, at, number = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 bar = console.bar
@@ -123,7 +124,8 @@ cli.main()
 def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
     command = [sys.executable, "-c", EARLY, place, str(int(number))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 128 + number and done.stdout == ""
+    assert done.returncode == 128 + number
+    assert done.stdout == ""
     # within the verb it is known that it writes nothing
     assert done.stderr == (
         f"{word}; nothing was written\n" if place == "moe_runtime.tools.doctor" else f"{word}\n"
@@ -146,7 +148,8 @@ def test_a_conversion_that_should_replace_leaves_what_was_there(tmp_path):
         "--overwrite",
     )
     done = stopped("upcycling", 1, signal.SIGINT, *arguments)
-    assert done.returncode == 130 and last_line(done) == "interrupted; nothing was written"
+    assert done.returncode == 130
+    assert last_line(done) == "interrupted; nothing was written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
     assert (tmp_path / "moe" / "note").read_text() == "old"
 
@@ -188,7 +191,8 @@ def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_pat
     again = completed(*shlex.split(command)[1:], "--json")
     assert again.returncode == 0, again.stderr
     found = weights(json.loads(again.stdout))
-    assert found.keys() == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
+    assert found.keys() == whole.keys()
+    assert all(found[name].equal(whole[name]) for name in whole)
     assert not list(out.glob("*.checkpoints"))
 
 
@@ -239,7 +243,9 @@ cli.main()
         f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue "
         "from it"
     )
-    assert last_line(done) == line and "Warning" not in done.stderr and "it/s]" not in done.stderr
+    assert last_line(done) == line
+    assert "Warning" not in done.stderr
+    assert "it/s]" not in done.stderr
     again = completed(*arguments, "--resume_from_checkpoint", "true")
     assert again.returncode == 0 and json.loads(again.stdout)["path"] == str(out), again.stderr
     assert "after step 4" in again.stderr
@@ -252,7 +258,8 @@ def test_signals_that_are_ignored_stay_ignored():
     try:
         with signals.sigterm_raises(), signals.after_the_step() as stopping:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stopping.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+            assert stopping.asked is None
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -282,5 +289,6 @@ def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, ste
         whole = one["whole"]["weights"]
         assert (found["how"], found["steps"]) == (how, list(range(1, steps + 1)))
         assert found["saved"] == [f"checkpoint-{steps}"]
-        assert found["next"] == "done" and found["again"] == list(range(steps + 1, 5))
+        assert found["next"] == "done"
+        assert found["again"] == list(range(steps + 1, 5))
         assert all(found["weights"][name].equal(whole[name]) for name in whole)

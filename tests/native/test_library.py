@@ -154,10 +154,8 @@ def test_a_build_closes_its_folders_and_takes_over_no_other_users(tmp_path, monk
         made = build.own_folder(build.library_path("cpu").parent)
     finally:
         os.umask(before)
-    assert [made.parents[n].stat().st_mode & 0o022 for n in range(2)] == [
-        0,
-        0,
-    ] and not made.stat().st_mode & 0o022
+    assert [made.parents[n].stat().st_mode & 0o022 for n in range(2)] == [0, 0]
+    assert not made.stat().st_mode & 0o022
     give_away(made, monkeypatch)
     with pytest.raises(ValueError, match="is refused: it belongs to user"):
         build.own_folder(made)

@@ -23,6 +23,7 @@ RANK = {
     "hf.dropin": 5,
     "hf.training": 5.5,
     "experiments": 6,
+    "methods.prompts": 5.9,  # needs io alone; recipes name the formats
     "methods": 7,
     "methods.lora": 7,
     "methods.ultrafuser": 7,

@@ -253,15 +253,15 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(path: Path, own: Path) -> bool:
+def _sweep(path: Path, ours: Path) -> bool:
     """Remove what killed writers of `path` left, or restore a folder that they set aside.
 
-    Returns whether another writer is alive; `own` is the caller's hidden folder.
+    Returns whether another writer is alive; `ours` is the caller's hidden folder.
     """
     is_busy = False
     for hidden in list(path.parent.iterdir()):
         match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-\d+-\d+", hidden.name)
-        if not match or not hidden.is_dir() or hidden == own:
+        if not match or not hidden.is_dir() or hidden == ours:
             continue
         with locked(hidden, wait=False) as is_dead:
             if is_dead is False:

@@ -357,9 +357,15 @@ def _find_nvcc() -> Path:
 def architectures(spec: str, toolkit: Toolkit) -> tuple[list[str], list[str]]:
     """Return nvcc's flags, and the names of what they make (sm_90, compute_100).
 
-    `spec` is a list such as 80;90;100+PTX. Machine code comes from the PTX of the first plain
-    architecture in the list if that is older: the kernels use nothing newer, and the passes before
-    ptxas take half of the time. Raises BuildError for an architecture that nvcc does not know.
+    Machine code comes from the PTX of the first plain architecture in the list if that is older:
+    the kernels use nothing newer, and the passes before ptxas take half of the time.
+
+    Args:
+        spec: A list such as 80;90;100+PTX.
+        toolkit: The toolkit that compiles.
+
+    Raises:
+        BuildError: The list is empty or has an architecture that nvcc does not know.
     """
     supported = _run([toolkit.nvcc, "--list-gpu-arch"]).replace("compute_", "").split()
     items = [item for item in re.split(r"[;,\s]+", spec) if item]
@@ -466,7 +472,7 @@ def _compile(
     start = repr((flags, stamp, plan.toolkit.version)).encode()
     made = cache / f"{source.stem}-{_hash_of(start, [source, *headers])[:24]}.o"
     report = made.with_suffix(".ptxas")
-    if not (made.exists() and report.exists()):
+    if not (made.exists() and report.exists()) or untrusted(made):
         with tempfile.TemporaryDirectory(dir=cache) as name:
             include = Path(name, "stamp.h")
             fresh = Path(name, made.name)
@@ -474,6 +480,7 @@ def _compile(
             options = ["-include", include, "-I", source.parent, "-c", source, "-o", fresh]
             printed = _run([plan.toolkit.nvcc, *flags, *options])
             fresh.with_suffix(".ptxas").write_text(printed)
+            fresh.chmod(0o644)  # not writable by others, whatever the umask
             os.replace(fresh.with_suffix(".ptxas"), report)
             os.replace(fresh, made)
     for path in (made, report):

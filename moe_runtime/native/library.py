@@ -181,19 +181,19 @@ class Library:
 
     def library(self) -> Loaded:
         """Return the library in use. Raises a ValueError that says why there is none."""
-        found = self.find()
-        if isinstance(found, str):
-            raise ValueError(found)
-        return found
+        loaded = self.find()
+        if isinstance(loaded, str):
+            raise ValueError(loaded)
+        return loaded
 
     def describe(self) -> str:
         """Describe the library in use, or say why there is none."""
-        found = self.find()
-        if isinstance(found, str):
-            return f"none: {found}"
-        return f"{found.path}: {self._describe(found)}"
+        loaded = self.find()
+        if isinstance(loaded, str):
+            return f"none: {loaded}"
+        return f"{loaded.path}: {self._describe(loaded)}"
 
-    def _describe(self, found: Loaded) -> str:
+    def _describe(self, loaded: Loaded) -> str:
         raise NotImplementedError
 
 
@@ -237,19 +237,19 @@ class CppLibrary(Library):
         """Return why the library's kernels cannot run on `device`; None if they can."""
         if device.type != "cpu":
             return f"the tensor is on {device.type}, not on cpu"
-        found = self.find()
-        if isinstance(found, str):
-            return found
+        loaded = self.find()
+        if isinstance(loaded, str):
+            return loaded
         threads = torch.get_num_threads()
-        if found.openmp == NO_OPENMP and threads > 1:
+        if loaded.openmp == NO_OPENMP and threads > 1:
             return (
                 f"the CPU library found no OpenMP runtime, but torch uses {threads} threads. "
                 "Load libgomp, or call torch.set_num_threads(1)"
             )
         return None
 
-    def _describe(self, found: Loaded) -> str:
-        return f"{found.variant}, {found.info['compiler']}; OpenMP {found.openmp}"
+    def _describe(self, loaded: Loaded) -> str:
+        return f"{loaded.variant}, {loaded.info['compiler']}; OpenMP {loaded.openmp}"
 
 
 def _openmp_runtimes() -> Iterator[ctypes.CDLL]:
@@ -295,27 +295,27 @@ class CudaLibrary(Library):
     @_constant_in_graphs
     def why_not(self, device: torch.device) -> str | None:
         """Return why the kernels cannot run on `device`, CPU or CUDA GPU; None if they can."""
-        found = self.find()
-        emulated = isinstance(found, Loaded) and found.emulated
+        loaded = self.find()
+        emulated = isinstance(loaded, Loaded) and loaded.emulated
         if device.type == "cpu":
             return None if emulated else "the tensor is on the CPU, not on cuda"
-        if isinstance(found, str):
-            return found
+        if isinstance(loaded, str):
+            return loaded
         if emulated:
             return "the CUDA library in use is the emulator, which runs on the CPU"
         major, minor = torch.cuda.get_device_capability(device)
-        if not covers(found.info["archs"], major, minor):
-            archs = ", ".join(found.info["archs"])
-            return f"{found.path} is for {archs}, not for sm_{major}{minor}. Run {self.command}"
+        if not covers(loaded.info["archs"], major, minor):
+            archs = ", ".join(loaded.info["archs"])
+            return f"{loaded.path} is for {archs}, not for sm_{major}{minor}. Run {self.command}"
         return None
 
-    def _describe(self, found: Loaded) -> str:
+    def _describe(self, loaded: Loaded) -> str:
         numbers = [ctypes.c_int(), ctypes.c_int(), ctypes.c_int()]  # driver, runtime, GPUs
-        code = found.handle.moert_probe(*map(ctypes.byref, numbers))
-        state = f"; {found.handle.moert_error_string(code).decode()}" if code else ""
-        if found.emulated:
+        code = loaded.handle.moert_probe(*map(ctypes.byref, numbers))
+        state = f"; {loaded.handle.moert_error_string(code).decode()}" if code else ""
+        if loaded.emulated:
             return f"emulated{state}"
-        return f"nvcc {found.info['nvcc']} for {', '.join(found.info['archs'])}{state}"
+        return f"nvcc {loaded.info['nvcc']} for {', '.join(loaded.info['archs'])}{state}"
 
     def launch(self, name: str, tensor: torch.Tensor, *args: object) -> None:
         """Call the launcher `name` on the current stream of `tensor`'s device.

@@ -65,25 +65,27 @@ def last_line(done: subprocess.CompletedProcess) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
+STOPS = pytest.mark.parametrize(
     "number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
 )
-def test_a_conversion_leaves_nothing(tmp_path, number, word):
+
+
+@STOPS
+def test_a_conversion_leaves_what_was_there(tmp_path, number, word):
     dense("llama").save_pretrained(tmp_path / "dense")
-    arguments = (
-        "xft",
-        "upcycle",
-        tmp_path / "dense",
-        tmp_path / "moe",
-        "--num-experts",
-        4,
-        "--top-k",
-        2,
-    )
-    done = stopped("upcycling", 1, number, *arguments)
-    assert done.returncode == 128 + number and done.stdout == "", done.stderr
+    upcycle = ("xft", "upcycle", tmp_path / "dense", tmp_path / "moe", "--top-k", 2)
+    done = stopped("upcycling", 1, number, *upcycle, "--num-experts", 4)
+    assert done.returncode == 128 + number, done.stderr
+    assert done.stdout == ""
     assert last_line(done) == f"{word}; nothing was written"
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+    assert os.listdir(tmp_path) == ["dense"]
+
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "note").write_text("old")
+    done = stopped("upcycling", 1, number, *upcycle, "--num-experts", 4, "--overwrite")
+    assert last_line(done) == f"{word}; nothing was written"
+    assert sorted(os.listdir(tmp_path)) == ["dense", "moe"]
+    assert (tmp_path / "moe" / "note").read_text() == "old"
 
 
 # moe-runtime, which sends itself a signal while its verbs are imported, or while its words are
@@ -115,9 +117,7 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize(
-    "number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
-)
+@STOPS
 @pytest.mark.parametrize(
     "place", ["typer", "moe_runtime.cli.verbs", "parsing", "moe_runtime.tools.doctor"]
 )
@@ -130,28 +130,6 @@ def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
     assert done.stderr == (
         f"{word}; nothing was written\n" if place == "moe_runtime.tools.doctor" else f"{word}\n"
     )
-
-
-def test_a_conversion_that_should_replace_leaves_what_was_there(tmp_path):
-    dense("llama").save_pretrained(tmp_path / "dense")
-    (tmp_path / "moe").mkdir()
-    (tmp_path / "moe" / "note").write_text("old")
-    arguments = (
-        "xft",
-        "upcycle",
-        tmp_path / "dense",
-        tmp_path / "moe",
-        "--num-experts",
-        4,
-        "--top-k",
-        2,
-        "--overwrite",
-    )
-    done = stopped("upcycling", 1, signal.SIGINT, *arguments)
-    assert done.returncode == 130
-    assert last_line(done) == "interrupted; nothing was written"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
-    assert (tmp_path / "moe" / "note").read_text() == "old"
 
 
 @pytest.fixture(scope="module")

@@ -335,8 +335,11 @@ def _keep_mode(new: Path, old: Path) -> None:
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a path of the same name in a hidden folder; move the file to `path` at the end.
 
-    The new file has the mode of the one that it replaces; OSErrors name `path`. Raises ValueError
-    for a device or another special file.
+    The new file has the mode of the one that it replaces.
+
+    Raises:
+        ValueError: `path` is a folder, a device or another special file.
+        OSError: The file cannot be written; the error names `path`.
     """
     path = check_out_file(os.path.realpath(path), overwrite=True)
     with _hidden(path) as (tmp, _), naming(path, tmp):

@@ -606,7 +606,17 @@ def _encoded(
 def token_ids(
     tokenizer: Any, rows: Iterable[Mapping], max_length: int, prompt: str = "plain"
 ) -> Iterator[list[int]]:
-    """Yield the ids of each example as `tokenize_pairs` computes them, also without labels."""
+    """Yield the ids of each example as `tokenize_pairs` computes them, also without labels.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        rows: Examples in the forms of `read_rows`.
+        max_length: The most ids of an example.
+        prompt: One of prompts.PROMPTS.
+
+    Raises:
+        ValueError: An example is not valid.
+    """
     for i, row in enumerate(rows):
         ids, _ = _encoded(tokenizer, row, i, prompt, "all")
         if ids:

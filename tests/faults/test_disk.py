@@ -44,6 +44,7 @@ def test_a_disk_that_is_full_or_may_not_be_written(faulty, inputs, tmp_path, nam
     trial = Trial(faulty, inputs, tmp_path, name, "full")
     calls = trial.counted(FULL)
     expected = made(tmp_path / "undisturbed", name)
+
     for at in trial.points(calls, 1, 40):
         done = trial.run("full", fault=FULL, at=at)
         line = check(done, "No space left on device|is the disk full")
@@ -69,6 +70,7 @@ def test_a_file_that_is_gone(faulty, inputs, tmp_path, name):
     here.mkdir()
     copied = tmp_path / "inputs"
     shutil.copytree(inputs, copied, symlinks=True)
+
     for recipe in copied.glob("*/study.yaml"):
         recipe.write_text(recipe.read_text().replace(str(inputs), str(copied)))
     file = copied / verb.reads
@@ -98,6 +100,7 @@ def test_a_target_that_is_the_source_or_a_file(faulty, inputs, tmp_path, name):
     here.mkdir()
     (here / "file").write_text("mine")
     refused = "Not a directory|File exists|too long|which is a file|Output|out_dir is|out is"
+
     for target in ("file", "file/out", "x" * 256):
         argv = [target if part == verb.out else part for part in verb.arguments(inputs)]
         check(faulty.run(*argv, root=here), refused)

@@ -128,6 +128,7 @@ def test_what_goes_on(faulty, inputs, tmp_path, name):
     killed = Killed(faulty, inputs, tmp_path, name)
     new = tmp_path / "new"
     expected = made(tmp_path / "undisturbed", GOES_ON[name])
+
     assert expected
     few = 2 if name in ("train", "tune") else 1
     for at in killed.points(killed.calls, few, 100):

@@ -36,6 +36,7 @@ def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
     expected = weights(tmp_path / "undisturbed")
     numbers = list(INTERRUPTS)
     trial.draw.shuffle(numbers)
+
     for i, at in enumerate(trial.points(calls, 1, 20)):
         code, word = INTERRUPTS[numbers[i % 2]]
         done = trial.run("here", fault=sends(numbers[i % 2]), at=at)

@@ -59,6 +59,7 @@ def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monke
     message = re.escape(
         f"Output folder {out} already exists. Choose another or pass overwrite=True"
     )
+
     for start in (check_out_dir, CheckpointWriter, lambda path: atomic_folder(path).__enter__()):
         with pytest.raises(ValueError, match=message):
             start(out)
@@ -91,6 +92,7 @@ def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path):
         for key in source:
             writer.add(key, source.get(key))
             assert snapshot(out) == before
+
     assert siblings(out) == []
     assert sorted(snapshot(out)) == [
         *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)),
@@ -116,6 +118,7 @@ def test_the_old_folder_comes_back_when_a_rename_fails(tmp_path, monkeypatch, fa
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", fail)
+
     with pytest.raises(PermissionError):
         write(out, {"new": torch.zeros(3)}, overwrite=True)
     assert len(calls) == (1 if failing == 1 else 3)
@@ -145,6 +148,7 @@ def test_read_only_parent(tmp_path, monkeypatch):
         r"Output folder .*out cannot be written: no file can be created beside it \(Permission "
         r"denied\)"
     )
+
     with pytest.raises(ValueError, match=message):
         write(tmp_path / "out", ten_tensors())
     tmp_path.chmod(0o755)
@@ -169,6 +173,7 @@ def test_full_disk(small_disk, overwrite):
     if overwrite:
         write(out, {"old": torch.zeros(1000)})
     before = snapshot(small_disk)
+
     with pytest.raises(OSError, match="No space left on device") as error:
         write(out, {f"t{i}": torch.zeros(50_000) for i in range(10)}, 300_000, overwrite=overwrite)
     assert error.value.errno == errno.ENOSPC
@@ -222,6 +227,7 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
         "/model-"
     )[0]
     written = {f"{tmp}/{name}" for name in snapshot(tmp_path / "out")}
+
     assert {*written, tmp} == set(order[: order.index("move")])
     assert order[order.index("move") + 1 :] == [str(tmp_path)]
 
@@ -234,6 +240,7 @@ def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
         (tmp_path / name / "model-00001.safetensors").write_text("half")
     (tmp_path / ".out.tmp-3-4").write_text("a file, not ours")
     write(out, ten_tensors())
+
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
     (tmp_path / ".out.old-1-2").mkdir()
     write(out, ten_tensors(), overwrite=True)
@@ -259,10 +266,12 @@ def test_threads_write_one_path(tmp_path):
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
     assert errors == []
     assert len(set((tmp_path / "a").read_text())) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -280,6 +289,7 @@ def test_a_left_over_of_another_user_does_not_stop_the_writer(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "open", refuse)
     write(tmp_path / "out", ten_tensors())
+
     assert siblings(tmp_path / "out") == [left.name]
 
 
@@ -287,6 +297,7 @@ def test_an_old_folder_set_aside_by_a_killed_writer_comes_back(tmp_path):
     out = write(tmp_path / "out", ten_tensors())
     before = snapshot(out)
     out.rename(tmp_path / ".out.old-1-2")
+
     with pytest.raises(ValueError, match="already exists"):
         write(out, {"new": torch.zeros(1)})
     assert snapshot(out) == before
@@ -316,6 +327,7 @@ def test_read_json(tmp_path):
         with pytest.raises(ValueError, match=message):
             read_json(file)
     file.write_bytes(b'{"a": "\xff"}')
+
     with pytest.raises(ValueError, match=r"a.json is not valid JSON \(.*position 7"):
         read_json(file)
     with pytest.raises(ValueError, match=r"Cannot read the JSON file .*nope.json \(No such file"):
@@ -327,6 +339,7 @@ def test_read_json(tmp_path):
 def test_atomic_text_and_json(tmp_path, monkeypatch):
     file = tmp_path / "a.json"
     atomic_write_json(file, {"ü": [1, None]})
+
     assert read_json(file) == {"ü": [1, None]}
     with pytest.raises(ValueError):
         atomic_write_json(file, {"a": float("nan")})
@@ -388,15 +401,19 @@ def test_what_is_replaced_leaves_its_mode(tmp_path, monkeypatch, writer, kept, u
         WRITERS[writer](path)
     finally:
         os.umask(old)
+
     assert path.read_bytes() != b"old"
-    assert (mode(path), mode(path.parent)) == (kept, before)
-    if kept == 0o600 and writer != "model":  # nobody else has read it in the hidden folder either
+    assert mode(path) == kept
+    assert mode(path.parent) == before
+    # nobody else has read it in the hidden folder either
+    if kept == 0o600 and writer != "model":
         assert not seen[0] & 0o011
 
 
 def test_a_new_file_gets_the_mode_of_any_and_an_empty_folder_keeps_its_own(tmp_path):
     atomic_write_text(tmp_path / "new", "")
     (tmp_path / "plain").touch()
+
     assert mode(tmp_path / "new") == mode(tmp_path / "plain")
     (tmp_path / "empty").mkdir(mode=0o700)
     write(tmp_path / "empty", ten_tensors())
@@ -422,6 +439,7 @@ def test_one_training_at_a_time(tmp_path, ends):
         text=True,
         env=os.environ,
     )
+
     assert process.stdout.readline() == "holds\n"
     with (
         pytest.raises(
@@ -453,6 +471,7 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
     data.touch()
     (tmp_path / "link").symlink_to(data)
     os.mkfifo(pipe)
+
     for out, reads, match in (
         ("/dev/null", (), "a device, a pipe or a socket"),
         (pipe, (), "a device, a pipe or a socket"),
@@ -486,6 +505,7 @@ def test_no_reader_waits_for_the_writer_of_a_pipe(tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
+
     with pytest.raises(
         ValueError, match=f"{re.escape(str(path))} is a folder, a pipe, a socket or a device"
     ):

@@ -162,6 +162,7 @@ def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, s
         assert "\n" not in str(error.value)
         return
     ids, mask = encode_chat(tokenizer, {"messages": messages})
+
     assert ids == tokenizer.apply_chat_template(messages)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) <= 1
     want = [first + (text.strip() if strips else text) + end for text in TEXTS[1::2]]
@@ -201,6 +202,7 @@ def test_reasoning_that_the_template_drops_is_not_looked_for(template, options, 
     tokenizer = with_template(template)
     row = {"messages": THOUGHT, "chat_template_kwargs": options}
     ids, mask = encode_chat(tokenizer, row)
+
     assert [part.strip("\n") for part in learnt(tokenizer, ids, mask)] == want
     assert ids == tokenizer.apply_chat_template(THOUGHT, **options)["input_ids"]
 
@@ -240,6 +242,7 @@ def test_the_mask_is_that_of_trls_training_templates(name, more):
     theirs = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
+
     assert encode_chat(tokenizer, {"messages": messages}) == (
         theirs["input_ids"],
         list(map(bool, theirs["assistant_masks"])),
@@ -266,6 +269,7 @@ def test_of_a_prompt_of_messages_only_the_completion_is_trained():
         "%}"
     )
     turns = chat("two?", "four", "again?", "five")
+
     for template, want in ((CHATML, "five<|im_end|>"), (marked, "five</s>")):
         tokenizer = with_template(template)
         ids, mask = encode_chat(tokenizer, {"prompt": turns[:-1], "completion": turns[-1:]})
@@ -285,6 +289,7 @@ def test_tools_and_turns_without_content():
     ]
     turns += [{"role": "tool", "content": "noon"}, {"role": "assistant", "content": "noon"}]
     ids, mask = encode_chat(tokenizer, {"messages": turns, "tools": '[{"name": "now"}]'})
+
     assert learnt(tokenizer, ids, mask) == ["<call>now<|im_end|>", "noon<|im_end|>"]
     assert tokenizer.decode(ids).startswith("now;<|im_start|>system")
 
@@ -368,6 +373,7 @@ def test_every_method_trains_on_the_same_tokens(tmp_path, train_on):
         "an XFT recipe": data.load_rows(tmp_path / "train"),
     }
     want = sorted(data.encode(tokenizer, row, train_on=train_on) for row in chats[:8])
+
     assert all(
         sorted((row["input_ids"], row["labels"]) for row in rows) == want for rows in found.values()
     ), found

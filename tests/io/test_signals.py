@@ -75,6 +75,7 @@ def test_a_conversion_leaves_what_was_there(tmp_path, number, word):
     dense("llama").save_pretrained(tmp_path / "dense")
     upcycle = ("xft", "upcycle", tmp_path / "dense", tmp_path / "moe", "--top-k", 2)
     done = stopped("upcycling", 1, number, *upcycle, "--num-experts", 4)
+
     assert done.returncode == 128 + number, done.stderr
     assert done.stdout == ""
     assert last_line(done) == f"{word}; nothing was written"
@@ -124,6 +125,7 @@ cli.main()
 def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
     command = [sys.executable, "-c", EARLY, place, str(int(number))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+
     assert done.returncode == 128 + number
     assert done.stdout == ""
     # within the verb it is known that it writes nothing
@@ -159,6 +161,7 @@ def weights(result: dict) -> dict:
 def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_path):
     out = tmp_path / "out"
     done = stopped("moe", 2, signal.SIGINT, "run", recipe, "--out", out)
+
     assert done.returncode == 130, done.stderr
     said, _, command = last_line(done).partition(" rerun to resume: ")
     assert said == f"interrupted; completed work is in {out};"
@@ -216,6 +219,7 @@ cli.main()
         text=True,
         timeout=PATIENCE,
     )
+
     assert done.returncode == 143, done.stderr
     line = (
         f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue "

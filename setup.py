@@ -1,12 +1,12 @@
-"""Builds the libraries of csrc/ that are asked for; all else about the package is in
-pyproject.toml.
+"""Builds the requested libraries of csrc/; everything else about the package is in pyproject.toml.
 
-MOE_RUNTIME_BUILD_CUDA   unset or 0: without; 1: for every architecture; a list such as 80;90 or
-                         100+PTX: for those
-MOE_RUNTIME_BUILD_CPU    unset or 0: without; 1: the library of csrc/cpu, for every instruction set
-                         of this kind of machine
-With neither it is a wheel of pure Python, and no compiler is looked for. No GPU is asked. With one
-the wheel is py3-none-<platform>: neither Python nor torch is linked.
+MOE_RUNTIME_BUILD_CUDA   unset or 0: no CUDA library; 1: one for every architecture; a list such as
+                         80;90 or 100+PTX: one for those
+MOE_RUNTIME_BUILD_CPU    unset or 0: no CPU library; 1: the library of csrc/cpu, for every
+                         instruction set of this kind of machine
+
+Without both this is a wheel of pure Python, and no compiler is searched for. With one of them the
+wheel is py3-none-<platform>: neither Python nor torch is linked. No build needs a GPU.
 """
 
 import os
@@ -21,22 +21,21 @@ ROOT = Path(__file__).resolve().parent
 CPU_CSRC = ROOT / "csrc" / "cpu"
 CUDA = "moe_runtime._lib.libmoert_cuda"
 CPU = "moe_runtime._lib.libmoert_cpu"
-ASKED = {name: os.environ.get(f"MOE_RUNTIME_BUILD_{name}") or "0" for name in ("CUDA", "CPU")}
+REQUESTED = {name: os.environ.get(f"MOE_RUNTIME_BUILD_{name}") or "0" for name in ("CUDA", "CPU")}
 
 
 class BuildLibrary(build_ext):
     """Extensions that moe_runtime/native/build.py compiles."""
 
     def get_ext_filename(self, fullname):
-        # setuptools asks with the full name and with its last part, and would add Python's own
-        # suffix
+        # setuptools passes the full name or its last part, and would add Python's own suffix
         return fullname.replace(".", "/") + ".so"
 
     def get_export_symbols(self, ext):
         return []
 
     def copy_extensions_to_source(self):
-        # an editable install's library lies in the checkout
+        # an editable install has its library in the checkout
         (ROOT / "moe_runtime" / "_lib").mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
@@ -55,36 +54,36 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-def extension(name: str, *patterns: str) -> Extension:
-    sources = sorted(
-        path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)
-    )
-    return Extension(name, sources=sources)
+def check_cuda() -> None:
+    build.check_cuda(ROOT / "csrc", ARCHS)
+
+
+def check_cpu() -> None:
+    build.check_cpu(CPU_CSRC)
 
 
 extensions = []
 # build what was requested or fail, as a wheel without the requested kernels would be misleading
-if ASKED["CPU"] not in ("0", "1"):
-    raise SystemExit(f"MOE_RUNTIME_BUILD_CPU must be 0 or 1, but is {ASKED['CPU']!r}")
-if set(ASKED.values()) != {"0"}:
+if REQUESTED["CPU"] not in ("0", "1"):
+    raise SystemExit(f"MOE_RUNTIME_BUILD_CPU must be 0 or 1, but is {REQUESTED['CPU']!r}")
+if set(REQUESTED.values()) != {"0"}:
     sys.path.insert(0, str(ROOT))
     from moe_runtime.native import build  # which needs nothing but Python
 
-    ARCHS = build.ARCHS if ASKED["CUDA"] == "1" else ASKED["CUDA"]
-    for name, check in (
-        ("CUDA", lambda: build.check_cuda(ROOT / "csrc", ARCHS)),
-        ("CPU", lambda: build.check_cpu(CPU_CSRC)),
+    ARCHS = build.ARCHS if REQUESTED["CUDA"] == "1" else REQUESTED["CUDA"]
+    for name, library, pattern, check in (
+        ("CUDA", CUDA, "csrc/*.cu", check_cuda),
+        ("CPU", CPU, "csrc/cpu/*.cpp", check_cpu),
     ):
-        if ASKED[name] != "0":
-            try:
-                check()
-            except build.BuildError as error:
-                raise SystemExit(
-                    f"MOE_RUNTIME_BUILD_{name} is {ASKED[name]!r}, but {error}"
-                ) from None
-            extensions.append(
-                extension(CUDA, "csrc/*.cu") if name == "CUDA" else extension(CPU, "csrc/cpu/*.cpp")
-            )
+        value = REQUESTED[name]
+        if value == "0":
+            continue
+        try:
+            check()
+        except build.BuildError as error:
+            raise SystemExit(f"MOE_RUNTIME_BUILD_{name} is {value!r}, but {error}") from None
+        sources = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
+        extensions.append(Extension(library, sources=sources))
 if extensions:
     setup(ext_modules=extensions, cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel})
 else:

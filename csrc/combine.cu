@@ -7,7 +7,7 @@
 namespace moert {
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 4;  // rows of one token that a thread has under way
+constexpr int kInFlight = 4;  // rows of one token that a thread loads at once
 
 struct Sum {
   const float* weight;
@@ -17,11 +17,11 @@ struct Sum {
   int row_bytes, K;
 };
 
-// N numbers of one token from column h on; only the `count` within the row
+// N values of one token from column h on, of which `count` are within the row
 template <int N, typename T>
 __device__ __forceinline__ void sum_slots(const Sum& s, const T* y, int64_t t, int64_t h, int64_t count, bool whole,
                                           T* out) {
-  // the rows beyond are not written, and their weights may have any value
+  // rows beyond the last are never written, and their weights may have any value
   const int64_t limit = s.num_rows ? *s.num_rows : INT64_MAX;
   float sum[N];
 #pragma unroll

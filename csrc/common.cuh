@@ -14,10 +14,10 @@
 #define MOERT_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                     \
   (kernel<<<dim3((unsigned)(grid)), dim3(block), (shared_bytes), (cudaStream_t)(stream)>>>(__VA_ARGS__), \
    (int)cudaGetLastError())
-// all blocks run at once, so that they may wait for each other; `argument` is the kernel's only one
+// all blocks run at once, so that they may wait for each other; the kernel has one argument, `argument`
 #define MOERT_LAUNCH_TOGETHER(kernel, grid, block, shared_bytes, stream, argument) \
   ::moert::launch_together((const void*)(kernel), (grid), (block), (shared_bytes), (stream), &(argument))
-// all shared memory is dynamic, of the size that the launch gives, and uninitialized
+// all shared memory is dynamic and uninitialized; the launch gives its size
 #define MOERT_SHARED(type, name)                              \
   extern __shared__ __align__(16) unsigned char name##_raw[]; \
   type* name = reinterpret_cast<type*>(name##_raw)
@@ -35,7 +35,7 @@ inline int launch_together(const void* kernel, int grid, int block, size_t share
   return code ? (cudaGetLastError(), code) : 0;  // the error must not wait for the next launch
 }
 __device__ __forceinline__ void wait_for_all_blocks() { cooperative_groups::this_grid().sync(); }
-// of the current device; no question to the GPU
+// of the current device; does not synchronize with the GPU
 inline int processors(int* count) {
   int device = 0;
   const int code = (int)cudaGetDevice(&device);
@@ -73,12 +73,12 @@ __device__ __forceinline__ void store_f32(void* p, int64_t i, int dtype, float x
   else if (dtype == MOERT_F16) from_f32(x, static_cast<__half*>(p)[i]);
   else from_f32(x, static_cast<__nv_bfloat16*>(p)[i]);
 }
-// an index of 4 or 8 bytes
+// reads an index of 4 or 8 bytes
 __device__ __forceinline__ int64_t load_index(const void* p, int64_t i, int bytes) {
   return bytes == 8 ? static_cast<const int64_t*>(p)[i] : static_cast<const int32_t*>(p)[i];
 }
 
-// the numbers of one 16-byte access
+// values per 16-byte access
 template <typename T>
 constexpr int kPack = 16 / (int)sizeof(T);
 template <typename T, int N>
@@ -86,7 +86,7 @@ struct Pack {
   T value[N];
 };
 
-// the compiler turns an access of a struct, and at times of a uint4, into smaller ones; these stay what they are
+// the compiler splits the access of a struct, and sometimes of a uint4, into smaller ones; these stay whole
 template <typename P>
 __device__ __forceinline__ void read_whole(P& pack, const void* p) {
   uint4 words[sizeof(P) / 16];
@@ -108,7 +108,7 @@ __device__ __forceinline__ void write_whole(void* p, const P& pack) {
   }
 }
 
-// `count` of N numbers, the rest 0; in accesses of 16 bytes where `whole` says that the addresses allow it
+// the first `count` of N values, the rest 0; in 16-byte accesses if `whole` says that the addresses allow it
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> load_pack(const T* p, int64_t count, bool whole) {
   Pack<T, N> pack;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void store_pack(T* p, const float (&x)[N], int64_t co
     if (n < count) p[n] = pack.value[n];
 }
 
-// over groups of LANES neighbouring lanes; every lane gets the same bits
+// reductions over groups of LANES neighbouring lanes; every lane gets the same bits
 template <int LANES>
 __device__ __forceinline__ float sum_lanes(float x) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Who the library is: its ABI, how it was built, what the driver says.
+// Identity of the library: its ABI, how it was built, and what the driver reports.
 #include "common.cuh"
 
 #ifndef MOERT_BUILD_INFO

@@ -1,15 +1,15 @@
-// Weighted sum of experts, each number read once, and the gradient of the weights.
+// Weighted sum of experts, each value read once, and the gradient of the weights.
 //
-// The equations are in moe_runtime/ops/merging.py. Each number of the sum is the same float32 operations as torch's: products
-// and sums rounded one by one, expert after expert, so the bits are the same. dalpha is summed in a fixed order: the numbers
-// of a thread, the lanes of a warp as a tree, the warps of a block, then the blocks likewise.
+// The equations are in moe_runtime/ops/merging.py. Each value of the sum takes the same float32 operations as in torch: products
+// and sums are rounded one by one, expert after expert, so the bits are the same. dalpha is summed in a fixed order: the values
+// of a thread, the lanes of a warp as a tree, the warps of a block, then the blocks in the same way.
 #include "common.cuh"
 
 namespace moert {
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 4;              // experts whose loads a thread has under way
-constexpr int64_t kTile = 32 * kThreads;  // numbers of one block of the gradient
+constexpr int kInFlight = 4;              // experts that a thread loads at once
+constexpr int64_t kTile = 32 * kThreads;  // values per block of the gradient
 constexpr int kExpertsAtOnce = 32;
 
 template <typename T>
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads)
     merge_forward_kernel(const T* weight, const float* alpha, const float* seen, int E, int64_t P, int64_t stride_e,
                          void* out, int out_dtype, bool whole, bool whole_out) {
   constexpr int N = kPack<T>;
-  if (seen) {  // `out` holds the merged weight of these: nothing to do if alpha is unchanged
+  if (seen) {  // `out` holds the weight merged with these coefficients: nothing to do if alpha is unchanged
     int changed = 0;
     for (int e = threadIdx.x; e < E; e += kThreads) changed |= alpha[e] != seen[e];
     if (!__syncthreads_or(changed)) return;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   else store_pack(static_cast<__nv_bfloat16*>(out) + p, sum, count, whole_out);
 }
 
-// sums x over the block for thread 0, in a fixed order; scratch [kThreads / 32]
+// sum of x over the block, for thread 0, in a fixed order; scratch [kThreads / 32]
 __device__ __forceinline__ float sum_block(float x, float* scratch) {
   x = sum_lanes<32>(x);
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;
@@ -57,7 +57,7 @@ __device__ __forceinline__ float sum_block(float x, float* scratch) {
   return sum;
 }
 
-// three blocks a processor: left alone, ptxas spills for a fourth on sm_120
+// three blocks per multiprocessor: without a limit, ptxas spills to fit a fourth on sm_120
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 3)
     merge_backward_kernel(const void* dout, int dout_dtype, const T* weight, int E, int64_t P, int64_t stride_e,
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-// dalpha[e] = sum of partial[e, :], a block per expert
+// dalpha[e] = sum of partial[e, :], one block per expert
 __global__ void __launch_bounds__(kThreads) sum_kernel(const float* partial, int64_t blocks, float* dalpha) {
   MOERT_SHARED(float, scratch);
   float sum = 0.f;

@@ -1,11 +1,11 @@
 // Slots to rows in one launch: a stable counting sort by expert, and the grouped GEMMs' maps of row tiles.
 //
-// The operation is stated in moe_runtime/ops/dispatch.py. A slot's key is its expert, or E if it is dropped. Each warp of each block
-// owns a run of slots and goes over it twice: it counts its keys, and then, once all blocks' counts have been summed, gives
-// each slot its row. Ranks come from the order of lanes and runs alone, so no bit depends on who is first.
+// moe_runtime/ops/dispatch.py defines the operation. A slot's key is its expert, or E if it is dropped. Each warp of each block
+// owns a run of slots and reads it twice: it counts its keys and, once the counts of all blocks have been summed, gives each
+// slot its row. Ranks follow from the order of lanes and runs alone, so the result does not depend on which block runs first.
 //   up to kOneBlock slots  one block
-//   more                   a block per 2048 slots, no more than the GPU runs at once; they wait for each other in between
-//   with block_count       as many, and no block waits: the router has counted
+//   more                   a block per 2048 slots, at most as many as the GPU runs at once; they wait for each other in between
+//   with block_count       the same number, and no block waits, as the router has counted
 #include "common.cuh"
 
 namespace moert {
@@ -16,7 +16,7 @@ constexpr int64_t kBlockSlots = 2048;
 constexpr int kMaxBlocks = 128;
 constexpr int kMaxCountedBlocks = 64;
 constexpr int kAhead = 4;               // loads of a lane in flight
-constexpr int kSharedBytes = 48 << 10;  // that a block may have without asking
+constexpr int kSharedBytes = 48 << 10;  // of a block without opting in to more
 constexpr int kWarpSums = 32;
 
 struct Plan {
@@ -24,8 +24,8 @@ struct Plan {
   int id_bytes, E, K;
   int64_t R;
   int64_t block_slots;    // of one block of the grid
-  const int32_t* counts;  // [rows, columns], whose columns from E on are the dropped slots; null: one block does it all
-  int32_t* own_counts;    // the same, if this grid fills it
+  const int32_t* counts;  // [rows, columns], columns from E on for dropped slots; null: one block does all of it
+  int32_t* own_counts;    // the same array, if this grid fills it
   int rows, rows_before;  // rows_before: per block of the grid
   int columns;
   int32_t *expert_offsets, *row_token, *row_slot, *slot_row;
@@ -33,7 +33,7 @@ struct Plan {
   moert_tiles maps[MOERT_MAX_MAPS];
 };
 
-// exclusive, in place, by all threads of the block; a[n] becomes the total. sums [kWarpSums] is scratch
+// exclusive prefix sum in place, by all threads of the block; a[n] becomes the total. sums [kWarpSums] is scratch
 __device__ void scan(int32_t* a, int n, int32_t* sums) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   int32_t carry = 0;
@@ -60,13 +60,13 @@ __device__ void scan(int32_t* a, int n, int32_t* sums) {
     __syncthreads();
     if (i < n) a[i] = carry + upto - x + (warp ? sums[warp - 1] : 0);
     carry += sums[warps - 1];
-    __syncthreads();  // before the next round's sums
+    __syncthreads();  // before the next round overwrites the sums
   }
   if (threadIdx.x == 0) a[n] = carry;
   __syncthreads();
 }
 
-// this block's share of one map; offsets [E + 1] and the scratch `starts` [E + 1] and `sums` are in shared memory
+// this block's part of one map; offsets [E + 1] and the scratch `starts` [E + 1] and `sums` are in shared memory
 __device__ void write_map(const moert_tiles& tiles, const int32_t* offsets, int E, int64_t R, int32_t* starts,
                           int32_t* sums) {
   const int64_t count = R / tiles.block_m + least<int64_t>(E, R);
@@ -88,7 +88,7 @@ __device__ void write_map(const moert_tiles& tiles, const int32_t* offsets, int 
     tiles.map[count + tile] = live ? (int32_t)(offsets[low] + (tile - starts[low]) * tiles.block_m) : starts[E];
     tiles.map[2 * count + tile] = live ? offsets[low + 1] : 0;
   }
-  __syncthreads();  // before the next map's starts
+  __syncthreads();  // before the next map overwrites the starts
 }
 
 // calls visit(slot, key) for each slot of a warp's run, 32 at a time; the key is E + 1 for lanes beyond the end
@@ -112,9 +112,9 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const Plan plan) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int E = plan.E, keys = E + 1;
   MOERT_SHARED(int32_t, shared);
-  int32_t* next = shared;  // [warps, keys]: the slots that a warp has of each key, then the row of its next one
+  int32_t* next = shared;  // [warps, keys]: how many slots of each key a warp has, then the row of its next one
   int32_t* offsets = next + warps * keys;  // [keys]
-  int32_t* before = offsets + keys;        // [keys]: of earlier blocks
+  int32_t* before = offsets + keys;        // [keys]: counts of earlier blocks
   int32_t* sums = before + keys;           // [kWarpSums]
   int32_t* mine = next + warp * keys;
   const int64_t begin = least(blockIdx.x * plan.block_slots, plan.R), end = least(begin + plan.block_slots, plan.R);
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const Plan plan) {
       const int32_t n = plan.counts[i];
       const int row = i / plan.columns, e = i - row * plan.columns;
       if (n == 0) continue;
-      atomicAdd(&offsets[e], n);  // of integers: any order gives the same sum
+      atomicAdd(&offsets[e], n);  // integers: any order gives the same sum
       if (row < rows_before) atomicAdd(&before[e], n);
     }
   }
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const Plan plan) {
   scan(offsets, E, sums);
   const int32_t R = (int32_t)plan.R;
   for (int e = threadIdx.x; e < keys; e += blockDim.x) {
-    offsets[e] = most(least(offsets[e], R), 0);  // counts of other ids give a wrong plan, but no row outside
+    offsets[e] = most(least(offsets[e], R), 0);  // counts of other ids give a wrong plan, but no row out of range
     const int32_t first = offsets[e] + before[e];
     for (int w = 0; w < warps; ++w) next[w * keys + e] += first;
     if (blockIdx.x == 0) plan.expert_offsets[e] = offsets[e];
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(1024, 1) plan_kernel(const Plan plan) {
     if (live && rank == 0) mine[key] += __popc(same);
     __syncwarp();
   });
-#pragma unroll  // else the arguments are copied to the stack, where an index can reach them
+#pragma unroll  // otherwise the arguments are copied to the stack, to be indexed
   for (int m = 0; m < MOERT_MAX_MAPS; ++m)
     if (m < plan.num_maps) write_map(plan.maps[m], offsets, E, plan.R, before, sums);
 }
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(256) map_kernel(const Maps maps) {
   int32_t* sums = starts + maps.E + 1;
   for (int e = threadIdx.x; e <= maps.E; e += blockDim.x) offsets[e] = maps.expert_offsets[e];
   __syncthreads();
-#pragma unroll  // else the arguments are copied to the stack, where an index can reach them
+#pragma unroll  // otherwise the arguments are copied to the stack, to be indexed
   for (int m = 0; m < MOERT_MAX_MAPS; ++m)
     if (m < maps.num_maps) write_map(maps.maps[m], offsets, maps.E, maps.R, starts, sums);
 }
@@ -204,7 +204,7 @@ static bool valid(const moert_tiles* maps, int num_maps, int64_t R) {
   return true;
 }
 
-// as many warps as the block's shared memory allows, and no more than its slots keep busy
+// as many warps as the shared memory of the block allows, but no more than its slots keep busy
 static int warps_for(int E, int64_t slots, int limit) {
   int warps = limit;
   while (warps > 8 && (warps + 2) * (E + 1) * 4 + kWarpSums * 4 > kSharedBytes) warps /= 2;
@@ -256,7 +256,7 @@ MOERT_API int moert_route_plan(const void* ids, int id_bytes, int64_t R, int E, 
   if (plan.own_counts) {
     const int code = MOERT_LAUNCH_TOGETHER(plan_kernel, grid, 32 * warps, shared_bytes, stream, plan);
     if (code != cudaErrorCooperativeLaunchTooLarge && code != cudaErrorNotSupported) return code;
-    // this process may use fewer processors than the GPU has (MPS, green contexts): one block does it all
+    // this process may use fewer multiprocessors than the GPU has (MPS, green contexts): one block does all of it
     plan.counts = plan.own_counts = nullptr, plan.block_slots = R, grid = 1;
   }
   return MOERT_LAUNCH(plan_kernel, grid, 32 * warps, shared_bytes, stream, plan);

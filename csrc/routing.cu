@@ -1,8 +1,9 @@
 // Router logits to K experts and their weights per token, the experts' counts, and the gradient of the logits.
 //
 // The equations are in moe_runtime/ops/routing.py. A token has LANES neighbouring lanes, each of which holds VALUES logits in
-// registers: logit i * LANES + lane. The choice is k rounds over int32 keys in the logits' order: the largest key, then the
-// lowest id that has it; a chosen expert's key becomes its slot, below every number's key. Math is float32.
+// registers: logit i * LANES + lane. Experts are chosen in k rounds over int32 keys that are ordered as the logits: the largest
+// key, and of equal ones the lowest id. The key of a chosen expert becomes its slot, below the keys of all logits. Math is
+// float32.
 #include <math.h>
 
 #include "common.cuh"
@@ -26,7 +27,7 @@ struct Route {
   int E, k, shared, gate, dtype, dweight_dtype, forced;
 };
 
-// in the order of x: -0.0 and 0.0 equal, every NaN the greatest
+// ordered as x: -0.0 equals 0.0, and every NaN is the largest
 __device__ __forceinline__ int key_of(float x) {
   if (x != x) return 0x7fffffff;
   const int bits = __float_as_int(x);
@@ -34,7 +35,7 @@ __device__ __forceinline__ int key_of(float x) {
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-// the gates whose softmax runs over the chosen experts alone
+// gates whose softmax is over the chosen experts alone
 __device__ __forceinline__ bool over_chosen(int gate) {
   return gate == MOERT_TOPK_SOFTMAX || gate == MOERT_SOFTMAX_TOPK_RENORM;
 }
@@ -48,7 +49,7 @@ __device__ __forceinline__ void load_row(const Route& r, int64_t t, int lane, fl
   }
 }
 
-// exp(x - max x), 0 beyond the last logit; the largest is that of the logits for which `counts` is true
+// exp(x - max x), 0 beyond the last logit; the maximum is over the logits for which `counts` is true
 template <int LANES, int VALUES, typename Counts>
 __device__ __forceinline__ void exponentials(float (&x)[VALUES], Counts counts) {
   float top = -INFINITY;
@@ -68,12 +69,12 @@ __device__ __forceinline__ float total(Term term) {
   return sum_lanes<LANES>(sum);
 }
 
-// column of the logits of the expert in a slot of token t
+// column, in the logits, of the expert in a slot of token t
 __device__ __forceinline__ int column(const Route& r, int64_t t, int slot) {
   return r.idx[t * (r.k + r.shared) + slot] - r.shared;
 }
 
-// the sum of term(x[i]) over the slots of token t: the caller may give an expert several times
+// sum of term(x[i]) over the slots of token t; the caller may give an expert several times
 template <int LANES, int VALUES, typename Chosen, typename Term>
 __device__ __forceinline__ float total_of_slots(
     const Route& r, int64_t t, int lane, const float (&x)[VALUES], Chosen chosen, Term term) {
@@ -86,13 +87,13 @@ __device__ __forceinline__ float total_of_slots(
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
       if (i * LANES + lane == id) value = x[i];
-    // behind the search, or the terms of all values would be held in registers
+    // after the search, or the terms of all values would be held in registers
     if (id >= 0 && id < r.E && id % LANES == lane) sum += term(value);
   }
   return sum_lanes<LANES>(sum);
 }
 
-// the id of the largest key, the lowest of several
+// id of the largest key, the lowest of equal ones
 template <int LANES, int VALUES>
 __device__ __forceinline__ int first_of_largest(const int (&key)[VALUES], int lane) {
   int best = key[0], id = lane;
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_forward_kernel(const Route 
   __syncthreads();
   const int64_t begin = blockIdx.x * r.block_tokens, end = least(begin + r.block_tokens, r.T);
   for (int64_t t0 = begin; t0 < end; t0 += kThreads / LANES) {
-    // lanes without a token keep their neighbours company
+    // lanes without a token take part, as the shuffles need all lanes
     const int64_t t = least<int64_t>(t0 + threadIdx.x / LANES, end - 1);
     const bool live = t0 + threadIdx.x / LANES < end;
     float x[VALUES];
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_forward_kernel(const Route 
 #pragma unroll
       for (int i = 0; i < VALUES; ++i) x[i] = sigmoid(x[i]);
     } else {
-      // the caller's experts may lie far below the others
+      // the caller's experts may be far below the others
       const bool of_chosen = r.forced && over_chosen(r.gate);
       exponentials<LANES>(x, [&](int i) { return !of_chosen || chosen(i); });
       if (over_chosen(r.gate)) {
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_forward_kernel(const Route 
 
 template <int LANES, int VALUES>
 __global__ void __launch_bounds__(kThreads, 2) route_backward_kernel(const Route r) {
-  // [tokens at once, E], of the chosen; each lane reads and writes its own experts' only
+  // [tokens at once, E], of the chosen experts; each lane reads and writes only those of its own
   MOERT_SHARED(float, gradients);
   const int lane = threadIdx.x % LANES, K = r.k + r.shared;
   float* d = gradients + threadIdx.x / LANES * r.E;
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 2) route_backward_kernel(const Route
       const int e = i * LANES + lane;
       float dx = y[i] * (dw(i) - mean);
       if (r.gate == MOERT_SIGMOID_TOPK) dx = dw(i) * y[i] * (1.f - y[i]);
-      // in a row of NaN, too
+      // also in a row of NaN
       if ((r.gate == MOERT_SIGMOID_TOPK || over_chosen(r.gate)) && !chosen(i)) dx = 0.f;
       if (live && e < r.E) store_f32(r.dlogits, t * r.E + e, r.dtype, dx);
     }

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from moe_runtime.cli.verbs import Kept, Overwrite, Seed, Target, argument, one_gpu, option
-from moe_runtime.io.prompts import PROMPTS
+from moe_runtime.methods.prompts import PROMPTS
 from papers.verbs import group, verb
 
 app = typer.Typer()  # its commands are added at the top level

@@ -1,4 +1,5 @@
-// The activations of moe_runtime/ops/activation.py and their slopes, on vectors; `act` counts as moe_runtime/native/library.py's ACTS.
+// The activations of moe_runtime/ops/activation.py and their derivatives, on vectors; `act` is a number of ACTS in
+// moe_runtime/native/library.py.
 #pragma once
 #include "kernels.h"
 #include "vector.h"
@@ -9,7 +10,7 @@ using moert::Form;
 
 inline vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
-// erf: odd polynomial up to 1, from there 1 - erfc by a polynomial in 1 / (1 + x / 2); least squares on Chebyshev's nodes
+// erf: an odd polynomial up to 1, then 1 - erfc by a polynomial in 1 / (1 + x / 2); least squares on Chebyshev nodes
 inline vf error_function(vf v) {
     vf a = min(absolute(v), 4.2f), s = a * a, t = 1.0f / (1.0f + 0.5f * a);
     vf near = all(-9.67359084e-06f);
@@ -66,7 +67,7 @@ struct Pair {
     vf gate, up;
 };
 
-// LANES of gate and up from element i on of a row z [2I], `n` of them, the others zero
+// gate and up from element i on of a row z [2I]: the first `n` of LANES, the others zero
 template <class T>
 inline Pair load_pair(const T* z, int64_t I, int64_t i, int64_t n, bool in_turns) {
     if (!in_turns)

@@ -1,7 +1,7 @@
-// The experts' products on matrix tiles (AMX), in bfloat16: blocks of 32 rows of weights with 32 rows of x or h, 16 x 16 sums each.
-// The rows of weights have the same layout in their tiles as in memory. Those of x and h are laid out in pairs, [elements / 2][16 rows][2], which is
-// what two rows of sums of `up` make, so h is never turned round; what goes out by rows (z, out) is. Each sum runs over its elements
-// in order: neither threads nor the place of a row in its tile change a bit.
+// The experts' products on matrix tiles (AMX), in bfloat16: blocks of 32 rows of weights times 32 rows of x or h, 16 x 16 sums each.
+// The rows of weights have the same layout in their tiles as in memory. Those of x and h are interleaved in pairs,
+// [elements / 2][16 rows][2]. Two rows of sums of `up` have that layout, so h is never transposed; what is written by rows (z, out)
+// is. Each sum runs over its elements in order: neither threads nor the position of a row in its tile change a bit.
 #pragma once
 #include "activation.h"
 #include "kernels.h"
@@ -15,22 +15,22 @@ using moert::Tiled;
 
 constexpr int64_t TILE = 16, BROADER = 2 * TILE, ELEMENTS = 32;  // rows; of a block; elements of a row in a tile
 constexpr int64_t TILE_SIZE = TILE * ELEMENTS, PAIR_SIZE = 2 * TILE_SIZE, SUMS = 4 * TILE * TILE;
-constexpr int64_t CHUNK = 8, GROUP = 4;  // steps of a sum, and blocks, whose weights and sums stay in the first cache
+constexpr int64_t CHUNK = 8, GROUP = 4;  // steps of a sum, and blocks, whose weights and sums stay in the L1 cache
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-const TileConfig TILE_CONFIG;  // g++ < 13 sees ldtilecfg read 8 bytes of it: what a function has just written would be left out
+const TileConfig TILE_CONFIG;  // g++ < 13 believes that ldtilecfg reads 8 bytes, and would drop stores that a function has just made
 
-// Eight whole tiles for this thread, until the end of a block.
+// Configures eight whole tiles for this thread until the end of a block.
 struct Configured {
     Configured() { _tile_loadconfig(&TILE_CONFIG); }
     ~Configured() { _tile_release(); }
 };
 
-// Two times 16 rows, in tiles `step` bytes apart, of which the rows are `stride` bytes apart.
+// Two times 16 rows, in tiles `step` bytes apart, whose rows are `stride` bytes apart.
 struct Rows {
     const char *first, *second;
     int64_t stride, step;
@@ -39,7 +39,7 @@ struct Rows {
 
 inline int64_t steps_of(int64_t length) { return (length + ELEMENTS - 1) / ELEMENTS; }
 
-// Lines that are prefetched while others are multiplied, at every step: `lines` from each of two, `stride` apart; then `step` further.
+// Cache lines that are prefetched during the products: at each step `lines` from each of two addresses, `stride` apart; then `step` further.
 struct Ahead {
     const char *first = nullptr, *second = nullptr;
     int64_t stride = 0, step = 0, lines = 0;
@@ -52,8 +52,8 @@ struct Ahead {
     }
 };
 
-// sums [2 of w][2 of pairs][16][16] = the products of `steps` tiles; of the first 16 rows of `pairs` alone unless `both`; added to
-// the sums if `more`.
+// sums [2 of w][2 of pairs][16][16] = the products of `steps` tiles, of only the first 16 rows of `pairs` unless `both`; added to the
+// previous sums if `more`.
 inline void multiply(Rows w, const bf16* pairs, bool both, int64_t steps, bool more, float* sums, Ahead weights, Ahead fresh) {
     if (more) {
         _tile_loadd(0, sums, 64);
@@ -96,12 +96,12 @@ inline void multiply(Rows w, const bf16* pairs, bool both, int64_t steps, bool m
     _tile_stored(3, sums + 768, 64);
 }
 
-// the elements of a row from k on in a tile, zeros beyond the last
+// a row's elements from k on in a tile, zeros beyond the last
 inline __m512i tile_row(const bf16* row, int64_t k, int64_t length) {
     return (__m512i)(k + ELEMENTS <= length ? Step<bf16>::get(row + k) : Step<bf16>::get_part(row + k, length - k));
 }
 
-// `n` <= 16 rows as tiles, PAIR_SIZE apart, zeros for those that are not there
+// `n` <= 16 rows as tiles, PAIR_SIZE apart, zeros for the missing ones
 inline void lay_pairs(const bf16* const* rows, int64_t n, int64_t length, bf16* out) {
     for (int64_t k = 0; k < length; k += ELEMENTS, out += PAIR_SIZE) {
         __m512i square[TILE];
@@ -114,7 +114,7 @@ inline void lay_pairs(const bf16* const* rows, int64_t n, int64_t length, bf16* 
     }
 }
 
-// `n` rows of weights as tiles in a piece, PAIR_SIZE apart, zeros for those that 16 lack
+// `n` <= 16 rows of weights as tiles, PAIR_SIZE apart, zeros for the missing ones
 inline void lay_weights(const bf16* w, int64_t stride, int64_t n, int64_t length, bf16* out) {
     for (int64_t k = 0; k < length; k += ELEMENTS, out += PAIR_SIZE)
         if (n >= TILE && k + ELEMENTS <= length)
@@ -125,7 +125,7 @@ inline void lay_weights(const bf16* w, int64_t stride, int64_t n, int64_t length
                 _mm512_store_si512(out + m * ELEMENTS, m < n ? tile_row(w + m * stride, k, length) : _mm512_setzero_si512());
 }
 
-// Where 2 x 16 rows of weights are read: in memory, or at `copy` where they are not whole tiles.
+// Where 2 x 16 rows of weights are read: in place, or from `copy` if they are not whole tiles.
 struct Source {
     const bf16 *first, *second;
     int64_t stride, n_first, n_second, length;
@@ -137,7 +137,7 @@ struct Source {
         lay_weights(second, stride, n_second, length, copy + TILE_SIZE);
         return {(const char*)copy, (const char*)(copy + TILE_SIZE), ELEMENTS * sizeof(bf16), PAIR_SIZE * sizeof(bf16)};
     }
-    // what the b-th of `blocks` is to ask for, from element k on
+    // what the b-th of `blocks` prefetches, from element k on
     Ahead ahead(int64_t b, int64_t blocks, int64_t k) const {
         const int64_t from = TILE * b / blocks, end = TILE * (b + 1) / blocks, at = from * stride + k;
         if (!whole()) return {};
@@ -146,8 +146,8 @@ struct Source {
 };
 
 // Calls finish(block, sums) for the products of w with each of the blocks [..][steps][2][TILE_SIZE] of 32 rows, `rows` in all.
-// Meanwhile the rows `next` are asked for, a Source, and what fresh(block, step) says. The sums are kept in `kept`, if it is not null, and
-// added to what is there if `more`.
+// Meanwhile prefetches the rows `next`, a Source, and what fresh(block, step) returns. The sums are stored in `kept` unless it is null,
+// and added to its contents if `more`.
 template <class Next, class Fresh, class Finish>
 inline void for_blocks(
     const Rows& w, const bf16* pairs, int64_t rows, int64_t steps, const Next& next, const Fresh& fresh, const Finish& finish,
@@ -170,7 +170,7 @@ inline void for_blocks(
 inline vu bits(vf v) { return __builtin_convertvector(narrow(v), vu); }
 inline __m512i pair(vf even, vf odd) { return (__m512i)(bits(even) | bits(odd) << 16); }
 
-// h of 16 rows, in pairs, and z if it is saved, from the sums of gate and up; or, without a gate, of twice as many columns
+// h of 16 rows, in pairs, and z if it is saved, from the sums of gate and up; without a gate, of twice as many columns
 template <int ACT>
 inline void finish_up_tile(
     const Experts& f, const bf16* bias, int64_t row, int64_t rows, int64_t i, const float* first, const float* second, bf16* h) {
@@ -203,7 +203,7 @@ inline void finish_up_tile(
     transpose(z);
     const int64_t rest = f.I - i;
     const bool whole = rest >= 2 * TILE || (form && rest >= TILE);
-    for (int64_t m = 0; whole && m < rows; m++) {  // sizes that the compiler knows
+    for (int64_t m = 0; whole && m < rows; m++) {  // sizes known to the compiler
         char* at = (char*)((bf16*)f.z + (row - f.first_row + m) * Z + i * step);
         if (!form || turns) memcpy(at, &z[m], 64);
         else memcpy(at, &z[m], 32), memcpy(at + f.I * sizeof(bf16), (const char*)&z[m] + 32, 32);
@@ -236,7 +236,7 @@ void up_tiled(const Experts& f, const Piece& piece, int64_t begin, int64_t end, 
         lay_pairs(at, n, f.H, x + m / BROADER * steps * PAIR_SIZE + m / TILE % 2 * TILE_SIZE);
     }
     const Configured configured;
-    end = end < f.I ? end : h_steps * ELEMENTS;  // h is zero there: so are its sums
+    end = end < f.I ? end : h_steps * ELEMENTS;  // h is zero there, and so are its sums
     const auto weights = [&](int64_t i) {
         const bf16* w = (const bf16*)f.up + e * f.up_stride_e + i * step * f.up_stride;
         const int64_t second = turns ? 1 : form ? f.I : TILE, rest = f.I - i;
@@ -245,7 +245,7 @@ void up_tiled(const Experts& f, const Piece& piece, int64_t begin, int64_t end, 
     for (int64_t i = begin; i < end; i += columns) {
         const bf16* bias = f.up_bias ? (const bf16*)f.up_bias + e * (form ? 2 * f.I : f.I) + i * step : nullptr;
         const Rows w = weights(i).rows(copy);
-        const auto kept = [&](int64_t b, int64_t k) {  // two rows of z at a step, which 16 rows of sums will be written to
+        const auto kept = [&](int64_t b, int64_t k) {  // at each step two rows of z, to which 16 rows of sums are written later
             const int64_t row = Z * (piece.begin - f.first_row + b * BROADER + 2 * k);
             const char* const z = (const char*)((const bf16*)f.z + row + i * step);
             const int64_t far = form && !turns ? f.I * sizeof(bf16) : 0, bytes = Z * sizeof(bf16);
@@ -261,7 +261,7 @@ void up_tiled(const Experts& f, const Piece& piece, int64_t begin, int64_t end, 
     }
 }
 
-// The rows begin..end of a piece times the columns c.. of `down`, onto the sums [..][tokens][PANEL] of their tokens.
+// Rows begin..end of a piece times the columns of `down` from c on, added to the sums [..][tokens][PANEL] of their tokens.
 inline void down_tiled(
     const Experts& f, const Piece& piece, int64_t c, int64_t columns, int64_t begin, int64_t end, int64_t first, int64_t tokens,
     float* sums, float* panel) {
@@ -288,7 +288,7 @@ inline void down_tiled(
             float* const totals = sums + n / PANEL * tokens * PANEL + n % PANEL;
             const int64_t some = rows - g < group ? rows - g : group;
             const bf16* const from = h + g * steps * ELEMENTS;
-            const auto fresh = [&](int64_t b, int64_t k) {  // rows that no weights have met
+            const auto fresh = [&](int64_t b, int64_t k) {  // rows that have not been multiplied yet
                 const char* const then = (const char*)(from + ((b + 1) * steps + k) * PAIR_SIZE);
                 return Ahead{then, then + 1024, 64, 2048, !n && g + (b + 1) * BROADER < rows ? 16 : 0};
             };

@@ -1,6 +1,6 @@
-// The experts' backward pass on matrix tiles (AMX), in bfloat16: 32 x 32 sums at a time. What is summed over lies in pairs on one
-// side: two rows of weights, or of x and wh, are interleaved, once for a unit. On the other side rows of dy and dz are copied into
-// tiles as they are, and for the weights' gradients turned round. Each sum runs over its elements in order.
+// The experts' backward pass on matrix tiles (AMX), in bfloat16: 32 x 32 sums at a time. On one side the summed dimension is stored in
+// pairs: two rows of weights, or of x and wh, are interleaved, once per unit. On the other side rows of dy and dz are copied into
+// tiles unchanged, and transposed for the gradients of the weights. Each sum runs over its elements in order.
 #pragma once
 #include "amx.h"
 #include "gradients.h"
@@ -9,7 +9,7 @@ namespace {
 
 using moert::TiledBackward;
 
-// `length` rows of `columns` numbers, where at(k) is the row k, in pairs: [blocks of 32 columns][steps][2][TILE_SIZE]
+// `length` rows of `columns` values, row k at at(k), in pairs: [blocks of 32 columns][steps][2][TILE_SIZE]
 template <class At>
 inline void lay_between(const At& at, int64_t columns, int64_t length, bf16* out) {
     const int64_t steps = steps_of(length);
@@ -30,7 +30,7 @@ inline void lay_between(const At& at, int64_t columns, int64_t length, bf16* out
     }
 }
 
-// up to 32 rows at(m) as they are, [steps][2][TILE_SIZE], zeros for those that lack
+// up to 32 rows at(m) unchanged, [steps][2][TILE_SIZE], zeros for the missing ones
 template <class At>
 inline void lay_rows(const At& at, int64_t rows, int64_t length, bf16* out) {
     for (int64_t m = 0; m < BROADER; m++) {
@@ -41,7 +41,7 @@ inline void lay_rows(const At& at, int64_t rows, int64_t length, bf16* out) {
     }
 }
 
-// up to 32 columns of the rows at(k), turned round: [steps][2][TILE_SIZE]
+// up to 32 columns of the rows at(k), transposed: [steps][2][TILE_SIZE]
 template <class At>
 inline void lay_turned(const At& at, int64_t columns, int64_t length, bf16* out) {
     for (int64_t k = 0; k < length; k += ELEMENTS)
@@ -57,15 +57,15 @@ inline void lay_turned(const At& at, int64_t columns, int64_t length, bf16* out)
         }
 }
 
-// floats of a thread's panels that so many columns of so many elements take, with their sums of `kept` rows
+// floats of a thread's panels for `columns` columns of `elements` elements, with the sums of `kept` rows
 constexpr int64_t floats_of(int64_t elements, int64_t columns, int64_t kept) { return (columns + BROADER) * elements / 2 + kept * columns; }
 static_assert(floats_of(TiledBackward::LONG, TiledBackward::PANELS * PANEL, 0) <= ExpertsBackward::WEIGHTS, "dh and dx");
 static_assert(floats_of(TiledBackward::LONG, TiledBackward::PANELS_OF_LONGER * PANEL, Experts::PIECE) <= ExpertsBackward::WEIGHTS, "longer sums");
 static_assert(floats_of(TiledBackward::PART, ExpertsBackward::WIDE, ExpertsBackward::HIGH) <= ExpertsBackward::WEIGHTS, "dw");
 
-// Sums over `length` elements, `elements` at a time, of 32 of the `rows`, which lay(m, k, depth, tiles) lays out, and 32 of the
-// `columns`, which between(k, depth, pairs) does; calls finish(m, n, sums [2][2][16][16]) for each such block. Meanwhile what
-// next(m, k) says is asked for, as for_blocks does, and what fresh(m, n, step) says.
+// Sums over `length` elements, `elements` at a time, of 32 of the `rows`, laid out by lay(m, k, depth, tiles), and 32 of the `columns`,
+// laid out by between(k, depth, pairs); calls finish(m, n, sums [2][2][16][16]) for each such block. Meanwhile prefetches what
+// next(m, k) and fresh(m, n, step) return, as for_blocks does.
 template <class Lay, class Between, class Next, class Fresh, class Finish>
 inline void tile_product(
     int64_t rows, int64_t columns, int64_t length, int64_t elements, const Lay& lay, const Between& between, const Next& next,
@@ -97,7 +97,7 @@ struct Nothing {
     Ahead operator()(int64_t, int64_t, int64_t) const { return {}; }
 };
 
-// Two rows of 32 columns at a step, from each of two places, where `rows` are
+// At each step two rows of 32 columns from each of two addresses of `rows`
 struct Pages {
     const char *first, *second;
     int64_t stride, rows;
@@ -107,7 +107,7 @@ struct Pages {
     }
 };
 
-// the 16 columns from n on of row m of a block of 32 x 32 sums
+// 16 columns, from n on, of row m of a block of 32 x 32 sums
 inline vf sums_at(const float* sums, int64_t m, int64_t n) {
     return load(sums + m / TILE * 2 * TILE * TILE + n / TILE * TILE * TILE + m % TILE * TILE);
 }
@@ -137,7 +137,7 @@ void dh_tiled(const ExpertsBackward& b, const Piece& piece, int64_t i, int64_t c
             dot = (n % PANEL ? dot : 0) + sum(dots);
         }
     };
-    // z is read by 64 bytes of a row, which no machine foresees, and dz is written likewise
+    // z is read in pieces of 64 bytes per row, which no hardware predicts, and dz is written likewise
     const auto pages = [&](const void* z, int64_t r, int64_t n) {
         const bf16* at = (const bf16*)z + (from + r) * Z + (f.form.form == 2 ? 2 : 1) * (i + n);
         return Pages{(const char*)at, (const char*)(at + (f.form.form == 1 ? f.I : f.form.form == 2 ? BROADER : 0)), Z * (int64_t)sizeof(bf16), rows - r};

@@ -1,4 +1,4 @@
-// The whole forward pass of the experts: up with the activation, then down with the weighted sum, on units that no two threads share.
+// The forward pass of the experts: up with the activation, then down with the weighted sum, in units of work for single threads.
 #pragma once
 #include "activation.h"
 #include "kernels.h"
@@ -18,7 +18,7 @@ inline void add_bias(float* z, int64_t rows, const T* bias, int64_t step, int64_
         for (int64_t n = 0; n < columns; n++) z[m * PANEL + n] += scalar(bias[n * step]);
 }
 
-// `columns` rows of w, from column `at` of a panel of `product` on
+// `columns` rows of w, stored from column `at` on of a panel of `product`
 template <class T>
 inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel, int64_t at = 0) {
     for (int64_t n = 0; n < columns; n += LANES)
@@ -27,7 +27,7 @@ inline void lay_out(const T* w, int64_t stride, int64_t columns, int64_t length,
 
 inline bool many(int64_t rows) { return LANES > 4 && rows >= PACK_FROM; }
 
-// whether a piece's products are those of matrix tiles
+// whether a piece is computed with matrix tiles
 template <class T>
 inline bool tiled(const Piece& piece) {
 #if defined(__AMX_BF16__)
@@ -37,7 +37,7 @@ inline bool tiled(const Piece& piece) {
 #endif
 }
 
-// rows of h [.., I], and of z if it is saved, from those of gate and up
+// rows of h [.., I], and of z if it is saved, from gate and up
 template <class T, int ACT>
 inline void finish_up(
     const Experts& f, const Piece& piece, int64_t row, int64_t rows, int64_t i, int64_t columns, const float* gate) {
@@ -59,7 +59,7 @@ inline void finish_up(
         }
 }
 
-// the columns i..end of h
+// columns i..end of h
 template <class T, int ACT>
 void up_block(const Experts& f, const Piece& piece, int64_t i, int64_t end, float* panels) {
     const bool form = f.form.form, turns = f.form.form == 2;
@@ -119,7 +119,7 @@ void experts_up(const Experts& f, int64_t unit, float* panel) {
     of[f.form.act](f, unit, panel);
 }
 
-// rows of y onto the sums [..][PANEL] of their tokens, from token `first` on
+// adds rows of y to the sums [..][PANEL] of their tokens, from token `first` on
 inline void add_weighted(
     const Experts& f, int64_t row, int64_t rows, int64_t columns, const float* y, int64_t first, float* sums) {
     for (int64_t m = 0; m < rows; m++, y += PANEL) {
@@ -132,7 +132,7 @@ inline void add_weighted(
     }
 }
 
-// the first row of a piece, whose slots ascend, that is of `token` or of a later one
+// the first row of a piece that belongs to `token` or a later one; slots ascend
 inline int64_t row_of(const Experts& f, const Piece& piece, int64_t token) {
     int64_t begin = piece.begin, end = piece.end;
     while (begin < end) {
@@ -143,7 +143,7 @@ inline int64_t row_of(const Experts& f, const Piece& piece, int64_t token) {
     return begin;
 }
 
-// the rows begin..end of a piece times the columns c.. of `down`, onto the sums [..][tokens][PANEL] of their tokens
+// rows begin..end of a piece times the columns of `down` from c on, added to the sums [..][tokens][PANEL] of their tokens
 template <class T>
 inline void down_block(
     const Experts& f, const Piece& piece, int64_t c, int64_t columns, int64_t begin, int64_t end, int64_t first, int64_t tokens,
@@ -156,7 +156,7 @@ inline void down_block(
         if (f.down_bias) add_bias(y, some, (const T*)f.down_bias + e * f.H + c + n, 1, wide);
         add_weighted(f, begin + r, some, wide, y, first, sums + n * tokens);
     };
-    if (many(piece.end - piece.begin)) {  // the whole piece's, or threads would change bits
+    if (many(piece.end - piece.begin)) {  // decided by the whole piece, or the number of threads would change bits
         const auto lay = [&](int64_t k, int64_t depth, float* panel) {
             for (int64_t n = 0; n < columns; n += PANEL)
                 lay_out(w + n * f.down_stride + k, f.down_stride, columns - n < PANEL ? columns - n : PANEL, depth, panel + n * Experts::REACH);

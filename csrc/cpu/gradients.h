@@ -1,5 +1,5 @@
-// The backward pass of the experts: dh with the activation, dx, and the gradients of the weights, each on units that no two threads
-// share and that sum in one order. Where rows are what is summed over, or the weights' own rows, the operands are laid out as they are.
+// The backward pass of the experts: dh with the activation, dx, and the gradients of the weights, each in units of work for single
+// threads that sum in a fixed order. Sums over rows, and over the rows of the weights, read the operands without transposing them.
 #pragma once
 #include "activation.h"
 #include "experts.h"
@@ -41,7 +41,7 @@ inline void product_along(
     product<T>(rows, (columns + PANEL - 1) / PANEL * PANEL, length, lay, at, finish, panels);
 }
 
-// dh of a piece and some panels of columns, from there dz, wh and each panel's part of dweight
+// dh of a piece and some panels of columns, and from it dz, wh and each panel's part of dweight
 template <class T, int ACT>
 void experts_dh_act(const ExpertsBackward& b, int64_t unit, float* panels) {
     const Experts& f = b.forward;
@@ -96,7 +96,7 @@ void experts_dx(const ExpertsBackward& b, int64_t unit, float* panels) {
     product_along(dz, rows, w, f.up_stride, columns, Z, finish, panels);
 }
 
-// rows x columns of sums, at(m, n) LANES of them, into a gradient; where it is added to, the product is rounded first, as autograd's is
+// stores rows x columns of sums, LANES of them at at(m, n), in a gradient; if it is accumulated, the product is rounded first, as in autograd
 template <class T, class At>
 inline void flush(const At& at, int64_t rows, int64_t columns, bool adds, bool past, T* out, int64_t stride) {
     past = past && (uintptr_t)out % 64 == 0 && stride * sizeof(T) % 64 == 0;
@@ -113,8 +113,8 @@ inline void flush(const At& at, int64_t rows, int64_t columns, bool adds, bool p
         }
 }
 
-// A block of an expert's d up = dz^T x or d down = dy^T wh, HIGH x WIDE numbers: row m, column n of it sum dz or dy[.][m0 + m] times
-// x or wh[.][n0 + n] over the expert's rows.
+// A block of an expert's d up = dz^T x or d down = dy^T wh, HIGH x WIDE values: row m, column n is the sum over the expert's rows of
+// dz or dy[.][m0 + m] times x or wh[.][n0 + n].
 template <class T>
 struct Block {
     Piece rows;
@@ -135,7 +135,7 @@ struct Block {
     }
 };
 
-// Where the rows r..r + N of the operands of a block lie: of x or dy by token, of dz or wh one after the other.
+// Addresses of the rows r..r + N of the operands of a block: x and dy by token, dz and wh in sequence.
 template <class T, int64_t N>
 struct Operands {
     bool up;

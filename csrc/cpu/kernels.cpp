@@ -1,5 +1,6 @@
 // The work on a range of rows, for one instruction set: moe_runtime/native/build.py compiles this file once per set, as MOERT_SET.
-// Everything here but the table has internal linkage: a function that two sets share would run on machines of the lesser one.
+// Everything here but the table has internal linkage: the linker could merge a function of two sets, and a processor would run
+// instructions that it lacks.
 #include "kernels.h"
 
 #include "activation.h"
@@ -100,7 +101,7 @@ void combine(const Combine& c, int64_t begin, int64_t end) {
     }
 }
 
-// acc * a + b, which no compiler moves out of a loop
+// acc * a + b, which the compiler cannot move out of a loop
 template <class T, int DEPTH = Step<T>::DEPTH>
 struct Chain {
     typedef vf Elements;
@@ -135,7 +136,7 @@ void peak(const Peak& p, int64_t begin, int64_t end) {
 }
 
 #if defined(__AMX_BF16__)
-// twelve sums of 16 x 16 each step, two to a tile
+// twelve sums of 16 x 16 per step, two per tile
 void peak_tiled(const Peak& p, int64_t begin, int64_t end) {
     alignas(64) bf16 a[TILE_SIZE], b[TILE_SIZE];
     for (int64_t n = 0; n < TILE_SIZE; n += LANES) store(a + n, all(p.scale)), store(b + n, all(p.shift));
@@ -178,7 +179,7 @@ constexpr int64_t PEAK_FLOPS = 2 * LANES * Step<T>::DEPTH;
 
 namespace moert {
 
-// constexpr: an initializer that ran when the library is loaded would execute this set's instructions on every processor
+// constexpr: an initializer at load time would execute this set's instructions on every processor
 extern constexpr Kernels MOERT_SET = {
     {activate<float>, activate<bf16>},
     {activate_backward<float>, activate_backward<bf16>},

@@ -1,12 +1,12 @@
-// What each instruction set brings: one table of functions on a range of rows, filled by kernels.cpp compiled once per set.
+// The functions of each instruction set: a table that kernels.cpp, compiled once per set, fills.
 #pragma once
 #include <stdint.h>
 
 namespace moert {
 
 struct Form {
-    int act;   // the order of moe_runtime/native/library.py's ACTS
-    int form;  // 0 no gate, 1 gate first, 2 in turns
+    int act;   // a number of ACTS in moe_runtime/native/library.py
+    int form;  // 0 no gate, 1 gate first, 2 interleaved
     float limit, up_offset;
 };
 
@@ -35,14 +35,14 @@ struct Combine {
     void* out;
 };
 
-// Rows of one expert; those of h are from `at` on.
+// Rows of one expert; its rows of h start at `at`.
 struct Piece {
     int32_t expert, begin, end, at;
 };
 
-// How matrix tiles divide the work: a block of weights meets rows that stay in the second cache.
+// How the work is divided with matrix tiles: a block of weights is multiplied with rows that stay in the L2 cache.
 struct Tiled {
-    static constexpr int64_t FROM = 4;  // rows of an expert
+    static constexpr int64_t FROM = 4;  // rows of an expert, at least
     static constexpr int64_t BLOCK = 32, COLUMNS = 128;  // rows of a block; columns of out of a unit
     static constexpr int64_t BYTES = 1 << 20;  // of x, and of the sums of out
     static int64_t rows(int64_t length) {
@@ -54,8 +54,8 @@ struct Tiled {
 // Units of `up` are (piece, block of up_columns of h); of `down` (part of the tokens, block of down_columns of out).
 struct Experts {
     static constexpr int64_t COLUMNS = 32, ROWS = 48, PANEL = 64, PANELS = 4;  // of h in a panel with gate and up; panels at most
-    static constexpr int64_t REACH = 512;  // elements of rows of weights that are laid out at once
-    static constexpr int64_t PIECE = 1024;  // rows; so many that laying out the weights again for each piece costs nothing
+    static constexpr int64_t REACH = 512;  // elements of the rows of weights that are packed at once
+    static constexpr int64_t PIECE = 1024;  // rows; enough that packing the weights again for each piece costs nothing
     // floats of `panels` panels and of the sums of their products
     static constexpr int64_t product(int64_t panels, int64_t rows = PIECE) { return panels * (REACH + rows) * PANEL; }
     Form form;
@@ -66,36 +66,36 @@ struct Experts {
     const Piece* pieces;
     int64_t n_pieces, T, H, I, K, first_row, token_parts;
     int64_t up_columns, down_columns, h_stride;
-    int64_t sums_at;  // floats of a thread's panel before the sums of `down`
+    int64_t sums_at;  // floats in a thread's panel before the sums of `down`
     void *h, *z, *out;  // z may be null; h and out may
 };
 
-// How matrix tiles divide the work of the backward pass: elements of a sum that are laid out at once, and the panels of columns of dh
-// and dx that meet them; of a sum of more elements all rows' sums are held meanwhile, so its panels are fewer.
+// How the backward pass is divided with matrix tiles: the elements of a sum that are packed at once, and the panels of columns of dh
+// and dx that are multiplied with them. Longer sums keep the sums of all rows meanwhile, so they have fewer panels.
 struct TiledBackward {
     static constexpr int64_t LONG = 1024, PART = 512, PANELS = 8, PANELS_OF_LONGER = 4;
     static int64_t panels(int64_t length) { return length > LONG ? PANELS_OF_LONGER : PANELS; }
 };
 
-// Of a group of experts, whose z is saved. Units of `dh` are (piece, dh_panels of h); of `dx` (piece, dx_panels of x); of `dw`
-// (expert, block of HIGH x WIDE numbers of a gradient), first all of d up.
+// The backward pass of a group of experts whose z is saved. Units of `dh` are (piece, dh_panels of h); of `dx` (piece, dx_panels of x); of `dw`
+// (expert, block of HIGH x WIDE values of a gradient), first all of d up.
 struct ExpertsBackward {
     static constexpr int64_t DEPTH = 256, HIGH = 512, WIDE = 512, STRIP = 128;
     static constexpr int64_t WEIGHTS = DEPTH * (STRIP + WIDE) + HIGH * WIDE;  // floats that a thread uses for the weights' gradients
     Experts forward;
     const void* dout;
-    const Piece* experts;  // those whose weights' gradients are asked for
+    const Piece* experts;  // those whose weights have gradients
     int64_t rows, dh_panels, dx_panels, up_units, down_units;
     void *dz, *wh;  // of these rows
     float* dots;    // [panels of h][rows]
-    bool up_adds, down_adds, past;  // gradients are added to; they go past the caches
+    bool up_adds, down_adds, past;  // gradients are accumulated; they are stored past the caches
     void *dx_rows, *dup, *ddown;    // may be null
     int64_t dup_stride_e, dup_stride, ddown_stride_e, ddown_stride;
 };
 
-// The sum of E experts of P numbers each, times their alpha, by blocks of numbers, in each by GROUP experts after the other.
+// The sum of E experts of P values each, times their alpha, by blocks of values, and within a block by groups of GROUP experts.
 struct Merge {
-    static constexpr int64_t BLOCK = 4096, GROUP = 8;  // more streams than the machine foresees cost twice the time
+    static constexpr int64_t BLOCK = 4096, GROUP = 8;  // more streams than the hardware prefetches would take twice the time
     const void* weight;
     const float* alpha;
     int64_t stride_e, E, P;
@@ -110,7 +110,7 @@ struct MergeGradient {
     float* parts;
 };
 
-// One expert [P, Q] of a packed stack; what `scale` and the three after it are, moe_runtime/ops/packed.py says.
+// One expert [P, Q] of a packed stack; moe_runtime/ops/packed.py defines `scale` and the three fields after it.
 struct Unpack {
     enum { NF4, MXFP4, FP8, INT8 };
     int format;
@@ -122,9 +122,9 @@ struct Unpack {
     void* out;
 };
 
-// Rounds of SUMS independent sums, each of `steps` products, from registers alone.
+// Rounds of SUMS independent sums of `steps` products each, in registers alone.
 struct Peak {
-    static constexpr int SUMS = 12;  // more than the products that a core has in flight
+    static constexpr int SUMS = 12;  // more than a core has products in flight
     int64_t steps;
     float scale, shift;  // a sum stays finite
     float* sink;         // [rounds]
@@ -135,8 +135,8 @@ struct Kernels {
     void (*activate[2])(const Forward&, int64_t begin, int64_t end);
     void (*activate_backward[2])(const Backward&, int64_t begin, int64_t end);
     void (*combine[2])(const Combine&, int64_t begin, int64_t end);
-    // a unit's; `panel` is the thread's own, PANEL columns of the longer of H and I, in whole vectors; for `down`, PANEL columns
-    // of a part's tokens follow
+    // one unit; `panel` belongs to the thread: PANEL columns of the longer of H and I, in whole vectors, and for `down` PANEL
+    // columns of a part's tokens
     void (*experts_up[2])(const Experts&, int64_t unit, float* panel);
     void (*experts_down[2])(const Experts&, int64_t unit, float* panel);
     void (*experts_dh[2])(const ExpertsBackward&, int64_t unit, float* panel);

@@ -1,5 +1,5 @@
-// Experts to one, and the gradient of their coefficients: each expert is read once, a block of all of them at a time, so that what
-// is summed stays in the first cache. Of the two, the sum is torch's to the last bit.
+// Merging experts, and the gradient of their coefficients: each expert is read once, one block of all experts at a time, so that the
+// sums stay in the L1 cache. The merged weight is equal to torch's to the last bit.
 #pragma once
 #include "kernels.h"
 #include "vector.h"
@@ -10,10 +10,10 @@ using moert::Merge;
 using moert::MergeGradient;
 
 constexpr int AT_ONCE = 4;                     // vectors of a sum that stay in registers over the experts of a group
-constexpr int DOTS = LANES == 16 ? 8 : 4;      // experts whose products with one block are summed at once, in two registers each
-constexpr int64_t BLOCK = moert::Merge::BLOCK;  // of numbers
+constexpr int DOTS = LANES == 16 ? 8 : 4;      // experts whose products with one block are summed together, in two registers each
+constexpr int64_t BLOCK = moert::Merge::BLOCK;  // values
 
-// v as it is: no compiler makes one instruction of the product v and the sum that it goes into, which torch rounds both
+// v unchanged: keeps the compiler from fusing the product v with the sum that uses it, as torch rounds both
 inline vf rounded(vf v) {
 #if defined(__x86_64__)
     __asm__("" : "+v"(v));
@@ -25,8 +25,8 @@ inline vf rounded(vf v) {
     return v;
 }
 
-// The experts first..last-1 onto `sums`, or in place of them from the first on, of N vectors from number i on; into `out` with the
-// last. `n` is what the last vector has of LANES.
+// Adds experts first..last-1 to `sums`, or starts them with expert 0, for N vectors from value i on; the last expert writes `out`.
+// `n` is how many of LANES the last vector has.
 template <class T, int N>
 inline void merge_vectors(const Merge& m, int64_t first, int64_t last, int64_t i, float* sums, int64_t n = LANES) {
     const T* w = (const T*)m.weight + first * m.stride_e + i;
@@ -56,7 +56,7 @@ void merge(const Merge& m, int64_t begin, int64_t end) {
     }
 }
 
-// out[e] = <w[e], g> of N experts, `size` numbers of each
+// out[e] = <w[e], g> of N experts, `size` values each
 template <class T, int N>
 inline void block_dots(const T* w, int64_t stride, const float* g, int64_t size, float* out) {
     constexpr int64_t WIDE = 2 * LANES;

@@ -1,5 +1,5 @@
-// The C interface: sorting, the choice of the instruction set, and the split of rows among OpenMP's threads.
-// A row's result never depends on the split, so the number of threads changes no bit.
+// The C interface: sorting, the choice of the instruction set, and how rows are divided among OpenMP's threads.
+// A row's result does not depend on the division, so the number of threads changes no bit.
 #include "moert_cpu.h"
 
 #include <math.h>
@@ -32,7 +32,7 @@ struct Variant {
     bool (*runs)();
 };
 
-// MOERT_WITH_<set>: what moe_runtime/native/build.py's compiler can make; an older one does not even know the names
+// MOERT_WITH_<set>: the sets that the compiler of moe_runtime/native/build.py knows; an older one may not know the names
 #if defined(MOERT_WITH_avx2)
 bool runs_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
@@ -46,7 +46,7 @@ bool runs_avx512() {
 bool runs_avx512_bf16() { return runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 #if defined(MOERT_WITH_amx)
-// the processor's bits, and the kernel's leave to use tiles, which the whole process has from then on
+// checks the processor's bits, and asks the kernel for permission to use tiles, for the whole process
 bool runs_amx() {
     unsigned a, b, c, d;
     const bool tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1;
@@ -71,7 +71,7 @@ const Variant VARIANTS[] = {
     {"generic", &moert::generic, runs_always},
 };
 
-// ATEN_CPU_CAPABILITY limits torch's own kernels; what it limits them to holds here too
+// ATEN_CPU_CAPABILITY limits torch's kernels, and these as well
 bool allowed(const char* name) {
     const char* const limit = getenv("ATEN_CPU_CAPABILITY");
     if (limit && !strcmp(limit, "default")) return !strcmp(name, "generic");
@@ -92,10 +92,10 @@ typedef int (*Number)();
 Parallel omp_parallel = nullptr;
 Number omp_thread = nullptr, omp_threads = nullptr;
 
-// How many of a team of `threads` have a piece of work worth one. The others of the team, which is torch's, return at once:
-// libgomp ends the threads that a smaller team leaves out, and the next larger one creates them again.
+// How many of a team of `threads` have enough work. The others return at once, and the team stays torch's: libgomp would end the
+// threads that a smaller team leaves out, and create them again for the next larger one.
 int64_t parts_of(int64_t n, double bytes, int threads) {
-    const double worth = 1 << 15;  // bytes: a thread wakes in the time that one core moves so many
+    const double worth = 1 << 15;  // bytes that one core moves in the time that a thread takes to wake
     const int64_t parts = bytes < worth * threads ? (int64_t)(bytes / worth) : threads;
     return omp_parallel ? (parts < n ? parts : n) : 1;
 }
@@ -109,7 +109,7 @@ void parallel(void (*run)(const Work&, int64_t, int64_t), const Work& work, int6
         int64_t n, parts;
         static void share(void* data) {
             const Split& split = *(const Split*)data;
-            const int64_t mine = omp_thread(), team = omp_threads();  // fewer than asked for inside another region
+            const int64_t mine = omp_thread(), team = omp_threads();  // fewer than requested inside another region
             const int64_t threads = split.parts < team ? split.parts : team;
             if (mine < threads) split.run(split.work, split.n * mine / threads, split.n * (mine + 1) / threads);
         }
@@ -119,7 +119,7 @@ void parallel(void (*run)(const Work&, int64_t, int64_t), const Work& work, int6
     omp_parallel(Split::share, &split, (unsigned)threads, 0);
 }
 
-// Calls run(work, unit, panel) for each unit of 0..n, of different durations: a thread takes the next when it has finished one.
+// Calls run(work, unit, panel) for each unit of 0..n; units differ in duration, so a thread takes the next one when it is done.
 template <class Work>
 void in_turns(
     void (*run)(const Work&, int64_t, float*), const Work& work, int64_t n, double bytes, int threads, char* panels,
@@ -153,7 +153,7 @@ int64_t sort(const T* idx, int64_t slots, int64_t E, int32_t* offsets, int32_t* 
         offsets[e + 1] += offsets[e];
     }
     int32_t dropped = offsets[E];
-    // offsets[e] runs to the end of e while its rows are given out, which is where the next begins
+    // offsets[e] advances to the end of e, the begin of the next expert, while its rows are assigned
     for (int64_t s = 0; s < slots; s++) {
         const bool kept = idx[s] >= 0 && (uint64_t)idx[s] < (uint64_t)E;
         const int32_t row = kept ? offsets[idx[s]]++ : dropped++;
@@ -180,7 +180,7 @@ int64_t size_of(int dtype) { return dtype ? 2 : 4; }
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// those of the experts first..last-1 that have rows, in pieces of nearly the same size each; returns how many
+// writes the pieces of the experts first..last-1, of nearly equal sizes per expert; returns how many
 int64_t cut(const int32_t* offsets, int64_t first, int64_t last, int64_t piece, int64_t block, Piece* pieces) {
     int64_t count = 0, at = 0;
     for (int64_t e = first; e < last; e++) {
@@ -194,15 +194,15 @@ int64_t cut(const int32_t* offsets, int64_t first, int64_t last, int64_t piece, 
     return count;
 }
 
-// How many parts of the tokens the down product is split into, where its units alone would leave threads without one, or the sums
-// of the tokens the cache. Each part reads or lays out the weights again, which pays for rows enough of an average expert.
+// How many parts the tokens of the down product are split into, if its units alone are too few for the threads, or the sums of the
+// tokens do not fit into the cache. Each part reads or packs the weights again, which pays off if an average expert has many rows.
 int64_t token_parts(int64_t T, int64_t units, int64_t E, int64_t K, int64_t sums, int threads) {
     const int64_t shares = units && threads > 1 ? blocks(2 * threads, units) : 1, fit = sums > shares ? sums : shares;
     const int64_t worth = T * K / (64 * (E ? E : 1)), parts = fit < worth ? fit : worth;
     return parts > 1 ? parts : 1;
 }
 
-// how the work is divided, and the layout of one call's scratch memory, after the pieces
+// how the work is divided, and the layout of one call's scratch memory after the pieces
 struct Parts {
     bool tiled;
     int64_t piece, block, h_stride, down_columns, token_parts, panels, up_bytes, down_bytes, sums_at, h, bytes;
@@ -212,7 +212,7 @@ Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, in
     const bool tiled = variant->kernels->tiled[dtype / 2];
     const int64_t piece = tiled ? Tiled::rows(H) : Experts::PIECE, block = tiled ? Tiled::BLOCK : 1;
     const int64_t slots = T * K, most = slots < Experts::PIECE ? slots : Experts::PIECE;  // rows of a piece
-    const bool broad = slots >= 64 * E && H >= 8 * Experts::PANEL * threads;  // the rows are read half as often
+    const bool broad = slots >= 64 * E && H >= 8 * Experts::PANEL * threads;  // rows are read half as often
     const int64_t columns = tiled ? Tiled::COLUMNS : broad ? 2 * Experts::PANEL : Experts::PANEL, units = blocks(H, columns);
     const int64_t parts = token_parts(T, units, E, K, tiled ? blocks(T * columns * 4, Tiled::BYTES) : 1, threads);
     int64_t up = Experts::product(Experts::PANELS, most) * 4, down = Experts::product(columns / Experts::PANEL, most) * 4;
@@ -225,22 +225,22 @@ Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, in
     return {tiled, piece, block, length, columns, parts, panels, up, with_sums, down / 4, h, h + aligned(rows * length * size_of(dtype))};
 }
 
-// the end of the experts from `first` on that have `group` rows together; one at least
+// the end of the experts from `first` on that have up to `group` rows together; at least one expert
 int64_t end_of_group(const int32_t* offsets, int64_t first, int64_t E, int64_t group) {
     int64_t last = first + 1;
     while (last < E && offsets[last + 1] - offsets[first] <= group) last++;
     return last;
 }
 
-constexpr int64_t LEAVES_CACHES = 16 << 20;  // bytes of gradients, from which on no cache keeps them until they are read
+constexpr int64_t LEAVES_CACHES = 16 << 20;  // bytes of gradients above which no cache holds them until they are read
 
-// how many panels of n columns a unit has, `times` as many units apart from them, so that no thread goes without
+// how many panels of n columns a unit has, so that every thread has units, of which there are `times` as many besides
 int64_t panels_of(int64_t n, int64_t times, int threads, int64_t panels = Experts::PANELS) {
     while (panels > 1 && times * blocks(n, panels * Experts::PANEL) < (threads > 1 ? 4 * threads : 1)) panels /= 2;
     return panels;
 }
 
-// columns of h of a unit of `up`: panels of them where the rows are many; with tiles as many, as x is laid out again in each
+// columns of h per unit of `up`: several panels if there are many rows; with tiles too, as each unit packs x again
 int64_t columns_of_up(bool tiled, int form, int64_t I, int64_t rows, int64_t n_pieces, int threads) {
     const int64_t C = Experts::COLUMNS, each = form ? C : Experts::PANEL, shares = n_pieces ? blocks(8 * threads, n_pieces) : 1;
     if (tiled) return blocks(I ? blocks(I, shares) : 1, C) * C;
@@ -375,7 +375,7 @@ void moert_cpu_experts(
         weight, row_slot, pieces, n_pieces, T, H, I, K, offsets[first], parts.token_parts, up_columns, parts.down_columns,
         parts.h_stride, parts.sums_at, out ? base + parts.h : nullptr, z, out,
     };
-    // an expert's weights and its rows: few weights that many rows meet are work too
+    // an expert's weights and its rows: a few weights with many rows are work too
     const double bytes = (double)size_of(dtype) * ((double)n_pieces * I * H + (double)rows * (H + I));
     const int64_t ups = n_pieces * blocks(I, up_columns), downs = parts.token_parts * blocks(H, parts.down_columns);
     in_turns(variant->kernels->experts_up[dtype / 2], f, ups, 2 * bytes, threads, panels, parts.up_bytes);

@@ -1,5 +1,6 @@
-// C interface of libmoert_cpu.so: the experts on a CPU, what stands around their matmuls where torch has those, and merging.
-// moe_runtime/native/library.py reads the argument types from here. Pointers are to contiguous memory; dtypes 0 float32, 2 bfloat16, as in moert.h. No function allocates.
+// C interface of libmoert_cpu.so: the experts on a CPU, the steps around their matmuls for when torch computes those, and merging.
+// moe_runtime/native/library.py reads the argument types from here. Pointers are to contiguous memory; dtypes are 0 float32 and
+// 2 bfloat16, as in moert.h. No function allocates.
 #pragma once
 #include <stdint.h>
 
@@ -8,19 +9,19 @@
 
 MOERT_API int moert_cpu_abi_version();
 MOERT_API const char* moert_cpu_build_info();  // JSON
-MOERT_API const char* moert_cpu_variant();     // what runs here: amx, avx512_bf16, avx512, avx2 or generic
+MOERT_API const char* moert_cpu_variant();     // the one in use: amx, avx512_bf16, avx512, avx2 or generic
 
 // The names of the variants that this machine can run, the best first, each followed by a space.
 MOERT_API const char* moert_cpu_variants();
 
-// Limits what runs to the variant of this name; 0 if this machine cannot run it. For tests.
+// Limits the library to the variant of this name; returns 0 if this machine cannot run it. For tests.
 MOERT_API int moert_cpu_limit(const char* name);
 
-// Runs the experts forward and backward and merges them by this variant, serially, and compares the results with sums in double.
-// Returns 1 if they agree; else 0 and in `wrong`, of `size` bytes, what does not. A process runs one at a time.
+// Runs the experts forward and backward and merges them with this variant, serially, and compares the results with sums in double.
+// Returns 1 if they agree; otherwise 0, and writes what differs to `wrong`, of `size` bytes. A process runs one at a time.
 MOERT_API int moert_cpu_self_test(const char* variant, char* wrong, int64_t size);
 
-// The OpenMP runtime of the process: GOMP_parallel, omp_get_thread_num, omp_get_num_threads. Without, all work is serial.
+// Sets the OpenMP runtime: GOMP_parallel, omp_get_thread_num, omp_get_num_threads. Without one, all work is serial.
 MOERT_API void moert_cpu_use_openmp(const void* parallel, const void* thread_num, const void* num_threads);
 
 // Stable counting sort of the slots of topk_idx [T, K], `idx_kind` its bytes, negative for signed ints: offsets [E + 1],
@@ -37,7 +38,7 @@ MOERT_API void moert_cpu_plan(
 // out[r] = x[row_token[r]], rows of `bytes` bytes.
 MOERT_API void moert_cpu_gather(const void* x, const int32_t* row_token, int64_t rows, int64_t bytes, void* out, int threads);
 
-// h [rows, I] from z [rows, 2I or I]; `form` 0 no gate, 1 gate first, 2 in turns; `limit` infinity for no clamp.
+// h [rows, I] from z [rows, 2I or I]; `form` 0 no gate, 1 gate first, 2 interleaved; `limit` infinity for no clamp.
 MOERT_API void moert_cpu_activate(
     int dtype, int act, int form, float limit, float up_offset, const void* z, int64_t rows, int64_t I, void* h, int threads);
 
@@ -51,10 +52,10 @@ MOERT_API void moert_cpu_combine(
     int dtype, const void* y, const float* weight, const int32_t* slot_row, int64_t T, int64_t K, int64_t H, int64_t rows,
     void* out, int threads);
 
-// The whole forward pass of the experts first..last-1: every weight of one that has tokens is read once, or once for many rows.
-// Strides in elements; the last dim of both stacks is contiguous, biases may be null, and so may z [rows, 2I or I], which is
-// written, and of which z[0] is the first of these experts' rows. Where out is null, z is all that is computed. `scratch` has
-// moert_cpu_experts_bytes bytes, aligned to 64, for T * K rows and, if `z_alone`, only where out is null.
+// The forward pass of the experts first..last-1. The weights of an expert that has tokens are read once, or once per many rows.
+// Strides are in elements, and the last dim of both stacks is contiguous. Biases may be null, and so may z [rows, 2I or I], an output
+// whose first row is the first one of these experts. If out is null, only z is computed. `scratch` has moert_cpu_experts_bytes bytes,
+// aligned to 64, for T * K rows; with `z_alone`, enough for calls whose out is null.
 MOERT_API int64_t moert_cpu_experts_bytes(
     int dtype, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int z_alone, int threads);
 MOERT_API void moert_cpu_experts(
@@ -63,10 +64,10 @@ MOERT_API void moert_cpu_experts(
     const void* down_bias, const float* weight, const int32_t* offsets, const int32_t* row_slot, int64_t T, int64_t H,
     int64_t I, int64_t E, int64_t K, int64_t first, int64_t last, void* scratch, void* z, void* out, int threads);
 
-// The whole backward pass of the experts, from x, dout [T, H] and z [rows, 2I or I], which is recomputed where it is null; without
-// biases. Gradients that are null are not computed; those of the weights, of experts with rows for which `trains` [E] is not 0,
-// are written, or added to if `up_adds` or `down_adds`, the last dim contiguous. dweight is written for the slots of these rows.
-// Experts go through dz and wh together, up to `group` rows. `scratch` has moert_cpu_experts_backward_bytes bytes, aligned to 64.
+// The backward pass of the experts, from x, dout [T, H] and z [rows, 2I or I], which is recomputed if it is null; without biases.
+// Gradients that are null are not computed. Those of the weights, of experts with rows for which `trains` [E] is not 0, are written,
+// or accumulated if `up_adds` or `down_adds`; their last dim is contiguous. dweight is written for the slots of these rows. dz and wh
+// hold the rows of several experts, up to `group` rows. `scratch` has moert_cpu_experts_backward_bytes bytes, aligned to 64.
 MOERT_API int64_t moert_cpu_experts_backward_bytes(
     int dtype, int form, const int32_t* offsets, int64_t T, int64_t H, int64_t I, int64_t E, int64_t K, int64_t group,
     int recompute, int threads);
@@ -77,12 +78,12 @@ MOERT_API void moert_cpu_experts_backward(
     const uint8_t* trains, const void* z, void* scratch, void* dx, float* dweight, void* dup, int64_t dup_stride_e,
     int64_t dup_stride, int up_adds, void* ddown, int64_t ddown_stride_e, int64_t ddown_stride, int down_adds, int threads);
 
-// out [P] = sum_e alpha[e] weight[e], E >= 1 experts of P numbers in one piece, `stride_e` elements apart. Each product is rounded to
+// out [P] = sum_e alpha[e] weight[e], E >= 1 contiguous experts of P values, `stride_e` elements apart. Each product is rounded to
 // float32, then each sum, from the first expert on.
 MOERT_API void moert_cpu_merge(
     int dtype, const void* weight, int64_t stride_e, const float* alpha, int64_t E, int64_t P, void* out, int threads);
 
-// dalpha[e] = <dout, weight[e]>, dout [P] of `dout_dtype`, summed by blocks in float32, over them in double. `scratch` has
+// dalpha[e] = <dout, weight[e]>, dout [P] of `dout_dtype`, summed in float32 within blocks, in double over blocks. `scratch` has
 // moert_cpu_merge_gradient_bytes bytes, aligned to 4.
 MOERT_API int64_t moert_cpu_merge_gradient_bytes(int64_t E, int64_t P);
 MOERT_API void moert_cpu_merge_gradient(
@@ -95,6 +96,6 @@ MOERT_API void moert_cpu_unpack(
     int format, int dtype, const void* data, const void* scale, const float* nested, const float* map, float offset, int64_t e,
     int64_t P, int64_t Q, void* out, int threads);
 
-// What registers alone allow: `rounds` rounds of sums of `steps` products each. Returns their floating-point operations; `sink` [rounds]
-// keeps the compiler from leaving them out.
+// Peak arithmetic from registers: `rounds` rounds of sums of `steps` products each. Returns the number of floating-point operations;
+// `sink` [rounds] keeps the compiler from removing them.
 MOERT_API double moert_cpu_peak(int dtype, int64_t rounds, int64_t steps, float* sink, int threads);

@@ -1,4 +1,4 @@
-// One expert's weight from a packed stack: codes of 4 or 8 bits, times the scale of their block, rounded once.
+// One expert's weight from a packed stack: codes of 4 or 8 bits times the scale of their block, rounded once.
 #pragma once
 #include "kernels.h"
 #include "merging.h"
@@ -26,7 +26,7 @@ inline float from_bits(uint32_t bits) {
 inline vu load_bytes(const uint8_t* p, int64_t n) {
     uint8_t bytes[LANES] = {};
     if (n < LANES) p = (const uint8_t*)memcpy(bytes, p, n);
-#if defined(__AVX512F__)  // of a conversion in the compilers' extension g++ 12 makes one element after the other
+#if defined(__AVX512F__)  // g++ 12 compiles __builtin_convertvector to one conversion per element
     return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__)
     return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
@@ -46,7 +46,7 @@ inline vf fp8(vu byte) {
     return (vf)(bits | ((byte & 128) << 24));
 }
 
-// n values, a multiple of 32 in 4 bits; the first of two is in the high nibble (NF4) or in the low one
+// n values, a multiple of 32 for 4 bits; the first of each two is in the high nibble (NF4) or in the low one
 template <int FORMAT>
 inline void decode(const uint8_t* p, int64_t n, float* v) {
     if (FORMAT == Unpack::INT8) {
@@ -77,7 +77,7 @@ inline void decode(const uint8_t* p, int64_t n, float* v) {
 #endif
 }
 
-// of the numbers from i of row r on
+// values of row r from i on
 template <int FORMAT>
 inline float scale_at(const Unpack& u, int64_t r, int64_t i) {
     const int64_t e = u.expert;

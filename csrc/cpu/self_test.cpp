@@ -1,5 +1,5 @@
 // Compares what one variant computes with plain sums in double. Built without a variant's instructions, as moert_cpu.cpp is.
-// The sizes are multiples of no vector; of the experts one has many tokens, one a few, one a single token and one none.
+// No size is a multiple of a vector. One expert has many tokens, one a few, one a single token and one none.
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -30,7 +30,7 @@ struct Tensor {
         return value;
     }
 
-    // numbers in -scale..scale that bfloat16 holds exactly
+    // values in -scale..scale that bfloat16 represents exactly
     void fill(int dtype, uint32_t seed, float scale) {
         for (int64_t n = 0; n < N; n++) {
             seed = seed * 1664525u + 1013904223u;
@@ -47,10 +47,10 @@ struct Tensor {
 
     void clear() {
         memset(values, 0, sizeof values);
-        memset(bytes, 0xff, sizeof bytes);  // NaN, so that a number that nobody wrote is noticed
+        memset(bytes, 0xff, sizeof bytes);  // NaN, so that values that are never written are noticed
     }
 
-    // whether the library's numbers differ from `values` by at most `tolerance` of their Frobenius norm
+    // whether the library's values differ from `values` by at most `tolerance` of their Frobenius norm
     bool close(int dtype, double tolerance) const {
         double error = 0, norm = 0;
         for (int64_t n = 0; n < N; n++) {
@@ -149,8 +149,8 @@ const char* check(int dtype) {
         (const float*)weight.bytes, offsets, row_slot, T, H, I, E, K, 0, E, scratch, z, out.bytes, 1);
     if (!out.close(dtype, tolerance)) return "the forward pass";
     for (int recompute = 0; recompute < 2; recompute++) {
-        memset(dweight.bytes, 0, sizeof dweight.bytes);  // only the slots of experts are written
-        memset(dup.bytes, 0, sizeof dup.bytes);          // nor is the gradient of an expert without tokens
+        memset(dweight.bytes, 0, sizeof dweight.bytes);  // only slots of experts are written
+        memset(dup.bytes, 0, sizeof dup.bytes);          // and no gradient of an expert without tokens
         memset(ddown.bytes, 0, sizeof ddown.bytes);
         const int64_t bytes =
             moert_cpu_experts_backward_bytes(dtype, GATE_FIRST, offsets, T, H, I, E, K, group, recompute, 1);

@@ -1,5 +1,5 @@
-// Products of some rows with rows of weights, which are contiguous: as dots where the rows are few; where they are many, with the
-// weights laid out again first, so that a register holds one column of LANES of them and no sum runs across lanes.
+// Products of rows with contiguous rows of weights: as dot products for few rows; for many, the weights are packed first, so that a
+// register holds one column of LANES of them and no sum runs across lanes.
 #pragma once
 #include "kernels.h"
 #include "vector.h"
@@ -9,7 +9,7 @@
 
 namespace {
 
-// the product of LANES or, in bfloat16 with its own instruction, twice as many elements, added to acc
+// acc plus the product of LANES elements, or of twice as many with the bfloat16 instruction
 template <class T>
 struct Step {
     static constexpr int DEPTH = 1, WIDTH = LANES;
@@ -45,11 +45,11 @@ struct Step<bf16> {
 };
 #endif
 
-// LANES numbers of a row, in bfloat16 with its own instruction each with that of the next row
+// LANES values of a row; for the bfloat16 instruction each is paired with that of the next row
 template <class T>
 inline vf stacked(const T* a, const T* b) {
     if (Step<T>::DEPTH == 1) return load(a);
-#if defined(__AVX512F__)  // of the compilers' extension g++ 12 makes loads and stores
+#if defined(__AVX512F__)  // g++ 12 compiles the vector extension to loads and stores
     const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a));
     const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
     return (vf)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
@@ -60,7 +60,7 @@ inline vf stacked(const T* a, const T* b) {
 #endif
 }
 
-// `stacked` of up to LANES numbers, the first n, of two rows of which either may be null; zeros for what lacks
+// `stacked` of the first n <= LANES values of two rows, either of which may be null; zeros for the rest
 template <class T>
 inline vf stacked_up_to(const T* a, const T* b, int64_t n) {
     if (n >= LANES && a && (b || Step<T>::DEPTH == 1)) return stacked<T>(a, b);
@@ -70,10 +70,10 @@ inline vf stacked_up_to(const T* a, const T* b, int64_t n) {
     return stacked<T>(one, two);
 }
 
-constexpr int64_t PANEL = moert::Experts::PANEL;  // columns of a product, at most, and the distance of its rows
+constexpr int64_t PANEL = moert::Experts::PANEL;  // columns of a product, at most, and the stride of its rows
 
 #if defined(__AVX512F__)
-constexpr int TALL = 6;  // rows in registers at once: 6 x 4 sums and 4 weights of the 32 there are
+constexpr int TALL = 6;  // rows in registers at once: 6 x 4 sums and 4 weights of 32 registers
 #else
 constexpr int TALL = 2;
 #endif
@@ -122,15 +122,15 @@ void dots(const T* const* x, int64_t rows, const T* w, int64_t stride, int64_t c
     for (; m < rows; m++) dots_broad<T, 1>(x + m, w, stride, columns, length, out + m * PANEL);
 }
 
-constexpr int64_t PACK_FROM = 16;  // rows of an expert, from which on laying out the weights pays
-constexpr int HIGH = 6;                       // rows in registers at once where the weights are laid out, with so many vectors:
+constexpr int64_t PACK_FROM = 16;  // rows of an expert from which packing the weights pays off
+constexpr int HIGH = 6;                       // rows in registers at once with packed weights, with ABREAST vectors:
 constexpr int ABREAST = LANES == 16 ? 4 : 2;  // 24 sums and 5 more of 32 registers, or 12 and 3 more of 16
-constexpr int64_t STRIP = ABREAST * LANES;    // columns of a panel that are stored together, [..][STRIP]: wider ones would share cache sets
-constexpr int64_t DEEP = LANES == 16 ? 512 : 256;  // products that one float32 sums before it is added to the rest; even
+constexpr int64_t STRIP = ABREAST * LANES;    // columns of a panel that are stored together, [..][STRIP]: wider strips would share cache sets
+constexpr int64_t DEEP = LANES == 16 ? 512 : 256;  // products summed in one float32 before it is added to the rest; even
 
 #if defined(__AVX512F__)
 typedef __m512i Bits;
-// a 16 x 16 square, mirrored
+// transposes a 16 x 16 square
 inline void transpose(__m512i (&v)[16]) {
     __m512i a[16];
     for (int i = 0; i < 16; i += 2)
@@ -153,7 +153,7 @@ inline void transpose(__m512i (&v)[16]) {
 
 #elif defined(__AVX2__)
 typedef __m256i Bits;
-// an 8 x 8 square, mirrored
+// transposes an 8 x 8 square
 inline void transpose(__m256i (&v)[8]) {
     __m256i a[8], b[8];
     for (int i = 0; i < 8; i += 2)
@@ -181,7 +181,7 @@ inline void transpose(vi (&v)[LANES]) {
 // column n of a panel with `distance` floats
 constexpr int64_t column(int64_t n, int64_t distance) { return n / STRIP * (distance / PANEL * STRIP) + n % STRIP; }
 
-// strip [length / DEPTH][STRIP] from `columns` <= LANES rows of w [.., length], and zeros for those that it lacks
+// strip [length / DEPTH][STRIP] from `columns` <= LANES rows of w [.., length], zeros for the missing ones
 template <class T>
 void pack(const T* w, int64_t stride, int64_t columns, int64_t length, float* panel) {
     typedef Step<T> S;
@@ -197,7 +197,7 @@ void pack(const T* w, int64_t stride, int64_t columns, int64_t length, float* pa
     }
 }
 
-// out [M][PANEL], V vectors of it, = x times a strip, of their elements k..length; added to what is there if `more`
+// V vectors of out [M][PANEL] = elements k..length of x times those of a strip; accumulated if `more`
 template <class T, int M, int V>
 void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t length, bool more, float* out) {
     typedef Step<T> S;
@@ -209,7 +209,7 @@ void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t lengt
         typename S::Elements b[V];
         for (int v = 0; v < V; v++) {
             memcpy(&b[v], panel + v * LANES, sizeof b[v]);
-            if (LANES == 16) __builtin_prefetch(panel + 8 * STRIP + v * LANES);  // lines of the second cache
+            if (LANES == 16) __builtin_prefetch(panel + 8 * STRIP + v * LANES);  // from the L2 cache
         }
         for (int m = 0; m < M; m++) {
             const typename S::Elements a = S::repeat(x[m] + k);
@@ -232,7 +232,7 @@ void packed_tile(const T* const* x, const float* panel, int64_t k, int64_t lengt
         }
 }
 
-// out [rows][PANEL] = x times the panel, which has `distance` floats; added to what is there if `more`
+// out [rows][PANEL] = x times the panel, which has `distance` floats; accumulated if `more`
 template <class T>
 void packed_rows(
     const T* const* x, int64_t rows, const float* panel, int64_t distance, int64_t length, bool more, float* out) {
@@ -241,7 +241,7 @@ void packed_rows(
         nullptr, packed_tile<T, 1, A>, packed_tile<T, 2, A>, packed_tile<T, 3, A>, packed_tile<T, 4, A>, packed_tile<T, 5, A>,
     };
     int64_t k = 0;
-    do {  // once at least: a sum of nothing is 0
+    do {  // at least once: an empty sum is 0
         const int64_t end = length - k < DEEP ? length : k + DEEP;
         for (int64_t n = 0; n < PANEL; n += A * LANES) {
             const float* strip = panel + column(n, distance);
@@ -253,15 +253,15 @@ void packed_rows(
     } while (k < length);
 }
 
-// The rows at(r), `rows` of them, times `width` columns that lay(k, depth, panels) lays out from element k on; where some rows are
-// done, calls finish(r, some, sums, distance): a panel's sums are `distance` floats after those of the one before. `panels` has
-// room for Experts::product(width / PANEL, rows) floats.
+// `rows` rows at(r) times `width` columns, which lay(k, depth, panels) packs from element k on; calls finish(r, some, sums, distance)
+// when some rows are done. A panel's sums are `distance` floats after those of the previous one. `panels` has room for
+// Experts::product(width / PANEL, rows) floats.
 template <class T, class Lay, class At, class Finish>
 inline void product(
     int64_t rows, int64_t width, int64_t length, const Lay& lay, const At& at, const Finish& finish, float* panels) {
     constexpr int64_t ROWS = moert::Experts::ROWS, REACH = moert::Experts::REACH, SIZE = REACH * PANEL;
     float* const out = panels + REACH * width;
-    const bool whole = length > REACH;  // the sums of all rows are kept until the last elements come
+    const bool whole = length > REACH;  // the sums of all rows are kept until the last elements
     const int64_t distance = (whole || rows < ROWS ? rows : ROWS) * PANEL;
     int64_t k = 0;
     do {
@@ -281,7 +281,7 @@ inline void product(
     } while (k < length);
 }
 
-// Panels of `distance` floats from `length` rows of `columns` numbers, where at(k) is the row k; zeros for what lacks
+// Panels of `distance` floats from `length` rows of `columns` values, row k at at(k); zeros for the rest
 template <class T, class At>
 inline void stack(At at, int64_t columns, int64_t length, float* panels, int64_t distance) {
     constexpr int64_t DEPTH = Step<T>::DEPTH;
@@ -300,8 +300,7 @@ inline void stack(At at, int64_t columns, int64_t length, float* panels, int64_t
     }
 }
 
-// out [M][PANEL], a strip's columns of it, = the product of columns of a strip and of a strip, [steps][STRIP]; added to what is there
-// if `more`
+// a strip's columns of out [M][PANEL] = the products of columns of a strip with another strip, [steps][STRIP]; accumulated if `more`
 template <class T, int M>
 inline void outer_tile(const float* a, const float* b, int64_t steps, bool more, float* out) {
     typedef Step<T> S;

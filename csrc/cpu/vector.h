@@ -33,7 +33,7 @@ inline float scalar(bf16 x) {
     return value;
 }
 
-#if defined(__AVX512F__)  // of a conversion in the compilers' extension g++ 12 makes two halves, through memory
+#if defined(__AVX512F__)  // g++ 12 compiles __builtin_convertvector to two halves, through memory
 inline vf wide(vh h) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16); }
 inline vh low_halves(vu u) { return (vh)_mm512_cvtepi32_epi16((__m512i)u); }
 #else
@@ -65,7 +65,7 @@ inline void store(bf16* p, vf v) {
     memcpy(p, &h, sizeof h);
 }
 
-// past the caches, where the instruction set can; p is aligned to the bytes of the vector. A fence comes after the last.
+// stores past the caches if the instruction set can; p is aligned to the size of the vector. A fence follows the last store.
 inline void stream(float* p, vf v) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(p, (__m512)v);
@@ -90,7 +90,7 @@ inline void fence() {
 #endif
 }
 
-// the first n < LANES; the others are zero
+// the first n < LANES values; the others are zero
 template <class T>
 inline vf load_part(const T* p, int64_t n) {
     T some[LANES] = {};
@@ -118,7 +118,7 @@ inline vf all(float x) { return x - vf{}; }
 
 typedef float v4 __attribute__((vector_size(16)));
 
-// the sums of every fourth lane; always in the same order
+// sums of every fourth lane, always in the same order
 inline v4 quarters(vf v) {
     v4 part[LANES / 4];
     memcpy(part, &v, sizeof v);
@@ -132,10 +132,10 @@ inline float sum(vf v) {
     return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
-// the sums of four vectors, in the order of `sum`
+// sums of four vectors, in the order of `sum`
 inline v4 sums(const vf* v) {
     v4 a = quarters(v[0]), b = quarters(v[1]), c = quarters(v[2]), d = quarters(v[3]);
-    // element by element: g++ < 12 has no __builtin_shufflevector, and the compilers see the shuffles in it
+    // element by element: g++ < 12 has no __builtin_shufflevector, and compilers recognize the shuffles
     v4 ab = v4{a[0], b[0], a[1], b[1]} + v4{a[2], b[2], a[3], b[3]};
     v4 cd = v4{c[0], d[0], c[1], d[1]} + v4{c[2], d[2], c[3], d[3]};
     return v4{ab[0], ab[1], cd[0], cd[1]} + v4{ab[2], ab[3], cd[2], cd[3]};
@@ -145,7 +145,7 @@ inline v4 sums(const vf* v) {
 inline vf min(vf v, float limit) { return v > limit ? all(limit) : v; }
 inline vf max(vf v, float limit) { return v < limit ? all(limit) : v; }
 
-// e^v = 2^n e^r, |r| <= ln(2) / 2; from the overflow on infinity, subnormals as they are
+// e^v = 2^n e^r, |r| <= ln(2) / 2; infinity on overflow, subnormals are exact
 inline vf exponential(vf v) {
     v = max(min(v, 89.0f), -104.0f);
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -162,7 +162,7 @@ inline vf exponential(vf v) {
     p = p * r + 0.5f;
     p = p * r * r + r;
     p = p + 1.0f;
-    vi half = n >> 1;  // in two steps: 2^128 and 2^-149 have no exponent of their own
+    vi half = n >> 1;  // in two steps: the exponents of 2^128 and 2^-149 are out of range
     return p * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
 }
 

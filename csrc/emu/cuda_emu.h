@@ -3,10 +3,10 @@
 // Each CUDA thread is a fiber. Blocks run one after another, those of MOERT_LAUNCH_TOGETHER all at once. Emulated: grids,
 // dynamic shared memory (filled with 0xCD, so that no kernel relies on zeros, and as large as the launch says, so that
 // AddressSanitizer sees its end), barriers of a block and of the grid, shuffles and matches of full warps, integer atomics.
-// Not emulated: the GPU's memory itself, time. But built with -fsanitize=thread each fiber is a thread of ThreadSanitizer's,
-// and only launches, barriers and __syncwarp order their accesses; shuffles and matches do not.
+// Not emulated: the GPU's memory model and time. Built with -fsanitize=thread, each fiber is a thread to ThreadSanitizer, and
+// only launches, barriers and __syncwarp order their accesses; shuffles and matches do not.
 // MOERT_EMU_SEED brings out missing barriers: 1 visits the threads in another order and delays warps; n > 1 lets
-// warp n - 2 stand still after every barrier until the others can go no further. What would hang or is undefined on a GPU (a
+// warp n - 2 wait after every barrier until the others cannot continue. What would hang or is undefined on a GPU (a
 // barrier that a thread never reaches, a warp operation without all lanes of its mask) is an error.
 #pragma once
 #include <ucontext.h>
@@ -65,11 +65,11 @@ inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSucce
 
 namespace emu {
 
-constexpr int kProcessors = 5;        // few, and a number that divides nothing; MOERT_EMU_SHARED leaves one to a launch
-constexpr size_t kShared = 48 << 10;  // bytes that a launch may have without asking for more
+constexpr int kProcessors = 5;        // few, and a divisor of no size; MOERT_EMU_SHARED leaves one to a launch
+constexpr size_t kShared = 48 << 10;  // bytes of a launch without opting in to more
 constexpr size_t kStack = 128 << 10;
 
-// what ThreadSanitizer is told: who runs, what orders accesses; not to look at the emulator's own
+// what ThreadSanitizer is told: which thread runs, what orders accesses, and to ignore the emulator's own
 #ifdef __SANITIZE_THREAD__
 struct Unwatched {
   Unwatched() { AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0); }
@@ -92,13 +92,13 @@ inline void become(void*) {}
 #endif
 
 struct Barrier {
-  char order[2];  // of this round and of the last one
+  char order[2];  // of this round and of the previous one
   int arrived = 0, any = 0, result = 0;
   uint64_t round = 0;
 };
 struct Warp {
   char order[2];
-  uint64_t value[2][32] = {};  // of this round and of the last one, which slow lanes still read
+  uint64_t value[2][32] = {};  // of this round and of the previous one, which slow lanes still read
   unsigned present[2] = {0, 0};
   int live = 0, arrived = 0;
   uint64_t round = 0;
@@ -119,7 +119,7 @@ struct Fiber {
   bool done = true;
 };
 
-// one for the program, though every source has a copy of this code
+// one for the program, although every source includes this code
 struct Machine {
   std::vector<Fiber> fibers;
   std::vector<Block> blocks;
@@ -128,7 +128,7 @@ struct Machine {
   dim3 grid;
   unsigned threads = 0;
   int live = 0, now = 0;
-  int64_t slow = -1, lags = -1;  // the warp that stands still now, and the one that does after every barrier
+  int64_t slow = -1, lags = -1;  // the warp that waits now, and the one that waits after every barrier
   bool moved = false;
   const char* error = nullptr;
   Barrier all;
@@ -148,13 +148,13 @@ inline void yield() {
   swapcontext(&fiber.context, &machine().scheduler);
 }
 
-// ends the launch; its fibers are left where they are
+// ends the launch and abandons its fibers
 [[noreturn]] inline void fail(const char* what) {
   machine().error = what;
   for (;;) yield();
 }
 
-// returns whether `predicate` holds for any of the `count` threads that meet here
+// waits for `count` threads; returns whether `predicate` holds for any of them
 inline int meet(Barrier& barrier, int count, int predicate) {
   const Unwatched unwatched;
   const uint64_t round = barrier.round;
@@ -174,7 +174,7 @@ inline int meet(Barrier& barrier, int count, int predicate) {
   return barrier.result;
 }
 
-// all lanes of the warp meet; returns what each of them brought
+// waits for all lanes of the warp; returns the value of each
 inline const uint64_t* exchange(unsigned mask, uint64_t value, bool orders = false) {
   const Unwatched unwatched;
   Warp& warp = self().block->warps[self().thread / 32];
@@ -224,7 +224,7 @@ inline void enter() {
   // a GPU counts a thread that has left as arrived; a kernel that relies on it has a bug
   if (block.barrier.arrived || block.warps[fiber.thread / 32].arrived || machine().all.arrived)
     fail("a thread has left while others wait for it");
-  yield();  // for good
+  yield();  // never to return
 }
 
 inline void start(Fiber& fiber, Block& block, unsigned thread) {
@@ -390,7 +390,7 @@ static inline float __half2float(__half x) {
 static inline __half __float2half_rn(float x) {
   const uint32_t bits = (uint32_t)__float_as_int(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
   if (size > 0x7f800000) return {0x7fff};
-  if (size >= 0x477ff000) return {(uint16_t)(sign | 0x7c00)};  // what rounds to 2^16 or more
+  if (size >= 0x477ff000) return {(uint16_t)(sign | 0x7c00)};  // rounds to 2^16 or more
   if (size < 0x38800000) {                                     // subnormal: a multiple of 2^-24
     const float scaled = std::nearbyint(std::ldexp(std::fabs(x), 24));
     return {(uint16_t)(sign | (uint32_t)scaled)};

@@ -17,7 +17,8 @@ from typing import Annotated, NamedTuple
 import typer
 
 from moe_runtime.io import console, signals
-from moe_runtime.io.prompts import PROMPTS, TRAIN_ON
+from moe_runtime.io.prompts import TRAIN_ON
+from moe_runtime.methods.prompts import PROMPTS
 
 PROGRAM = "moe-runtime"
 

@@ -39,14 +39,8 @@ MAX_DIMS = 64  # torch's own limit
 SHOWN = 8  # keys or files of a kind in an error
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 CONVERT = (
-    "Pickle files (.bin, .pt) can run code and are never loaded. Convert "
-    "one "
-    "that "
-    "you "
-    "trust "
-    "with "
-    "transformers: "
-    "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
+    "Pickle files (.bin, .pt) can run code and are never loaded. Convert one that you trust with "
+    "transformers: AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
 )
 
 DTYPES = {
@@ -85,20 +79,23 @@ class TensorSpec(NamedTuple):
 
 
 def parse_size(size: int | str) -> int:
-    """Parse `size` in bytes: a number, optionally with B, KB, MB, GB, TB (powers of 1000) or KiB,
-    MiB, GiB, TiB (of 1024).
+    """Return a number of bytes.
+
+    Args:
+        size: A number, or a string such as "500MB" or "1.5GiB": with B, KB, MB, GB or TB (powers of
+            1000) or KiB, MiB, GiB or TiB (of 1024).
+
+    Raises:
+        ValueError: It is neither, or less than one byte.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT]?)B|([KMGT])IB)?", str(size).upper())
-    unit, base = (match[3], 1024) if match and match[3] else (match and match[2], 1000)
-    value = int(Fraction(match[1]) * base ** " KMGT".index(unit or " ")) if match else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])?(I)?B)?", str(size).upper())
+    value = 0
+    if match and (match[2] or not match[3]):
+        base = 1024 if match[3] else 1000
+        value = int(Fraction(match[1]) * base ** " KMGT".index(match[2] or " "))
     if value < 1:
         raise ValueError(
-            "size must be a number of bytes or a string such as "
-            "'2GB', "
-            "'500MB' "
-            "or "
-            "'1.5GiB', "
-            "but "
+            "size must be a number of bytes or a string such as '2GB', '500MB' or '1.5GiB', but "
             f"got {size!r}"
         )
     return value
@@ -109,169 +106,161 @@ def _join(names: list[str]) -> str:
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
-    """Return memory for one tensor; large ones are mapped so that freeing them does not fragment
-    the heap.
-    """
+    """Return memory for one tensor; large ones are mapped, so that freeing leaves no holes."""
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    if spec.nbytes >= 2**20:
-        memory = mmap.mmap(-1, spec.nbytes, flags=private)
+    if spec.nbytes < 2**20:
+        memory: Any = bytearray(spec.nbytes)
     else:
-        memory = bytearray(spec.nbytes)
+        memory = mmap.mmap(-1, spec.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=spec.dtype).view(spec.shape)
 
 
 def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Return the names of the shards, sorted, and the index's map from key to shard (None without
-    an index).
-    """
+    """Return the sorted names of the shards, and the index's map from key to shard, if any."""
     index = folder / INDEX
-    found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-    if INDEX not in found and (folder / SINGLE).is_file():
-        return [SINGLE], None
-    problem = None
-    weight_map = None
     if not folder.is_dir():
-        problem = f"{folder} is not a folder. Use hf download to get the folder of a model"
-    elif not index.is_file():  # a pipe is refused too: opening it would block
-        weights = _join([name for name in found if name.endswith(WEIGHTS)]) or "no weights"
-        problem = f"Expected {SINGLE} or {INDEX} in {folder}, but found {weights}. {CONVERT}"
-    elif not isinstance(weight_map := read_json(index).get("weight_map"), dict) or not weight_map:
-        problem = (
-            f"weight_map in {index} must be an object that maps "
-            "keys "
-            "to "
-            "shards, "
-            "but "
-            "got "
-            f"{shown(weight_map, 80)}"
+        raise ValueError(f"{folder} is not a folder. Use hf download to get the folder of a model")
+    names = sorted(file.name for file in folder.iterdir())
+    if INDEX not in names and (folder / SINGLE).is_file():
+        return [SINGLE], None
+    if not index.is_file():  # a pipe is refused too: opening it would block
+        weights = _join([name for name in names if name.endswith(WEIGHTS)]) or "no weights"
+        raise ValueError(
+            f"Expected {SINGLE} or {INDEX} in {folder}, but found {weights}. {CONVERT}"
         )
-    elif wrong := [
-        k for k, v in weight_map.items() if not is_plain_name(v) or not v.endswith(".safetensors")
-    ]:
-        shard = shown(weight_map[wrong[0]])
+    weight_map = read_json(index).get("weight_map")
+    shards, problem = _shards_of(folder, weight_map)
+    if not problem and SINGLE in names and SINGLE not in shards:
         problem = (
-            f"The shard of {one_line(wrong[0])} in {index} must be "
-            "the "
-            "plain "
-            "name "
-            "of "
-            "a "
-            f".safetensors file, but got {shard}"
-        )
-    elif missing := [
-        shard for shard in sorted(set(weight_map.values())) if not (folder / shard).is_file()
-    ]:
-        problem = f"{index} names {_join(missing)}, which do not exist. Download the missing shards"
-    elif SINGLE in found and SINGLE not in weight_map.values():
-        problem = (
-            f"{folder} has both {INDEX} and a {SINGLE} that the "
-            "index "
-            "does "
-            "not "
-            "name. "
-            "Delete "
-            "the stale one"
+            f"{folder} has both {INDEX} and a {SINGLE} that the index does not name. Delete the "
+            "stale one"
         )
     if problem:
         raise ValueError(problem)
+    return shards, weight_map
+
+
+def _shards_of(folder: Path, weight_map: Any) -> tuple[list[str], str | None]:
+    """Return the shards that an index names, or what is wrong with it."""
+    index = folder / INDEX
+    if not isinstance(weight_map, dict) or not weight_map:
+        value = shown(weight_map, 80)
+        return (
+            [],
+            f"weight_map in {index} must be an object that maps keys to shards, but got {value}",
+        )
+    for key, shard in weight_map.items():
+        if not is_plain_name(shard) or not shard.endswith(".safetensors"):
+            return [], (
+                f"The shard of {one_line(key)} in {index} must be the plain name of a .safetensors "
+                f"file, but got {shown(shard)}"
+            )
     check_names(weight_map, index)
-    return sorted(set(weight_map.values())), weight_map
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        problem = f"{index} names {_join(missing)}, which do not exist. Download the missing shards"
+        return [], problem
+    return shards, None
 
 
 def _parse_tensor(fields: Any) -> tuple[int, int, TensorSpec] | None:
-    """Return the first byte, the end and the spec in a header entry; None if the entry is
-    invalid.
-    """
+    """Return the first byte, the end and the spec in a header entry; None if it is invalid."""
     try:
-        (begin, end), spec = (
-            fields["data_offsets"],
-            TensorSpec(tuple(fields["shape"]), DTYPES[fields["dtype"]]),
-        )
-        valid = len(spec.shape) <= MAX_DIMS  # the product of the sizes takes quadratic time
-        valid = (
-            valid
-            and all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape))
-            and end - begin == spec.nbytes
-        )
+        begin, end = fields["data_offsets"]
+        spec = TensorSpec(tuple(fields["shape"]), DTYPES[fields["dtype"]])
+        # the product of very many sizes takes quadratic time
+        if len(spec.shape) > MAX_DIMS:
+            return None
         # torch also multiplies the sizes of an empty tensor
-        valid = valid and math.prod(max(n, 1) for n in spec.shape) * spec.dtype.itemsize < 2**63
+        size = math.prod(max(n, 1) for n in spec.shape) * spec.dtype.itemsize
+        are_counts = all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape))
+        if are_counts and size < 2**63 and end - begin == spec.nbytes:
+            return begin, end, spec
     except (KeyError, TypeError, ValueError):
-        valid = False
-    return (begin, end, spec) if valid else None
+        pass
+    return None
 
 
 def _read_header(stream: BinaryIO) -> tuple[dict[str, str], dict[str, tuple[TensorSpec, int]]]:
-    """Read and check a header; return the metadata, and each tensor's spec and first byte in the
-    order of their bytes.
+    """Read and check a header.
+
+    Returns the metadata, and each tensor's spec and first byte in the order of their bytes.
     """
     file = stream.name
     size = os.fstat(stream.fileno()).st_size
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER):
-        why = f"its size is {size} bytes and its header would take {length}"
-        raise ValueError(f"{file} is truncated or a git-lfs pointer: {why}. Download it again")
-    header = parse_object(stream.read(length), f"header of {file}")
-    check_names(header, f"header of {file}")
+        raise ValueError(
+            f"{file} is truncated or a git-lfs pointer: its size is {size} bytes and its header "
+            f"would take {length}. Download it again"
+        )
+    source = f"header of {file}"
+    header = parse_object(stream.read(length), source)
+    check_names(header, source)
     metadata = header.pop("__metadata__", {})
-    parsed = {key: _parse_tensor(fields) for key, fields in header.items()}
-    bad = [key for key, entry in parsed.items() if entry is None]
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(
+            f"__metadata__ in the {source} must be an object of strings, but got {shown(metadata)}"
+        )
+    parsed = []
+    bad = None
+    for key, fields in header.items():
+        entry = _parse_tensor(fields)
+        if entry is None:
+            bad = bad or key
+        else:
+            parsed.append((*entry, key))
     tensors = {}
-    data = 8 + length
     position = 0
-    for key, (begin, end, spec) in (
-        sorted(parsed.items(), key=lambda item: item[1][:2]) if not bad else ()
-    ):
+    for begin, end, spec, key in sorted(parsed, key=lambda entry: entry[:2]):
         if begin != position:
-            bad.append(key)
-            break
-        tensors[key], position = (spec, data + begin), end
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        bad, header["__metadata__"] = ["__metadata__"], metadata
-    if bad:
-        valid = (
-            "have a known dtype, a shape, and data_offsets that span "
-            "its "
-            "bytes "
-            "and "
-            "follow "
-            "the "
-            "previous tensor"
-        )
-        valid = "be an object of strings" if bad == ["__metadata__"] else valid
+            bad = bad or key
+        tensors[key] = (spec, 8 + length + begin)
+        position = end
+    if bad is not None:
         raise ValueError(
-            f"{bad[0]} in the header of {file} must {valid}, but got {shown(header[bad[0]])}"
+            f"{bad} in the {source} must have a known dtype, a shape, and data_offsets that span "
+            f"its bytes and follow the previous tensor, but got {shown(header[bad])}"
         )
-    if data + position != size:
+    if 8 + length + position != size:
         raise ValueError(
-            f"{file} has {size} bytes, but its "
-            "header "
-            "describes "
-            f"{data + position}. "
-            "Download "
-            "it "
-            "again"
+            f"{file} has {size} bytes, but its header describes {8 + length + position}. Download "
+            "it again"
         )
     return metadata, tensors
 
 
-class Checkpoint:
-    """A safetensors folder for reading: `model.safetensors`, or shards with an index, or the single
-    file `file`.
+class _Entry(NamedTuple):
+    """A tensor of a checkpoint."""
 
-    Opening it checks the headers against the index and raises a ValueError that names the file and
-    the key. Tensors are read on demand.
+    spec: TensorSpec
+    shard: str
+    start: int  # its first byte
+
+
+class Checkpoint:
+    """A safetensors folder for reading: `model.safetensors`, or shards with an index, or one file.
+
+    Opening it checks the headers against the index. Tensors are read on demand, and no file stays
+    open between reads.
+
+    Args:
+        path: The folder.
+        file: A single file in it, instead of the model's.
+
+    Raises:
+        ValueError: A file is missing or invalid, or the index names other tensors than the shards
+            hold; the message names the file and the key.
     """
 
     def __init__(self, path: str | os.PathLike, file: str | None = None):
         self.path = Path(path)
         self.metadata: dict[str, str] = {}  # of all shards; the first one wins
-        self._tensors: dict[str, tuple[TensorSpec, str, int]] = {}  # spec, shard, first byte
+        self._tensors: dict[str, _Entry] = {}
         self._stamps: dict[str, tuple[int, ...]] = {}
-        shards, weight_map = _list_shards(self.path) if file is None else ([file], None)
+        shards, weight_map = ([file], None) if file else _list_shards(self.path)
         for shard in shards:
             check_regular(self.path / shard)
             with open(self.path / shard, "rb") as stream:
@@ -279,27 +268,27 @@ class Checkpoint:
                 self._stamps[shard] = _stamp(stream)
             self.metadata = metadata | self.metadata
             for key, (spec, start) in tensors.items():
-                name = f"{self._tensors[key][1]} and {shard}" if key in self._tensors else shard
-                self._tensors[key] = (spec, name, start)
-        held = {key: shard for key, (_, shard, _) in self._tensors.items()}
-        if weight_map is not None and (wrong := sorted(dict(held.items() ^ weight_map.items()))):
-            where = (
-                f"{wrong[0]} is in "
-                f"{weight_map.get(wrong[0], 'no shard')}, "
-                "but "
-                "it "
-                "is "
-                "in "
-                f"{held.get(wrong[0], 'none')}"
-            )
-            raise ValueError(
-                f"According to {self.path / INDEX}, {where}. Download the folder again"
-            )
+                name = shard
+                if key in self._tensors:
+                    name = f"{self._tensors[key].shard} and {shard}"
+                self._tensors[key] = _Entry(spec, name, start)
+        if weight_map is not None:
+            self._check_index(weight_map)
+
+    def _check_index(self, weight_map: dict[str, str]) -> None:
+        shards = {key: entry.shard for key, entry in self._tensors.items()}
+        for key in sorted({*shards, *weight_map}):
+            if shards.get(key) != weight_map.get(key):
+                named = weight_map.get(key, "no shard")
+                raise ValueError(
+                    f"According to {self.path / INDEX}, {key} is in {named}, but it is in "
+                    f"{shards.get(key, 'none')}. Download the folder again"
+                )
 
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -312,79 +301,74 @@ class Checkpoint:
         return key in self._tensors
 
     def keys(self) -> list[str]:
-        """Return the keys shard by shard in the order of their bytes, the fastest order to read
-        them in.
-        """
+        """Return the keys in the order of shards and bytes, the fastest order to read them in."""
         return list(self._tensors)
 
     def specs(self) -> dict[str, TensorSpec]:
         """Return the shape and dtype of every tensor, from the headers."""
-        return {key: spec for key, (spec, _, _) in self._tensors.items()}
+        return {key: entry.spec for key, entry in self._tensors.items()}
 
     def get(self, key: str) -> torch.Tensor:
         """Read one tensor; raises ValueError for an unknown key."""
-        return self._read(key, self._spec(key), 0)
+        return self._read(key, self._entry(key).spec, 0)
 
     def get_rows(self, key: str, index: int | slice) -> torch.Tensor:
-        """Read only the bytes of `tensor[index]`; raises ValueError unless `index` is an int in
-        range or a slice of step 1.
+        """Return `tensor[index]`, reading only its bytes.
+
+        Args:
+            key: The tensor.
+            index: An int, or a slice of step 1, of the first dimension.
+
+        Raises:
+            ValueError: The key is unknown, or the index is out of range or of another kind.
         """
-        shape, dtype = self._spec(key)
+        shape, dtype = self._entry(key).spec
+        row = TensorSpec(shape[1:], dtype)
         try:
             rows = range(*shape[:1])[index]
         except (IndexError, TypeError):
             rows = None
-        if rows is None or (isinstance(rows, range) and rows.step != 1):
+        if isinstance(rows, int):
+            return self._read(key, row, rows * row.nbytes)
+        if rows is None or rows.step != 1:
             raise ValueError(
-                f"index must be an int in dim 0 of {key} {list(shape)} or a "
-                "slice "
-                "of "
-                "step "
-                "1, "
-                "but "
+                f"index must be an int in dim 0 of {key} {list(shape)} or a slice of step 1, but "
                 f"got {index!r}"
             )
-        first, lead = (rows.start, (len(rows),)) if isinstance(rows, range) else (rows, ())
-        return self._read(
-            key, TensorSpec((*lead, *shape[1:]), dtype), first * TensorSpec(shape[1:], dtype).nbytes
-        )
+        return self._read(key, TensorSpec((len(rows), *shape[1:]), dtype), rows.start * row.nbytes)
 
-    def _spec(self, key: str) -> TensorSpec:
+    def _entry(self, key: str) -> _Entry:
         if key not in self._tensors:
             raise ValueError(
                 f"Key {shown(key)} is not among the {len(self._tensors)} keys of {self.path}"
             )
-        return self._tensors[key][0]
+        return self._tensors[key]
 
     def _read(self, key: str, spec: TensorSpec, skip: int) -> torch.Tensor:
-        tensor, (_, shard, start) = _empty(spec), self._tensors[key]
+        tensor = _empty(spec)
+        values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        _, shard, start = self._tensors[key]
         with open(self.path / shard, "rb") as stream:
             stream.seek(start + skip)
-            count = stream.readinto(tensor.reshape(-1).view(torch.uint8).numpy())
+            count = stream.readinto(values)
             if count != spec.nbytes or _stamp(stream) != self._stamps[shard]:
                 raise ValueError(
-                    f"{stream.name} has changed since its header "
-                    "was "
-                    "read. "
-                    "Open "
-                    "the "
-                    "checkpoint "
+                    f"{stream.name} has changed since its header was read. Open the checkpoint "
                     "again"
                 )
         return tensor
 
 
 def _stamp(stream: BinaryIO) -> tuple[int, ...]:
-    """Return what identifies a file, so that the offsets of one are never used on another that
-    replaced it.
-    """
+    """Return what identifies a file, so that a file that replaced it is not read by its offsets."""
     stat = os.fstat(stream.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def check_finite(tensor: torch.Tensor, key: str, source: str | os.PathLike) -> torch.Tensor:
-    """Return `tensor`; raises ValueError for NaN and infinities. Integers and 8-bit floats are not
-    checked.
+    """Return `tensor`; raises ValueError for NaN and infinities.
+
+    Integers and 8-bit floats are not checked.
     """
     is_checked = tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0
     # one pass, without a mask of the tensor's size
@@ -396,41 +380,47 @@ def check_finite(tensor: torch.Tensor, key: str, source: str | os.PathLike) -> t
 
 
 def check_keys(
-    specs: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], *, source: str | os.PathLike
+    specs: Mapping[str, TensorSpec],
+    expected: Mapping[str, TensorSpec],
+    *,
+    source: str | os.PathLike,
 ) -> None:
-    """Raise one ValueError that counts the missing and unexpected keys and the wrong shapes and
-    dtypes, and lists 8 of each.
+    """Compare the tensors of a checkpoint with those of a model.
+
+    Args:
+        specs: The tensors that the checkpoint has.
+        expected: The tensors that it must have.
+        source: What the error calls it.
+
+    Raises:
+        ValueError: Keys, shapes or dtypes differ; the message counts all and lists 8 of each kind.
     """
-    both = [(key, specs[key], want[key]) for key in want if key in specs]
-    kinds = {
-        "missing": [key for key in want if key not in specs],
-        "unexpected": [key for key in specs if key not in want],
-        "with a wrong shape": [
-            f"{k} is {list(a.shape)}, not {list(b.shape)}" for k, a, b in both if a.shape != b.shape
-        ],
-        "with a wrong dtype": [
-            f"{k} is {a.dtype}, not {b.dtype}" for k, a, b in both if a.dtype != b.dtype
-        ],
+    kinds: dict[str, list[str]] = {
+        "missing": [key for key in expected if key not in specs],
+        "unexpected": [key for key in specs if key not in expected],
+        "with a wrong shape": [],
+        "with a wrong dtype": [],
     }
-    faults = [f"{len(keys)} {kind}: {_join(keys)}" for kind, keys in kinds.items() if keys]
-    if faults:
+    for key in expected:
+        if key in specs:
+            (shape, dtype), (right_shape, right_dtype) = specs[key], expected[key]
+            if shape != right_shape:
+                text = f"{key} is {list(shape)}, not {list(right_shape)}"
+                kinds["with a wrong shape"].append(text)
+            if dtype != right_dtype:
+                kinds["with a wrong dtype"].append(f"{key} is {dtype}, not {right_dtype}")
+    problems = [f"{len(keys)} {kind}: {_join(keys)}" for kind, keys in kinds.items() if keys]
+    if problems:
         raise ValueError(
-            f"The {len(specs)} tensors of {source} do "
-            "not "
-            "match "
-            "the "
-            f"{len(want)} "
-            "expected: "
-            f"{'; '.join(faults)}"
+            f"The {len(specs)} tensors of {source} do not match the {len(expected)} expected: "
+            f"{'; '.join(problems)}"
         )
 
 
 def write_tensors(
     file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {"format": "pt"}
 ) -> None:
-    """Write one safetensors file with the default permissions of its folder. Raises OSError if it
-    cannot be written.
-    """
+    """Write one safetensors file with the permissions of its folder. Raises OSError if it fails."""
     with naming(file, file):
         save_file(dict(tensors), file, metadata=dict(metadata))
     # save_file sets the mode 0600
@@ -438,14 +428,21 @@ def write_tensors(
 
 
 class CheckpointWriter:
-    """Write tensors one by one into shards of `max_shard_size` bytes; a context manager over
-    `atomic_folder`.
+    """Write tensors one by one into shards; a context manager over `atomic_folder`.
 
     It holds one shard in memory. The folder appears when the block ends, and does not appear if the
     block raises. One shard becomes `model.safetensors`, several become
-    `model-00001-of-0000N.safetensors` with an index; a tensor larger than `max_shard_size` gets a
-    separate shard. Raises ValueError before writing, also if `expected_bytes` exceed the free
-    space.
+    `model-00001-of-0000N.safetensors` with an index.
+
+    Args:
+        out_dir: The folder to write.
+        max_shard_size: Bytes of a shard, as a number or for `parse_size`; a larger tensor gets a
+            separate shard.
+        overwrite: Whether an existing folder is replaced.
+        expected_bytes: What will be written, to compare with the free space first.
+
+    Raises:
+        ValueError: The folder cannot be written, or the disk has too little space.
     """
 
     def __init__(
@@ -456,27 +453,27 @@ class CheckpointWriter:
         overwrite: bool = False,
         expected_bytes: int | None = None,
     ):
-        self.out_dir, self.max_shard_size = (
-            check_out_dir(out_dir, overwrite),
-            parse_size(max_shard_size),
-        )
-        free = shutil.disk_usage(
-            next(parent for parent in self.out_dir.parents if parent.exists())
-        ).free
+        self.out_dir = check_out_dir(out_dir, overwrite)
+        self.max_shard_size = parse_size(max_shard_size)
+        existing = next(parent for parent in self.out_dir.parents if parent.exists())
+        free = shutil.disk_usage(existing).free
         if expected_bytes is not None and free < expected_bytes:
             raise ValueError(
                 f"Writing {self.out_dir} needs {expected_bytes} bytes, but the disk has {free} free"
             )
-        self.overwrite, self._stack = overwrite, contextlib.ExitStack()
+        self.overwrite = overwrite
+        self._stack = contextlib.ExitStack()
         self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = self._total_bytes = self._shards = 0
+        self._pending_bytes = 0
+        self._total_bytes = 0
+        self._shards = 0
         self._shard_of: dict[str, int] = {}
 
     def __enter__(self) -> "CheckpointWriter":
         self._tmp = self._stack.enter_context(atomic_folder(self.out_dir, self.overwrite))
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
         if error[0] is None:
             with self._stack:  # which also sees what _finish raises
                 self._finish()
@@ -484,40 +481,29 @@ class CheckpointWriter:
             self._stack.__exit__(*error)
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Store the current values of `tensor`; raises ValueError for a repeated key or anything
-        but a plain dense tensor.
+        """Store the current values of a tensor.
+
+        Raises:
+            ValueError: The key is repeated, or this is no plain dense tensor.
         """
-        plain = isinstance(tensor, torch.Tensor) and type(tensor.detach()) is torch.Tensor
-        if plain:
+        what = f"a {type(tensor).__name__}"
+        is_valid = False
+        if isinstance(tensor, torch.Tensor) and type(tensor.detach()) is torch.Tensor:
             what = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
-        else:
-            what = f"a {type(tensor).__name__}"
-        stored = (
-            plain
-            and tensor.layout == torch.strided
-            and not tensor.is_meta
-            and tensor.dtype in DTYPES.values()
-        )
-        if (
-            not stored
-            or not isinstance(key, str)
-            or key in ("", "__metadata__")
-            or key in self._shard_of
-        ):
-            valid = "must be a plain dense tensor of a safetensors dtype under a new name"
+            is_stored = tensor.layout == torch.strided and tensor.dtype in DTYPES.values()
+            is_valid = is_stored and not tensor.is_meta
+        is_name = isinstance(key, str) and key not in ("", "__metadata__")
+        if not is_valid or not is_name or key in self._shard_of:
             raise ValueError(
-                f"Tensor {key!r} {valid}, but got {what} after {len(self._shard_of)} others"
+                f"Tensor {key!r} must be a plain dense tensor of a safetensors dtype under a new "
+                f"name, but got {what} after {len(self._shard_of)} others"
             )
         spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
         if self._pending_bytes + spec.nbytes > self.max_shard_size:
             self._flush()
         tensor = tensor.detach()
-        as_stored = (
-            tensor.is_cpu
-            and tensor.is_contiguous()
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        )
+        is_view = tensor.is_conj() or tensor.is_neg()
+        as_stored = tensor.is_cpu and tensor.is_contiguous() and not is_view
         # a tensor that waits for others is copied, as the caller may reuse its memory
         if not as_stored or spec.nbytes < self.max_shard_size:
             tensor = _empty(spec).copy_(tensor)
@@ -545,20 +531,17 @@ class CheckpointWriter:
             write_tensors(self._tmp / f"model-{self._shards + 1:05d}.safetensors", self._pending)
             self._pending = {}
             self._pending_bytes = 0
-            self._shards = self._shards + 1
+            self._shards += 1
 
     def _finish(self) -> None:
         self._flush()
-        names = {
-            i: f"model-{i:05d}-of-{self._shards:05d}.safetensors"
-            for i in range(1, self._shards + 1)
-        }
+        names = {}
+        for i in range(1, self._shards + 1):
+            names[i] = f"model-{i:05d}-of-{self._shards:05d}.safetensors"
+            if self._shards == 1:
+                names[i] = SINGLE
+            os.rename(self._tmp / f"model-{i:05d}.safetensors", self._tmp / names[i])
         if self._shards > 1:
             weight_map = {key: names[i] for key, i in sorted(self._shard_of.items())}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             self.write_text(INDEX, json.dumps(index, indent=2) + "\n")
-        for i, name in names.items():
-            os.rename(
-                self._tmp / f"model-{i:05d}.safetensors",
-                self._tmp / (SINGLE if self._shards == 1 else name),
-            )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal, TextIO
 
 # seconds before the first line in a log, and between lines
 FIRST = 10.0
@@ -24,14 +25,13 @@ def is_main() -> bool:
 
 
 class _Watch:
-    """A thread that prints a line about the innermost of the works in progress after a minute
-    without one.
-    """
+    """A thread that prints a line about the innermost work in progress after a minute without."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         # each describes how far a work is; None if that is on the screen
         self.works: list[Callable[[], str | None]] = []
-        self.woken, self.lock = threading.Event(), threading.Lock()
+        self.woken = threading.Event()
+        self.lock = threading.Lock()
 
     def begin(self, describe: Callable[[], str | None]) -> None:
         """Watch one more work; the first one starts the thread."""
@@ -39,9 +39,8 @@ class _Watch:
             self.works.append(describe)
             if len(self.works) == 1:
                 self.woken.clear()
-                threading.Thread(
-                    target=self._run, args=(sys.stderr, self.woken), daemon=True
-                ).start()
+                arguments = (sys.stderr, self.woken)
+                threading.Thread(target=self._run, args=arguments, daemon=True).start()
 
     def end(self, describe: Callable[[], str | None]) -> None:
         """Stop watching a work; the last one ends the thread."""
@@ -51,7 +50,7 @@ class _Watch:
                 self.woken.set()
                 self.woken = threading.Event()
 
-    def _run(self, stream, woken: threading.Event) -> None:
+    def _run(self, stream: TextIO, woken: threading.Event) -> None:
         while True:
             is_woken = woken.wait(SILENCE)
             with self.lock:
@@ -68,8 +67,7 @@ _watch = _Watch()
 
 @contextmanager
 def watched(title: str) -> Iterator[None]:
-    """While the block runs, print to stderr every minute that it still does, unless a `bar` within
-    it prints.
+    """Print to stderr every minute that the block still runs, unless a `bar` within it prints.
 
     Only the first process of a run prints.
     """
@@ -92,16 +90,24 @@ def _interval(seconds: float) -> str:
     """Return [hours:]minutes:seconds."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+    text = f"{minutes:02}:{rest:02}"
+    return f"{hours}:{text}" if hours else text
 
 
 @contextmanager
 def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable[..., None]]:
-    """Yield `update(done, total, loss=None)`: a bar on a terminal, or in a log a line after ten
-    seconds and then every minute.
+    """Show progress on stderr: a bar on a terminal, or lines in a log.
 
-    Without updates a line says every minute that the work goes on. All go to stderr. The unit "B"
-    is for bytes. Only the first process of a run prints, and only if `shown`.
+    A log gets a line after ten seconds and then every minute, also without updates. Only the first
+    process of a run prints, and only if `shown`.
+
+    Args:
+        title: What is done.
+        unit: What is counted; "B" is for bytes.
+        shown: Whether anything is printed.
+
+    Yields:
+        `update(done, total, loss=None)`.
     """
     if not (shown and is_main()):
         yield lambda *_: None
@@ -110,13 +116,13 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
 
     stream = sys.stderr
     terminal = stream.isatty()
-    began = None
     start = time.monotonic()
+    began: tuple[float, int] | None = None  # when the first update came, and what was done then
     following = FIRST
     latest: tuple[int, int | None] = 0, None
     units = {"unit": unit, "unit_scale": unit == "B"}
 
-    def update(done: int, total: int | None = None, loss: float | None = None, *_) -> None:
+    def update(done: int, total: int | None = None, loss: float | None = None, *_: object) -> None:
         nonlocal began, following, latest
         now = time.monotonic()
         latest = done, total
@@ -133,13 +139,15 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
             progress.update(done - progress.n)
         elif now - start >= following:
             following = now - start + EVERY
-            options = units | {
-                "prefix": title,
-                "initial": began[1],
-                "bar_format": LOG if total else None,
-            }
             line = tqdm.format_meter(
-                done, total, now - began[0], postfix=f"loss {loss:.3f}" if loss else None, **options
+                done,
+                total,
+                now - began[0],
+                prefix=title,
+                initial=began[1],
+                bar_format=LOG if total else None,
+                postfix=f"loss {loss:.3f}" if loss else None,
+                **units,
             )
             print(line, file=stream, flush=True)
             _watch.woken.set()
@@ -151,10 +159,13 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
             progress.refresh()
             return None
         following = now - start + EVERY
-        done, total = (
-            tqdm.format_sizeof(value) if unit == "B" and value else value for value in latest
-        )
-        reached = f" at {done}/{total}" if total else ""
+        done, total = latest
+        reached = ""
+        if total:
+            sizes = [done, total]
+            if unit == "B":
+                sizes = [tqdm.format_sizeof(value) if value else value for value in sizes]
+            reached = f" at {sizes[0]}/{sizes[1]}"
         return f"{title}: still working{reached} after {_interval(now - start)}"
 
     with tqdm(
@@ -175,13 +186,11 @@ LOG = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {ra
 
 def print_table(
     title: str,
-    columns: Iterable[tuple[str, str]],
+    columns: Iterable[tuple[str, Literal["left", "right"]]],
     rows: Iterable[Sequence[str]],
     width: int | None = None,
 ) -> None:
-    """Print a table of (name, "left" | "right") columns, with boxes and bold on terminals only;
-    NO_COLOR is respected.
-    """
+    """Print a table, with boxes and bold on terminals only; NO_COLOR is respected."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -203,13 +212,14 @@ def print_table(
     ).print(table)
 
 
-def jsonable(value):
-    """Convert a value for JSON: records to objects, tensors to lists, paths to strings, NaN and
-    infinities to None.
+def jsonable(value: Any) -> Any:
+    """Convert a value for JSON.
+
+    Records become objects, tensors lists, paths strings, NaN and infinities None.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+    elif hasattr(value, "_asdict"):
         value = value._asdict()
     elif hasattr(value, "tolist"):
         value = value.tolist()

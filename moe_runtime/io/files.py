@@ -1,13 +1,13 @@
-"""Atomic writes of files and folders, and JSON files.
+"""Atomic writes of files and folders, JSON files, and the folders of the user's cache.
 
-Everything is written into a hidden folder beside the target and renamed or exchanged at the end. If
-the process or the machine dies, the target holds either its previous or its complete new contents.
-A killed process leaves only the hidden folder, which it had locked; the next writer of the same
-target removes it.
+Everything is written into a hidden folder beside the target and renamed at the end. If the process
+or the machine dies, the target holds either its previous or its complete new contents; only a
+folder that is replaced is absent between two renames, and the next writer restores it from the
+hidden folder where it was set aside. A killed process leaves nothing but hidden folders, which it
+had locked; the next writer of the same target removes them.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -22,37 +22,32 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.config import shown
+from moe_runtime.config import one_line, shown
 
 _TRAINING = "training"  # in the name of a training's lock
 MAX_NAME = 1000  # characters of a key in a file, ten times the longest tensor names of models
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# what safetensors, tokenizers and torch.save raise, in place of an OSError, if they cannot write
+_WRITE_FAILED = re.compile(
+    r"\(os error (\d+)\)|SafetensorError|inline_container|PytorchStreamWriter|basic_ios|iostream"
+)
 
 
 def is_plain_name(name: object) -> bool:
     """Return whether `name` is a file name without a folder."""
-    is_text = isinstance(name, str) and name.isprintable() and len(name) <= 255
-    return is_text and name not in ("", ".", "..") and not re.search(r"[/\\]", name)
+    if not isinstance(name, str) or not name.isprintable() or len(name) > 255:
+        return False
+    return name not in ("", ".", "..") and not re.search(r"[/\\]", name)
 
 
 def check_names(names: Iterable[str], source: str | os.PathLike) -> None:
-    """Raise ValueError for a name that could not be shown in a message: terminal escape sequences,
-    or too long.
-    """
-    if (
-        bad := next(
-            (name for name in names if len(name) > MAX_NAME or not name.isprintable()), None
-        )
-    ) is not None:
-        raise ValueError(
-            f"Names in {source} must be printable and have at "
-            "most "
-            f"{MAX_NAME} "
-            "characters, "
-            "but "
-            "got "
-            f"{shown(bad)}"
-        )
+    """Raise ValueError for a name that no message can show: with escape sequences, or too long."""
+    for name in names:
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise ValueError(
+                f"Names in {source} must be printable and have at most {MAX_NAME} characters, "
+                f"but got {shown(name)}"
+            )
 
 
 def parse_object(text: bytes, source: str) -> dict[str, Any]:
@@ -61,6 +56,7 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
     An escape of half a surrogate pair, such as \\ud800 alone, is refused: it is no character, and
     cannot be written as UTF-8.
     """
+    value = None
     try:
         value = json.loads(text.decode())
         problem = f"must be a JSON object, but got a {type(value).__name__}"
@@ -68,17 +64,9 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         value = None
-        problem = (
-            f"has {error.object[error.start]!r}, half of a "
-            "surrogate "
-            "pair, "
-            "which "
-            "is "
-            "no "
-            "character. Remove it"
-        )
+        half = error.object[error.start]
+        problem = f"has {half!r}, half of a surrogate pair, which is no character. Remove it"
     except (ValueError, RecursionError) as error:
-        value = None
         problem = f"is not valid JSON ({error})"
     if not isinstance(value, dict):
         raise ValueError(f"{source} {problem}")
@@ -86,22 +74,19 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Read one JSON object; raises a ValueError that names the file, and the position where it is
-    not JSON.
-    """
+    """Read one JSON object; raises a ValueError with the file and the position of an error."""
     check_regular(path)
     try:
-        value = parse_object(Path(path).read_bytes(), str(path))
-        check_names(value, path)
-        return value
+        text = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"Cannot read the JSON file {path} ({error.strerror})") from error
+    value = parse_object(text, str(path))
+    check_names(value, path)
+    return value
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Raise ValueError for an existing path that is no regular file; opening a pipe would wait for
-    its writer.
-    """
+    """Raise ValueError for a folder or a special file; opening a pipe would wait for its writer."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise ValueError(
@@ -109,74 +94,68 @@ def check_regular(path: str | os.PathLike) -> None:
         )
 
 
-def distrust(path: Path, found: os.stat_result, shared: bool = False) -> str | None:
-    """Return why a file or folder may have been written by another user; None if only root could
-    have.
+def cache_home() -> Path | None:
+    """Return $XDG_CACHE_HOME, by default ~/.cache, or None without a home.
 
-    A `shared` folder may be like /tmp: everybody can write, and its sticky bit protects each user's
+    A relative path is ignored, as XDG specifies.
+    """
+    for name in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(name):
+            return Path(name)
+    return None
+
+
+def untrusted(path: Path, is_shared: bool = False) -> str | None:
+    """Return why another user than root may have written a file or folder; None if none could.
+
+    A shared folder may be like /tmp: everybody can write, and its sticky bit protects each user's
     files from the others.
     """
-    if found.st_uid not in (0, os.geteuid()):
+    status = os.stat(path)
+    if status.st_uid not in (0, os.geteuid()):
         return (
-            f"{path} is refused: it belongs to user "
-            f"{found.st_uid}. "
-            "Remove "
-            "it, "
-            "or "
-            "set "
+            f"{path} is refused: it belongs to user {status.st_uid}. Remove it, or set "
             "XDG_CACHE_HOME to a folder of yours"
         )
-    if found.st_mode & 0o022 and not (shared and found.st_mode & stat.S_ISVTX):
+    if status.st_mode & 0o022 and not (is_shared and status.st_mode & stat.S_ISVTX):
+        mode = stat.S_IMODE(status.st_mode)
         return (
-            f"{path} is refused: other users "
-            "can "
-            "write "
-            "to "
-            "it "
-            "(mode "
-            f"{stat.S_IMODE(found.st_mode):o}). Run chmod go-w {path}"
+            f"{path} is refused: other users can write to it (mode {mode:o}). Run chmod go-w {path}"
         )
     return None
 
 
-def cache_home() -> Path | None:
-    """Return $XDG_CACHE_HOME, by default ~/.cache, or None without a home; a relative path is
-    ignored, as XDG specifies.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = base if base.is_absolute() else Path(os.path.expanduser("~/.cache"))
-    return base if base.is_absolute() else None
-
-
-def distrusted(path: Path) -> str | None:
-    """Return what `distrust` returns for a path in `cache_home` or for one of its parents up to
-    `cache_home`.
-    """
+def _parts_in_cache(path: Path) -> list[Path]:
+    """Return `path` and its parents up to `cache_home`."""
     base = cache_home()
-    places = (path, *(above for above in path.parents if above.is_relative_to(base)))
-    return next(
-        (why for place in places if (why := distrust(place, os.stat(place), shared=place == base))),
-        None,
-    )
+    if base is None:
+        return []
+    return [part for part in (path, *path.parents) if part.is_relative_to(base)]
+
+
+def untrusted_in_cache(path: Path) -> str | None:
+    """Return what `untrusted` returns for a path in `cache_home`, or one of its parents there."""
+    for part in _parts_in_cache(path):
+        if reason := untrusted(part, is_shared=part == cache_home()):
+            return reason
+    return None
 
 
 def own_folder(path: Path) -> Path:
-    """Create and return a folder in `cache_home` that only this user can write to, with its
-    parents, whatever the umask.
+    """Create a folder in `cache_home` that only this user can write to, whatever the umask.
 
-    Raises ValueError if other users can still write to it.
+    Returns `path`. Raises ValueError if other users can still write to it.
     """
-    if not cache_home().exists():
-        cache_home().mkdir(mode=0o700, parents=True, exist_ok=True)  # as XDG specifies
+    base = cache_home()
+    if base is not None and not base.exists():
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)  # as XDG specifies
     path.mkdir(parents=True, exist_ok=True)
-    for place in (
-        path,
-        *(above for above in path.parents if above.parent.is_relative_to(cache_home())),
-    ):
-        if os.stat(place).st_uid == os.geteuid() and os.stat(place).st_mode & 0o022:
-            place.chmod(stat.S_IMODE(os.stat(place).st_mode) & ~0o022)
-    if why := distrusted(path):
-        raise ValueError(why)
+    for part in _parts_in_cache(path):
+        status = os.stat(part)
+        if part != base and status.st_uid == os.geteuid() and status.st_mode & 0o022:
+            part.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+    if reason := untrusted_in_cache(path):
+        raise ValueError(reason)
     return path
 
 
@@ -188,28 +167,9 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _os_error_of(error: Exception, path: str) -> OSError | None:
-    """Return the OSError behind a library's exception, with `path` in it; None if it is not about
-    writing.
-    """
-    if found := re.search(r"\(os error (\d+)\)", str(error)):  # Rust's: safetensors, tokenizers
-        return OSError(int(found[1]), os.strerror(int(found[1])), path)
-    if type(error).__name__ == "SafetensorError":
-        return OSError(errno.EIO, str(error), path)
-    # torch.save's
-    if not re.search("inline_container|PytorchStreamWriter|basic_ios|iostream error", str(error)):
-        return None
-    reason = re.search(r"strerror: ([^\n.]+)", str(error))
-    return OSError(
-        errno.EIO, reason[1] if reason else "a file cannot be written; is the disk full?", path
-    )
-
-
 @contextlib.contextmanager
 def naming(path: str | os.PathLike, tmp: str | os.PathLike) -> Iterator[None]:
-    """Convert an error in writing into an OSError that names `path` instead of the hidden folder
-    `tmp`.
-    """
+    """Turn errors in writing to the hidden folder `tmp` into OSErrors that name `path` instead."""
     try:
         yield
     except OSError as error:
@@ -217,9 +177,14 @@ def naming(path: str | os.PathLike, tmp: str | os.PathLike) -> Iterator[None]:
             error.filename = str(error.filename or path).replace(str(tmp), str(path))
         raise
     except Exception as error:
-        if (found := _os_error_of(error, str(path))) is None:
+        failed = _WRITE_FAILED.search(f"{error} {type(error).__name__}")
+        if failed is None:
             raise
-        raise found from error
+        number = int(failed[1] or errno.EIO)
+        reason = os.strerror(number)
+        if not failed[1]:
+            reason = f"a file cannot be written; is the disk full? {one_line(error, 300)}"
+        raise OSError(number, reason, str(path)) from error
 
 
 _numbers = itertools.count()  # several threads may write the same path
@@ -231,165 +196,153 @@ def _beside(path: Path, kind: str) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[bool | None]:
-    """Lock a file or folder until the block ends or the process dies; yield False if it is taken,
-    None where locks fail.
+    """Lock a file or folder until the block ends or the process dies.
+
+    Args:
+        path: The file or folder.
+        wait: Whether to wait for another process that holds the lock.
+
+    Yields:
+        True; False if another process holds the lock; None where locks fail: for another user's
+        files, and on filesystems without locks.
     """
-    handle = None
-    state = None
-    try:
+    is_locked: bool | None = None
+    with contextlib.ExitStack() as stack:
         try:
             handle = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            state = True
+            is_locked = True
         except BlockingIOError:
-            state = False
-        except OSError:  # owned by another user, or a filesystem without locks
+            is_locked = False
+        except OSError:
             pass
-        yield state
-    finally:
-        if handle is not None:
-            os.close(handle)
+        yield is_locked
 
 
-def _locked_for_writers(folder: Path) -> contextlib.AbstractContextManager:
-    """Lock a folder, unless this process already holds the lock: it is a hidden folder of ours, or
-    `alone_in` has locked it.
-    """
-    is_own = re.fullmatch(rf"\..*\.tmp-{os.getpid()}-\d+", folder.name) or folder in _mine.folders
-    return contextlib.nullcontext() if is_own else locked(folder)
+class _Held(threading.local):
+    """The folders that this thread has locked."""
+
+    def __init__(self) -> None:
+        self.folders: set[Path] = set()
 
 
-class _Mine(threading.local):
-    folders: frozenset[Path] = frozenset()  # those in which only this thread may write
-
-
-_mine = _Mine()
+_held = _Held()
 
 
 @contextlib.contextmanager
 def alone_in(folder: str | os.PathLike) -> Iterator[None]:
-    """Keep other writers out of a folder until the block ends, so that a file can be read, changed
-    and rewritten.
-    """
+    """Let one thread at a time run such a block, to read, change and rewrite a file of a folder."""
     folder = Path(os.path.realpath(folder))
-    before = _mine.folders
-    with _locked_for_writers(folder):
-        _mine.folders = before | {folder}
+    if folder in _held.folders:
+        yield
+        return
+    with locked(folder):
+        _held.folders.add(folder)
         try:
             yield
         finally:
-            _mine.folders = before
+            _held.folders.remove(folder)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder completely, even if a signal arrives meanwhile; files that cannot be removed
-    stay.
-    """
+    """Remove a folder even if a signal arrives meanwhile; files that cannot be removed stay."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(path: Path) -> bool:
-    """Remove what killed writers of `path` left, or restore a folder set aside; return whether
-    another writer is alive.
+def _sweep(path: Path, ours: Path) -> bool:
+    """Remove what killed writers of `path` left, or restore a folder that they set aside.
+
+    Returns whether another writer is alive; `ours` is the caller's hidden folder.
     """
-    alive = False
-    for left in list(path.parent.iterdir()):
-        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-\d+-\d+", left.name)
-        if not match or not left.is_dir():
+    is_busy = False
+    for hidden in list(path.parent.iterdir()):
+        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(tmp|old)-\d+-\d+", hidden.name)
+        if not match or not hidden.is_dir() or hidden == ours:
             continue
-        with locked(left, wait=False) as dead:
-            alive |= dead is False
-            if dead and match[1] == "old" and not path.exists():
-                os.rename(left, path)
-            elif dead:
-                shutil.rmtree(left, ignore_errors=True)
-    return alive
+        with locked(hidden, wait=False) as is_dead:
+            if is_dead is False:
+                is_busy = True
+            elif is_dead and match[1] == "old" and not path.exists():
+                os.rename(hidden, path)
+            elif is_dead:
+                shutil.rmtree(hidden, ignore_errors=True)
+    return is_busy
 
 
 @contextlib.contextmanager
-def _hidden(path: Path, alone: bool = False) -> Iterator[Path]:
-    """Yield a new hidden folder beside `path`, which is removed when the block ends; with `alone`,
-    refuse a second writer.
+def _hidden(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Create and lock a hidden folder beside `path`, which is removed when the block ends.
+
+    Yields it and whether another writer of `path` is alive.
     """
-    tmp = _beside(path, "tmp")
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove, tmp)
-        with _locked_for_writers(path.parent):
-            if _sweep(path) and alone:
-                raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
-            tmp.mkdir()
-            if path.exists():  # the temporary files must not be more readable than the final ones
-                tmp.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
+        is_locked = False
+        while not is_locked:
+            tmp = _beside(path, "tmp")
+            stack.callback(_remove, tmp)
+            with naming(path, tmp):
+                tmp.mkdir()
             stack.enter_context(locked(tmp))
-        with naming(path, tmp):
-            yield tmp
+            is_locked = tmp.exists()  # or another writer has removed it before it was locked
+        is_busy = _sweep(path, tmp)
+        if path.exists():  # the temporary files must not be more readable than the final ones
+            tmp.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
+        yield tmp, is_busy
 
 
 @contextlib.contextmanager
 def sole_training(folder: str | os.PathLike) -> Iterator[None]:
-    """Create a folder if needed and hold it for one training until the block ends; raises
-    ValueError if another holds it.
+    """Create a folder if needed and hold it for one training; ValueError if another holds it.
 
-    The lock is a hidden folder inside, so that other writers of files in the folder need not wait.
-    It ends with the process.
+    The lock is a hidden folder inside, and ends with the process.
     """
     folder = Path(os.path.realpath(folder))
     is_new = not folder.exists()
     with naming(folder, folder):
         folder.mkdir(parents=True, exist_ok=True)
-    lock = _beside(folder / _TRAINING, "tmp")
-    with contextlib.ExitStack() as stack:
-        stack.callback(_remove_empty, folder if is_new else None)
-        stack.callback(_remove, lock)
-        with _locked_for_writers(folder), naming(folder, folder):
-            if _sweep(folder / _TRAINING):
+    try:
+        with _hidden(folder / _TRAINING) as (_, is_busy):
+            if is_busy:
                 raise ValueError(
-                    f"Another training is writing to {folder}. Wait "
-                    "until "
-                    "it "
-                    "ends, "
-                    "or "
-                    "choose "
+                    f"Another training is writing to {folder}. Wait until it ends, or choose "
                     "another folder"
                 )
-            lock.mkdir()
-            stack.enter_context(locked(lock))
-        yield
-
-
-def _remove_empty(folder: Path | None) -> None:
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+            yield
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def contents_of(folder: Path) -> list[str]:
-    """Return the names in a folder, without the hidden lock of a training that runs or was
-    killed.
-    """
-    hidden = re.compile(rf"\.{_TRAINING}\.tmp-\d+-\d+")
-    return sorted(path.name for path in folder.iterdir() if not hidden.fullmatch(path.name))
+    """Return the names in a folder, without a training's hidden lock."""
+    lock = re.compile(rf"\.{_TRAINING}\.tmp-\d+-\d+")
+    return sorted(path.name for path in folder.iterdir() if not lock.fullmatch(path.name))
 
 
 def _keep_mode(new: Path, old: Path) -> None:
     """Give a file or folder the mode of the one that it replaces, if any."""
-    if not new.is_symlink() and (old.is_dir() if new.is_dir() else old.is_file()):
+    is_same_kind = old.is_dir() if new.is_dir() else old.is_file()
+    if is_same_kind and not new.is_symlink():
         new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path of the same name in a hidden folder and move the file to `path` when the block
-    ends; OSErrors name `path`.
+    """Yield a path of the same name in a hidden folder; move the file to `path` at the end.
 
-    The new file has the mode of the one that it replaces. Raises ValueError for a device or another
-    special file.
+    The new file has the mode of the one that it replaces.
+
+    Raises:
+        ValueError: `path` is a folder, a device or another special file.
+        OSError: The file cannot be written; the error names `path`.
     """
     path = check_out_file(os.path.realpath(path), overwrite=True)
-    with _hidden(path) as tmp:
+    with _hidden(path) as (tmp, _), naming(path, tmp):
         yield tmp / path.name
         _keep_mode(tmp / path.name, path)
         _sync(tmp / path.name)
@@ -399,8 +352,8 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 
 def atomic_write_text(path: str | os.PathLike, text: str) -> None:
     """Write `text` as UTF-8 atomically."""
-    with atomic_file(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    with atomic_file(path) as tmp:
+        tmp.write_text(text, encoding="utf-8")
 
 
 def atomic_write_json(path: str | os.PathLike, value: Any) -> None:
@@ -418,143 +371,136 @@ def check_paths(name: str, paths: Any) -> None:
 def check_out_dir(
     path: str | os.PathLike, overwrite: bool = False, reads: Iterable[object] = ()
 ) -> Path:
-    """Return the real path of a folder to write; raises ValueError if it must not be written, or is
-    or holds one of `reads`.
+    """Return the real path of a folder to write.
+
+    Args:
+        path: The folder, which may not exist yet.
+        overwrite: Whether a folder that is not empty may be replaced.
+        reads: What the command reads; paths among these must be neither replaced nor deleted.
+
+    Raises:
+        ValueError: The folder must not be written.
     """
     path = Path(os.path.realpath(path))
     problem = None
-    if path.exists() and not path.is_dir():
-        problem = f"Output folder {path} is a file. Choose another"
-    elif path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):
-        problem = (
-            f"Output folder {path} is a mount point or a "
-            "parent "
-            "of "
-            "the "
-            "current "
-            "folder. "
-            "Choose a folder inside it"
-        )
-    elif path.exists() and any(path.iterdir()) and not overwrite:
-        problem = f"Output folder {path} already exists. Choose another or pass overwrite=True"
-    for source in reads if path.exists() and not problem else ():
-        if isinstance(source, str | os.PathLike) and Path(os.path.realpath(source)).is_relative_to(
-            path
-        ):
-            problem = (
-                f"Output folder {path} is or "
-                "contains "
-                f"{os.fspath(source)}, "
-                "which "
-                "is "
-                "read. "
-                "Choose another"
-            )
+    if path.is_mount() or (path.exists() and Path.cwd().is_relative_to(path)):
+        problem = "is a mount point or a parent of the current folder. Choose a folder inside it"
+    elif path.is_dir():
+        if any(path.iterdir()) and not overwrite:
+            problem = "already exists. Choose another or pass overwrite=True"
+        elif source := _first_read(reads, path):
+            problem = f"is or contains {source}, which is read. Choose another"
+    elif path.exists():
+        problem = "is a file. Choose another"
     if problem:
-        raise ValueError(problem)
+        raise ValueError(f"Output folder {path} {problem}")
     return path
 
 
 def check_out_file(
     path: str | os.PathLike, overwrite: bool = False, reads: Iterable[object] = ()
 ) -> Path:
-    """Return the path of a file to write; raises ValueError if it cannot be written, or exists
-    without `overwrite`.
+    """Return the path of a file to write.
 
-    Nothing but a regular file is replaced, and none of `reads`: files that are read, or folders
-    with files that are.
+    Args:
+        path: The file, which may not exist yet.
+        overwrite: Whether an existing regular file may be replaced.
+        reads: What the command reads: files, or folders with files, that must not be replaced.
+
+    Raises:
+        ValueError: The file must not be written.
     """
     path = Path(path)
-    above = next((one for one in path.parents if one.exists() and not one.is_dir()), None)
     problem = None
-    if above is not None:
-        problem = f"cannot be written, as {above} is a file. Choose another"
-    elif path.is_dir():
+    if path.is_dir():
         problem = "is a folder. Choose a file name"
     elif path.exists() and not path.is_file():
         problem = "is a device, a pipe or a socket, which is never replaced. Choose a file name"
     elif path.exists() and not overwrite:
         problem = "already exists. Choose another or pass overwrite=True"
     elif path.exists():
-        source = next((one for one in reads if _holds(one, path)), None)
-        if source is not None:
-            problem = f"is read, or is a file in {os.fspath(source)}, which is read. Choose another"
-    if problem is not None:
+        for source in _existing(reads):
+            if source.samefile(path) or _is_in(path, source):
+                problem = f"is read, or is a file in {source}, which is read. Choose another"
+    for parent in path.parents:
+        if parent.is_file():
+            problem = f"cannot be written, as {parent} is a file. Choose another"
+    if problem:
         raise ValueError(f"Output file {path} {problem}")
     return path
 
 
-def _holds(source: object, path: Path) -> bool:
-    """Return whether an existing file is `source` or a file in that folder."""
-    if not isinstance(source, str | os.PathLike) or not os.path.exists(source):
-        return False
-    source = Path(source)
-    return source.samefile(path) or (
-        source.is_dir() and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(source))
-    )
+def _first_read(reads: Iterable[object], folder: Path) -> Path | None:
+    """Return the first of `reads` that is `folder` or in it."""
+    return next((source for source in _existing(reads) if _is_in(source, folder)), None)
 
 
-def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two folders atomically; return False where the filesystem does not support it."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    at_cwd = -100
-    exchange = 2
-    return (
-        renameat2 is not None
-        and renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
-    )
+def _existing(reads: Iterable[object]) -> Iterator[Path]:
+    """Yield the paths among `reads`, which also has ids of the Hub, objects and None."""
+    for source in reads:
+        if isinstance(source, str | os.PathLike) and os.path.exists(source):
+            yield Path(source)
 
 
-def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
-    """Rename `tmp` to `path`, which is absent, empty, or (with `overwrite`) replaced and
-    deleted.
-    """
-    old = _beside(path, "old")
-    if not (overwrite and path.exists()):
-        os.rename(tmp, path)
-    elif not _exchange(tmp, path):
-        with _locked_for_writers(path.parent):
-            try:
-                os.rename(path, old)
-                os.rename(tmp, path)
-            finally:
-                if old.exists() and not path.exists():
-                    os.rename(old, path)
-    _sync(path.parent)
-    _remove(old)
+def _is_in(path: Path, folder: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder beside `path`; rename it to `path` when the block ends, remove it if
-    the block raises.
+    """Yield a hidden folder beside `path`; rename it to `path` when the block ends.
 
-    With `overwrite` an old folder is replaced in one step (two renames where the filesystem cannot
-    exchange folders) and then deleted; its mode is kept, and so is that of each file of the same
-    name. Raises ValueError before anything is written if `path` exists and is not empty, or if
-    nothing can be written beside it.
+    It is removed if the block raises.
+
+    Args:
+        path: The folder to write.
+        overwrite: Whether an old folder is set aside, replaced and then deleted; its mode is kept,
+            and so is that of each file of the same name.
+
+    Raises:
+        ValueError: `path` exists and is not empty, or nothing can be written beside it.
     """
     path = check_out_dir(path, overwrite)
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            tmp = stack.enter_context(_hidden(path, alone=True))
+            tmp, is_busy = stack.enter_context(_hidden(path))
+            if is_busy:
+                raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
         except OSError as error:
             reason = f"no file can be created beside it ({error.strerror})"
             raise ValueError(
                 f"Output folder {path} cannot be written: {reason}. Choose another"
             ) from error
+        stack.enter_context(naming(path, tmp))
         check_out_dir(path, overwrite)  # a killed writer may have set it aside, and it is back now
         yield tmp
         for folder, _, names in os.walk(tmp, topdown=False):
             for name in (*names, "."):
-                _keep_mode(place := Path(folder, name), path / place.relative_to(tmp))
-                _sync(place)
+                new = Path(folder, name)
+                _keep_mode(new, path / new.relative_to(tmp))
+                _sync(new)
         _move_in(tmp, path, overwrite)
 
 
-# the files of weights, with the files that are needed to load them; an adapter may lie beside the
-# model that it belongs to
+def _move_in(tmp: Path, path: Path, overwrite: bool) -> None:
+    """Rename `tmp` to `path`, which is absent, empty, or (with `overwrite`) replaced."""
+    old = _beside(path, "old")
+    with contextlib.ExitStack() as stack:
+        try:
+            if overwrite and path.exists():
+                stack.enter_context(locked(path))  # no other writer restores or removes `old`
+                os.rename(path, old)
+            os.rename(tmp, path)
+        finally:
+            if old.exists() and not path.exists():
+                os.rename(old, path)
+    _sync(path.parent)
+    _remove(old)
+
+
+# per kind of weights: the names of their files, and the files without which nobody loads them; an
+# adapter may be stored beside the model that it belongs to
 _WEIGHTS = {
     "model": r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
     "adapter": r"adapter_model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
@@ -566,63 +512,64 @@ _MARKS = {
 _CARD = "README.md"
 
 
+def _weights_in(folder: Path, kind: str) -> set[str]:
+    return {path.name for path in folder.iterdir() if re.fullmatch(_WEIGHTS[kind], path.name)}
+
+
 def weights_of(folder: str | os.PathLike) -> list[str]:
     """Return the sorted names of a model's weight files; none without a config.json beside them."""
-    has_config = Path(folder, "config.json").is_file()
-    if has_config:
-        return sorted(
-            p.name for p in Path(folder).iterdir() if re.fullmatch(_WEIGHTS["model"], p.name)
-        )
-    return []
+    if not Path(folder, "config.json").is_file():
+        return []
+    return sorted(_weights_in(Path(folder), "model"))
 
 
 @contextlib.contextmanager
 def atomic_model(folder: str | os.PathLike) -> Iterator[Path]:
-    """Yield a hidden folder in `folder`; when the block ends, move a model's files from there and
-    remove its older weights.
+    """Yield a hidden folder in `folder`; at the end move a model's files from there to `folder`.
 
-    For a folder that also holds other things, such as checkpoints: writing an adapter leaves a
-    model's files alone, and the reverse. The hidden folder starts with a copy of README.md. A
-    single weight file is replaced in one step. With several, or a changed config, the index and the
-    config are removed first and written last, so that a process that dies meanwhile leaves no model
-    rather than a mixed one. Raises FileNotFoundError, and removes nothing, if the block wrote no
-    weights.
+    The older weights are removed. For a folder that also holds other things, such as checkpoints:
+    writing an adapter leaves a model's files alone, and the reverse. The hidden folder starts with
+    a copy of README.md. A single weight file is replaced in one step. With several, or a changed
+    config, the index and the config are removed first and written last, so that a process that dies
+    meanwhile leaves no model rather than a mixed one.
+
+    Raises:
+        FileNotFoundError: The block wrote no weights; nothing is removed.
     """
     folder = Path(os.path.realpath(folder))
     with naming(folder, folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with _hidden(folder / "model") as tmp, naming(folder, tmp):
+    with _hidden(folder / "model") as (tmp, _), naming(folder, tmp):
         if (folder / _CARD).is_file():
             shutil.copyfile(folder / _CARD, tmp / _CARD)
         yield tmp
-        new = [
-            Path(path, name).relative_to(tmp) for path, _, names in os.walk(tmp) for name in names
-        ]
         # PEFT stores adapters of other names in subfolders
-        if not any(re.fullmatch("|".join(_WEIGHTS.values()), name.name) for name in new):
+        new = [path.relative_to(tmp) for path in tmp.rglob("*") if not path.is_dir()]
+        if not any(re.fullmatch("|".join(_WEIGHTS.values()), file.name) for file in new):
             raise FileNotFoundError(errno.ENOENT, "no weights were written", str(folder))
-        for name in new:
-            _sync(tmp / name)
-        for kind, pattern in _WEIGHTS.items():
-            weights = {str(name) for name in new if re.fullmatch(pattern, str(name))}
-            if weights:
-                old = {path.name for path in folder.iterdir() if re.fullmatch(pattern, path.name)}
-            else:
-                old = set()
-            if (
-                old - weights
-                or len(weights) > 1
-                or any(_differ(tmp / m, folder / m) for m in _MARKS[kind] if weights)
-            ):
-                for mark in _MARKS[kind]:
-                    (folder / mark).unlink(missing_ok=True)
-            for name in old - weights:
-                (folder / name).unlink(missing_ok=True)
-        for name in sorted(new, key=lambda name: (name.name in sum(_MARKS.values(), ()), name)):
-            (folder / name).parent.mkdir(exist_ok=True)
-            _keep_mode(tmp / name, folder / name)
-            os.replace(tmp / name, folder / name)
+        for file in new:
+            _sync(tmp / file)
+        marks: set[str] = set()
+        for kind in _WEIGHTS:
+            marks.update(_MARKS[kind])
+            _remove_old_weights(tmp, folder, kind)
+        for file in sorted(new, key=lambda file: (file.name in marks, file)):
+            (folder / file).parent.mkdir(exist_ok=True)
+            _keep_mode(tmp / file, folder / file)
+            os.replace(tmp / file, folder / file)
         _sync(folder)
+
+
+def _remove_old_weights(tmp: Path, folder: Path, kind: str) -> None:
+    """Remove from `folder` what would make a mixed model with the weights of a kind in `tmp`."""
+    new = _weights_in(tmp, kind)
+    if not new:
+        return
+    old = _weights_in(folder, kind) - new
+    is_changed = any(_differ(tmp / mark, folder / mark) for mark in _MARKS[kind])
+    if old or len(new) > 1 or is_changed:
+        for name in (*_MARKS[kind], *old):
+            (folder / name).unlink(missing_ok=True)
 
 
 def _differ(new: Path, old: Path) -> bool:
@@ -630,21 +577,23 @@ def _differ(new: Path, old: Path) -> bool:
     return new.is_file() and old.is_file() and new.read_bytes() != old.read_bytes()
 
 
-def hash_of(value) -> str:
+def hash_of(value: Any) -> str:
     """Return a hash of 12 hex digits of a JSON value."""
     text = json.dumps(value, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def files_print(source: str | Path) -> str | list:
-    """Return names, sizes and times of a file or a folder's files, to detect changes; a Hub id is
-    returned unchanged.
+    """Return names, sizes and times of a file or a folder's files, to detect changes.
+
+    A Hub id is returned unchanged.
     """
     path = Path(source)
     if not path.exists():
         return str(source)
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    names = [p.name if path.is_file() else p.relative_to(path).as_posix() for p in files]
-    return [
-        [name, p.stat().st_size, p.stat().st_mtime_ns] for name, p in zip(names, files, strict=True)
-    ]
+    if path.is_file():
+        files = [(path.name, path)]
+    else:
+        files = [(file.relative_to(path).as_posix(), file) for file in sorted(path.rglob("*"))]
+    stats = [(name, file.stat()) for name, file in files if file.is_file()]
+    return [[name, status.st_size, status.st_mtime_ns] for name, status in stats]

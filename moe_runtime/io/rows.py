@@ -4,9 +4,12 @@
 used). `read_rows` converts every format to one of three: messages; prompt and completion; text.
 `encode` converts these to ids and labels:
 
-    prompt, completion   BOS prompt completion EOS     labels -100 on BOS and prompt, as in the official XFT code (Sec. 4.1)
-    text                 BOS text EOS                  labels are the ids
-    messages             the chat template's ids       labels -100 except on the assistant's turns (prompts.encode_chat)
+    prompt, completion   BOS prompt completion EOS
+                         labels -100 on BOS and prompt, as in the official XFT code (Sec. 4.1)
+    text                 BOS text EOS
+                         labels are the ids
+    messages             the chat template's ids
+                         labels -100 except on the assistant's turns (prompts.encode_chat)
 """
 
 import contextlib
@@ -15,12 +18,15 @@ import gzip
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from moe_runtime.config import one_line, shown
 from moe_runtime.io.console import bar
 from moe_runtime.io.files import parse_object
-from moe_runtime.io.prompts import chat_of, encode_chat, encode_turns, put_prompt
+from moe_runtime.io.prompts import PROMPTS, chat_of, encode_chat, put_prompt
+
+Dataset: TypeAlias = Any  # datasets.Dataset: an extra, imported where it is used
 
 # the first layout whose columns are all present is used, and only its columns are kept
 LAYOUTS = (
@@ -54,16 +60,17 @@ ROLES = {
     "tool": "tool",
 }
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# the name by which a recipe refers to the data of papers.engine.corpora
+# the name by which a recipe refers to pairs made of Python's standard library
 BUILT_IN = "standard-library"
 _SOURCES = (
     "Pass a .jsonl, .json or .parquet file, a folder of them, or the id of a dataset on the Hub"
 )
 
 
-def require(module: str, extra: str = "train"):
-    """Import and return a module of an optional extra; raises ImportError with the command that
-    installs it.
+def require(module: str, extra: str = "train") -> ModuleType:
+    """Import and return a module of an optional extra.
+
+    Raises ImportError with the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -73,96 +80,112 @@ def require(module: str, extra: str = "train"):
         ) from error
 
 
-def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True):
-    """Read a .jsonl, .json or .parquet file, a folder of them or a dataset of the Hub into a
-    datasets.Dataset.
+def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True) -> Dataset:
+    """Read a .jsonl, .json or .parquet file, a folder of them or a dataset of the Hub.
 
     .jsonl has one object per line, .json either that or an array. The columns must be those of one
-    layout, and become messages | prompt, completion | text. Raises ValueError if the source does
-    not exist, is empty, cannot be read or has other columns, and, with the line, for an example
-    that does not match the layout or, with `answers`, a chat without an answer.
+    of LAYOUTS.
+
+    Args:
+        path_or_id: A file, a folder, or the id of a dataset.
+        split: The split to read of a folder or a dataset.
+        answers: Whether a chat without an answer is refused.
+
+    Returns:
+        A Dataset with the columns messages | prompt, completion | text.
+
+    Raises:
+        ValueError: The source does not exist, is empty, cannot be read or has other columns, or an
+            example, which the message names, does not match the layout.
     """
     datasets = require("datasets")
     path = Path(path_or_id)
     name = str(path_or_id)
-    local = path.suffix in BUILDERS or path.is_absolute() or name.startswith(".")
-    is_empty = path.is_file() and path.stat().st_size == 0
-    if (
-        is_empty
-        or (path.is_file() and path.suffix not in BUILDERS)
-        or (local and not path.exists())
-    ):
-        if not path.exists():
+    problem = None
+    if not path.exists():
+        if path.suffix in BUILDERS or path.is_absolute() or name.startswith("."):
             problem = "does not exist"
-        elif is_empty:
-            problem = "is empty"
-        else:
-            problem = f"ends in {path.suffix!r}"
+    elif path.is_file() and path.stat().st_size == 0:
+        problem = "is empty"
+    elif path.is_file() and path.suffix not in BUILDERS:
+        problem = f"ends in {path.suffix!r}"
+    if problem:
         raise ValueError(f"Data {name!r} {problem}. {_SOURCES}")
     with _reading(datasets, path, name):
         if path.is_file() and path.suffix == ".jsonl":
-            # tuples, as `datasets` treats lists as shards; the file's state lets its cache notice a
-            # change
-            (columns, uneven), stat = _names_in(path), path.stat()
-            state = {
-                "path": str(path),
-                "columns": columns,
-                "state": (stat.st_size, stat.st_mtime_ns),
-                "answers": answers,
-            }
-            layout = _layout(columns, name)
-            features = None
-            if uneven and layout[0] in ("messages", "conversations"):
-                # `datasets` infers the types from the first examples, and drops or rejects keys
-                # that only later turns have
-                kept = {"messages": datasets.List(datasets.Json())} | dict.fromkeys(
-                    _kept(layout, columns)[1:], datasets.Json()
-                )
-                features = datasets.Features(kept)
-            return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=state)
+            return _read_lines(datasets, path, name, answers)
         if path.is_file():
-            rows = datasets.load_dataset(
-                BUILDERS[path.suffix], data_files={split: str(path)}, split=split
-            )
+            files = {split: str(path)}
+            rows = datasets.load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
         else:
             rows = datasets.load_dataset(name, split=split)
-        layout = _layout(rows.column_names if len(rows) else (), name)
+        return _converted(rows, name, answers)
 
-        def form(row: Mapping, place: int) -> dict[str, Any]:
-            return in_form(row, layout, f"example {place + 1} of {name}", answers)
 
-        columns = set(rows.column_names)
-        rewritten = {
-            ("conversations",): True,
-            EVALUATION: True,
-            OSS_INSTRUCT: set(OSS_COLUMNS) <= columns,
-        }
-        if rewritten.get(layout) or (layout[0] == "instruction" and "input" in columns):
-            return rows.map(form, with_indices=True, remove_columns=rows.column_names)
-        for place, row in enumerate(rows):
-            form(row, place)
-        rows = rows.select_columns(_kept(layout, rows.column_names))
-        names = zip(layout, ("prompt", "completion"), strict=False) if len(layout) == 2 else ()
-        return rows.rename_columns({old: new for old, new in names if old != new})
+def _read_lines(datasets: Any, path: Path, name: str, answers: bool) -> Dataset:
+    """Read a .jsonl file."""
+    columns, has_uneven_turns = _names_in(path)
+    layout = _layout(columns, name)
+    features = None
+    if has_uneven_turns and layout[0] in ("messages", "conversations"):
+        # `datasets` infers the types from the first examples, and drops or rejects keys that only
+        # later turns have
+        types = {"messages": datasets.List(datasets.Json())}
+        types |= dict.fromkeys(_kept(layout, columns)[1:], datasets.Json())
+        features = datasets.Features(types)
+    stat = path.stat()
+    # tuples, as `datasets` treats lists as shards; by the file's state its cache notices a change
+    state = {
+        "path": str(path),
+        "columns": columns,
+        "state": (stat.st_size, stat.st_mtime_ns),
+        "answers": answers,
+    }
+    return datasets.Dataset.from_generator(_rows, features=features, gen_kwargs=state)
+
+
+def _converted(rows: Dataset, name: str, answers: bool) -> Dataset:
+    """Check every example of a Dataset and convert it as `in_form` does."""
+    columns = set(rows.column_names)
+    layout = _layout(rows.column_names if len(rows) else (), name)
+
+    def form(row: Mapping, i: int) -> dict[str, Any]:
+        return in_form(row, layout, f"example {i + 1} of {name}", answers)
+
+    is_rewritten = (
+        layout in (("conversations",), EVALUATION)
+        or (layout == OSS_INSTRUCT and columns.issuperset(OSS_COLUMNS))
+        or (layout[0] == "instruction" and "input" in columns)
+    )
+    if is_rewritten:
+        return rows.map(form, with_indices=True, remove_columns=rows.column_names)
+    for i, row in enumerate(rows):
+        form(row, i)
+    rows = rows.select_columns(_kept(layout, rows.column_names))
+    if len(layout) == 2 and layout != ("prompt", "completion"):
+        rows = rows.rename_columns(dict(zip(layout, ("prompt", "completion"), strict=True)))
+    return rows
 
 
 def raw_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the examples of a .jsonl (or .jsonl.gz), .json or .parquet file with all their columns,
-    unchanged.
+    """Yield the examples of a .jsonl, .jsonl.gz, .json or .parquet file with all their columns.
+
+    Raises:
+        ValueError: The file does not exist, is of another kind or cannot be read.
     """
     datasets = require("datasets")
     path = Path(path)
     is_lines = path.name.endswith((".jsonl", ".jsonl.gz"))
-    if not (is_lines or path.suffix in BUILDERS) or not path.is_file():
+    if not path.is_file() or not (is_lines or path.suffix in BUILDERS):
         what = f"ends in {path.suffix!r}" if path.is_file() else "does not exist"
         raise ValueError(f"File {path} {what}. Pass a .jsonl, .jsonl.gz, .json or .parquet file")
     with _reading(datasets, path, str(path)):
         if is_lines:
-            yield from (row for _, row in _lines(path))
+            for _, row in _lines(path):
+                yield row
         else:
-            yield from datasets.load_dataset(
-                BUILDERS[path.suffix], data_files=str(path), split="train"
-            )
+            builder = BUILDERS[path.suffix]
+            yield from datasets.load_dataset(builder, data_files=str(path), split="train")
 
 
 class BadRow(ValueError):
@@ -170,17 +193,19 @@ class BadRow(ValueError):
 
 
 @contextlib.contextmanager
-def _reading(datasets, path: Path, name: str) -> Iterator[None]:
-    """Convert what `datasets` raises into one ValueError, and keep it from reporting a local file
-    to the Hub as a download.
+def _reading(datasets: Any, path: Path, name: str) -> Iterator[None]:
+    """Convert what `datasets` raises into one ValueError.
+
+    Also keeps it from reporting a local file to the Hub as a download.
     """
     before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = before and not path.exists()
     try:
         yield
     except Exception as error:  # every underlying reader raises different exceptions
-        # ours name the line; those of `datasets` wrap the actual cause
-        cause = error if type(error) in (ValueError, BadRow) else error.__cause__ or error
+        cause: BaseException = error
+        if type(error) not in (ValueError, BadRow):  # ours name the line; others wrap the cause
+            cause = error.__cause__ or error
         if isinstance(cause, BadRow):
             raise ValueError(str(cause)) from error
         reason = one_line(str(cause).strip().partition("\n")[0]) or type(cause).__name__
@@ -190,18 +215,14 @@ def _reading(datasets, path: Path, name: str) -> Iterator[None]:
 
 
 def _names_in(path: Path) -> tuple[tuple[str, ...], bool]:
-    """Return the columns of a .jsonl file, and whether the turns of its chats have
-    different keys.
-    """
-    columns = {}
-    keys = set()
+    """Return the columns of a .jsonl file, and whether its chats' turns have different keys."""
+    columns: dict[str, None] = {}
+    keys: set[frozenset] = set()
     for _, row in _lines(path):
         columns |= dict.fromkeys(row)
         chat = row.get("messages", row.get("conversations"))
         if isinstance(chat, list):
-            keys |= {frozenset(turn) for turn in chat if isinstance(turn, dict)}
-        else:
-            keys |= set()
+            keys.update(frozenset(turn) for turn in chat if isinstance(turn, dict))
     return tuple(columns), len(keys) > 1
 
 
@@ -214,15 +235,18 @@ def _rows(
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the object of each line that is not blank; raises a ValueError that
-    names an invalid line.
+    """Yield the number and the object of each line that is not blank.
+
+    Raises a ValueError that names an invalid line.
     """
     size = path.stat().st_size
     with bar(f"reading {path.name}", "B") as update, open(path, "rb") as file:
-        for number, line in enumerate(
-            gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, 1
-        ):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        lines: Iterable[bytes] = file
+        if path.suffix == ".gz":
+            lines = gzip.GzipFile(fileobj=file)
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
                 yield number, parse_object(line, f"line {number} of {path}")
             if number % 1024 == 0:
@@ -231,14 +255,20 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def layout_of(columns: Iterable[str]) -> tuple[str, ...]:
     """Return the first of LAYOUTS whose columns are all present, or () if there is none."""
-    return next((layout for layout in LAYOUTS if set(layout) <= set(columns)), ())
+    present = set(columns)
+    for layout in LAYOUTS:
+        if present.issuperset(layout):
+            return layout
+    return ()
 
 
 def _kept(layout: tuple[str, ...], columns: Iterable[str]) -> list[str]:
-    return [*layout, *(name for name in columns if name in KEPT_WITH.get(layout[0], ()))]
+    """Return the columns that are read: the layout's, and those that belong to them."""
+    more = KEPT_WITH.get(layout[0], ())
+    return [*layout, *(name for name in columns if name in more)]
 
 
-def _layout(columns: Iterable[str], name: str) -> tuple[str, ...]:
+def _layout(columns: Sequence[str], name: str) -> tuple[str, ...]:
     layout = layout_of(columns)
     if not layout:
         problem = "has no examples"
@@ -256,110 +286,117 @@ def _rename() -> str:
 def in_form(
     row: Mapping, layout: tuple[str, ...], where: str, answers: bool = True
 ) -> dict[str, Any]:
-    """Convert an example of one of LAYOUTS to messages, prompt and completion, or text; raises
-    BadRow with `where`.
+    """Convert an example of one of LAYOUTS to messages, prompt and completion, or text.
+
+    Args:
+        row: The example.
+        layout: Its entry of LAYOUTS.
+        where: What a message calls it.
+        answers: Whether a chat without an answer is refused.
+
+    Raises:
+        BadRow: A value does not fit the layout.
     """
-    found = {name: row[name] for name in _kept(layout, row)}
+    form = {name: row[name] for name in _kept(layout, row)}
     if layout == ("conversations",):  # ShareGPT's, or messages under another name
-        turns = found.pop("conversations")
+        turns = form.pop("conversations")
         if isinstance(turns, list | tuple):
-            found["messages"] = [_turn(turn) for turn in turns]
-        else:
-            found["messages"] = turns
+            turns = [_turn(turn) for turn in turns]
+        form["messages"] = turns
     elif len(layout) == 2:
-        prompt = found[layout[0]]
-        answer = found[layout[1]]
-        more = found.get("input")
-        if (
-            layout == EVALUATION
-            and isinstance(prompt, str)
-            and isinstance(answer, list | tuple)
-            and answer
-        ):
-            # evaluation data: the prompt is in DeepSeek's format, and the accepted answers are a
-            # list
-            prompt = prompt.removeprefix("User: ").removesuffix("\n\nAssistant:")
-            answer = answer[0]
-        if layout == OSS_INSTRUCT and set(OSS_COLUMNS) <= set(row) and isinstance(prompt, str):
-            # as in Magicoder's preprocessing
-            prompt = f"Write a solution to the following coding problem:\n{prompt}"
-        if more and isinstance(prompt, str):
-            prompt = f"{prompt}\n\n{more}" if isinstance(more, str) else more
-        found = {"prompt": prompt, "completion": answer}
-    check_row(found, where, answers)
-    return found
+        prompt = form[layout[0]]
+        answer = form[layout[1]]
+        if isinstance(prompt, str):
+            if layout == EVALUATION and isinstance(answer, list | tuple) and answer:
+                # in DeepSeek's format, with a list of accepted answers
+                prompt = prompt.removeprefix("User: ").removesuffix("\n\nAssistant:")
+                answer = answer[0]
+            if layout == OSS_INSTRUCT and row.keys() >= set(OSS_COLUMNS):
+                # as in Magicoder's preprocessing
+                prompt = f"Write a solution to the following coding problem:\n{prompt}"
+            if more := form.get("input"):
+                prompt = f"{prompt}\n\n{more}" if isinstance(more, str) else more
+        form = {"prompt": prompt, "completion": answer}
+    check_row(form, where, answers)
+    return form
 
 
 def _turn(turn: Any) -> Any:
-    role = ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
-    return {"role": role, "content": turn.get("value")} if role else turn
+    """Convert a turn of ShareGPT."""
+    if isinstance(turn, Mapping) and (role := ROLES.get(str(turn.get("from")))):
+        return {"role": role, "content": turn.get("value")}
+    return turn
 
 
 def check_row(row: Mapping, where: str, answers: bool = False) -> None:
-    """Raise BadRow, which names the value, unless an example is text, prompt and completion, or a
-    valid chat.
-    """
-    columns = next((layout for layout in LAYOUTS[:3] if row.keys() >= set(layout)), ())
+    """Raise BadRow unless an example is text, prompt and completion, or a valid chat."""
+    problem = _problem_of(row, answers)
+    if problem is None:
+        return
+    name, value, expected = problem
+    text = "null" if value is None else shown(value)
+    remedy = ""
+    if isinstance(value, datetime.date):
+        remedy = ". Use a .jsonl file, which keeps strings that look like dates"
+    raise BadRow(f"{where}: {name} {text}, but expected {expected}{remedy}")
+
+
+def _problem_of(row: Mapping, answers: bool) -> tuple[str, Any, str] | None:
+    """Return name, value and expectation of what is wrong with an example, or None."""
+    columns = layout_of(row)
+    if columns not in LAYOUTS[:3]:
+        return "the columns are", list(row), "messages, prompt and completion, or text"
     is_chat = "messages" in columns or isinstance(row.get("prompt"), list | tuple)
-    bad = [name for name in columns if not isinstance(row[name], list | tuple if is_chat else str)]
-    if not columns:
-        wrong = ("the columns are", list(row), "messages, prompt and completion, or text")
-    elif bad:
-        wrong = (f"{bad[0]} is", row[bad[0]], "a list of messages" if is_chat else "a string")
-    else:
-        wrong = _wrong_turn(*chat_of(row), answers) if is_chat else None
-    if wrong:
-        value = "null" if wrong[1] is None else shown(wrong[1])
-        if isinstance(wrong[1], datetime.date):
-            dated = ". Use a .jsonl file, which keeps strings that look like dates"
-        else:
-            dated = ""
-        raise BadRow(f"{where}: {wrong[0]} {value}, but expected {wrong[2]}{dated}")
+    for name in columns:
+        if is_chat and not isinstance(row[name], list | tuple):
+            return f"{name} is", row[name], "a list of messages"
+        if not is_chat and not isinstance(row[name], str):
+            return f"{name} is", row[name], "a string"
+    chat = chat_of(row)
+    return _problem_of_chat(*chat, answers) if chat else None
 
 
-def _wrong_turn(turns: list, prompt: int, answers: bool) -> tuple[str, Any, str] | None:
-    """Return name, value and expectation of what is wrong with a chat whose first `prompt` turns
-    are not trained.
-    """
+def _problem_of_chat(turns: list, prompt: int, answers: bool) -> tuple[str, Any, str] | None:
+    """Return what is wrong with a chat whose first `prompt` turns are not trained, or None."""
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            return (
-                f"turn {number} is",
-                turn,
-                "role and content, or from (human, gpt or system) and value",
-            )
+            expected = "role and content, or from (human, gpt or system) and value"
+            return f"turn {number} is", turn, expected
         content = turn.get("content")  # text, parts of text, or nothing beside a tool call
-        if not isinstance(content, str | list) and (
-            content is not None or not turn.get("tool_calls")
-        ):
+        is_call = content is None and turn.get("tool_calls")
+        if not isinstance(content, str | list) and not is_call:
             return f"the content of turn {number} is", content, "a string"
-    if answers and not any(turn["role"] == "assistant" for turn in turns[prompt:]):
-        return (
-            "the roles are",
-            [turn["role"] for turn in turns],
-            "at least one assistant turn, as only these are trained",
-        )
+    roles = [turn["role"] for turn in turns]
+    if answers and "assistant" not in roles[prompt:]:
+        return "the roles are", roles, "at least one assistant turn, as only these are trained"
     return None
 
 
-def hold_out(rows, count: int, seed: int = 0, name: str = "held_out_rows"):
-    """Shuffle a datasets.Dataset and return (the rest, `count` examples), without any example in
-    both.
+def hold_out(
+    rows: Dataset, count: int, seed: int = 0, name: str = "held_out_rows"
+) -> tuple[Dataset, Dataset]:
+    """Shuffle a Dataset and split off `count` examples, without any example in both parts.
+
+    Args:
+        rows: The examples.
+        count: How many are held out.
+        seed: Seed of the order.
+        name: What an error calls the setting.
+
+    Returns:
+        The rest without duplicates of the held-out examples, and these.
+
+    Raises:
+        ValueError: Nothing is left to train on.
     """
     rows = rows.shuffle(seed=seed)
     held_out = rows.select(range(min(count, len(rows))))
     known = {str(row) for row in held_out}
-    rest = [place for place in range(count, len(rows)) if str(rows[place]) not in known]
+    rest = [i for i in range(count, len(rows)) if str(rows[i]) not in known]
     if not rest:
         raise ValueError(
-            f"{name} ({count}) leaves no training examples: the "
-            "data "
-            "has "
-            f"{len(rows)}, "
-            "or "
-            "the "
-            "others are all duplicates "
-            "of the held-out ones. Choose fewer"
+            f"{name} ({count}) leaves no training examples: the data has {len(rows)}, or the "
+            "others are all duplicates of the held-out ones. Choose fewer"
         )
     return rows.select(rest), held_out
 
@@ -370,130 +407,146 @@ def mix(
     limits: Sequence[int | None],
     repeat: bool = False,
     seed: int = 0,
-):
-    """Join parts, datasets.Datasets or lists of rows in any form, into one Dataset in an order
-    drawn by `seed`.
+) -> Dataset:
+    """Join parts in an order drawn by `seed`; `one_form` removes the other parts' columns of a row.
 
     Part i contributes its N_i rows, at most limits[i], or with `weights` max(floor(t weight_i), 1)
-    rows drawn by `seed`, where t = min_i N_i / weight_i, so that no row repeats; with `repeat` t =
-    max_i, and parts that run out start again. `one_form` removes the other parts' columns from a
-    row.
+    rows drawn by `seed`, where t = min_i N_i / weight_i.
+
+    Args:
+        parts: Datasets, or lists of rows in any form.
+        weights: The share of each part; None for all rows.
+        limits: The most rows of each part; None for no limit.
+        repeat: Whether t = max_i N_i / weight_i, and parts that run out start again; otherwise no
+            row repeats.
+        seed: Seed of the order.
     """
     datasets = require("datasets")
     datasets.disable_progress_bars()
-    parts = [datasets.Dataset.from_list(part) if isinstance(part, list) else part for part in parts]
-    parts = [part.shuffle(seed=seed) for part in _same_types(datasets, parts)]
-    sizes = [min(len(part), limit or len(part)) for part, limit in zip(parts, limits, strict=True)]
+    sets = []
+    for part in parts:
+        if isinstance(part, list):
+            part = datasets.Dataset.from_list(part)
+        sets.append(part)
+    sets = [part.shuffle(seed=seed) for part in _same_types(datasets, sets)]
+    sizes = [min(len(part), limit or len(part)) for part, limit in zip(sets, limits, strict=True)]
     counts = sizes
     if weights is not None:
-        times = (max if repeat else min)(
-            size / weight for size, weight in zip(sizes, weights, strict=True)
-        )
+        ratios = [size / weight for size, weight in zip(sizes, weights, strict=True)]
+        times = max(ratios) if repeat else min(ratios)
         counts = [max(int(times * weight + 1e-6), 1) for weight in weights]
-    drawn = [
-        part.select([i % size for i in range(count)])
-        for part, size, count in zip(parts, sizes, counts, strict=True)
-    ]
+    drawn = []
+    for part, size, count in zip(sets, sizes, counts, strict=True):
+        drawn.append(part.select([i % size for i in range(count)]))
     return datasets.concatenate_datasets(drawn).shuffle(seed=seed)
 
 
-def _same_types(datasets, parts: list) -> list:
-    """Convert columns of the same name to one type: chats whose turns have different keys, text of
-    different widths.
-    """
+def _same_types(datasets: Any, parts: list) -> list:
+    """Convert columns of one name to one type: uneven turns of chats, text of different widths."""
     for name in dict.fromkeys(name for part in parts for name in part.column_names):
         kinds = [part.features[name] for part in parts if name in part.column_names]
+        if all(kind == kinds[0] for kind in kinds):
+            continue
         is_text = {isinstance(kind, datasets.Value) for kind in kinds}
         if len(is_text) == 2:
             raise ValueError(
-                f"Column {name} is text in one source and turns in another. "
-                "Use "
-                "the "
-                "same "
-                "form "
-                "in "
+                f"Column {name} is text in one source and turns in another. Use the same form in "
                 "all of them"
             )
-        if any(kind != kinds[0] for kind in kinds):
-            kind = datasets.Value("string") if is_text == {True} else datasets.List(datasets.Json())
-            parts = [
-                part.cast_column(name, kind) if name in part.column_names else part
-                for part in parts
-            ]
+        kind = datasets.Value("string") if is_text == {True} else datasets.List(datasets.Json())
+        for i, part in enumerate(parts):
+            if name in part.column_names:
+                parts[i] = part.cast_column(name, kind)
     return parts
 
 
 def one_form(row: Mapping) -> Mapping:
-    """Return a row without the columns that are null because other rows of its Dataset have
-    them.
+    """Return a row without the columns that are null because other rows of its Dataset have them.
+
+    A row that is in no form without them is returned unchanged.
     """
-    own = {name: value for name, value in row.items() if value is not None}
-    return own if layout_of(own) in LAYOUTS[:3] else row
+    present = {name: value for name, value in row.items() if value is not None}
+    return present if layout_of(present) in LAYOUTS[:3] else row
 
 
-def save_rows(rows, folder: Path) -> None:
+def save_rows(rows: Dataset, folder: Path) -> None:
     """Save a datasets.Dataset to a folder."""
     require("datasets").disable_progress_bars()
     rows.save_to_disk(str(folder))
 
 
-def load_rows(folder: Path):
+def load_rows(folder: Path) -> Dataset:
     """Load what `save_rows` saved, memory-mapped."""
     return require("datasets").load_from_disk(str(folder))
 
 
-def pack(tokenizer, documents: Iterable[str], length: int):
-    """Concatenate the documents' tokens with EOS after each, and split them into blocks of `length`
-    ids, also the labels.
-    """
-    encoded = tokenizer(list(documents), add_special_tokens=False).input_ids
-    ids = [i for document in encoded for i in [*document, tokenizer.eos_token_id]]
+def pack(tokenizer: Any, documents: Iterable[str], length: int) -> Dataset:
+    """Split the documents' tokens, with EOS after each, into blocks of `length` ids and labels."""
+    ids = []
+    for document in tokenizer(list(documents), add_special_tokens=False).input_ids:
+        ids += [*document, tokenizer.eos_token_id]
     blocks = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
     return require("datasets").Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 
 def encode(
-    tokenizer, row: Mapping, prompt: str = "plain", train_on: str = "assistant"
+    tokenizer: Any, row: Mapping, prompt: str = "plain", train_on: str = "assistant"
 ) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of an example, -100 on tokens that are not trained, without
-    truncation.
+    """Return the ids and labels of an example, without truncation.
 
-    `row` is in one of LAYOUTS, as in a file or from `read_rows`. BOS and EOS are added if the
-    tokenizer has them and the text does not. `prompt` is one of prompts.PROMPTS, `train_on` is one
-    of prompts.TRAIN_ON. Raises ValueError for other columns and for values that do not fit them.
+    BOS and EOS are added if the tokenizer has them and the text does not.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        row: An example in one of LAYOUTS, as in a file or from `read_rows`.
+        prompt: One of prompts.PROMPTS.
+        train_on: One of prompts.TRAIN_ON.
+
+    Returns:
+        The ids, and labels that are -100 where nothing is trained.
+
+    Raises:
+        ValueError: The example has other columns, or values that do not fit them.
     """
     layout = layout_of(row)
     if not layout:
-        raise BadRow(
-            f"The example has the columns {one_line(', '.join(map(str, row)))}. {_rename()}"
-        )
+        columns = one_line(", ".join(map(str, row)))
+        raise BadRow(f"The example has the columns {columns}. {_rename()}")
     if layout in LAYOUTS[:3]:
         check_row(row, "The example")
     else:
         row = in_form(row, layout, "The example", answers=False)
     row = put_prompt(row, prompt)
-    if chat_of(row) and prompt == "esft":
-        ids, labels = encode_turns(tokenizer, row)
+    chat = chat_of(row)
+    encode_turns = PROMPTS[prompt].encode_turns
+    if chat and encode_turns:
+        ids, labels = encode_turns(tokenizer, chat[0])
         return ids, ids if train_on == "all" else labels
-    if chat_of(row):
+    if chat:
         ids, mask = encode_chat(tokenizer, row, train_on, prompt)
         return ids, [i if trained else -100 for i, trained in zip(ids, mask, strict=True)]
     # encoded separately, so that the tokenizer cannot merge across the boundary
-    is_pair = "completion" in row
+    is_pair = layout_of(row) == ("prompt", "completion")
+    start: list[int] = []
+    rest: list[int] = []
+    if is_pair and row["prompt"]:
+        start = tokenizer.encode(row["prompt"], add_special_tokens=False)
+    text = row["completion"] if is_pair else row["text"]
+    if text:
+        rest = tokenizer.encode(text, add_special_tokens=False)
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    given, answer = (
-        tokenizer.encode(part, add_special_tokens=False) if part else []
-        for part in ((row["prompt"], row["completion"]) if is_pair else ("", row["text"]))
-    )
-    given = given if bos is None or (given + answer)[:1] == [bos] else [bos, *given]
-    ids = given + answer + ([] if eos is None or answer[-1:] == [eos] else [eos])
-    skip = len(given) if is_pair and train_on == "assistant" else 0
-    return ids, [-100] * skip + ids[skip:]
+    if bos is not None and (start + rest)[:1] != [bos]:
+        start = [bos, *start]
+    if eos is not None and rest[-1:] != [eos]:
+        rest = [*rest, eos]
+    if is_pair and train_on == "assistant":
+        return start + rest, [-100] * len(start) + rest
+    return start + rest, start + rest
 
 
 def tokenize_pairs(
-    tokenizer,
+    tokenizer: Any,
     rows: Iterable[Mapping],
     max_length: int,
     row_ids: bool = False,
@@ -501,49 +554,70 @@ def tokenize_pairs(
     *,
     prompt: str = "plain",
     train_on: str = "assistant",
-):
-    """Encode examples into a datasets.Dataset of input_ids and labels; long ones are truncated at
-    the end.
+) -> Dataset:
+    """Encode examples into a Dataset of input_ids and labels; long ones are cut at the end.
 
-    Examples without any label left are dropped, and the first `limit` of the others are returned.
-    `row_ids` adds the column `row_id`, the index in `rows`, with which MoETrainer names a bad
-    batch. Raises ValueError if no example remains.
+    Examples without any label left are dropped.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        rows: Examples in the forms of `read_rows`.
+        max_length: The most ids of an example.
+        row_ids: Whether to add the column `row_id`, the index in `rows`, with which MoETrainer
+            names a bad batch.
+        limit: How many examples are returned, at most.
+        prompt: One of prompts.PROMPTS.
+        train_on: One of prompts.TRAIN_ON.
+
+    Raises:
+        ValueError: An example is not valid, or none remains.
     """
     datasets = require("datasets")
-    columns: dict[str, list] = {"input_ids": [], "labels": []} | ({"row_id": []} if row_ids else {})
-    for place, row in enumerate(rows):
+    columns: dict[str, list] = {"input_ids": [], "labels": []}
+    if row_ids:
+        columns["row_id"] = []
+    for i, row in enumerate(rows):
         if len(columns["labels"]) == limit:
             break
-        row = one_form(row)
-        check_row(row, f"example {place + 1}")
-        ids, labels = (values[:max_length] for values in encode(tokenizer, row, prompt, train_on))
+        ids, labels = _encoded(tokenizer, row, i, prompt, train_on)
+        labels = labels[:max_length]
         if any(label != -100 for label in labels[1:]):
-            columns["input_ids"].append(ids)
+            columns["input_ids"].append(ids[:max_length])
             columns["labels"].append(labels)
             if row_ids:
-                columns["row_id"].append(place)
+                columns["row_id"].append(i)
     if not columns["labels"]:
         raise ValueError(
-            "No example has a token to train on "
-            "within "
-            "max_length "
-            f"({max_length}). "
-            "Choose "
-            "a "
+            f"No example has a token to train on within max_length ({max_length}). Choose a "
             "larger one"
         )
     return datasets.Dataset.from_dict(columns)
 
 
+def _encoded(
+    tokenizer: Any, row: Mapping, i: int, prompt: str, train_on: str
+) -> tuple[list[int], list[int]]:
+    """Return the ids and labels of example i of a Dataset; errors name it."""
+    row = one_form(row)
+    check_row(row, f"example {i + 1}")
+    return encode(tokenizer, row, prompt, train_on)
+
+
 def token_ids(
-    tokenizer, rows: Iterable[Mapping], max_length: int, prompt: str = "plain"
+    tokenizer: Any, rows: Iterable[Mapping], max_length: int, prompt: str = "plain"
 ) -> Iterator[list[int]]:
-    """Yield the ids of each example, as `tokenize_pairs` computes them, including those without
-    labels.
+    """Yield the ids of each example as `tokenize_pairs` computes them, also without labels.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        rows: Examples in the forms of `read_rows`.
+        max_length: The most ids of an example.
+        prompt: One of prompts.PROMPTS.
+
+    Raises:
+        ValueError: An example is not valid.
     """
-    for place, row in enumerate(rows):
-        row = one_form(row)
-        check_row(row, f"example {place + 1}")
-        ids = encode(tokenizer, row, prompt, "all")[0][:max_length]
+    for i, row in enumerate(rows):
+        ids, _ = _encoded(tokenizer, row, i, prompt, "all")
         if ids:
-            yield ids
+            yield ids[:max_length]

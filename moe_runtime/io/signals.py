@@ -7,8 +7,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
+
+Handler = Callable[[int, FrameType | None], object]
 
 # seconds; a scheduler signals both the launcher and the workers, and the launcher signals the
 # workers again
@@ -35,29 +38,28 @@ def word_of(stop: KeyboardInterrupt) -> str:
 
 
 @contextmanager
-def _handling(signals: tuple[int, ...], handler) -> Iterator[None]:
-    """Handle signals in the main thread during the block, except those that are ignored or handled
-    outside Python.
-    """
+def _handling(signals: tuple[int, ...], handler: Handler) -> Iterator[None]:
+    """Handle signals in the main thread, except those that are ignored or handled elsewhere."""
     process = os.getpid()
     before = {}
 
-    def ours(number, frame):
+    def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() == process:
-            return handler(number, frame)
+            handler(number, frame)
+            return
         # a forked child inherits the handler, but its parent expects it to exit
         signal.signal(number, signal.SIG_DFL)
-        return os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
 
     if threading.current_thread() is threading.main_thread():
-        for one in signals:
-            if signal.getsignal(one) not in (signal.SIG_IGN, None):
-                before[one] = signal.signal(one, ours)
+        for number in signals:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, handle)
     try:
         yield
     finally:
-        for one, old in before.items():
-            signal.signal(one, old)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 # per command: the signal that arrived in the last step of a training; it is raised after the result
@@ -67,11 +69,9 @@ _command: dict[str, KeyboardInterrupt | None] = {}
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise Terminated during the block (a command), so that no partial output
-    is left.
-    """
+    """Let SIGTERM raise Terminated during a command, so that no partial output is left."""
 
-    def stop(number, frame):
+    def stop(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
     with _handling((signal.SIGTERM,), stop):
@@ -95,32 +95,31 @@ class Stopping:
     or None.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.asked: KeyboardInterrupt | None = None
         self._since = 0.0
 
-    def handle(self, number, frame) -> None:
-        """Record the first signal and raise at the second; a repetition within REPEAT seconds is
-        ignored.
-        """
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Record the first signal; raise at the second, unless it comes within REPEAT seconds."""
         stop = of(128 + number)
         if self.asked is not None:
             if type(stop) is type(self.asked) and time.monotonic() - self._since < REPEAT:
                 return
             raise stop
-        self.asked, self._since = stop, time.monotonic()
+        self.asked = stop
+        self._since = time.monotonic()
         # the signal may have interrupted print itself; Ctrl-C on a terminal also stops `| tee log`
-        with suppress(OSError, ValueError, AttributeError):
-            os.write(
-                sys.__stderr__.fileno(),
-                b"\nstopping after this step with a checkpoint; again: at once\n",
-            )
+        with suppress(OSError, ValueError):
+            if sys.__stderr__ is not None:
+                line = b"\nstopping after this step with a checkpoint; again: at once\n"
+                os.write(sys.__stderr__.fileno(), line)
 
 
 @contextmanager
 def after_the_step() -> Iterator[Stopping]:
     """Collect Ctrl-C and SIGTERM during a training, which checks `asked` after each step."""
-    if (late := _command.get("late")) is not None:
+    late = _command.get("late")
+    if late is not None:
         raise late
     stopping = Stopping()
     with _handling((signal.SIGINT, signal.SIGTERM), stopping.handle):

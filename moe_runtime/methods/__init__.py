@@ -14,6 +14,8 @@ their tables.
 
 from importlib import import_module
 
+from moe_runtime.methods import prompts  # noqa: F401  registers them
+
 __all__ = ["esft", "lora", "ultrafuser", "upit", "xft"]
 
 

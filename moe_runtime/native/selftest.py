@@ -42,9 +42,7 @@ IDENTITY = (
 
 
 def processor() -> tuple[str, str]:
-    """Return the name of this machine's processor, and a hash (16 hex digits) of its model and
-    instruction sets.
-    """
+    """Return the processor's name, and a hash (16 hex digits) of its model and instruction sets."""
     fields = {}
     with contextlib.suppress(OSError):
         for line in CPUINFO.read_text(errors="replace").split("\n\n")[0].splitlines():
@@ -52,26 +50,23 @@ def processor() -> tuple[str, str]:
             fields[key.strip()] = value.strip()
     identity = [platform.machine(), *(fields.get(key, "") for key in IDENTITY)]
     name = fields.get("model name") or f"{platform.machine()} processor"
-    return name, hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
+    return name, _hash("\n".join(identity).encode())
 
 
-def run(
-    file: str | os.PathLike, *, opened: int | None = None, command: tuple[str, ...] = ()
-) -> str | None:
-    """Test the library `file` in a child process; return what is wrong with it, or None if every
-    variant passes.
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
-    `opened` is the file descriptor behind a `file` of /proc/self/fd. `command` runs programs for
-    another processor.
+
+def run(file: str | os.PathLike, *, command: tuple[str, ...] = ()) -> str | None:
+    """Test a library in a child process; return what is wrong, or None if every variant passes.
+
+    `command` runs programs for another processor.
     """
     if not sys.executable:
         return "it cannot be tested, because sys.executable names no Python to run"
-    child = [*command, sys.executable, "-I", "-S", __file__, os.fspath(file)]
-    files = () if opened is None else (opened,)
     try:
-        done = subprocess.run(
-            child,
-            pass_fds=files,
+        child = subprocess.run(
+            [*command, sys.executable, "-I", "-S", __file__, os.fspath(file)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -82,15 +77,15 @@ def run(
         return f"its self-test did not end within {PATIENCE} seconds"
     except OSError as error:
         return f"its self-test cannot be started ({error.strerror})"
-    if done.returncode == 0:
+    if child.returncode == 0:
         return None
-    lines = done.stdout.splitlines()
-    wrong = [line.removeprefix(WRONG) for line in lines if line.startswith(WRONG)]
-    if wrong:
-        return f"it failed its self-test: {wrong[-1]}"
-    tested = [line.removeprefix(TESTING) for line in lines if line.startswith(TESTING)]
-    where = f"in the variant {tested[-1]}" if tested else "while it was loaded"
-    return f"its self-test died {where}: {_end_of(done.returncode)}"
+    where = "while it was loaded"
+    for line in child.stdout.splitlines():
+        if line.startswith(WRONG):
+            return f"it failed its self-test: {line.removeprefix(WRONG)}"
+        if line.startswith(TESTING):
+            where = f"in the variant {line.removeprefix(TESTING)}"
+    return f"its self-test died {where}: {_end_of(child.returncode)}"
 
 
 def _end_of(code: int) -> str:
@@ -102,41 +97,32 @@ def _end_of(code: int) -> str:
         return f"exit code {code}"
 
 
-def ensure(path: Path, *, opened: int | None = None) -> str | None:
-    """Test the library at `path` unless it has passed on this processor; return what is wrong with
-    it, or None.
+def ensure(path: Path) -> str | None:
+    """Test a library unless it has passed on this processor; return what is wrong, or None."""
+    from moe_runtime.io.files import cache_home, own_folder, untrusted_in_cache
 
-    If `opened` is given, that open file is tested instead of the one that is now at `path`.
-    """
-    from moe_runtime.io.files import cache_home, distrust, distrusted, own_folder
-
-    file = path if opened is None else Path(f"/proc/self/fd/{opened}")
     name, identity = processor()
-    contents = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    home = cache_home()
-    if home is None:
-        mark = None
-    else:
-        mark = home / "moe_runtime" / "cpu" / "tested" / f"{contents}-{identity}"
-    if mark is not None:
+    mark = None
+    if home := cache_home():
+        mark = home / "moe_runtime" / "cpu" / "tested" / f"{_hash(path.read_bytes())}-{identity}"
         with contextlib.suppress(OSError):
-            if not (distrust(mark, mark.stat()) or distrusted(mark.parent)):
+            if not untrusted_in_cache(mark):
                 return None
-    wrong = run(file, opened=opened)
-    if wrong is not None:
-        return f"on this processor ({name}) {wrong}"
+    problem = run(path)
+    if problem is not None:
+        return f"on this processor ({name}) {problem}"
     # without a writable cache, each process tests the library again
     if mark is not None:
         with contextlib.suppress(OSError, ValueError):
-            (own_folder(mark.parent) / mark.name).write_text(
-                f"{path.name} passed its self-test on {name}\n"
-            )
+            own_folder(mark.parent)
+            mark.write_text(f"{path.name} passed its self-test on {name}\n")
     return None
 
 
 def _test(path: str) -> int:
-    """Run the self-test of each variant that this processor has; print what is tested, and what is
-    wrong. The child's part.
+    """Run the self-test of each variant that this processor has; the child's part.
+
+    Prints what is tested, and what is wrong.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:

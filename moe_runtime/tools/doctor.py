@@ -464,7 +464,7 @@ def miscompiled() -> dict[str, str]:
 
 def _cache_problems(name: str, folder: Path | None, variable: str) -> Iterator[tuple[str, str]]:
     """Yield the problem of a cache folder that cannot be written, or that other users can write."""
-    from moe_runtime.io.files import distrust
+    from moe_runtime.io.files import untrusted
 
     try:
         there = folder and next(
@@ -473,7 +473,7 @@ def _cache_problems(name: str, folder: Path | None, variable: str) -> Iterator[t
         writable = there and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     except OSError:  # a parent folder may not be readable
         writable = False
-    if writable and folder.exists() and (why := distrust(folder, folder.stat())):
+    if writable and folder.exists() and (why := untrusted(folder)):
         yield name, why.replace("XDG_CACHE_HOME", variable)
     elif not writable:
         if folder:

@@ -16,7 +16,8 @@ from pydantic_core import PydanticCustomError
 from moe_runtime.config import one_line, shown
 from moe_runtime.hf.training.settings import Count, Node, Positive
 from moe_runtime.io.files import check_regular
-from moe_runtime.io.prompts import PROMPTS, TRAIN_ON
+from moe_runtime.io.prompts import TRAIN_ON
+from moe_runtime.methods.prompts import PROMPTS
 
 METHODS = Path(__file__).resolve().parents[1]
 DTYPES = ("float32", "bfloat16", "float16")

@@ -29,10 +29,11 @@ from moe_runtime.hf.models.hub import check_source
 from moe_runtime.hf.training import ranks
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.io.files import files_print, is_plain_name, read_json
-from moe_runtime.io.prompts import PROMPTS, TEMPLATES
+from moe_runtime.io.prompts import TEMPLATES
 from moe_runtime.io.rows import require
 from moe_runtime.methods.esft import adapters
 from moe_runtime.methods.lora.baseline import load_lora
+from moe_runtime.methods.prompts import PROMPTS
 from moe_runtime.methods.ultrafuser import folders
 
 # files that identify a folder

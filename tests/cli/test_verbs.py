@@ -18,7 +18,7 @@ from moe_runtime import config
 from moe_runtime.cli import verbs as cli_verbs
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.cli.verbs import Ends, Kept, verb
-from moe_runtime.io.prompts import PROMPTS
+from moe_runtime.methods.prompts import PROMPTS
 from papers.engine.recipe import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]

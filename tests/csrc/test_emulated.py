@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     pytest.param(
         "route_plan.cu",
-        "    __syncthreads();  // before the next round's",
+        "    __syncthreads();  // before the next round",
         "//",
         "plan",
         id="scan goes on before sums are read",

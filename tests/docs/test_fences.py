@@ -8,8 +8,6 @@ import importlib
 import json
 import re
 import shutil
-import sys
-import types
 from collections import Counter
 from pathlib import Path
 
@@ -241,40 +239,6 @@ def official(folder, monkeypatch) -> dict:
     return {}
 
 
-def kernels_package(folder, monkeypatch) -> dict:
-    """The pip package `kernels`, as far as the page uses it: the folder is built, and loaded as
-    that package does.
-    """
-    import importlib.util
-
-    import torch
-
-    from moe_runtime.native import hub
-
-    assert hub.main([str(folder / "hub")]) == 0
-
-    def load(path: Path):
-        variant = next(Path(path).glob("torch-cpu*"))
-        spec = importlib.util.spec_from_file_location("docs_hub", variant / "__init__.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "docs_hub", module)
-        spec.loader.exec_module(module)
-        return module
-
-    package = types.ModuleType("kernels")
-    package.get_local_kernel = load
-    package.get_kernel = lambda repository, version, trust_remote_code: load(
-        folder / "hub" / "build"
-    )
-    monkeypatch.setitem(sys.modules, "kernels", package)
-    names = {
-        "x": torch.randn(5, 16),
-        "gate_up_proj": torch.randn(8, 48, 16),
-        "down_proj": torch.randn(8, 16, 24),
-    }
-    return names | {"router_logits": torch.randn(5, 7)}
-
-
 def trainer(folder, monkeypatch) -> dict:
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
@@ -292,11 +256,7 @@ def trainer(folder, monkeypatch) -> dict:
     }
 
 
-PREPARED = {
-    "docs/xft-official.md": official,
-    "docs/build.md": kernels_package,
-    "docs/upit.md": trainer,
-}
+PREPARED = {"docs/xft-official.md": official, "docs/upit.md": trainer}
 
 
 @pytest.mark.parametrize("fence", RUN, **place)

@@ -54,7 +54,10 @@ def test_what_is_not_run_is_shown_by_a_test_that_exists(key):
 
 def test_a_command_that_fails_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for line in ("moe-runtime xft upcycle nowhere moe", "python -m moe_runtime.native.hub ."):
+    for line in (
+        "moe-runtime xft upcycle nowhere moe",
+        "python -m moe_runtime.native.build cpu --csrc .",
+    ):
         (words,) = statements(line)
         (tmp_path / "there").touch()
         with pytest.raises(AssertionError, match=r"ended with [12]: .*error: "):

@@ -56,14 +56,10 @@ def _xft(folder: Path) -> None:
         "mix": STEPS | {"steps": 2},
     }
     (folder / "xft").mkdir()
-    recipe["base_model"], recipe["data"]["train"] = (
-        str(_final(folder) / name) for name in ("dense", "rows.jsonl")
-    )
+    final = folder.with_name(folder.name.removesuffix(".new"))
+    recipe["base_model"] = str(final / "dense")
+    recipe["data"]["train"] = str(final / "rows.jsonl")
     (folder / "xft" / "study.yaml").write_text(yaml.safe_dump(recipe))
-
-
-def _final(folder: Path) -> Path:
-    return folder.with_name(folder.name.removesuffix(".new"))
 
 
 def _esft(folder: Path) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -17,11 +18,13 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.faults.verbs import VERBS
 from tests.support.patience import PATIENCE
+from tests.support.stress import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = Path(__file__).with_name("shim.c")
-COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 _SPACE = 1
 _FOLDER = 2
@@ -48,7 +51,6 @@ class Done(NamedTuple):
     code: int  # negative: killed by that signal
     calls: int | None  # that changed files; None where it was killed
     output: str
-    seconds: float
 
     def last_line(self) -> str:
         """Return the last line printed; fails where there is a traceback."""
@@ -73,10 +75,8 @@ class Machine:
                     capture_output=True,
                 )
                 new.rename(self.shim)
-        # a socket's path is short
-        self.socket = Path(
-            tempfile.gettempdir(), f"faults-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-        )
+        name = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+        self.socket = Path(tempfile.gettempdir(), f"faults-{name}")  # a socket's path is short
 
     def lock(self, name: str):
         """Return a file whose closing gives the lock back."""
@@ -90,15 +90,10 @@ class Machine:
         root: Path,
         fault: tuple[int, int, int] = NONE,
         at: int = 0,
-        signals: tuple[tuple[float, int], ...] = (),
         before: str = "",
         main: str = "moe_runtime.cli:main",
-        env: dict[str, str] | None = None,
-        limit: float = PATIENCE,
     ) -> Done:
-        """Run a command in `root`, whose files are what the fault is about, with `signals` after so
-        many seconds.
-        """
+        """Run a command in `root`, whose files are what the fault is about."""
         log = self.folder / f"log-{os.getpid()}-{time.monotonic_ns()}"
         case = {
             "argv": list(map(str, argv)),
@@ -107,20 +102,18 @@ class Machine:
             "log": str(log),
             "fault": fault,
             "at": at,
-            "signals": signals,
             "before": before,
             "main": main,
-            "env": env or {},
-            "limit": limit,
+            "limit": PATIENCE,
         }
         answer = json.loads(self._ask(json.dumps(case).encode() + b"\n"))
         output = log.read_text(errors="replace")
-        calls = Path(f"{log}.calls")
-        made = int(calls.read_text()) if calls.exists() else None
-        for file in (log, calls):
+        calls_file = Path(f"{log}.calls")
+        calls = int(calls_file.read_text()) if calls_file.exists() else None
+        for file in (log, calls_file):
             file.unlink(missing_ok=True)
-        assert not answer["is_late"], f"{argv} did not end in {limit} seconds:\n{output[-4000:]}"
-        return Done(answer["code"], made, output, answer["seconds"])
+        assert not answer["is_late"], f"{argv} did not end in {PATIENCE} s:\n{output[-4000:]}"
+        return Done(answer["code"], calls, output)
 
     def _ask(self, request: bytes) -> bytes:
         for _ in range(3):
@@ -141,7 +134,9 @@ class Machine:
                 connection.sendall(b"\n")
                 return
             self.socket.unlink(missing_ok=True)
-            env = os.environ | {
+            # without pytest's and coverage's own variables
+            kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV_"))}
+            env = kept | {
                 "LD_PRELOAD": str(self.shim),
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
@@ -152,11 +147,6 @@ class Machine:
                 "COLUMNS": "200",
                 "HF_HOME": str(self.folder / "hf"),
                 "XDG_CACHE_HOME": str(self.folder / "cache"),
-            }
-            env = {
-                name: value
-                for name, value in env.items()
-                if not name.startswith(("PYTEST", "COV_"))
             }
             with open(self.folder / "server.log", "wb") as log:
                 server = subprocess.Popen(
@@ -174,30 +164,59 @@ class Machine:
                 time.sleep(0.05)
 
 
+class Trial:
+    """A verb that runs in folders below `folder`, with and without faults."""
+
+    def __init__(self, machine: Machine, inputs: Path, folder: Path, name: str, purpose: str):
+        self.machine = machine
+        self.folder = folder
+        self.verb = VERBS[name]
+        self.argv = self.verb.arguments(inputs)
+        self.draw = random.Random(f"{purpose} {name}")
+
+    def run(self, place: str, *more: str, **fault) -> Done:
+        """Run the verb in the folder `place`."""
+        root = self.folder / place
+        root.mkdir(exist_ok=True)
+        return self.machine.run(*self.argv, *more, root=root, before=self.verb.before, **fault)
+
+    def counted(self, fault: tuple[int, int, int] = NONE) -> int:
+        """Run the verb undisturbed; return how many calls it makes that `fault` is about."""
+        done = self.run("undisturbed", fault=(*NONE[:2], fault[2]))
+        assert done.code == 0 and done.calls, done.output
+        assert not strays(self.folder / "undisturbed")
+        return done.calls
+
+    def result(self, place: str) -> dict[str, str] | None:
+        """Return the bytes of what the verb is for."""
+        return tree(self.folder / place / self.verb.out, self.verb.volatile)
+
+    def points(self, calls: int, few: int, many: int) -> list[int]:
+        """Draw so many calls, each of them before any comes twice."""
+        rounds, rest = divmod(scaled(few, many), calls)
+        every = range(1, calls + 1)
+        return sorted([*every] * rounds + self.draw.sample(every, rest))
+
+
 def tree(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str] | None:
     """Return path -> hash of all files of a folder, links followed; None where there is none.
-    `skip` has names and suffixes.
+
+    `skip` has suffixes of names.
     """
     if not folder.exists():
         return None
-    if folder.is_file():
-        return {"": hashlib.sha256(folder.read_bytes()).hexdigest()}
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.endswith(skip or ("\0",))
-    )
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
+    hashes = {}
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
+        if path.is_file() and not (skip and path.name.endswith(skip)):
+            name = str(path.relative_to(folder))
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 def strays(folder: Path) -> list[str]:
     """Return what a dead writer left in a folder: hidden files and folders, at any depth."""
-    return sorted(
-        str(path.relative_to(folder)) for path in folder.rglob(".*") if path.name != ".locks"
-    )
+    hidden = [path for path in folder.rglob(".*") if path.name != ".locks"]
+    return sorted(str(path.relative_to(folder)) for path in hidden)
 
 
 INTERRUPTS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}

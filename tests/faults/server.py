@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+from typing import NamedTuple
 
 IMPORTED = [
     "datasets",
@@ -68,7 +69,6 @@ def be(case: dict) -> None:
     log = os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(case["env"])
     os.chdir(case["cwd"])
     sys.argv = ["moe-runtime", *case["argv"]]
     shim = ctypes.CDLL(None)
@@ -92,44 +92,45 @@ def be(case: dict) -> None:
         os._exit(code)
 
 
+class Job(NamedTuple):
+    """A child that runs a command."""
+
+    pid: int
+    connection: socket.socket  # of who waits for it
+    deadline: float
+
+
 class Jobs:
-    """The children that run, and who waits for each."""
+    """The children that run."""
 
     def __init__(self, selector: selectors.BaseSelector):
         self.selector = selector
-        self.running = {}
+        self.running: dict[int, Job] = {}
 
     def start(self, connection: socket.socket, case: dict) -> None:
         """Fork a child for `case`."""
         pid = os.fork()
         if pid == 0:
             be(case)
-        now = time.monotonic()
-        # signals to come, the last one at the limit
-        due = [(now + after, number) for after, number in case["signals"]] + [
-            (now + case["limit"], signal.SIGKILL)
-        ]
         handle = os.pidfd_open(pid)
-        self.running[handle] = (pid, connection, sorted(due), now)
+        self.running[handle] = Job(pid, connection, time.monotonic() + case["limit"])
         self.selector.register(handle, selectors.EVENT_READ, self.end)
 
     def end(self, handle: int) -> None:
         """Answer for a child that has ended."""
-        pid, connection, due, begun = self.running.pop(handle)
+        job = self.running.pop(handle)
         self.selector.unregister(handle)
         os.close(handle)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        answer = {"code": status, "seconds": time.monotonic() - begun, "is_late": not due}
-        with connection:
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+        code = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
+        answer = {"code": code, "is_late": time.monotonic() > job.deadline}
+        with job.connection:
+            job.connection.sendall(json.dumps(answer).encode() + b"\n")
 
-    def signal(self) -> float:
-        """Send what is due; return the seconds until the next."""
-        now = time.monotonic()
-        for pid, _, due, _ in self.running.values():
-            while due and due[0][0] <= now:
-                os.kill(pid, due.pop(0)[1])
-        return min((due[0][0] - now for *_, due, _ in self.running.values() if due), default=1.0)
+    def kill_late(self) -> None:
+        """Kill the children that are past their deadline."""
+        for job in self.running.values():
+            if time.monotonic() > job.deadline:
+                os.kill(job.pid, signal.SIGKILL)
 
 
 def serve(path: str, owner: int) -> None:
@@ -144,23 +145,26 @@ def serve(path: str, owner: int) -> None:
     os.rename(path + ".new", path)
     selector = selectors.DefaultSelector()
     jobs = Jobs(selector)
-    asked = time.monotonic()
+    last_request = time.monotonic()
 
     def accept(_) -> None:
-        nonlocal asked
-        asked = time.monotonic()
+        nonlocal last_request
+        last_request = time.monotonic()
         connection, _ = listener.accept()
         with connection.makefile("r") as lines:
             request = lines.readline()
         if request.strip():
             jobs.start(connection, json.loads(request))
-        else:  # somebody only looks whether the server is there
+        else:  # a worker only looks whether the server is there
             connection.close()
 
     selector.register(listener, selectors.EVENT_READ, accept)
-    while jobs.running or (os.path.exists(f"/proc/{owner}") and time.monotonic() - asked < IDLE):
-        for key, _ in selector.select(max(jobs.signal(), 0.001)):
+    while jobs.running or time.monotonic() - last_request < IDLE:
+        if not jobs.running and not os.path.exists(f"/proc/{owner}"):
+            break
+        for key, _ in selector.select(1.0):
             key.data(key.fd)
+        jobs.kill_late()
     os.unlink(path)
 
 

@@ -8,16 +8,14 @@ or starts anew, and ends with those bytes too.
 """
 
 import json
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 
 from moe_runtime.hf.training.saving import last_whole_checkpoint
-from tests.faults.machine import kills, strays, tree
-from tests.faults.verbs import VERBS
-from tests.support.stress import STRESS, scaled, share
+from tests.faults.machine import Trial, kills, strays, tree
+from tests.support.stress import STRESS, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
@@ -25,40 +23,17 @@ OVERWRITE = ("--overwrite",)
 RESUME = ("--resume",)
 
 
-class Killed:
-    """A verb, its undisturbed run, and folders in which it is killed."""
+class Killed(Trial):
+    """A verb that is killed at drawn calls."""
 
     def __init__(self, faulty, inputs: Path, tmp_path: Path, name: str):
-        self.faulty, self.verb, self.folder = faulty, VERBS[name], tmp_path
-        self.argv = self.verb.arguments(inputs)
-        self.draw = random.Random(f"kill {name}")
-        done = self.run("undisturbed")
-        assert done.code == 0, done.output
-        self.calls, self.want = done.calls, self.kept("undisturbed")
-        assert self.calls and self.want and not strays(tmp_path / "undisturbed")
-
-    def run(self, place: str, *more: str, **fault):
-        (self.folder / place).mkdir(exist_ok=True)
-        return self.faulty.run(
-            *self.argv, *more, root=self.folder / place, before=self.verb.before, **fault
-        )
-
-    def kept(self, place: str) -> dict | None:
-        """Return the bytes of what the verb is for."""
-        return tree(self.folder / place / self.verb.out, self.verb.volatile)
-
-    def points(self, few: int, many: int) -> list[int]:
-        """Draw so many calls, each of them before any comes twice."""
-        count = scaled(few, many)
-        whole, rest = divmod(count, self.calls)
-        return sorted(
-            [*range(1, self.calls + 1)] * whole + self.draw.sample(range(1, self.calls + 1), rest)
-        )
+        super().__init__(faulty, inputs, tmp_path, name, "kill")
+        self.calls = self.counted()
+        self.expected = self.result("undisturbed")
+        assert self.expected
 
     def kill(self, place: str, at: int, *more: str) -> None:
         done = self.run(place, *more, fault=kills(self.draw.randrange(256)), at=at)
-        # volatile names differ in length, so that the last call may be one that this run does not
-        # make
         assert done.code == -9, f"call {at} of {self.calls}: {done}"
 
     def forget(self, place: str) -> None:
@@ -72,13 +47,21 @@ WHOLE = ("xft upcycle", "xft merge", "esft merge", "ultrafuser fuse", "esft sele
 @pytest.mark.parametrize("name", share(WHOLE, 0))
 def test_what_appears_whole(faulty, inputs, tmp_path, name):
     killed = Killed(faulty, inputs, tmp_path, name)
-    for at in killed.points(1, 100):
+    for at in killed.points(killed.calls, 1, 100):
         killed.kill("new", at)
-        assert killed.kept("new") in (None, killed.want), f"killed at {at}: half a target"
+        assert killed.result("new") in (None, killed.expected), f"killed at {at}: half a target"
+
         again = killed.run("new", *OVERWRITE)
-        assert again.code == 0 and killed.kept("new") == killed.want, again.output
-        assert not strays(tmp_path / "new"), f"killed at {at}"
+        assert again.code == 0 and killed.result("new") == killed.expected, again.output
+        assert strays(tmp_path / "new") == [], f"killed at {at}"
         killed.forget("new")
+
+
+def set_aside(out: Path) -> dict | None:
+    """Return the bytes of an old folder between the two renames that replace it."""
+    for folder in out.parent.glob(f".{out.name}.old-*"):
+        return tree(folder)
+    return None
 
 
 @pytest.mark.parametrize("name", share(WHOLE, 1))
@@ -86,7 +69,7 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
     """In the place of an older target: the old one whole, then the new one whole."""
     killed = Killed(faulty, inputs, tmp_path, name)
     is_file = (tmp_path / "undisturbed" / killed.verb.out).is_file()
-    for at in killed.points(1, 100):
+    for at in killed.points(killed.calls, 1, 100):
         out = tmp_path / "old" / killed.verb.out
         out.parent.mkdir()
         if is_file:
@@ -95,14 +78,15 @@ def test_what_is_replaced(faulty, inputs, tmp_path, name):
             shutil.copytree(inputs / "dense", out)
             (out / "folder").mkdir()
             (out / "folder" / "note").write_text("old")
-        old = killed.kept("old")
+        old = killed.result("old")
+
         killed.kill("old", at, *OVERWRITE)
-        assert killed.kept("old") in (old, killed.want), (
-            f"killed at {at}: neither the old target nor the new"
-        )
+        left = killed.result("old") or set_aside(out)
+        assert left in (old, killed.expected), f"killed at {at}: neither the old target nor the new"
+
         again = killed.run("old", *OVERWRITE)
-        assert again.code == 0 and killed.kept("old") == killed.want, again.output
-        assert not strays(tmp_path / "old"), f"killed at {at}"
+        assert again.code == 0 and killed.result("old") == killed.expected, again.output
+        assert strays(tmp_path / "old") == [], f"killed at {at}"
         killed.forget("old")
 
 
@@ -123,74 +107,68 @@ GOES_ON = {
 
 
 def made(folder: Path, ends: tuple[str, ...]) -> dict[str, str]:
-    """Return the bytes of what a run makes in `folder`, checkpoints and hidden folders excepted."""
-    files = tree(folder) or {}
-    kept = {name: value for name, value in files.items() if name.endswith(ends)}
-    return {
-        n: value
-        for n, value in kept.items()
-        if "checkpoint" not in n and not any(p[0] == "." for p in Path(n).parts)
-    }
+    """Return the bytes of what a run makes, without checkpoints and hidden folders."""
+    files = {}
+    for name, value in (tree(folder) or {}).items():
+        is_hidden = any(part.startswith(".") for part in Path(name).parts)
+        if name.endswith(ends) and "checkpoint" not in name and not is_hidden:
+            files[name] = value
+    return files
 
 
-@pytest.mark.parametrize(
-    "name", GOES_ON if STRESS else ["train", "esft train", "tune", "demo", "bench"]
-)
+IN_MAKE_TEST = ["train", "esft train", "tune", "demo", "bench"]
+
+
+@pytest.mark.parametrize("name", GOES_ON if STRESS else IN_MAKE_TEST)
 def test_what_goes_on(faulty, inputs, tmp_path, name):
-    """What stands after a kill is the undisturbed run's, or nothing; the next run makes the
-    rest.
+    """What a killed run leaves is the undisturbed run's; the next run makes the rest.
+
+    Where a verb does not resume, it is started anew with --overwrite.
     """
     killed = Killed(faulty, inputs, tmp_path, name)
-    want = made(tmp_path / "undisturbed", GOES_ON[name])
-    assert want
-    for at in killed.points(2 if name in ("train", "tune") else 1, 100):
+    new = tmp_path / "new"
+    expected = made(tmp_path / "undisturbed", GOES_ON[name])
+
+    assert expected
+    few = 2 if name in ("train", "tune") else 1
+    for at in killed.points(killed.calls, few, 100):
         killed.kill("new", at)
-        left = made(tmp_path / "new", GOES_ON[name])
+        left = made(new, GOES_ON[name])
         left.pop("out/expansion.json", None)  # says how far it came
         if name != "tune":
-            assert left.items() <= want.items(), (
-                f"killed at {at}: {sorted(dict(left.items() - want.items()))}"
-            )
-        more = RESUME if name == "train" and resumable(tmp_path / "new" / "out") else ()
-        # its checkpoints are what it goes on from
-        beside = () if name == "esft train" else killed.verb.beside
-        stands = any((tmp_path / "new" / one).exists() for one in (killed.verb.out, *beside))
-        if stands and not more and (killed.verb.whole or name in ("train", "stats")):
-            more = OVERWRITE
-        else:
-            more = more
-        again = killed.run("new", *more)
+            assert left.items() <= expected.items(), f"killed at {at}"
+
+        again = killed.run("new", *options_of_the_next_run(killed, name, new))
         assert again.code == 0, f"killed at {at}: {again.output[-3000:]}"
-        found = made(tmp_path / "new", GOES_ON[name])
         if name == "tune":
-            check_tuned(tmp_path / "new" / "out", tmp_path / "undisturbed" / "out")
+            check_tuned(new / "out", tmp_path / "undisturbed" / "out")
         else:
-            assert found == want, (
-                f"killed at {at}: {sorted(name for name in want if found.get(name) != want[name])}"
-            )
-        assert not strays(tmp_path / "new"), f"killed at {at}: {strays(tmp_path / 'new')}"
+            assert made(new, GOES_ON[name]) == expected, f"killed at {at}"
+        assert strays(new) == [], f"killed at {at}"
         killed.forget("new")
 
 
-def resumable(out: Path) -> bool:
-    """Whether a training has a checkpoint that it can go on from."""
-    return last_whole_checkpoint(out) is not None
+def options_of_the_next_run(killed: Killed, name: str, folder: Path) -> tuple[str, ...]:
+    if name == "train" and last_whole_checkpoint(folder / "out"):
+        return RESUME
+    # of `esft train`, what is beside are checkpoints, from which it goes on
+    beside = () if name == "esft train" else killed.verb.beside
+    has_output = any((folder / file).exists() for file in (killed.verb.out, *beside))
+    if has_output and (killed.verb.whole or name in ("train", "stats")):
+        return OVERWRITE
+    return ()
 
 
-def check_tuned(found: Path, want: Path) -> None:
-    """Assert that two files of measured configs are alike, but for the one config that was running
-    when the process died.
-    """
-    (found,), (want,) = (json.loads(path.read_text())["devices"].values() for path in (found, want))
-    broken = found.get("broken", {})
+def check_tuned(path: Path, undisturbed: Path) -> None:
+    """Assert that two files of measured configs agree, except for what the killed process tried."""
+    (device,) = json.loads(path.read_text())["devices"].values()
+    (expected,) = json.loads(undisturbed.read_text())["devices"].values()
+    broken = device.get("broken", {})
     assert sum(map(len, broken.values())) <= 1
-    for key, entry in want["tiles"].items():
-        if key in found["tiles"]:
-            left_out = [bad["tile"] for bad in broken.get(key, ())]
-            entry = entry | {
-                "candidates": [one for one in entry["candidates"] if one["tile"] not in left_out]
-            }
-            if entry["tile"] not in left_out:
-                assert found["tiles"][key] == entry
-        else:
-            assert broken[key], "a problem is missing, and no config of it ended the process"
+    for key, entry in expected["tiles"].items():
+        left_out = [bad["tile"] for bad in broken.get(key, ())]
+        if key not in device["tiles"]:
+            assert left_out, "a problem is missing, and no config of it ended the process"
+        elif entry["tile"] not in left_out:
+            candidates = [one for one in entry["candidates"] if one["tile"] not in left_out]
+            assert device["tiles"][key] == entry | {"candidates": candidates}

@@ -2,16 +2,15 @@
 and a rerun finishes.
 """
 
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 
 from moe_runtime.hf.training.saving import last_whole_checkpoint
-from tests.faults.machine import INTERRUPTS, NONE, Done, sends, strays, tree
+from tests.faults.machine import INTERRUPTS, Trial, sends, strays, tree
 from tests.faults.verbs import QUICK, VERBS
-from tests.support.stress import STRESS, scaled, share
+from tests.support.stress import STRESS, share
 
 pytestmark = [pytest.mark.stress, pytest.mark.slow]
 
@@ -28,67 +27,56 @@ def weights(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", share(list(VERBS) if STRESS else QUICK, 2))
 def test_a_signal_between_two_changes(faulty, inputs, tmp_path, name):
-    verb = VERBS[name]
-    draw = random.Random(f"signal {name}")
-    argv = verb.arguments(inputs)
-
-    def run(place: str, *more: str, **fault) -> Done:
-        (tmp_path / place).mkdir(exist_ok=True)
-        return faulty.run(*argv, *more, root=tmp_path / place, before=verb.before, **fault)
-
-    counted = run("undisturbed", fault=NONE)
-    assert counted.code == 0, counted.output
-    whole = tree(tmp_path / "undisturbed" / verb.out, verb.volatile)
-    want = weights(tmp_path / "undisturbed")
+    trial = Trial(faulty, inputs, tmp_path, name, "signal")
+    verb = trial.verb
+    here = tmp_path / "here"
+    out = here / verb.out
+    calls = trial.counted()
+    whole = trial.result("undisturbed")
+    expected = weights(tmp_path / "undisturbed")
     numbers = list(INTERRUPTS)
-    draw.shuffle(numbers)
-    for i, at in enumerate(
-        sorted(draw.sample(range(1, counted.calls + 1), min(scaled(1, 20), counted.calls)))
-    ):
+    trial.draw.shuffle(numbers)
+
+    for i, at in enumerate(trial.points(calls, 1, 20)):
         code, word = INTERRUPTS[numbers[i % 2]]
-        done = run("here", fault=sends(numbers[i % 2]), at=at)
-        out = tmp_path / "here" / verb.out
-        if done.code == 0:  # it came when everything was done, and what was asked for is there
-            assert name.endswith(("train", "run", "init-routers")) or at > counted.calls - 4
+        done = trial.run("here", fault=sends(numbers[i % 2]), at=at)
+        if done.code == 0:  # it came when everything was done, and the result is there
+            assert name.endswith(("train", "run", "init-routers")) or at > calls - 4
         else:
+            assert done.code == code, f"{done.code}: {done.output[-3000:]}"
             line = done.last_line()
-            assert done.code == code and line.startswith(word), (
-                f"{done.code}: {done.output[-3000:]}"
-            )
-            assert (
-                sum(one.startswith(word) for one in done.output.splitlines()) == 1
-                and "error:" not in done.output
-            )
+            assert line.startswith(word), line
+            assert sum(one.startswith(word) for one in done.output.splitlines()) == 1
+            assert "error:" not in done.output
             check_word(name, line, out, whole)
-            stands = sorted(tree(tmp_path / "here") or {})
-            assert not stands or "nothing was written" not in line, (
-                f"at {at}: {line}, but there are {stands}"
-            )
-        assert not strays(tmp_path / "here"), f"at {at}: {strays(tmp_path / 'here')}"
+            if "nothing was written" in line:
+                assert not tree(here), f"at {at}: {line}"
+        assert strays(here) == [], f"at {at}"
+
         if done.code and not (verb.whole and out.exists()):
-            more = ("--resume",) if name == "train" and last_whole_checkpoint(out) else ()
-            stands = any((tmp_path / "here" / one).exists() for one in (verb.out, *verb.beside))
-            if stands and name in ("esft score", "stats", "train") and not more:
+            more = ()
+            has_output = any((here / file).exists() for file in (verb.out, *verb.beside))
+            if name == "train" and last_whole_checkpoint(out):
+                more = ("--resume",)
+            elif has_output and name in ("esft score", "stats", "train"):
                 more = ("--overwrite",)
-            again = run("here", *more)
+            again = trial.run("here", *more)
             assert again.code == 0, f"at {at}: {again.output[-3000:]}"
-        assert weights(tmp_path / "here") == want, f"at {at}"
+
+        assert weights(here) == expected, f"at {at}"
         if verb.whole:
-            assert tree(out, verb.volatile) == whole, f"at {at}"
-        shutil.rmtree(tmp_path / "here")
+            assert trial.result("here") == whole, f"at {at}"
+        shutil.rmtree(here)
 
 
 def check_word(name: str, line: str, out: Path, whole: dict | None) -> None:
-    """Assert that the line says what stands."""
+    """Assert that the line says what is there."""
     if VERBS[name].whole and name not in ("esft train", "esft score"):
-        stands = tree(out, VERBS[name].volatile)
-        assert stands in (None, whole)
-        assert ("nothing was written" in line) == (stands is None), line
-        assert ("already complete: out" in line) == (stands is not None), line
+        result = tree(out, VERBS[name].volatile)
+        assert result in (None, whole)
+        assert ("nothing was written" in line) == (result is None), line
+        assert ("already complete: out" in line) == (result is not None), line
     elif "rerun to resume" in line:
-        places = [
-            out,
-            Path(f"{out}-checkpoints"),
-            *(out.with_name(one) for one in VERBS[name].beside),
-        ]
-        assert any(place.exists() for place in places), line
+        beside = [out.with_name(name) for name in VERBS[name].beside]
+        paths = [out, Path(f"{out}-checkpoints"), *beside]
+        assert any(path.exists() for path in paths), line

@@ -46,14 +46,8 @@ VERBS: dict[str, Verb] = {
         "xft export {in}/moe out --to official --keep-rope", reads=f"moe/{WEIGHTS}"
     ),
     "train": _verb(
-        "train --model {in}/moe --data "
-        "{in}/rows.jsonl "
-        "--output_dir "
-        "out "
-        "--max_steps "
-        "4 "
-        "--save_steps 2 --max_length 32 "
-        "--per_device_train_batch_size 2 --logging_steps 1 --seed 3",
+        "train --model {in}/moe --data {in}/rows.jsonl --output_dir out --max_steps 4 "
+        "--save_steps 2 --max_length 32 --per_device_train_batch_size 2 --logging_steps 1 --seed 3",
         whole=False,
         reads=f"moe/{WEIGHTS}",
     ),
@@ -69,12 +63,7 @@ VERBS: dict[str, Verb] = {
         reads=f"dense/{WEIGHTS}",
     ),
     "tune": _verb(
-        "tune --hidden-size 40 --intermediate-size 32 --num-experts "
-        "3 "
-        "--top-k "
-        "2 "
-        "--tokens "
-        "16 "
+        "tune --hidden-size 40 --intermediate-size 32 --num-experts 3 --top-k 2 --tokens 16 "
         "--dtype float32 --out out",
         whole=False,
         before="tests.faults.verbs:fake_gpu",
@@ -87,12 +76,7 @@ VERBS: dict[str, Verb] = {
         before="tests.faults.verbs:short_bench",
     ),
     "esft score": _verb(
-        "esft score {in}/esft/base --data "
-        "{in}/esft/sums.jsonl "
-        "--n-tokens "
-        "64 "
-        "--max-length "
-        "32 "
+        "esft score {in}/esft/base --data {in}/esft/sums.jsonl --n-tokens 64 --max-length 32 "
         "--out out --logs logs",
         beside=("logs",),
         reads=f"esft/base/{WEIGHTS}",
@@ -101,19 +85,8 @@ VERBS: dict[str, Verb] = {
         "esft select --summary {in}/esft/summary.json --p 0.4 --out out", reads="esft/summary.json"
     ),
     "esft train": _verb(
-        "esft train "
-        "{in}/esft/base "
-        "--config "
-        "{in}/esft/config.json "
-        "--data "
-        "{in}/esft/sums.jsonl "
-        "--out out --steps 4 "
-        "--save-steps 2 --learning-rate "
-        "1e-2 "
-        "--batch-size "
-        "4 "
-        "--max-length "
-        "32 "
+        "esft train {in}/esft/base --config {in}/esft/config.json --data {in}/esft/sums.jsonl "
+        "--out out --steps 4 --save-steps 2 --learning-rate 1e-2 --batch-size 4 --max-length 32 "
         "--per-device-batch-size 4",
         beside=("out-checkpoints",),
         reads=f"esft/base/{WEIGHTS}",
@@ -122,23 +95,15 @@ VERBS: dict[str, Verb] = {
         "esft merge {in}/esft/base {in}/esft/adapter out", reads=f"esft/base/{WEIGHTS}"
     ),
     "upit grow": _verb(
-        "upit grow {in}/upit/saved/step-1 "
-        "{in}/upit/saved/step-2 "
-        "--count "
-        "3 "
-        "--base "
-        "{in}/upit/base "
+        "upit grow {in}/upit/saved/step-1 {in}/upit/saved/step-2 --count 3 --base {in}/upit/base "
         "--out out",
         whole=False,
         reads=f"upit/saved/step-2/{WEIGHTS}",
     ),
     "upit init-routers": _verb(
-        "upit init-routers "
-        "{in}/upit/saved/step-1 "
-        "{in}/upit/saved/step-2 "
-        "--data "
-        "{in}/upit/sums.jsonl --base {in}/upit/base "
-        "--out out --share 0.3 --at-least 4 --epochs 1 --batch-size 4 --max-length 32",
+        "upit init-routers {in}/upit/saved/step-1 {in}/upit/saved/step-2 --data "
+        "{in}/upit/sums.jsonl --base {in}/upit/base --out out --share 0.3 --at-least 4 --epochs 1 "
+        "--batch-size 4 --max-length 32",
         whole=False,
         reads=f"upit/saved/step-2/{WEIGHTS}",
     ),

@@ -101,6 +101,7 @@ def test_mutated_files(tmp_path):
         refused.append(not judge(tmp_path, changed).is_read)
 
     run_seeds(scaled(400, 4000), case)
+
     assert sum(refused) > 200  # most of what is broken is seen
 
 
@@ -158,6 +159,7 @@ def test_shapes_beyond_the_file_take_no_memory_and_no_time(tmp_path, shape):
     }
     begin = time.process_time()
     judge(tmp_path, joined(json.dumps(header).encode(), b""))
+
     assert time.process_time() - begin < 2
 
 
@@ -228,6 +230,7 @@ def test_what_stands_in_place_of_a_file(tmp_path, target, kind):
     elif kind != "missing":
         file.write_bytes(b"" if kind == "empty" else data)
     verdict = attempt(lambda: tensors(folder), folder.name)
+
     assert not verdict.is_read
 
 
@@ -238,6 +241,7 @@ def test_a_link_of_the_hub_cache_is_read(tmp_path):
     blob.parent.mkdir()
     blob.write_bytes(save(TENSORS))
     (folder / SINGLE).symlink_to("../blobs/0123")
+
     assert same(attempt(lambda: tensors(folder)).value, TENSORS)
 
 
@@ -246,4 +250,5 @@ def test_one_key_in_two_shards(tmp_path):
     write_shards(folder)
     second = folder / list(SHARDS)[1]
     second.write_bytes(save({**load_bytes(second.read_bytes()), "model.a": TENSORS["model.a"] + 1}))
+
     assert "model.a" in attempt(lambda: tensors(folder)).error

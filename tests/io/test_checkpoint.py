@@ -48,6 +48,7 @@ def test_round_trip(tmp_path, shards):
     out = write(tmp_path / "out", tensors, 4000 // shards)
     names = [f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)]
     expected = [SINGLE] if shards == 1 else [*names, INDEX]
+
     assert sorted(file.name for file in out.iterdir()) == sorted(expected)
     assert siblings(out) == []
     loaded = {}
@@ -134,6 +135,7 @@ def test_get_rows_reads_those_bytes_only(tmp_path):
         one_row = bytes_read() - before
         source.get("w")
         all_rows = bytes_read() - before - one_row
+
     assert row <= one_row < 1.5 * row
     assert all_rows >= 16 * row
 
@@ -165,11 +167,8 @@ def test_no_shard_is_left_open(tmp_path):
     with Checkpoint(out) as source:
         for key in source:
             source.get(key)
-            assert not [
-                fd
-                for fd in Path("/proc/self/fd").iterdir()
-                if os.path.realpath(fd).startswith(str(out))
-            ]
+            for handle in Path("/proc/self/fd").iterdir():
+                assert not os.path.realpath(handle).startswith(str(out))
 
 
 def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path):
@@ -190,6 +189,7 @@ def test_symlinked_files_are_followed(tmp_path):
     out = write(tmp_path / "out", tensors, 800)
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "blobs").mkdir()
+
     for i, file in enumerate(sorted(out.iterdir())):
         file.rename(tmp_path / "blobs" / str(i))
         (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{i}")
@@ -214,6 +214,7 @@ def test_views_and_reused_memory_are_stored_as_they_looked(tmp_path):
         "imaginary of conj": complex_.conj().imag,
     }
     want = {key: view.detach().clone() for key, view in views.items()}
+
     for max_shard_size in (10**6, 100, 1):
         with CheckpointWriter(tmp_path / "out", max_shard_size, overwrite=True) as writer:
             for key, view in views.items():
@@ -241,10 +242,11 @@ def test_a_tensor_above_the_limit_has_a_shard_of_its_own(tmp_path):
         100,
     )
     index = json.loads((tmp_path / "out" / INDEX).read_text())
-    shards = [
-        sorted(load_file(tmp_path / "out" / name))
-        for name in sorted(set(index["weight_map"].values()))
-    ]
+    shards = []
+
+    for name in sorted(set(index["weight_map"].values())):
+        shards.append(sorted(load_file(tmp_path / "out" / name)))
+
     assert shards == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"], ["t7"]]
     assert index["metadata"]["total_size"] == sum(sizes)
 
@@ -289,6 +291,7 @@ def test_keys_are_used_once_and_other_files_are_copied(tmp_path):
                 writer.add(key, torch.zeros(2))
         writer.copy_file(tmp_path / "config.json")
         writer.write_text("notes.txt", "grüße")
+
     assert sorted(snapshot(tmp_path / "out")) == ["config.json", SINGLE, "notes.txt"]
     assert (tmp_path / "out" / "notes.txt").read_bytes() == "grüße".encode()
 
@@ -310,7 +313,8 @@ limit_data(80 * MB)  # 50 of the shard, 10 of the tensor, 20 of slack
 with Checkpoint(source) as reader, CheckpointWriter(out, 50 * MB) as writer:
     for key in reader:
         writer.add(key, reader.get(key))
-    print("growth", memory("VmHWM") - before)  # ru_maxrss would count what the parent had before exec
+    # ru_maxrss would count what the parent had before exec
+    print("growth", memory("VmHWM") - before)
     # the limit bites: who holds more than one shard fails under it
     try:
         hold = [reader.get(key) for key in reader.keys()[:9]]
@@ -329,6 +333,7 @@ def test_a_folder_larger_than_the_memory_limit_is_copied(tmp_path):
     size = 10**7
     weight_map = {}
     source.mkdir()
+
     for shard in range(12):
         keys = [f"w{shard * 5 + i:02d}" for i in range(5)]
         header = {

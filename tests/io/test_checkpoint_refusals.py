@@ -49,6 +49,7 @@ def test_shard_names_cannot_leave_the_folder(tmp_path, monkeypatch, name):
     index["weight_map"]["layers.3.weight"] = name
     (out / INDEX).write_text(json.dumps(index))
     monkeypatch.setattr(checkpoint, "_read_header", lambda *_: pytest.fail("a shard was read"))
+
     with pytest.raises(
         ValueError,
         match=f"shard of layers.3.weight in .* must be the plain name .*{re.escape(repr(name))}",
@@ -60,6 +61,7 @@ def test_missing_shards_are_named_before_any_is_read(tmp_path, monkeypatch):
     out, _ = sharded(tmp_path)
     (out / "model-00002-of-00002.safetensors").unlink()
     monkeypatch.setattr(checkpoint, "_read_header", lambda *_: pytest.fail("a shard was read"))
+
     with pytest.raises(
         ValueError, match=r"names model-00002-of-00002.safetensors, which do not exist"
     ):
@@ -101,6 +103,7 @@ def test_index_without_weight_map(tmp_path, text):
 def test_a_single_file_beside_an_index_that_ignores_it(tmp_path):
     out, index = sharded(tmp_path)
     save_file({"a": torch.zeros(1)}, out / SINGLE)
+
     with pytest.raises(ValueError, match=r"that the index does not name. Delete the stale one"):
         Checkpoint(out)
     index["weight_map"]["a"] = SINGLE
@@ -112,6 +115,7 @@ def test_truncated_files_name_file_and_key(tmp_path):
     whole = (write(tmp_path / "out", ten_tensors()) / SINGLE).read_bytes()
     file = tmp_path / "out" / SINGLE
     header = 8 + int.from_bytes(whole[:8], "little")
+
     for size, message in [
         (
             len(whole) - 1,
@@ -121,12 +125,7 @@ def test_truncated_files_name_file_and_key(tmp_path):
         (
             header - 5,
             (
-                f"{file} is truncated or a git-lfs pointer: its size "
-                "is "
-                f"{header - 5} "
-                "bytes "
-                "and "
-                "its "
+                f"{file} is truncated or a git-lfs pointer: its size is {header - 5} bytes and its "
                 f"header would take {header - 8}"
             ),
         ),
@@ -259,6 +258,7 @@ def test_check_keys_collects_everything_in_one_error():
     }
     want = {f"lost.{i}": spec for i in range(10)}
     want |= {"shape": spec, "dtype": spec, "both": TensorSpec((), torch.int8)}
+
     with pytest.raises(
         ValueError, match=r"^The 4 tensors of some/folder do not match the 13 expected: "
     ) as error:
@@ -268,12 +268,7 @@ def test_check_keys_collects_everything_in_one_error():
         "1 unexpected: extra",
         "2 with a wrong shape: shape is [3, 2], not [2, 3], both is [2, 3], not []",
         (
-            "2 with a wrong dtype: dtype is torch.bfloat16, "
-            "not "
-            "torch.float32, "
-            "both "
-            "is "
-            "torch.float32, "
-            "not torch.int8"
+            "2 with a wrong dtype: dtype is torch.bfloat16, not torch.float32, both is "
+            "torch.float32, not torch.int8"
         ),
     ]

@@ -60,8 +60,10 @@ def test_a_log_gets_a_line_a_minute_with_rate_and_time_left(clock):
             update(step, 200, 2.5)
             clock.now += 1
     lines = clock.said().splitlines()
+
     assert lines[0] == "training: 5% 10/200 [00:10<03:10,  1.00step/s, loss 2.500]"
-    assert len(lines) == 5 and lines[-1] == "training: done in 03:21"
+    assert len(lines) == 5
+    assert lines[-1] == "training: done in 03:21"
 
 
 def test_the_rate_is_of_this_run_alone(clock):
@@ -79,7 +81,9 @@ def test_a_block_that_raises_is_not_done(clock):
         update(1, 10)
         raise KeyboardInterrupt
     said = clock.said()
-    assert said.startswith("merging: 10% 1.00/10.0 [") and len(said.splitlines()) == 1
+
+    assert said.startswith("merging: 10% 1.00/10.0 [")
+    assert len(said.splitlines()) == 1
 
 
 def wait_for(clock, text: str) -> str:
@@ -116,6 +120,7 @@ def test_long_work_without_an_update_says_that_it_goes_on(clock, monkeypatch):
             wait_for(clock, "unpacking: still working after 00:00\n")
     clock.said()
     threads = [thread for thread in threading.enumerate() if thread.name.endswith("(_run)")]
+
     for thread in threads:
         thread.join(PATIENCE)
     assert clock.said() == ""
@@ -143,8 +148,13 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left():
     os.close(main)
     text = b"".join(parts).decode()
     out = done.communicate()[0]
-    assert done.returncode == 0 and out == b""
-    assert "merging:" in text and "%|" in text and "MB/s" in text and "<00:0" in text
+
+    assert done.returncode == 0
+    assert out == b""
+    assert "merging:" in text
+    assert "%|" in text
+    assert "MB/s" in text
+    assert "<00:0" in text
 
 
 def test_records_become_objects():
@@ -153,6 +163,7 @@ def test_records_become_objects():
     from moe_runtime.config import MoEConfig
 
     settings = MoEConfig(hidden_size=8, intermediate_size=4)
+
     assert jsonable(settings)["hidden_size"] == 8
     assert jsonable(Ends(torch.ones(2), 1)) == {"value": [1.0, 1.0], "code": 1}
     assert jsonable({1: float("inf"), "dtype": torch.float32}) == {
@@ -167,8 +178,10 @@ def test_a_table_is_plain_where_nobody_looks(capsys):
         "losses", [("model", "left"), ("loss", "right")], [("a [b]", "1.0"), ("c" * 200, "12.0")]
     )
     out = capsys.readouterr().out
+
     assert "a [b]" in out and "c" * 200 in out, "a row was folded or taken as markup"
-    assert "\x1b" not in out and not set(out) & set("┃│┏┓")
+    assert "\x1b" not in out
+    assert not set(out) & set("┃│┏┓")
 
 
 def test_no_color_is_heeded(monkeypatch, capsys):
@@ -176,4 +189,5 @@ def test_no_color_is_heeded(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     print_table("losses", [("model", "left")], [("a",)])
     out = capsys.readouterr().out
+
     assert "┃" in out and "\x1b[3" not in out.replace("\x1b[3m", "")  # slanted is no colour

@@ -8,7 +8,6 @@ import re
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -60,6 +59,7 @@ def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monke
     message = re.escape(
         f"Output folder {out} already exists. Choose another or pass overwrite=True"
     )
+
     for start in (check_out_dir, CheckpointWriter, lambda path: atomic_folder(path).__enter__()):
         with pytest.raises(ValueError, match=message):
             start(out)
@@ -82,10 +82,7 @@ def test_existing_folders_are_refused_before_anything_is_touched(tmp_path, monke
     assert list(snapshot(tmp_path / "empty")) == [SINGLE]
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
-def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path, monkeypatch, exchange):
-    if not exchange:
-        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path):
     tensors = ten_tensors()
     out = write(tmp_path / "out", tensors, 800)
     (out / "sub").mkdir()
@@ -95,6 +92,7 @@ def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path, monk
         for key in source:
             writer.add(key, source.get(key))
             assert snapshot(out) == before
+
     assert siblings(out) == []
     assert sorted(snapshot(out)) == [
         *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)),
@@ -103,28 +101,6 @@ def test_overwrite_replaces_the_whole_folder_and_may_read_from_it(tmp_path, monk
     with Checkpoint(out) as copy:
         for key, tensor in tensors.items():
             assert_same(copy.get(key), tensor)
-
-
-@pytest.fixture
-def shm():
-    """A folder on a filesystem that can exchange, wherever tmp_path lies."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
-def test_overwrite_is_one_step_where_the_filesystem_can_exchange(shm, monkeypatch):
-    out = write(shm / "out", ten_tensors())
-    rename = os.rename
-
-    def refuse(source, target):
-        assert out not in (source, target)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    write(out, {"new": torch.zeros(3)}, overwrite=True)
-    assert Checkpoint(out).keys() == ["new"]
-    assert siblings(out) == []
-    assert not files._exchange(out, shm / "nope")
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -141,8 +117,8 @@ def test_the_old_folder_comes_back_when_a_rename_fails(tmp_path, monkeypatch, fa
                 raise PermissionError(errno.EACCES, "Permission denied")
         rename(source, target)
 
-    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
     monkeypatch.setattr(os, "rename", fail)
+
     with pytest.raises(PermissionError):
         write(out, {"new": torch.zeros(3)}, overwrite=True)
     assert len(calls) == (1 if failing == 1 else 3)
@@ -169,14 +145,10 @@ def test_read_only_parent(tmp_path, monkeypatch):
     else:
         tmp_path.chmod(0o555)
     message = (
-        r"Output folder .*out cannot be written: no file "
-        r"can "
-        r"be "
-        r"created "
-        r"beside "
-        r"it "
-        r"\(Permission denied\)"
+        r"Output folder .*out cannot be written: no file can be created beside it \(Permission "
+        r"denied\)"
     )
+
     with pytest.raises(ValueError, match=message):
         write(tmp_path / "out", ten_tensors())
     tmp_path.chmod(0o755)
@@ -201,6 +173,7 @@ def test_full_disk(small_disk, overwrite):
     if overwrite:
         write(out, {"old": torch.zeros(1000)})
     before = snapshot(small_disk)
+
     with pytest.raises(OSError, match="No space left on device") as error:
         write(out, {f"t{i}": torch.zeros(50_000) for i in range(10)}, 300_000, overwrite=overwrite)
     assert error.value.errno == errno.ENOSPC
@@ -254,6 +227,7 @@ def test_sync_happens_before_the_rename(tmp_path, monkeypatch, overwrite):
         "/model-"
     )[0]
     written = {f"{tmp}/{name}" for name in snapshot(tmp_path / "out")}
+
     assert {*written, tmp} == set(order[: order.index("move")])
     assert order[order.index("move") + 1 :] == [str(tmp_path)]
 
@@ -266,6 +240,7 @@ def test_left_overs_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
         (tmp_path / name / "model-00001.safetensors").write_text("half")
     (tmp_path / ".out.tmp-3-4").write_text("a file, not ours")
     write(out, ten_tensors())
+
     assert siblings(out) == sorted([*kept, ".out.tmp-3-4"])
     (tmp_path / ".out.old-1-2").mkdir()
     write(out, ten_tensors(), overwrite=True)
@@ -291,11 +266,14 @@ def test_threads_write_one_path(tmp_path):
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == [] and len(set((tmp_path / "a").read_text())) == 1
+
+    assert errors == []
+    assert len(set((tmp_path / "a").read_text())) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -311,6 +289,7 @@ def test_a_left_over_of_another_user_does_not_stop_the_writer(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "open", refuse)
     write(tmp_path / "out", ten_tensors())
+
     assert siblings(tmp_path / "out") == [left.name]
 
 
@@ -318,6 +297,7 @@ def test_an_old_folder_set_aside_by_a_killed_writer_comes_back(tmp_path):
     out = write(tmp_path / "out", ten_tensors())
     before = snapshot(out)
     out.rename(tmp_path / ".out.old-1-2")
+
     with pytest.raises(ValueError, match="already exists"):
         write(out, {"new": torch.zeros(1)})
     assert snapshot(out) == before
@@ -347,6 +327,7 @@ def test_read_json(tmp_path):
         with pytest.raises(ValueError, match=message):
             read_json(file)
     file.write_bytes(b'{"a": "\xff"}')
+
     with pytest.raises(ValueError, match=r"a.json is not valid JSON \(.*position 7"):
         read_json(file)
     with pytest.raises(ValueError, match=r"Cannot read the JSON file .*nope.json \(No such file"):
@@ -358,6 +339,7 @@ def test_read_json(tmp_path):
 def test_atomic_text_and_json(tmp_path, monkeypatch):
     file = tmp_path / "a.json"
     atomic_write_json(file, {"ü": [1, None]})
+
     assert read_json(file) == {"ü": [1, None]}
     with pytest.raises(ValueError):
         atomic_write_json(file, {"a": float("nan")})
@@ -419,14 +401,19 @@ def test_what_is_replaced_leaves_its_mode(tmp_path, monkeypatch, writer, kept, u
         WRITERS[writer](path)
     finally:
         os.umask(old)
-    assert path.read_bytes() != b"old" and (mode(path), mode(path.parent)) == (kept, before)
-    if kept == 0o600 and writer != "model":  # nobody else has read it in the hidden folder either
+
+    assert path.read_bytes() != b"old"
+    assert mode(path) == kept
+    assert mode(path.parent) == before
+    # nobody else has read it in the hidden folder either
+    if kept == 0o600 and writer != "model":
         assert not seen[0] & 0o011
 
 
 def test_a_new_file_gets_the_mode_of_any_and_an_empty_folder_keeps_its_own(tmp_path):
     atomic_write_text(tmp_path / "new", "")
     (tmp_path / "plain").touch()
+
     assert mode(tmp_path / "new") == mode(tmp_path / "plain")
     (tmp_path / "empty").mkdir(mode=0o700)
     write(tmp_path / "empty", ten_tensors())
@@ -452,6 +439,7 @@ def test_one_training_at_a_time(tmp_path, ends):
         text=True,
         env=os.environ,
     )
+
     assert process.stdout.readline() == "holds\n"
     with (
         pytest.raises(
@@ -468,7 +456,8 @@ def test_one_training_at_a_time(tmp_path, ends):
     process.communicate()
     assert contents_of(folder) == [] if ends == "killed" else not folder.exists()
     with sole_training(folder):
-        assert contents_of(folder) == [] and len(list(folder.iterdir())) == 1
+        assert contents_of(folder) == []
+        assert len(list(folder.iterdir())) == 1
         (folder / "model").touch()
     assert [path.name for path in folder.iterdir()] == ["model"]
 
@@ -482,6 +471,7 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
     data.touch()
     (tmp_path / "link").symlink_to(data)
     os.mkfifo(pipe)
+
     for out, reads, match in (
         ("/dev/null", (), "a device, a pipe or a socket"),
         (pipe, (), "a device, a pipe or a socket"),
@@ -494,12 +484,8 @@ def test_only_a_regular_file_that_is_not_read_is_replaced(tmp_path):
     files.check_out_file(folder / "new.json", reads=[folder])
     with pytest.raises(ValueError, match="device"):
         atomic_write_text(pipe, "text")
-    assert stat.S_ISFIFO(os.stat(pipe).st_mode) and sorted(os.listdir(tmp_path)) == [
-        "link",
-        "model",
-        "pipe",
-        "rows.jsonl",
-    ]
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["link", "model", "pipe", "rows.jsonl"]
 
 
 READERS = {
@@ -519,6 +505,7 @@ def test_no_reader_waits_for_the_writer_of_a_pipe(tmp_path, name):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
+
     with pytest.raises(
         ValueError, match=f"{re.escape(str(path))} is a folder, a pipe, a socket or a device"
     ):

@@ -57,8 +57,8 @@ def broken_template(_: Path):
 
 
 def named_file(folder: Path):
-    for name in ("\x1b[31m.bin", "b" * 200 + ".bin"):
-        (folder / name).touch()
+    (folder / "\x1b[31m.bin").touch()
+    (folder / ("b" * 200 + ".bin")).touch()
     return Checkpoint(folder)
 
 
@@ -140,11 +140,14 @@ def test_an_error_is_a_printable_line_of_bounded_length(tmp_path, monkeypatch, r
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (folder := tmp_path / "in").mkdir()
+    folder = tmp_path / "in"
+    folder.mkdir()
+
     with pytest.raises((ValueError, OSError)) as error:
         READERS[reader](folder)
     message = str(error.value)
-    assert message.isprintable() and len(message) <= LONGEST, (len(message), message[:300])
+    assert message.isprintable(), message[:300]
+    assert len(message) <= LONGEST
 
 
 def test_the_command_line_prints_one_bounded_line(monkeypatch, capsys):
@@ -152,14 +155,17 @@ def test_the_command_line_prints_one_bounded_line(monkeypatch, capsys):
         raise ValueError(EVIL)
 
     monkeypatch.setattr(cli, "_run", fail)
+
     with pytest.raises(SystemExit):
         cli.main()
     printed = capsys.readouterr().err
-    assert printed.startswith(
-        "error: \\x1b]0;title\\x07\\x1b[31mred\\u202e x"
-    ) and printed.endswith("...\n")
-    assert printed.count("\n") == 1 and printed[:-1].isprintable() and len(printed) < 4100
+    assert printed.startswith("error: \\x1b]0;title\\x07\\x1b[31mred\\u202e x")
+    assert printed.endswith("...\n")
+    assert printed.count("\n") == 1
+    assert printed[:-1].isprintable()
+    assert len(printed) < 4100
 
 
 def test_one_line_leaves_what_prints():
-    assert one_line("a é 日本 \n\n b\tc") == "a é 日本 b c" and one_line("x" * 9, 6) == "xxx..."
+    assert one_line("a é 日本 \n\n b\tc") == "a é 日本 b c"
+    assert one_line("x" * 9, 6) == "xxx..."

@@ -28,66 +28,31 @@ CHATML = LOOP + (
 # the reasoning is written behind the last turn of the user's alone, and there an empty one where
 # there is none
 QWEN3 = (
-    "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last "
-    "= "
-    "loop.index0 "
-    "%}{% "
-    "endif "
-    "%}{% "
-    "endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
-    "{% if loop.index0 > ns.last %}<think>\n{% if parts "
-    "| "
-    "length "
-    "> "
-    "1 "
-    "%}{{ "
-    "parts[0].replace('<think>', '').strip() }}{% endif %}"
-    "{{ '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') "
-    "}}{% "
-    "else "
-    "%}{{ "
-    "m.content "
-    "}}{% "
-    "endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set "
+    "ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role "
+    "}}\n{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}{% if "
+    "loop.index0 > ns.last %}<think>\n{% if parts | length > 1 %}{{ parts[0].replace('<think>', "
+    "'').strip() }}{% endif %}{{ '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') }}{% else "
+    "%}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt "
+    "%}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif "
+    "%}{% endif %}"
 )
 LLAMA3 = (
     "{{ bos_token }}"
     + LOOP
     + (
-        "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-        "{{ "
-        "m.content "
-        "| "
-        "trim "
-        "}}<|eot_id|>{% "
-        "endfor %}"
-        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+        "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% "
+        "endfor %}{% if add_generation_prompt "
+        "%}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     )
 )
 DEEPSEEK = (
     "{{ bos_token }}"
     + LOOP
     + (
-        "{% if m.role == 'system' %}{{ m.content }}{% "
-        "elif "
-        "m.role "
-        "== "
-        "'user' "
-        "%}<|User|>{{ "
-        "m.content }}"
-        "{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] "
-        "}}{{ "
-        "eos_token "
-        "}}{% "
-        "endif "
-        "%}{% "
-        "endfor %}"
-        "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+        "{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}<|User|>{{ m.content "
+        "}}{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif "
+        "%}{% endfor %}{% if add_generation_prompt %}<|Assistant|>{% endif %}"
     )
 )
 # the prompt opens a thought
@@ -95,59 +60,26 @@ REASONER = DEEPSEEK.replace("<|Assistant|>{% endif %}", "<|Assistant|><think>\n{
 # no generation prompt; the system's text is a part of the first user's turn, and the roles
 # alternate
 MISTRAL = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set "
-    "first "
-    "= "
-    "messages[0].content "
-    "+ "
-    "'\n"
-    "\n' %}"
-    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == "
-    "0) "
-    "%}{{ "
-    "raise_exception('the "
-    "roles "
-    "must "
-    "alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {% if loop.first and first "
-    "%}{{ "
-    "first "
-    "}}{% "
-    "endif "
-    "%}{{ "
-    "m.content }} [/INST]"
-    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + "
+    "'\n\n' %}{% set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if (m.role == "
+    "'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('the roles must alternate') }}{% endif "
+    "%}{% if m.role == 'user' %}[INST] {% if loop.first and first %}{{ first }}{% endif %}{{ "
+    "m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 # the system's text is in the last user's turn
 LATE = MISTRAL.replace("if loop.first", "if loop.last or loop.revindex == 2")
 GEMMA = (
     (
-        "{{ bos_token }}{% if messages[0].role == "
-        "'system' "
-        "%}{{ "
-        "raise_exception('no "
-        "role "
-        "system') "
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no role system') "
         "}}{% endif %}"
     )
     + LOOP
     + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role "
-    "}}\n"
-    "{{ "
-    "m.content "
-    "| "
-    "trim "
-    "}}<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "}}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt "
+    "%}<start_of_turn>model\n{% endif %}"
 )
 ZEPHYR = LOOP + (
-    "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n"
-    "{% "
-    "endfor "
-    "%}{% "
-    "if "
-    "add_generation_prompt "
+    "<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt "
     "%}<|assistant|>\n{% endif %}"
 )
 UNPROMPTED = CHATML.partition("{% if add")[0]  # a role's header, and no generation prompt
@@ -156,21 +88,11 @@ OTHER_END = CHATML.replace(
 )
 # the token of the next role ends a turn
 OPEN = LOOP + (
-    "<|{{ m.role }}|>\n{{ m.content }}{% "
-    "endfor "
-    "%}{% "
-    "if "
-    "add_generation_prompt "
-    "%}<|assistant|>\n"
-    "{% endif %}"
+    "<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% "
+    "endif %}"
 )
 PLAIN = LOOP + (
-    "{{ m.role }}:\n{{ m.content }}\n\n{% endfor "
-    "%}{% "
-    "if "
-    "add_generation_prompt "
-    "%}assistant:\n"
-    "{% "
+    "{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% "
     "endif %}"
 )
 TOKENIZER = train_tokenizer(
@@ -240,10 +162,9 @@ def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, s
         assert "\n" not in str(error.value)
         return
     ids, mask = encode_chat(tokenizer, {"messages": messages})
-    assert (
-        ids == tokenizer.apply_chat_template(messages)["input_ids"]
-        and ids.count(tokenizer.bos_token_id) <= 1
-    )
+
+    assert ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    assert ids.count(tokenizer.bos_token_id) <= 1
     want = [first + (text.strip() if strips else text) + end for text in TEXTS[1::2]]
     if template is QWEN3:
         want[-1] = "<think>\n\n</think>\n\n" + want[-1]
@@ -253,7 +174,8 @@ def test_answers_and_the_ends_of_their_turns_are_trained(template, first, end, s
         want[-1] = TEXTS[-1]
     assert learnt(tokenizer, ids, mask) == want
     whole = data.encode(tokenizer, {"messages": messages}, train_on="all")
-    assert whole == (ids, ids) and data.encode(tokenizer, {"messages": messages})[0] == ids
+    assert whole == (ids, ids)
+    assert data.encode(tokenizer, {"messages": messages})[0] == ids
 
 
 THOUGHT = chat(
@@ -280,6 +202,7 @@ def test_reasoning_that_the_template_drops_is_not_looked_for(template, options, 
     tokenizer = with_template(template)
     row = {"messages": THOUGHT, "chat_template_kwargs": options}
     ids, mask = encode_chat(tokenizer, row)
+
     assert [part.strip("\n") for part in learnt(tokenizer, ids, mask)] == want
     assert ids == tokenizer.apply_chat_template(THOUGHT, **options)["input_ids"]
 
@@ -319,6 +242,7 @@ def test_the_mask_is_that_of_trls_training_templates(name, more):
     theirs = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
+
     assert encode_chat(tokenizer, {"messages": messages}) == (
         theirs["input_ids"],
         list(map(bool, theirs["assistant_masks"])),
@@ -331,36 +255,26 @@ def test_the_mask_is_that_of_trls_training_templates(name, more):
     wider = learnt(tokenizer, ids, theirs["assistant_masks"])
     last = wider[-1].removeprefix(before)
     assert [part.removeprefix(before).removesuffix(after) for part in wider[:-1]] == ours[:-1]
-    assert last in (ours[-1], ours[-1] + after) and any(mask)
+    assert last in (ours[-1], ours[-1] + after)
+    assert any(mask)
 
 
 def test_of_a_prompt_of_messages_only_the_completion_is_trained():
     marked = LOOP + (
-        "{{ m.role }}\n{% if m.role == 'assistant' "
-        "%}{% "
-        "generation "
-        "%}{{ "
-        "m.content "
-        "}}</s>{% "
+        "{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% "
         "endgeneration %}{% else %}"
     )
     marked += (
-        "{{ m.content }}{% endif %}\n{% "
-        "endfor "
-        "%}{% "
-        "if "
-        "add_generation_prompt "
-        "%}assistant\n"
-        "{% endif %}"
+        "{{ m.content }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant\n{% endif "
+        "%}"
     )
     turns = chat("two?", "four", "again?", "five")
+
     for template, want in ((CHATML, "five<|im_end|>"), (marked, "five</s>")):
         tokenizer = with_template(template)
         ids, mask = encode_chat(tokenizer, {"prompt": turns[:-1], "completion": turns[-1:]})
-        assert (
-            learnt(tokenizer, ids, mask) == [want]
-            and ids == tokenizer.apply_chat_template(turns)["input_ids"]
-        )
+        assert learnt(tokenizer, ids, mask) == [want]
+        assert ids == tokenizer.apply_chat_template(turns)["input_ids"]
 
 
 def test_tools_and_turns_without_content():
@@ -375,18 +289,14 @@ def test_tools_and_turns_without_content():
     ]
     turns += [{"role": "tool", "content": "noon"}, {"role": "assistant", "content": "noon"}]
     ids, mask = encode_chat(tokenizer, {"messages": turns, "tools": '[{"name": "now"}]'})
+
     assert learnt(tokenizer, ids, mask) == ["<call>now<|im_end|>", "noon<|im_end|>"]
     assert tokenizer.decode(ids).startswith("now;<|im_start|>system")
 
 
 USERS = LOOP + "{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 BOTS = LOOP + (
-    "{% if m.role == 'bot' %}{% generation %}x{% endgeneration "
-    "%}{% "
-    "endif "
-    "%}{{ "
-    "m.content "
-    "}}{% "
+    "{% if m.role == 'bot' %}{% generation %}x{% endgeneration %}{% endif %}{{ m.content }}{% "
     "endfor %}"
 )
 
@@ -417,7 +327,8 @@ def test_a_template_that_cannot_be_masked_is_one_line_with_the_remedy(template, 
         encode_chat(tokenizer, {"messages": messages})
     assert "\n" not in str(error.value)
     ids, mask = encode_chat(tokenizer, {"messages": messages}, "all")
-    assert ids == tokenizer.apply_chat_template(messages)["input_ids"] and all(mask)
+    assert ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    assert all(mask)
 
 
 def test_a_tokenizer_without_a_template_names_the_options():
@@ -462,6 +373,7 @@ def test_every_method_trains_on_the_same_tokens(tmp_path, train_on):
         "an XFT recipe": data.load_rows(tmp_path / "train"),
     }
     want = sorted(data.encode(tokenizer, row, train_on=train_on) for row in chats[:8])
+
     assert all(
         sorted((row["input_ids"], row["labels"]) for row in rows) == want for rows in found.values()
     ), found

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.io import rows as data
-from moe_runtime.io.prompts import MAGICODER_CHAT, put_prompt
+from moe_runtime.io.prompts import put_prompt
+from moe_runtime.methods.prompts import MAGICODER_CHAT
 from papers.engine.tiny import train_tokenizer
 
 CHATML = (
@@ -85,7 +86,10 @@ def write(path, rows, kind):
 def test_read_rows_reads_each_layout(tmp_path, layout, kind):
     rows = [LAYOUTS[layout] | {"note": i} for i in range(3)]
     got = data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind))
-    assert len(got) == 3 and got.column_names == list(in_form(layout)) and got[2] == in_form(layout)
+
+    assert len(got) == 3
+    assert got.column_names == list(in_form(layout))
+    assert got[2] == in_form(layout)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
@@ -115,6 +119,7 @@ def test_each_layout_has_one_set_of_ids_and_labels(tokenizer, tmp_path, layout, 
         ]
     ids = [i for part in want for i in part]
     masked = [-100] * len(want[0]) + want[1] + [-100] * len(want[2])
+
     for given in (row, LAYOUTS[layout]):  # as read, and as in the file
         assert data.encode(tokenizer, given, train_on=train_on) == (
             ids,
@@ -146,16 +151,20 @@ def test_the_page_on_data_has_every_layout_in_order():
         tuple(names[: len(layout)])
         for names, layout in zip(table[:1] + table[2:], data.LAYOUTS, strict=True)
     ]
-    assert named == list(data.LAYOUTS) and table[1] == ["prompt", "completion"]
+
+    assert named == list(data.LAYOUTS)
+    assert table[1] == ["prompt", "completion"]
 
 
 def test_bos_and_eos_are_not_doubled(tokenizer):
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     ids, labels = data.encode(tokenizer, {"text": "<s>two is four</s>"})
+
     assert ids == labels == [bos, *tokenizer.encode("two is four", add_special_tokens=False), eos]
     ids, _ = data.encode(tokenizer, {"prompt": "<s>two\n", "completion": "four</s>"})
-    assert ids[0] == bos and ids.count(bos) == ids.count(eos) == 1
+    assert ids[0] == bos
+    assert ids.count(bos) == ids.count(eos) == 1
 
 
 def test_read_rows_keeps_tools_and_prefers_messages(tmp_path):
@@ -233,6 +242,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, name):
         says = "completion is null, but expected a string"
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, [good, good, bad])).replace("\n", "\n\n", 1) + "\n")
+
     with pytest.raises(ValueError, match=f"^line 4 of {path}: {says}") as error:
         data.read_rows(path)
     assert "\n" not in str(error.value)
@@ -245,8 +255,8 @@ def test_chats_without_an_answer_are_read_where_none_is_needed(tmp_path):
         data.read_rows(write(tmp_path / "x.parquet", [{"messages": CHAT[:1]}], "parquet"))
 
 
-MAGICODER = """You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable \
-responses to user instructions.
+MAGICODER = """You are an exceptionally intelligent coding assistant that consistently delivers \
+accurate and reliable responses to user instructions.
 
 @@ Instruction
 {}
@@ -276,6 +286,7 @@ def test_magicoders_chat_template_says_the_same(tokenizer):
     chat = put_prompt(row, "chat")["messages"]
     put = put_prompt(row, "magicoder")
     whole = tokenizer.bos_token + put["prompt"] + put["completion"] + tokenizer.eos_token
+
     assert tokenizer.apply_chat_template(chat, tokenize=False) == whole
     asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
     assert asked == tokenizer.bos_token + put["prompt"]
@@ -299,12 +310,7 @@ def test_put_prompt_refuses_other_layouts(prompt, row):
     with pytest.raises(
         ValueError,
         match=(
-            f"Prompt '{prompt}' requires the columns prompt and "
-            "completion "
-            "as "
-            "text, "
-            "but "
-            "got "
+            f"Prompt '{prompt}' requires the columns prompt and completion as text, but got "
             f"{next(iter(row))}"
         ),
     ):
@@ -312,7 +318,7 @@ def test_put_prompt_refuses_other_layouts(prompt, row):
 
 
 def test_put_prompt_knows_its_names():
-    with pytest.raises(ValueError, match="prompt must be one of plain, magicoder, chat"):
+    with pytest.raises(ValueError, match="prompt must be one of plain, chat, .*magicoder"):
         put_prompt({"text": "x"}, "alpaca")
 
 
@@ -326,14 +332,12 @@ def test_hold_out_parts_the_rows():
     rest, held_out = data.hold_out(rows, 12)
     rest = [row["prompt"] for row in rest]
     held = [row["prompt"] for row in held_out]
-    assert (
-        len(held) == 12
-        and not set(rest) & set(held)
-        and set(rest) | set(held) == set(rows["prompt"])
-    )
-    assert len(rest) == sum(
-        prompt not in held for prompt in rows["prompt"]
-    ) <= 28 and rest != sorted(rest)
+
+    assert len(held) == 12
+    assert not set(rest) & set(held)
+    assert set(rest) | set(held) == set(rows["prompt"])
+    assert len(rest) == sum(prompt not in held for prompt in rows["prompt"]) <= 28
+    assert rest != sorted(rest)
     assert [row["prompt"] for row in data.hold_out(rows, 12)[1]] == held
     with pytest.raises(
         ValueError, match="held_out_rows .40. leaves no training examples: the data has 40"
@@ -384,6 +388,7 @@ def test_dates_beside_the_texts_are_no_matter(tmp_path, kind):
     chat = [{"role": "user", "content": "now?", "timestamp": when}]
     tools = [{"name": "timestamp", "parameters": {"timestamp": when}}]
     rows = [{"messages": chat, "tools": tools, "chat_template_kwargs": {"timestamp": when}}] * 2
+
     assert (
         data.read_rows(write(tmp_path / f"rows.{kind}", rows, kind), answers=False).to_list()
         == rows
@@ -439,7 +444,8 @@ def test_read_rows_says_what_is_wrong(tmp_path, name, text, says):
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match="^Data ") as error:
         data.read_rows(tmp_path / name)
-    assert says in str(error.value) and "\n" not in str(error.value)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_read_rows_of_an_unreachable_hub_id_is_one_error(monkeypatch):
@@ -463,10 +469,9 @@ def test_tokenize_pairs_stops_at_the_limit(tokenizer):
         seen.append(row) or row for row in [LAYOUTS["text"], long, LAYOUTS["prompt-completion"]] * 9
     )
     got = data.tokenize_pairs(tokenizer, rows, 32, limit=2)
-    assert (
-        got.to_list() == data.tokenize_pairs(tokenizer, [seen[0], seen[2]], 32).to_list()
-        and len(seen) == 4
-    )
+
+    assert got.to_list() == data.tokenize_pairs(tokenizer, [seen[0], seen[2]], 32).to_list()
+    assert len(seen) == 4
 
 
 def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
@@ -474,11 +479,10 @@ def test_tokenize_pairs_cuts_the_end_and_drops_what_is_all_prompt(tokenizer):
     rows = [{"prompt": "two and two " * 20, "completion": "four"}, short]
     (whole,) = data.tokenize_pairs(tokenizer, [short], 64)
     (got,) = data.tokenize_pairs(tokenizer, rows, 8, row_ids=True)
-    assert (
-        got["row_id"] == 1
-        and got["input_ids"] == whole["input_ids"][:8]
-        and got["labels"] == whole["labels"][:8]
-    )
+
+    assert got["row_id"] == 1
+    assert got["input_ids"] == whole["input_ids"][:8]
+    assert got["labels"] == whole["labels"][:8]
     with pytest.raises(ValueError, match="within max_length .8."):
         data.tokenize_pairs(tokenizer, rows[:1], 8)
 
@@ -501,6 +505,7 @@ def test_pack_cuts_joined_documents_into_rows(tokenizer):
         for text in documents
         for i in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     ]
+
     assert len(rows) == len(ids) // 16
     assert [i for row in rows for i in row["input_ids"]] == ids[: 16 * len(rows)]
     assert all(row["labels"] == row["input_ids"] for row in rows)
@@ -518,6 +523,7 @@ def test_token_ids_are_those_of_all_rows_that_have_some(tokenizer):
         tokenizer.encode(text, add_special_tokens=False)
         for text in (rows[0]["prompt"], "four", "two")
     ]
+
     assert list(data.token_ids(tokenizer, [*rows, {"text": ""}], 8)) == [ids[:8] for ids in want]
     # which marks nothing
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -28,7 +28,8 @@ from contextlib import contextmanager
 from moe_runtime import cli
 from moe_runtime.io import console
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and we stay as we are started
+# a shell's background job ignores it, and we stay as we are started
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 title, at, number = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 bar = console.bar
@@ -64,25 +65,28 @@ def last_line(done: subprocess.CompletedProcess) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
+STOPS = pytest.mark.parametrize(
     "number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
 )
-def test_a_conversion_leaves_nothing(tmp_path, number, word):
+
+
+@STOPS
+def test_a_conversion_leaves_what_was_there(tmp_path, number, word):
     dense("llama").save_pretrained(tmp_path / "dense")
-    arguments = (
-        "xft",
-        "upcycle",
-        tmp_path / "dense",
-        tmp_path / "moe",
-        "--num-experts",
-        4,
-        "--top-k",
-        2,
-    )
-    done = stopped("upcycling", 1, number, *arguments)
-    assert done.returncode == 128 + number and done.stdout == "", done.stderr
+    upcycle = ("xft", "upcycle", tmp_path / "dense", tmp_path / "moe", "--top-k", 2)
+    done = stopped("upcycling", 1, number, *upcycle, "--num-experts", 4)
+
+    assert done.returncode == 128 + number, done.stderr
+    assert done.stdout == ""
     assert last_line(done) == f"{word}; nothing was written"
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+    assert os.listdir(tmp_path) == ["dense"]
+
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "note").write_text("old")
+    done = stopped("upcycling", 1, number, *upcycle, "--num-experts", 4, "--overwrite")
+    assert last_line(done) == f"{word}; nothing was written"
+    assert sorted(os.listdir(tmp_path)) == ["dense", "moe"]
+    assert (tmp_path / "moe" / "note").read_text() == "old"
 
 
 # moe-runtime, which sends itself a signal while its verbs are imported, or while its words are
@@ -114,41 +118,20 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize(
-    "number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
-)
+@STOPS
 @pytest.mark.parametrize(
     "place", ["typer", "moe_runtime.cli.verbs", "parsing", "moe_runtime.tools.doctor"]
 )
 def test_a_signal_before_a_verb_runs_ends_alike(place, number, word):
     command = [sys.executable, "-c", EARLY, place, str(int(number))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 128 + number and done.stdout == ""
+
+    assert done.returncode == 128 + number
+    assert done.stdout == ""
     # within the verb it is known that it writes nothing
     assert done.stderr == (
         f"{word}; nothing was written\n" if place == "moe_runtime.tools.doctor" else f"{word}\n"
     )
-
-
-def test_a_conversion_that_should_replace_leaves_what_was_there(tmp_path):
-    dense("llama").save_pretrained(tmp_path / "dense")
-    (tmp_path / "moe").mkdir()
-    (tmp_path / "moe" / "note").write_text("old")
-    arguments = (
-        "xft",
-        "upcycle",
-        tmp_path / "dense",
-        tmp_path / "moe",
-        "--num-experts",
-        4,
-        "--top-k",
-        2,
-        "--overwrite",
-    )
-    done = stopped("upcycling", 1, signal.SIGINT, *arguments)
-    assert done.returncode == 130 and last_line(done) == "interrupted; nothing was written"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "moe"]
-    assert (tmp_path / "moe" / "note").read_text() == "old"
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +161,7 @@ def weights(result: dict) -> dict:
 def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_path):
     out = tmp_path / "out"
     done = stopped("moe", 2, signal.SIGINT, "run", recipe, "--out", out)
+
     assert done.returncode == 130, done.stderr
     said, _, command = last_line(done).partition(" rerun to resume: ")
     assert said == f"interrupted; completed work is in {out};"
@@ -188,7 +172,8 @@ def test_a_run_goes_on_from_the_step_where_it_was_stopped(recipe, whole, tmp_pat
     again = completed(*shlex.split(command)[1:], "--json")
     assert again.returncode == 0, again.stderr
     found = weights(json.loads(again.stdout))
-    assert found.keys() == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
+    assert found.keys() == whole.keys()
+    assert all(found[name].equal(whole[name]) for name in whole)
     assert not list(out.glob("*.checkpoints"))
 
 
@@ -234,17 +219,15 @@ cli.main()
         text=True,
         timeout=PATIENCE,
     )
+
     assert done.returncode == 143, done.stderr
     line = (
-        f"terminated; {out}/checkpoint-2 is the last "
-        "checkpoint. "
-        "Rerun "
-        "with "
-        "--resume "
-        "to "
-        "continue from it"
+        f"terminated; {out}/checkpoint-2 is the last checkpoint. Rerun with --resume to continue "
+        "from it"
     )
-    assert last_line(done) == line and "Warning" not in done.stderr and "it/s]" not in done.stderr
+    assert last_line(done) == line
+    assert "Warning" not in done.stderr
+    assert "it/s]" not in done.stderr
     again = completed(*arguments, "--resume_from_checkpoint", "true")
     assert again.returncode == 0 and json.loads(again.stdout)["path"] == str(out), again.stderr
     assert "after step 4" in again.stderr
@@ -257,7 +240,8 @@ def test_signals_that_are_ignored_stay_ignored():
     try:
         with signals.sigterm_raises(), signals.after_the_step() as stopping:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stopping.asked is None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+            assert stopping.asked is None
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -287,5 +271,6 @@ def test_all_processes_stop_behind_the_same_step_and_go_on(ranks, case, how, ste
         whole = one["whole"]["weights"]
         assert (found["how"], found["steps"]) == (how, list(range(1, steps + 1)))
         assert found["saved"] == [f"checkpoint-{steps}"]
-        assert found["next"] == "done" and found["again"] == list(range(steps + 1, 5))
+        assert found["next"] == "done"
+        assert found["again"] == list(range(steps + 1, 5))
         assert all(found["weights"][name].equal(whole[name]) for name in whole)

@@ -56,11 +56,10 @@ def test_the_command_says_where_and_builds_once(tmp_path, small):
     ), first.stderr
     when = out.stat().st_mtime_ns
     again = run("--csrc", small, "--out", out)
-    assert "up to date, built by" in again.stdout and out.stat().st_mtime_ns == when
-    assert (
-        run("--csrc", small, "--out", out, "--force").returncode == 0
-        and out.stat().st_mtime_ns > when
-    )
+    assert "up to date, built by" in again.stdout
+    assert out.stat().st_mtime_ns == when
+    assert run("--csrc", small, "--out", out, "--force").returncode == 0
+    assert out.stat().st_mtime_ns > when
     (small / "moert_cpu.cpp").write_text(
         (small / "moert_cpu.cpp").read_text() + "// other sources\n"
     )
@@ -71,7 +70,8 @@ def test_the_command_says_where_and_builds_once(tmp_path, small):
 def test_it_goes_into_the_cache_by_sources_and_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = build.library_path("cpu")
-    assert path.parts[-4:-2] == ("moe_runtime", "cpu") and path.is_relative_to(tmp_path)
+    assert path.parts[-4:-2] == ("moe_runtime", "cpu")
+    assert path.is_relative_to(tmp_path)
     assert (
         path.parent.name
         == f"{build.source_hash('cpu', build.csrc_dir('cpu'))}-{os.uname().machine}"
@@ -113,45 +113,39 @@ def test_what_does_not_compile_is_shown_and_leaves_the_old_one(tmp_path, small):
     out.write_text("old")
     (small / "kernels.cpp").write_text("nonsense")
     done = run("--csrc", small, "--out", out)
-    assert done.returncode == 2 and "nonsense" in done.stderr and done.stderr.startswith("error: ")
-    assert (
-        out.read_text() == "old"
-        and [p.name for p in tmp_path.iterdir() if p.name.startswith(".build")] == []
-    )
+    assert done.returncode == 2
+    assert "nonsense" in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert out.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".build")] == []
 
 
 def test_no_compiler_is_an_error_that_says_what_to_do(tmp_path):
     done = run("--out", tmp_path / "lib.so", PATH=str(tmp_path), CXX="")
-    assert done.returncode == 2 and done.stdout == ""
+    assert done.returncode == 2
+    assert done.stdout == ""
     assert (
         done.stderr
         == "error: Neither g++ nor clang++ was found. Install g++ or clang++, or set CXX to one\n"
     )
     done = run("--out", tmp_path / "lib.so", CXX="no-such-compiler -O3")
     assert done.stderr == (
-        "error: The compiler of CXX, 'no-such-compiler', was "
-        "not "
-        "found. "
-        "Install "
-        "g++ "
-        "or "
-        "clang++, or set CXX to one\n"
+        "error: The compiler of CXX, 'no-such-compiler', was not found. Install g++ or clang++, or "
+        "set CXX to one\n"
     )
 
 
 def test_where_nothing_can_be_written_is_an_error(tmp_path, small):
     (tmp_path / "file").write_text("")
     done = run("--csrc", small, XDG_CACHE_HOME=str(tmp_path / "file"))
-    assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr.startswith(f"error: {tmp_path / 'file'}/moe_runtime/cpu/")
-        and done.stderr.count("\n") == 1
-    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {tmp_path / 'file'}/moe_runtime/cpu/")
+    assert done.stderr.count("\n") == 1
     assert "cannot be read or written (Not a directory). Set XDG_CACHE_HOME or --out" in done.stderr
     done = run("--csrc", small, "--out", tmp_path)  # a folder is there
-    assert done.returncode == 2 and done.stderr.startswith(
-        f"error: {tmp_path} cannot be read or written ("
-    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path} cannot be read or written (")
 
 
 @pytest.fixture
@@ -163,19 +157,10 @@ def old(tmp_path):
     def make(*words):
         path = tmp_path / "old-g++"
         path.write_text(
-            f"#!{sys.executable}\nimport subprocess, sys\n"
-            "text = sys.stdin.read() if sys.argv[-1] == '-' else ''\n"
-            "if any(word in text or word in sys.argv for word in "
-            f"{words!r}):\n"
-            " "
-            " "
-            " "
-            " "
-            "sys.exit('unrecognized')\n"
-            f"sys.exit(subprocess.run([{shutil.which('g++')!r}, "
-            "*sys.argv[1:]], "
-            "input=text, "
-            "text=True).returncode)\n"
+            f"#!{sys.executable}\nimport subprocess, sys\ntext = sys.stdin.read() if sys.argv[-1] "
+            f"== '-' else ''\nif any(word in text or word in sys.argv for word in {words!r}):\n    "
+            f"sys.exit('unrecognized')\nsys.exit(subprocess.run([{shutil.which('g++')!r}, "
+            "*sys.argv[1:]], input=text, text=True).returncode)\n"
         )
         path.chmod(0o755)
         return str(path)
@@ -204,15 +189,19 @@ def test_sets_that_the_compiler_does_not_know_are_left_out(
     monkeypatch.setenv("CXX", old(*flags))
     build.build_cpu(tmp_path / "lib.so")
     made = cpp.bind(tmp_path / "lib.so")
-    assert made.info["sets"] == left and made.variant in left
-    assert not made.handle.moert_cpu_limit(b"amx") and made.handle.moert_cpu_limit(b"generic")
+    assert made.info["sets"] == left
+    assert made.variant in left
+    assert not made.handle.moert_cpu_limit(b"amx")
+    assert made.handle.moert_cpu_limit(b"generic")
 
 
 def test_the_library_says_what_it_is_made_of(library):
     info = json.loads(library.handle.moert_cpu_build_info())
-    assert info["sources"] == build.source_hash("cpu", build.csrc_dir("cpu")) and info["compiler"]
+    assert info["sources"] == build.source_hash("cpu", build.csrc_dir("cpu"))
+    assert info["compiler"]
     x86 = list(build.X86_SETS) if os.uname().machine == "x86_64" else []
-    assert info["sets"] == ["generic", *x86] and library.variant in info["sets"]
+    assert info["sets"] == ["generic", *x86]
+    assert library.variant in info["sets"]
 
 
 @pytest.mark.skipif(
@@ -240,12 +229,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path, library):
     with pytest.raises(
         OSError,
         match=(
-            r"was built from other sources than .*\. To "
-            r"rebuild "
-            r"it, "
-            r"run "
-            r"python "
-            r"-m "
+            r"was built from other sources than .*\. To rebuild it, run python -m "
             r"moe_runtime.native.build cpu"
         ),
     ):

@@ -126,7 +126,8 @@ def test_build_and_launch(toolkit):
         "nvcc": "13.0",
         "archs": ["sm_80", "sm_90"],
     }
-    assert not library.emulated and not hasattr(library.handle, "moert_local")
+    assert not library.emulated
+    assert not hasattr(library.handle, "moert_local")
     cuda.use(library)
     assert cuda.describe() == f"{out}: nvcc 13.0 for sm_80, sm_90"
     x = torch.randn(5)
@@ -170,7 +171,8 @@ def test_a_source_that_does_not_compile_leaves_what_was_there(toolkit):
         BuildError, match=r"(?s)nvcc .*twice\.cu.*failed with exit code 1:.*nonsense"
     ):
         build.build_cuda(out, csrc=csrc, archs="90")
-    assert out.read_text() == "old" and not list(toolkit.glob(".build-*"))
+    assert out.read_text() == "old"
+    assert not list(toolkit.glob(".build-*"))
     assert not list((toolkit / "cache" / "moe_runtime" / "cuda" / "objects").glob("twice*"))
 
 
@@ -180,13 +182,8 @@ def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys
     monkeypatch.setattr(build, "csrc_dir", lambda kind: csrc)
     monkeypatch.setattr(cuda, "places", lambda: [build.library_path("cuda")])
     assert cuda.describe() == (
-        "none: the CUDA library is not built. To "
-        "build "
-        "it, "
-        "run "
-        "python "
-        "-m "
-        "moe_runtime.native.build cuda"
+        "none: the CUDA library is not built. To build it, run python -m moe_runtime.native.build "
+        "cuda"
     )
     with pytest.raises(ValueError, match="not built. To build it, run python -m"):
         cuda.library()
@@ -195,9 +192,8 @@ def test_the_command_builds_where_the_package_looks(toolkit, monkeypatch, capsys
     assert str(build.library_path("cuda")) in capsys.readouterr().out
     assert cuda.library().path == build.library_path("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert cuda.why_not(torch.device("cuda")) is None and "the CPU" in cuda.why_not(
-        torch.device("cpu")
-    )
+    assert cuda.why_not(torch.device("cuda")) is None
+    assert "the CPU" in cuda.why_not(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert (
         f"{build.library_path('cuda')} is for sm_90, not for sm_80. Run python -m"
@@ -244,9 +240,8 @@ def test_a_library_of_other_sources_is_refused(toolkit):
     ],
 )
 def test_code_runs_where_it_can(archs, gpus, others):
-    assert all(native.covers(archs, *gpu) for gpu in gpus) and not any(
-        native.covers(archs, *gpu) for gpu in others
-    )
+    assert all(native.covers(archs, *gpu) for gpu in gpus)
+    assert not any(native.covers(archs, *gpu) for gpu in others)
 
 
 # ptxas' report
@@ -278,24 +273,21 @@ def test_every_function_of_the_header_is_read():
     launchers = {
         name: types for name, (_, types) in functions.items() if types and "status" not in name
     }
-    assert len(launchers) >= 8 and all(None not in types for types in launchers.values())
+    assert len(launchers) >= 8
+    assert all(None not in types for types in launchers.values())
 
 
 def test_types_of_the_header():
     (name, (result, arguments)) = next(
         iter(
             native.read_header(
-                "// MOERT_API int moert_no(int);\n"
-                "MOERT_API "
-                "int64_t "
-                "moert_f(const "
-                "void* "
-                "p, "
-                "int64_t n, int k,\n  float x, double y);"
+                "// MOERT_API int moert_no(int);\nMOERT_API int64_t moert_f(const void* p, int64_t "
+                "n, int k,\n  float x, double y);"
             ).items()
         )
     )
-    assert name == "moert_f" and result.__name__ in ("c_long", "c_longlong")
+    assert name == "moert_f"
+    assert result.__name__ in ("c_long", "c_longlong")
     assert [type.__name__ for type in arguments[2:]] == ["c_int", "c_float", "c_double"]
     with pytest.raises(KeyError):
         native.read_header("MOERT_API int moert_g(size_t n);")
@@ -326,13 +318,15 @@ def test_no_kernel_spills(library):
     out, usages = library
     assert build.complaints(usages) == []
     kernels = {usage.kernel for usage in usages}
-    assert len(usages) == len(kernels) * 6 and len(kernels) >= 5
+    assert len(usages) == len(kernels) * 6
+    assert len(kernels) >= 5
     # the same of what is in the file
     rows = re.findall(
         r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)",
         cuobjdump(out, "-res-usage"),
     )
-    assert {row[0] for row in rows} == kernels and all(row[2] == row[3] == "0" for row in rows)
+    assert {row[0] for row in rows} == kernels
+    assert all(row[2] == row[3] == "0" for row in rows)
 
 
 SPILLER = """
@@ -353,7 +347,8 @@ def test_the_gate_sees_a_real_spill(tmp_path):
     usages = build.build_cuda(
         tmp_path / "out.so", csrc=tmp_path, cache=tmp_path / "cache", archs="90"
     )
-    assert usages[0].spill_stores > 0 and "spiller on sm_90 spills" in build.complaints(usages)[0]
+    assert usages[0].spill_stores > 0
+    assert "spiller on sm_90 spills" in build.complaints(usages)[0]
 
 
 @needs_nvcc
@@ -403,12 +398,8 @@ def test_it_loads_without_a_driver(library):
     )
     assert done.returncode == 0, done.stderr
     said, refused, default = json.loads(done.stdout)
-    assert (
-        said.startswith(f"{library[0]}: nvcc ")
-        and "sm_80, sm_86, sm_89, sm_90, sm_100, compute_100, sm_120" in said
-    )
+    assert said.startswith(f"{library[0]}: nvcc ")
+    assert "sm_80, sm_86, sm_89, sm_90, sm_100, compute_100, sm_120" in said
     assert torch.cuda.is_available() or "; " in said  # what the driver, or its absence, says
-    assert (
-        refused == "backend 'cuda' cannot run dispatch: the tensor is on the CPU, not on cuda"
-        and default == "torch"
-    )
+    assert refused == "backend 'cuda' cannot run dispatch: the tensor is on the CPU, not on cuda"
+    assert default == "torch"

@@ -52,10 +52,9 @@ def compile_sets(folder: Path, *, flags: tuple, sets=None, csrc=None) -> dict[st
     before = build.CPU_FLAGS
     build.CPU_FLAGS = (*flags, *before[1:])
     sets = {"generic": ()} | (build.X86_SETS if is_x86 else {}) if sets is None else sets
-    left_out = {}
     try:
-        made = build.compile_cpu(
-            folder, csrc or build.csrc_dir("cpu"), build.find_compiler()[0], sets, left_out, {}
+        made, left_out = build.compile_cpu(
+            folder, csrc or build.csrc_dir("cpu"), build.find_compiler()[0], sets, {}
         )
     finally:
         build.CPU_FLAGS = before
@@ -145,7 +144,8 @@ for dtype, bound in ((torch.float32, 5e-6), (torch.bfloat16, 1.5e-2)):
     results = []
     for backend, computed in (("cpp", dtype), ("torch", torch.float64)):
         leaves = [tensor.to(dtype).to(computed).requires_grad_() for tensor in (x, up, down)]
-        out = moe_mlp(*leaves, weight.to(torch.promote_types(computed, torch.float32)), idx, backend=backend)
+        weights = weight.to(torch.promote_types(computed, torch.float32))
+        out = moe_mlp(*leaves, weights, idx, backend=backend)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for result, expected in zip(*results):
         error = (result.double() - expected).norm() / expected.norm()
@@ -185,9 +185,8 @@ def test_aarch64_runs_the_generic_variant(tmp_path, monkeypatch):
     if os.uname().machine != "aarch64":
         # the library of another kind of machine: one line
         wrong = selftest.run(made)
-        assert (
-            wrong.startswith("it failed its self-test: it cannot be loaded (") and "\n" not in wrong
-        )
+        assert wrong.startswith("it failed its self-test: it cannot be loaded (")
+        assert "\n" not in wrong
 
 
 def copy_of_sources(tmp_path: Path, file: str, old: str, new: str) -> Path:
@@ -263,14 +262,11 @@ def test_a_library_that_fails_its_self_test_is_not_installed(bug, tmp_path, quic
     assert message.startswith(
         f"{out} is not installed, because on this processor ({selftest.processor()[0]}) it"
     )
-    assert (
-        why in message
-        and message.endswith("Experts run in PyTorch on the CPU")
-        and "\n" not in message
-    )
-    assert out.read_text() == "the one before" and not list(
-        tmp_path.glob("cache/moe_runtime/cpu/tested/*")
-    )
+    assert why in message
+    assert message.endswith("Experts run in PyTorch on the CPU")
+    assert "\n" not in message
+    assert out.read_text() == "the one before"
+    assert not list(tmp_path.glob("cache/moe_runtime/cpu/tested/*"))
 
 
 @pytest.fixture
@@ -290,9 +286,9 @@ def children(monkeypatch):
     ran = []
     run = selftest.run
 
-    def counted(file, **options):
+    def counted(file):
         ran.append(file)
-        return run(file, **options)
+        return run(file)
 
     monkeypatch.setattr(selftest, "run", counted)
     return ran
@@ -301,15 +297,19 @@ def children(monkeypatch):
 def test_a_processor_is_remembered_and_another_one_tests_again(
     cached, children, tmp_path, monkeypatch
 ):
-    assert not isinstance(CppLibrary().find(), str) and len(children) == 1
-    assert not isinstance(CppLibrary().find(), str) and len(children) == 1
+    assert not isinstance(CppLibrary().find(), str)
+    assert len(children) == 1
+    assert not isinstance(CppLibrary().find(), str)
+    assert len(children) == 1
     other = tmp_path / "cpuinfo"
     other.write_text(
         "vendor_id : GenuineIntel\nmodel name : Another\nflags : sse2\n\nvendor_id : GenuineIntel\n"
     )
     monkeypatch.setattr(selftest, "CPUINFO", other)
-    assert not isinstance(CppLibrary().find(), str) and len(children) == 2
-    assert not isinstance(CppLibrary().find(), str) and len(children) == 2
+    assert not isinstance(CppLibrary().find(), str)
+    assert len(children) == 2
+    assert not isinstance(CppLibrary().find(), str)
+    assert len(children) == 2
     monkeypatch.undo()
 
 
@@ -335,7 +335,8 @@ def test_without_a_writable_cache_it_is_tested_each_time(cached, children, monke
     shutil.copytree(library.path.parent, cached.parents[3] / "wheel")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     monkeypatch.setattr("moe_runtime.native.library.WHEEL", cached.parents[3] / "wheel")
-    assert not isinstance(CppLibrary().find(), str) and not isinstance(CppLibrary().find(), str)
+    assert not isinstance(CppLibrary().find(), str)
+    assert not isinstance(CppLibrary().find(), str)
     assert len(children) == 2
 
 
@@ -343,7 +344,8 @@ def test_a_mark_that_another_user_could_have_written_does_not_count(cached, chil
     assert not isinstance(CppLibrary().find(), str)
     (mark,) = cached.parents[1].glob("tested/*")
     mark.chmod(0o666)
-    assert not isinstance(CppLibrary().find(), str) and len(children) == 2
+    assert not isinstance(CppLibrary().find(), str)
+    assert len(children) == 2
 
 
 BAD = {
@@ -358,17 +360,14 @@ BAD = {
 def test_a_bad_library_is_one_line_and_experts_run_in_pytorch(how, cached, monkeypatch):
     BAD[how](cached)
     found = CppLibrary().find()
-    assert (
-        found.startswith(f"{cached} is not used, because on this processor (") and "\n" not in found
-    )
+    assert found.startswith(f"{cached} is not used, because on this processor (")
+    assert "\n" not in found
     assert found.endswith("To rebuild it, run python -m moe_runtime.native.build cpu")
     monkeypatch.setattr(cpp, "_found", None)
     monkeypatch.delenv("MOE_RUNTIME_BACKEND", raising=False)
     report = doctor.report()
-    assert (
-        report["backends"]["moe_mlp"].startswith("torch")
-        and report["problems"]["cpu library"] == found
-    )
+    assert report["backends"]["moe_mlp"].startswith("torch")
+    assert report["problems"]["cpu library"] == found
 
 
 def test_a_processor_on_which_a_variant_dies(cached, monkeypatch):
@@ -395,11 +394,9 @@ def test_a_variant_that_does_not_compile_is_left_out(tmp_path, monkeypatch, quic
         f"#if defined(__AVX2__)\n#error no such instruction\n#endif\n{TABLE}",
     )
     made = build.build_cpu(tmp_path / "library.so", csrc=csrc)
-    assert (
-        made.compiled
-        and list(made.left_out) == ["avx2"]
-        and "no such instruction" in made.left_out["avx2"]
-    )
+    assert made.compiled
+    assert list(made.left_out) == ["avx2"]
+    assert "no such instruction" in made.left_out["avx2"]
     assert selftest.run(tmp_path / "library.so") is None
     # which does not make it compile again at each build
     assert not build.build_cpu(tmp_path / "library.so", csrc=csrc).compiled

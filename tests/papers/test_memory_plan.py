@@ -10,8 +10,8 @@ import pytest
 from transformers import Qwen3MoeConfig
 from typer.testing import CliRunner
 
-from papers.cli import app
 from moe_runtime.tools import memory, memory_engines, memory_plan
+from papers.cli import app
 from papers.engine.recipe import METHODS
 from tests.support import dist_memory
 from tests.support.dist_launch import launch

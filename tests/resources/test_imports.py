@@ -19,8 +19,9 @@ import json, os, signal, sys, threading, time, warnings
 sys.dont_write_bytecode = True
 done = []
 WATCHED = {
-    "subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork", "socket.connect", "socket.getaddrinfo", "os.mkdir",
-    "os.rename", "os.remove", "os.putenv", "os.unsetenv", "os.chdir", "shutil.rmtree", "tempfile.mkstemp",
+    "subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork",
+    "socket.connect", "socket.getaddrinfo", "os.mkdir", "os.rename",
+    "os.remove", "os.putenv", "os.unsetenv", "os.chdir", "shutil.rmtree", "tempfile.mkstemp",
 }
 
 def hook(event, arguments):
@@ -32,7 +33,9 @@ def hook(event, arguments):
 def state():
     found = {
         "environment": dict(os.environ), "folder": os.getcwd(), "threads": threading.active_count(),
-        "tasks": len(os.listdir("/proc/self/task")), "hook": repr(sys.excepthook), "umask": os.umask(0o22),
+        "tasks": len(os.listdir("/proc/self/task")),
+        "hook": repr(sys.excepthook),
+        "umask": os.umask(0o22),
         "signals": {n: repr(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)},
         "path": list(sys.path), "recursion": sys.getrecursionlimit(),
         "finders": [repr(sys.meta_path), repr(sys.path_hooks)],
@@ -47,11 +50,20 @@ def state():
     if "torch" in sys.modules:
         import torch
         found["torch"] = [
-            str(torch.get_default_dtype()), torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled(),
-            torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), torch.initial_seed(),
-            int(torch.get_rng_state().sum()), torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32,
+            str(torch.get_default_dtype()),
+            torch.get_num_threads(),
+            torch.get_num_interop_threads(),
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.initial_seed(),
+            int(torch.get_rng_state().sum()),
+            torch.backends.cudnn.benchmark,
+            torch.backends.cuda.matmul.allow_tf32,
             torch.is_autocast_enabled("cpu"), torch.utils.deterministic.fill_uninitialized_memory,
-            torch.cuda.is_initialized(), str(torch.get_default_device()), torch._C._is_torch_function_enabled(),
+            torch.cuda.is_initialized(),
+            str(torch.get_default_device()),
+            torch._C._is_torch_function_enabled(),
         ]
     return found
 """
@@ -85,7 +97,8 @@ start = time.process_time()
 {code}
 seconds = time.process_time() - start
 after = state()
-brought = sorted({{name.partition(".")[0] for name in set(sys.modules) - names}} - set(sys.stdlib_module_names))
+packages = {{name.partition(".")[0] for name in set(sys.modules) - names}}
+brought = sorted(packages - set(sys.stdlib_module_names))
 changed = [name for name in before if before[name] != after[name]]
 print(json.dumps({{"done": done, "changed": changed, "seconds": seconds, "brought": brought}}))
 """
@@ -113,7 +126,8 @@ def test_what_is_light(code, brought):
     import.
     """
     told = child(LIGHT.format(code=code))
-    assert told["done"] == [] and told["changed"] == []
+    assert told["done"] == []
+    assert told["changed"] == []
     assert set(told["brought"]) <= brought
     assert told["seconds"] < 1
 
@@ -122,21 +136,27 @@ def test_what_is_light(code, brought):
 # ours comes after
 ALL = """
 import importlib, pathlib
-import torch, transformers, transformers.models.llama.modeling_llama, transformers.modeling_utils, transformers.trainer
+import torch, transformers, transformers.models.llama.modeling_llama
+import transformers.modeling_utils, transformers.trainer
 import peft, accelerate, datasets, trl, triton, triton.language
 from transformers import AutoModelForCausalLM, AutoTokenizer
 torch.get_rng_state(), torch.get_num_interop_threads()
 root = pathlib.Path("moe_runtime").resolve()
-names = sorted(
-    "moe_runtime" + "".join(f".{part}" for part in path.relative_to(root).with_suffix("").parts if part != "__init__")
-    for path in [*root.rglob("*.py"), *(root / "kernels").glob("*.py")] if path.stem != "__main__"
-)
+names = []
+for path in [*root.rglob("*.py"), *(root / "kernels").glob("*.py")]:
+    if path.stem != "__main__":
+        parts = path.relative_to(root).with_suffix("").parts
+        names.append(".".join(["moe_runtime", *(part for part in parts if part != "__init__")]))
+names.sort()
 before = state()
 sys.addaudithook(hook)
 for name in dict.fromkeys(names):
     importlib.import_module(name)
 after = state()
-changed = {name: [str(before[name])[:300], str(after[name])[:300]] for name in before if before[name] != after[name]}
+changed = {}
+for name in before:
+    if before[name] != after[name]:
+        changed[name] = [str(before[name])[:300], str(after[name])[:300]]
 print(json.dumps({"done": done, "changed": changed, "modules": len(names)}))
 """
 
@@ -145,14 +165,16 @@ print(json.dumps({"done": done, "changed": changed, "modules": len(names)}))
 def test_every_module_of_ours_changes_nothing():
     told = child(ALL, HF_HUB_OFFLINE="1")
     assert told["modules"] > 120
-    assert told["done"] == [] and told["changed"] == {}
+    assert told["done"] == []
+    assert told["changed"] == {}
 
 
 PUBLIC = """
 import moe_runtime
 for name in ("merge_experts", "mixing", "route", "moe_mlp", "MoE", "doctor"):
     getattr(moe_runtime, name)
-print(json.dumps(sorted({"transformers", "triton", "datasets", "accelerate", "matplotlib", "peft", "trl"} & set(sys.modules))))
+heavy = {"transformers", "triton", "datasets", "accelerate", "matplotlib", "peft", "trl"}
+print(json.dumps(sorted(heavy & set(sys.modules))))
 """
 
 
@@ -181,4 +203,5 @@ def test_the_watcher_sees_a_thread_and_a_module():
             code="import numpy; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
         )
     )
-    assert {"threads", "tasks"} <= set(told["changed"]) and "numpy" in told["brought"]
+    assert {"threads", "tasks"} <= set(told["changed"])
+    assert "numpy" in told["brought"]

@@ -24,6 +24,7 @@ RANK = {
     "hf.models": 5.1,
     "hf.dropin": 5.2,
     "hf.training": 5.5,
+    "methods.prompts": 5.9,  # needs io alone; recipes name the formats
     "methods": 7,
     "methods.lora": 7,
     "methods.ultrafuser": 7,

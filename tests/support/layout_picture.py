@@ -55,7 +55,7 @@ def folder_arrows(root: Path) -> set[tuple[str, str]]:
     pairs = {
         (folder_of_init(a), folder_of_init(b))
         for a, b in pairs
-        if {a, b}.isdisjoint(("", "__main__"))
+        if {a, b}.isdisjoint(("", "__main__", "methods.prompts"))
     }
     return {(a, b) for a, b in pairs if a != b}
 

@@ -44,7 +44,6 @@ SELECTION = (
     "tests/kernels/test_interpreter.py",
     "tests/io/test_checkpoint.py",
     "tests/io/test_checkpoint_refusals.py",
-    "tests/io/test_checkpoint_sigkill.py",
     "tests/io/test_files.py",
     "tests/io/test_rows.py",
     "tests/ops/test_library.py",

@@ -22,7 +22,7 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moe_runtime.io.prompts import PROMPTS
+from moe_runtime.methods.prompts import MAGICODER
 
 WORDS = [
     "sum",
@@ -56,7 +56,7 @@ def pairs(count: int, seed: int) -> list[tuple[str, str]]:
     ]
 
 
-TEXTS = [part for pair in pairs(200, 0) for part in pair] + [PROMPTS["magicoder"]] * 9
+TEXTS = [part for pair in pairs(200, 0) for part in pair] + [MAGICODER] * 9
 
 
 def tokenizer_file(folder: Path, tokenizer: Tokenizer, values: dict) -> int:

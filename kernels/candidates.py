@@ -82,4 +82,6 @@ def candidates(problem: Problem) -> list[Tile]:
         # a tile of many more rows than an expert has computes nothing but padding, one of far fewer reads the weights often
         low, high = min(64, problem.rows // 4), max(32, 2 * problem.rows)
         pool = [tile for tile in pool if low <= tile.BLOCK_M <= high]
-    return list(dict.fromkeys([tiles.heuristic(problem), *(tiles.clip(tile, problem) for tile in pool)]))
+    return list(
+        dict.fromkeys([tiles.heuristic(problem), *(tiles.clip(tile, problem) for tile in pool)])
+    )

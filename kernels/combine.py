@@ -38,7 +38,9 @@ def sum_slots(
             slot = t * K + (k0 + j)
             live = (t < T) & (k0 + j < K)
             row = tl.load(slot_row_ptr + slot, mask=live, other=0).to(tl.int64)
-            if num_rows_ptr is not None:  # the rows beyond are not written, and their weights may have any value
+            if (
+                num_rows_ptr is not None
+            ):  # the rows beyond are not written, and their weights may have any value
                 live = live & (row < tl.load(num_rows_ptr))
             mask = live[:, None] & (h < H)[None, :]
             y = tl.load(y_ptr + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -67,7 +69,9 @@ def _combine_fwd_kernel(
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    out = sum_slots(t, h, y_ptr, weight_ptr, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    out = sum_slots(
+        t, h, y_ptr, weight_ptr, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H
+    )
     mask = (t < T)[:, None] & (h < H)[None, :]
     tl.store(out_ptr + t[:, None] * H + h[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -94,7 +98,9 @@ def _combine_bwd_kernel(
     for h0 in range(0, H, BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
         mask = (s < R)[:, None] & (h < H)[None, :]
-        dout = tl.load(dout_ptr + (s // K)[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
+        dout = tl.load(dout_ptr + (s // K)[:, None] * H + h[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         y = tl.load(y_ptr + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = (weight[:, None] * dout).to(dy_ptr.dtype.element_ty)
         tl.store(dy_ptr + row[:, None] * H + h[None, :], dy, mask=mask)
@@ -128,9 +134,13 @@ def _sum_rows_kernel(
             columns = tl.cdiv(H, BLOCK_H)
             t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
             h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-            dx = sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+            dx = sum_slots(
+                t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H
+            )
             mask = (t < T)[:, None] & (h < H)[None, :]
-            tl.store(dx_ptr + t[:, None] * H + h[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                dx_ptr + t[:, None] * H + h[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask
+            )
     elif partial_ptr is not None:
         s = (pid - programs).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
         live = s < R
@@ -168,7 +178,9 @@ def _sum_rows_router_kernel(
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    acc = sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    acc = sum_slots(
+        t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H
+    )
     for n0 in range(0, N, BLOCK_N):
         n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
         mask = (t < T)[:, None] & (n < N)[None, :]
@@ -181,7 +193,10 @@ def _sum_rows_router_kernel(
 
 
 def combine_forward(
-    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, num_rows: torch.Tensor | None = None
+    y: torch.Tensor,
+    topk_weight: torch.Tensor,
+    slot_row: torch.Tensor,
+    num_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's dtype.
 
@@ -205,7 +220,10 @@ def combine_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of `combine_forward`."""
     R, H = y.shape
-    dy, dweight = y.new_empty(R, H), torch.empty(topk_weight.shape, dtype=torch.float32, device=y.device)
+    dy, dweight = (
+        y.new_empty(R, H),
+        torch.empty(topk_weight.shape, dtype=torch.float32, device=y.device),
+    )
     BLOCK_S, BLOCK_H = _tile(y)
     if R:
         with torch.cuda.device_of(y):

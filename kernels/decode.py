@@ -14,18 +14,28 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.combine import UNROLL, sum_slots
+from moe_runtime.kernels.compiling import named
 from moe_runtime.kernels.dispatch import (
     BLOCK_E,
     BLOCK_J,
     BLOCK_TILES,
     live_tiles,
     max_tiles,
+    rows_of,
     scatter,
     write_map,
 )
-from moe_runtime.kernels.operands import weight_base, weight_block, weight_operand
+from moe_runtime.kernels.operands import (
+    add_terms,
+    check_tile,
+    expert_weight,
+    product_of,
+    rows_block,
+    weight_block,
+    weight_operand,
+)
 from moe_runtime.kernels.routing import route_operand, route_rows
-from moe_runtime.kernels.tiles import Tile, precision
+from moe_runtime.kernels.tiles import Tile
 
 SMALL = 512  # slots that one program sorts: more take it longer than three launches
 FEW = 128  # the program is compiled for so many slots and for SMALL, and not for each power of two of a changing batch
@@ -59,49 +69,62 @@ def _plan_kernel(
         write_map(tile, offsets_ptr, map_ptr, E, num_tiles, FIRST, BLOCK_M, BLOCK_TILES, BLOCK_E)
 
 
-@triton.jit(do_not_specialize=["T", "num_m"])
+@triton.jit(do_not_specialize=["T", "num_m"], repr=named("down_combine", "TILE"))
 def _down_combine_kernel(
     h_ptr,  # [R, I]
     w,  # [E, H, I] by its strides
-    bias_ptr,  # [E, H]
+    weight,  # Weight
     map_ptr,  # [3, num_m] int32
     slot_row_ptr,  # [R] int32
-    weight_ptr,  # [T, SLOTS] float32
+    topk_ptr,  # [T, SLOTS] float32
     offsets_ptr,  # [E + 1] int32
     y_ptr,  # [R, H], written and read again
     out_ptr,  # [T, H]
-    T, num_m, E, H, I, stride_e, stride_n, stride_k,
-    SLOTS: tl.constexpr, UNROLL: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    T,
+    num_m,
+    E,
+    H,
+    I,
+    SLOTS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PRODUCT: tl.constexpr,  # Product
+    TILE: tl.constexpr,  # Tile
+    BLOCK_T: tl.constexpr,
+):
+    check_tile(TILE)
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
     n0 = tl.program_id(0) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     for tile in range(0, live_tiles(map_ptr, num_m)):
         e = tl.load(map_ptr + tile)
-        row = tl.load(map_ptr + num_m + tile)
-        rows_left = tl.load(map_ptr + 2 * num_m + tile) - row
+        row, rows_left = rows_of(map_ptr, num_m, tile)
+        live = m < rows_left
         rows = row.to(tl.int64) + m
-        base = weight_base(w, None, None, e, stride_e, 0, False, False)
+        base = expert_weight(w, weight, e, False)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, I, BLOCK_K):
-            mask = (m < rows_left)[:, None]
-            if not EVEN_K:
-                mask = mask & (k0 + k < I)[None, :]
-            a = tl.load(h_ptr + (rows[:, None] * I + k0 + k[None, :]), mask=mask, other=0.0)
-            b = weight_block(base, e, n0, k0, H, I, stride_n, stride_k, EVEN_K, False, True, BLOCK_N, BLOCK_K)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        if BIAS:
-            acc += tl.load(bias_ptr + e.to(tl.int64) * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
+            h = h_ptr + (rows[:, None] * I + k0 + k[None, :])
+            a = rows_block(h, live, k0 + k, I, PRODUCT.EVEN_K)
+            b = weight_block(base, weight, e, n0, k0, H, I, PRODUCT, False, BLOCK_N, BLOCK_K)
+            acc = tl.dot(a, b, acc, input_precision=PRODUCT.PRECISION)
+        acc = add_terms(acc, weight, None, e, row, rows_left, n0, H, H, PRODUCT, BLOCK_M, BLOCK_N)
         y = y_ptr + (rows[:, None] * H + n[None, :])
-        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=(m < rows_left)[:, None] & (n < H)[None, :])
-    tl.debug_barrier()  # what the other threads of this program wrote; no other program's columns are read
+        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=live[:, None] & (n < H)[None, :])
+    # what the other threads of this program wrote; no other program's columns are read
+    tl.debug_barrier()
+    num_rows = offsets_ptr + E
     for t0 in range(0, T, BLOCK_T):
         t = tl.program_id(1).to(tl.int64) + t0 + tl.arange(0, BLOCK_T)
-        out = sum_slots(t, n, y_ptr, weight_ptr, slot_row_ptr, offsets_ptr + E, T, H, SLOTS, UNROLL, BLOCK_T, BLOCK_N)
+        out = sum_slots(
+            t, n, y_ptr, topk_ptr, slot_row_ptr, num_rows, T, H, SLOTS, UNROLL, BLOCK_T, BLOCK_N
+        )
         mask = (t < T)[:, None] & (n < H)[None, :]
-        tl.store(out_ptr + (t[:, None] * H + n[None, :]), out.to(out_ptr.dtype.element_ty), mask=mask)
+        address = out_ptr + (t[:, None] * H + n[None, :])
+        tl.store(address, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 class Plan(NamedTuple):
@@ -130,7 +153,11 @@ def plan_forward(
     new = functools.partial(torch.empty, device=source.device, dtype=torch.int32)
     T, K, weight = source.shape[0], top_k, None
     if logits is None:
-        idx, K, sizes = topk_idx.contiguous(), topk_idx.shape[1], dict.fromkeys(("STRIDE_T", "BLOCK_T", "E_PAD"), 1)
+        idx, K, sizes = (
+            topk_idx.contiguous(),
+            topk_idx.shape[1],
+            dict.fromkeys(("STRIDE_T", "BLOCK_T", "E_PAD"), 1),
+        )
     else:
         logits = route_operand(logits)
         idx, weight = new(T, K), new(T, K, dtype=torch.float32)
@@ -149,17 +176,29 @@ def plan_forward(
 
 
 def down_combine_forward(h, down, bias, topk_weight, plan: Plan, tile: Tile) -> torch.Tensor:
-    """`h` [R, I], `down` [E, H, I], `bias` [E, H] or None, `topk_weight` [T, K] float32 -> out [T, H]; at most TINY rows."""
-    (T, K), (E, H, I) = topk_weight.shape, down.shape
-    out, y = h.new_empty(T, H), h.new_empty(h.shape[0], H)
-    (w, _, _), (stride_e, _, stride_n, stride_k) = weight_operand(down, None, True, False, tile)
-    BLOCK_N = min(16, tile.BLOCK_N)  # a program for every SM
+    """`h` [R, I], `down` [E, H, I], `bias` [E, H] or None, `topk_weight` [T, K] float32 -> out [T, H].
+
+    At most TINY rows. Grid: blocks of at most 16 columns of H, so that there is one for every
+    processor; a program computes its columns of all rows, expert by expert, and then of all tokens.
+    The weights of the experts that have rows are read once, h by every program.
+
+    Expected to save two launches of three, which take longer than these few rows; to be deleted if
+    a decoding step with CUDA graphs is as fast without it.
+    """
+    T, K = topk_weight.shape
+    E, H, I = down.shape
+    out = h.new_empty(T, H)
+    y = h.new_empty(h.shape[0], H)
+    tile = tile._replace(
+        BLOCK_N=min(16, tile.BLOCK_N), num_warps=4, TMA=False, PERSISTENT=False, JOINED=False
+    )
+    w, weight = weight_operand(down, None, bias, True, tile)
+    unroll = min(UNROLL, triton.next_power_of_2(K))
     with torch.cuda.device_of(h):
-        _down_combine_kernel[(triton.cdiv(H, BLOCK_N),)](
-            h, w, bias, plan.tile_map, plan.slot_row, topk_weight, plan.expert_offsets, y, out, T, plan.tile_map.shape[1], E, H,
-            I, stride_e, stride_n, stride_k, SLOTS=K, UNROLL=min(UNROLL, triton.next_power_of_2(K)), BIAS=bias is not None,
-            EVEN_K=I % tile.BLOCK_K == 0, PRECISION=precision(h), BLOCK_T=16, BLOCK_M=tile.BLOCK_M, BLOCK_N=BLOCK_N,
-            BLOCK_K=tile.BLOCK_K, num_warps=4, num_stages=tile.num_stages,
-            enable_fp_fusion=True,
+        _down_combine_kernel[(triton.cdiv(H, tile.BLOCK_N),)](
+            h, w, weight, plan.tile_map, plan.slot_row, topk_weight, plan.expert_offsets, y, out,
+            T, plan.tile_map.shape[1], E, H, I, SLOTS=K, UNROLL=unroll,
+            PRODUCT=product_of(h, down, True, I, tile), TILE=tile, BLOCK_T=16,
+            num_warps=4, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out

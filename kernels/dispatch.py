@@ -147,7 +147,9 @@ def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl
     for e0 in range(0, E, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
         mask = (e >= FIRST) & (e < E)
-        rows = tl.load(offsets_ptr + e + 1, mask=mask, other=0) - tl.load(offsets_ptr + e, mask=mask, other=0)
+        rows = tl.load(offsets_ptr + e + 1, mask=mask, other=0) - tl.load(
+            offsets_ptr + e, mask=mask, other=0
+        )
         tiles = rows // BLOCK_M + (rows % BLOCK_M > 0).to(tl.int32)
         ends = end + tl.cumsum(tiles, 0)
         # the experts whose tiles all come first: as many as the owner's id; the last of them ends where the owner begins
@@ -156,11 +158,18 @@ def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl
         first_tile = tl.maximum(first_tile, tl.max(tl.where(over, ends[None, :], 0), 1))
         end += tl.sum(tiles, 0)
     live = expert < E
-    row = tl.load(offsets_ptr + expert, mask=live, other=0) + tl.where(live, tile - first_tile, 0) * BLOCK_M
+    row = (
+        tl.load(offsets_ptr + expert, mask=live, other=0)
+        + tl.where(live, tile - first_tile, 0) * BLOCK_M
+    )
     mask = tile < num_tiles
     tl.store(map_ptr + tile, tl.where(live, expert, -1), mask=mask)
     tl.store(map_ptr + num_tiles + tile, tl.where(live, row, end), mask=mask)
-    tl.store(map_ptr + 2 * num_tiles + tile, tl.load(offsets_ptr + expert + 1, mask=live, other=0), mask=mask)
+    tl.store(
+        map_ptr + 2 * num_tiles + tile,
+        tl.load(offsets_ptr + expert + 1, mask=live, other=0),
+        mask=mask,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -170,7 +179,17 @@ def _tile_map_kernel(
     E, num_tiles,
     FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    write_map(tl.program_id(0) * BLOCK_TILES, offsets_ptr, map_ptr, E, num_tiles, FIRST, BLOCK_M, BLOCK_TILES, BLOCK_E)
+    write_map(
+        tl.program_id(0) * BLOCK_TILES,
+        offsets_ptr,
+        map_ptr,
+        E,
+        num_tiles,
+        FIRST,
+        BLOCK_M,
+        BLOCK_TILES,
+        BLOCK_E,
+    )
 
 
 @triton.jit
@@ -180,11 +199,22 @@ def live_tiles(map_ptr, num_tiles):
     return tl.where(tl.load(map_ptr + last) >= 0, num_tiles, tl.load(map_ptr + num_tiles + last))
 
 
-def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@triton.jit
+def rows_of(map_ptr, num_tiles, tile):
+    """A tile's first row, and how many rows there are from it to its expert's end."""
+    row = tl.load(map_ptr + num_tiles + tile)
+    return row, tl.load(map_ptr + 2 * num_tiles + tile) - row
+
+
+def dispatch_forward(
+    topk_idx: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], all int32."""
     idx, R, E, K = topk_idx.contiguous(), topk_idx.numel(), num_experts, topk_idx.shape[1]
     if not R:
-        return idx.new_zeros(E + 1, dtype=torch.int32), *(idx.new_empty(0, dtype=torch.int32) for _ in range(3))
+        return idx.new_zeros(E + 1, dtype=torch.int32), *(
+            idx.new_empty(0, dtype=torch.int32) for _ in range(3)
+        )
     offsets = idx.new_empty(E + 1, dtype=torch.int32)
     row_token, row_slot, slot_row = (idx.new_empty(R, dtype=torch.int32) for _ in range(3))
     blocks, start = triton.cdiv(R, BLOCK_S), None
@@ -195,7 +225,9 @@ def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Te
             _dispatch_fwd_count_kernel[(blocks,)](
                 idx, less, R, E, blocks, BLOCK_S=BLOCK_S, BLOCK_E=BLOCK_E, enable_fp_fusion=True
             )
-            _dispatch_fwd_scan_kernel[(E + 1,)](less, offsets, start, blocks, SCAN=SCAN, enable_fp_fusion=True)
+            _dispatch_fwd_scan_kernel[(E + 1,)](
+                less, offsets, start, blocks, SCAN=SCAN, enable_fp_fusion=True
+            )
         _dispatch_fwd_scatter_kernel[(blocks,)](
             idx, start, offsets, row_token, row_slot, slot_row, R, E, K, blocks,
             BLOCK_S=BLOCK_S, BLOCK_J=BLOCK_J, BLOCK_E=BLOCK_E, enable_fp_fusion=True,
@@ -208,7 +240,9 @@ def invert(row_slot: torch.Tensor) -> torch.Tensor:
     slot_row, R = torch.empty_like(row_slot), row_slot.numel()
     if R:
         with torch.cuda.device_of(row_slot):
-            _invert_kernel[(triton.cdiv(R, BLOCK_R),)](row_slot, slot_row, R, BLOCK_R=BLOCK_R, enable_fp_fusion=True)
+            _invert_kernel[(triton.cdiv(R, BLOCK_R),)](
+                row_slot, slot_row, R, BLOCK_R=BLOCK_R, enable_fp_fusion=True
+            )
     return slot_row
 
 
@@ -217,7 +251,9 @@ def max_tiles(R: int, E: int, BLOCK_M: int) -> int:
     return R // BLOCK_M + min(E, R)
 
 
-def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
+def tile_map(
+    expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0
+) -> torch.Tensor:
     """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
 
     Tiles are in row order. A tile behind the last one has expert -1 and, as its first row, the number of tiles in front. No

@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 1 << 13  # columns whose products are summed in float32; the sums of chunks are added in float64
+CHUNK = (
+    1 << 13
+)  # columns whose products are summed in float32; the sums of chunks are added in float64
 
 
 @triton.jit
@@ -34,7 +36,9 @@ def _gram_kernel(
         w = tl.load(at + p[None, :], mask=mask, other=0.0)
         if base_ptr is not None:
             base = tl.load(base_ptr + p, mask=p < P, other=0.0).to(tl.float32)
-            w = w.to(tl.float32) - base[None, :]  # in rows behind the last, too, which are not stored
+            w = (
+                w.to(tl.float32) - base[None, :]
+            )  # in rows behind the last, too, which are not stored
         # products of 16-bit numbers are exact in float32; those of float32 must not be rounded to tf32
         acc = tl.dot(w, tl.trans(w), acc, input_precision="ieee")
     other = tl.arange(0, BLOCK_N)
@@ -66,7 +70,9 @@ def _dare_merge_kernel(
     block = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C) + skipped
     zero = (block * 0).to(tl.uint64)
     key = zero + seed.to(tl.uint64)
-    a, b, c, d = tl.philox_impl((block + 1).to(tl.uint64), zero, zero, zero, key, zero + stream.to(tl.uint64), 10)
+    a, b, c, d = tl.philox_impl(
+        (block + 1).to(tl.uint64), zero, zero, zero, key, zero + stream.to(tl.uint64), 10
+    )
     # numbers 4 block to 4 block + 3, in order
     draw = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_C * 4,))
     p = tl.program_id(0).to(tl.int64) * (BLOCK_C * 4) + tl.arange(0, BLOCK_C * 4)
@@ -111,11 +117,24 @@ def gram_config(n: int, weight: torch.Tensor, base: torch.Tensor | None) -> dict
     block_n = max(16, triton.next_power_of_2(n))
     narrow = weight.dtype.itemsize == 2 and base is None
     columns = (1 << 13 if narrow else 1 << 12) // block_n
-    return {"BLOCK_N": block_n, "BLOCK_P": max(32, min(columns, 256)), "num_warps": 4, "num_stages": 3 if narrow else 2}
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_P": max(32, min(columns, 256)),
+        "num_warps": 4,
+        "num_stages": 3 if narrow else 2,
+    }
 
 
 def dare_merge_forward(
-    first, second, base, seed: int, stream: int, threshold: int, first_scale: float, second_scale: float, start: int = 0
+    first,
+    second,
+    base,
+    seed: int,
+    stream: int,
+    threshold: int,
+    first_scale: float,
+    second_scale: float,
+    start: int = 0,
 ):
     """base + drop(first - base) first_scale + drop(second - base) second_scale, [...] in first's dtype; all contiguous.
 

@@ -63,7 +63,9 @@ def _fused_logits_fwd_kernel(
     logits = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     parts = ()
     for s in tl.static_range(S):
-        part = _logits_of(hidden_ptrs[s], head_ptrs[s], t, v, T, V, SIZES[s], PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+        part = _logits_of(
+            hidden_ptrs[s], head_ptrs[s], t, v, T, V, SIZES[s], PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         if EXPECT:
             parts = parts + (part,)
         else:
@@ -109,7 +111,9 @@ def _fused_logits_bwd_kernel(
     scale = tl.load(scale_ptr + t)
     p = tl.exp(logits - tl.load(lse_ptr + t))
     dlogits = tl.where(v == tl.load(labels_ptr + t), p - 1, p) * scale
-    dlogits = tl.where(scale == 0, 0.0, dlogits)  # an ignored token: also where its logits overflowed
+    dlogits = tl.where(
+        scale == 0, 0.0, dlogits
+    )  # an ignored token: also where its logits overflowed
     tl.store(dlogits_ptr + (t * V + v), dlogits.to(dlogits_ptr.dtype.element_ty), mask=v < V)
 
 
@@ -139,9 +143,13 @@ def _fused_hidden_bwd_kernel(
         hidden = tl.load(hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(dx * hidden, 1)
         if dhidden_ptr is not None:
-            tl.store(dhidden_ptr + at, (gate[:, None] * dx).to(dhidden_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                dhidden_ptr + at, (gate[:, None] * dx).to(dhidden_ptr.dtype.element_ty), mask=mask
+            )
         if scaled_ptr is not None:
-            tl.store(scaled_ptr + at, (gate[:, None] * hidden).to(scaled_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                scaled_ptr + at, (gate[:, None] * hidden).to(scaled_ptr.dtype.element_ty), mask=mask
+            )
     tl.store(dgate_ptr + row * stride_gate, total, mask=live)
 
 
@@ -162,7 +170,9 @@ def fused_loss_forward(
     nll, score = gate.new_empty(T), gate.new_empty((T, S) if need_score else 0)
     for start in range(0, T, ROWS):
         rows = slice(start, start + ROWS)
-        found = _forward(gate[rows], labels[rows], [h[rows] for h in hidden], heads, V, ignore_index, need_score)
+        found = _forward(
+            gate[rows], labels[rows], [h[rows] for h in hidden], heads, V, ignore_index, need_score
+        )
         nll[rows] = found[0]
         if need_score:
             score[rows] = found[2]
@@ -181,7 +191,11 @@ def fused_logits_backward(
     """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed logits [T, V]."""
     logits = gate.new_empty(gate.shape[0], V)
     nll, lse, _ = _forward(gate, labels, hidden, heads, V, ignore_index, False, logits)
-    dlogits = logits if hidden[0].dtype == logits.dtype else torch.empty_like(logits, dtype=hidden[0].dtype)
+    dlogits = (
+        logits
+        if hidden[0].dtype == logits.dtype
+        else torch.empty_like(logits, dtype=hidden[0].dtype)
+    )
     with torch.cuda.device_of(gate):  # Triton launches on the current device
         _fused_logits_bwd_kernel[(gate.shape[0], triton.cdiv(V, BLOCK_V))](
             logits, lse, scale.contiguous(), labels.contiguous(), dlogits, V, BLOCK_V=BLOCK_V, num_warps=8,
@@ -242,7 +256,9 @@ def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=No
     return nll, lse, torch.where(valid[:, None], mean.t() - target[:, 1:], 0.0)
 
 
-def fusion_config(arch: int, dtype: torch.dtype, precision: str, sizes: tuple[int, ...], expect: bool) -> dict:
+def fusion_config(
+    arch: int, dtype: torch.dtype, precision: str, sizes: tuple[int, ...], expect: bool
+) -> dict:
     """Return blocks, precision, warps and stages of the forward kernel on sm_`arch` (0: the interpreter).
 
     With expectations every specialist has an accumulator, beside the mixture's: more of them make the tile narrower.

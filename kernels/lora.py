@@ -76,7 +76,20 @@ def _lora_fwd_kernel(
     mixed = tl.zeros([BLOCK_T, BLOCK_I], tl.float32)
     for e in range(E):
         weight = tl.load(weight_ptr + (t * E + e), mask=t < T, other=0.0)[:, None]
-        g, u = expert_z(gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, low_at, low_mask, b_at, b_mask, scaling, PRECISION)
+        g, u = expert_z(
+            gate,
+            up,
+            low_ptr,
+            plane,
+            gate_b_ptr,
+            up_b_ptr,
+            low_at,
+            low_mask,
+            b_at,
+            b_mask,
+            scaling,
+            PRECISION,
+        )
         mixed += weigh(weight, activate(g, ACT) * u)
         low_ptr += R
         if gate_b_ptr is not None:
@@ -112,14 +125,29 @@ def _lora_fwd_low_kernel(
         i = i0 + tl.arange(0, BLOCK_I)
         b_at, b_mask = (e * R + r)[:, None] * I + i[None, :], (r < R)[:, None] & (i < I)[None, :]
         g, u = base_z(z_ptr, t, i, T, I)
-        g, u = expert_z(g, u, low_ptr, plane, gate_b_ptr, up_b_ptr, low_at, low_mask, b_at, b_mask, scaling, PRECISION)
+        g, u = expert_z(
+            g,
+            u,
+            low_ptr,
+            plane,
+            gate_b_ptr,
+            up_b_ptr,
+            low_at,
+            low_mask,
+            b_at,
+            b_mask,
+            scaling,
+            PRECISION,
+        )
         a = tl.load(down_a_ptr + b_at, mask=b_mask, other=0.0)
         h = weigh(weight, activate(g, ACT) * u)
         q = tl.dot(h.to(a.dtype), tl.trans(a), q, input_precision=PRECISION)
     tl.store(low_ptr + plane + plane + low_at, q.to(low_ptr.dtype.element_ty), mask=low_mask)
 
 
-def lora_forward(z, low, weight, gate_b, up_b, down_a, act: str, scaling: float, config: dict | None = None) -> torch.Tensor:
+def lora_forward(
+    z, low, weight, gate_b, up_b, down_a, act: str, scaling: float, config: dict | None = None
+) -> torch.Tensor:
     """Return h [T, I], the mixed activation; fills low[2] with q = its part of rank r, unless `down_a` is None.
 
     `z` [T, 2I], `low` [3, T, E * r] (x A^T of gate, of up), `weight` [T, E] float32; `gate_b`, `up_b`, `down_a` [E, r, I] or
@@ -133,12 +161,36 @@ def lora_forward(z, low, weight, gate_b, up_b, down_a, act: str, scaling: float,
     with torch.cuda.device_of(z):  # Triton launches on the current device
         c = config or lora_config("fwd", z, I, rank)
         _lora_fwd_kernel[(triton.cdiv(T, c["BLOCK_T"]) * triton.cdiv(I, c["BLOCK_I"]),)](
-            z, low, weight, gate_b, up_b, h, *sizes, width, T * width, rank * I, scaling, ACT=act, **c, enable_fp_fusion=True
+            z,
+            low,
+            weight,
+            gate_b,
+            up_b,
+            h,
+            *sizes,
+            width,
+            T * width,
+            rank * I,
+            scaling,
+            ACT=act,
+            **c,
+            enable_fp_fusion=True,
         )
         if down_a is not None:
             c = config or lora_config("low", z, I, rank)
             _lora_fwd_low_kernel[(triton.cdiv(T, c["BLOCK_T"]) * E,)](
-                z, low, weight, gate_b, up_b, down_a, *sizes, T * width, scaling, ACT=act, **c, enable_fp_fusion=True
+                z,
+                low,
+                weight,
+                gate_b,
+                up_b,
+                down_a,
+                *sizes,
+                T * width,
+                scaling,
+                ACT=act,
+                **c,
+                enable_fp_fusion=True,
             )
     return h
 

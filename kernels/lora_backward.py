@@ -44,7 +44,20 @@ def _lora_bwd_z_kernel(
     dup = tl.zeros([BLOCK_T, BLOCK_I], tl.float32)
     for e in range(E):
         weight = tl.load(weight_ptr + (t * E + e), mask=t < T, other=0.0)[:, None]
-        g, u = expert_z(gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, low_at, low_mask, b_at, b_mask, scaling, PRECISION)
+        g, u = expert_z(
+            gate,
+            up,
+            low_ptr,
+            plane,
+            gate_b_ptr,
+            up_b_ptr,
+            low_at,
+            low_mask,
+            b_at,
+            b_mask,
+            scaling,
+            PRECISION,
+        )
         da = dh
         if down_a_ptr is not None:
             a = tl.load(down_a_ptr + b_at, mask=b_mask, other=0.0)
@@ -94,8 +107,25 @@ def _lora_bwd_low_kernel(
         i = i0 + tl.arange(0, BLOCK_I)
         b_at, b_mask = (e * R + r)[:, None] * I + i[None, :], (r < R)[:, None] & (i < I)[None, :]
         g, u = base_z(z_ptr, t, i, T, I)
-        g, u = expert_z(g, u, low_ptr, plane, gate_b_ptr, up_b_ptr, low_at, low_mask, b_at, b_mask, scaling, PRECISION)
-        da = tl.load(dh_ptr + (t[:, None] * I + i[None, :]), mask=(t < T)[:, None] & (i < I)[None, :], other=0.0)
+        g, u = expert_z(
+            g,
+            u,
+            low_ptr,
+            plane,
+            gate_b_ptr,
+            up_b_ptr,
+            low_at,
+            low_mask,
+            b_at,
+            b_mask,
+            scaling,
+            PRECISION,
+        )
+        da = tl.load(
+            dh_ptr + (t[:, None] * I + i[None, :]),
+            mask=(t < T)[:, None] & (i < I)[None, :],
+            other=0.0,
+        )
         da = da.to(tl.float32)
         if down_a_ptr is not None:
             a = tl.load(down_a_ptr + b_at, mask=b_mask, other=0.0)
@@ -114,7 +144,9 @@ def _lora_bwd_low_kernel(
     if gate_b_ptr is not None:
         tl.store(dlow_ptr + low_at, (scaling * dgate).to(dlow_ptr.dtype.element_ty), mask=low_mask)
     if up_b_ptr is not None:
-        tl.store(dlow_ptr + plane + low_at, (scaling * dup).to(dlow_ptr.dtype.element_ty), mask=low_mask)
+        tl.store(
+            dlow_ptr + plane + low_at, (scaling * dup).to(dlow_ptr.dtype.element_ty), mask=low_mask
+        )
 
 
 @triton.jit
@@ -155,21 +187,33 @@ def _lora_bwd_w_kernel(
         at, mask = (t * E + e)[:, None] * R + r[None, :], (t < T)[:, None] & (r < R)[None, :]
         weight = tl.load(weight_ptr + (t * E + e), mask=t < T, other=0.0)[:, None]
         g, u = base_z(z_ptr, t, i, T, I)
-        g, u = expert_z(g, u, low_ptr, plane, gate_b_ptr, up_b_ptr, at, mask, b_at, b_mask, scaling, PRECISION)
-        da = tl.load(dh_ptr + (t[:, None] * I + i[None, :]), mask=(t < T)[:, None] & (i < I)[None, :], other=0.0)
+        g, u = expert_z(
+            g, u, low_ptr, plane, gate_b_ptr, up_b_ptr, at, mask, b_at, b_mask, scaling, PRECISION
+        )
+        da = tl.load(
+            dh_ptr + (t[:, None] * I + i[None, :]),
+            mask=(t < T)[:, None] & (i < I)[None, :],
+            other=0.0,
+        )
         da = da.to(tl.float32)
         if down_a_ptr is not None:
             a = tl.load(down_a_ptr + b_at, mask=b_mask, other=0.0)
             da = with_lora(da, dq_ptr, a, at, mask, 1.0, PRECISION)
         value, slope = activate_grad(g, ACT)
         if dgate_b_ptr is not None:
-            dgate_b = _sum_into(dgate_b, low_ptr, at, mask, weigh(weight, da * u * slope), PRECISION)
+            dgate_b = _sum_into(
+                dgate_b, low_ptr, at, mask, weigh(weight, da * u * slope), PRECISION
+            )
         if dup_b_ptr is not None:
-            dup_b = _sum_into(dup_b, low_ptr + plane, at, mask, weigh(weight, da * value), PRECISION)
+            dup_b = _sum_into(
+                dup_b, low_ptr + plane, at, mask, weigh(weight, da * value), PRECISION
+            )
         if ddown_a_ptr is not None:
             ddown_a = _sum_into(ddown_a, dq_ptr, at, mask, weigh(weight, value * u), PRECISION)
     if dgate_b_ptr is not None:
-        tl.store(dgate_b_ptr + b_at, (scaling * dgate_b).to(dgate_b_ptr.dtype.element_ty), mask=b_mask)
+        tl.store(
+            dgate_b_ptr + b_at, (scaling * dgate_b).to(dgate_b_ptr.dtype.element_ty), mask=b_mask
+        )
     if dup_b_ptr is not None:
         tl.store(dup_b_ptr + b_at, (scaling * dup_b).to(dup_b_ptr.dtype.element_ty), mask=b_mask)
     if ddown_a_ptr is not None:
@@ -177,7 +221,17 @@ def _lora_bwd_w_kernel(
 
 
 def lora_backward(
-    dh, dq, z, low, weight, gate_b, up_b, down_a, act: str, scaling: float, config: dict | None = None
+    dh,
+    dq,
+    z,
+    low,
+    weight,
+    gate_b,
+    up_b,
+    down_a,
+    act: str,
+    scaling: float,
+    config: dict | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dz [T, 2I], dlow [2, T, E * r] of gate and of up (zeros where its B is None) and dweight [T, E] float32.
 
@@ -193,7 +247,16 @@ def lora_backward(
     with torch.cuda.device_of(z):
         c = config or lora_config("bwd", z, I, rank)
         _lora_bwd_z_kernel[(triton.cdiv(T, c["BLOCK_T"]) * triton.cdiv(I, c["BLOCK_I"]),)](
-            *inputs, dz, *sizes, width, T * width, rank * I, scaling, ACT=act, **c, enable_fp_fusion=True
+            *inputs,
+            dz,
+            *sizes,
+            width,
+            T * width,
+            rank * I,
+            scaling,
+            ACT=act,
+            **c,
+            enable_fp_fusion=True,
         )
         c = config or lora_config("low", z, I, rank)
         _lora_bwd_low_kernel[(triton.cdiv(T, c["BLOCK_T"]) * E,)](
@@ -203,12 +266,25 @@ def lora_backward(
 
 
 def lora_backward_w(
-    dh, dq, z, low, weight, gate_b, up_b, down_a, needs, act: str, scaling: float, config: dict | None = None
+    dh,
+    dq,
+    z,
+    low,
+    weight,
+    gate_b,
+    up_b,
+    down_a,
+    needs,
+    act: str,
+    scaling: float,
+    config: dict | None = None,
 ) -> list[torch.Tensor | None]:
     """Return the gradients of `gate_b`, `up_b`, `down_a` [E, r, I] that `needs` (three bools) asks for; else None."""
     (T, I), E, width = (z.shape[0], z.shape[1] // 2), weight.shape[1], low.shape[2]
     rank = width // E
-    grads = [torch.empty_like(w) if need else None for w, need in zip((gate_b, up_b, down_a), needs)]
+    grads = [
+        torch.empty_like(w) if need else None for w, need in zip((gate_b, up_b, down_a), needs)
+    ]
     if any(needs):
         c = config or lora_config("bwd_w", z, I, rank)
         with torch.cuda.device_of(z):

@@ -27,12 +27,16 @@ def _merge_experts_fwd_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    if seen_ptr is not None:  # `out` holds the merged weight of these: nothing to do if alpha is unchanged
+    if (
+        seen_ptr is not None
+    ):  # `out` holds the merged weight of these: nothing to do if alpha is unchanged
         changed = 0
         for e0 in range(0, E, BLOCK_E):
             e = e0 + tl.arange(0, BLOCK_E)
             alpha = tl.load(alpha_ptr + e, mask=e < E, other=0.0)
-            changed += tl.sum((alpha != tl.load(seen_ptr + e, mask=e < E, other=0.0)).to(tl.int32), 0)
+            changed += tl.sum(
+                (alpha != tl.load(seen_ptr + e, mask=e < E, other=0.0)).to(tl.int32), 0
+            )
         if changed == 0:
             return
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -40,7 +44,9 @@ def _merge_experts_fwd_kernel(
     for e0 in range(0, E, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
         mask = (e < E)[:, None] & (p < P)[None, :]
-        w = tl.load(weight_ptr + (e.to(tl.int64)[:, None] * stride_e + p[None, :]), mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(
+            weight_ptr + (e.to(tl.int64)[:, None] * stride_e + p[None, :]), mask=mask, other=0.0
+        ).to(tl.float32)
         acc += tl.sum(tl.load(alpha_ptr + e, mask=e < E, other=0.0)[:, None] * w, 0)
     tl.store(out_ptr + p, acc.to(out_ptr.dtype.element_ty), mask=p < P)
 
@@ -63,7 +69,9 @@ def _merge_experts_bwd_alpha_kernel(
     for e0 in range(0, E, BLOCK_E):
         e = (e0 + tl.arange(0, BLOCK_E)).to(tl.int64)
         mask = (e < E)[:, None] & (p < P)[None, :]
-        w = tl.load(weight_ptr + (e[:, None] * stride_e + p[None, :]), mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(weight_ptr + (e[:, None] * stride_e + p[None, :]), mask=mask, other=0.0).to(
+            tl.float32
+        )
         tl.store(partial_ptr + (e * blocks + block), tl.sum(w * dout[None, :], 1), mask=e < E)
 
 
@@ -108,19 +116,34 @@ def _merged_linear_bwd_alpha_kernel(
 
 
 def merge_experts_forward(
-    weight: torch.Tensor, alpha: torch.Tensor, out: torch.Tensor | None = None, seen: torch.Tensor | None = None
+    weight: torch.Tensor,
+    alpha: torch.Tensor,
+    out: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's dtype unless given.
 
     With `seen` [E] float32 the kernel leaves `out` alone where alpha equals it; the host does not learn which.
     """
     weight, stride_e, P = _rows(weight)
-    out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device) if out is None else out
+    out = (
+        torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
+        if out is None
+        else out
+    )
     if P:
         config = merge_config(weight.shape[0], P, weight.element_size())
         with torch.cuda.device_of(weight):  # Triton launches on the current device
             _merge_experts_fwd_kernel[(triton.cdiv(P, config["BLOCK_P"]),)](
-                weight, alpha.contiguous(), seen, out, P, stride_e, E=weight.shape[0], **config, enable_fp_fusion=True
+                weight,
+                alpha.contiguous(),
+                seen,
+                out,
+                P,
+                stride_e,
+                E=weight.shape[0],
+                **config,
+                enable_fp_fusion=True,
             )
     return out
 
@@ -134,7 +157,15 @@ def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> to
     if P:
         with torch.cuda.device_of(weight):
             _merge_experts_bwd_alpha_kernel[(blocks,)](
-                dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], **config, enable_fp_fusion=True
+                dout.contiguous(),
+                weight,
+                partial,
+                P,
+                stride_e,
+                blocks,
+                E=weight.shape[0],
+                **config,
+                enable_fp_fusion=True,
             )
     return partial.sum(1)
 
@@ -157,7 +188,17 @@ def merged_linear_backward_alpha(
     partial = torch.empty(E, tiles, dtype=torch.float32, device=weight.device)
     with torch.cuda.device_of(weight):
         _merged_linear_bwd_alpha_kernel[(tiles,)](
-            dout.contiguous(), x.contiguous(), weight, partial, T, N, K, stride_e, E=E, **config, enable_fp_fusion=True
+            dout.contiguous(),
+            x.contiguous(),
+            weight,
+            partial,
+            T,
+            N,
+            K,
+            stride_e,
+            E=E,
+            **config,
+            enable_fp_fusion=True,
         )
     return partial.sum(1)
 
@@ -166,19 +207,31 @@ def merge_config(E: int, P: int, element_size: int) -> dict[str, int]:
     """Return blocks and warps of the kernels that merge, such that a thread has 16 bytes of each of BLOCK_E experts to load."""
     block = min(triton.next_power_of_2(E), MAX_EXPERTS)
     # where 16 does not divide P every load is of one element, and a long row of them spills
-    return {"BLOCK_E": block, "BLOCK_P": min(TILE_BYTES // (block * element_size), 1024 if P % 16 else 4096), "num_warps": 8}
+    return {
+        "BLOCK_E": block,
+        "BLOCK_P": min(TILE_BYTES // (block * element_size), 1024 if P % 16 else 4096),
+        "num_warps": 8,
+    }
 
 
-def linear_config(arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int) -> dict:
+def linear_config(
+    arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int
+) -> dict:
     """Return blocks, precision, warps and stages of the linear backward on sm_`arch` (0: the interpreter)."""
-    aligned = N % 16 == 0 and K % 16 == 0  # else every load is element by element, and a wide tile of pointers spills
+    aligned = (
+        N % 16 == 0 and K % 16 == 0
+    )  # else every load is element by element, and a wide tile of pointers spills
     if arch == 0:
         block_n, block_k, block_t, warps, stages = 32, 32, 16, 4, 1
     elif dtype == torch.float32:
-        block_n, block_k, block_t, warps, stages = (64, 128, 32, 8, 3) if precision == "tf32" else (64, 64, 32, 8, 2)
+        block_n, block_k, block_t, warps, stages = (
+            (64, 128, 32, 8, 3) if precision == "tf32" else (64, 64, 32, 8, 2)
+        )
     elif not aligned:
         block_n, block_k, block_t, warps, stages = 64, 64, 32, 8, 2
-    elif arch in (90, 100, 103) and weight_dtype.itemsize == 2:  # wide enough for L2; needs 196 KiB of shared memory
+    elif (
+        arch in (90, 100, 103) and weight_dtype.itemsize == 2
+    ):  # wide enough for L2; needs 196 KiB of shared memory
         block_n, block_k, block_t, warps, stages = 128, 256, 64, 8, 4
     else:
         block_n, block_k, block_t, warps, stages = 128, 128, 64, 8, 3

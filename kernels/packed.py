@@ -61,40 +61,65 @@ def _nf4(code):
 
 
 @triton.jit
-def _scaled(value, scale, r, live, c0, Q, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _scaled(
+    value, scale, r, live, c0, Q, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     """`value` [ROWS, COLS] from column c0 on, a multiple of COLS, times the scales of its groups of columns."""
     groups = tl.cdiv(Q, GROUP)
     if COLS <= GROUP:
-        return value * tl.load(scale + r * groups + c0 // GROUP, mask=live & (c0 < Q), other=0.0)[:, None]
+        return (
+            value
+            * tl.load(scale + r * groups + c0 // GROUP, mask=live & (c0 < Q), other=0.0)[:, None]
+        )
     else:
         N: tl.constexpr = COLS // GROUP
         g = c0 // GROUP + tl.arange(0, N)
-        s = tl.load(scale + r[:, None] * groups + g[None, :], mask=live[:, None] & (g < groups)[None, :], other=0.0)
+        s = tl.load(
+            scale + r[:, None] * groups + g[None, :],
+            mask=live[:, None] & (g < groups)[None, :],
+            other=0.0,
+        )
         return tl.reshape(tl.reshape(value, (ROWS, N, GROUP)) * s[:, :, None], (ROWS, COLS))
 
 
 @triton.jit
-def packed_block(data, scale, r0, c0, P, Q, stride, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def packed_block(
+    data, scale, r0, c0, P, Q, stride, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     """[ROWS, COLS] float32 of one expert's weight [P, Q] from row r0 and column c0 on; zero outside."""
     r = (r0 + tl.arange(0, ROWS)).to(tl.int64)
     live = r < P
     if FORMAT < 2:  # two in a byte
         c = c0 // 2 + tl.arange(0, COLS // 2)
-        p = tl.load(data + (r[:, None] * stride + c[None, :]), mask=live[:, None] & (c < Q // 2)[None, :], other=0).to(tl.int32)
+        p = tl.load(
+            data + (r[:, None] * stride + c[None, :]),
+            mask=live[:, None] & (c < Q // 2)[None, :],
+            other=0,
+        ).to(tl.int32)
         if FORMAT == 0:
             code = tl.reshape(tl.join(p >> 4, p & 15), (ROWS * COLS,))
-            return _scaled(tl.reshape(_nf4(code), (ROWS, COLS)), scale, r, live, c0, Q, 64, ROWS, COLS)
+            return _scaled(
+                tl.reshape(_nf4(code), (ROWS, COLS)), scale, r, live, c0, Q, 64, ROWS, COLS
+            )
         else:
             code = tl.reshape(tl.join(p & 15, p >> 4), (ROWS, COLS))
             # the three bits below the sign are an exponent and a mantissa; 2^126 moves the one into float32's range, exactly
-            value = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+            value = (((code & 8) << 28) | ((code & 7) << 22)).to(
+                tl.float32, bitcast=True
+            ) * 8.507059173023462e37
             return _scaled(value, scale, r, live, c0, Q, 32, ROWS, COLS)
     else:
         c = c0 + tl.arange(0, COLS)
-        p = tl.load(data + (r[:, None] * stride + c[None, :]), mask=live[:, None] & (c < Q)[None, :], other=0)
+        p = tl.load(
+            data + (r[:, None] * stride + c[None, :]),
+            mask=live[:, None] & (c < Q)[None, :],
+            other=0,
+        )
         if FORMAT == 2:
             p = p.to(tl.int32)
-            value = (((p & 128) << 24) | ((p & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+            value = (((p & 128) << 24) | ((p & 127) << 20)).to(
+                tl.float32, bitcast=True
+            ) * 1.329227995784916e36  # 2^120
             value = tl.where((p & 127) == 127, float("nan"), value)
             return _scaled(value, scale, r, live, c0, Q, 128, ROWS, COLS)
         else:

@@ -157,7 +157,9 @@ def _route_bwd_kernel(
     slot_of = tl.full([BLOCK_T, E_PAD], K, tl.int32)
     count = None
     if FORCED:
-        count = tl.zeros([BLOCK_T, E_PAD], tl.float32)  # slots of the expert: the caller may repeat one
+        count = tl.zeros(
+            [BLOCK_T, E_PAD], tl.float32
+        )  # slots of the expert: the caller may repeat one
     slots = t * (K + SHARED)
     for slot in range(K):
         here = e == _column(idx_ptr, t, slot, T, K, SHARED)
@@ -224,12 +226,19 @@ def route_forward(
     if T:
         grid, sizes = _launch(router_logits, top_k, gate, shared, topk_idx is not None)
         with torch.cuda.device_of(router_logits):
-            _route_fwd_kernel[grid](router_logits, bias, weight, idx, T, **sizes, enable_fp_fusion=True)
+            _route_fwd_kernel[grid](
+                router_logits, bias, weight, idx, T, **sizes, enable_fp_fusion=True
+            )
     return weight, idx
 
 
 def route_backward(
-    dweight: torch.Tensor, router_logits: torch.Tensor, topk_idx: torch.Tensor, gate: str, shared: int, is_forced: bool = False
+    dweight: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    gate: str,
+    shared: int,
+    is_forced: bool = False,
 ) -> torch.Tensor:
     """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
     T, E = router_logits.shape
@@ -239,7 +248,13 @@ def route_backward(
         grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared, is_forced)
         with torch.cuda.device_of(router_logits):
             _route_bwd_kernel[grid](
-                dweight.contiguous(), router_logits, topk_idx.contiguous(), dlogits, T, **sizes, enable_fp_fusion=True
+                dweight.contiguous(),
+                router_logits,
+                topk_idx.contiguous(),
+                dlogits,
+                T,
+                **sizes,
+                enable_fp_fusion=True,
             )
     return dlogits
 
@@ -249,12 +264,24 @@ def route_operand(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
-def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: bool) -> tuple[tuple[int], dict]:
+def _launch(
+    logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: bool
+) -> tuple[tuple[int], dict]:
     T, E = logits.shape
     E_PAD = triton.next_power_of_2(E)
     # with as many rows as lanes, Triton moves the loads of the backward's loop through shared memory; 16 rows of 16 may spill
     BLOCK_T = max(1, min(16 if E_PAD <= 8 else 8, TILE // E_PAD))
-    sizes = {"E": E, "K": top_k - shared, "SHARED": shared, "GATE": gate, "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
+    sizes = {
+        "E": E,
+        "K": top_k - shared,
+        "SHARED": shared,
+        "GATE": gate,
+        "BLOCK_T": BLOCK_T,
+        "E_PAD": E_PAD,
+    }
     sizes["FORCED"] = forced
     # the stride is a constant because what divides it sets the width of the loads, and the JIT tells a kernel of 16 only
-    return (triton.cdiv(T, BLOCK_T),), sizes | {"STRIDE_T": logits.stride(0), "num_warps": min(16, max(1, E_PAD // TILE))}
+    return (triton.cdiv(T, BLOCK_T),), sizes | {
+        "STRIDE_T": logits.stride(0),
+        "num_warps": min(16, max(1, E_PAD // TILE)),
+    }

@@ -29,7 +29,9 @@ class Tile(NamedTuple):
     num_stages: int = 3
     GROUP_M: int = 8  # row tiles that go over the columns together, for the weights' sake in L2
     TMA: bool = False  # tensor descriptors for what is stored in order: weights, and rows that are not gathered
-    PERSISTENT: bool = False  # as many programs as fit on the GPU; each computes one tile after another
+    PERSISTENT: bool = (
+        False  # as many programs as fit on the GPU; each computes one tile after another
+    )
     JOINED: bool = False  # up, with TMA: gate and up in one block of the weight and one product of 2 BLOCK_N columns
 
     def short(self) -> str:
@@ -57,7 +59,14 @@ class Problem(NamedTuple):
 
 KERNELS = ("up", "down", "dz", "dx", "dw")
 SHORT = 2048  # length of a sum, 32 steps, up to which a tile's epilogue is long enough to load the next tile meanwhile
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
+SHARED_MEMORY = {
+    80: 166912,
+    86: 101376,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    120: 101376,
+}  # bytes a block may have
 # kernel -> (rows per expert from which it holds, config), largest first; 16-bit dtypes
 _HOPPER_SMALL = ((48, Tile(64, 128, 64, 4, 4, TMA=True)), (0, Tile(16, 128, 64, 4, 4, TMA=True)))
 _HOPPER = {
@@ -72,29 +81,68 @@ _HOPPER = {
     "dw": ((256, Tile(128, 256, 64, 8, 5, TMA=True)), (0, Tile(128, 128, 64, 8, 5, TMA=True))),
 }
 _AMPERE = {
-    "up": ((192, Tile(128, 64, 64, 8, 3)), (48, Tile(64, 64, 64, 4, 3)), (0, Tile(16, 64, 64, 4, 3))),
-    "down": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 128, 64, 4, 3)), (0, Tile(16, 128, 64, 4, 3))),
-    "dz": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 64, 64, 4, 3)), (0, Tile(16, 64, 64, 4, 3))),
-    "dx": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 128, 64, 4, 3)), (0, Tile(16, 128, 64, 4, 3))),
+    "up": (
+        (192, Tile(128, 64, 64, 8, 3)),
+        (48, Tile(64, 64, 64, 4, 3)),
+        (0, Tile(16, 64, 64, 4, 3)),
+    ),
+    "down": (
+        (192, Tile(128, 128, 64, 8, 3)),
+        (48, Tile(64, 128, 64, 4, 3)),
+        (0, Tile(16, 128, 64, 4, 3)),
+    ),
+    "dz": (
+        (192, Tile(128, 128, 64, 8, 3)),
+        (48, Tile(64, 64, 64, 4, 3)),
+        (0, Tile(16, 64, 64, 4, 3)),
+    ),
+    "dx": (
+        (192, Tile(128, 128, 64, 8, 3)),
+        (48, Tile(64, 128, 64, 4, 3)),
+        (0, Tile(16, 128, 64, 4, 3)),
+    ),
     "dw": ((0, Tile(128, 128, 64, 8, 5)),),
 }
 _SMALL = {  # 99 KiB of shared memory
-    "up": ((192, Tile(128, 64, 32, 8, 4)), (48, Tile(64, 64, 32, 4, 4)), (0, Tile(16, 64, 64, 4, 3))),
-    "down": ((192, Tile(128, 128, 32, 8, 4)), (48, Tile(64, 128, 32, 4, 4)), (0, Tile(16, 128, 64, 4, 3))),
-    "dz": ((192, Tile(128, 128, 32, 8, 4)), (48, Tile(64, 64, 32, 4, 4)), (0, Tile(16, 64, 64, 4, 3))),
-    "dx": ((192, Tile(128, 128, 32, 8, 4)), (48, Tile(64, 128, 32, 4, 4)), (0, Tile(16, 128, 64, 4, 3))),
+    "up": (
+        (192, Tile(128, 64, 32, 8, 4)),
+        (48, Tile(64, 64, 32, 4, 4)),
+        (0, Tile(16, 64, 64, 4, 3)),
+    ),
+    "down": (
+        (192, Tile(128, 128, 32, 8, 4)),
+        (48, Tile(64, 128, 32, 4, 4)),
+        (0, Tile(16, 128, 64, 4, 3)),
+    ),
+    "dz": (
+        (192, Tile(128, 128, 32, 8, 4)),
+        (48, Tile(64, 64, 32, 4, 4)),
+        (0, Tile(16, 64, 64, 4, 3)),
+    ),
+    "dx": (
+        (192, Tile(128, 128, 32, 8, 4)),
+        (48, Tile(64, 128, 32, 4, 4)),
+        (0, Tile(16, 128, 64, 4, 3)),
+    ),
     "dw": ((0, Tile(128, 128, 64, 8, 5)),),
 }
-_FLOAT32 = {kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) for kernel in KERNELS}
+_FLOAT32 = {
+    kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) for kernel in KERNELS
+}
 # where 16 does not divide a size, loads are element by element, and the pointers of a large tile spill
-UNALIGNED = {kernel: ((48, Tile(64, 64, 32, 8, 3)), (0, Tile(16, 64, 32, 4, 3))) for kernel in KERNELS}
+UNALIGNED = {
+    kernel: ((48, Tile(64, 64, 32, 8, 3)), (0, Tile(16, 64, 32, 4, 3))) for kernel in KERNELS
+}
 _INTERPRETER = {kernel: ((0, Tile(16, 32, 32, 4, 1)),) for kernel in KERNELS}
 TABLE = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _HOPPER, 120: _SMALL}
 
 
 def nearest(arch: int) -> int:
     """Return the architecture of TABLE whose configs serve `arch`: the newest that is not newer, by major version first."""
-    if arch // 10 in (12, 11):  # consumer Blackwell has Ampere's tensor instructions; Thor its memory
+    if arch // 10 in (
+        12,
+        11,
+    ):  # consumer Blackwell has Ampere's tensor instructions; Thor its memory
         return 120
     return max((known for known in TABLE if known <= arch and known != 120), default=80)
 
@@ -141,7 +189,11 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
     # an index that is loaded inside the loop uses every second stage of the pipeline
     stages = (tile.num_stages + 1) // 2 if problem.kernel == "dw" else tile.num_stages
     # a tile that is stored by descriptor while the next one is loaded goes through a buffer of its own, half as wide
-    stored = tile.BLOCK_M * tile.BLOCK_N // 2 if tile.TMA and tile.PERSISTENT and problem.kernel in ("down", "dx") else 0
+    stored = (
+        tile.BLOCK_M * tile.BLOCK_N // 2
+        if tile.TMA and tile.PERSISTENT and problem.kernel in ("down", "dx")
+        else 0
+    )
     return (stages * tile.BLOCK_K * (tile.BLOCK_M + columns) + stored) * size
 
 
@@ -206,7 +258,8 @@ def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
     try:
         devices = json.loads(path.read_text())["devices"]
         return {
-            name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()} for name, device in devices.items()
+            name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()}
+            for name, device in devices.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of `moe-runtime tune` ({error})") from None
@@ -238,7 +291,14 @@ class force:
 
 
 def problem_of(
-    kernel: str, device: torch.device, dtype: torch.dtype, N: int, K: int, R: int, E: int, gated: bool = False
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    N: int,
+    K: int,
+    R: int,
+    E: int,
+    gated: bool = False,
 ) -> Problem:
     """Return what a config is looked up by, for R rows over E experts."""
     rows = 1 << max(R // max(E, 1), 1).bit_length() - 1
@@ -255,7 +315,9 @@ def device_name(device: torch.device) -> str:
     return _device(device)[1]
 
 
-def choose(kernel: str, x: torch.Tensor, N: int, K: int, R: int, E: int, gated: bool = False) -> Tile:
+def choose(
+    kernel: str, x: torch.Tensor, N: int, K: int, R: int, E: int, gated: bool = False
+) -> Tile:
     """Return the config for `kernel` on x's device and dtype; R rows over E experts."""
     problem = problem_of(kernel, x.device, x.dtype, N, K, R, E, gated)
     if kernel in _forced:
@@ -274,7 +336,11 @@ def _device(device: torch.device) -> tuple[int, str]:
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return the number of streaming multiprocessors (4 in the interpreter, so that persistent programs take turns)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
 
 
 def precision(x: torch.Tensor) -> str:
@@ -289,3 +355,12 @@ def tile_of(pid, num_m, num_n, GROUP_M: tl.constexpr):
     first = pid // width * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
     return first + pid % width % size, pid % width // size
+
+
+@triton.jit
+def rounds_of(programs, PERSISTENT: tl.constexpr):
+    """How many of `programs` tiles this program computes: one, or tile after tile."""
+    if PERSISTENT:
+        return tl.cdiv(programs - tl.program_id(0), tl.num_programs(0))
+    else:
+        return 1

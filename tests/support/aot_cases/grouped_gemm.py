@@ -155,12 +155,10 @@ def expect(arch: int, case: Case) -> tuple[str, ...]:
     """Which instructions make the tile what it is: tensor cores, TMA for descriptors, cp.async for
     what comes by pointer.
     """
-    descriptors = sum(type.startswith("tensordesc") for type in case.signature.values())
-    gathers = "row_slot_ptr" in case.signature and case.constants.get(
-        "GATHER_X", True
-    ) | case.constants.get("GATHER_DY", True)
+    descriptors = sum(type.startswith("tensordesc") for type in case.types())
+    gathers = "tokens" in case.signature or case.constant("GATHER") is not None
     found = ["tma"] * bool(descriptors) + ["cp.async"] * (gathers or not descriptors)
-    if case.constants["BLOCK_M"] >= 64:
+    if case.constant("BLOCK_M") >= 64:
         tensor = {90: "wgmma", 100: "tcgen05"}.get(arch, "mma.sync")
     else:
         tensor = "mma.sync"

@@ -5,10 +5,13 @@ A lane loads 16 bytes of a row at a time; the loads of a token's rows do not wai
 slot, without atomics. T and R are not specialized: a new number of tokens needs no compilation.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.compiling import named
 from moe_runtime.kernels.tiles import precision
 
 LANES = 128  # per program: four warps
@@ -16,14 +19,20 @@ UNROLL = 8  # rows of one token in flight
 BLOCK_S = 32  # slots of one program that sums the partial gradients of their weights
 
 
+class Rows(NamedTuple):
+    """The rows that are summed for each token."""
+
+    y: torch.Tensor | None  # [R, H], any float
+    weight: torch.Tensor | None  # [T, K] float32; None: every weight is 1
+    slot_row: torch.Tensor  # [T, K], any integer
+    num_rows: torch.Tensor | None  # [1] int32: rows from here on count nothing
+
+
 @triton.jit
 def sum_slots(
     t,
     h,
-    y_ptr,
-    weight_ptr,
-    slot_row_ptr,
-    num_rows_ptr,
+    rows,
     T,
     H,
     K: tl.constexpr,
@@ -31,32 +40,29 @@ def sum_slots(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """sum_k weight[t, k] y[slot_row[t, k]] in float32, [BLOCK_T, BLOCK_H]; without weights, every weight is 1."""
+    """sum_k weight[t, k] y[slot_row[t, k]] in float32, [BLOCK_T, BLOCK_H]."""
     acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for k0 in range(0, K, UNROLL):
         for j in tl.static_range(UNROLL):
             slot = t * K + (k0 + j)
             live = (t < T) & (k0 + j < K)
-            row = tl.load(slot_row_ptr + slot, mask=live, other=0).to(tl.int64)
+            row = tl.load(rows.slot_row + slot, mask=live, other=0).to(tl.int64)
             if (
-                num_rows_ptr is not None
+                rows.num_rows is not None
             ):  # the rows beyond are not written, and their weights may have any value
-                live = live & (row < tl.load(num_rows_ptr))
+                live = live & (row < tl.load(rows.num_rows))
             mask = live[:, None] & (h < H)[None, :]
-            y = tl.load(y_ptr + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
-            if weight_ptr is not None:
+            y = tl.load(rows.y + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
+            if rows.weight is not None:
                 # 1 where y is 0: the interpreter ignores `other=0.0` of a single lane
-                y = y * tl.load(weight_ptr + slot, mask=live, other=1.0)[:, None]
+                y = y * tl.load(rows.weight + slot, mask=live, other=1.0)[:, None]
             acc += y
     return acc
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("combine_fwd"))
 def _combine_fwd_kernel(
-    y_ptr,  # [R, H], any float
-    weight_ptr,  # [T, K] float32
-    slot_row_ptr,  # [T, K], any integer
-    num_rows_ptr,  # [1] int32 or None
+    rows,  # Rows
     out_ptr,  # [T, H], dtype of y
     T,
     H,
@@ -69,14 +75,12 @@ def _combine_fwd_kernel(
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    out = sum_slots(
-        t, h, y_ptr, weight_ptr, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H
-    )
+    out = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
     mask = (t < T)[:, None] & (h < H)[None, :]
     tl.store(out_ptr + t[:, None] * H + h[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R"], repr=named("combine_bwd"))
 def _combine_bwd_kernel(
     dout_ptr,  # [T, H], any float
     y_ptr,  # [R, H], any float
@@ -108,12 +112,10 @@ def _combine_bwd_kernel(
     tl.store(dweight_ptr + s, tl.sum(acc, 1), mask=s < R)
 
 
-@triton.jit(do_not_specialize=["T", "R", "n", "programs"])
+@triton.jit(do_not_specialize=["T", "R", "n", "programs"], repr=named("sum_rows"))
 def _sum_rows_kernel(
-    dy_ptr,  # [R, H], any float, or None
+    rows,  # Rows of dy, without weights
     partial_ptr,  # [R, n] float32 or None
-    slot_row_ptr,  # [T, K], any integer
-    num_rows_ptr,  # [1] int32 or None
     dx_ptr,  # [T, H], dtype of dy, or None
     dweight_ptr,  # [R] float32 or None
     T,
@@ -130,23 +132,20 @@ def _sum_rows_kernel(
 ):
     pid = tl.program_id(0)
     if pid < programs:
-        if dy_ptr is not None:
+        if rows.y is not None:
             columns = tl.cdiv(H, BLOCK_H)
             t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
             h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-            dx = sum_slots(
-                t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H
-            )
+            dx = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
             mask = (t < T)[:, None] & (h < H)[None, :]
-            tl.store(
-                dx_ptr + t[:, None] * H + h[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask
-            )
+            at = dx_ptr + t[:, None] * H + h[None, :]
+            tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     elif partial_ptr is not None:
         s = (pid - programs).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
         live = s < R
-        row = tl.load(slot_row_ptr + s, mask=live, other=0).to(tl.int64)
-        if num_rows_ptr is not None:
-            live = live & (row < tl.load(num_rows_ptr))
+        row = tl.load(rows.slot_row + s, mask=live, other=0).to(tl.int64)
+        if rows.num_rows is not None:
+            live = live & (row < tl.load(rows.num_rows))
         acc = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
         for n0 in range(0, n, BLOCK_N):
             column = n0 + tl.arange(0, BLOCK_N)
@@ -155,11 +154,9 @@ def _sum_rows_kernel(
         tl.store(dweight_ptr + s, tl.sum(acc, 1), mask=s < R)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("sum_rows_router"))
 def _sum_rows_router_kernel(
-    dy_ptr,  # [R, H], any float
-    slot_row_ptr,  # [T, K], any integer
-    num_rows_ptr,  # [1] int32 or None
+    rows,  # Rows of dy, without weights
     dlogits_ptr,  # [T, N], dtype of dy
     router_ptr,  # [N, H], dtype of dy
     dx_ptr,  # [T, H], dtype of dy
@@ -174,13 +171,12 @@ def _sum_rows_router_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    tl.static_assert(BLOCK_T >= 16 and BLOCK_H >= 16 and BLOCK_N >= 16, "tl.dot's least sizes")
     pid = tl.program_id(0)
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    acc = sum_slots(
-        t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H
-    )
+    acc = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
     for n0 in range(0, N, BLOCK_N):
         n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
         mask = (t < T)[:, None] & (n < N)[None, :]
@@ -209,7 +205,7 @@ def combine_forward(
     BLOCK_T, BLOCK_H = _tile(y)
     with torch.cuda.device_of(y):  # Triton launches on the current device
         _combine_fwd_kernel[(triton.cdiv(T, BLOCK_T) * triton.cdiv(H, BLOCK_H),)](
-            y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows, out, T, H,
+            Rows(y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows), out, T, H,
             K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H, enable_fp_fusion=True,
         )  # fmt: skip
     return out
@@ -258,7 +254,7 @@ def sum_rows(
     if R and grid:
         with torch.cuda.device_of(slot_row):
             _sum_rows_kernel[(grid,)](
-                _contiguous(dy), _contiguous(partial), slot_row.contiguous(), num_rows, dx, dweight, T, H, R, n, programs,
+                Rows(_contiguous(dy), None, slot_row.contiguous(), num_rows), _contiguous(partial), dx, dweight, T, H, R, n, programs,
                 K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H,
                 BLOCK_S=BLOCK_S, BLOCK_N=min(triton.next_power_of_2(max(n, 1)), 32), enable_fp_fusion=True,
             )  # fmt: skip
@@ -286,7 +282,7 @@ def sum_rows_and_router(
     if dx.numel():
         with torch.cuda.device_of(dy):
             _sum_rows_router_kernel[(triton.cdiv(T, 16) * triton.cdiv(H, BLOCK_H),)](
-                dy.contiguous(), slot_row.contiguous(), num_rows, dlogits.contiguous(), router_weight, dx, T, H, N,
+                Rows(dy.contiguous(), None, slot_row.contiguous(), num_rows), dlogits.contiguous(), router_weight, dx, T, H, N,
                 router_weight.stride(0), K=K, UNROLL=min(K, 4), PRECISION=precision(dy), BLOCK_T=16, BLOCK_H=BLOCK_H,
                 BLOCK_N=min(64, max(16, triton.next_power_of_2(max(N, 1)))), enable_fp_fusion=True,
             )  # fmt: skip

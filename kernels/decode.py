@@ -13,12 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.combine import UNROLL, sum_slots
+from moe_runtime.kernels.combine import UNROLL, Rows, sum_slots
 from moe_runtime.kernels.compiling import named
 from moe_runtime.kernels.dispatch import (
     BLOCK_E,
     BLOCK_J,
     BLOCK_TILES,
+    Sorted,
     live_tiles,
     max_tiles,
     rows_of,
@@ -34,7 +35,7 @@ from moe_runtime.kernels.operands import (
     weight_block,
     weight_operand,
 )
-from moe_runtime.kernels.routing import route_operand, route_rows
+from moe_runtime.kernels.routing import route_of, route_operand, route_rows
 from moe_runtime.kernels.tiles import Tile
 
 SMALL = 512  # slots that one program sorts: more take it longer than three launches
@@ -42,31 +43,47 @@ FEW = 128  # the program is compiled for so many slots and for SMALL, and not fo
 TINY = 128  # rows whose down projection one program a column block computes, expert by expert
 
 
-@triton.jit(do_not_specialize=["T", "R", "num_tiles"])
+@triton.jit(do_not_specialize=["T", "R", "num_tiles"], repr=named("plan", "ROUTE"))
 def _plan_kernel(
     logits_ptr,  # [T, routed experts], any float; None: the ids are given
     weight_ptr,  # [T, SLOTS] float32, written if there are logits
     idx_ptr,  # [T, SLOTS] any integer; int32, and written, if there are logits
-    offsets_ptr,  # [E + 1] int32
-    row_slot_ptr,  # [R] int32
-    slot_row_ptr,  # [R] int32
-    map_ptr,  # [3, num_tiles] int32
-    T, R, num_tiles,
-    STRIDE_T: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr,
-    BLOCK_T: tl.constexpr, E_PAD: tl.constexpr, FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    plan,  # Plan
+    T,
+    R,
+    num_tiles,
+    E: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FIRST: tl.constexpr,  # expert with tiles
+    ROUTE: tl.constexpr,  # Route, or None if the ids are given
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     # one program: each step reads what all threads wrote in the step before
     if logits_ptr is not None:
-        for t0 in range(0, T, BLOCK_T):
-            route_rows(tl.program_id(0).to(tl.int64) + t0, logits_ptr, None, weight_ptr, idx_ptr, T, STRIDE_T, E - SHARED,
-                       SLOTS - SHARED, SHARED, GATE, BLOCK_T, E_PAD, False)  # fmt: skip
+        for t0 in range(0, T, ROUTE.BLOCK_T):
+            first_token = tl.program_id(0).to(tl.int64) + t0
+            route_rows(first_token, logits_ptr, None, weight_ptr, idx_ptr, T, ROUTE)
         tl.debug_barrier()
-    scatter(tl.program_id(0).to(tl.int64), idx_ptr, None, offsets_ptr, None, row_slot_ptr, slot_row_ptr, R, E, SLOTS, 1,
-             BLOCK_S, BLOCK_J, BLOCK_E)  # fmt: skip
+    out = Sorted(plan.expert_offsets, None, plan.row_slot, plan.slot_row)
+    block = tl.program_id(0).to(tl.int64)
+    scatter(block, idx_ptr, None, out, R, E, SLOTS, 1, BLOCK_S, BLOCK_J, BLOCK_E)
     tl.debug_barrier()
     for tile in range(0, num_tiles, BLOCK_TILES):
-        write_map(tile, offsets_ptr, map_ptr, E, num_tiles, FIRST, BLOCK_M, BLOCK_TILES, BLOCK_E)
+        write_map(
+            tile,
+            plan.expert_offsets,
+            plan.tile_map,
+            E,
+            num_tiles,
+            FIRST,
+            BLOCK_M,
+            BLOCK_TILES,
+            BLOCK_E,
+        )
 
 
 @triton.jit(do_not_specialize=["T", "num_m"], repr=named("down_combine", "TILE"))
@@ -103,25 +120,23 @@ def _down_combine_kernel(
         e = tl.load(map_ptr + tile)
         row, rows_left = rows_of(map_ptr, num_m, tile)
         live = m < rows_left
-        rows = row.to(tl.int64) + m
+        r = row.to(tl.int64) + m
         base = expert_weight(w, weight, e, False)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, I, BLOCK_K):
-            h = h_ptr + (rows[:, None] * I + k0 + k[None, :])
+            h = h_ptr + (r[:, None] * I + k0 + k[None, :])
             a = rows_block(h, live, k0 + k, I, PRODUCT.EVEN_K)
             b = weight_block(base, weight, e, n0, k0, H, I, PRODUCT, False, BLOCK_N, BLOCK_K)
             acc = tl.dot(a, b, acc, input_precision=PRODUCT.PRECISION)
         acc = add_terms(acc, weight, None, e, row, rows_left, n0, H, H, PRODUCT, BLOCK_M, BLOCK_N)
-        y = y_ptr + (rows[:, None] * H + n[None, :])
+        y = y_ptr + (r[:, None] * H + n[None, :])
         tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=live[:, None] & (n < H)[None, :])
     # what the other threads of this program wrote; no other program's columns are read
     tl.debug_barrier()
-    num_rows = offsets_ptr + E
+    rows = Rows(y_ptr, topk_ptr, slot_row_ptr, offsets_ptr + E)
     for t0 in range(0, T, BLOCK_T):
         t = tl.program_id(1).to(tl.int64) + t0 + tl.arange(0, BLOCK_T)
-        out = sum_slots(
-            t, n, y_ptr, topk_ptr, slot_row_ptr, num_rows, T, H, SLOTS, UNROLL, BLOCK_T, BLOCK_N
-        )
+        out = sum_slots(t, n, rows, T, H, SLOTS, UNROLL, BLOCK_T, BLOCK_N)
         mask = (t < T)[:, None] & (n < H)[None, :]
         address = out_ptr + (t[:, None] * H + n[None, :])
         tl.store(address, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -142,35 +157,46 @@ def _slots_block(R: int) -> int:
 
 
 def plan_forward(
-    topk_idx: torch.Tensor | None, num_experts: int, BLOCK_M: int, first_expert: int = 0, *, logits: torch.Tensor | None = None,
-    top_k: int = 0, gate: str = "xft", shared: int = 0,
-) -> tuple[torch.Tensor | None, torch.Tensor, Plan]:  # fmt: skip
-    """One launch for at most SMALL slots: `route_forward` of `logits` [T, .] unless `topk_idx` [T, K] is given, sort and map.
+    topk_idx: torch.Tensor | None,
+    num_experts: int,
+    BLOCK_M: int,
+    first_expert: int = 0,
+    *,
+    logits: torch.Tensor | None = None,
+    top_k: int = 0,
+    gate: str = "xft",
+    shared: int = 0,
+) -> tuple[torch.Tensor | None, torch.Tensor, Plan]:
+    """Route `logits` [T, .] unless `topk_idx` [T, K] is given, sort at most SMALL slots, map tiles.
 
-    Returns the weights [T, K] float32 (None with `topk_idx`), the ids and the plan, each as the launches of its own give it.
+    Returns the weights [T, K] float32 (None with `topk_idx`), the ids and the plan, as
+    `route_forward`, `dispatch_forward` and `tile_map` give them.
+
+    Grid: one program, which keeps every slot in registers; T E logits are read, 5 T K numbers
+    written. Expected to save four launches of five where each takes longer than its work; to be
+    deleted if a decoding step with CUDA graphs is as fast without it.
     """
     source = topk_idx if logits is None else logits
     new = functools.partial(torch.empty, device=source.device, dtype=torch.int32)
-    T, K, weight = source.shape[0], top_k, None
+    T = source.shape[0]
     if logits is None:
-        idx, K, sizes = (
-            topk_idx.contiguous(),
-            topk_idx.shape[1],
-            dict.fromkeys(("STRIDE_T", "BLOCK_T", "E_PAD"), 1),
-        )
+        idx, weight, route = topk_idx.contiguous(), None, None
+        K = topk_idx.shape[1]
     else:
+        K = top_k
         logits = route_operand(logits)
         idx, weight = new(T, K), new(T, K, dtype=torch.float32)
-        E_PAD = triton.next_power_of_2(logits.shape[1])
-        BLOCK_T = max(1, min(_slots_block(T * K) // triton.next_power_of_2(K), 4096 // E_PAD))
-        sizes = {"STRIDE_T": logits.stride(0), "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
-    R, tiles = T * K, max_tiles(T * K, num_experts, BLOCK_M)
+        route = route_of(logits, K, gate, shared, False)
+        tokens = min(_slots_block(T * K) // triton.next_power_of_2(K), 4096 // route.E_PAD)
+        route = route._replace(BLOCK_T=max(1, tokens))
+    R = T * K
+    tiles = max_tiles(R, num_experts, BLOCK_M)
     plan = Plan(new(num_experts + 1), new(R), new(R), new(3, tiles))
     with torch.cuda.device_of(source):
         _plan_kernel[(1,)](
-            logits, weight, idx, *plan, T, R, tiles, E=num_experts, SLOTS=K, SHARED=shared, GATE=gate, FIRST=first_expert,
-            BLOCK_M=BLOCK_M, BLOCK_S=_slots_block(R), BLOCK_J=BLOCK_J, BLOCK_TILES=BLOCK_TILES,
-            BLOCK_E=BLOCK_E, **sizes, num_warps=8, enable_fp_fusion=True,
+            logits, weight, idx, plan, T, R, tiles, E=num_experts, SLOTS=K, FIRST=first_expert,
+            ROUTE=route, BLOCK_M=BLOCK_M, BLOCK_S=_slots_block(R), BLOCK_J=BLOCK_J,
+            BLOCK_TILES=BLOCK_TILES, BLOCK_E=BLOCK_E, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
     return weight, idx, plan
 

@@ -11,9 +11,13 @@ Three launches, one for a single block; bit-identical from run to run. The compa
 change with the number of tokens are not specialized: a new number needs no compilation.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+
+from moe_runtime.kernels.compiling import named
 
 BLOCK_S = 128  # slots that are ranked by comparing all pairs
 BLOCK_J = 16  # of them at a time
@@ -38,7 +42,7 @@ def _less(key, e):
     return tl.sum((key[None, :] < e[:, None]).to(tl.int32), 1)
 
 
-@triton.jit(do_not_specialize=["R", "blocks"])
+@triton.jit(do_not_specialize=["R", "blocks"], repr=named("dispatch_fwd_count"))
 def _dispatch_fwd_count_kernel(
     idx_ptr,  # [R], any integer
     less_ptr,  # [E + 2, blocks] int32
@@ -55,7 +59,7 @@ def _dispatch_fwd_count_kernel(
         tl.store(less_ptr + e.to(tl.int64) * blocks + b, _less(key, e), mask=e < E + 2)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks"], repr=named("dispatch_fwd_scan"))
 def _dispatch_fwd_scan_kernel(
     less_ptr,  # [E + 2, blocks] int32
     offsets_ptr,  # [E + 1] int32
@@ -80,10 +84,30 @@ def _dispatch_fwd_scan_kernel(
         row += tl.sum(count, 0)
 
 
+class Sorted(NamedTuple):
+    """Where the sort writes."""
+
+    offsets: torch.Tensor  # [E + 1] int32
+    row_token: torch.Tensor | None  # [R] int32
+    row_slot: torch.Tensor  # [R] int32
+    slot_row: torch.Tensor  # [R] int32
+
+
 @triton.jit
-def scatter(b, idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slot_row_ptr, R, E, K, blocks,
-             BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """Sort block b (int64) of slots; the arguments are those of `_dispatch_fwd_scatter_kernel`."""
+def scatter(
+    b,
+    idx_ptr,
+    start_ptr,
+    out,
+    R,
+    E,
+    K,
+    blocks,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Sort block b (int64) of slots; the rest as of `_dispatch_fwd_scatter_kernel`."""
     i = tl.arange(0, BLOCK_S)
     s = b * BLOCK_S + i
     key = _keys(idx_ptr, s, R, E)
@@ -99,32 +123,34 @@ def scatter(b, idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slo
     if start_ptr is None:
         for e0 in range(0, E + 1, BLOCK_E):
             e = e0 + tl.arange(0, BLOCK_E)
-            tl.store(offsets_ptr + e, _less(key, e), mask=e < E + 1)
+            tl.store(out.offsets + e, _less(key, e), mask=e < E + 1)
     else:
         row += tl.load(start_ptr + key.to(tl.int64) * blocks + b, mask=s < R, other=0)
     slot = s.to(tl.int32)
-    tl.store(slot_row_ptr + s, row, mask=s < R)
-    tl.store(row_slot_ptr + row, slot, mask=s < R)
-    if row_token_ptr is not None:
-        tl.store(row_token_ptr + row, slot // K, mask=s < R)
+    tl.store(out.slot_row + s, row, mask=s < R)
+    tl.store(out.row_slot + row, slot, mask=s < R)
+    if out.row_token is not None:
+        tl.store(out.row_token + row, slot // K, mask=s < R)
 
 
-@triton.jit(do_not_specialize=["R", "blocks"])
+@triton.jit(do_not_specialize=["R", "blocks"], repr=named("dispatch_fwd_scatter"))
 def _dispatch_fwd_scatter_kernel(
     idx_ptr,  # [R], any integer
     start_ptr,  # [E + 1, blocks] int32, None for a single block
-    offsets_ptr,  # [E + 1] int32, written for a single block
-    row_token_ptr,  # [R] int32 or None
-    row_slot_ptr,  # [R] int32
-    slot_row_ptr,  # [R] int32
-    R, E, K, blocks,
-    BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    scatter(tl.program_id(0).to(tl.int64), idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slot_row_ptr, R, E, K,
-             blocks, BLOCK_S, BLOCK_J, BLOCK_E)  # fmt: skip
+    out,  # Sorted; the offsets are written for a single block
+    R,
+    E,
+    K,
+    blocks,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    scatter(block, idx_ptr, start_ptr, out, R, E, K, blocks, BLOCK_S, BLOCK_J, BLOCK_E)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R"], repr=named("invert"))
 def _invert_kernel(
     row_slot_ptr,  # [R] int32
     slot_row_ptr,  # [R] int32
@@ -172,7 +198,7 @@ def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl
     )
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"], repr=named("tile_map"))
 def _tile_map_kernel(
     offsets_ptr,  # [E + 1] int32
     map_ptr,  # [3, num_tiles] int32
@@ -229,7 +255,7 @@ def dispatch_forward(
                 less, offsets, start, blocks, SCAN=SCAN, enable_fp_fusion=True
             )
         _dispatch_fwd_scatter_kernel[(blocks,)](
-            idx, start, offsets, row_token, row_slot, slot_row, R, E, K, blocks,
+            idx, start, Sorted(offsets, row_token, row_slot, slot_row), R, E, K, blocks,
             BLOCK_S=BLOCK_S, BLOCK_J=BLOCK_J, BLOCK_E=BLOCK_E, enable_fp_fusion=True,
         )  # fmt: skip
     return offsets, row_token, row_slot, slot_row

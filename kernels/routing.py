@@ -5,11 +5,14 @@ order: the largest key, then the lowest id that has it. A chosen expert's key be
 Bytes moved, at least: forward T (E + 2 K), backward T (2 E + 2 K) elements.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from moe_runtime.kernels import compiling
+from moe_runtime.kernels.compiling import named
 
 compiling.install()
 
@@ -56,15 +59,34 @@ def _per_slot(value, count, FORCED: tl.constexpr):
     return value
 
 
+class Route(NamedTuple):
+    """Constants of a router."""
+
+    STRIDE_T: int  # of the logits. A constant, as what divides it sets the width of the loads
+    E: int  # routed experts
+    K: int  # of them for a token
+    SHARED: int  # 1 if there is a shared expert, else 0
+    GATE: str
+    FORCED: bool  # the experts are the caller's choice
+    BLOCK_T: int
+    E_PAD: int  # the next power of two from E on
+
+
 @triton.jit
-def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE_T: tl.constexpr, E: tl.constexpr,
-               K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, E_PAD: tl.constexpr,
-               FORCED: tl.constexpr):  # fmt: skip
-    """Route BLOCK_T tokens from `first_token` (int64) on; the arguments are those of `_route_fwd_kernel`."""
+def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, ROUTE: tl.constexpr):
+    """Route BLOCK_T tokens from `first_token` (int64) on; the rest as of `_route_fwd_kernel`."""
+    E: tl.constexpr = ROUTE.E
+    K: tl.constexpr = ROUTE.K
+    SHARED: tl.constexpr = ROUTE.SHARED
+    GATE: tl.constexpr = ROUTE.GATE
+    FORCED: tl.constexpr = ROUTE.FORCED
+    BLOCK_T: tl.constexpr = ROUTE.BLOCK_T
+    E_PAD: tl.constexpr = ROUTE.E_PAD
     t = first_token + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E_PAD)[None, :]
     mask = (t < T)[:, None] & (e < E)
-    x = tl.load(logits_ptr + (t * STRIDE_T)[:, None] + e, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(logits_ptr + (t * ROUTE.STRIDE_T)[:, None] + e, mask=mask, other=0.0)
+    x = x.to(tl.float32)
     x = tl.where(e < E, x, -float("inf"))
     if bias_ptr is None:
         choice = x
@@ -116,43 +138,41 @@ def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE
             tl.store(idx_ptr + slots + K, tl.zeros([BLOCK_T], tl.int32), mask=t < T)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("route_fwd", "ROUTE"))
 def _route_fwd_kernel(
     logits_ptr,  # [T, E], any float
     bias_ptr,  # [E] float32 or None
     weight_ptr,  # [T, K + SHARED] float32
     idx_ptr,  # [T, K + SHARED] int32, written; read instead if FORCED
     T,
-    STRIDE_T: tl.constexpr,  # of logits
-    E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, E_PAD: tl.constexpr,
-    FORCED: tl.constexpr,  # the experts are the caller's choice
-):  # fmt: skip
-    route_rows(tl.program_id(0).to(tl.int64) * BLOCK_T, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE_T, E, K,
-               SHARED, GATE, BLOCK_T, E_PAD, FORCED)  # fmt: skip
+    ROUTE: tl.constexpr,  # Route
+):
+    first_token = tl.program_id(0).to(tl.int64) * ROUTE.BLOCK_T
+    route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, ROUTE)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("route_bwd", "ROUTE"))
 def _route_bwd_kernel(
     dweight_ptr,  # [T, K + SHARED], any float
     logits_ptr,  # [T, E], any float
     idx_ptr,  # [T, K + SHARED] int32
     dlogits_ptr,  # [T, E], dtype of logits
     T,
-    STRIDE_T: tl.constexpr,  # of logits
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    E_PAD: tl.constexpr,
-    FORCED: tl.constexpr,  # the experts were the caller's choice
+    ROUTE: tl.constexpr,  # Route
 ):
+    E: tl.constexpr = ROUTE.E
+    K: tl.constexpr = ROUTE.K
+    SHARED: tl.constexpr = ROUTE.SHARED
+    GATE: tl.constexpr = ROUTE.GATE
+    FORCED: tl.constexpr = ROUTE.FORCED
+    BLOCK_T: tl.constexpr = ROUTE.BLOCK_T
+    E_PAD: tl.constexpr = ROUTE.E_PAD
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     row = t < T
     e = tl.arange(0, E_PAD)[None, :]
     mask = row[:, None] & (e < E)
-    x = tl.load(logits_ptr + (t * STRIDE_T)[:, None] + e, mask=mask, other=0.0).to(tl.float32)
-    x = tl.where(e < E, x, -float("inf"))
+    x = tl.load(logits_ptr + (t * ROUTE.STRIDE_T)[:, None] + e, mask=mask, other=0.0)
+    x = tl.where(e < E, x.to(tl.float32), -float("inf"))
     d = tl.zeros([BLOCK_T, E_PAD], tl.float32)
     slot_of = tl.full([BLOCK_T, E_PAD], K, tl.int32)
     count = None
@@ -224,10 +244,10 @@ def route_forward(
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
     if T:
-        grid, sizes = _launch(router_logits, top_k, gate, shared, topk_idx is not None)
+        route = route_of(router_logits, top_k, gate, shared, topk_idx is not None)
         with torch.cuda.device_of(router_logits):
-            _route_fwd_kernel[grid](
-                router_logits, bias, weight, idx, T, **sizes, enable_fp_fusion=True
+            _route_fwd_kernel[(triton.cdiv(T, route.BLOCK_T),)](
+                router_logits, bias, weight, idx, T, ROUTE=route, **options_of(route)
             )
     return weight, idx
 
@@ -245,17 +265,12 @@ def route_backward(
     router_logits = route_operand(router_logits)
     dlogits = torch.empty(T, E, dtype=router_logits.dtype, device=router_logits.device)
     if T:
-        grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared, is_forced)
+        route = route_of(router_logits, topk_idx.shape[1], gate, shared, is_forced)
         with torch.cuda.device_of(router_logits):
-            _route_bwd_kernel[grid](
-                dweight.contiguous(),
-                router_logits,
-                topk_idx.contiguous(),
-                dlogits,
-                T,
-                **sizes,
-                enable_fp_fusion=True,
-            )
+            _route_bwd_kernel[(triton.cdiv(T, route.BLOCK_T),)](
+                dweight.contiguous(), router_logits, topk_idx.contiguous(), dlogits, T,
+                ROUTE=route, **options_of(route),
+            )  # fmt: skip
     return dlogits
 
 
@@ -264,24 +279,16 @@ def route_operand(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
-def _launch(
-    logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: bool
-) -> tuple[tuple[int], dict]:
-    T, E = logits.shape
+def route_of(logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: bool) -> Route:
+    """Return the constants of a launch, with as many tokens for a program as suit its registers."""
+    E = logits.shape[1]
     E_PAD = triton.next_power_of_2(E)
-    # with as many rows as lanes, Triton moves the loads of the backward's loop through shared memory; 16 rows of 16 may spill
+    # with as many rows as lanes, Triton moves the loads of the backward's loop through shared
+    # memory; 16 rows of 16 may spill
     BLOCK_T = max(1, min(16 if E_PAD <= 8 else 8, TILE // E_PAD))
-    sizes = {
-        "E": E,
-        "K": top_k - shared,
-        "SHARED": shared,
-        "GATE": gate,
-        "BLOCK_T": BLOCK_T,
-        "E_PAD": E_PAD,
-    }
-    sizes["FORCED"] = forced
-    # the stride is a constant because what divides it sets the width of the loads, and the JIT tells a kernel of 16 only
-    return (triton.cdiv(T, BLOCK_T),), sizes | {
-        "STRIDE_T": logits.stride(0),
-        "num_warps": min(16, max(1, E_PAD // TILE)),
-    }
+    return Route(logits.stride(0), E, top_k - shared, shared, gate, forced, BLOCK_T, E_PAD)
+
+
+def options_of(route: Route) -> dict:
+    """Return the options of a launch."""
+    return {"num_warps": min(16, max(1, route.E_PAD // TILE)), "enable_fp_fusion": True}

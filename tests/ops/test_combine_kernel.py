@@ -340,7 +340,9 @@ MUTANTS = [
         "live = (t < T) & (k0 + j < K)", "live = (t <= T) & (k0 + j < K)", id="a token too many"
     ),
     pytest.param(
-        "row < tl.load(num_rows_ptr)", "row <= tl.load(num_rows_ptr)", id="first dropped row counts"
+        "row < tl.load(rows.num_rows)",
+        "row <= tl.load(rows.num_rows)",
+        id="first dropped row counts",
     ),
     pytest.param(
         "mask = live[:, None] & (h < H)",

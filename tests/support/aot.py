@@ -87,7 +87,9 @@ class Case(NamedTuple):
 
     def title(self) -> str:
         """Return the tile, or whatever constants the kernel has in its place."""
-        c = self.constants.get("TILE", self.constants)
+        c = {}
+        for name, value in self.constants.items():
+            c |= value if isinstance(value, dict) else {name: value}
         if all(name in c for name in BLOCKS):
             return (
                 "x".join(str(c[name]) for name in BLOCKS)

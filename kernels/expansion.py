@@ -9,12 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.compiling import named
+
 CHUNK = (
     1 << 13
 )  # columns whose products are summed in float32; the sums of chunks are added in float64
 
 
-@triton.jit
+@triton.jit(repr=named("gram"))
 def _gram_kernel(
     weight_ptr,  # [n, P], any float
     base_ptr,  # [P], dtype of weight, or None
@@ -26,6 +28,7 @@ def _gram_kernel(
     BLOCK_P: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    tl.static_assert(BLOCK_N >= 16 and CHUNK % BLOCK_P == 0, "blocks of at least 16 fill a chunk")
     chunk = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_N)
     at = weight_ptr + e.to(tl.int64)[:, None] * stride_e
@@ -47,12 +50,12 @@ def _gram_kernel(
 
 
 @triton.jit
-def _kept(draw, threshold):
+def _is_kept(draw, threshold):
     """Whether a 32-bit draw says that an element is kept."""
     return draw.to(tl.int64) >= threshold
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "threshold", "skipped"])
+@triton.jit(do_not_specialize=["seed", "stream", "threshold", "skipped"], repr=named("dare_merge"))
 def _dare_merge_kernel(
     first_ptr,  # [P], any float
     second_ptr,  # [P], dtype of first
@@ -70,9 +73,9 @@ def _dare_merge_kernel(
     block = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C) + skipped
     zero = (block * 0).to(tl.uint64)
     key = zero + seed.to(tl.uint64)
-    a, b, c, d = tl.philox_impl(
-        (block + 1).to(tl.uint64), zero, zero, zero, key, zero + stream.to(tl.uint64), 10
-    )
+    stream_key = zero + stream.to(tl.uint64)
+    counter = (block + 1).to(tl.uint64)
+    a, b, c, d = tl.philox_impl(counter, zero, zero, zero, key, stream_key, 10)
     # numbers 4 block to 4 block + 3, in order
     draw = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_C * 4,))
     p = tl.program_id(0).to(tl.int64) * (BLOCK_C * 4) + tl.arange(0, BLOCK_C * 4)
@@ -83,8 +86,8 @@ def _dare_merge_kernel(
         base = tl.load(base_ptr + p, mask=mask, other=0.0).to(tl.float32)
         first -= base
         second -= base
-    first = tl.where(_kept(draw & 0xFFFFFFFF, threshold), first * first_scale, 0.0)
-    second = tl.where(_kept(draw >> 32, threshold), second * second_scale, 0.0)
+    first = tl.where(_is_kept(draw & 0xFFFFFFFF, threshold), first * first_scale, 0.0)
+    second = tl.where(_is_kept(draw >> 32, threshold), second * second_scale, 0.0)
     out = first + second
     if base_ptr is not None:
         out = base + out

@@ -5,67 +5,93 @@ by BLOCK_N ids of the common vocabulary, one specialist after the other. What a 
 logit, sum of exp, expectations) goes to `partial`, 2 + S numbers for BLOCK_N logits.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.compiling import named
 from moe_runtime.kernels.tiles import SHARED_MEMORY, nearest, precision, tile_of
 
 ROWS = 8192  # tokens whose partial sums are in memory together
 BLOCK_V = 4096
 
 
+class FusionTile(NamedTuple):
+    """A launch config: BLOCK_M tokens by BLOCK_N ids, BLOCK_K along a specialist's width."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int  # row tiles that go over the ids together
+    PRECISION: str  # of float32 operands
+    num_warps: int
+    num_stages: int
+
+
+class FusedSums(NamedTuple):
+    """What the forward kernel writes."""
+
+    logits: torch.Tensor | None  # [T, V] float32
+    # [2, or 2 + S if EXPECT, T, tiles] float32: highest logit, sum of exp, and of exp times o_s
+    partial: torch.Tensor
+    # [T, 1, or 1 + S if EXPECT] float32: the label's logit, and o_s of it; of a known label
+    target: torch.Tensor
+
+
 @triton.jit
-def _logits_of(hidden_ptr, head_ptr, t, v, T, V, H: tl.constexpr, PRECISION: tl.constexpr,
-               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+def _logits_of(hidden_ptr, head_ptr, t, v, T, V, H: tl.constexpr, TILE: tl.constexpr):
     """One specialist's logits [BLOCK_M, BLOCK_N] of tokens t and ids v; 0 outside."""
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
     k = tl.arange(0, BLOCK_K)
     hidden = hidden_ptr + (t.to(tl.int64)[:, None] * H + k[None, :])
     head = head_ptr + (v.to(tl.int64)[None, :] * H + k[:, None])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, H, BLOCK_K):
-        rows, columns = (t < T)[:, None], (v < V)[None, :]
+        rows = (t < T)[:, None]
+        columns = (v < V)[None, :]
         if H % BLOCK_K != 0:
-            rows, columns = rows & (k0 + k < H)[None, :], columns & (k0 + k < H)[:, None]
+            rows = rows & (k0 + k < H)[None, :]
+            columns = columns & (k0 + k < H)[:, None]
         a = tl.load(hidden, mask=rows, other=0.0)
         b = tl.load(head, mask=columns, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=TILE.PRECISION)
         hidden += BLOCK_K
         head += BLOCK_K
     return acc
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("fused_logits_fwd", "TILE", "S"))
 def _fused_logits_fwd_kernel(
     hidden_ptrs,  # S of [T, SIZES[s]], one float dtype
     head_ptrs,  # S of [V or more, SIZES[s]], the same dtype
     gate_ptr,  # [T, S] float32
     labels_ptr,  # [T] int32 or int64
-    logits_ptr,  # [T, V] float32 or None
-    partial_ptr,  # [2, or 2 + S if EXPECT, T, tiles] float32: highest logit, sum of exp, and of exp times o_s
-    target_ptr,  # [T, 1, or 1 + S if EXPECT] float32: the label's logit, and o_s of it; written where there is one
+    out,  # FusedSums
     T,
     V,
     tiles,
     S: tl.constexpr,
     SIZES: tl.constexpr,
     EXPECT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILE: tl.constexpr,  # FusionTile
 ):
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(T, BLOCK_M), tiles, GROUP_M)
+    tl.static_assert(TILE.BLOCK_M >= 16 and TILE.BLOCK_N >= 16, "a tile is at least 16x16")
+    tl.static_assert(TILE.BLOCK_K >= 16, "tl.dot sums over at least 16")
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(T, BLOCK_M), tiles, TILE.GROUP_M)
     t = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     v = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row, live = t.to(tl.int64), t < T
+    row = t.to(tl.int64)
+    live = t < T
     logits = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     parts = ()
     for s in tl.static_range(S):
-        part = _logits_of(
-            hidden_ptrs[s], head_ptrs[s], t, v, T, V, SIZES[s], PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        part = _logits_of(hidden_ptrs[s], head_ptrs[s], t, v, T, V, SIZES[s], TILE)
         if EXPECT:
             parts = parts + (part,)
         else:
@@ -73,29 +99,29 @@ def _fused_logits_fwd_kernel(
     if EXPECT:  # not before all are there: an accumulator less in the loops
         for s in tl.static_range(S):
             logits += tl.load(gate_ptr + row * S + s, mask=live, other=0.0)[:, None] * parts[s]
-    if logits_ptr is not None:
-        at = logits_ptr + (row[:, None] * V + v[None, :])
+    if out.logits is not None:
+        at = out.logits + (row[:, None] * V + v[None, :])
         tl.store(at, logits, mask=live[:, None] & (v < V)[None, :])
     logits = tl.where((v < V)[None, :], logits, float("-inf"))
     top = tl.max(logits, 1)
     p = tl.exp(logits - top[:, None])
     label = tl.load(labels_ptr + row, mask=live, other=-1)
     hit = v[None, :] == label[:, None]
-    found = live & (label >= tile_n * BLOCK_N) & (label < tl.minimum(tile_n * BLOCK_N + BLOCK_N, V))
-    partial = partial_ptr + row * tiles + tile_n
+    known = live & (label >= tile_n * BLOCK_N) & (label < tl.minimum(tile_n * BLOCK_N + BLOCK_N, V))
+    partial = out.partial + row * tiles + tile_n
     field = T.to(tl.int64) * tiles
     WIDTH: tl.constexpr = 1 + S if EXPECT else 1
-    target = target_ptr + row * WIDTH
+    target = out.target + row * WIDTH
     tl.store(partial, top, mask=live)
     tl.store(partial + field, tl.sum(p, 1), mask=live)
-    tl.store(target, tl.sum(tl.where(hit, logits, 0.0), 1), mask=found)
+    tl.store(target, tl.sum(tl.where(hit, logits, 0.0), 1), mask=known)
     if EXPECT:
         for s in tl.static_range(S):
             tl.store(partial + field * (2 + s), tl.sum(p * parts[s], 1), mask=live)
-            tl.store(target + 1 + s, tl.sum(tl.where(hit, parts[s], 0.0), 1), mask=found)
+            tl.store(target + 1 + s, tl.sum(tl.where(hit, parts[s], 0.0), 1), mask=known)
 
 
-@triton.jit
+@triton.jit(repr=named("fused_logits_bwd"))
 def _fused_logits_bwd_kernel(
     logits_ptr,  # [T, V] float32
     lse_ptr,  # [T] float32
@@ -117,7 +143,7 @@ def _fused_logits_bwd_kernel(
     tl.store(dlogits_ptr + (t * V + v), dlogits.to(dlogits_ptr.dtype.element_ty), mask=v < V)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("fused_hidden_bwd"))
 def _fused_hidden_bwd_kernel(
     dx_ptr,  # [T, H]: dlogits times one specialist's head
     hidden_ptr,  # [T, H]
@@ -235,15 +261,17 @@ def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=No
     if config is None:
         major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
         config = fusion_config(10 * major + minor, x.dtype, precision(x), sizes, need_score)
-    tiles = triton.cdiv(V, config["BLOCK_N"])
+    tiles = triton.cdiv(V, config.BLOCK_N)
     partial = gate.new_empty(2 + S * need_score, T, tiles)
     # no label's logit, no loss: NaN says so where asking would wait for the GPU
     target = gate.new_full((T, 1 + S * need_score), float("nan"))
+    out = FusedSums(logits, partial, target)
+    operands = (tuple(h.contiguous() for h in hidden), tuple(head.contiguous() for head in heads))
     with torch.cuda.device_of(x):
-        _fused_logits_fwd_kernel[(triton.cdiv(T, config["BLOCK_M"]) * tiles,)](
-            tuple(h.contiguous() for h in hidden), tuple(head.contiguous() for head in heads), gate.contiguous(),
-            labels.contiguous(), logits, partial, target, T, V, tiles, S=S, SIZES=sizes, EXPECT=need_score, **config,
-            enable_fp_fusion=True,
+        _fused_logits_fwd_kernel[(triton.cdiv(T, config.BLOCK_M) * tiles,)](
+            *operands, gate.contiguous(), labels.contiguous(), out, T, V, tiles,
+            S=S, SIZES=sizes, EXPECT=need_score, TILE=config,
+            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     top = partial[0].amax(1, keepdim=True)
     share = (partial[0] - top).exp_()
@@ -258,7 +286,7 @@ def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=No
 
 def fusion_config(
     arch: int, dtype: torch.dtype, precision: str, sizes: tuple[int, ...], expect: bool
-) -> dict:
+) -> FusionTile:
     """Return blocks, precision, warps and stages of the forward kernel on sm_`arch` (0: the interpreter).
 
     With expectations every specialist has an accumulator, beside the mixture's: more of them make the tile narrower.
@@ -275,7 +303,4 @@ def fusion_config(
         block_m, block_n, block_k, warps, stages = 64 if expect else 128, wide, 64, 8, 4
     else:
         block_m, block_n, block_k, warps, stages = 128, 128, 64, 8, 4
-    return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "PRECISION": precision,
-        "num_warps": warps, "num_stages": stages,
-    }  # fmt: skip
+    return FusionTile(block_m, block_n, block_k, 8, precision, warps, stages)

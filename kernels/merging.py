@@ -9,13 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.compiling import named
 from moe_runtime.kernels.tiles import precision, tile_of
 
 MAX_EXPERTS = 8  # experts whose loads are in flight together
 TILE_BYTES = 1 << 15  # of the experts that one program sums
 
 
-@triton.jit
+@triton.jit(repr=named("merge_experts_fwd"))
 def _merge_experts_fwd_kernel(
     weight_ptr,  # [E, P], any float
     alpha_ptr,  # [E] float32
@@ -51,7 +52,7 @@ def _merge_experts_fwd_kernel(
     tl.store(out_ptr + p, acc.to(out_ptr.dtype.element_ty), mask=p < P)
 
 
-@triton.jit
+@triton.jit(repr=named("merge_experts_bwd_alpha"))
 def _merge_experts_bwd_alpha_kernel(
     dout_ptr,  # [P], any float
     weight_ptr,  # [E, P], any float
@@ -75,7 +76,7 @@ def _merge_experts_bwd_alpha_kernel(
         tl.store(partial_ptr + (e * blocks + block), tl.sum(w * dout[None, :], 1), mask=e < E)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("merged_linear_bwd_alpha"))
 def _merged_linear_bwd_alpha_kernel(
     dout_ptr,  # [T, N], any float
     x_ptr,  # [T, K], dtype of dout
@@ -91,6 +92,7 @@ def _merged_linear_bwd_alpha_kernel(
     BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    tl.static_assert(BLOCK_N >= 16 and BLOCK_K >= 16 and BLOCK_T >= 16, "tl.dot's least sizes")
     tile = tl.program_id(0)
     tile_n, tile_k = tile_of(tile, tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), 8)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Activations and their derivatives on float32 tiles, by constexpr name; `moe_runtime.ops.activation` states them."""
+"""Activations and their derivatives on float32 tiles, by name; `ops.activation` states them."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,8 @@
-"""Rows back to tokens: gather and sum, never a scatter; the gradients of both gathers. Equations: `moe_runtime.ops.combine`.
+"""Rows back to tokens: gather and sum, never a scatter; the gradients of both gathers.
 
-Bytes moved, at least: every row read once, every token written once (the backward of combine: dout and y read, dy written).
-A lane loads 16 bytes of a row at a time; the loads of a token's rows do not wait for each other. Sums are float32, slot after
-slot, without atomics. T and R are not specialized: a new number of tokens needs no compilation.
+The equations are in `moe_runtime.ops.combine`. A lane loads 16 bytes of a row at a time, and the
+loads of a token's rows do not wait for each other. Sums are float32, slot after slot, without
+atomics. T and R are not specialized: a new number of tokens needs no compilation.
 """
 
 from typing import NamedTuple
@@ -94,7 +94,8 @@ def _combine_bwd_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    # a program per slot: the K programs that read one row of dout run side by side and share it in L2
+    # a program per slot: the K programs that read one row of dout run side by side and share it in
+    # L2
     s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     row = tl.load(slot_row_ptr + s, mask=s < R, other=0).to(tl.int64)
     weight = tl.load(weight_ptr + s, mask=s < R, other=0.0)
@@ -194,9 +195,13 @@ def combine_forward(
     slot_row: torch.Tensor,
     num_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's dtype.
+    """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] -> [T, H] in y's dtype.
 
-    `num_rows` [1] int32, read on the device: slots whose row is not below it count nothing, whatever y and the weight hold.
+    `num_rows` [1] int32 is read on the device: slots whose row is not below it count nothing,
+    whatever y and the weight hold.
+
+    Grid: the tiles of `_tile` of out [T, H]. A program sums the K rows of its tokens. T K H
+    elements are read, T H written.
     """
     (T, K), H = topk_weight.shape, y.shape[1]
     if not y.numel():
@@ -205,16 +210,27 @@ def combine_forward(
     BLOCK_T, BLOCK_H = _tile(y)
     with torch.cuda.device_of(y):  # Triton launches on the current device
         _combine_fwd_kernel[(triton.cdiv(T, BLOCK_T) * triton.cdiv(H, BLOCK_H),)](
-            Rows(y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows), out, T, H,
-            K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H, enable_fp_fusion=True,
-        )  # fmt: skip
+            Rows(y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows),
+            out,
+            T,
+            H,
+            K=K,
+            UNROLL=min(K, UNROLL),
+            BLOCK_T=BLOCK_T,
+            BLOCK_H=BLOCK_H,
+            enable_fp_fusion=True,
+        )
     return out
 
 
 def combine_backward(
     dout: torch.Tensor, y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of `combine_forward`."""
+    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H].
+
+    The rest as of `combine_forward`. Grid: blocks of a few slots; a program passes over their rows.
+    R H elements of y are read and as many of dy written, T H of dout read, K times, from L2.
+    """
     R, H = y.shape
     dy, dweight = (
         y.new_empty(R, H),
@@ -224,9 +240,19 @@ def combine_backward(
     if R:
         with torch.cuda.device_of(y):
             _combine_bwd_kernel[(triton.cdiv(R, BLOCK_S),)](
-                dout.contiguous(), y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), dy, dweight,
-                R, H, topk_weight.shape[1], BLOCK_S=BLOCK_S, BLOCK_H=BLOCK_H, enable_fp_fusion=True,
-            )  # fmt: skip
+                dout.contiguous(),
+                y.contiguous(),
+                topk_weight.contiguous(),
+                slot_row.contiguous(),
+                dy,
+                dweight,
+                R,
+                H,
+                topk_weight.shape[1],
+                BLOCK_S=BLOCK_S,
+                BLOCK_H=BLOCK_H,
+                enable_fp_fusion=True,
+            )
     return dy, dweight
 
 
@@ -238,10 +264,14 @@ def sum_rows(
     K: int,
     num_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx[t] = sum_k dy[slot_row[t, k]] [T, H] in dy's dtype; dweight[t, k] = sum_n partial[slot_row[t, k], n] float32.
+    """dx[t] = sum_k dy[slot_row[t, k]] [T, H]; dweight[t, k] = sum_n partial[slot_row[t, k], n].
 
-    One launch for both; each is None without its argument, `dy` [R, H] or `partial` [R, n]. `num_rows` as of
-    `combine_forward`: a slot behind adds nothing to dx, and its dweight is 0.
+    One launch for both; each is None without its argument, `dy` [R, H] or `partial` [R, n] float32.
+    dx has dy's dtype, dweight [T, K] is float32. `num_rows` is as of `combine_forward`: a slot
+    behind adds nothing to dx, and its dweight is 0.
+
+    Grid: the tiles of dx, then blocks of BLOCK_S slots of dweight. T K H elements of dy and T K n
+    of partial are read, T H and T K written.
     """
     R = T * K
     H = 0 if dy is None else dy.shape[1]
@@ -254,10 +284,23 @@ def sum_rows(
     if R and grid:
         with torch.cuda.device_of(slot_row):
             _sum_rows_kernel[(grid,)](
-                Rows(_contiguous(dy), None, slot_row.contiguous(), num_rows), _contiguous(partial), dx, dweight, T, H, R, n, programs,
-                K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H,
-                BLOCK_S=BLOCK_S, BLOCK_N=min(triton.next_power_of_2(max(n, 1)), 32), enable_fp_fusion=True,
-            )  # fmt: skip
+                Rows(_contiguous(dy), None, slot_row.contiguous(), num_rows),
+                _contiguous(partial),
+                dx,
+                dweight,
+                T,
+                H,
+                R,
+                n,
+                programs,
+                K=K,
+                UNROLL=min(K, UNROLL),
+                BLOCK_T=BLOCK_T,
+                BLOCK_H=BLOCK_H,
+                BLOCK_S=BLOCK_S,
+                BLOCK_N=min(triton.next_power_of_2(max(n, 1)), 32),
+                enable_fp_fusion=True,
+            )
     return dx, dweight
 
 
@@ -270,9 +313,13 @@ def sum_rows_and_router(
     dlogits: torch.Tensor,
     router_weight: torch.Tensor,
 ) -> torch.Tensor:
-    """dx[t] = sum_k dy[slot_row[t, k]] + dlogits[t] router_weight, [T, H] in dy's dtype, rounded once.
+    """dx[t] = sum_k dy[slot_row[t, k]] + dlogits[t] router_weight, [T, H], rounded once.
 
-    `dlogits` [T, N] and `router_weight` [N, H] have dy's dtype; the rest as of `sum_rows`. One launch.
+    `dlogits` [T, N] and `router_weight` [N, H] have dy's dtype, as dx has; the rest as of
+    `sum_rows`.
+
+    Grid: tiles of 16 tokens by at most 256 columns of dx. A program sums its rows and multiplies.
+    At least T K H elements of dy, T N and N H are read, T H written.
     """
     H, N = dy.shape[1], router_weight.shape[0]
     dx = dy.new_empty(T, H)
@@ -282,10 +329,22 @@ def sum_rows_and_router(
     if dx.numel():
         with torch.cuda.device_of(dy):
             _sum_rows_router_kernel[(triton.cdiv(T, 16) * triton.cdiv(H, BLOCK_H),)](
-                Rows(dy.contiguous(), None, slot_row.contiguous(), num_rows), dlogits.contiguous(), router_weight, dx, T, H, N,
-                router_weight.stride(0), K=K, UNROLL=min(K, 4), PRECISION=precision(dy), BLOCK_T=16, BLOCK_H=BLOCK_H,
-                BLOCK_N=min(64, max(16, triton.next_power_of_2(max(N, 1)))), enable_fp_fusion=True,
-            )  # fmt: skip
+                Rows(dy.contiguous(), None, slot_row.contiguous(), num_rows),
+                dlogits.contiguous(),
+                router_weight,
+                dx,
+                T,
+                H,
+                N,
+                router_weight.stride(0),
+                K=K,
+                UNROLL=min(K, 4),
+                PRECISION=precision(dy),
+                BLOCK_T=16,
+                BLOCK_H=BLOCK_H,
+                BLOCK_N=min(64, max(16, triton.next_power_of_2(max(N, 1)))),
+                enable_fp_fusion=True,
+            )
     return dx
 
 
@@ -294,7 +353,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _tile(y: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of a program, 16 bytes a lane: one row as far as it goes, several where rows are short."""
+    """Return rows and columns of a program, 16 bytes a lane: one row, or several short ones."""
     width = LANES * 16 // y.element_size()
     columns = min(triton.next_power_of_2(max(y.shape[1], 16)), width)
     return width // columns, columns

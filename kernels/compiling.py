@@ -34,7 +34,7 @@ def named(kernel: str, *constants: str) -> Callable:
 
 
 class Listener:
-    """Triton's compilation listener: adds up the time of our kernels and prints one line, once for a process."""
+    """Triton's compilation listener: adds up our kernels' time, prints one line a process."""
 
     def __init__(self, following):
         self.following, self.seconds, self.has_printed = following, 0.0, False
@@ -51,10 +51,11 @@ class Listener:
             self.has_printed = True
             if int(os.environ.get("RANK") or 0) == 0:
                 print(
-                    "moe_runtime: compiling kernels at their first launch. They are cached on disk; "
-                    "moe_runtime.warmup(model) compiles them ahead, in parallel.",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                    "moe_runtime: compiling kernels at their first launch. They are cached on "
+                    "disk; moe_runtime.warmup(model) compiles them ahead, in parallel.",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def install() -> None:

@@ -1,9 +1,11 @@
-"""Few tokens, as in generation: routing, sort and tile map in one launch, the down projection and the weighted sum in one.
+"""Few tokens, as in generation: fewer launches, whose time is that of the layer.
+
+Routing, sort and tile map are one launch, the down projection and the weighted sum another:
 
     out[t] = sum_k weight[t, k] (W_down[e] h[slot_row[t, k]] + b[e]),   e = topk_idx[t, k]
 
-The time of a layer with few slots is that of its launches. The results agree with those of `kernels.routing`,
-`kernels.dispatch`, `kernels.grouped_gemm` and `kernels.combine`, whose steps these kernels call.
+The results agree with those of `kernels.routing`, `kernels.dispatch`, `kernels.grouped_gemm` and
+`kernels.combine`, whose steps these kernels call.
 """
 
 import functools
@@ -39,7 +41,9 @@ from moe_runtime.kernels.routing import route_of, route_operand, route_rows
 from moe_runtime.kernels.tiles import Tile
 
 SMALL = 512  # slots that one program sorts: more take it longer than three launches
-FEW = 128  # the program is compiled for so many slots and for SMALL, and not for each power of two of a changing batch
+# the program is compiled for so many slots and for SMALL, and not for each power of two of a
+# changing batch
+FEW = 128
 TINY = 128  # rows whose down projection one program a column block computes, expert by expert
 
 
@@ -172,9 +176,9 @@ def plan_forward(
     Returns the weights [T, K] float32 (None with `topk_idx`), the ids and the plan, as
     `route_forward`, `dispatch_forward` and `tile_map` give them.
 
-    Grid: one program, which keeps every slot in registers; T E logits are read, 5 T K numbers
-    written. Expected to save four launches of five where each takes longer than its work; to be
-    deleted if a decoding step with CUDA graphs is as fast without it.
+    Grid: one program, which compares all slots with each other. T E logits are read, 5 T K numbers
+    written. Expected to save two to four launches, each of which takes longer than its work; to be
+    deleted if a decoding step in a CUDA graph is as fast without it.
     """
     source = topk_idx if logits is None else logits
     new = functools.partial(torch.empty, device=source.device, dtype=torch.int32)
@@ -194,22 +198,37 @@ def plan_forward(
     plan = Plan(new(num_experts + 1), new(R), new(R), new(3, tiles))
     with torch.cuda.device_of(source):
         _plan_kernel[(1,)](
-            logits, weight, idx, plan, T, R, tiles, E=num_experts, SLOTS=K, FIRST=first_expert,
-            ROUTE=route, BLOCK_M=BLOCK_M, BLOCK_S=_slots_block(R), BLOCK_J=BLOCK_J,
-            BLOCK_TILES=BLOCK_TILES, BLOCK_E=BLOCK_E, num_warps=8, enable_fp_fusion=True,
-        )  # fmt: skip
+            logits,
+            weight,
+            idx,
+            plan,
+            T,
+            R,
+            tiles,
+            E=num_experts,
+            SLOTS=K,
+            FIRST=first_expert,
+            ROUTE=route,
+            BLOCK_M=BLOCK_M,
+            BLOCK_S=_slots_block(R),
+            BLOCK_J=BLOCK_J,
+            BLOCK_TILES=BLOCK_TILES,
+            BLOCK_E=BLOCK_E,
+            num_warps=8,
+            enable_fp_fusion=True,
+        )
     return weight, idx, plan
 
 
 def down_combine_forward(h, down, bias, topk_weight, plan: Plan, tile: Tile) -> torch.Tensor:
-    """`h` [R, I], `down` [E, H, I], `bias` [E, H] or None, `topk_weight` [T, K] float32 -> out [T, H].
+    """`h` [R, I], `down` [E, H, I], `bias` [E, H], `topk_weight` [T, K] -> out [T, H].
 
     At most TINY rows. Grid: blocks of at most 16 columns of H, so that there is one for every
     processor; a program computes its columns of all rows, expert by expert, and then of all tokens.
     The weights of the experts that have rows are read once, h by every program.
 
-    Expected to save two launches of three, which take longer than these few rows; to be deleted if
-    a decoding step with CUDA graphs is as fast without it.
+    Expected to save one launch of two, which takes longer than these few rows; to be deleted if a
+    decoding step in a CUDA graph is as fast without it.
     """
     T, K = topk_weight.shape
     E, H, I = down.shape
@@ -222,9 +241,27 @@ def down_combine_forward(h, down, bias, topk_weight, plan: Plan, tile: Tile) -> 
     unroll = min(UNROLL, triton.next_power_of_2(K))
     with torch.cuda.device_of(h):
         _down_combine_kernel[(triton.cdiv(H, tile.BLOCK_N),)](
-            h, w, weight, plan.tile_map, plan.slot_row, topk_weight, plan.expert_offsets, y, out,
-            T, plan.tile_map.shape[1], E, H, I, SLOTS=K, UNROLL=unroll,
-            PRODUCT=product_of(h, down, True, I, tile), TILE=tile, BLOCK_T=16,
-            num_warps=4, num_stages=tile.num_stages, enable_fp_fusion=True,
-        )  # fmt: skip
+            h,
+            w,
+            weight,
+            plan.tile_map,
+            plan.slot_row,
+            topk_weight,
+            plan.expert_offsets,
+            y,
+            out,
+            T,
+            plan.tile_map.shape[1],
+            E,
+            H,
+            I,
+            SLOTS=K,
+            UNROLL=unroll,
+            PRODUCT=product_of(h, down, True, I, tile),
+            TILE=tile,
+            BLOCK_T=16,
+            num_warps=4,
+            num_stages=tile.num_stages,
+            enable_fp_fusion=True,
+        )
     return out

@@ -1,14 +1,16 @@
-"""Slots to rows: a stable counting sort by expert without atomics, and the grouped GEMMs' map of row tiles.
+"""Slots to rows: a stable counting sort by expert without atomics, and the map of row tiles.
 
-`moe_runtime.ops.dispatch` states the operation. A slot's key is its expert, or E if it is dropped. Blocks of BLOCK_S slots:
+`moe_runtime.ops.dispatch` states the operation. A slot's key is its expert, or E if it is dropped.
+Blocks of BLOCK_S slots:
 
     less[e, b]        = how many keys of block b are < e
     expert_offsets[e] = sum_b less[e, b]
     start[e, b]       = expert_offsets[e] + sum_{b' < b} (less[e + 1, b'] - less[e, b'])
-    slot_row[s]       = start[key_s, b] + how many slots of block b in front of s have its key
+    slot_row[s]       = start[key_s, b] + how many slots of block b before s have its key
 
-Three launches, one for a single block; bit-identical from run to run. The comparisons are R * E integer operations. Sizes that
-change with the number of tokens are not specialized: a new number needs no compilation.
+Three launches, or one for a single block; bit-identical from run to run. The comparisons are R * E
+integer operations. Sizes that change with the number of tokens are not specialized: a new number
+needs no compilation.
 """
 
 from typing import NamedTuple
@@ -163,8 +165,17 @@ def _invert_kernel(
 
 
 @triton.jit
-def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+def write_map(
+    first_tile_of_block,
+    offsets_ptr,
+    map_ptr,
+    E,
+    num_tiles,
+    FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     """Write BLOCK_TILES tiles of a map; the arguments are those of `_tile_map_kernel`."""
     tile = first_tile_of_block + tl.arange(0, BLOCK_TILES)
     expert = tl.zeros([BLOCK_TILES], tl.int32)
@@ -178,7 +189,8 @@ def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl
         )
         tiles = rows // BLOCK_M + (rows % BLOCK_M > 0).to(tl.int32)
         ends = end + tl.cumsum(tiles, 0)
-        # the experts whose tiles all come first: as many as the owner's id; the last of them ends where the owner begins
+        # the experts whose tiles all come first: as many as the owner's id; the last of them ends
+        # where the owner begins
         over = ends[None, :] <= tile[:, None]
         expert += tl.sum(over.to(tl.int32), 1)
         first_tile = tl.maximum(first_tile, tl.max(tl.where(over, ends[None, :], 0), 1))
@@ -202,9 +214,13 @@ def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl
 def _tile_map_kernel(
     offsets_ptr,  # [E + 1] int32
     map_ptr,  # [3, num_tiles] int32
-    E, num_tiles,
-    FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    E,
+    num_tiles,
+    FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     write_map(
         tl.program_id(0) * BLOCK_TILES,
         offsets_ptr,
@@ -235,7 +251,12 @@ def rows_of(map_ptr, num_tiles, tile):
 def dispatch_forward(
     topk_idx: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], all int32."""
+    """`topk_idx` [T, K] -> expert_offsets [E + 1], row_token, row_slot, slot_row [R], all int32.
+
+    Grids: a program for each block of BLOCK_S slots, one for each expert (which scans the blocks'
+    counts), and again one for each block. R ids are read twice, 2 E R / BLOCK_S counts written and
+    read, and 3 R numbers written, two of them scattered.
+    """
     idx, R, E, K = topk_idx.contiguous(), topk_idx.numel(), num_experts, topk_idx.shape[1]
     if not R:
         return idx.new_zeros(E + 1, dtype=torch.int32), *(
@@ -255,14 +276,26 @@ def dispatch_forward(
                 less, offsets, start, blocks, SCAN=SCAN, enable_fp_fusion=True
             )
         _dispatch_fwd_scatter_kernel[(blocks,)](
-            idx, start, Sorted(offsets, row_token, row_slot, slot_row), R, E, K, blocks,
-            BLOCK_S=BLOCK_S, BLOCK_J=BLOCK_J, BLOCK_E=BLOCK_E, enable_fp_fusion=True,
-        )  # fmt: skip
+            idx,
+            start,
+            Sorted(offsets, row_token, row_slot, slot_row),
+            R,
+            E,
+            K,
+            blocks,
+            BLOCK_S=BLOCK_S,
+            BLOCK_J=BLOCK_J,
+            BLOCK_E=BLOCK_E,
+            enable_fp_fusion=True,
+        )
     return offsets, row_token, row_slot, slot_row
 
 
 def invert(row_slot: torch.Tensor) -> torch.Tensor:
-    """slot_row [R] int32, the inverse permutation of `row_slot` [R] int32."""
+    """slot_row [R] int32, the inverse permutation of `row_slot` [R] int32.
+
+    Grid: blocks of BLOCK_R rows. R numbers are read, R scattered.
+    """
     slot_row, R = torch.empty_like(row_slot), row_slot.numel()
     if R:
         with torch.cuda.device_of(row_slot):
@@ -273,17 +306,20 @@ def invert(row_slot: torch.Tensor) -> torch.Tensor:
 
 
 def max_tiles(R: int, E: int, BLOCK_M: int) -> int:
-    """The most tiles of BLOCK_M rows that R rows of E experts can have: sum_e ceil(c_e / BLOCK_M) is never larger."""
+    """Return a bound on the tiles of R rows, sum_e ceil(c_e / BLOCK_M)."""
     return R // BLOCK_M + min(E, R)
 
 
 def tile_map(
     expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0
 ) -> torch.Tensor:
-    """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
+    """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: expert, first row, expert's end row.
 
-    Tiles are in row order. A tile behind the last one has expert -1 and, as its first row, the number of tiles in front. No
-    tile holds rows of experts below `first_expert`, or dropped rows.
+    Tiles are in row order. A tile behind the last one has expert -1 and, as its first row, the
+    number of tiles in front. No tile holds rows of experts below `first_expert`, or dropped rows.
+
+    Grid: blocks of BLOCK_TILES tiles. A program reads all E + 1 offsets and writes three numbers
+    for each tile.
     """
     E = expert_offsets.numel() - 1
     tiles = max_tiles(R, E, BLOCK_M)
@@ -291,7 +327,14 @@ def tile_map(
     if tiles:
         with torch.cuda.device_of(expert_offsets):
             _tile_map_kernel[(triton.cdiv(tiles, BLOCK_TILES),)](
-                expert_offsets, out, E, tiles,
-                FIRST=first_expert, BLOCK_M=BLOCK_M, BLOCK_TILES=BLOCK_TILES, BLOCK_E=BLOCK_E, enable_fp_fusion=True,
-            )  # fmt: skip
+                expert_offsets,
+                out,
+                E,
+                tiles,
+                FIRST=first_expert,
+                BLOCK_M=BLOCK_M,
+                BLOCK_TILES=BLOCK_TILES,
+                BLOCK_E=BLOCK_E,
+                enable_fp_fusion=True,
+            )
     return out

@@ -1,8 +1,7 @@
-"""Gram matrix of n experts, each read once, and two parents' randomly thinned sum in one pass. Equations:
-`moe_runtime.ops.expansion`.
+"""Gram matrix of n experts, and the sum of two parents' randomly thinned differences.
 
-Bytes moved, at least: Gram n P elements (and P of the base), DARE 4 P (3 P without a base). The random numbers are a
-function of key and element alone (Philox 4x64-10), so neither tile nor device nor order changes what is dropped.
+The equations are in `moe_runtime.ops.expansion`. The random numbers are a function of key and
+element alone (Philox 4x64-10), so neither tile nor device nor order changes what is dropped.
 """
 
 import torch
@@ -42,7 +41,8 @@ def _gram_kernel(
             w = (
                 w.to(tl.float32) - base[None, :]
             )  # in rows behind the last, too, which are not stored
-        # products of 16-bit numbers are exact in float32; those of float32 must not be rounded to tf32
+        # products of 16-bit numbers are exact in float32; those of float32 must not be rounded to
+        # tf32
         acc = tl.dot(w, tl.trans(w), acc, input_precision="ieee")
     other = tl.arange(0, BLOCK_N)
     partial_ptr += chunk * n * n + e.to(tl.int64)[:, None] * n + other[None, :]
@@ -95,7 +95,13 @@ def _dare_merge_kernel(
 
 
 def gram_forward(weight: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-    """<weight[i] - base, weight[j] - base> of all pairs: `weight` [n, P], rows contiguous, `base` [P] -> [n, n] float64."""
+    """<weight[i] - base, weight[j] - base> of all pairs, [n, n] float64.
+
+    `weight` [n, P], rows contiguous, `base` [P] or None.
+
+    Grid: chunks of CHUNK columns; a program computes all n n
+    sums of its chunk. n P elements are read (and P of the base), n n for each chunk written.
+    """
     n, P = weight.shape
     chunks = triton.cdiv(P, CHUNK)
     partial = torch.empty(chunks, n, n, dtype=torch.float32, device=weight.device)
@@ -139,9 +145,11 @@ def dare_merge_forward(
     second_scale: float,
     start: int = 0,
 ):
-    """base + drop(first - base) first_scale + drop(second - base) second_scale, [...] in first's dtype; all contiguous.
+    """base + drop(first - base) first_scale + drop(second - base) second_scale, in first's dtype.
 
-    `start`, which 4 divides, is the number of the first element in its stream.
+    All are contiguous. `start`, which 4 divides, is the number of the first element in its stream.
+
+    Grid: blocks of 4 BLOCK_C elements. 3 P elements are read (2 P without a base), P written.
     """
     out, P = torch.empty_like(first), first.numel()
     BLOCK_C = 256
@@ -149,7 +157,19 @@ def dare_merge_forward(
         with torch.cuda.device_of(first):
             # no fused multiply-add: the last bits are those of the torch backend
             _dare_merge_kernel[(triton.cdiv(P, 4 * BLOCK_C),)](
-                first, second, base, out, P, seed, stream, threshold, first_scale, second_scale,
-                start // 4, BLOCK_C=BLOCK_C, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
+                first,
+                second,
+                base,
+                out,
+                P,
+                seed,
+                stream,
+                threshold,
+                first_scale,
+                second_scale,
+                start // 4,
+                BLOCK_C=BLOCK_C,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
     return out

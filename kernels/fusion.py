@@ -1,8 +1,8 @@
-"""Specialists' logits mixed tile by tile, with the softmax's sums in the epilogue. The equations: `moe_runtime.ops.fusion`.
+"""Specialists' logits mixed tile by tile, with the softmax's sums in the epilogue.
 
-A specialist's logits are never in memory, the mixed ones only where their gradient follows. A program computes BLOCK_M tokens
-by BLOCK_N ids of the common vocabulary, one specialist after the other. What a row's softmax needs from each tile (highest
-logit, sum of exp, expectations) goes to `partial`, 2 + S numbers for BLOCK_N logits.
+The equations are in `moe_runtime.ops.fusion`. A specialist's logits are never in memory, the mixed
+ones only where their gradient follows. What a row's softmax needs from each tile (highest logit,
+sum of exp, expectations) goes to `partial`, 2 + S numbers for BLOCK_N logits.
 """
 
 from typing import NamedTuple
@@ -188,9 +188,10 @@ def fused_loss_forward(
     ignore_index: int,
     need_score: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token [T] and, if requested, its gradient in the gate's weights [T, S], else [0]; float32.
+    """Return the loss of each token [T] and its gradient in the gate's weights [T, S], float32.
 
-    `gate` [T, S] float32, `labels` [T], `hidden` S of [T, H_s], `heads` S of [V or more, H_s].
+    The gradient is [0] unless `need_score`. `gate` [T, S] float32, `labels` [T], `hidden` S of
+    [T, H_s], `heads` S of [V or more, H_s]. What a launch moves, `_forward` says.
     """
     T, S = gate.shape
     nll, score = gate.new_empty(T), gate.new_empty((T, S) if need_score else 0)
@@ -214,7 +215,10 @@ def fused_logits_backward(
     V: int,
     ignore_index: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed logits [T, V]."""
+    """Return the loss of each token [T], and the gradient of `scale` times it in the logits [T, V].
+
+    Grid of the second launch: a token by BLOCK_V ids; T V logits are read and written.
+    """
     logits = gate.new_empty(gate.shape[0], V)
     nll, lse, _ = _forward(gate, labels, hidden, heads, V, ignore_index, False, logits)
     dlogits = (
@@ -224,9 +228,16 @@ def fused_logits_backward(
     )
     with torch.cuda.device_of(gate):  # Triton launches on the current device
         _fused_logits_bwd_kernel[(gate.shape[0], triton.cdiv(V, BLOCK_V))](
-            logits, lse, scale.contiguous(), labels.contiguous(), dlogits, V, BLOCK_V=BLOCK_V, num_warps=8,
+            logits,
+            lse,
+            scale.contiguous(),
+            labels.contiguous(),
+            dlogits,
+            V,
+            BLOCK_V=BLOCK_V,
+            num_warps=8,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     return nll, dlogits
 
 
@@ -238,23 +249,40 @@ def fused_hidden_backward(
     dhidden: torch.Tensor | None,
     scaled: torch.Tensor | None,
 ) -> None:
-    """Write <dx, hidden> into `dgate` [T], gate * dx into `dhidden` [T, H] and gate * hidden into `scaled` [T, H].
+    """Write <dx, hidden> to `dgate` [T], gate * dx to `dhidden`, gate * hidden to `scaled`.
 
-    `gate` and `dgate` are columns of tensors [T, S] float32 with the same strides.
+    `gate` and `dgate` are columns of tensors [T, S] float32 with the same strides. Grid: blocks of
+    8 tokens, whose rows a program passes over. 2 T H elements are read, 2 T H written.
     """
     T, H = dx.shape
     assert gate.stride() == dgate.stride()
     with torch.cuda.device_of(dx):
         _fused_hidden_bwd_kernel[(triton.cdiv(T, 8),)](
-            dx, hidden, gate, dgate, dhidden, scaled, T, H, gate.stride(0), BLOCK_T=8,
-            BLOCK_H=min(512, triton.next_power_of_2(H)), num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+            dx,
+            hidden,
+            gate,
+            dgate,
+            dhidden,
+            scaled,
+            T,
+            H,
+            gate.stride(0),
+            BLOCK_T=8,
+            BLOCK_H=min(512, triton.next_power_of_2(H)),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
 
 
 def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=None, config=None):
-    """Return loss, log of the softmax's sum, and gradient in the gate's weights or None, of tokens of one pass.
+    """Return loss, log of the softmax's sum, and gradient in the gate's weights or None.
 
-    `config` takes the place of `fusion_config`'s.
+    For tokens of one pass. `config` takes the place of `fusion_config`'s.
+
+    Grid: the tiles of [T, V], in groups of GROUP_M row tiles. A program multiplies BLOCK_M tokens
+    by BLOCK_N ids, one specialist after the other. At least the states and the heads are read; from
+    L2 or memory come cdiv(V, BLOCK_N) times the states and cdiv(T, BLOCK_M) times the heads. T V
+    float32 logits are written if asked for, and (2 + S) T cdiv(V, BLOCK_N) sums.
     """
     (T, S), sizes = gate.shape, tuple(h.shape[1] for h in hidden)
     x = hidden[0]
@@ -269,10 +297,21 @@ def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=No
     operands = (tuple(h.contiguous() for h in hidden), tuple(head.contiguous() for head in heads))
     with torch.cuda.device_of(x):
         _fused_logits_fwd_kernel[(triton.cdiv(T, config.BLOCK_M) * tiles,)](
-            *operands, gate.contiguous(), labels.contiguous(), out, T, V, tiles,
-            S=S, SIZES=sizes, EXPECT=need_score, TILE=config,
-            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
-        )  # fmt: skip
+            *operands,
+            gate.contiguous(),
+            labels.contiguous(),
+            out,
+            T,
+            V,
+            tiles,
+            S=S,
+            SIZES=sizes,
+            EXPECT=need_score,
+            TILE=config,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
+        )
     top = partial[0].amax(1, keepdim=True)
     share = (partial[0] - top).exp_()
     total = (partial[1] * share).sum(1)
@@ -287,9 +326,10 @@ def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=No
 def fusion_config(
     arch: int, dtype: torch.dtype, precision: str, sizes: tuple[int, ...], expect: bool
 ) -> FusionTile:
-    """Return blocks, precision, warps and stages of the forward kernel on sm_`arch` (0: the interpreter).
+    """Return the forward kernel's launch config on sm_`arch` (0: the interpreter).
 
-    With expectations every specialist has an accumulator, beside the mixture's: more of them make the tile narrower.
+    With expectations every specialist has an accumulator, beside the mixture's: the more of them,
+    the narrower the tile.
     """
     wide = min(128, max(16, 512 // triton.next_power_of_2(len(sizes) + 1))) if expect else 64
     if arch == 0:

@@ -151,17 +151,42 @@ def _up_tile(
             col0 = n0 + i * COLUMNS
             if FORM.INTERLEAVED:
                 part = piece(gate, i, PIECES, BLOCK_M, WIDTH)
-                part = add_terms(part, weight, lora, e, row, rows_left, col0 * 2, N, N, PRODUCT,
-                                 BLOCK_M, COLUMNS * 2)  # fmt: skip
+                part = add_terms(
+                    part,
+                    weight,
+                    lora,
+                    e,
+                    row,
+                    rows_left,
+                    col0 * 2,
+                    N,
+                    N,
+                    PRODUCT,
+                    BLOCK_M,
+                    COLUMNS * 2,
+                )
                 second = part
             else:
                 part = piece(gate, i, PIECES, BLOCK_M, BLOCK_N)
-                part = add_terms(part, weight, lora, e, row, rows_left, col0, I, N, PRODUCT,
-                                 BLOCK_M, COLUMNS)  # fmt: skip
+                part = add_terms(
+                    part, weight, lora, e, row, rows_left, col0, I, N, PRODUCT, BLOCK_M, COLUMNS
+                )
                 second = piece(up, i, PIECES, BLOCK_M, BLOCK_N)
                 if FORM.GATED:
-                    second = add_terms(second, weight, lora, e, row, rows_left, I + col0, N, N,
-                                       PRODUCT, BLOCK_M, COLUMNS)  # fmt: skip
+                    second = add_terms(
+                        second,
+                        weight,
+                        lora,
+                        e,
+                        row,
+                        rows_left,
+                        I + col0,
+                        N,
+                        N,
+                        PRODUCT,
+                        BLOCK_M,
+                        COLUMNS,
+                    )
             _store_activation(
                 part, second, row, rows_left, col0, I, z_ptr, h_ptr, FORM, BLOCK_M, COLUMNS
             )
@@ -187,8 +212,23 @@ def _up_fwd_kernel(
     check_tile(TILE)
     for i in range(rounds_of(num_m * tl.cdiv(I, TILE.BLOCK_N), TILE.PERSISTENT)):
         pid = tl.program_id(0) + i * tl.num_programs(0)
-        _up_tile(pid, tokens, w, weight, lora, map_ptr, z_ptr, h_ptr, num_m, I, H, SLOTS, FORM,
-                 PRODUCT, TILE)  # fmt: skip
+        _up_tile(
+            pid,
+            tokens,
+            w,
+            weight,
+            lora,
+            map_ptr,
+            z_ptr,
+            h_ptr,
+            num_m,
+            I,
+            H,
+            SLOTS,
+            FORM,
+            PRODUCT,
+            TILE,
+        )
 
 
 @triton.jit
@@ -327,15 +367,15 @@ def up_forward(
     interleaved: bool = False,
     lora: LowRank | None = None,
 ):
-    """`x` [T, H], `up` [E, 2I or I, H], `row_slot` [R] -> z [R, 2I or I] (empty unless `save`), h [R, I].
+    """`x` [T, H], `up` [E, 2I or I, H] -> z [R, 2I or I] (empty unless `save`), h [R, I].
 
-    `lora` is added to z. The columns of z are in the order of up's rows; `limit` and the others are
-    those of `moe_runtime.ops.activation`.
+    `row_slot` [R] says which token a row is. `lora` is added to z. The columns of z are in the
+    order of up's rows; `limit` and the others are those of `moe_runtime.ops.activation`.
 
     Grid: a program for each tile of the map and BLOCK_N columns of h, in groups of GROUP_M row
     tiles; PERSISTENT: one for each processor. A program gathers its rows of x and multiplies them
-    by BLOCK_N columns of gate and as many of up. At least R H elements of x, the weights of the
-    experts that have rows, and R (I or 3 I) elements of h and z move; from L2 or memory come
+    by BLOCK_N columns of gate and as many of up. At least T H elements of x and the weights of the
+    experts that have rows are read, R I of h and 2 R I of z written; from L2 or memory come
     R H cdiv(I, BLOCK_N) of x and 2 H I of weights for each row tile.
     """
     Z = up.shape[1]
@@ -383,9 +423,23 @@ def _launch_up(x, up, bias, row_slot, tile_map, slots, form, tile, trained, lora
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     with torch.cuda.device_of(x):
         _up_fwd_kernel[grid(tile, num_m, I, x.device)](
-            tokens, w, weight, term_of(lora), tile_map, z, h, num_m, I, H,
-            SLOTS=slots, FORM=form, PRODUCT=product, TILE=tile, **options, enable_fp_fusion=True,
-        )  # fmt: skip
+            tokens,
+            w,
+            weight,
+            term_of(lora),
+            tile_map,
+            z,
+            h,
+            num_m,
+            I,
+            H,
+            SLOTS=slots,
+            FORM=form,
+            PRODUCT=product,
+            TILE=tile,
+            **options,
+            enable_fp_fusion=True,
+        )
 
 
 def grouped_gemm_forward(
@@ -404,10 +458,10 @@ def grouped_gemm_forward(
     `a` [R, K], `weight` [E, N, K] with k_last, else [E, K, N] (the transposed product) -> [R, N].
     Rows outside of the tile map stay as they are in `y`, or unwritten.
 
-    Grid: as of `up_forward`, over N columns; the stream kernel has one program for each processor,
-    and a program takes tile after tile. A program multiplies BLOCK_M rows of `a` by BLOCK_N columns
-    of one expert's weight. At least R (K + N) elements and the weights of the experts that have
-    rows move; from L2 or memory come R K cdiv(N, BLOCK_N) and N K for each row tile.
+    Grid: as of `up_forward`, over N columns; the stream kernel's programs are always persistent. A
+    program multiplies BLOCK_M rows of `a` by BLOCK_N columns of one expert's weight. At least R K
+    elements and the weights of the experts that have rows are read, R N written; from L2 or memory
+    come R K cdiv(N, BLOCK_N) and N K for each row tile.
     """
     R, K = a.shape
     N = weight.shape[1] if k_last else weight.shape[2]

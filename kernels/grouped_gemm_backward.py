@@ -1,4 +1,4 @@
-"""Backward of the experts: dz with the activation's gradient in its epilogue, weights' and biases' gradients.
+"""Backward of the experts: dz with the activation's gradient in its epilogue, and dW and db.
 
 The equations are in `moe_runtime.ops.moe_mlp`; dx is the plain product of `kernels.grouped_gemm`,
 which also says what TMA and PERSISTENT are expected to gain. Sums over tiles are stored as partial
@@ -201,8 +201,24 @@ def _dz_kernel(
     check_tile(TILE)
     for i in range(rounds_of(num_m * tl.cdiv(I, TILE.BLOCK_N), TILE.PERSISTENT)):
         pid = tl.program_id(0) + i * tl.num_programs(0)
-        _dz_tile(pid, tokens, w, weight, lora, topk_ptr, map_ptr, out, partial_ptr, num_m, I, H,
-                 SLOTS, FORM, PRODUCT, TILE)  # fmt: skip
+        _dz_tile(
+            pid,
+            tokens,
+            w,
+            weight,
+            lora,
+            topk_ptr,
+            map_ptr,
+            out,
+            partial_ptr,
+            num_m,
+            I,
+            H,
+            SLOTS,
+            FORM,
+            PRODUCT,
+            TILE,
+        )
 
 
 @triton.jit
@@ -344,15 +360,16 @@ def dz_backward(
     interleaved: bool = False,
     lora: LowRank | None = None,
 ):
-    """From `dout` [T, H] and z [R, 2I or I] -> dz like z, weight * h [R, I], partial [R, n] float32.
+    """From `dout` [T, H] and z [R, 2I or I] -> dz like z, weight * h [R, I], partial [R, n].
 
-    weight * h is empty unless `need_wh`; `lora` is added to dout W_down. The sum of `partial` over
-    its columns is the gradient of the row's weight. Rows outside of the tile map stay unwritten.
+    weight * h is empty unless `need_wh`; `lora` is added to dout W_down. The sum of `partial`
+    (float32) over its columns is the gradient of the row's weight. Rows outside of the tile map
+    stay unwritten.
 
     Grid: as of `grouped_gemm.up_forward`. A program gathers BLOCK_M rows of dout, multiplies them
-    by BLOCK_N columns of one expert's weight, and applies the activation's gradient. At least
-    R H elements of dout, the weights of the experts that have rows, and 4 R I (2 R I without a
-    gate) of z and dz, and R I of weight * h move.
+    by BLOCK_N columns of one expert's weight, and applies the activation's gradient. At least T H
+    elements of dout, the weights of the experts that have rows and 2 R I of z are read, 2 R I of dz
+    and R I of weight * h written.
     """
     H, I = down.shape[1:]
     R = row_slot.numel()
@@ -374,10 +391,24 @@ def dz_backward(
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     with torch.cuda.device_of(dout):
         _dz_kernel[grid(tile, num_m, I, dout.device)](
-            tokens, w, weight, term_of(lora), topk_weight, tile_map, out, partial, num_m, I, H,
-            SLOTS=topk_weight.shape[1], FORM=form, PRODUCT=product, TILE=tile, **options,
+            tokens,
+            w,
+            weight,
+            term_of(lora),
+            topk_weight,
+            tile_map,
+            out,
+            partial,
+            num_m,
+            I,
+            H,
+            SLOTS=topk_weight.shape[1],
+            FORM=form,
+            PRODUCT=product,
+            TILE=tile,
+            **options,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     return dz, wh, partial
 
 
@@ -394,7 +425,7 @@ def weight_backward(
     first: int = 0,
     into=None,
 ):
-    """dw[e] = sum over e's rows of dy[r]^T x[r]: [E, N, K] in x's dtype; zero for an expert without rows.
+    """dw[e] = sum over e's rows of dy[r]^T x[r]: [E, N, K] in x's dtype, zero without rows.
 
     `gather` ("dy", "x", or None: `row_slot` is not read) names the operand that is [T, .] and not
     in expert order. `trained` [E] int32 (-1: frozen) leaves frozen experts zero or, with
@@ -403,8 +434,8 @@ def weight_backward(
     dtype, is added to in place and returned; what has no rows, or is frozen, stays as it is there.
 
     Grid: the tiles of [N, K], in groups of GROUP_M, by the experts from `first` on. A program sums
-    over all rows of one expert. At least R (N + K) elements of dy and x and E N K of dw move; from
-    L2 or memory come R N cdiv(K, BLOCK_N) of dy and R K cdiv(N, BLOCK_M) of x.
+    over all rows of one expert. At least R (N + K) elements are read and E N K written; from L2 or
+    memory come R N cdiv(K, BLOCK_N) of dy and R K cdiv(N, BLOCK_M) of x.
     """
     E, N, K = expert_offsets.numel() - 1, dy.shape[1], x.shape[1]
     if into is not None:
@@ -429,20 +460,34 @@ def weight_backward(
     programs = (triton.cdiv(N, tile.BLOCK_M) * triton.cdiv(K, tile.BLOCK_N), E - first)
     with torch.cuda.device_of(dw):
         _grouped_gemm_bwd_w_kernel[programs](
-            dy, x, order, dw, N, K, *strides, SLOTS=slots, GATHER=gather, FIRST=first,
-            COMPACT=num_trained is not None, ADD=into is not None, PRECISION=precision(dw),
-            TILE=tile, num_warps=tile.num_warps, num_stages=stages, enable_fp_fusion=True,
-        )  # fmt: skip
+            dy,
+            x,
+            order,
+            dw,
+            N,
+            K,
+            *strides,
+            SLOTS=slots,
+            GATHER=gather,
+            FIRST=first,
+            COMPACT=num_trained is not None,
+            ADD=into is not None,
+            PRECISION=precision(dw),
+            TILE=tile,
+            num_warps=tile.num_warps,
+            num_stages=stages,
+            enable_fp_fusion=True,
+        )
     return dw
 
 
 def bias_backward(
     dy, topk_weight, row_slot, expert_offsets, slots: int, gather: bool, trained=None
 ):
-    """db[e] = sum over e's rows of dy[r], times the row's weight if given: [E, N]; frozen experts' are zero.
+    """db[e] = sum over e's rows of dy[r], times the row's weight if given: [E, N].
 
-    Grid: blocks of at most 64 columns by the experts; a program sums over all rows of one expert.
-    R N elements of dy are read, E N written.
+    Frozen experts' are zero. Grid: blocks of at most 64 columns by the experts; a program sums over
+    all rows of one expert. R N elements are read, E N written.
     """
     E, N = expert_offsets.numel() - 1, dy.shape[1]
     db = dy.new_empty(E, N)
@@ -452,7 +497,16 @@ def bias_backward(
     order = Order(row_slot, expert_offsets, trained)
     with torch.cuda.device_of(dy):
         _bias_bwd_kernel[(triton.cdiv(N, BLOCK_N), E)](
-            dy, topk_weight, order, db, N, dy.stride(0), SLOTS=slots, GATHER=gather,
-            BLOCK_N=BLOCK_N, BLOCK_K=64, enable_fp_fusion=True,
-        )  # fmt: skip
+            dy,
+            topk_weight,
+            order,
+            db,
+            N,
+            dy.stride(0),
+            SLOTS=slots,
+            GATHER=gather,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=64,
+            enable_fp_fusion=True,
+        )
     return db

@@ -293,10 +293,10 @@ def lora_backward_w(
     scaling: float,
     config: LoraTile | None = None,
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of `gate_b`, `up_b`, `down_a` [E, r, I] that `needs` asks for, else None.
+    """Return the gradients of `gate_b`, `up_b`, `down_a` [E, r, I] that `needs` names, else None.
 
     Grid: blocks of BLOCK_I columns of one expert; a program sums over all tokens. At least 3 T I
-    elements move, which the experts' programs share in L2, and 6 E r I.
+    elements and 3 E r I are read, which the experts' programs share in L2, and 3 E r I written.
     """
     T, I = z.shape[0], z.shape[1] // 2
     E, width = weight.shape[1], low.shape[2]
@@ -309,7 +309,16 @@ def lora_backward_w(
         tile = config or lora_config("bwd_w", z, I, rank)
         with torch.cuda.device_of(z):
             _lora_bwd_w_kernel[(E * triton.cdiv(I, tile.BLOCK_I),)](
-                dh, dq, experts, LoraGradients(*grads), T, I, rank, E, T * width, scaling,
+                dh,
+                dq,
+                experts,
+                LoraGradients(*grads),
+                T,
+                I,
+                rank,
+                E,
+                T * width,
+                scaling,
                 **constants(act, tile),
-            )  # fmt: skip
+            )
     return grads

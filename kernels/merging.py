@@ -1,8 +1,7 @@
-"""Weighted sum of experts, its gradient in the weights, and that gradient straight from a linear layer's inputs and output
-gradients; each expert is read once. The equations are in `moe_runtime.ops.merging`.
+"""Weighted sum of experts and its gradient in the weights, also straight from a linear layer.
 
-Bytes moved, at least: forward (E + 1) P, backward (E + 1) P elements; linear backward E P, and dW [P] is never in memory.
-Sums are float32, in a fixed order, without atomics.
+The equations are in `moe_runtime.ops.merging`. Each expert is read once. Sums are float32, in a
+fixed order, without atomics.
 """
 
 import torch
@@ -101,7 +100,8 @@ def _merged_linear_bwd_alpha_kernel(
     for t0 in range(0, T, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         row = t.to(tl.int64)
-        # loaded as its transpose: a tl.trans after the load would keep cp.async away from it on Ampere
+        # loaded as its transpose: a tl.trans after the load would keep cp.async away from it on
+        # Ampere
         mask = (n < N)[:, None] & (t < T)[None, :]
         dout = tl.load(dout_ptr + (row[None, :] * N + n[:, None]), mask=mask, other=0.0)
         mask = (t < T)[:, None] & (k < K)[None, :]
@@ -109,7 +109,8 @@ def _merged_linear_bwd_alpha_kernel(
         dw = tl.dot(dout, x, dw, input_precision=PRECISION)
     offset = n.to(tl.int64)[:, None] * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
-    # two stages: while one expert's tile is summed, the next is on its way through shared memory and needs no registers
+    # two stages: while one expert's tile is summed, the next is on its way through shared memory
+    # and needs no registers
     for _ in tl.range(E, num_stages=2):
         w = tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(partial_ptr + tile, tl.sum(dw * w))
@@ -123,9 +124,12 @@ def merge_experts_forward(
     out: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's dtype unless given.
+    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...].
 
-    With `seen` [E] float32 the kernel leaves `out` alone where alpha equals it; the host does not learn which.
+    `out` has weight's dtype unless given. With `seen` [E] float32 the kernel leaves `out` alone
+    where alpha equals it; the host does not learn which.
+
+    Grid: blocks of BLOCK_P elements; a program sums all experts'. E P elements are read, P written.
     """
     weight, stride_e, P = _rows(weight)
     out = (
@@ -151,7 +155,11 @@ def merge_experts_forward(
 
 
 def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32."""
+    """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32.
+
+    Grid: blocks of BLOCK_P elements; a program multiplies all experts'. (E + 1) P elements are
+    read.
+    """
     weight, stride_e, P = _rows(weight)
     config = merge_config(weight.shape[0], P, weight.element_size())
     blocks = triton.cdiv(P, config["BLOCK_P"])
@@ -175,9 +183,13 @@ def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> to
 def merged_linear_backward_alpha(
     dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, config: dict | None = None
 ) -> torch.Tensor:
-    """dalpha[e] = <dout^T x, weight[e]>: `dout` [T, N], `x` [T, K], `weight` [E, N, K] -> [E] float32.
+    """dalpha[e] = <dout^T x, weight[e]>: `dout` [T, N], `x` [T, K], `weight` [E, N, K] -> [E].
 
-    `config` takes the place of `linear_config`'s.
+    The result is float32. `config` takes the place of `linear_config`'s.
+
+    Grid: the tiles of [N, K]. A program sums a tile of dout^T x over T, which is never in memory,
+    and multiplies it with every expert's. At least T (N + K) + E N K elements are read; from L2 or
+    memory come T N cdiv(K, BLOCK_K) of dout and T K cdiv(N, BLOCK_N) of x.
     """
     weight, stride_e, _ = _rows(weight)
     T, (E, N, K) = dout.shape[0], weight.shape
@@ -206,7 +218,7 @@ def merged_linear_backward_alpha(
 
 
 def merge_config(E: int, P: int, element_size: int) -> dict[str, int]:
-    """Return blocks and warps of the kernels that merge, such that a thread has 16 bytes of each of BLOCK_E experts to load."""
+    """Return the merging kernels' constants: a thread loads 16 bytes of each of BLOCK_E experts."""
     block = min(triton.next_power_of_2(E), MAX_EXPERTS)
     # where 16 does not divide P every load is of one element, and a long row of them spills
     return {
@@ -219,7 +231,7 @@ def merge_config(E: int, P: int, element_size: int) -> dict[str, int]:
 def linear_config(
     arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int
 ) -> dict:
-    """Return blocks, precision, warps and stages of the linear backward on sm_`arch` (0: the interpreter)."""
+    """Return the linear backward's constants and options on sm_`arch` (0: the interpreter)."""
     aligned = (
         N % 16 == 0 and K % 16 == 0
     )  # else every load is element by element, and a wide tile of pointers spills
@@ -250,7 +262,7 @@ def linear_config(
 
 
 def _rows(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Each expert is contiguous; the experts may be anywhere, even on top of each other (stride 0)."""
+    """Return `weight` with contiguous experts, their stride, which may be 0, and their length."""
     if weight.shape[0] and not weight[0].is_contiguous():
         weight = weight.contiguous()
     return weight, weight.stride(0), weight[0].numel()

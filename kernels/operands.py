@@ -1,4 +1,4 @@
-"""Operands of the grouped matrix products: how a kernel finds an expert's weight and splits its tile.
+"""Operands of the grouped matrix products: an expert's weight, and the pieces of a tile.
 
 A weight is read through pointers of any strides or through a tensor descriptor (TMA). Trained
 experts' weights may be stored separately from the stack.

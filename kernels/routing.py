@@ -1,8 +1,8 @@
-"""Router logits to K experts and their weights per token, and the gradient. The equations are in `moe_runtime.ops.routing`.
+"""Router logits to K experts and their weights per token, and the gradient.
 
-One launch each; a program holds BLOCK_T rows of logits in registers. The choice is K rounds over int32 keys in the logits'
-order: the largest key, then the lowest id that has it. A chosen expert's key becomes its slot, below every number's key.
-Bytes moved, at least: forward T (E + 2 K), backward T (2 E + 2 K) elements.
+The equations are in `moe_runtime.ops.routing`. A program holds BLOCK_T rows of logits in registers.
+The choice is K rounds over int32 keys in the logits' order: the largest key, then the lowest id
+that has it. A chosen expert's key becomes its slot, below every number's key.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from moe_runtime.kernels.compiling import named
 
 compiling.install()
 
-# logits of a warp, at most. Most programs have one warp: no barriers, and a program for every SM at T = 4096
+# logits of a warp, at most. Most programs have one warp: no barriers, and a program for every SM at
+# T = 4096
 TILE = 512
 DEAD = tl.constexpr(-(2**31))  # 2^23 below the key of -inf
 
@@ -37,7 +38,7 @@ def _column(idx_ptr, t, slot, T, K: tl.constexpr, SHARED: tl.constexpr):
 
 @triton.jit
 def _top(x, chosen, FORCED: tl.constexpr):
-    """Largest of the chosen logits: of all, unless the caller chose, whose experts may lie far below."""
+    """Largest of the chosen logits: the largest of all unless the caller chose."""
     if FORCED:
         x = tl.where(chosen, x, -float("inf"))
     return tl.max(x, 1)
@@ -45,7 +46,7 @@ def _top(x, chosen, FORCED: tl.constexpr):
 
 @triton.jit
 def _sum_slots(value, chosen, count, FORCED: tl.constexpr):
-    """Sum of `value` [BLOCK_T, E_PAD] over the slots: `count` times each, as the caller may repeat an expert."""
+    """Sum of `value` [BLOCK_T, E_PAD] over the slots; the caller may repeat an expert."""
     if FORCED:
         value = value * count
     return tl.sum(tl.where(chosen, value, 0.0), 1)
@@ -230,9 +231,12 @@ def route_forward(
     shared: int,
     topk_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1.
+    """`router_logits` [T, E], `bias` [E] -> weights [T, top_k] float32, ids [T, top_k] int32.
 
-    `topk_idx` [T, top_k] int32 are the ids if the caller has chosen them.
+    E is at least 1, `shared` is 0 or 1. `topk_idx` [T, top_k] int32 are the ids if the caller has
+    chosen them.
+
+    Grid: blocks of BLOCK_T tokens, one for a program. T E elements are read, 2 T top_k written.
     """
     T = router_logits.shape[0]
     router_logits = route_operand(router_logits)
@@ -260,7 +264,10 @@ def route_backward(
     shared: int,
     is_forced: bool = False,
 ) -> torch.Tensor:
-    """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
+    """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> dlogits [T, E].
+
+    Grid: as of `route_forward`. T (E + 2 K) elements are read, T E written.
+    """
     T, E = router_logits.shape
     router_logits = route_operand(router_logits)
     dlogits = torch.empty(T, E, dtype=router_logits.dtype, device=router_logits.device)
@@ -268,9 +275,14 @@ def route_backward(
         route = route_of(router_logits, topk_idx.shape[1], gate, shared, is_forced)
         with torch.cuda.device_of(router_logits):
             _route_bwd_kernel[(triton.cdiv(T, route.BLOCK_T),)](
-                dweight.contiguous(), router_logits, topk_idx.contiguous(), dlogits, T,
-                ROUTE=route, **options_of(route),
-            )  # fmt: skip
+                dweight.contiguous(),
+                router_logits,
+                topk_idx.contiguous(),
+                dlogits,
+                T,
+                ROUTE=route,
+                **options_of(route),
+            )
     return dlogits
 
 

@@ -1,7 +1,7 @@
-"""The shared expert's elementwise steps where torch computes its matmuls: every token is one of its rows, in order.
+"""The shared expert's elementwise steps where torch computes its matmuls.
 
-Expert 0 sorts first and sees each token once, so its rows are 0..T-1 of every buffer in expert order. Equations:
-`moe_runtime.ops.moe_mlp`.
+Expert 0 sorts first and sees each token once, so its rows are 0..T-1 of every buffer in expert
+order. The equations are in `moe_runtime.ops.moe_mlp`.
 """
 
 import torch
@@ -110,15 +110,24 @@ def shared_dz_backward(
     up_offset: float = 0.0,
     interleaved: bool = False,
 ) -> None:
-    """Fill dz, weight * h (unless `wh` is None) and `partial` as `dz_backward` does, from dh [T, I].
+    """Fill dz, weight * h (unless `wh` is None) and `partial` from dh [T, I], as `dz_backward`.
 
     Grid: blocks of BLOCK_T tokens by BLOCK_I columns, one for a program, which is a column of
-    `partial` [T, cdiv(I, BLOCK_I)]. T I elements of dh, 4 T I of z and dz, T I of weight * h move.
+    `partial` [T, cdiv(I, BLOCK_I)]. 3 T I elements of dh and z are read, 3 T I written.
     """
     T, I = dh.shape
     form = Form(act, gated, limit or 0.0, up_offset, interleaved)
     with torch.cuda.device_of(dh):
         _shared_dz_kernel[(triton.cdiv(T, BLOCK_T), triton.cdiv(I, BLOCK_I))](
-            dh, topk_weight, Dz(z, dz, wh), partial, T, I, SLOTS=topk_weight.shape[1], FORM=form,
-            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, enable_fp_fusion=True,
-        )  # fmt: skip
+            dh,
+            topk_weight,
+            Dz(z, dz, wh),
+            partial,
+            T,
+            I,
+            SLOTS=topk_weight.shape[1],
+            FORM=form,
+            BLOCK_T=BLOCK_T,
+            BLOCK_I=BLOCK_I,
+            enable_fp_fusion=True,
+        )

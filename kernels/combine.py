@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.compiling import named
-from moe_runtime.kernels.tiles import precision
+from moe_runtime.kernels.tiles import outer, precision
 
 LANES = 128  # per program: four warps
 UNROLL = 8  # rows of one token in flight
@@ -51,7 +51,7 @@ def sum_slots(
                 rows.num_rows is not None
             ):  # the rows beyond are not written, and their weights may have any value
                 live = live & (row < tl.load(rows.num_rows))
-            mask = live[:, None] & (h < H)[None, :]
+            mask = outer(live, h < H)
             y = tl.load(rows.y + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
             if rows.weight is not None:
                 # 1 where y is 0: the interpreter ignores `other=0.0` of a single lane
@@ -76,7 +76,7 @@ def _combine_fwd_kernel(
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
     out = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
-    mask = (t < T)[:, None] & (h < H)[None, :]
+    mask = outer(t < T, h < H)
     tl.store(out_ptr + t[:, None] * H + h[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -102,7 +102,7 @@ def _combine_bwd_kernel(
     acc = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
     for h0 in range(0, H, BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
-        mask = (s < R)[:, None] & (h < H)[None, :]
+        mask = outer(s < R, h < H)
         dout = tl.load(dout_ptr + (s // K)[:, None] * H + h[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
@@ -138,7 +138,7 @@ def _sum_rows_kernel(
             t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
             h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
             dx = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
-            mask = (t < T)[:, None] & (h < H)[None, :]
+            mask = outer(t < T, h < H)
             at = dx_ptr + t[:, None] * H + h[None, :]
             tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     elif partial_ptr is not None:
@@ -150,7 +150,7 @@ def _sum_rows_kernel(
         acc = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
         for n0 in range(0, n, BLOCK_N):
             column = n0 + tl.arange(0, BLOCK_N)
-            mask = live[:, None] & (column < n)[None, :]
+            mask = outer(live, column < n)
             acc += tl.load(partial_ptr + row[:, None] * n + column[None, :], mask=mask, other=0.0)
         tl.store(dweight_ptr + s, tl.sum(acc, 1), mask=s < R)
 
@@ -180,12 +180,12 @@ def _sum_rows_router_kernel(
     acc = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
     for n0 in range(0, N, BLOCK_N):
         n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
-        mask = (t < T)[:, None] & (n < N)[None, :]
+        mask = outer(t < T, n < N)
         dlogits = tl.load(dlogits_ptr + t[:, None] * N + n[None, :], mask=mask, other=0.0)
-        mask = (n < N)[:, None] & (h < H)[None, :]
+        mask = outer(n < N, h < H)
         router = tl.load(router_ptr + n[:, None] * stride_n + h[None, :], mask=mask, other=0.0)
         acc = tl.dot(dlogits, router, acc, input_precision=PRECISION)
-    mask = (t < T)[:, None] & (h < H)[None, :]
+    mask = outer(t < T, h < H)
     tl.store(dx_ptr + t[:, None] * H + h[None, :], acc.to(dx_ptr.dtype.element_ty), mask=mask)
 
 

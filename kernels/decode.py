@@ -38,7 +38,7 @@ from moe_runtime.kernels.operands import (
     weight_operand,
 )
 from moe_runtime.kernels.routing import route_of, route_operand, route_rows
-from moe_runtime.kernels.tiles import Tile
+from moe_runtime.kernels.tiles import Tile, cells, outer
 
 SMALL = 512  # slots that one program sorts: more take it longer than three launches
 # the program is compiled for so many slots and for SMALL, and not for each power of two of a
@@ -122,9 +122,9 @@ def _down_combine_kernel(
     k = tl.arange(0, BLOCK_K)
     for tile in range(0, live_tiles(map_ptr, num_m)):
         e = tl.load(map_ptr + tile)
-        row, rows_left = rows_of(map_ptr, num_m, tile)
-        live = m < rows_left
-        r = row.to(tl.int64) + m
+        tile_rows = rows_of(map_ptr, num_m, tile, e)
+        live = m < tile_rows.left
+        r = tile_rows.first.to(tl.int64) + m
         base = expert_weight(w, weight, e, False)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, I, BLOCK_K):
@@ -132,17 +132,17 @@ def _down_combine_kernel(
             a = rows_block(h, live, k0 + k, I, PRODUCT.EVEN_K)
             b = weight_block(base, weight, e, n0, k0, H, I, PRODUCT, False, BLOCK_N, BLOCK_K)
             acc = tl.dot(a, b, acc, input_precision=PRODUCT.PRECISION)
-        acc = add_terms(acc, weight, None, e, row, rows_left, n0, H, H, PRODUCT, BLOCK_M, BLOCK_N)
-        y = y_ptr + (r[:, None] * H + n[None, :])
-        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=live[:, None] & (n < H)[None, :])
+        acc = add_terms(acc, weight, None, tile_rows, n0, H, H, PRODUCT, BLOCK_M, BLOCK_N)
+        y = y_ptr + cells(r, H, n)
+        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=outer(live, n < H))
     # what the other threads of this program wrote; no other program's columns are read
     tl.debug_barrier()
     rows = Rows(y_ptr, topk_ptr, slot_row_ptr, offsets_ptr + E)
     for t0 in range(0, T, BLOCK_T):
         t = tl.program_id(1).to(tl.int64) + t0 + tl.arange(0, BLOCK_T)
         out = sum_slots(t, n, rows, T, H, SLOTS, UNROLL, BLOCK_T, BLOCK_N)
-        mask = (t < T)[:, None] & (n < H)[None, :]
-        address = out_ptr + (t[:, None] * H + n[None, :])
+        mask = outer(t < T, n < H)
+        address = out_ptr + cells(t, H, n)
         tl.store(address, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

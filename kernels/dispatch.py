@@ -241,11 +241,19 @@ def live_tiles(map_ptr, num_tiles):
     return tl.where(tl.load(map_ptr + last) >= 0, num_tiles, tl.load(map_ptr + num_tiles + last))
 
 
+class TileRows(NamedTuple):
+    """In a kernel: the rows of a tile."""
+
+    expert: tl.tensor
+    first: tl.tensor
+    left: tl.tensor  # rows from the first one to the expert's last
+
+
 @triton.jit
-def rows_of(map_ptr, num_tiles, tile):
-    """A tile's first row, and how many rows there are from it to its expert's end."""
-    row = tl.load(map_ptr + num_tiles + tile)
-    return row, tl.load(map_ptr + 2 * num_tiles + tile) - row
+def rows_of(map_ptr, num_tiles, tile, e):
+    """The rows of a tile of expert e."""
+    first = tl.load(map_ptr + num_tiles + tile)
+    return TileRows(e, first, tl.load(map_ptr + 2 * num_tiles + tile) - first)
 
 
 def dispatch_forward(

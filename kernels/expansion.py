@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.compiling import named
+from moe_runtime.kernels.tiles import outer
 
 CHUNK = (
     1 << 13
@@ -34,7 +35,7 @@ def _gram_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     for p0 in range(0, CHUNK, BLOCK_P):
         p = chunk * CHUNK + p0 + tl.arange(0, BLOCK_P)
-        mask = (e < n)[:, None] & (p < P)[None, :]
+        mask = outer(e < n, p < P)
         w = tl.load(at + p[None, :], mask=mask, other=0.0)
         if base_ptr is not None:
             base = tl.load(base_ptr + p, mask=p < P, other=0.0).to(tl.float32)
@@ -46,7 +47,7 @@ def _gram_kernel(
         acc = tl.dot(w, tl.trans(w), acc, input_precision="ieee")
     other = tl.arange(0, BLOCK_N)
     partial_ptr += chunk * n * n + e.to(tl.int64)[:, None] * n + other[None, :]
-    tl.store(partial_ptr, acc, mask=(e < n)[:, None] & (other < n)[None, :])
+    tl.store(partial_ptr, acc, mask=outer(e < n, other < n))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.compiling import named
-from moe_runtime.kernels.tiles import SHARED_MEMORY, nearest, precision, tile_of
+from moe_runtime.kernels.tiles import SHARED_MEMORY, cells, nearest, outer, precision, tile_of
 
 ROWS = 8192  # tokens whose partial sums are in memory together
 BLOCK_V = 4096
@@ -47,7 +47,7 @@ def _logits_of(hidden_ptr, head_ptr, t, v, T, V, H: tl.constexpr, TILE: tl.const
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     k = tl.arange(0, BLOCK_K)
-    hidden = hidden_ptr + (t.to(tl.int64)[:, None] * H + k[None, :])
+    hidden = hidden_ptr + cells(t.to(tl.int64), H, k)
     head = head_ptr + (v.to(tl.int64)[None, :] * H + k[:, None])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, H, BLOCK_K):
@@ -100,8 +100,8 @@ def _fused_logits_fwd_kernel(
         for s in tl.static_range(S):
             logits += tl.load(gate_ptr + row * S + s, mask=live, other=0.0)[:, None] * parts[s]
     if out.logits is not None:
-        at = out.logits + (row[:, None] * V + v[None, :])
-        tl.store(at, logits, mask=live[:, None] & (v < V)[None, :])
+        at = out.logits + cells(row, V, v)
+        tl.store(at, logits, mask=outer(live, v < V))
     logits = tl.where((v < V)[None, :], logits, float("-inf"))
     top = tl.max(logits, 1)
     p = tl.exp(logits - top[:, None])
@@ -163,8 +163,8 @@ def _fused_hidden_bwd_kernel(
     total = tl.zeros([BLOCK_T], tl.float32)
     for h0 in range(0, H, BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
-        mask = live[:, None] & (h < H)[None, :]
-        at = row[:, None] * H + h[None, :]
+        mask = outer(live, h < H)
+        at = cells(row, H, h)
         dx = tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
         hidden = tl.load(hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(dx * hidden, 1)

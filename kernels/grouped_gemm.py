@@ -41,15 +41,14 @@ from moe_runtime.kernels.operands import (
     weight_block,
     weight_operand,
 )
-from moe_runtime.kernels.tiles import Tile, arch_of, in_turns, rounds_of, tile_of
+from moe_runtime.kernels.tiles import Tile, arch_of, cells, in_turns, outer, rounds_of, tile_of
 
 
 @triton.jit
 def _store_activation(
     gate,  # INTERLEAVED: gate and up, [BLOCK_M, 2 BLOCK_N]
     up,
-    row,
-    rows_left,
+    rows,  # TileRows
     col0,
     I,
     z_ptr,
@@ -60,21 +59,21 @@ def _store_activation(
 ):
     """Write z = [gate, up] and h = act(gate) * up, each where there is a pointer.
 
-    BLOCK_M rows from `row` on, BLOCK_N columns of h from `col0` on.
+    The rows of a tile, BLOCK_N columns of h from `col0` on.
     """
     m = tl.arange(0, BLOCK_M)
     n = col0 + tl.arange(0, BLOCK_N)
-    live = (m < rows_left)[:, None]
+    live = (m < rows.left)[:, None]
     mask = live & (n < I)[None, :]
     if z_ptr is not None:
         width = I * 2 if FORM.GATED else I
-        z = z_ptr + row.to(tl.int64) * width
+        z = z_ptr + rows.first.to(tl.int64) * width
         if FORM.INTERLEAVED:
             c = col0 * 2 + tl.arange(0, BLOCK_N * 2)
-            z += m[:, None].to(tl.int64) * width + c[None, :]
+            z += cells(m.to(tl.int64), width, c)
             tl.store(z, gate.to(z_ptr.dtype.element_ty), mask=live & (c < width)[None, :])
         else:
-            z += m[:, None].to(tl.int64) * width + n[None, :]
+            z += cells(m.to(tl.int64), width, n)
             tl.store(z, gate.to(z_ptr.dtype.element_ty), mask=mask)
             if FORM.GATED:
                 tl.store(z + I, up.to(z_ptr.dtype.element_ty), mask=mask)
@@ -84,8 +83,8 @@ def _store_activation(
         h = activate(below(gate, FORM.LIMIT), FORM.ACT)
         if FORM.GATED:
             h = h * shifted(up, FORM.LIMIT, FORM.UP_OFFSET)
-        h_ptr += row.to(tl.int64) * I
-        offset = m[:, None].to(tl.int64) * I + n[None, :]
+        h_ptr += rows.first.to(tl.int64) * I
+        offset = cells(m.to(tl.int64), I, n)
         tl.store(h_ptr + offset, h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -119,12 +118,12 @@ def _up_tile(
     pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(I, BLOCK_N), TILE.GROUP_M)
     e = tl.load(map_ptr + pid_m)
     if e >= 0:
-        row, rows_left = rows_of(map_ptr, num_m, pid_m)
+        rows = rows_of(map_ptr, num_m, pid_m, e)
         m = tl.arange(0, BLOCK_M)
         k = tl.arange(0, BLOCK_K)
-        live = m < rows_left
-        token = tl.load(tokens.row_slot + row + m, mask=live, other=0) // SLOTS
-        x = tokens.data + (token.to(tl.int64)[:, None] * tokens.stride + k[None, :])
+        live = m < rows.left
+        token = tl.load(tokens.row_slot + rows.first + m, mask=live, other=0) // SLOTS
+        x = tokens.data + cells(token.to(tl.int64), tokens.stride, k)
         N = I * 2 if FORM.GATED else I
         n0 = pid_n * BLOCK_N
         base = expert_weight(w, weight, e, TMA)
@@ -150,46 +149,21 @@ def _up_tile(
         for i in tl.static_range(PIECES):
             col0 = n0 + i * COLUMNS
             if FORM.INTERLEAVED:
+                PART: tl.constexpr = COLUMNS * 2
+                c0 = col0 * 2
                 part = piece(gate, i, PIECES, BLOCK_M, WIDTH)
-                part = add_terms(
-                    part,
-                    weight,
-                    lora,
-                    e,
-                    row,
-                    rows_left,
-                    col0 * 2,
-                    N,
-                    N,
-                    PRODUCT,
-                    BLOCK_M,
-                    COLUMNS * 2,
-                )
+                part = add_terms(part, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, PART)
                 second = part
             else:
                 part = piece(gate, i, PIECES, BLOCK_M, BLOCK_N)
-                part = add_terms(
-                    part, weight, lora, e, row, rows_left, col0, I, N, PRODUCT, BLOCK_M, COLUMNS
-                )
+                part = add_terms(part, weight, lora, rows, col0, I, N, PRODUCT, BLOCK_M, COLUMNS)
                 second = piece(up, i, PIECES, BLOCK_M, BLOCK_N)
                 if FORM.GATED:
+                    c0 = I + col0
                     second = add_terms(
-                        second,
-                        weight,
-                        lora,
-                        e,
-                        row,
-                        rows_left,
-                        I + col0,
-                        N,
-                        N,
-                        PRODUCT,
-                        BLOCK_M,
-                        COLUMNS,
+                        second, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, COLUMNS
                     )
-            _store_activation(
-                part, second, row, rows_left, col0, I, z_ptr, h_ptr, FORM, BLOCK_M, COLUMNS
-            )
+            _store_activation(part, second, rows, col0, I, z_ptr, h_ptr, FORM, BLOCK_M, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_m"], repr=named("up_fwd", "FORM", "TILE"))  # it follows T
@@ -255,36 +229,34 @@ def _gemm_tile(
     pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(N, BLOCK_N), TILE.GROUP_M)
     e = tl.load(map_ptr + pid_m)
     if e >= 0:
-        row, rows_left = rows_of(map_ptr, num_m, pid_m)
+        rows = rows_of(map_ptr, num_m, pid_m, e)
         m = tl.arange(0, BLOCK_M)
         k = tl.arange(0, BLOCK_K)
-        live = m < rows_left
+        live = m < rows.left
         n0 = pid_n * BLOCK_N
         if not TMA:
-            offset = m[:, None].to(tl.int64) * stride_a + k[None, :]
-            a_ptr = a + row.to(tl.int64) * stride_a + offset
+            offset = cells(m.to(tl.int64), stride_a, k)
+            a_ptr = a + rows.first.to(tl.int64) * stride_a + offset
         base = expert_weight(w, weight, e, TMA)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, K, BLOCK_K):
             if TMA:  # loads rows of the next expert, too; they are not stored
-                rows = a.load([row, k0])
+                block = a.load([rows.first, k0])
             else:
-                rows = rows_block(a_ptr, live, k0 + k, K, PRODUCT.EVEN_K)
+                block = rows_block(a_ptr, live, k0 + k, K, PRODUCT.EVEN_K)
                 a_ptr += BLOCK_K
             b = weight_block(base, weight, e, n0, k0, N, K, PRODUCT, TMA, BLOCK_N, BLOCK_K)
-            acc = tl.dot(rows, b.to(rows.dtype), acc, input_precision=PRODUCT.PRECISION)
+            acc = tl.dot(block, b.to(block.dtype), acc, input_precision=PRODUCT.PRECISION)
         # the low-rank term has its own accumulator, which would spill if it were a whole tile
         PIECES: tl.constexpr = (4 if BLOCK_N > 128 else 2) if PRODUCT.RANK else 1
         COLUMNS: tl.constexpr = BLOCK_N // PIECES
         for i in tl.static_range(PIECES):
             part = piece(acc, i, PIECES, BLOCK_M, BLOCK_N)
             c0 = n0 + i * COLUMNS
-            part = add_terms(
-                part, weight, lora, e, row, rows_left, c0, N, N, PRODUCT, BLOCK_M, COLUMNS
-            )
+            part = add_terms(part, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, COLUMNS)
             c = c0 + tl.arange(0, COLUMNS)
-            y = y_ptr + row.to(tl.int64) * N + (m[:, None].to(tl.int64) * N + c[None, :])
-            mask = live[:, None] & (c < N)[None, :]
+            y = y_ptr + rows.first.to(tl.int64) * N + cells(m.to(tl.int64), N, c)
+            mask = outer(live, c < N)
             tl.store(y, part.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -335,17 +307,17 @@ def _grouped_gemm_stream_kernel(
     for pid in tl.range(tl.program_id(0), live * num_n, tl.num_programs(0), flatten=True):
         pid_m, pid_n = tile_of(pid, live, num_n, TILE.GROUP_M)
         e = tl.load(map_ptr + pid_m)
-        row, rows_left = rows_of(map_ptr, num_m, pid_m)
+        rows = rows_of(map_ptr, num_m, pid_m, e)
         n0 = pid_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, K, BLOCK_K):
             b = weight_block(w, weight, e, n0, k0, N, K, PRODUCT, True, BLOCK_N, BLOCK_K)
-            acc = tl.dot(a.load([row, k0]), b, acc, input_precision=PRODUCT.PRECISION)
-        c0, c1, c2 = to_ragged_indices(row, rows_left, 0)
+            acc = tl.dot(a.load([rows.first, k0]), b, acc, input_precision=PRODUCT.PRECISION)
+        c0, c1, c2 = to_ragged_indices(rows.first, rows.left, 0)
         for i in tl.static_range(2):
             part = piece(acc, i, 2, BLOCK_M, BLOCK_N)
             n = n0 + i * HALF
-            part = add_terms(part, weight, lora, e, row, rows_left, n, N, N, PRODUCT, BLOCK_M, HALF)
+            part = add_terms(part, weight, lora, rows, n, N, N, PRODUCT, BLOCK_M, HALF)
             y.store([c0, c1, c2, n], tl.reshape(part.to(y.dtype), (1, 1, BLOCK_M, HALF)))
 
 

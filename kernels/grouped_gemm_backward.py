@@ -32,7 +32,7 @@ from moe_runtime.kernels.operands import (
     weight_block,
     weight_operand,
 )
-from moe_runtime.kernels.tiles import Tile, precision, rounds_of, tile_of
+from moe_runtime.kernels.tiles import Tile, cells, outer, precision, rounds_of, tile_of
 
 
 class Dz(NamedTuple):
@@ -55,8 +55,7 @@ class Order(NamedTuple):
 def store_dz(
     dh,
     weight,
-    row,
-    rows_left,
+    rows,  # TileRows
     col0,
     I,
     out,  # Dz
@@ -70,18 +69,18 @@ def store_dz(
     """
     m = tl.arange(0, BLOCK_M)
     n = col0 + tl.arange(0, BLOCK_N)
-    live = (m < rows_left)[:, None]
+    live = (m < rows.left)[:, None]
     mask = live & (n < I)[None, :]
     width = I * 2 if FORM.GATED else I
     LIMIT: tl.constexpr = FORM.LIMIT
     if FORM.INTERLEAVED:
         c = col0 * 2 + tl.arange(0, BLOCK_N * 2)
-        offset = row.to(tl.int64) * width + (m[:, None].to(tl.int64) * width + c[None, :])
+        offset = rows.first.to(tl.int64) * width + cells(m.to(tl.int64), width, c)
         both = live & (c < width)[None, :]
         z = tl.load(out.z + offset, mask=both, other=0.0).to(tl.float32)
         gate, up = pairs(z, BLOCK_M, BLOCK_N)
     else:
-        offset = row.to(tl.int64) * width + (m[:, None].to(tl.int64) * width + n[None, :])
+        offset = rows.first.to(tl.int64) * width + cells(m.to(tl.int64), width, n)
         gate = tl.load(out.z + offset, mask=mask, other=0.0).to(tl.float32)
     value, slope = activate_grad(below(gate, LIMIT), FORM.ACT)
     weighted = dh * weight[:, None]
@@ -107,7 +106,7 @@ def store_dz(
     else:
         tl.store(dz, dgate, mask=mask)
     if out.wh is not None:
-        wh = out.wh + row.to(tl.int64) * I + (m[:, None].to(tl.int64) * I + n[None, :])
+        wh = out.wh + rows.first.to(tl.int64) * I + cells(m.to(tl.int64), I, n)
         tl.store(wh, (value * weight[:, None]).to(out.wh.dtype.element_ty), mask=mask)
     return tl.sum(tl.where(mask, dh * value, 0.0), 1)
 
@@ -140,14 +139,14 @@ def _dz_tile(
     pid_m, pid_n = tile_of(pid, num_m, num_n, TILE.GROUP_M)
     e = tl.load(map_ptr + pid_m)
     if e >= 0:
-        row, rows_left = rows_of(map_ptr, num_m, pid_m)
+        rows = rows_of(map_ptr, num_m, pid_m, e)
         m = tl.arange(0, BLOCK_M)
         k = tl.arange(0, BLOCK_K)
         n0 = pid_n * BLOCK_N
-        live = m < rows_left
-        slot = tl.load(tokens.row_slot + row + m, mask=live, other=0)
+        live = m < rows.left
+        slot = tl.load(tokens.row_slot + rows.first + m, mask=live, other=0)
         token = (slot // SLOTS).to(tl.int64)
-        dout_row = tokens.data + (token[:, None] * tokens.stride + k[None, :])
+        dout_row = tokens.data + cells(token, tokens.stride, k)
         dout = dout_row
         base = expert_weight(w, weight, e, TMA)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -167,17 +166,17 @@ def _dz_tile(
             dh = piece(acc, i, PIECES, BLOCK_M, BLOCK_N)
             c0 = n0 + i * COLUMNS
             if lora is not None:
-                dh += low_rank(lora, e, row, rows_left, c0, I, PRODUCT, BLOCK_M, COLUMNS)
-            dot += store_dz(dh, topk_weight, row, rows_left, c0, I, out, FORM, BLOCK_M, COLUMNS)
+                dh += low_rank(lora, rows, c0, I, PRODUCT, BLOCK_M, COLUMNS)
+            dot += store_dz(dh, topk_weight, rows, c0, I, out, FORM, BLOCK_M, COLUMNS)
         if weight.bias is not None:  # y = W_down h + b: add <dout, b>, in the first column of tiles
             bias_ptr = weight.bias + e.to(tl.int64) * H
             for k0 in range(0, tl.where(pid_n == 0, H, 0), BLOCK_K):
                 in_row = k0 + k < H
-                a = tl.load(dout_row, mask=live[:, None] & in_row[None, :], other=0.0)
+                a = tl.load(dout_row, mask=outer(live, in_row), other=0.0)
                 bias = tl.load(bias_ptr + k0 + k, mask=in_row, other=0.0).to(tl.float32)
                 dot += tl.sum(a.to(tl.float32) * bias[None, :], 1)
                 dout_row += BLOCK_K
-        tl.store(partial_ptr + (row.to(tl.int64) + m) * num_n + pid_n, dot, mask=live)
+        tl.store(partial_ptr + (rows.first.to(tl.int64) + m) * num_n + pid_n, dot, mask=live)
 
 
 @triton.jit(do_not_specialize=["num_m"], repr=named("dz", "FORM", "TILE"))  # it follows T
@@ -290,7 +289,7 @@ def _grouped_gemm_bwd_w_kernel(
                 b = tl.reshape(x.load([c0, c1, c2, pid_n * BLOCK_N]), (BLOCK_K, BLOCK_N))
             else:
                 x_row = token if GATHER == "x" else r
-                mask = live[:, None] & (n < K)[None, :]
+                mask = outer(live, n < K)
                 b = tl.load(x + x_row[:, None] * stride_x + n[None, :], mask=mask, other=0.0)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         dw_ptr += index.to(tl.int64) * N * K
@@ -299,8 +298,8 @@ def _grouped_gemm_bwd_w_kernel(
         for i in tl.static_range(PIECES):
             part = piece(acc, i, PIECES, BLOCK_M, BLOCK_N)
             column = pid_n * BLOCK_N + i * COLUMNS + tl.arange(0, COLUMNS)
-            dw = dw_ptr + (m[:, None].to(tl.int64) * K + column[None, :])
-            mask = (m < N)[:, None] & (column < K)[None, :]
+            dw = dw_ptr + cells(m.to(tl.int64), K, column)
+            mask = outer(m < N, column < K)
             if ADD:
                 part += tl.load(dw, mask=mask, other=0.0).to(tl.float32)
             tl.store(dw, part.to(dw_ptr.dtype.element_ty), mask=mask)
@@ -330,7 +329,7 @@ def _bias_bwd_kernel(
             slot = tl.load(order.row_slot + r, mask=live, other=0)
         if GATHER:
             r = (slot // SLOTS).to(tl.int64)
-        mask = live[:, None] & (n < N)[None, :]
+        mask = outer(live, n < N)
         dy = tl.load(dy_ptr + r[:, None] * stride_dy + n[None, :], mask=mask, other=0.0)
         dy = dy.to(tl.float32)
         if topk_ptr is not None:

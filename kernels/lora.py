@@ -16,7 +16,7 @@ import triton.language as tl
 
 from moe_runtime.kernels.activation import activate
 from moe_runtime.kernels.compiling import named
-from moe_runtime.kernels.tiles import precision, tile_of
+from moe_runtime.kernels.tiles import cells, outer, precision, tile_of
 
 
 class LoraTile(NamedTuple):
@@ -82,8 +82,8 @@ def expert_z(gate, up, low_ptr, plane, gate_b_ptr, up_b_ptr, at, scaling, PRECIS
 @triton.jit
 def base_z(z_ptr, t, i, T, I):
     """The base's gate and up of a tile, [BLOCK_T, BLOCK_I] float32 each."""
-    at = t.to(tl.int64)[:, None] * (I * 2) + i[None, :]
-    mask = (t < T)[:, None] & (i < I)[None, :]
+    at = cells(t.to(tl.int64), I * 2, i)
+    mask = outer(t < T, i < I)
     gate = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(z_ptr + (at + I), mask=mask, other=0.0).to(tl.float32)
     return gate, up
@@ -98,23 +98,23 @@ def weigh(weight, tile):
 @triton.jit
 def outer_offsets(t, i, r, T, I, R, width):
     """`Offsets` of the first expert; the kernel moves its pointers to the next one."""
-    low = t[:, None] * width + r[None, :]
-    low_mask = (t < T)[:, None] & (r < R)[None, :]
-    b = r.to(tl.int64)[:, None] * I + i[None, :]
-    b_mask = (r < R)[:, None] & (i < I)[None, :]
+    low = cells(t, width, r)
+    low_mask = outer(t < T, r < R)
+    b = cells(r.to(tl.int64), I, i)
+    b_mask = outer(r < R, i < I)
     return Offsets(low, low_mask, b, b_mask)
 
 
 @triton.jit
 def low_offsets(e, t, r, T, R, E):
     """Where expert e's tile of `low` is, and its mask."""
-    return (t * E + e)[:, None] * R + r[None, :], (t < T)[:, None] & (r < R)[None, :]
+    return (t * E + e)[:, None] * R + r[None, :], outer(t < T, r < R)
 
 
 @triton.jit
 def matrix_offsets(e, r, i, R, I):
     """Where the tile of expert e's matrix is, and its mask."""
-    return (e * R + r)[:, None] * I + i[None, :], (r < R)[:, None] & (i < I)[None, :]
+    return (e * R + r)[:, None] * I + i[None, :], outer(r < R, i < I)
 
 
 @triton.jit(do_not_specialize=["T", "plane"], repr=named("lora_fwd", "ACT", "TILE"))
@@ -153,8 +153,8 @@ def _lora_fwd_kernel(
             gate_b_ptr += stride_e
         if up_b_ptr is not None:
             up_b_ptr += stride_e
-    mask = (t < T)[:, None] & (i < I)[None, :]
-    h = h_ptr + (t[:, None] * I + i[None, :])
+    mask = outer(t < T, i < I)
+    h = h_ptr + cells(t, I, i)
     tl.store(h, mixed.to(h_ptr.dtype.element_ty), mask=mask)
 
 

@@ -27,7 +27,7 @@ from moe_runtime.kernels.lora import (
     weigh,
     with_lora,
 )
-from moe_runtime.kernels.tiles import tile_of
+from moe_runtime.kernels.tiles import cells, outer, tile_of
 
 
 class LoraGradients(NamedTuple):
@@ -41,8 +41,8 @@ class LoraGradients(NamedTuple):
 @triton.jit
 def _load_dh(dh_ptr, t, i, T, I):
     """A tile of dh, [BLOCK_T, BLOCK_I] float32."""
-    mask = (t < T)[:, None] & (i < I)[None, :]
-    dh = tl.load(dh_ptr + (t[:, None] * I + i[None, :]), mask=mask, other=0.0)
+    mask = outer(t < T, i < I)
+    dh = tl.load(dh_ptr + cells(t, I, i), mask=mask, other=0.0)
     return dh.to(tl.float32)
 
 
@@ -96,8 +96,8 @@ def _lora_bwd_z_kernel(
             gate_b_ptr += stride_e
         if up_b_ptr is not None:
             up_b_ptr += stride_e
-    mask = (t < T)[:, None] & (i < I)[None, :]
-    dz_ptr += t[:, None] * (I * 2) + i[None, :]
+    mask = outer(t < T, i < I)
+    dz_ptr += cells(t, I * 2, i)
     tl.store(dz_ptr, dgate.to(dz_ptr.dtype.element_ty), mask=mask)
     tl.store(dz_ptr + I, dup.to(dz_ptr.dtype.element_ty), mask=mask)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.compiling import named
-from moe_runtime.kernels.tiles import precision, tile_of
+from moe_runtime.kernels.tiles import cells, outer, precision, tile_of
 
 MAX_EXPERTS = 8  # experts whose loads are in flight together
 TILE_BYTES = 1 << 15  # of the experts that one program sums
@@ -43,10 +43,10 @@ def _merge_experts_fwd_kernel(
     acc = tl.zeros([BLOCK_P], tl.float32)
     for e0 in range(0, E, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
-        mask = (e < E)[:, None] & (p < P)[None, :]
-        w = tl.load(
-            weight_ptr + (e.to(tl.int64)[:, None] * stride_e + p[None, :]), mask=mask, other=0.0
-        ).to(tl.float32)
+        mask = outer(e < E, p < P)
+        w = tl.load(weight_ptr + cells(e.to(tl.int64), stride_e, p), mask=mask, other=0.0).to(
+            tl.float32
+        )
         acc += tl.sum(tl.load(alpha_ptr + e, mask=e < E, other=0.0)[:, None] * w, 0)
     tl.store(out_ptr + p, acc.to(out_ptr.dtype.element_ty), mask=p < P)
 
@@ -68,10 +68,8 @@ def _merge_experts_bwd_alpha_kernel(
     dout = tl.load(dout_ptr + p, mask=p < P, other=0.0).to(tl.float32)
     for e0 in range(0, E, BLOCK_E):
         e = (e0 + tl.arange(0, BLOCK_E)).to(tl.int64)
-        mask = (e < E)[:, None] & (p < P)[None, :]
-        w = tl.load(weight_ptr + (e[:, None] * stride_e + p[None, :]), mask=mask, other=0.0).to(
-            tl.float32
-        )
+        mask = outer(e < E, p < P)
+        w = tl.load(weight_ptr + cells(e, stride_e, p), mask=mask, other=0.0).to(tl.float32)
         tl.store(partial_ptr + (e * blocks + block), tl.sum(w * dout[None, :], 1), mask=e < E)
 
 
@@ -102,13 +100,13 @@ def _merged_linear_bwd_alpha_kernel(
         row = t.to(tl.int64)
         # loaded as its transpose: a tl.trans after the load would keep cp.async away from it on
         # Ampere
-        mask = (n < N)[:, None] & (t < T)[None, :]
+        mask = outer(n < N, t < T)
         dout = tl.load(dout_ptr + (row[None, :] * N + n[:, None]), mask=mask, other=0.0)
-        mask = (t < T)[:, None] & (k < K)[None, :]
-        x = tl.load(x_ptr + (row[:, None] * K + k[None, :]), mask=mask, other=0.0)
+        mask = outer(t < T, k < K)
+        x = tl.load(x_ptr + cells(row, K, k), mask=mask, other=0.0)
         dw = tl.dot(dout, x, dw, input_precision=PRECISION)
-    offset = n.to(tl.int64)[:, None] * K + k[None, :]
-    mask = (n < N)[:, None] & (k < K)[None, :]
+    offset = cells(n.to(tl.int64), K, k)
+    mask = outer(n < N, k < K)
     # two stages: while one expert's tile is summed, the next is on its way through shared memory
     # and needs no registers
     for _ in tl.range(E, num_stages=2):

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_runtime.kernels.packed import PackedWeight, packed_block
-from moe_runtime.kernels.tiles import Tile, precision, processors
+from moe_runtime.kernels.tiles import Tile, cells, outer, precision, processors
 
 
 class LowRank(NamedTuple):
@@ -193,31 +193,22 @@ def pairs(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def low_rank(
-    lora,
-    e,
-    row,
-    rows_left,
-    n0,
-    N,
-    PRODUCT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    lora, rows, n0, N, PRODUCT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """low b of BLOCK_M rows from `row` on and columns from `n0` on, [BLOCK_M, BLOCK_N] float32."""
+    """low b of a tile's rows and of columns from n0 on, [BLOCK_M, BLOCK_N] float32."""
     RANK: tl.constexpr = PRODUCT.RANK
     BLOCK_R: tl.constexpr = PRODUCT.BLOCK_R
     m = tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
-    low = lora.low + row.to(tl.int64) * RANK
-    b = lora.b + e.to(tl.int64) * lora.stride_e
+    low = lora.low + rows.first.to(tl.int64) * RANK
+    b = lora.b + rows.expert.to(tl.int64) * lora.stride_e
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for r0 in tl.static_range(0, RANK, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
-        mask = (m < rows_left)[:, None] & (r < RANK)[None, :]
-        rows = tl.load(low + (m[:, None] * RANK + r[None, :]), mask=mask, other=0.0)
+        left = tl.load(low + cells(m, RANK, r), mask=outer(m < rows.left, r < RANK), other=0.0)
         offset = r.to(tl.int64)[:, None] * lora.stride_r + n.to(tl.int64)[None, :] * lora.stride_n
-        block = tl.load(b + offset, mask=(r < RANK)[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(rows, block, acc, input_precision=PRODUCT.PRECISION)
+        right = tl.load(b + offset, mask=outer(r < RANK, n < N), other=0.0)
+        acc = tl.dot(left, right, acc, input_precision=PRODUCT.PRECISION)
     return acc
 
 
@@ -226,11 +217,9 @@ def add_terms(
     tile,
     weight,
     lora,
-    e,
-    row,
-    rows_left,
+    rows,
     n0,
-    N_END,  # columns from here on belong to another part of the row, or to none
+    END,  # columns from here on belong to another part of the row, or to none
     N,
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -239,10 +228,10 @@ def add_terms(
     """`tile` [BLOCK_M, BLOCK_N] plus the bias and the low-rank term of its columns, from n0 on."""
     if weight.bias is not None:
         n = n0 + tl.arange(0, BLOCK_N)
-        bias = tl.load(weight.bias + e.to(tl.int64) * N + n, mask=n < N_END, other=0.0)
-        tile += bias.to(tl.float32)[None, :]
+        bias = weight.bias + rows.expert.to(tl.int64) * N
+        tile += tl.load(bias + n, mask=n < END, other=0.0).to(tl.float32)[None, :]
     if lora is not None:
-        tile += low_rank(lora, e, row, rows_left, n0, N_END, PRODUCT, BLOCK_M, BLOCK_N)
+        tile += low_rank(lora, rows, n0, END, PRODUCT, BLOCK_M, BLOCK_N)
     return tile
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.tiles import Tile
+from moe_runtime.kernels.tiles import Tile, cells, outer
 
 FP8 = 2  # as ops.packed numbers the formats
 
@@ -79,9 +79,7 @@ def _scaled(
         N: tl.constexpr = COLS // GROUP
         g = c0 // GROUP + tl.arange(0, N)
         s = tl.load(
-            scale + r[:, None] * groups + g[None, :],
-            mask=live[:, None] & (g < groups)[None, :],
-            other=0.0,
+            scale + r[:, None] * groups + g[None, :], mask=outer(live, g < groups), other=0.0
         )
         return tl.reshape(tl.reshape(value, (ROWS, N, GROUP)) * s[:, :, None], (ROWS, COLS))
 
@@ -95,11 +93,7 @@ def packed_block(
     live = r < P
     if FORMAT < 2:  # two in a byte
         c = c0 // 2 + tl.arange(0, COLS // 2)
-        p = tl.load(
-            data + (r[:, None] * stride + c[None, :]),
-            mask=live[:, None] & (c < Q // 2)[None, :],
-            other=0,
-        ).to(tl.int32)
+        p = tl.load(data + cells(r, stride, c), mask=outer(live, c < Q // 2), other=0).to(tl.int32)
         if FORMAT == 0:
             code = tl.reshape(tl.join(p >> 4, p & 15), (ROWS * COLS,))
             return _scaled(
@@ -115,11 +109,7 @@ def packed_block(
             return _scaled(value, scale, r, live, c0, Q, 32, ROWS, COLS)
     else:
         c = c0 + tl.arange(0, COLS)
-        p = tl.load(
-            data + (r[:, None] * stride + c[None, :]),
-            mask=live[:, None] & (c < Q)[None, :],
-            other=0,
-        )
+        p = tl.load(data + cells(r, stride, c), mask=outer(live, c < Q), other=0)
         if FORMAT == 2:
             p = p.to(tl.int32)
             value = (((p & 128) << 24) | ((p & 127) << 20)).to(

@@ -10,8 +10,10 @@ import triton.language as tl
 
 from moe_runtime.kernels.activation import Form, activate, below, shifted
 from moe_runtime.kernels.compiling import named
+from moe_runtime.kernels.dispatch import TileRows
 from moe_runtime.kernels.grouped_gemm_backward import Dz, store_dz
 from moe_runtime.kernels.operands import pairs
+from moe_runtime.kernels.tiles import cells, outer
 
 BLOCK_T = 16
 
@@ -28,23 +30,23 @@ def _shared_activation_fwd_kernel(
 ):
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    mask = (t < T)[:, None] & (i < I)[None, :]
+    mask = outer(t < T, i < I)
     width = I * 2 if FORM.GATED else I
     if FORM.INTERLEAVED:
         c = tl.program_id(1) * (BLOCK_I * 2) + tl.arange(0, BLOCK_I * 2)
-        z = z_ptr + (t[:, None] * width + c[None, :])
-        z_mask = (t < T)[:, None] & (c < width)[None, :]
+        z = z_ptr + cells(t, width, c)
+        z_mask = outer(t < T, c < width)
         both = tl.load(z, mask=z_mask, other=0.0).to(tl.float32)
         gate, up = pairs(both, BLOCK_T, BLOCK_I)
     else:
-        z = z_ptr + (t[:, None] * width + i[None, :])
+        z = z_ptr + cells(t, width, i)
         gate = tl.load(z, mask=mask, other=0.0).to(tl.float32)
     h = activate(below(gate, FORM.LIMIT), FORM.ACT)
     if FORM.GATED:
         if not FORM.INTERLEAVED:
             up = tl.load(z + I, mask=mask, other=0.0).to(tl.float32)
         h = h * shifted(up, FORM.LIMIT, FORM.UP_OFFSET)
-    tl.store(h_ptr + (t[:, None] * I + i[None, :]), h.to(h_ptr.dtype.element_ty), mask=mask)
+    tl.store(h_ptr + cells(t, I, i), h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"], repr=named("shared_dz", "FORM"))
@@ -65,10 +67,10 @@ def _shared_dz_kernel(
     i = i0 + tl.arange(0, BLOCK_I)
     t = (row + tl.arange(0, BLOCK_T)).to(tl.int64)
     live = t < T
-    mask = live[:, None] & (i < I)[None, :]
-    dh = tl.load(dh_ptr + (t[:, None] * I + i[None, :]), mask=mask, other=0.0).to(tl.float32)
+    mask = outer(live, i < I)
+    dh = tl.load(dh_ptr + cells(t, I, i), mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(topk_ptr + t * SLOTS + (SLOTS - 1), mask=live, other=0.0)
-    dot = store_dz(dh, weight, row, T - row, i0, I, out, FORM, BLOCK_T, BLOCK_I)
+    dot = store_dz(dh, weight, TileRows(0, row, T - row), i0, I, out, FORM, BLOCK_T, BLOCK_I)
     tl.store(partial_ptr + t * tl.cdiv(I, BLOCK_I) + tl.program_id(1), dot, mask=live)
 
 

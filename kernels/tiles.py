@@ -377,3 +377,15 @@ def rounds_of(programs, PERSISTENT: tl.constexpr):
         return tl.cdiv(programs - tl.program_id(0), tl.num_programs(0))
     else:
         return 1
+
+
+@triton.jit
+def outer(rows, columns):
+    """A mask [M, N]: rows [M] and columns [N] are both true."""
+    return rows[:, None] & columns[None, :]
+
+
+@triton.jit
+def cells(rows, stride, columns):
+    """Offsets [M, N] of the elements in these rows, `stride` apart, and columns."""
+    return rows[:, None] * stride + columns[None, :]

@@ -323,16 +323,20 @@ def test_refusals():
 
 # mutants of the kernels' source; each has to be caught by the check above
 MUTANTS = [
-    pytest.param("e.to(tl.int64) * lora.stride_e", "0 * lora.stride_e", id="first expert's B"),
-    pytest.param("row.to(tl.int64) * RANK", "0 * RANK", id="first rows' low"),
-    pytest.param("rows_left, I + col0, N", "rows_left, col0, N", id="gate's B for up"),
+    pytest.param(
+        "rows.expert.to(tl.int64) * lora.stride_e", "0 * lora.stride_e", id="first expert's B"
+    ),
+    pytest.param("rows.first.to(tl.int64) * RANK", "0 * RANK", id="first rows' low"),
+    pytest.param("c0 = I + col0", "c0 = col0", id="gate's B for up"),
     pytest.param("tile += low_rank", "tile = low_rank", id="without the base"),
-    pytest.param("col0 * 2, N, N", "n0 * 2, N, N", id="interleaved: first columns in every piece"),
+    pytest.param("c0 = col0 * 2", "c0 = n0 * 2", id="interleaved: first columns in every piece"),
     pytest.param("dh += low_rank", "dh = low_rank", id="dh without the base"),
     pytest.param("c0 = n0 + i * COLUMNS", "c0 = n0", id="first columns in every piece"),
     pytest.param("r = r0 + tl.arange", "r = tl.arange", id="first ranks twice"),
     pytest.param(" + n.to(tl.int64)[None, :] * lora.stride_n", "", id="first column of B"),
-    pytest.param("(r < RANK)[:, None] & (n < N)", "(n < N)", id="ranks of the next expert"),
+    pytest.param(
+        "outer(r < RANK, n < N)", "outer(r < r + 1, n < N)", id="ranks of the next expert"
+    ),
 ]
 
 

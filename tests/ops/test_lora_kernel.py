@@ -128,7 +128,7 @@ def test_config_is_for_every_size():
                 c = lora.lora_config(
                     kernel, torch.empty(1, 2 * I, dtype=dtype, device="meta"), I, rank
                 )
-                assert c.BLOCK_R >= max(rank, 16) and min(c.BLOCK_T, c.BLOCK_I) >= 16
+                assert max(rank, 16) <= c.BLOCK_R and min(c.BLOCK_T, c.BLOCK_I) >= 16
 
 
 def test_rows_beyond_int32(tmp_path):
@@ -257,11 +257,7 @@ MUTANTS = [
     pytest.param("range(0, T, BLOCK_T)", "range(0, BLOCK_T, BLOCK_T)", id="first tokens only"),
     pytest.param("range(0, I, BLOCK_I)", "range(0, BLOCK_I, BLOCK_I)", id="first columns only"),
     pytest.param("rows.to(low.dtype), acc,", "rows.to(low.dtype), None,", id="last tokens only"),
-    pytest.param(
-        "(t < T)[:, None] & (r < R)[None, :]",
-        "(t < T)[:, None] & (r < R - 1)[None, :]",
-        id="last rank left out",
-    ),
+    pytest.param("outer(t < T, r < R)", "outer(t < T, r < R - 1)", id="last rank left out"),
     pytest.param("(tl.program_id(0) % E)", "(tl.program_id(0) * 0)", id="first expert for all"),
     pytest.param("dz_ptr + I, dup", "dz_ptr + I, dgate", id="gate's gradient twice"),
 ]

@@ -1,7 +1,19 @@
-"""Activations and their derivatives on float32 tiles, by constexpr name; `moe_runtime.ops.activation` states them."""
+"""Activations and their derivatives on float32 tiles, by name; `ops.activation` states them."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Form(NamedTuple):
+    """Constants: how gate and up become h, as `moe_runtime.ops.activation` states it."""
+
+    ACT: str | None  # None: no activation is computed
+    GATED: bool
+    LIMIT: float  # 0: none
+    UP_OFFSET: float
+    INTERLEAVED: bool
 
 
 @triton.jit

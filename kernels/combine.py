@@ -1,29 +1,38 @@
-"""Rows back to tokens: gather and sum, never a scatter; the gradients of both gathers. Equations: `moe_runtime.ops.combine`.
+"""Rows back to tokens: gather and sum, never a scatter; the gradients of both gathers.
 
-Bytes moved, at least: every row read once, every token written once (the backward of combine: dout and y read, dy written).
-A lane loads 16 bytes of a row at a time; the loads of a token's rows do not wait for each other. Sums are float32, slot after
-slot, without atomics. T and R are not specialized: a new number of tokens needs no compilation.
+The equations are in `moe_runtime.ops.combine`. A lane loads 16 bytes of a row at a time, and the
+loads of a token's rows do not wait for each other. Sums are float32, slot after slot, without
+atomics. T and R are not specialized: a new number of tokens needs no compilation.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.tiles import precision
+from moe_runtime.kernels.compiling import named
+from moe_runtime.kernels.tiles import outer, precision
 
 LANES = 128  # per program: four warps
 UNROLL = 8  # rows of one token in flight
 BLOCK_S = 32  # slots of one program that sums the partial gradients of their weights
 
 
+class Rows(NamedTuple):
+    """The rows that are summed for each token."""
+
+    y: torch.Tensor | None  # [R, H], any float
+    weight: torch.Tensor | None  # [T, K] float32; None: every weight is 1
+    slot_row: torch.Tensor  # [T, K], any integer
+    num_rows: torch.Tensor | None  # [1] int32: rows from here on count nothing
+
+
 @triton.jit
 def sum_slots(
     t,
     h,
-    y_ptr,
-    weight_ptr,
-    slot_row_ptr,
-    num_rows_ptr,
+    rows,
     T,
     H,
     K: tl.constexpr,
@@ -31,30 +40,29 @@ def sum_slots(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """sum_k weight[t, k] y[slot_row[t, k]] in float32, [BLOCK_T, BLOCK_H]; without weights, every weight is 1."""
+    """sum_k weight[t, k] y[slot_row[t, k]] in float32, [BLOCK_T, BLOCK_H]."""
     acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for k0 in range(0, K, UNROLL):
         for j in tl.static_range(UNROLL):
             slot = t * K + (k0 + j)
             live = (t < T) & (k0 + j < K)
-            row = tl.load(slot_row_ptr + slot, mask=live, other=0).to(tl.int64)
-            if num_rows_ptr is not None:  # the rows beyond are not written, and their weights may have any value
-                live = live & (row < tl.load(num_rows_ptr))
-            mask = live[:, None] & (h < H)[None, :]
-            y = tl.load(y_ptr + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
-            if weight_ptr is not None:
+            row = tl.load(rows.slot_row + slot, mask=live, other=0).to(tl.int64)
+            if (
+                rows.num_rows is not None
+            ):  # the rows beyond are not written, and their weights may have any value
+                live = live & (row < tl.load(rows.num_rows))
+            mask = outer(live, h < H)
+            y = tl.load(rows.y + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
+            if rows.weight is not None:
                 # 1 where y is 0: the interpreter ignores `other=0.0` of a single lane
-                y = y * tl.load(weight_ptr + slot, mask=live, other=1.0)[:, None]
+                y = y * tl.load(rows.weight + slot, mask=live, other=1.0)[:, None]
             acc += y
     return acc
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("combine_fwd"))
 def _combine_fwd_kernel(
-    y_ptr,  # [R, H], any float
-    weight_ptr,  # [T, K] float32
-    slot_row_ptr,  # [T, K], any integer
-    num_rows_ptr,  # [1] int32 or None
+    rows,  # Rows
     out_ptr,  # [T, H], dtype of y
     T,
     H,
@@ -67,12 +75,12 @@ def _combine_fwd_kernel(
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    out = sum_slots(t, h, y_ptr, weight_ptr, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
-    mask = (t < T)[:, None] & (h < H)[None, :]
+    out = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    mask = outer(t < T, h < H)
     tl.store(out_ptr + t[:, None] * H + h[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R"], repr=named("combine_bwd"))
 def _combine_bwd_kernel(
     dout_ptr,  # [T, H], any float
     y_ptr,  # [R, H], any float
@@ -86,15 +94,18 @@ def _combine_bwd_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    # a program per slot: the K programs that read one row of dout run side by side and share it in L2
+    # a program per slot: the K programs that read one row of dout run side by side and share it in
+    # L2
     s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     row = tl.load(slot_row_ptr + s, mask=s < R, other=0).to(tl.int64)
     weight = tl.load(weight_ptr + s, mask=s < R, other=0.0)
     acc = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
     for h0 in range(0, H, BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
-        mask = (s < R)[:, None] & (h < H)[None, :]
-        dout = tl.load(dout_ptr + (s // K)[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
+        mask = outer(s < R, h < H)
+        dout = tl.load(dout_ptr + (s // K)[:, None] * H + h[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         y = tl.load(y_ptr + row[:, None] * H + h[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = (weight[:, None] * dout).to(dy_ptr.dtype.element_ty)
         tl.store(dy_ptr + row[:, None] * H + h[None, :], dy, mask=mask)
@@ -102,12 +113,10 @@ def _combine_bwd_kernel(
     tl.store(dweight_ptr + s, tl.sum(acc, 1), mask=s < R)
 
 
-@triton.jit(do_not_specialize=["T", "R", "n", "programs"])
+@triton.jit(do_not_specialize=["T", "R", "n", "programs"], repr=named("sum_rows"))
 def _sum_rows_kernel(
-    dy_ptr,  # [R, H], any float, or None
+    rows,  # Rows of dy, without weights
     partial_ptr,  # [R, n] float32 or None
-    slot_row_ptr,  # [T, K], any integer
-    num_rows_ptr,  # [1] int32 or None
     dx_ptr,  # [T, H], dtype of dy, or None
     dweight_ptr,  # [R] float32 or None
     T,
@@ -124,32 +133,31 @@ def _sum_rows_kernel(
 ):
     pid = tl.program_id(0)
     if pid < programs:
-        if dy_ptr is not None:
+        if rows.y is not None:
             columns = tl.cdiv(H, BLOCK_H)
             t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
             h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-            dx = sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
-            mask = (t < T)[:, None] & (h < H)[None, :]
-            tl.store(dx_ptr + t[:, None] * H + h[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            dx = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+            mask = outer(t < T, h < H)
+            at = dx_ptr + t[:, None] * H + h[None, :]
+            tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     elif partial_ptr is not None:
         s = (pid - programs).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
         live = s < R
-        row = tl.load(slot_row_ptr + s, mask=live, other=0).to(tl.int64)
-        if num_rows_ptr is not None:
-            live = live & (row < tl.load(num_rows_ptr))
+        row = tl.load(rows.slot_row + s, mask=live, other=0).to(tl.int64)
+        if rows.num_rows is not None:
+            live = live & (row < tl.load(rows.num_rows))
         acc = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
         for n0 in range(0, n, BLOCK_N):
             column = n0 + tl.arange(0, BLOCK_N)
-            mask = live[:, None] & (column < n)[None, :]
+            mask = outer(live, column < n)
             acc += tl.load(partial_ptr + row[:, None] * n + column[None, :], mask=mask, other=0.0)
         tl.store(dweight_ptr + s, tl.sum(acc, 1), mask=s < R)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("sum_rows_router"))
 def _sum_rows_router_kernel(
-    dy_ptr,  # [R, H], any float
-    slot_row_ptr,  # [T, K], any integer
-    num_rows_ptr,  # [1] int32 or None
+    rows,  # Rows of dy, without weights
     dlogits_ptr,  # [T, N], dtype of dy
     router_ptr,  # [N, H], dtype of dy
     dx_ptr,  # [T, H], dtype of dy
@@ -164,28 +172,36 @@ def _sum_rows_router_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    tl.static_assert(BLOCK_T >= 16 and BLOCK_H >= 16 and BLOCK_N >= 16, "tl.dot's least sizes")
     pid = tl.program_id(0)
     columns = tl.cdiv(H, BLOCK_H)
     t = (pid // columns).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = pid % columns * BLOCK_H + tl.arange(0, BLOCK_H)
-    acc = sum_slots(t, h, dy_ptr, None, slot_row_ptr, num_rows_ptr, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
+    acc = sum_slots(t, h, rows, T, H, K, UNROLL, BLOCK_T, BLOCK_H)
     for n0 in range(0, N, BLOCK_N):
         n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
-        mask = (t < T)[:, None] & (n < N)[None, :]
+        mask = outer(t < T, n < N)
         dlogits = tl.load(dlogits_ptr + t[:, None] * N + n[None, :], mask=mask, other=0.0)
-        mask = (n < N)[:, None] & (h < H)[None, :]
+        mask = outer(n < N, h < H)
         router = tl.load(router_ptr + n[:, None] * stride_n + h[None, :], mask=mask, other=0.0)
         acc = tl.dot(dlogits, router, acc, input_precision=PRECISION)
-    mask = (t < T)[:, None] & (h < H)[None, :]
+    mask = outer(t < T, h < H)
     tl.store(dx_ptr + t[:, None] * H + h[None, :], acc.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 def combine_forward(
-    y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor, num_rows: torch.Tensor | None = None
+    y: torch.Tensor,
+    topk_weight: torch.Tensor,
+    slot_row: torch.Tensor,
+    num_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] integers -> [T, H] in y's dtype.
+    """`y` [R, H], `topk_weight` [T, K] float32, `slot_row` [R] or [T, K] -> [T, H] in y's dtype.
 
-    `num_rows` [1] int32, read on the device: slots whose row is not below it count nothing, whatever y and the weight hold.
+    `num_rows` [1] int32 is read on the device: slots whose row is not below it count nothing,
+    whatever y and the weight hold.
+
+    Grid: the tiles of `_tile` of out [T, H]. A program sums the K rows of its tokens. T K H
+    elements are read, T H written.
     """
     (T, K), H = topk_weight.shape, y.shape[1]
     if not y.numel():
@@ -194,25 +210,49 @@ def combine_forward(
     BLOCK_T, BLOCK_H = _tile(y)
     with torch.cuda.device_of(y):  # Triton launches on the current device
         _combine_fwd_kernel[(triton.cdiv(T, BLOCK_T) * triton.cdiv(H, BLOCK_H),)](
-            y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows, out, T, H,
-            K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H, enable_fp_fusion=True,
-        )  # fmt: skip
+            Rows(y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), num_rows),
+            out,
+            T,
+            H,
+            K=K,
+            UNROLL=min(K, UNROLL),
+            BLOCK_T=BLOCK_T,
+            BLOCK_H=BLOCK_H,
+            enable_fp_fusion=True,
+        )
     return out
 
 
 def combine_backward(
     dout: torch.Tensor, y: torch.Tensor, topk_weight: torch.Tensor, slot_row: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H]; the rest as of `combine_forward`."""
+    """Return dy [R, H] in y's dtype and dweight [T, K] float32 from `dout` [T, H].
+
+    The rest as of `combine_forward`. Grid: blocks of a few slots; a program passes over their rows.
+    R H elements of y are read and as many of dy written, T H of dout read, K times, from L2.
+    """
     R, H = y.shape
-    dy, dweight = y.new_empty(R, H), torch.empty(topk_weight.shape, dtype=torch.float32, device=y.device)
+    dy, dweight = (
+        y.new_empty(R, H),
+        torch.empty(topk_weight.shape, dtype=torch.float32, device=y.device),
+    )
     BLOCK_S, BLOCK_H = _tile(y)
     if R:
         with torch.cuda.device_of(y):
             _combine_bwd_kernel[(triton.cdiv(R, BLOCK_S),)](
-                dout.contiguous(), y.contiguous(), topk_weight.contiguous(), slot_row.contiguous(), dy, dweight,
-                R, H, topk_weight.shape[1], BLOCK_S=BLOCK_S, BLOCK_H=BLOCK_H, enable_fp_fusion=True,
-            )  # fmt: skip
+                dout.contiguous(),
+                y.contiguous(),
+                topk_weight.contiguous(),
+                slot_row.contiguous(),
+                dy,
+                dweight,
+                R,
+                H,
+                topk_weight.shape[1],
+                BLOCK_S=BLOCK_S,
+                BLOCK_H=BLOCK_H,
+                enable_fp_fusion=True,
+            )
     return dy, dweight
 
 
@@ -224,10 +264,14 @@ def sum_rows(
     K: int,
     num_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx[t] = sum_k dy[slot_row[t, k]] [T, H] in dy's dtype; dweight[t, k] = sum_n partial[slot_row[t, k], n] float32.
+    """dx[t] = sum_k dy[slot_row[t, k]] [T, H]; dweight[t, k] = sum_n partial[slot_row[t, k], n].
 
-    One launch for both; each is None without its argument, `dy` [R, H] or `partial` [R, n]. `num_rows` as of
-    `combine_forward`: a slot behind adds nothing to dx, and its dweight is 0.
+    One launch for both; each is None without its argument, `dy` [R, H] or `partial` [R, n] float32.
+    dx has dy's dtype, dweight [T, K] is float32. `num_rows` is as of `combine_forward`: a slot
+    behind adds nothing to dx, and its dweight is 0.
+
+    Grid: the tiles of dx, then blocks of BLOCK_S slots of dweight. T K H elements of dy and T K n
+    of partial are read, T H and T K written.
     """
     R = T * K
     H = 0 if dy is None else dy.shape[1]
@@ -240,10 +284,23 @@ def sum_rows(
     if R and grid:
         with torch.cuda.device_of(slot_row):
             _sum_rows_kernel[(grid,)](
-                _contiguous(dy), _contiguous(partial), slot_row.contiguous(), num_rows, dx, dweight, T, H, R, n, programs,
-                K=K, UNROLL=min(K, UNROLL), BLOCK_T=BLOCK_T, BLOCK_H=BLOCK_H,
-                BLOCK_S=BLOCK_S, BLOCK_N=min(triton.next_power_of_2(max(n, 1)), 32), enable_fp_fusion=True,
-            )  # fmt: skip
+                Rows(_contiguous(dy), None, slot_row.contiguous(), num_rows),
+                _contiguous(partial),
+                dx,
+                dweight,
+                T,
+                H,
+                R,
+                n,
+                programs,
+                K=K,
+                UNROLL=min(K, UNROLL),
+                BLOCK_T=BLOCK_T,
+                BLOCK_H=BLOCK_H,
+                BLOCK_S=BLOCK_S,
+                BLOCK_N=min(triton.next_power_of_2(max(n, 1)), 32),
+                enable_fp_fusion=True,
+            )
     return dx, dweight
 
 
@@ -256,9 +313,13 @@ def sum_rows_and_router(
     dlogits: torch.Tensor,
     router_weight: torch.Tensor,
 ) -> torch.Tensor:
-    """dx[t] = sum_k dy[slot_row[t, k]] + dlogits[t] router_weight, [T, H] in dy's dtype, rounded once.
+    """dx[t] = sum_k dy[slot_row[t, k]] + dlogits[t] router_weight, [T, H], rounded once.
 
-    `dlogits` [T, N] and `router_weight` [N, H] have dy's dtype; the rest as of `sum_rows`. One launch.
+    `dlogits` [T, N] and `router_weight` [N, H] have dy's dtype, as dx has; the rest as of
+    `sum_rows`.
+
+    Grid: tiles of 16 tokens by at most 256 columns of dx. A program sums its rows and multiplies.
+    At least T K H elements of dy, T N and N H are read, T H written.
     """
     H, N = dy.shape[1], router_weight.shape[0]
     dx = dy.new_empty(T, H)
@@ -268,10 +329,22 @@ def sum_rows_and_router(
     if dx.numel():
         with torch.cuda.device_of(dy):
             _sum_rows_router_kernel[(triton.cdiv(T, 16) * triton.cdiv(H, BLOCK_H),)](
-                dy.contiguous(), slot_row.contiguous(), num_rows, dlogits.contiguous(), router_weight, dx, T, H, N,
-                router_weight.stride(0), K=K, UNROLL=min(K, 4), PRECISION=precision(dy), BLOCK_T=16, BLOCK_H=BLOCK_H,
-                BLOCK_N=min(64, max(16, triton.next_power_of_2(max(N, 1)))), enable_fp_fusion=True,
-            )  # fmt: skip
+                Rows(dy.contiguous(), None, slot_row.contiguous(), num_rows),
+                dlogits.contiguous(),
+                router_weight,
+                dx,
+                T,
+                H,
+                N,
+                router_weight.stride(0),
+                K=K,
+                UNROLL=min(K, 4),
+                PRECISION=precision(dy),
+                BLOCK_T=16,
+                BLOCK_H=BLOCK_H,
+                BLOCK_N=min(64, max(16, triton.next_power_of_2(max(N, 1)))),
+                enable_fp_fusion=True,
+            )
     return dx
 
 
@@ -280,7 +353,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _tile(y: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of a program, 16 bytes a lane: one row as far as it goes, several where rows are short."""
+    """Return rows and columns of a program, 16 bytes a lane: one row, or several short ones."""
     width = LANES * 16 // y.element_size()
     columns = min(triton.next_power_of_2(max(y.shape[1], 16)), width)
     return width // columns, columns

@@ -1,15 +1,40 @@
-"""One line on the terminal when kernels are compiled for longer than SECONDS at their first launches."""
+"""Names of compiled kernels, and one line on the terminal when compiling takes long."""
 
 import os
+import re
 import sys
+from collections.abc import Callable
 
 import triton
 
-SECONDS = 2.0
+SECONDS = 2.0  # of compiling until the line is printed
+
+
+def named(kernel: str, *constants: str) -> Callable:
+    """Return a kernel's `repr`: its name in profilers, such as up_fwd_bf16_silu_gated_128x128x64.
+
+    The name says the type of the first operand and, of these constants, what is not None or False.
+    """
+
+    def name(specialization) -> str:
+        operands = re.findall(r"(?:\*|tensordesc<)(\w+)", str([*specialization.signature.values()]))
+        words = [kernel, *operands[:1]]
+        for constant in constants:
+            value = specialization.constants[constant]
+            if not hasattr(value, "_fields"):
+                words.append(f"{constant}{value}")
+                continue
+            numbers = [v for v in value if type(v) in (int, float) and v]
+            words.append("x".join(map(str, numbers)))
+            words += [v for v in value if isinstance(v, str)]
+            words += [field for field, v in value._asdict().items() if v is True]
+        return re.sub(r"\W+", "_", "_".join(filter(None, words))).lower()
+
+    return name
 
 
 class Listener:
-    """Triton's compilation listener: adds up the time of our kernels and prints one line, once for a process."""
+    """Triton's compilation listener: adds up our kernels' time, prints one line a process."""
 
     def __init__(self, following):
         self.following, self.seconds, self.has_printed = following, 0.0, False
@@ -26,10 +51,11 @@ class Listener:
             self.has_printed = True
             if int(os.environ.get("RANK") or 0) == 0:
                 print(
-                    "moe_runtime: compiling kernels at their first launch. They are cached on disk; "
-                    "moe_runtime.warmup(model) compiles them ahead, in parallel.",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                    "moe_runtime: compiling kernels at their first launch. They are cached on "
+                    "disk; moe_runtime.warmup(model) compiles them ahead, in parallel.",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def install() -> None:

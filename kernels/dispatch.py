@@ -1,19 +1,25 @@
-"""Slots to rows: a stable counting sort by expert without atomics, and the grouped GEMMs' map of row tiles.
+"""Slots to rows: a stable counting sort by expert without atomics, and the map of row tiles.
 
-`moe_runtime.ops.dispatch` states the operation. A slot's key is its expert, or E if it is dropped. Blocks of BLOCK_S slots:
+`moe_runtime.ops.dispatch` states the operation. A slot's key is its expert, or E if it is dropped.
+Blocks of BLOCK_S slots:
 
     less[e, b]        = how many keys of block b are < e
     expert_offsets[e] = sum_b less[e, b]
     start[e, b]       = expert_offsets[e] + sum_{b' < b} (less[e + 1, b'] - less[e, b'])
-    slot_row[s]       = start[key_s, b] + how many slots of block b in front of s have its key
+    slot_row[s]       = start[key_s, b] + how many slots of block b before s have its key
 
-Three launches, one for a single block; bit-identical from run to run. The comparisons are R * E integer operations. Sizes that
-change with the number of tokens are not specialized: a new number needs no compilation.
+Three launches, or one for a single block; bit-identical from run to run. The comparisons are R * E
+integer operations. Sizes that change with the number of tokens are not specialized: a new number
+needs no compilation.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from moe_runtime.kernels.compiling import named
 
 BLOCK_S = 128  # slots that are ranked by comparing all pairs
 BLOCK_J = 16  # of them at a time
@@ -38,7 +44,7 @@ def _less(key, e):
     return tl.sum((key[None, :] < e[:, None]).to(tl.int32), 1)
 
 
-@triton.jit(do_not_specialize=["R", "blocks"])
+@triton.jit(do_not_specialize=["R", "blocks"], repr=named("dispatch_fwd_count"))
 def _dispatch_fwd_count_kernel(
     idx_ptr,  # [R], any integer
     less_ptr,  # [E + 2, blocks] int32
@@ -55,7 +61,7 @@ def _dispatch_fwd_count_kernel(
         tl.store(less_ptr + e.to(tl.int64) * blocks + b, _less(key, e), mask=e < E + 2)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks"], repr=named("dispatch_fwd_scan"))
 def _dispatch_fwd_scan_kernel(
     less_ptr,  # [E + 2, blocks] int32
     offsets_ptr,  # [E + 1] int32
@@ -80,10 +86,30 @@ def _dispatch_fwd_scan_kernel(
         row += tl.sum(count, 0)
 
 
+class Sorted(NamedTuple):
+    """Where the sort writes."""
+
+    offsets: torch.Tensor  # [E + 1] int32
+    row_token: torch.Tensor | None  # [R] int32
+    row_slot: torch.Tensor  # [R] int32
+    slot_row: torch.Tensor  # [R] int32
+
+
 @triton.jit
-def scatter(b, idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slot_row_ptr, R, E, K, blocks,
-             BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """Sort block b (int64) of slots; the arguments are those of `_dispatch_fwd_scatter_kernel`."""
+def scatter(
+    b,
+    idx_ptr,
+    start_ptr,
+    out,
+    R,
+    E,
+    K,
+    blocks,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Sort block b (int64) of slots; the rest as of `_dispatch_fwd_scatter_kernel`."""
     i = tl.arange(0, BLOCK_S)
     s = b * BLOCK_S + i
     key = _keys(idx_ptr, s, R, E)
@@ -99,32 +125,34 @@ def scatter(b, idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slo
     if start_ptr is None:
         for e0 in range(0, E + 1, BLOCK_E):
             e = e0 + tl.arange(0, BLOCK_E)
-            tl.store(offsets_ptr + e, _less(key, e), mask=e < E + 1)
+            tl.store(out.offsets + e, _less(key, e), mask=e < E + 1)
     else:
         row += tl.load(start_ptr + key.to(tl.int64) * blocks + b, mask=s < R, other=0)
     slot = s.to(tl.int32)
-    tl.store(slot_row_ptr + s, row, mask=s < R)
-    tl.store(row_slot_ptr + row, slot, mask=s < R)
-    if row_token_ptr is not None:
-        tl.store(row_token_ptr + row, slot // K, mask=s < R)
+    tl.store(out.slot_row + s, row, mask=s < R)
+    tl.store(out.row_slot + row, slot, mask=s < R)
+    if out.row_token is not None:
+        tl.store(out.row_token + row, slot // K, mask=s < R)
 
 
-@triton.jit(do_not_specialize=["R", "blocks"])
+@triton.jit(do_not_specialize=["R", "blocks"], repr=named("dispatch_fwd_scatter"))
 def _dispatch_fwd_scatter_kernel(
     idx_ptr,  # [R], any integer
     start_ptr,  # [E + 1, blocks] int32, None for a single block
-    offsets_ptr,  # [E + 1] int32, written for a single block
-    row_token_ptr,  # [R] int32 or None
-    row_slot_ptr,  # [R] int32
-    slot_row_ptr,  # [R] int32
-    R, E, K, blocks,
-    BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    scatter(tl.program_id(0).to(tl.int64), idx_ptr, start_ptr, offsets_ptr, row_token_ptr, row_slot_ptr, slot_row_ptr, R, E, K,
-             blocks, BLOCK_S, BLOCK_J, BLOCK_E)  # fmt: skip
+    out,  # Sorted; the offsets are written for a single block
+    R,
+    E,
+    K,
+    blocks,
+    BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    scatter(block, idx_ptr, start_ptr, out, R, E, K, blocks, BLOCK_S, BLOCK_J, BLOCK_E)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R"], repr=named("invert"))
 def _invert_kernel(
     row_slot_ptr,  # [R] int32
     slot_row_ptr,  # [R] int32
@@ -137,8 +165,17 @@ def _invert_kernel(
 
 
 @triton.jit
-def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+def write_map(
+    first_tile_of_block,
+    offsets_ptr,
+    map_ptr,
+    E,
+    num_tiles,
+    FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     """Write BLOCK_TILES tiles of a map; the arguments are those of `_tile_map_kernel`."""
     tile = first_tile_of_block + tl.arange(0, BLOCK_TILES)
     expert = tl.zeros([BLOCK_TILES], tl.int32)
@@ -147,30 +184,54 @@ def write_map(first_tile_of_block, offsets_ptr, map_ptr, E, num_tiles, FIRST: tl
     for e0 in range(0, E, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
         mask = (e >= FIRST) & (e < E)
-        rows = tl.load(offsets_ptr + e + 1, mask=mask, other=0) - tl.load(offsets_ptr + e, mask=mask, other=0)
+        rows = tl.load(offsets_ptr + e + 1, mask=mask, other=0) - tl.load(
+            offsets_ptr + e, mask=mask, other=0
+        )
         tiles = rows // BLOCK_M + (rows % BLOCK_M > 0).to(tl.int32)
         ends = end + tl.cumsum(tiles, 0)
-        # the experts whose tiles all come first: as many as the owner's id; the last of them ends where the owner begins
+        # the experts whose tiles all come first: as many as the owner's id; the last of them ends
+        # where the owner begins
         over = ends[None, :] <= tile[:, None]
         expert += tl.sum(over.to(tl.int32), 1)
         first_tile = tl.maximum(first_tile, tl.max(tl.where(over, ends[None, :], 0), 1))
         end += tl.sum(tiles, 0)
     live = expert < E
-    row = tl.load(offsets_ptr + expert, mask=live, other=0) + tl.where(live, tile - first_tile, 0) * BLOCK_M
+    row = (
+        tl.load(offsets_ptr + expert, mask=live, other=0)
+        + tl.where(live, tile - first_tile, 0) * BLOCK_M
+    )
     mask = tile < num_tiles
     tl.store(map_ptr + tile, tl.where(live, expert, -1), mask=mask)
     tl.store(map_ptr + num_tiles + tile, tl.where(live, row, end), mask=mask)
-    tl.store(map_ptr + 2 * num_tiles + tile, tl.load(offsets_ptr + expert + 1, mask=live, other=0), mask=mask)
+    tl.store(
+        map_ptr + 2 * num_tiles + tile,
+        tl.load(offsets_ptr + expert + 1, mask=live, other=0),
+        mask=mask,
+    )
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"], repr=named("tile_map"))
 def _tile_map_kernel(
     offsets_ptr,  # [E + 1] int32
     map_ptr,  # [3, num_tiles] int32
-    E, num_tiles,
-    FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    write_map(tl.program_id(0) * BLOCK_TILES, offsets_ptr, map_ptr, E, num_tiles, FIRST, BLOCK_M, BLOCK_TILES, BLOCK_E)
+    E,
+    num_tiles,
+    FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    write_map(
+        tl.program_id(0) * BLOCK_TILES,
+        offsets_ptr,
+        map_ptr,
+        E,
+        num_tiles,
+        FIRST,
+        BLOCK_M,
+        BLOCK_TILES,
+        BLOCK_E,
+    )
 
 
 @triton.jit
@@ -180,11 +241,35 @@ def live_tiles(map_ptr, num_tiles):
     return tl.where(tl.load(map_ptr + last) >= 0, num_tiles, tl.load(map_ptr + num_tiles + last))
 
 
-def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`topk_idx` [T, K], any integer -> expert_offsets [E + 1], row_token [R], row_slot [R], slot_row [R], all int32."""
+class TileRows(NamedTuple):
+    """In a kernel: the rows of a tile."""
+
+    expert: tl.tensor
+    first: tl.tensor
+    left: tl.tensor  # rows from the first one to the expert's last
+
+
+@triton.jit
+def rows_of(map_ptr, num_tiles, tile, e):
+    """The rows of a tile of expert e."""
+    first = tl.load(map_ptr + num_tiles + tile)
+    return TileRows(e, first, tl.load(map_ptr + 2 * num_tiles + tile) - first)
+
+
+def dispatch_forward(
+    topk_idx: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`topk_idx` [T, K] -> expert_offsets [E + 1], row_token, row_slot, slot_row [R], all int32.
+
+    Grids: a program for each block of BLOCK_S slots, one for each expert (which scans the blocks'
+    counts), and again one for each block. R ids are read twice, 2 E R / BLOCK_S counts written and
+    read, and 3 R numbers written, two of them scattered.
+    """
     idx, R, E, K = topk_idx.contiguous(), topk_idx.numel(), num_experts, topk_idx.shape[1]
     if not R:
-        return idx.new_zeros(E + 1, dtype=torch.int32), *(idx.new_empty(0, dtype=torch.int32) for _ in range(3))
+        return idx.new_zeros(E + 1, dtype=torch.int32), *(
+            idx.new_empty(0, dtype=torch.int32) for _ in range(3)
+        )
     offsets = idx.new_empty(E + 1, dtype=torch.int32)
     row_token, row_slot, slot_row = (idx.new_empty(R, dtype=torch.int32) for _ in range(3))
     blocks, start = triton.cdiv(R, BLOCK_S), None
@@ -195,33 +280,54 @@ def dispatch_forward(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Te
             _dispatch_fwd_count_kernel[(blocks,)](
                 idx, less, R, E, blocks, BLOCK_S=BLOCK_S, BLOCK_E=BLOCK_E, enable_fp_fusion=True
             )
-            _dispatch_fwd_scan_kernel[(E + 1,)](less, offsets, start, blocks, SCAN=SCAN, enable_fp_fusion=True)
+            _dispatch_fwd_scan_kernel[(E + 1,)](
+                less, offsets, start, blocks, SCAN=SCAN, enable_fp_fusion=True
+            )
         _dispatch_fwd_scatter_kernel[(blocks,)](
-            idx, start, offsets, row_token, row_slot, slot_row, R, E, K, blocks,
-            BLOCK_S=BLOCK_S, BLOCK_J=BLOCK_J, BLOCK_E=BLOCK_E, enable_fp_fusion=True,
-        )  # fmt: skip
+            idx,
+            start,
+            Sorted(offsets, row_token, row_slot, slot_row),
+            R,
+            E,
+            K,
+            blocks,
+            BLOCK_S=BLOCK_S,
+            BLOCK_J=BLOCK_J,
+            BLOCK_E=BLOCK_E,
+            enable_fp_fusion=True,
+        )
     return offsets, row_token, row_slot, slot_row
 
 
 def invert(row_slot: torch.Tensor) -> torch.Tensor:
-    """slot_row [R] int32, the inverse permutation of `row_slot` [R] int32."""
+    """slot_row [R] int32, the inverse permutation of `row_slot` [R] int32.
+
+    Grid: blocks of BLOCK_R rows. R numbers are read, R scattered.
+    """
     slot_row, R = torch.empty_like(row_slot), row_slot.numel()
     if R:
         with torch.cuda.device_of(row_slot):
-            _invert_kernel[(triton.cdiv(R, BLOCK_R),)](row_slot, slot_row, R, BLOCK_R=BLOCK_R, enable_fp_fusion=True)
+            _invert_kernel[(triton.cdiv(R, BLOCK_R),)](
+                row_slot, slot_row, R, BLOCK_R=BLOCK_R, enable_fp_fusion=True
+            )
     return slot_row
 
 
 def max_tiles(R: int, E: int, BLOCK_M: int) -> int:
-    """The most tiles of BLOCK_M rows that R rows of E experts can have: sum_e ceil(c_e / BLOCK_M) is never larger."""
+    """Return a bound on the tiles of R rows, sum_e ceil(c_e / BLOCK_M)."""
     return R // BLOCK_M + min(E, R)
 
 
-def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0) -> torch.Tensor:
-    """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: each tile's expert, first row and its expert's end row.
+def tile_map(
+    expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: int = 0
+) -> torch.Tensor:
+    """`expert_offsets` [E + 1] int32 -> [3, max_tiles] int32: expert, first row, expert's end row.
 
-    Tiles are in row order. A tile behind the last one has expert -1 and, as its first row, the number of tiles in front. No
-    tile holds rows of experts below `first_expert`, or dropped rows.
+    Tiles are in row order. A tile behind the last one has expert -1 and, as its first row, the
+    number of tiles in front. No tile holds rows of experts below `first_expert`, or dropped rows.
+
+    Grid: blocks of BLOCK_TILES tiles. A program reads all E + 1 offsets and writes three numbers
+    for each tile.
     """
     E = expert_offsets.numel() - 1
     tiles = max_tiles(R, E, BLOCK_M)
@@ -229,7 +335,14 @@ def tile_map(expert_offsets: torch.Tensor, R: int, BLOCK_M: int, first_expert: i
     if tiles:
         with torch.cuda.device_of(expert_offsets):
             _tile_map_kernel[(triton.cdiv(tiles, BLOCK_TILES),)](
-                expert_offsets, out, E, tiles,
-                FIRST=first_expert, BLOCK_M=BLOCK_M, BLOCK_TILES=BLOCK_TILES, BLOCK_E=BLOCK_E, enable_fp_fusion=True,
-            )  # fmt: skip
+                expert_offsets,
+                out,
+                E,
+                tiles,
+                FIRST=first_expert,
+                BLOCK_M=BLOCK_M,
+                BLOCK_TILES=BLOCK_TILES,
+                BLOCK_E=BLOCK_E,
+                enable_fp_fusion=True,
+            )
     return out

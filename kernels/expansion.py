@@ -1,18 +1,22 @@
-"""Gram matrix of n experts, each read once, and two parents' randomly thinned sum in one pass. Equations:
-`moe_runtime.ops.expansion`.
+"""Gram matrix of n experts, and the sum of two parents' randomly thinned differences.
 
-Bytes moved, at least: Gram n P elements (and P of the base), DARE 4 P (3 P without a base). The random numbers are a
-function of key and element alone (Philox 4x64-10), so neither tile nor device nor order changes what is dropped.
+The equations are in `moe_runtime.ops.expansion`. The random numbers are a function of key and
+element alone (Philox 4x64-10), so neither tile nor device nor order changes what is dropped.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-CHUNK = 1 << 13  # columns whose products are summed in float32; the sums of chunks are added in float64
+from moe_runtime.kernels.compiling import named
+from moe_runtime.kernels.tiles import outer
+
+CHUNK = (
+    1 << 13
+)  # columns whose products are summed in float32; the sums of chunks are added in float64
 
 
-@triton.jit
+@triton.jit(repr=named("gram"))
 def _gram_kernel(
     weight_ptr,  # [n, P], any float
     base_ptr,  # [P], dtype of weight, or None
@@ -24,31 +28,35 @@ def _gram_kernel(
     BLOCK_P: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    tl.static_assert(BLOCK_N >= 16 and CHUNK % BLOCK_P == 0, "blocks of at least 16 fill a chunk")
     chunk = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_N)
     at = weight_ptr + e.to(tl.int64)[:, None] * stride_e
     acc = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     for p0 in range(0, CHUNK, BLOCK_P):
         p = chunk * CHUNK + p0 + tl.arange(0, BLOCK_P)
-        mask = (e < n)[:, None] & (p < P)[None, :]
+        mask = outer(e < n, p < P)
         w = tl.load(at + p[None, :], mask=mask, other=0.0)
         if base_ptr is not None:
             base = tl.load(base_ptr + p, mask=p < P, other=0.0).to(tl.float32)
-            w = w.to(tl.float32) - base[None, :]  # in rows behind the last, too, which are not stored
-        # products of 16-bit numbers are exact in float32; those of float32 must not be rounded to tf32
+            w = (
+                w.to(tl.float32) - base[None, :]
+            )  # in rows behind the last, too, which are not stored
+        # products of 16-bit numbers are exact in float32; those of float32 must not be rounded to
+        # tf32
         acc = tl.dot(w, tl.trans(w), acc, input_precision="ieee")
     other = tl.arange(0, BLOCK_N)
     partial_ptr += chunk * n * n + e.to(tl.int64)[:, None] * n + other[None, :]
-    tl.store(partial_ptr, acc, mask=(e < n)[:, None] & (other < n)[None, :])
+    tl.store(partial_ptr, acc, mask=outer(e < n, other < n))
 
 
 @triton.jit
-def _kept(draw, threshold):
+def _is_kept(draw, threshold):
     """Whether a 32-bit draw says that an element is kept."""
     return draw.to(tl.int64) >= threshold
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "threshold", "skipped"])
+@triton.jit(do_not_specialize=["seed", "stream", "threshold", "skipped"], repr=named("dare_merge"))
 def _dare_merge_kernel(
     first_ptr,  # [P], any float
     second_ptr,  # [P], dtype of first
@@ -66,7 +74,9 @@ def _dare_merge_kernel(
     block = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C) + skipped
     zero = (block * 0).to(tl.uint64)
     key = zero + seed.to(tl.uint64)
-    a, b, c, d = tl.philox_impl((block + 1).to(tl.uint64), zero, zero, zero, key, zero + stream.to(tl.uint64), 10)
+    stream_key = zero + stream.to(tl.uint64)
+    counter = (block + 1).to(tl.uint64)
+    a, b, c, d = tl.philox_impl(counter, zero, zero, zero, key, stream_key, 10)
     # numbers 4 block to 4 block + 3, in order
     draw = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_C * 4,))
     p = tl.program_id(0).to(tl.int64) * (BLOCK_C * 4) + tl.arange(0, BLOCK_C * 4)
@@ -77,8 +87,8 @@ def _dare_merge_kernel(
         base = tl.load(base_ptr + p, mask=mask, other=0.0).to(tl.float32)
         first -= base
         second -= base
-    first = tl.where(_kept(draw & 0xFFFFFFFF, threshold), first * first_scale, 0.0)
-    second = tl.where(_kept(draw >> 32, threshold), second * second_scale, 0.0)
+    first = tl.where(_is_kept(draw & 0xFFFFFFFF, threshold), first * first_scale, 0.0)
+    second = tl.where(_is_kept(draw >> 32, threshold), second * second_scale, 0.0)
     out = first + second
     if base_ptr is not None:
         out = base + out
@@ -86,7 +96,13 @@ def _dare_merge_kernel(
 
 
 def gram_forward(weight: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-    """<weight[i] - base, weight[j] - base> of all pairs: `weight` [n, P], rows contiguous, `base` [P] -> [n, n] float64."""
+    """<weight[i] - base, weight[j] - base> of all pairs, [n, n] float64.
+
+    `weight` [n, P], rows contiguous, `base` [P] or None.
+
+    Grid: chunks of CHUNK columns; a program computes all n n
+    sums of its chunk. n P elements are read (and P of the base), n n for each chunk written.
+    """
     n, P = weight.shape
     chunks = triton.cdiv(P, CHUNK)
     partial = torch.empty(chunks, n, n, dtype=torch.float32, device=weight.device)
@@ -111,15 +127,30 @@ def gram_config(n: int, weight: torch.Tensor, base: torch.Tensor | None) -> dict
     block_n = max(16, triton.next_power_of_2(n))
     narrow = weight.dtype.itemsize == 2 and base is None
     columns = (1 << 13 if narrow else 1 << 12) // block_n
-    return {"BLOCK_N": block_n, "BLOCK_P": max(32, min(columns, 256)), "num_warps": 4, "num_stages": 3 if narrow else 2}
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_P": max(32, min(columns, 256)),
+        "num_warps": 4,
+        "num_stages": 3 if narrow else 2,
+    }
 
 
 def dare_merge_forward(
-    first, second, base, seed: int, stream: int, threshold: int, first_scale: float, second_scale: float, start: int = 0
+    first,
+    second,
+    base,
+    seed: int,
+    stream: int,
+    threshold: int,
+    first_scale: float,
+    second_scale: float,
+    start: int = 0,
 ):
-    """base + drop(first - base) first_scale + drop(second - base) second_scale, [...] in first's dtype; all contiguous.
+    """base + drop(first - base) first_scale + drop(second - base) second_scale, in first's dtype.
 
-    `start`, which 4 divides, is the number of the first element in its stream.
+    All are contiguous. `start`, which 4 divides, is the number of the first element in its stream.
+
+    Grid: blocks of 4 BLOCK_C elements. 3 P elements are read (2 P without a base), P written.
     """
     out, P = torch.empty_like(first), first.numel()
     BLOCK_C = 256
@@ -127,7 +158,19 @@ def dare_merge_forward(
         with torch.cuda.device_of(first):
             # no fused multiply-add: the last bits are those of the torch backend
             _dare_merge_kernel[(triton.cdiv(P, 4 * BLOCK_C),)](
-                first, second, base, out, P, seed, stream, threshold, first_scale, second_scale,
-                start // 4, BLOCK_C=BLOCK_C, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
+                first,
+                second,
+                base,
+                out,
+                P,
+                seed,
+                stream,
+                threshold,
+                first_scale,
+                second_scale,
+                start // 4,
+                BLOCK_C=BLOCK_C,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
     return out

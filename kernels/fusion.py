@@ -1,69 +1,97 @@
-"""Specialists' logits mixed tile by tile, with the softmax's sums in the epilogue. The equations: `moe_runtime.ops.fusion`.
+"""Specialists' logits mixed tile by tile, with the softmax's sums in the epilogue.
 
-A specialist's logits are never in memory, the mixed ones only where their gradient follows. A program computes BLOCK_M tokens
-by BLOCK_N ids of the common vocabulary, one specialist after the other. What a row's softmax needs from each tile (highest
-logit, sum of exp, expectations) goes to `partial`, 2 + S numbers for BLOCK_N logits.
+The equations are in `moe_runtime.ops.fusion`. A specialist's logits are never in memory, the mixed
+ones only where their gradient follows. What a row's softmax needs from each tile (highest logit,
+sum of exp, expectations) goes to `partial`, 2 + S numbers for BLOCK_N logits.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.tiles import SHARED_MEMORY, nearest, precision, tile_of
+from moe_runtime.kernels.compiling import named
+from moe_runtime.kernels.tiles import SHARED_MEMORY, cells, nearest, outer, precision, tile_of
 
 ROWS = 8192  # tokens whose partial sums are in memory together
 BLOCK_V = 4096
 
 
+class FusionTile(NamedTuple):
+    """A launch config: BLOCK_M tokens by BLOCK_N ids, BLOCK_K along a specialist's width."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int  # row tiles that go over the ids together
+    PRECISION: str  # of float32 operands
+    num_warps: int
+    num_stages: int
+
+
+class FusedSums(NamedTuple):
+    """What the forward kernel writes."""
+
+    logits: torch.Tensor | None  # [T, V] float32
+    # [2, or 2 + S if EXPECT, T, tiles] float32: highest logit, sum of exp, and of exp times o_s
+    partial: torch.Tensor
+    # [T, 1, or 1 + S if EXPECT] float32: the label's logit, and o_s of it; of a known label
+    target: torch.Tensor
+
+
 @triton.jit
-def _logits_of(hidden_ptr, head_ptr, t, v, T, V, H: tl.constexpr, PRECISION: tl.constexpr,
-               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+def _logits_of(hidden_ptr, head_ptr, t, v, T, V, H: tl.constexpr, TILE: tl.constexpr):
     """One specialist's logits [BLOCK_M, BLOCK_N] of tokens t and ids v; 0 outside."""
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
     k = tl.arange(0, BLOCK_K)
-    hidden = hidden_ptr + (t.to(tl.int64)[:, None] * H + k[None, :])
+    hidden = hidden_ptr + cells(t.to(tl.int64), H, k)
     head = head_ptr + (v.to(tl.int64)[None, :] * H + k[:, None])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, H, BLOCK_K):
-        rows, columns = (t < T)[:, None], (v < V)[None, :]
+        rows = (t < T)[:, None]
+        columns = (v < V)[None, :]
         if H % BLOCK_K != 0:
-            rows, columns = rows & (k0 + k < H)[None, :], columns & (k0 + k < H)[:, None]
+            rows = rows & (k0 + k < H)[None, :]
+            columns = columns & (k0 + k < H)[:, None]
         a = tl.load(hidden, mask=rows, other=0.0)
         b = tl.load(head, mask=columns, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=TILE.PRECISION)
         hidden += BLOCK_K
         head += BLOCK_K
     return acc
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("fused_logits_fwd", "TILE", "S"))
 def _fused_logits_fwd_kernel(
     hidden_ptrs,  # S of [T, SIZES[s]], one float dtype
     head_ptrs,  # S of [V or more, SIZES[s]], the same dtype
     gate_ptr,  # [T, S] float32
     labels_ptr,  # [T] int32 or int64
-    logits_ptr,  # [T, V] float32 or None
-    partial_ptr,  # [2, or 2 + S if EXPECT, T, tiles] float32: highest logit, sum of exp, and of exp times o_s
-    target_ptr,  # [T, 1, or 1 + S if EXPECT] float32: the label's logit, and o_s of it; written where there is one
+    out,  # FusedSums
     T,
     V,
     tiles,
     S: tl.constexpr,
     SIZES: tl.constexpr,
     EXPECT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    TILE: tl.constexpr,  # FusionTile
 ):
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(T, BLOCK_M), tiles, GROUP_M)
+    tl.static_assert(TILE.BLOCK_M >= 16 and TILE.BLOCK_N >= 16, "a tile is at least 16x16")
+    tl.static_assert(TILE.BLOCK_K >= 16, "tl.dot sums over at least 16")
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(T, BLOCK_M), tiles, TILE.GROUP_M)
     t = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     v = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row, live = t.to(tl.int64), t < T
+    row = t.to(tl.int64)
+    live = t < T
     logits = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     parts = ()
     for s in tl.static_range(S):
-        part = _logits_of(hidden_ptrs[s], head_ptrs[s], t, v, T, V, SIZES[s], PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+        part = _logits_of(hidden_ptrs[s], head_ptrs[s], t, v, T, V, SIZES[s], TILE)
         if EXPECT:
             parts = parts + (part,)
         else:
@@ -71,29 +99,29 @@ def _fused_logits_fwd_kernel(
     if EXPECT:  # not before all are there: an accumulator less in the loops
         for s in tl.static_range(S):
             logits += tl.load(gate_ptr + row * S + s, mask=live, other=0.0)[:, None] * parts[s]
-    if logits_ptr is not None:
-        at = logits_ptr + (row[:, None] * V + v[None, :])
-        tl.store(at, logits, mask=live[:, None] & (v < V)[None, :])
+    if out.logits is not None:
+        at = out.logits + cells(row, V, v)
+        tl.store(at, logits, mask=outer(live, v < V))
     logits = tl.where((v < V)[None, :], logits, float("-inf"))
     top = tl.max(logits, 1)
     p = tl.exp(logits - top[:, None])
     label = tl.load(labels_ptr + row, mask=live, other=-1)
     hit = v[None, :] == label[:, None]
-    found = live & (label >= tile_n * BLOCK_N) & (label < tl.minimum(tile_n * BLOCK_N + BLOCK_N, V))
-    partial = partial_ptr + row * tiles + tile_n
+    known = live & (label >= tile_n * BLOCK_N) & (label < tl.minimum(tile_n * BLOCK_N + BLOCK_N, V))
+    partial = out.partial + row * tiles + tile_n
     field = T.to(tl.int64) * tiles
     WIDTH: tl.constexpr = 1 + S if EXPECT else 1
-    target = target_ptr + row * WIDTH
+    target = out.target + row * WIDTH
     tl.store(partial, top, mask=live)
     tl.store(partial + field, tl.sum(p, 1), mask=live)
-    tl.store(target, tl.sum(tl.where(hit, logits, 0.0), 1), mask=found)
+    tl.store(target, tl.sum(tl.where(hit, logits, 0.0), 1), mask=known)
     if EXPECT:
         for s in tl.static_range(S):
             tl.store(partial + field * (2 + s), tl.sum(p * parts[s], 1), mask=live)
-            tl.store(target + 1 + s, tl.sum(tl.where(hit, parts[s], 0.0), 1), mask=found)
+            tl.store(target + 1 + s, tl.sum(tl.where(hit, parts[s], 0.0), 1), mask=known)
 
 
-@triton.jit
+@triton.jit(repr=named("fused_logits_bwd"))
 def _fused_logits_bwd_kernel(
     logits_ptr,  # [T, V] float32
     lse_ptr,  # [T] float32
@@ -109,11 +137,13 @@ def _fused_logits_bwd_kernel(
     scale = tl.load(scale_ptr + t)
     p = tl.exp(logits - tl.load(lse_ptr + t))
     dlogits = tl.where(v == tl.load(labels_ptr + t), p - 1, p) * scale
-    dlogits = tl.where(scale == 0, 0.0, dlogits)  # an ignored token: also where its logits overflowed
+    dlogits = tl.where(
+        scale == 0, 0.0, dlogits
+    )  # an ignored token: also where its logits overflowed
     tl.store(dlogits_ptr + (t * V + v), dlogits.to(dlogits_ptr.dtype.element_ty), mask=v < V)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("fused_hidden_bwd"))
 def _fused_hidden_bwd_kernel(
     dx_ptr,  # [T, H]: dlogits times one specialist's head
     hidden_ptr,  # [T, H]
@@ -133,15 +163,19 @@ def _fused_hidden_bwd_kernel(
     total = tl.zeros([BLOCK_T], tl.float32)
     for h0 in range(0, H, BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
-        mask = live[:, None] & (h < H)[None, :]
-        at = row[:, None] * H + h[None, :]
+        mask = outer(live, h < H)
+        at = cells(row, H, h)
         dx = tl.load(dx_ptr + at, mask=mask, other=0.0).to(tl.float32)
         hidden = tl.load(hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(dx * hidden, 1)
         if dhidden_ptr is not None:
-            tl.store(dhidden_ptr + at, (gate[:, None] * dx).to(dhidden_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                dhidden_ptr + at, (gate[:, None] * dx).to(dhidden_ptr.dtype.element_ty), mask=mask
+            )
         if scaled_ptr is not None:
-            tl.store(scaled_ptr + at, (gate[:, None] * hidden).to(scaled_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                scaled_ptr + at, (gate[:, None] * hidden).to(scaled_ptr.dtype.element_ty), mask=mask
+            )
     tl.store(dgate_ptr + row * stride_gate, total, mask=live)
 
 
@@ -154,15 +188,18 @@ def fused_loss_forward(
     ignore_index: int,
     need_score: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token [T] and, if requested, its gradient in the gate's weights [T, S], else [0]; float32.
+    """Return the loss of each token [T] and its gradient in the gate's weights [T, S], float32.
 
-    `gate` [T, S] float32, `labels` [T], `hidden` S of [T, H_s], `heads` S of [V or more, H_s].
+    The gradient is [0] unless `need_score`. `gate` [T, S] float32, `labels` [T], `hidden` S of
+    [T, H_s], `heads` S of [V or more, H_s]. What a launch moves, `_forward` says.
     """
     T, S = gate.shape
     nll, score = gate.new_empty(T), gate.new_empty((T, S) if need_score else 0)
     for start in range(0, T, ROWS):
         rows = slice(start, start + ROWS)
-        found = _forward(gate[rows], labels[rows], [h[rows] for h in hidden], heads, V, ignore_index, need_score)
+        found = _forward(
+            gate[rows], labels[rows], [h[rows] for h in hidden], heads, V, ignore_index, need_score
+        )
         nll[rows] = found[0]
         if need_score:
             score[rows] = found[2]
@@ -178,15 +215,29 @@ def fused_logits_backward(
     V: int,
     ignore_index: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each token [T], and the gradient of `scale` [T] times it in the mixed logits [T, V]."""
+    """Return the loss of each token [T], and the gradient of `scale` times it in the logits [T, V].
+
+    Grid of the second launch: a token by BLOCK_V ids; T V logits are read and written.
+    """
     logits = gate.new_empty(gate.shape[0], V)
     nll, lse, _ = _forward(gate, labels, hidden, heads, V, ignore_index, False, logits)
-    dlogits = logits if hidden[0].dtype == logits.dtype else torch.empty_like(logits, dtype=hidden[0].dtype)
+    dlogits = (
+        logits
+        if hidden[0].dtype == logits.dtype
+        else torch.empty_like(logits, dtype=hidden[0].dtype)
+    )
     with torch.cuda.device_of(gate):  # Triton launches on the current device
         _fused_logits_bwd_kernel[(gate.shape[0], triton.cdiv(V, BLOCK_V))](
-            logits, lse, scale.contiguous(), labels.contiguous(), dlogits, V, BLOCK_V=BLOCK_V, num_warps=8,
+            logits,
+            lse,
+            scale.contiguous(),
+            labels.contiguous(),
+            dlogits,
+            V,
+            BLOCK_V=BLOCK_V,
+            num_warps=8,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     return nll, dlogits
 
 
@@ -198,39 +249,69 @@ def fused_hidden_backward(
     dhidden: torch.Tensor | None,
     scaled: torch.Tensor | None,
 ) -> None:
-    """Write <dx, hidden> into `dgate` [T], gate * dx into `dhidden` [T, H] and gate * hidden into `scaled` [T, H].
+    """Write <dx, hidden> to `dgate` [T], gate * dx to `dhidden`, gate * hidden to `scaled`.
 
-    `gate` and `dgate` are columns of tensors [T, S] float32 with the same strides.
+    `gate` and `dgate` are columns of tensors [T, S] float32 with the same strides. Grid: blocks of
+    8 tokens, whose rows a program passes over. 2 T H elements are read, 2 T H written.
     """
     T, H = dx.shape
     assert gate.stride() == dgate.stride()
     with torch.cuda.device_of(dx):
         _fused_hidden_bwd_kernel[(triton.cdiv(T, 8),)](
-            dx, hidden, gate, dgate, dhidden, scaled, T, H, gate.stride(0), BLOCK_T=8,
-            BLOCK_H=min(512, triton.next_power_of_2(H)), num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+            dx,
+            hidden,
+            gate,
+            dgate,
+            dhidden,
+            scaled,
+            T,
+            H,
+            gate.stride(0),
+            BLOCK_T=8,
+            BLOCK_H=min(512, triton.next_power_of_2(H)),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
 
 
 def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=None, config=None):
-    """Return loss, log of the softmax's sum, and gradient in the gate's weights or None, of tokens of one pass.
+    """Return loss, log of the softmax's sum, and gradient in the gate's weights or None.
 
-    `config` takes the place of `fusion_config`'s.
+    For tokens of one pass. `config` takes the place of `fusion_config`'s.
+
+    Grid: the tiles of [T, V], in groups of GROUP_M row tiles. A program multiplies BLOCK_M tokens
+    by BLOCK_N ids, one specialist after the other. At least the states and the heads are read; from
+    L2 or memory come cdiv(V, BLOCK_N) times the states and cdiv(T, BLOCK_M) times the heads. T V
+    float32 logits are written if asked for, and (2 + S) T cdiv(V, BLOCK_N) sums.
     """
     (T, S), sizes = gate.shape, tuple(h.shape[1] for h in hidden)
     x = hidden[0]
     if config is None:
         major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
         config = fusion_config(10 * major + minor, x.dtype, precision(x), sizes, need_score)
-    tiles = triton.cdiv(V, config["BLOCK_N"])
+    tiles = triton.cdiv(V, config.BLOCK_N)
     partial = gate.new_empty(2 + S * need_score, T, tiles)
     # no label's logit, no loss: NaN says so where asking would wait for the GPU
     target = gate.new_full((T, 1 + S * need_score), float("nan"))
+    out = FusedSums(logits, partial, target)
+    operands = (tuple(h.contiguous() for h in hidden), tuple(head.contiguous() for head in heads))
     with torch.cuda.device_of(x):
-        _fused_logits_fwd_kernel[(triton.cdiv(T, config["BLOCK_M"]) * tiles,)](
-            tuple(h.contiguous() for h in hidden), tuple(head.contiguous() for head in heads), gate.contiguous(),
-            labels.contiguous(), logits, partial, target, T, V, tiles, S=S, SIZES=sizes, EXPECT=need_score, **config,
+        _fused_logits_fwd_kernel[(triton.cdiv(T, config.BLOCK_M) * tiles,)](
+            *operands,
+            gate.contiguous(),
+            labels.contiguous(),
+            out,
+            T,
+            V,
+            tiles,
+            S=S,
+            SIZES=sizes,
+            EXPECT=need_score,
+            TILE=config,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     top = partial[0].amax(1, keepdim=True)
     share = (partial[0] - top).exp_()
     total = (partial[1] * share).sum(1)
@@ -242,10 +323,13 @@ def _forward(gate, labels, hidden, heads, V, ignore_index, need_score, logits=No
     return nll, lse, torch.where(valid[:, None], mean.t() - target[:, 1:], 0.0)
 
 
-def fusion_config(arch: int, dtype: torch.dtype, precision: str, sizes: tuple[int, ...], expect: bool) -> dict:
-    """Return blocks, precision, warps and stages of the forward kernel on sm_`arch` (0: the interpreter).
+def fusion_config(
+    arch: int, dtype: torch.dtype, precision: str, sizes: tuple[int, ...], expect: bool
+) -> FusionTile:
+    """Return the forward kernel's launch config on sm_`arch` (0: the interpreter).
 
-    With expectations every specialist has an accumulator, beside the mixture's: more of them make the tile narrower.
+    With expectations every specialist has an accumulator, beside the mixture's: the more of them,
+    the narrower the tile.
     """
     wide = min(128, max(16, 512 // triton.next_power_of_2(len(sizes) + 1))) if expect else 64
     if arch == 0:
@@ -259,7 +343,4 @@ def fusion_config(arch: int, dtype: torch.dtype, precision: str, sizes: tuple[in
         block_m, block_n, block_k, warps, stages = 64 if expect else 128, wide, 64, 8, 4
     else:
         block_m, block_n, block_k, warps, stages = 128, 128, 64, 8, 4
-    return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "PRECISION": precision,
-        "num_warps": warps, "num_stages": stages,
-    }  # fmt: skip
+    return FusionTile(block_m, block_n, block_k, 8, precision, warps, stages)

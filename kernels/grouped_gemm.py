@@ -1,371 +1,439 @@
-"""One matrix product per expert over rows in expert order: up projection with its activation, and the plain product.
+"""One matrix product per expert over rows in expert order: the up projection, the plain product.
 
-The equations are in `moe_runtime.ops.grouped_gemm` and `moe_runtime.ops.moe_mlp`. A program computes one tile of the tile map
-(`kernels.dispatch.tile_map`): BLOCK_M rows of one expert by BLOCK_N columns. Weights come as (n, k) with any strides, so the
-plain kernel serves the down projection (k contiguous) and dx (n contiguous) alike.
+The equations are in `moe_runtime.ops.grouped_gemm` and `moe_runtime.ops.moe_mlp`. A program
+computes one tile of the tile map (`kernels.dispatch.tile_map`): BLOCK_M rows of one expert by
+BLOCK_N columns. Weights come as (n, k) with any strides, so the plain kernel serves the down
+projection (k contiguous) and dx (n contiguous) alike.
+
+Beside the plain form, what each option is expected to gain, and what would make us delete it:
+TMA         addresses and bounds cost no registers; if pointers are as fast on sm_90 at 128 rows.
+JOINED      one product of gate and up instead of two; if two are as fast with TMA on sm_90.
+PERSISTENT  no last wave of few programs; if the tuner chooses it on no GPU that we measure.
+stream      the next tile's loads run under an epilogue; if the plain kernel is as fast for sums of
+            at most `tiles.SHORT`.
 """
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_runtime.kernels.activation import activate, below, shifted
-from moe_runtime.kernels.dispatch import live_tiles
+from moe_runtime.kernels.activation import Form, activate, below, shifted
+from moe_runtime.kernels.compiling import named
+from moe_runtime.kernels.dispatch import live_tiles, rows_of
 from moe_runtime.kernels.operands import (
+    Gathered,
     LowRank,
+    add_terms,
+    check_tile,
     describable,
+    descriptor,
+    expert_weight,
     grid,
     halves,
     joined_block,
     last_contiguous,
-    low_rank,
-    low_rank_operand,
     pairs,
     piece,
-    storage,
-    weight_base,
+    product_of,
+    rows_block,
+    term_of,
     weight_block,
     weight_operand,
 )
-from moe_runtime.kernels.tiles import Tile, arch_of, in_turns, precision, tile_of
+from moe_runtime.kernels.tiles import Tile, arch_of, cells, in_turns, outer, rounds_of, tile_of
 
 
 @triton.jit
-def _store_activation(gate, up, row, col0, I, rows_left, z_ptr, h_ptr, GATED: tl.constexpr, SAVE: tl.constexpr,
-                      ACT: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Write z = [gate, up] and h = act(gate) * up of BLOCK_M rows from `row` on, BLOCK_N columns from `col0` on.
+def _store_activation(
+    gate,  # INTERLEAVED: gate and up, [BLOCK_M, 2 BLOCK_N]
+    up,
+    rows,  # TileRows
+    col0,
+    I,
+    z_ptr,
+    h_ptr,
+    FORM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write z = [gate, up] and h = act(gate) * up, each where there is a pointer.
 
-    INTERLEAVED: `gate` [BLOCK_M, 2 BLOCK_N] holds both.
+    The rows of a tile, BLOCK_N columns of h from `col0` on.
     """
     m = tl.arange(0, BLOCK_M)
     n = col0 + tl.arange(0, BLOCK_N)
-    mask = (m < rows_left)[:, None] & (n < I)[None, :]
-    if SAVE:
-        width = I * 2 if GATED else I
-        z = z_ptr + row.to(tl.int64) * width
-        if INTERLEAVED:
+    live = (m < rows.left)[:, None]
+    mask = live & (n < I)[None, :]
+    if z_ptr is not None:
+        width = I * 2 if FORM.GATED else I
+        z = z_ptr + rows.first.to(tl.int64) * width
+        if FORM.INTERLEAVED:
             c = col0 * 2 + tl.arange(0, BLOCK_N * 2)
-            z += m[:, None].to(tl.int64) * width + c[None, :]
-            tl.store(z, gate.to(z_ptr.dtype.element_ty), mask=(m < rows_left)[:, None] & (c < width)[None, :])
+            z += cells(m.to(tl.int64), width, c)
+            tl.store(z, gate.to(z_ptr.dtype.element_ty), mask=live & (c < width)[None, :])
         else:
-            z += m[:, None].to(tl.int64) * width + n[None, :]
+            z += cells(m.to(tl.int64), width, n)
             tl.store(z, gate.to(z_ptr.dtype.element_ty), mask=mask)
-            if GATED:
+            if FORM.GATED:
                 tl.store(z + I, up.to(z_ptr.dtype.element_ty), mask=mask)
-    if INTERLEAVED:
-        gate, up = pairs(gate, BLOCK_M, BLOCK_N)
-    h = activate(below(gate, LIMIT), ACT)
-    if GATED:
-        h = h * shifted(up, LIMIT, UP_OFFSET)
-    h_ptr += row.to(tl.int64) * I
-    tl.store(h_ptr + (m[:, None].to(tl.int64) * I + n[None, :]), h.to(h_ptr.dtype.element_ty), mask=mask)
+    if h_ptr is not None:
+        if FORM.INTERLEAVED:
+            gate, up = pairs(gate, BLOCK_M, BLOCK_N)
+        h = activate(below(gate, FORM.LIMIT), FORM.ACT)
+        if FORM.GATED:
+            h = h * shifted(up, FORM.LIMIT, FORM.UP_OFFSET)
+        h_ptr += rows.first.to(tl.int64) * I
+        offset = cells(m.to(tl.int64), I, n)
+        tl.store(h_ptr + offset, h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _store_half(gate, up, bias, low, b, row, col0, I, rows_left, z_ptr, h_ptr, stride_lr, stride_ln,
-                GATED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr,
-                UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
-    """`_store_activation`; where z comes twice as wide in two pieces, each of which adds its bias: all at once would spill.
-
-    The low-rank term is a product of its own for each piece: a second accumulator of a whole tile would spill as well.
-    """
-    if INTERLEAVED:
-        left, right = halves(gate, BLOCK_M, BLOCK_N * 2)
-        if BIAS:
-            c = col0 * 2 + tl.arange(0, BLOCK_N)
-            left += tl.load(bias + c, mask=c < I * 2, other=0.0).to(tl.float32)[None, :]
-            right += tl.load(bias + c + BLOCK_N, mask=c + BLOCK_N < I * 2, other=0.0).to(tl.float32)[None, :]
-        if RANK:
-            left += low_rank(low, b, rows_left, col0 * 2, I * 2, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, BLOCK_N,
-                             BLOCK_R)  # fmt: skip
-            right += low_rank(low, b, rows_left, col0 * 2 + BLOCK_N, I * 2, stride_lr, stride_ln, RANK, PRECISION,
-                              BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
-        HALF: tl.constexpr = BLOCK_N // 2
-        _store_activation(left, left, row, col0, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, LIMIT, UP_OFFSET,
-                          INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
-        _store_activation(right, right, row, col0 + HALF, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, LIMIT,
-                          UP_OFFSET, INTERLEAVED, BLOCK_M, HALF)  # fmt: skip
-    else:
-        if RANK:
-            gate += low_rank(low, b, rows_left, col0, I, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R)
-            if GATED:
-                up += low_rank(low, b, rows_left, I + col0, I * 2, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, BLOCK_N,
-                               BLOCK_R)  # fmt: skip
-        _store_activation(gate, up, row, col0, I, rows_left, z_ptr, h_ptr, GATED, SAVE, ACT, LIMIT, UP_OFFSET,
-                          INTERLEAVED, BLOCK_M, BLOCK_N)  # fmt: skip
-
-
-@triton.jit
-def _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, row_slot_ptr, map_ptr, z_ptr, h_ptr,
-             num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k, stride_le, stride_lr, stride_ln,
-             SLOTS: tl.constexpr, ACT: tl.constexpr,
-             GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-             BIAS: tl.constexpr, SAVE: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr,
-             JOINED: tl.constexpr, K_LAST: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-             GROUP_M: tl.constexpr):  # fmt: skip
-    pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(I, BLOCK_N), GROUP_M)
+def _up_tile(
+    pid,
+    tokens,
+    w,
+    weight,
+    lora,
+    map_ptr,
+    z_ptr,
+    h_ptr,
+    num_m,
+    I,
+    H,
+    SLOTS: tl.constexpr,
+    FORM: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile of `_up_fwd_kernel`, whose arguments these are."""
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    TMA: tl.constexpr = TILE.TMA
+    PRECISION: tl.constexpr = PRODUCT.PRECISION
+    # gate and up in one product, side by side or column by column, or an accumulator for each
+    ONE: tl.constexpr = FORM.INTERLEAVED or TILE.JOINED
+    WIDTH: tl.constexpr = BLOCK_N * 2 if ONE else BLOCK_N
+    pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(I, BLOCK_N), TILE.GROUP_M)
     e = tl.load(map_ptr + pid_m)
     if e >= 0:
-        row = tl.load(map_ptr + num_m + pid_m)
-        rows_left = tl.load(map_ptr + 2 * num_m + pid_m) - row
+        rows = rows_of(map_ptr, num_m, pid_m, e)
         m = tl.arange(0, BLOCK_M)
         k = tl.arange(0, BLOCK_K)
+        live = m < rows.left
+        token = tl.load(tokens.row_slot + rows.first + m, mask=live, other=0) // SLOTS
+        x = tokens.data + cells(token.to(tl.int64), tokens.stride, k)
+        N = I * 2 if FORM.GATED else I
         n0 = pid_n * BLOCK_N
-        live = m < rows_left
-        token = tl.load(row_slot_ptr + row + m, mask=live, other=0) // SLOTS
-        x = x_ptr + (token.to(tl.int64)[:, None] * stride_x + k[None, :])
-        N = I * 2 if GATED else I
-        # two accumulators, or one of gate and up, side by side (JOINED) or in turns: one product with one block of the weight
-        TWO: tl.constexpr = GATED and not (INTERLEAVED or JOINED)
-        WIDTH: tl.constexpr = BLOCK_N * 2 if INTERLEAVED or JOINED else BLOCK_N
-        c0 = pid_n * WIDTH
-        base = weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA, TRAINED)
+        base = expert_weight(w, weight, e, TMA)
         gate = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         up = gate
         for k0 in range(0, H, BLOCK_K):
-            mask = live[:, None]
-            if not EVEN_K:
-                mask = mask & (k0 + k < H)[None, :]
-            a = tl.load(x, mask=mask, other=0.0)
-            if JOINED:
-                b = joined_block(base, e, n0, k0, K_LAST, BLOCK_N, BLOCK_K)
+            a = rows_block(x, live, k0 + k, H, PRODUCT.EVEN_K)
+            if TILE.JOINED:
+                b = joined_block(base, e, n0, k0, PRODUCT.K_LAST, BLOCK_N, BLOCK_K)
             else:
-                b = weight_block(base, e, c0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, WIDTH, BLOCK_K, TRAINED)
+                c0 = pid_n * WIDTH
+                b = weight_block(base, weight, e, c0, k0, N, H, PRODUCT, TMA, WIDTH, BLOCK_K)
             gate = tl.dot(a, b.to(a.dtype), gate, input_precision=PRECISION)
-            if TWO:
-                b = weight_block(base, e, I + n0, k0, N, H, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K, TRAINED)
+            if FORM.GATED and not ONE:
+                c0 = I + n0
+                b = weight_block(base, weight, e, c0, k0, N, H, PRODUCT, TMA, BLOCK_N, BLOCK_K)
                 up = tl.dot(a, b.to(a.dtype), up, input_precision=PRECISION)
             x += BLOCK_K
-        if JOINED:
+        if TILE.JOINED:
             gate, up = halves(gate, BLOCK_M, WIDTH)
-        bias = bias_ptr
-        if BIAS:
-            bias += e.to(tl.int64) * N
-            if not INTERLEAVED:
-                n = n0 + tl.arange(0, BLOCK_N)
-                gate += tl.load(bias + n, mask=n < I, other=0.0).to(tl.float32)[None, :]
-                if GATED:
-                    up += tl.load(bias + n + I, mask=n < I, other=0.0).to(tl.float32)[None, :]
-        EPILOGUE: tl.constexpr = BLOCK_N * 2 if INTERLEAVED else BLOCK_N
-        gate0, gate1 = halves(gate, BLOCK_M, EPILOGUE)
-        up0, up1 = halves(up, BLOCK_M, EPILOGUE)
-        HALF: tl.constexpr = BLOCK_N // 2
-        low, b = low_ptr, lora_ptr
-        if RANK:
-            low += row.to(tl.int64) * RANK
-            b += e.to(tl.int64) * stride_le
-        _store_half(gate0, up0, bias, low, b, row, n0, I, rows_left, z_ptr, h_ptr, stride_lr, stride_ln, GATED, BIAS,
-                    SAVE, ACT, LIMIT, UP_OFFSET, INTERLEAVED, RANK, PRECISION, BLOCK_M, HALF, BLOCK_R)  # fmt: skip
-        _store_half(gate1, up1, bias, low, b, row, n0 + HALF, I, rows_left, z_ptr, h_ptr, stride_lr, stride_ln, GATED,
-                    BIAS, SAVE, ACT, LIMIT, UP_OFFSET, INTERLEAVED, RANK, PRECISION, BLOCK_M, HALF, BLOCK_R)  # fmt: skip
+        PIECES: tl.constexpr = 4 if FORM.INTERLEAVED else 2
+        COLUMNS: tl.constexpr = BLOCK_N // PIECES
+        for i in tl.static_range(PIECES):
+            col0 = n0 + i * COLUMNS
+            if FORM.INTERLEAVED:
+                PART: tl.constexpr = COLUMNS * 2
+                c0 = col0 * 2
+                part = piece(gate, i, PIECES, BLOCK_M, WIDTH)
+                part = add_terms(part, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, PART)
+                second = part
+            else:
+                part = piece(gate, i, PIECES, BLOCK_M, BLOCK_N)
+                part = add_terms(part, weight, lora, rows, col0, I, N, PRODUCT, BLOCK_M, COLUMNS)
+                second = piece(up, i, PIECES, BLOCK_M, BLOCK_N)
+                if FORM.GATED:
+                    c0 = I + col0
+                    second = add_terms(
+                        second, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, COLUMNS
+                    )
+            _store_activation(part, second, rows, col0, I, z_ptr, h_ptr, FORM, BLOCK_M, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["num_m"])  # it follows T
+@triton.jit(do_not_specialize=["num_m"], repr=named("up_fwd", "FORM", "TILE"))  # it follows T
 def _up_fwd_kernel(
-    x_ptr,  # [T, H]
+    tokens,  # Gathered: x [T, H]
     w,  # [E, 2I or I, H], or its descriptor; JOINED: the descriptor of [E, 2, I, H]
-    w_trained,  # [n, 2I or I, H]: the weights of the experts that have a place here
-    trained_ptr,  # [E] int32: that place, or -1
-    bias_ptr,  # [E, 2I or I]
-    low_ptr,  # [R, RANK]
-    lora_ptr,  # [E, RANK, 2I or I], by its strides
-    row_slot_ptr,  # [R] int32
+    weight,  # Weight
+    lora,  # Term or None, of 2I or I columns
     map_ptr,  # [3, num_m] int32
-    z_ptr,  # [R, 2I or I]
-    h_ptr,  # [R, I]
-    num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k, stride_le, stride_lr, stride_ln,
-    SLOTS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr,
-    TMA: tl.constexpr, JOINED: tl.constexpr, K_LAST: tl.constexpr, PERSISTENT: tl.constexpr, RANK: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):  # fmt: skip
-    if PERSISTENT:
-        for pid in tl.range(tl.program_id(0), num_m * tl.cdiv(I, BLOCK_N), tl.num_programs(0)):
-            _up_tile(pid, x_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, row_slot_ptr,
-                     map_ptr, z_ptr, h_ptr, num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k,
-                     stride_le, stride_lr, stride_ln, SLOTS, ACT, GATED, LIMIT, UP_OFFSET, INTERLEAVED, BIAS, SAVE,
-                     TRAINED, EVEN_K, TMA, JOINED, K_LAST, RANK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R,
-                     GROUP_M)  # fmt: skip
-    else:
-        _up_tile(tl.program_id(0), x_ptr, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, row_slot_ptr,
-                 map_ptr, z_ptr, h_ptr, num_m, I, H, stride_x, stride_e, stride_te, stride_n, stride_k,
-                 stride_le, stride_lr, stride_ln, SLOTS, ACT, GATED, LIMIT, UP_OFFSET, INTERLEAVED, BIAS, SAVE,
-                 TRAINED, EVEN_K, TMA, JOINED, K_LAST, RANK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R,
-                 GROUP_M)  # fmt: skip
+    z_ptr,  # [R, 2I or I] or None
+    h_ptr,  # [R, I] or None
+    num_m,
+    I,
+    H,
+    SLOTS: tl.constexpr,
+    FORM: tl.constexpr,  # Form
+    PRODUCT: tl.constexpr,  # Product
+    TILE: tl.constexpr,  # Tile
+):
+    check_tile(TILE)
+    for i in range(rounds_of(num_m * tl.cdiv(I, TILE.BLOCK_N), TILE.PERSISTENT)):
+        pid = tl.program_id(0) + i * tl.num_programs(0)
+        _up_tile(
+            pid,
+            tokens,
+            w,
+            weight,
+            lora,
+            map_ptr,
+            z_ptr,
+            h_ptr,
+            num_m,
+            I,
+            H,
+            SLOTS,
+            FORM,
+            PRODUCT,
+            TILE,
+        )
 
 
 @triton.jit
-def _gemm_tile(pid, a, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, map_ptr, y_ptr, num_m, N, K, stride_a,
-               stride_e, stride_te, stride_n, stride_k, stride_le, stride_lr, stride_ln, BIAS: tl.constexpr,
-               TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, K_LAST: tl.constexpr, RANK: tl.constexpr,
-               PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-               BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr):  # fmt: skip
-    pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(N, BLOCK_N), GROUP_M)
+def _gemm_tile(
+    pid,
+    a,
+    w,
+    weight,
+    lora,
+    map_ptr,
+    y_ptr,
+    num_m,
+    N,
+    K,
+    stride_a,
+    PRODUCT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile of `_grouped_gemm_fwd_kernel`, whose arguments these are."""
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    TMA: tl.constexpr = TILE.TMA
+    pid_m, pid_n = tile_of(pid, num_m, tl.cdiv(N, BLOCK_N), TILE.GROUP_M)
     e = tl.load(map_ptr + pid_m)
     if e >= 0:
-        row = tl.load(map_ptr + num_m + pid_m)
-        rows_left = tl.load(map_ptr + 2 * num_m + pid_m) - row
+        rows = rows_of(map_ptr, num_m, pid_m, e)
         m = tl.arange(0, BLOCK_M)
         k = tl.arange(0, BLOCK_K)
+        live = m < rows.left
         n0 = pid_n * BLOCK_N
         if not TMA:
-            a_ptr = a + row.to(tl.int64) * stride_a + (m[:, None].to(tl.int64) * stride_a + k[None, :])
-        base = weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA, TRAINED)
+            offset = cells(m.to(tl.int64), stride_a, k)
+            a_ptr = a + rows.first.to(tl.int64) * stride_a + offset
+        base = expert_weight(w, weight, e, TMA)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, K, BLOCK_K):
-            if TMA:  # rows of the next expert come along; they are not stored
-                rows = a.load([row, k0])
+            if TMA:  # loads rows of the next expert, too; they are not stored
+                block = a.load([rows.first, k0])
             else:
-                mask = (m < rows_left)[:, None]
-                if not EVEN_K:
-                    mask = mask & (k0 + k < K)[None, :]
-                rows = tl.load(a_ptr, mask=mask, other=0.0)
+                block = rows_block(a_ptr, live, k0 + k, K, PRODUCT.EVEN_K)
                 a_ptr += BLOCK_K
-            b = weight_block(base, e, n0, k0, N, K, stride_n, stride_k, EVEN_K, TMA, K_LAST, BLOCK_N, BLOCK_K, TRAINED)
-            acc = tl.dot(rows, b.to(rows.dtype), acc, input_precision=PRECISION)
-        n = n0 + tl.arange(0, BLOCK_N)
-        if BIAS:
-            acc += tl.load(bias_ptr + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        PIECES: tl.constexpr = (4 if BLOCK_N > 128 else 2) if RANK else 1
-        WIDTH: tl.constexpr = BLOCK_N // PIECES
-        for i in tl.static_range(PIECES):  # the low-rank term has an accumulator of its own, which as a whole would spill
+            b = weight_block(base, weight, e, n0, k0, N, K, PRODUCT, TMA, BLOCK_N, BLOCK_K)
+            acc = tl.dot(block, b.to(block.dtype), acc, input_precision=PRODUCT.PRECISION)
+        # the low-rank term has its own accumulator, which would spill if it were a whole tile
+        PIECES: tl.constexpr = (4 if BLOCK_N > 128 else 2) if PRODUCT.RANK else 1
+        COLUMNS: tl.constexpr = BLOCK_N // PIECES
+        for i in tl.static_range(PIECES):
             part = piece(acc, i, PIECES, BLOCK_M, BLOCK_N)
-            c0 = n0 + i * WIDTH
-            if RANK:
-                low, b = low_ptr + row.to(tl.int64) * RANK, lora_ptr + e.to(tl.int64) * stride_le
-                part += low_rank(low, b, rows_left, c0, N, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, WIDTH, BLOCK_R)
-            c = c0 + tl.arange(0, WIDTH)
-            y = y_ptr + row.to(tl.int64) * N + (m[:, None].to(tl.int64) * N + c[None, :])
-            tl.store(y, part.to(y_ptr.dtype.element_ty), mask=(m < rows_left)[:, None] & (c < N)[None, :])
+            c0 = n0 + i * COLUMNS
+            part = add_terms(part, weight, lora, rows, c0, N, N, PRODUCT, BLOCK_M, COLUMNS)
+            c = c0 + tl.arange(0, COLUMNS)
+            y = y_ptr + rows.first.to(tl.int64) * N + cells(m.to(tl.int64), N, c)
+            mask = outer(live, c < N)
+            tl.store(y, part.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_m"])  # it follows T
+@triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_fwd", "TILE"))  # it follows T
 def _grouped_gemm_fwd_kernel(
     a,  # [R, K], or its descriptor
     w,  # [E, N, K] by its strides, or its descriptor
-    w_trained,  # [n, N, K]: the weights of the experts that have a place here
-    trained_ptr,  # [E] int32: that place, or -1
-    bias_ptr,  # [E, N]
-    low_ptr,  # [R, RANK]
-    lora_ptr,  # [E, RANK, N], by its strides
+    weight,  # Weight
+    lora,  # Term or None, of N columns
     map_ptr,  # [3, num_m] int32
     y_ptr,  # [R, N]
-    num_m, N, K, stride_a, stride_e, stride_te, stride_n, stride_k, stride_le, stride_lr, stride_ln,
-    BIAS: tl.constexpr, TRAINED: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr, K_LAST: tl.constexpr,
-    PERSISTENT: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    if PERSISTENT:
-        for pid in tl.range(tl.program_id(0), num_m * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
-            _gemm_tile(pid, a, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, map_ptr, y_ptr, num_m,
-                       N, K, stride_a, stride_e, stride_te, stride_n, stride_k, stride_le, stride_lr, stride_ln,
-                       BIAS, TRAINED, EVEN_K, TMA, K_LAST, RANK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R,
-                       GROUP_M)  # fmt: skip
-    else:
-        _gemm_tile(tl.program_id(0), a, w, w_trained, trained_ptr, bias_ptr, low_ptr, lora_ptr, map_ptr, y_ptr, num_m,
-                   N, K, stride_a, stride_e, stride_te, stride_n, stride_k, stride_le, stride_lr, stride_ln,
-                   BIAS, TRAINED, EVEN_K, TMA, K_LAST, RANK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R,
-                   GROUP_M)  # fmt: skip
+    num_m,
+    N,
+    K,
+    stride_a,
+    PRODUCT: tl.constexpr,  # Product
+    TILE: tl.constexpr,  # Tile
+):
+    check_tile(TILE)
+    for i in range(rounds_of(num_m * tl.cdiv(N, TILE.BLOCK_N), TILE.PERSISTENT)):
+        pid = tl.program_id(0) + i * tl.num_programs(0)
+        _gemm_tile(pid, a, w, weight, lora, map_ptr, y_ptr, num_m, N, K, stride_a, PRODUCT, TILE)
 
 
-@triton.jit(do_not_specialize=["num_m"])  # it follows T
+@triton.jit(do_not_specialize=["num_m"], repr=named("grouped_gemm_stream", "TILE"))  # it follows T
 def _grouped_gemm_stream_kernel(
     a,  # descriptor of [R, K]
     w,  # descriptor of [E, N, K], or with not K_LAST of [E, K, N]
-    y,  # ragged descriptor of [R, N], half as wide as a tile
-    bias_ptr,  # [E, N]
-    low_ptr,  # [R, RANK]
-    lora_ptr,  # [E, RANK, N], by its strides
+    weight,  # Weight
+    lora,  # Term or None, of N columns
     map_ptr,  # [3, num_m] int32
-    num_m, N, K, stride_le, stride_lr, stride_ln,
-    BIAS: tl.constexpr, K_LAST: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    # one flat loop over the tiles of a program and their sums, so that the next tile's loads run under this one's epilogue.
-    # Nothing in it may be conditional: dead tiles are excluded by their count, and the descriptor ends a store at the
-    # expert's last row
+    y,  # ragged descriptor of [R, N], half as wide as a tile
+    num_m,
+    N,
+    K,
+    PRODUCT: tl.constexpr,  # Product
+    TILE: tl.constexpr,  # Tile
+):
+    # Nothing in the flat loop may be conditional: dead tiles are excluded by their count, and the
+    # descriptor ends a store at the expert's last row
+    check_tile(TILE)
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    HALF: tl.constexpr = BLOCK_N // 2
     live = live_tiles(map_ptr, num_m)
     num_n = tl.cdiv(N, BLOCK_N)
-    HALF: tl.constexpr = BLOCK_N // 2
     for pid in tl.range(tl.program_id(0), live * num_n, tl.num_programs(0), flatten=True):
-        pid_m, pid_n = tile_of(pid, live, num_n, GROUP_M)
+        pid_m, pid_n = tile_of(pid, live, num_n, TILE.GROUP_M)
         e = tl.load(map_ptr + pid_m)
-        row = tl.load(map_ptr + num_m + pid_m)
-        rows_left = tl.load(map_ptr + 2 * num_m + pid_m) - row
+        rows = rows_of(map_ptr, num_m, pid_m, e)
         n0 = pid_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in range(0, K, BLOCK_K):
-            b = weight_block(w, e, n0, k0, N, K, 0, 0, True, True, K_LAST, BLOCK_N, BLOCK_K)
-            acc = tl.dot(a.load([row, k0]), b, acc, input_precision=PRECISION)
-        if BIAS:
-            n = n0 + tl.arange(0, BLOCK_N)
-            acc += tl.load(bias_ptr + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        left, right = halves(acc, BLOCK_M, BLOCK_N)
-        if RANK:
-            low, b = low_ptr + row.to(tl.int64) * RANK, lora_ptr + e.to(tl.int64) * stride_le
-            left += low_rank(low, b, rows_left, n0, N, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, HALF, BLOCK_R)
-            right += low_rank(low, b, rows_left, n0 + HALF, N, stride_lr, stride_ln, RANK, PRECISION, BLOCK_M, HALF, BLOCK_R)
-        c0, c1, c2 = to_ragged_indices(row, rows_left, 0)
-        y.store([c0, c1, c2, n0], tl.reshape(left.to(y.dtype), (1, 1, BLOCK_M, HALF)))
-        y.store([c0, c1, c2, n0 + HALF], tl.reshape(right.to(y.dtype), (1, 1, BLOCK_M, HALF)))
+            b = weight_block(w, weight, e, n0, k0, N, K, PRODUCT, True, BLOCK_N, BLOCK_K)
+            acc = tl.dot(a.load([rows.first, k0]), b, acc, input_precision=PRODUCT.PRECISION)
+        c0, c1, c2 = to_ragged_indices(rows.first, rows.left, 0)
+        for i in tl.static_range(2):
+            part = piece(acc, i, 2, BLOCK_M, BLOCK_N)
+            n = n0 + i * HALF
+            part = add_terms(part, weight, lora, rows, n, N, N, PRODUCT, BLOCK_M, HALF)
+            y.store([c0, c1, c2, n], tl.reshape(part.to(y.dtype), (1, 1, BLOCK_M, HALF)))
 
 
 def up_forward(
-    x, up, bias, row_slot, tile_map, slots: int, act: str, gated: bool, save: bool, tile: Tile, trained=None,
-    *, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False, lora: LowRank | None = None,
-):  # fmt: skip
-    """`x` [T, H], `up` [E, 2I or I, H], `row_slot` [R] -> z [R, 2I or I] (empty unless `save`), h [R, I].
+    x,
+    up,
+    bias,
+    row_slot,
+    tile_map,
+    slots: int,
+    act: str,
+    gated: bool,
+    save: bool,
+    tile: Tile,
+    trained=None,
+    *,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
+    lora: LowRank | None = None,
+):
+    """`x` [T, H], `up` [E, 2I or I, H] -> z [R, 2I or I] (empty unless `save`), h [R, I].
 
-    `lora` is added to z. The columns of z are in the order of up's rows;
-    what `limit` and the others are, `moe_runtime.ops.activation` says.
+    `row_slot` [R] says which token a row is. `lora` is added to z. The columns of z are in the
+    order of up's rows; `limit` and the others are those of `moe_runtime.ops.activation`.
+
+    Grid: a program for each tile of the map and BLOCK_N columns of h, in groups of GROUP_M row
+    tiles; PERSISTENT: one for each processor. A program gathers its rows of x and multiplies them
+    by BLOCK_N columns of gate and as many of up. At least T H elements of x and the weights of the
+    experts that have rows are read, R I of h and 2 R I of z written; from L2 or memory come
+    R H cdiv(I, BLOCK_N) of x and 2 H I of weights for each row tile.
     """
-    R, H, Z = row_slot.numel(), x.shape[1], up.shape[1]
+    Z = up.shape[1]
     I = Z // 2 if gated else Z
-    z = x.new_empty(R if save else 0, Z)
-    h = x.new_empty(R, I)
+    z = x.new_empty(row_slot.numel(), Z) if save else None
+    h = x.new_empty(row_slot.numel(), I)
+    form = Form(act, gated, limit or 0.0, up_offset, interleaved)
+    _launch_up(x, up, bias, row_slot, tile_map, slots, form, tile, trained, lora, z, h)
+    return x.new_empty(0, Z) if z is None else z, h
+
+
+def gathered_gemm_forward(x, weight, row_slot, tile_map, slots: int, tile: Tile) -> torch.Tensor:
+    """y[r] = weight[e] x[row_slot[r] // slots]: `x` [T, K], `weight` [E, N, K] -> [R, N].
+
+    The up projection's launch without an activation: what it moves, `up_forward` says.
+    """
+    y = x.new_empty(row_slot.numel(), weight.shape[1])
+    form = Form(None, False, 0.0, 0.0, False)
+    _launch_up(x, weight, None, row_slot, tile_map, slots, form, tile, None, None, y, None)
+    return y
+
+
+def _launch_up(x, up, bias, row_slot, tile_map, slots, form, tile, trained, lora, z, h) -> None:
     num_m = tile_map.shape[1]
     if num_m == 0:
-        return z, h
+        return
+    H = x.shape[1]
+    I = up.shape[1] // 2 if form.GATED else up.shape[1]
     up, k_last = last_contiguous(up, True)
-    if interleaved:
+    if form.INTERLEAVED:
         tile = in_turns(tile, arch_of(x.device))
-    width = tile.BLOCK_N * (1 + interleaved)
-    tma = tile.TMA and trained is None and describable(up)
-    weights, strides = weight_operand(up, trained, k_last, tma, tile._replace(BLOCK_N=width))
-    pair = up.unflatten(1 if k_last else 2, (2, I)) if gated and tma else up
-    joined = tma and tile.JOINED and gated and not interleaved and describable(pair)
-    if joined:
-        block = [1, 2, tile.BLOCK_N, tile.BLOCK_K] if k_last else [1, tile.BLOCK_K, 2, tile.BLOCK_N]
-        weights = (TensorDescriptor(pair, list(pair.shape), list(pair.stride()), block), None, None)
-    (low, b, *lora_strides), constants = low_rank_operand(lora)
+    tile = tile._replace(TMA=tile.TMA and trained is None and describable(up))
+    pair = None
+    if tile.TMA and tile.JOINED and form.GATED and not form.INTERLEAVED:
+        pair = up.unflatten(1 if k_last else 2, (2, I))
+    tile = tile._replace(JOINED=pair is not None and describable(pair))
+    width = tile.BLOCK_N * 2 if form.INTERLEAVED else tile.BLOCK_N
+    w, weight = weight_operand(up, trained, bias, k_last, tile._replace(BLOCK_N=width))
+    if tile.JOINED and k_last:
+        w = descriptor(pair, [1, 2, tile.BLOCK_N, tile.BLOCK_K])
+    elif tile.JOINED:
+        w = descriptor(pair, [1, tile.BLOCK_K, 2, tile.BLOCK_N])
+    product = product_of(x, up, k_last, H, tile, lora)
+    tokens = Gathered(x, row_slot, x.stride(0))
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     with torch.cuda.device_of(x):
         _up_fwd_kernel[grid(tile, num_m, I, x.device)](
-            x, *weights, bias, low, b, row_slot, tile_map, z if save else None, h, num_m, I, H, x.stride(0), *strides,
-            *lora_strides, **constants,
-            SLOTS=slots, ACT=act, GATED=gated, LIMIT=limit or 0.0, UP_OFFSET=up_offset, INTERLEAVED=interleaved,
-            BIAS=bias is not None, SAVE=save, TRAINED=storage(up, trained),
-            EVEN_K=H % tile.BLOCK_K == 0, TMA=tma, JOINED=joined, K_LAST=k_last, PERSISTENT=tile.PERSISTENT,
-            PRECISION=precision(x), BLOCK_M=tile.BLOCK_M, BLOCK_N=tile.BLOCK_N, BLOCK_K=tile.BLOCK_K,
-            GROUP_M=tile.GROUP_M,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
-        )  # fmt: skip
-    return z, h
+            tokens,
+            w,
+            weight,
+            term_of(lora),
+            tile_map,
+            z,
+            h,
+            num_m,
+            I,
+            H,
+            SLOTS=slots,
+            FORM=form,
+            PRODUCT=product,
+            TILE=tile,
+            **options,
+            enable_fp_fusion=True,
+        )
 
 
 def grouped_gemm_forward(
-    a, weight, bias, tile_map, k_last: bool, tile: Tile, trained=None, y=None, lora: LowRank | None = None
+    a,
+    weight,
+    bias,
+    tile_map,
+    k_last: bool,
+    tile: Tile,
+    trained=None,
+    y=None,
+    lora: LowRank | None = None,
 ) -> torch.Tensor:
     """y[r] = weight[e] a[r] + bias[e], plus `lora`, for the rows of the tile map.
 
-    Other rows stay as they are in `y`, or unwritten.
-
     `a` [R, K], `weight` [E, N, K] with k_last, else [E, K, N] (the transposed product) -> [R, N].
+    Rows outside of the tile map stay as they are in `y`, or unwritten.
+
+    Grid: as of `up_forward`, over N columns; the stream kernel's programs are always persistent. A
+    program multiplies BLOCK_M rows of `a` by BLOCK_N columns of one expert's weight. At least R K
+    elements and the weights of the experts that have rows are read, R N written; from L2 or memory
+    come R K cdiv(N, BLOCK_N) and N K for each row tile.
     """
     R, K = a.shape
     N = weight.shape[1] if k_last else weight.shape[2]
@@ -374,25 +442,38 @@ def grouped_gemm_forward(
     if num_m == 0 or N == 0:
         return y
     weight, k_last = last_contiguous(weight, k_last)
-    tma = tile.TMA and trained is None and describable(a, weight)
-    weights, strides = weight_operand(weight, trained, k_last, tma, tile)
-    rows = TensorDescriptor(a, list(a.shape), list(a.stride()), [tile.BLOCK_M, tile.BLOCK_K]) if tma else a
-    (low, b, *lora_strides), constants = low_rank_operand(lora)
-    common = constants | {
-        "BIAS": bias is not None, "K_LAST": k_last, "PRECISION": precision(a), "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N,
-        "BLOCK_K": tile.BLOCK_K, "GROUP_M": tile.GROUP_M, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-    }  # fmt: skip
-    if tma and tile.PERSISTENT and describable(y):
-        stored = create_ragged_descriptor(y, [tile.BLOCK_M, tile.BLOCK_N // 2])
-        with torch.cuda.device_of(a):
-            _grouped_gemm_stream_kernel[grid(tile, num_m, N, a.device)](
-                rows, weights[0], stored, bias, low, b, tile_map, num_m, N, K, *lora_strides, **common, enable_fp_fusion=True
-            )
-        return y
+    tile = tile._replace(TMA=tile.TMA and trained is None and describable(a, weight), JOINED=False)
+    w, group = weight_operand(weight, trained, bias, k_last, tile)
+    rows = descriptor(a, [tile.BLOCK_M, tile.BLOCK_K]) if tile.TMA else a
+    product = product_of(a, weight, k_last, K, tile, lora)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    args = (rows, w, group, term_of(lora), tile_map)
+    programs = grid(tile, num_m, N, a.device)
     with torch.cuda.device_of(a):
-        _grouped_gemm_fwd_kernel[grid(tile, num_m, N, a.device)](
-            rows, *weights, bias, low, b, tile_map, y, num_m, N, K, a.stride(0), *strides, *lora_strides,
-            TRAINED=storage(weight, trained), EVEN_K=K % tile.BLOCK_K == 0, TMA=tma, PERSISTENT=tile.PERSISTENT, **common,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        if tile.TMA and tile.PERSISTENT and describable(y):
+            stored = create_ragged_descriptor(y, [tile.BLOCK_M, tile.BLOCK_N // 2])
+            _grouped_gemm_stream_kernel[programs](
+                *args,
+                stored,
+                num_m,
+                N,
+                K,
+                PRODUCT=product,
+                TILE=tile,
+                **options,
+                enable_fp_fusion=True,
+            )
+        else:
+            _grouped_gemm_fwd_kernel[programs](
+                *args,
+                y,
+                num_m,
+                N,
+                K,
+                a.stride(0),
+                PRODUCT=product,
+                TILE=tile,
+                **options,
+                enable_fp_fusion=True,
+            )
     return y

@@ -1,21 +1,21 @@
-"""Weighted sum of experts, its gradient in the weights, and that gradient straight from a linear layer's inputs and output
-gradients; each expert is read once. The equations are in `moe_runtime.ops.merging`.
+"""Weighted sum of experts and its gradient in the weights, also straight from a linear layer.
 
-Bytes moved, at least: forward (E + 1) P, backward (E + 1) P elements; linear backward E P, and dW [P] is never in memory.
-Sums are float32, in a fixed order, without atomics.
+The equations are in `moe_runtime.ops.merging`. Each expert is read once. Sums are float32, in a
+fixed order, without atomics.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.tiles import precision, tile_of
+from moe_runtime.kernels.compiling import named
+from moe_runtime.kernels.tiles import cells, outer, precision, tile_of
 
 MAX_EXPERTS = 8  # experts whose loads are in flight together
 TILE_BYTES = 1 << 15  # of the experts that one program sums
 
 
-@triton.jit
+@triton.jit(repr=named("merge_experts_fwd"))
 def _merge_experts_fwd_kernel(
     weight_ptr,  # [E, P], any float
     alpha_ptr,  # [E] float32
@@ -27,25 +27,31 @@ def _merge_experts_fwd_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    if seen_ptr is not None:  # `out` holds the merged weight of these: nothing to do if alpha is unchanged
+    if (
+        seen_ptr is not None
+    ):  # `out` holds the merged weight of these: nothing to do if alpha is unchanged
         changed = 0
         for e0 in range(0, E, BLOCK_E):
             e = e0 + tl.arange(0, BLOCK_E)
             alpha = tl.load(alpha_ptr + e, mask=e < E, other=0.0)
-            changed += tl.sum((alpha != tl.load(seen_ptr + e, mask=e < E, other=0.0)).to(tl.int32), 0)
+            changed += tl.sum(
+                (alpha != tl.load(seen_ptr + e, mask=e < E, other=0.0)).to(tl.int32), 0
+            )
         if changed == 0:
             return
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     acc = tl.zeros([BLOCK_P], tl.float32)
     for e0 in range(0, E, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
-        mask = (e < E)[:, None] & (p < P)[None, :]
-        w = tl.load(weight_ptr + (e.to(tl.int64)[:, None] * stride_e + p[None, :]), mask=mask, other=0.0).to(tl.float32)
+        mask = outer(e < E, p < P)
+        w = tl.load(weight_ptr + cells(e.to(tl.int64), stride_e, p), mask=mask, other=0.0).to(
+            tl.float32
+        )
         acc += tl.sum(tl.load(alpha_ptr + e, mask=e < E, other=0.0)[:, None] * w, 0)
     tl.store(out_ptr + p, acc.to(out_ptr.dtype.element_ty), mask=p < P)
 
 
-@triton.jit
+@triton.jit(repr=named("merge_experts_bwd_alpha"))
 def _merge_experts_bwd_alpha_kernel(
     dout_ptr,  # [P], any float
     weight_ptr,  # [E, P], any float
@@ -62,12 +68,12 @@ def _merge_experts_bwd_alpha_kernel(
     dout = tl.load(dout_ptr + p, mask=p < P, other=0.0).to(tl.float32)
     for e0 in range(0, E, BLOCK_E):
         e = (e0 + tl.arange(0, BLOCK_E)).to(tl.int64)
-        mask = (e < E)[:, None] & (p < P)[None, :]
-        w = tl.load(weight_ptr + (e[:, None] * stride_e + p[None, :]), mask=mask, other=0.0).to(tl.float32)
+        mask = outer(e < E, p < P)
+        w = tl.load(weight_ptr + cells(e, stride_e, p), mask=mask, other=0.0).to(tl.float32)
         tl.store(partial_ptr + (e * blocks + block), tl.sum(w * dout[None, :], 1), mask=e < E)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("merged_linear_bwd_alpha"))
 def _merged_linear_bwd_alpha_kernel(
     dout_ptr,  # [T, N], any float
     x_ptr,  # [T, K], dtype of dout
@@ -83,6 +89,7 @@ def _merged_linear_bwd_alpha_kernel(
     BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    tl.static_assert(BLOCK_N >= 16 and BLOCK_K >= 16 and BLOCK_T >= 16, "tl.dot's least sizes")
     tile = tl.program_id(0)
     tile_n, tile_k = tile_of(tile, tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), 8)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -91,15 +98,17 @@ def _merged_linear_bwd_alpha_kernel(
     for t0 in range(0, T, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         row = t.to(tl.int64)
-        # loaded as its transpose: a tl.trans after the load would keep cp.async away from it on Ampere
-        mask = (n < N)[:, None] & (t < T)[None, :]
+        # loaded as its transpose: a tl.trans after the load would keep cp.async away from it on
+        # Ampere
+        mask = outer(n < N, t < T)
         dout = tl.load(dout_ptr + (row[None, :] * N + n[:, None]), mask=mask, other=0.0)
-        mask = (t < T)[:, None] & (k < K)[None, :]
-        x = tl.load(x_ptr + (row[:, None] * K + k[None, :]), mask=mask, other=0.0)
+        mask = outer(t < T, k < K)
+        x = tl.load(x_ptr + cells(row, K, k), mask=mask, other=0.0)
         dw = tl.dot(dout, x, dw, input_precision=PRECISION)
-    offset = n.to(tl.int64)[:, None] * K + k[None, :]
-    mask = (n < N)[:, None] & (k < K)[None, :]
-    # two stages: while one expert's tile is summed, the next is on its way through shared memory and needs no registers
+    offset = cells(n.to(tl.int64), K, k)
+    mask = outer(n < N, k < K)
+    # two stages: while one expert's tile is summed, the next is on its way through shared memory
+    # and needs no registers
     for _ in tl.range(E, num_stages=2):
         w = tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(partial_ptr + tile, tl.sum(dw * w))
@@ -108,25 +117,47 @@ def _merged_linear_bwd_alpha_kernel(
 
 
 def merge_experts_forward(
-    weight: torch.Tensor, alpha: torch.Tensor, out: torch.Tensor | None = None, seen: torch.Tensor | None = None
+    weight: torch.Tensor,
+    alpha: torch.Tensor,
+    out: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...], in weight's dtype unless given.
+    """sum_e alpha[e] weight[e]: `weight` [E, ...], `alpha` [E] float32 -> `out` [...].
 
-    With `seen` [E] float32 the kernel leaves `out` alone where alpha equals it; the host does not learn which.
+    `out` has weight's dtype unless given. With `seen` [E] float32 the kernel leaves `out` alone
+    where alpha equals it; the host does not learn which.
+
+    Grid: blocks of BLOCK_P elements; a program sums all experts'. E P elements are read, P written.
     """
     weight, stride_e, P = _rows(weight)
-    out = torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device) if out is None else out
+    out = (
+        torch.empty(weight.shape[1:], dtype=weight.dtype, device=weight.device)
+        if out is None
+        else out
+    )
     if P:
         config = merge_config(weight.shape[0], P, weight.element_size())
         with torch.cuda.device_of(weight):  # Triton launches on the current device
             _merge_experts_fwd_kernel[(triton.cdiv(P, config["BLOCK_P"]),)](
-                weight, alpha.contiguous(), seen, out, P, stride_e, E=weight.shape[0], **config, enable_fp_fusion=True
+                weight,
+                alpha.contiguous(),
+                seen,
+                out,
+                P,
+                stride_e,
+                E=weight.shape[0],
+                **config,
+                enable_fp_fusion=True,
             )
     return out
 
 
 def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32."""
+    """dalpha[e] = <dout, weight[e]>: `dout` [...], `weight` [E, ...] -> [E] float32.
+
+    Grid: blocks of BLOCK_P elements; a program multiplies all experts'. (E + 1) P elements are
+    read.
+    """
     weight, stride_e, P = _rows(weight)
     config = merge_config(weight.shape[0], P, weight.element_size())
     blocks = triton.cdiv(P, config["BLOCK_P"])
@@ -134,7 +165,15 @@ def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> to
     if P:
         with torch.cuda.device_of(weight):
             _merge_experts_bwd_alpha_kernel[(blocks,)](
-                dout.contiguous(), weight, partial, P, stride_e, blocks, E=weight.shape[0], **config, enable_fp_fusion=True
+                dout.contiguous(),
+                weight,
+                partial,
+                P,
+                stride_e,
+                blocks,
+                E=weight.shape[0],
+                **config,
+                enable_fp_fusion=True,
             )
     return partial.sum(1)
 
@@ -142,9 +181,13 @@ def merge_experts_backward_alpha(dout: torch.Tensor, weight: torch.Tensor) -> to
 def merged_linear_backward_alpha(
     dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, config: dict | None = None
 ) -> torch.Tensor:
-    """dalpha[e] = <dout^T x, weight[e]>: `dout` [T, N], `x` [T, K], `weight` [E, N, K] -> [E] float32.
+    """dalpha[e] = <dout^T x, weight[e]>: `dout` [T, N], `x` [T, K], `weight` [E, N, K] -> [E].
 
-    `config` takes the place of `linear_config`'s.
+    The result is float32. `config` takes the place of `linear_config`'s.
+
+    Grid: the tiles of [N, K]. A program sums a tile of dout^T x over T, which is never in memory,
+    and multiplies it with every expert's. At least T (N + K) + E N K elements are read; from L2 or
+    memory come T N cdiv(K, BLOCK_K) of dout and T K cdiv(N, BLOCK_N) of x.
     """
     weight, stride_e, _ = _rows(weight)
     T, (E, N, K) = dout.shape[0], weight.shape
@@ -157,28 +200,50 @@ def merged_linear_backward_alpha(
     partial = torch.empty(E, tiles, dtype=torch.float32, device=weight.device)
     with torch.cuda.device_of(weight):
         _merged_linear_bwd_alpha_kernel[(tiles,)](
-            dout.contiguous(), x.contiguous(), weight, partial, T, N, K, stride_e, E=E, **config, enable_fp_fusion=True
+            dout.contiguous(),
+            x.contiguous(),
+            weight,
+            partial,
+            T,
+            N,
+            K,
+            stride_e,
+            E=E,
+            **config,
+            enable_fp_fusion=True,
         )
     return partial.sum(1)
 
 
 def merge_config(E: int, P: int, element_size: int) -> dict[str, int]:
-    """Return blocks and warps of the kernels that merge, such that a thread has 16 bytes of each of BLOCK_E experts to load."""
+    """Return the merging kernels' constants: a thread loads 16 bytes of each of BLOCK_E experts."""
     block = min(triton.next_power_of_2(E), MAX_EXPERTS)
     # where 16 does not divide P every load is of one element, and a long row of them spills
-    return {"BLOCK_E": block, "BLOCK_P": min(TILE_BYTES // (block * element_size), 1024 if P % 16 else 4096), "num_warps": 8}
+    return {
+        "BLOCK_E": block,
+        "BLOCK_P": min(TILE_BYTES // (block * element_size), 1024 if P % 16 else 4096),
+        "num_warps": 8,
+    }
 
 
-def linear_config(arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int) -> dict:
-    """Return blocks, precision, warps and stages of the linear backward on sm_`arch` (0: the interpreter)."""
-    aligned = N % 16 == 0 and K % 16 == 0  # else every load is element by element, and a wide tile of pointers spills
+def linear_config(
+    arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, precision: str, T: int, N: int, K: int
+) -> dict:
+    """Return the linear backward's constants and options on sm_`arch` (0: the interpreter)."""
+    aligned = (
+        N % 16 == 0 and K % 16 == 0
+    )  # else every load is element by element, and a wide tile of pointers spills
     if arch == 0:
         block_n, block_k, block_t, warps, stages = 32, 32, 16, 4, 1
     elif dtype == torch.float32:
-        block_n, block_k, block_t, warps, stages = (64, 128, 32, 8, 3) if precision == "tf32" else (64, 64, 32, 8, 2)
+        block_n, block_k, block_t, warps, stages = (
+            (64, 128, 32, 8, 3) if precision == "tf32" else (64, 64, 32, 8, 2)
+        )
     elif not aligned:
         block_n, block_k, block_t, warps, stages = 64, 64, 32, 8, 2
-    elif arch in (90, 100, 103) and weight_dtype.itemsize == 2:  # wide enough for L2; needs 196 KiB of shared memory
+    elif (
+        arch in (90, 100, 103) and weight_dtype.itemsize == 2
+    ):  # wide enough for L2; needs 196 KiB of shared memory
         block_n, block_k, block_t, warps, stages = 128, 256, 64, 8, 4
     else:
         block_n, block_k, block_t, warps, stages = 128, 128, 64, 8, 3
@@ -195,7 +260,7 @@ def linear_config(arch: int, dtype: torch.dtype, weight_dtype: torch.dtype, prec
 
 
 def _rows(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Each expert is contiguous; the experts may be anywhere, even on top of each other (stride 0)."""
+    """Return `weight` with contiguous experts, their stride, which may be 0, and their length."""
     if weight.shape[0] and not weight[0].is_contiguous():
         weight = weight.contiguous()
     return weight, weight.stride(0), weight[0].numel()

@@ -1,7 +1,11 @@
-"""Operands of the grouped matrix products: how a kernel finds an expert's weight and splits its tile.
+"""Operands of the grouped matrix products: an expert's weight, and the pieces of a tile.
 
-A weight is read through pointers of any strides or through a tensor descriptor (TMA). Trained experts' weights may be stored
-separately from the stack.
+A weight is read through pointers of any strides or through a tensor descriptor (TMA). Trained
+experts' weights may be stored separately from the stack.
+
+Kernels take their arguments in groups: NamedTuples of tensors and sizes or, with capital names, of
+constants. A descriptor cannot be part of a group, because Triton's launcher looks for descriptors
+among the arguments themselves (3.6 to 3.9), nor can a size that must not be specialized.
 """
 
 from typing import NamedTuple
@@ -11,97 +15,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_runtime.kernels.packed import KINDS, PackedWeight, packed_block
-from moe_runtime.kernels.tiles import Tile, processors
-
-
-@triton.jit
-def weight_base(w, w_trained, trained_ptr, e, stride_e, stride_te, TMA: tl.constexpr, TRAINED: tl.constexpr):
-    """Where expert e's weight begins: in `w` or, if TRAINED and it has a place there, in `w_trained`; a descriptor as it is."""
-    if TMA:
-        return w
-    elif TRAINED > 1:  # a packed stack: its bytes and its scales
-        return w + e.to(tl.int64) * stride_e, w_trained + e.to(tl.int64) * stride_te
-    elif TRAINED:
-        place = tl.load(trained_ptr + e).to(tl.int64)
-        return tl.where(place < 0, w + e.to(tl.int64) * stride_e, w_trained + place * stride_te)
-    else:
-        return w + e.to(tl.int64) * stride_e
-
-
-@triton.jit
-def weight_block(w, e, n0, k0, N, K, stride_n, stride_k, EVEN_K: tl.constexpr, TMA: tl.constexpr,
-                 K_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRAINED: tl.constexpr = 0):  # fmt: skip
-    """[BLOCK_K, BLOCK_N] of expert e's weight at `weight_base`; zero outside. K_LAST: a descriptor's last dimension is k."""
-    if TMA:
-        if K_LAST:
-            return tl.trans(tl.reshape(w.load([e, n0, k0]), (BLOCK_N, BLOCK_K)))
-        else:
-            return tl.reshape(w.load([e, k0, n0]), (BLOCK_K, BLOCK_N))
-    elif TRAINED > 1:
-        FORMAT: tl.constexpr = TRAINED - 2
-        if K_LAST:
-            return tl.trans(packed_block(w[0], w[1], n0, k0, N, K, stride_n, FORMAT, BLOCK_N, BLOCK_K))
-        else:
-            return packed_block(w[0], w[1], k0, n0, K, N, stride_k, FORMAT, BLOCK_K, BLOCK_N)
-    else:
-        n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
-        k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
-        mask = (n < N)[None, :]
-        if not EVEN_K:
-            mask = mask & (k < K)[:, None]
-        return tl.load(w + (k[:, None] * stride_k + n[None, :] * stride_n), mask=mask, other=0.0)
-
-
-@triton.jit
-def joined_block(w, e, n0, k0, K_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_K, 2 BLOCK_N]: BLOCK_N columns of gate and as many of up, by one descriptor of [E, 2, I, H] or [E, H, 2, I]."""
-    if K_LAST:
-        return tl.trans(tl.reshape(w.load([e, 0, n0, k0]), (BLOCK_N * 2, BLOCK_K)))
-    else:
-        return tl.reshape(w.load([e, k0, 0, n0]), (BLOCK_K, BLOCK_N * 2))
-
-
-@triton.jit
-def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and the right half of a tile's columns: an epilogue in two pieces does not spill."""
-    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def piece(tile, AT: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Columns [AT, AT + 1) * BLOCK_N / PIECES of a tile; PIECES is a power of two. No data moves between threads."""
-    if PIECES == 1:
-        return tile
-    else:
-        HALF: tl.constexpr = PIECES // 2
-        left, right = halves(tile, BLOCK_M, BLOCK_N)
-        if AT < HALF:
-            return piece(left, AT, HALF, BLOCK_M, BLOCK_N // 2)
-        else:
-            return piece(right, AT - HALF, HALF, BLOCK_M, BLOCK_N // 2)
-
-
-@triton.jit
-def pairs(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The even and the odd columns of a tile [BLOCK_M, 2 BLOCK_N]: gate and up where they take turns."""
-    return tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_N, 2)))
-
-
-@triton.jit
-def low_rank(low, b, rows_left, n0, N, stride_r, stride_n, RANK: tl.constexpr, PRECISION: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
-    """low b, [BLOCK_M, BLOCK_N] float32: rows of `low` [., RANK] by columns from `n0` on of an expert's `b` [RANK, N]."""
-    m = tl.arange(0, BLOCK_M)
-    n = n0 + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for r0 in tl.static_range(0, RANK, BLOCK_R):
-        r = r0 + tl.arange(0, BLOCK_R)
-        rows = tl.load(low + (m[:, None] * RANK + r[None, :]), mask=(m < rows_left)[:, None] & (r < RANK)[None, :], other=0.0)
-        at = r.to(tl.int64)[:, None] * stride_r + n.to(tl.int64)[None, :] * stride_n
-        block = tl.load(b + at, mask=(r < RANK)[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(rows, block, acc, input_precision=PRECISION)
-    return acc
+from moe_runtime.kernels.packed import PackedWeight, packed_block
+from moe_runtime.kernels.tiles import Tile, cells, outer, precision, processors
 
 
 class LowRank(NamedTuple):
@@ -111,35 +26,248 @@ class LowRank(NamedTuple):
     b: torch.Tensor  # [E, rank, N], any strides
 
 
-def low_rank_operand(pair: LowRank | None) -> tuple[tuple, dict]:
-    """Return (low, b, stride_e, stride_r, stride_n) and the constants as a kernel expects them."""
-    if pair is None:
-        return (None, None, 0, 0, 0), {"RANK": 0, "BLOCK_R": 16}
-    rank = pair.low.shape[1]
-    return (pair.low, pair.b, *pair.b.stride()), {"RANK": rank, "BLOCK_R": min(64, max(16, triton.next_power_of_2(rank)))}
-
-
 class Trained(NamedTuple):
-    """Weights of experts that are stored separately from the stack: what to look up, and where."""
+    """Weights of experts that are stored separately from the stack."""
 
-    place: torch.Tensor  # [E] int32: row of `weight`, -1 for an expert of the stack
+    index: torch.Tensor  # [E] int32: index into `weight`, -1 for an expert of the stack
     weight: torch.Tensor  # [n, ., .], inner strides as the stack's
 
 
+class Weight(NamedTuple):
+    """What a kernel needs to read a weight, beside the stack: a pointer or a descriptor."""
+
+    trained: torch.Tensor | None  # [n, ., .]: see `Trained`
+    trained_index: torch.Tensor | None  # [E] int32
+    scale: torch.Tensor | None  # [E, P, groups] float32, of a packed stack
+    bias: torch.Tensor | None  # [E, N]
+    stride_e: int
+    stride_other: int  # between experts of `trained` or of `scale`
+    stride_n: int
+    stride_k: int
+
+
+class Term(NamedTuple):
+    """A `LowRank` as a kernel takes it."""
+
+    low: torch.Tensor  # [R, RANK]
+    b: torch.Tensor  # [E, RANK, N]
+    stride_e: int
+    stride_r: int
+    stride_n: int
+
+
+class Gathered(NamedTuple):
+    """Rows in token order that a kernel reads in expert order."""
+
+    data: torch.Tensor  # [T, .]
+    row_slot: torch.Tensor  # [R] int32
+    stride: int  # between tokens
+
+
+class Product(NamedTuple):
+    """Constants: how a product reads its operands."""
+
+    K_LAST: bool  # the sum runs over the last dimension of the stored weight
+    EVEN_K: bool  # BLOCK_K divides the length of the sum
+    FORMAT: int | None  # of a packed stack, as `ops.packed` numbers them
+    RANK: int  # of the low-rank term; 0 without one
+    BLOCK_R: int
+    PRECISION: str  # of float32 operands
+
+
+@triton.jit
+def check_tile(TILE: tl.constexpr):
+    """Refuse at compile time what a tensor core or a descriptor cannot multiply."""
+    tl.static_assert(TILE.BLOCK_M >= 16 and TILE.BLOCK_N >= 16, "a tile is at least 16x16")
+    tl.static_assert(TILE.BLOCK_K >= 16, "tl.dot sums over at least 16")
+    tl.static_assert(TILE.TMA or not TILE.JOINED, "only a descriptor joins gate and up")
+
+
+@triton.jit
+def expert_weight(w, weight, e, TMA: tl.constexpr):
+    """Where expert e's weight begins: a pointer (with its scales' if packed) or the descriptor."""
+    if TMA:
+        return w
+    elif weight.scale is not None:
+        scale = weight.scale + e.to(tl.int64) * weight.stride_other
+        return w + e.to(tl.int64) * weight.stride_e, scale
+    elif weight.trained is not None:
+        index = tl.load(weight.trained_index + e).to(tl.int64)
+        trained = weight.trained + index * weight.stride_other
+        return tl.where(index < 0, w + e.to(tl.int64) * weight.stride_e, trained)
+    else:
+        return w + e.to(tl.int64) * weight.stride_e
+
+
+@triton.jit
+def weight_block(
+    base,  # what `expert_weight` returned
+    weight,
+    e,
+    n0,
+    k0,
+    N,
+    K,
+    PRODUCT: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[BLOCK_K, BLOCK_N] of expert e's weight from row k0 and column n0 on; zero outside."""
+    if TMA:
+        if PRODUCT.K_LAST:
+            return tl.trans(tl.reshape(base.load([e, n0, k0]), (BLOCK_N, BLOCK_K)))
+        else:
+            return tl.reshape(base.load([e, k0, n0]), (BLOCK_K, BLOCK_N))
+    elif PRODUCT.FORMAT is not None:
+        data, scale = base
+        FORMAT: tl.constexpr = PRODUCT.FORMAT
+        if PRODUCT.K_LAST:
+            stride = weight.stride_n
+            block = packed_block(data, scale, n0, k0, N, K, stride, FORMAT, BLOCK_N, BLOCK_K)
+            return tl.trans(block)
+        else:
+            stride = weight.stride_k
+            return packed_block(data, scale, k0, n0, K, N, stride, FORMAT, BLOCK_K, BLOCK_N)
+    else:
+        n = (n0 + tl.arange(0, BLOCK_N)).to(tl.int64)
+        k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
+        mask = (n < N)[None, :]
+        if not PRODUCT.EVEN_K:
+            mask = mask & (k < K)[:, None]
+        block = base + (k[:, None] * weight.stride_k + n[None, :] * weight.stride_n)
+        return tl.load(block, mask=mask, other=0.0)
+
+
+@triton.jit
+def joined_block(w, e, n0, k0, K_LAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_K, 2 BLOCK_N]: BLOCK_N columns of gate and as many of up.
+
+    One descriptor of [E, 2, I, H] or [E, H, 2, I] loads both.
+    """
+    if K_LAST:
+        return tl.trans(tl.reshape(w.load([e, 0, n0, k0]), (BLOCK_N * 2, BLOCK_K)))
+    else:
+        return tl.reshape(w.load([e, k0, 0, n0]), (BLOCK_K, BLOCK_N * 2))
+
+
+@triton.jit
+def rows_block(pointers, live, k, K, EVEN_K: tl.constexpr):
+    """[BLOCK_M, BLOCK_K] of rows, columns k; zero for rows that are not live and beyond K."""
+    mask = live[:, None]
+    if not EVEN_K:
+        mask = mask & (k < K)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def piece(
+    tile, INDEX: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Columns [INDEX, INDEX + 1) * BLOCK_N / PIECES of a tile; PIECES is a power of two.
+
+    An epilogue in pieces does not spill, and no data moves between threads.
+    """
+    if PIECES == 1:
+        return tile
+    else:
+        HALF: tl.constexpr = PIECES // 2
+        left, right = halves(tile, BLOCK_M, BLOCK_N)
+        if INDEX < HALF:
+            return piece(left, INDEX, HALF, BLOCK_M, BLOCK_N // 2)
+        else:
+            return piece(right, INDEX - HALF, HALF, BLOCK_M, BLOCK_N // 2)
+
+
+@triton.jit
+def pairs(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The even and the odd columns of a tile [BLOCK_M, 2 BLOCK_N]: interleaved gate and up."""
+    return tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_N, 2)))
+
+
+@triton.jit
+def low_rank(
+    lora, rows, n0, N, PRODUCT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """low b of a tile's rows and of columns from n0 on, [BLOCK_M, BLOCK_N] float32."""
+    RANK: tl.constexpr = PRODUCT.RANK
+    BLOCK_R: tl.constexpr = PRODUCT.BLOCK_R
+    m = tl.arange(0, BLOCK_M)
+    n = n0 + tl.arange(0, BLOCK_N)
+    low = lora.low + rows.first.to(tl.int64) * RANK
+    b = lora.b + rows.expert.to(tl.int64) * lora.stride_e
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for r0 in tl.static_range(0, RANK, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        left = tl.load(low + cells(m, RANK, r), mask=outer(m < rows.left, r < RANK), other=0.0)
+        offset = r.to(tl.int64)[:, None] * lora.stride_r + n.to(tl.int64)[None, :] * lora.stride_n
+        right = tl.load(b + offset, mask=outer(r < RANK, n < N), other=0.0)
+        acc = tl.dot(left, right, acc, input_precision=PRODUCT.PRECISION)
+    return acc
+
+
+@triton.jit
+def add_terms(
+    tile,
+    weight,
+    lora,
+    rows,
+    n0,
+    END,  # columns from here on belong to another part of the row, or to none
+    N,
+    PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`tile` [BLOCK_M, BLOCK_N] plus the bias and the low-rank term of its columns, from n0 on."""
+    if weight.bias is not None:
+        n = n0 + tl.arange(0, BLOCK_N)
+        bias = weight.bias + rows.expert.to(tl.int64) * N
+        tile += tl.load(bias + n, mask=n < END, other=0.0).to(tl.float32)[None, :]
+    if lora is not None:
+        tile += low_rank(lora, rows, n0, END, PRODUCT, BLOCK_M, BLOCK_N)
+    return tile
+
+
+def term_of(lora: LowRank | None) -> Term | None:
+    """Return a low-rank term as a kernel takes it."""
+    return None if lora is None else Term(lora.low, lora.b, *lora.b.stride())
+
+
+def product_of(
+    x: torch.Tensor, weight, k_last: bool, K: int, tile: Tile, lora: LowRank | None = None
+) -> Product:
+    """Return the constants of a product of x's rows with `weight`, a sum of K terms."""
+    form = weight.format if isinstance(weight, PackedWeight) else None
+    rank = 0 if lora is None else lora.low.shape[1]
+    block_r = min(64, max(16, triton.next_power_of_2(rank)))
+    return Product(k_last, K % tile.BLOCK_K == 0, form, rank, block_r, precision(x))
+
+
 def describable(*tensors: torch.Tensor) -> bool:
-    """Whether tensor descriptors can hold them: 16-byte pointers and strides, the last one 1, no dimension expanded."""
-    return all(
-        isinstance(t, torch.Tensor)
-        and t.data_ptr() % 16 == 0
-        and t.stride(-1) == 1
-        and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        and t.numel() > 0
-        for t in tensors
-    )
+    """Whether tensor descriptors can hold them.
+
+    Pointers and strides are multiples of 16 bytes, the last stride is 1, no dimension is expanded.
+    """
+    for t in tensors:
+        if not isinstance(t, torch.Tensor) or t.numel() == 0 or t.stride(-1) != 1:
+            return False
+        if t.data_ptr() % 16 or any(s <= 0 or s * t.element_size() % 16 for s in t.stride()[:-1]):
+            return False
+    return True
 
 
 def last_contiguous(weight: torch.Tensor, k_last: bool) -> tuple[torch.Tensor, bool]:
-    """Return the same product with the last dimension of `weight` [E, a, b] contiguous if its other one is, for descriptors."""
+    """Return the same product with the last dimension of `weight` [E, a, b] contiguous if possible.
+
+    Descriptors require it.
+    """
     if isinstance(weight, PackedWeight):
         return weight, k_last != weight.transposed
     if weight.stride(1) == 1 and weight.stride(2) != 1:
@@ -147,27 +275,33 @@ def last_contiguous(weight: torch.Tensor, k_last: bool) -> tuple[torch.Tensor, b
     return weight, k_last
 
 
-def weight_operand(weight, trained: Trained | None, k_last: bool, tma: bool, tile: Tile) -> tuple[tuple, tuple]:
-    """`weight` [E, ., .] as a kernel expects it: (w, w_trained, place), and the strides (e, te, n, k).
+def descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Return the tensor's descriptor, for loads and stores of blocks of this shape."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
-    k_last: the sum runs over the last dimension.
+
+def weight_operand(
+    weight, trained: Trained | None, bias: torch.Tensor | None, k_last: bool, tile: Tile
+) -> tuple[torch.Tensor | TensorDescriptor, Weight]:
+    """Return `weight` [E, ., .] as a kernel takes it: a pointer or, if `tile.TMA`, a descriptor.
+
+    `k_last`: the sum runs over the last dimension. BLOCK_N is that of the weight's block.
     """
     if isinstance(weight, PackedWeight):
-        stride_e, row, one = weight.data.stride()
-        return (weight.data, weight.scale, None), (stride_e, weight.scale.stride(0), *((row, one) if k_last else (one, row)))
-    stride_e, *strides = weight.stride()
+        stack, scale = weight.data, weight.scale
+    else:
+        stack, scale = weight, None
+    stride_e, *strides = stack.stride()
     stride_n, stride_k = strides if k_last else strides[::-1]
     if trained is not None:
-        return (weight, trained.weight, trained.place), (stride_e, trained.weight.stride(0), stride_n, stride_k)
-    if tma:
-        block = [1, tile.BLOCK_N, tile.BLOCK_K] if k_last else [1, tile.BLOCK_K, tile.BLOCK_N]
-        weight = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
-    return (weight, None, None), (stride_e, 0, stride_n, stride_k)
-
-
-def storage(weight, trained: Trained | None) -> bool | int:
-    """Return the kernels' TRAINED: whether trained experts are stored separately, or KINDS and the format of a packed stack."""
-    return KINDS + weight.format if isinstance(weight, PackedWeight) else trained is not None
+        index, separate, stride_other = trained.index, trained.weight, trained.weight.stride(0)
+    else:
+        index, separate, stride_other = None, None, 0 if scale is None else scale.stride(0)
+    group = Weight(separate, index, scale, bias, stride_e, stride_other, stride_n, stride_k)
+    if tile.TMA:
+        block = [tile.BLOCK_N, tile.BLOCK_K] if k_last else [tile.BLOCK_K, tile.BLOCK_N]
+        stack = descriptor(stack, [1, *block])
+    return stack, group
 
 
 def grid(tile: Tile, num_m: int, N: int, device: torch.device) -> tuple[int]:

@@ -1,7 +1,7 @@
-"""Tiles of packed weights, decoded as they are loaded. The formats and their numbers are those of `moe_runtime.ops.packed`.
+"""Tiles of packed weights, decoded as they are loaded; `moe_runtime.ops.packed` states the formats.
 
-One layout serves both directions: a tile is decoded [rows, columns] with neighbours of a row in one byte, and transposed where
-the sum runs along the row.
+One layout serves both directions: a tile is decoded [rows, columns], with neighbors of a row in one
+byte, and transposed where the sum runs along the row.
 """
 
 from typing import NamedTuple
@@ -10,10 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.tiles import Tile
+from moe_runtime.kernels.tiles import Tile, cells, outer
 
-FP8 = 2  # as ops.packed counts
-KINDS = 2  # kinds of storage that come before these: the stack alone, and with trained experts stored separately
+FP8 = 2  # as ops.packed numbers the formats
 
 
 class PackedWeight(NamedTuple):
@@ -27,20 +26,25 @@ class PackedWeight(NamedTuple):
 
 
 def fit_packed(tile: Tile, kernel: str, form: int) -> Tile:
-    """Fit a launch config to weights that are decoded in registers: no descriptors, at most 128 columns.
+    """Fit a launch config to weights that are decoded in registers: at most 128 columns, no TMA.
 
-    64 where more spill on sm_80 (Triton 3.6): of up and dz, and of FP8, whose decoding takes the most.
+    At most 64 where more spill on sm_80 (Triton 3.6): of up and dz, and of FP8, whose decoding
+    needs the most registers.
     """
     widest = 64 if kernel in ("up", "dz") or form == FP8 else 128
     return tile._replace(
-        BLOCK_N=min(tile.BLOCK_N, widest), BLOCK_K=min(tile.BLOCK_K, 64), num_stages=min(tile.num_stages, 3), TMA=False,
-        PERSISTENT=False, JOINED=False,
-    )  # fmt: skip
+        BLOCK_N=min(tile.BLOCK_N, widest),
+        BLOCK_K=min(tile.BLOCK_K, 64),
+        num_stages=min(tile.num_stages, 3),
+        TMA=False,
+        PERSISTENT=False,
+        JOINED=False,
+    )
 
 
 @triton.jit
 def _nf4(code):
-    """The value of each code 0..15, by a table in shared memory: a tree of selects would need more registers."""
+    """The value of each code 0..15, by a table in shared memory: selects need more registers."""
     i = tl.arange(0, 16)
     table = tl.where(i < 1, -1.0, -0.6961928009986877)
     table = tl.where(i < 2, table, -0.5250730514526367)
@@ -61,40 +65,56 @@ def _nf4(code):
 
 
 @triton.jit
-def _scaled(value, scale, r, live, c0, Q, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """`value` [ROWS, COLS] from column c0 on, a multiple of COLS, times the scales of its groups of columns."""
+def _scaled(
+    value, scale, r, live, c0, Q, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """`value` [ROWS, COLS] from column c0, a multiple of COLS, on, times its groups' scales."""
     groups = tl.cdiv(Q, GROUP)
     if COLS <= GROUP:
-        return value * tl.load(scale + r * groups + c0 // GROUP, mask=live & (c0 < Q), other=0.0)[:, None]
+        return (
+            value
+            * tl.load(scale + r * groups + c0 // GROUP, mask=live & (c0 < Q), other=0.0)[:, None]
+        )
     else:
         N: tl.constexpr = COLS // GROUP
         g = c0 // GROUP + tl.arange(0, N)
-        s = tl.load(scale + r[:, None] * groups + g[None, :], mask=live[:, None] & (g < groups)[None, :], other=0.0)
+        s = tl.load(
+            scale + r[:, None] * groups + g[None, :], mask=outer(live, g < groups), other=0.0
+        )
         return tl.reshape(tl.reshape(value, (ROWS, N, GROUP)) * s[:, :, None], (ROWS, COLS))
 
 
 @triton.jit
-def packed_block(data, scale, r0, c0, P, Q, stride, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """[ROWS, COLS] float32 of one expert's weight [P, Q] from row r0 and column c0 on; zero outside."""
+def packed_block(
+    data, scale, r0, c0, P, Q, stride, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """[ROWS, COLS] float32 of an expert's weight [P, Q] from row r0, column c0 on; zero outside."""
     r = (r0 + tl.arange(0, ROWS)).to(tl.int64)
     live = r < P
     if FORMAT < 2:  # two in a byte
         c = c0 // 2 + tl.arange(0, COLS // 2)
-        p = tl.load(data + (r[:, None] * stride + c[None, :]), mask=live[:, None] & (c < Q // 2)[None, :], other=0).to(tl.int32)
+        p = tl.load(data + cells(r, stride, c), mask=outer(live, c < Q // 2), other=0).to(tl.int32)
         if FORMAT == 0:
             code = tl.reshape(tl.join(p >> 4, p & 15), (ROWS * COLS,))
-            return _scaled(tl.reshape(_nf4(code), (ROWS, COLS)), scale, r, live, c0, Q, 64, ROWS, COLS)
+            return _scaled(
+                tl.reshape(_nf4(code), (ROWS, COLS)), scale, r, live, c0, Q, 64, ROWS, COLS
+            )
         else:
             code = tl.reshape(tl.join(p & 15, p >> 4), (ROWS, COLS))
-            # the three bits below the sign are an exponent and a mantissa; 2^126 moves the one into float32's range, exactly
-            value = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+            # the three bits below the sign are an exponent and a mantissa; 2^126 moves the one into
+            # float32's range, exactly
+            value = (((code & 8) << 28) | ((code & 7) << 22)).to(
+                tl.float32, bitcast=True
+            ) * 8.507059173023462e37
             return _scaled(value, scale, r, live, c0, Q, 32, ROWS, COLS)
     else:
         c = c0 + tl.arange(0, COLS)
-        p = tl.load(data + (r[:, None] * stride + c[None, :]), mask=live[:, None] & (c < Q)[None, :], other=0)
+        p = tl.load(data + cells(r, stride, c), mask=outer(live, c < Q), other=0)
         if FORMAT == 2:
             p = p.to(tl.int32)
-            value = (((p & 128) << 24) | ((p & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+            value = (((p & 128) << 24) | ((p & 127) << 20)).to(
+                tl.float32, bitcast=True
+            ) * 1.329227995784916e36  # 2^120
             value = tl.where((p & 127) == 127, float("nan"), value)
             return _scaled(value, scale, r, live, c0, Q, 128, ROWS, COLS)
         else:

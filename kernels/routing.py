@@ -1,19 +1,23 @@
-"""Router logits to K experts and their weights per token, and the gradient. The equations are in `moe_runtime.ops.routing`.
+"""Router logits to K experts and their weights per token, and the gradient.
 
-One launch each; a program holds BLOCK_T rows of logits in registers. The choice is K rounds over int32 keys in the logits'
-order: the largest key, then the lowest id that has it. A chosen expert's key becomes its slot, below every number's key.
-Bytes moved, at least: forward T (E + 2 K), backward T (2 E + 2 K) elements.
+The equations are in `moe_runtime.ops.routing`. A program holds BLOCK_T rows of logits in registers.
+The choice is K rounds over int32 keys in the logits' order: the largest key, then the lowest id
+that has it. A chosen expert's key becomes its slot, below every number's key.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from moe_runtime.kernels import compiling
+from moe_runtime.kernels.compiling import named
 
 compiling.install()
 
-# logits of a warp, at most. Most programs have one warp: no barriers, and a program for every SM at T = 4096
+# logits of a warp, at most. Most programs have one warp: no barriers, and a program for every SM at
+# T = 4096
 TILE = 512
 DEAD = tl.constexpr(-(2**31))  # 2^23 below the key of -inf
 
@@ -34,7 +38,7 @@ def _column(idx_ptr, t, slot, T, K: tl.constexpr, SHARED: tl.constexpr):
 
 @triton.jit
 def _top(x, chosen, FORCED: tl.constexpr):
-    """Largest of the chosen logits: of all, unless the caller chose, whose experts may lie far below."""
+    """Largest of the chosen logits: the largest of all unless the caller chose."""
     if FORCED:
         x = tl.where(chosen, x, -float("inf"))
     return tl.max(x, 1)
@@ -42,7 +46,7 @@ def _top(x, chosen, FORCED: tl.constexpr):
 
 @triton.jit
 def _sum_slots(value, chosen, count, FORCED: tl.constexpr):
-    """Sum of `value` [BLOCK_T, E_PAD] over the slots: `count` times each, as the caller may repeat an expert."""
+    """Sum of `value` [BLOCK_T, E_PAD] over the slots; the caller may repeat an expert."""
     if FORCED:
         value = value * count
     return tl.sum(tl.where(chosen, value, 0.0), 1)
@@ -56,15 +60,34 @@ def _per_slot(value, count, FORCED: tl.constexpr):
     return value
 
 
+class Route(NamedTuple):
+    """Constants of a router."""
+
+    STRIDE_T: int  # of the logits. A constant, as what divides it sets the width of the loads
+    E: int  # routed experts
+    K: int  # of them for a token
+    SHARED: int  # 1 if there is a shared expert, else 0
+    GATE: str
+    FORCED: bool  # the experts are the caller's choice
+    BLOCK_T: int
+    E_PAD: int  # the next power of two from E on
+
+
 @triton.jit
-def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE_T: tl.constexpr, E: tl.constexpr,
-               K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, E_PAD: tl.constexpr,
-               FORCED: tl.constexpr):  # fmt: skip
-    """Route BLOCK_T tokens from `first_token` (int64) on; the arguments are those of `_route_fwd_kernel`."""
+def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, ROUTE: tl.constexpr):
+    """Route BLOCK_T tokens from `first_token` (int64) on; the rest as of `_route_fwd_kernel`."""
+    E: tl.constexpr = ROUTE.E
+    K: tl.constexpr = ROUTE.K
+    SHARED: tl.constexpr = ROUTE.SHARED
+    GATE: tl.constexpr = ROUTE.GATE
+    FORCED: tl.constexpr = ROUTE.FORCED
+    BLOCK_T: tl.constexpr = ROUTE.BLOCK_T
+    E_PAD: tl.constexpr = ROUTE.E_PAD
     t = first_token + tl.arange(0, BLOCK_T)
     e = tl.arange(0, E_PAD)[None, :]
     mask = (t < T)[:, None] & (e < E)
-    x = tl.load(logits_ptr + (t * STRIDE_T)[:, None] + e, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(logits_ptr + (t * ROUTE.STRIDE_T)[:, None] + e, mask=mask, other=0.0)
+    x = x.to(tl.float32)
     x = tl.where(e < E, x, -float("inf"))
     if bias_ptr is None:
         choice = x
@@ -116,48 +139,48 @@ def route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE
             tl.store(idx_ptr + slots + K, tl.zeros([BLOCK_T], tl.int32), mask=t < T)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("route_fwd", "ROUTE"))
 def _route_fwd_kernel(
     logits_ptr,  # [T, E], any float
     bias_ptr,  # [E] float32 or None
     weight_ptr,  # [T, K + SHARED] float32
     idx_ptr,  # [T, K + SHARED] int32, written; read instead if FORCED
     T,
-    STRIDE_T: tl.constexpr,  # of logits
-    E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK_T: tl.constexpr, E_PAD: tl.constexpr,
-    FORCED: tl.constexpr,  # the experts are the caller's choice
-):  # fmt: skip
-    route_rows(tl.program_id(0).to(tl.int64) * BLOCK_T, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, STRIDE_T, E, K,
-               SHARED, GATE, BLOCK_T, E_PAD, FORCED)  # fmt: skip
+    ROUTE: tl.constexpr,  # Route
+):
+    first_token = tl.program_id(0).to(tl.int64) * ROUTE.BLOCK_T
+    route_rows(first_token, logits_ptr, bias_ptr, weight_ptr, idx_ptr, T, ROUTE)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], repr=named("route_bwd", "ROUTE"))
 def _route_bwd_kernel(
     dweight_ptr,  # [T, K + SHARED], any float
     logits_ptr,  # [T, E], any float
     idx_ptr,  # [T, K + SHARED] int32
     dlogits_ptr,  # [T, E], dtype of logits
     T,
-    STRIDE_T: tl.constexpr,  # of logits
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    E_PAD: tl.constexpr,
-    FORCED: tl.constexpr,  # the experts were the caller's choice
+    ROUTE: tl.constexpr,  # Route
 ):
+    E: tl.constexpr = ROUTE.E
+    K: tl.constexpr = ROUTE.K
+    SHARED: tl.constexpr = ROUTE.SHARED
+    GATE: tl.constexpr = ROUTE.GATE
+    FORCED: tl.constexpr = ROUTE.FORCED
+    BLOCK_T: tl.constexpr = ROUTE.BLOCK_T
+    E_PAD: tl.constexpr = ROUTE.E_PAD
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     row = t < T
     e = tl.arange(0, E_PAD)[None, :]
     mask = row[:, None] & (e < E)
-    x = tl.load(logits_ptr + (t * STRIDE_T)[:, None] + e, mask=mask, other=0.0).to(tl.float32)
-    x = tl.where(e < E, x, -float("inf"))
+    x = tl.load(logits_ptr + (t * ROUTE.STRIDE_T)[:, None] + e, mask=mask, other=0.0)
+    x = tl.where(e < E, x.to(tl.float32), -float("inf"))
     d = tl.zeros([BLOCK_T, E_PAD], tl.float32)
     slot_of = tl.full([BLOCK_T, E_PAD], K, tl.int32)
     count = None
     if FORCED:
-        count = tl.zeros([BLOCK_T, E_PAD], tl.float32)  # slots of the expert: the caller may repeat one
+        count = tl.zeros(
+            [BLOCK_T, E_PAD], tl.float32
+        )  # slots of the expert: the caller may repeat one
     slots = t * (K + SHARED)
     for slot in range(K):
         here = e == _column(idx_ptr, t, slot, T, K, SHARED)
@@ -208,9 +231,12 @@ def route_forward(
     shared: int,
     topk_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`router_logits` [T, E], E >= 1, `bias` [E] -> weights [T, top_k] float32, ids int32; `shared` is 0 or 1.
+    """`router_logits` [T, E], `bias` [E] -> weights [T, top_k] float32, ids [T, top_k] int32.
 
-    `topk_idx` [T, top_k] int32 are the ids if the caller has chosen them.
+    E is at least 1, `shared` is 0 or 1. `topk_idx` [T, top_k] int32 are the ids if the caller has
+    chosen them.
+
+    Grid: blocks of BLOCK_T tokens, one for a program. T E elements are read, 2 T top_k written.
     """
     T = router_logits.shape[0]
     router_logits = route_operand(router_logits)
@@ -222,24 +248,40 @@ def route_forward(
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
     if T:
-        grid, sizes = _launch(router_logits, top_k, gate, shared, topk_idx is not None)
+        route = route_of(router_logits, top_k, gate, shared, topk_idx is not None)
         with torch.cuda.device_of(router_logits):
-            _route_fwd_kernel[grid](router_logits, bias, weight, idx, T, **sizes, enable_fp_fusion=True)
+            _route_fwd_kernel[(triton.cdiv(T, route.BLOCK_T),)](
+                router_logits, bias, weight, idx, T, ROUTE=route, **options_of(route)
+            )
     return weight, idx
 
 
 def route_backward(
-    dweight: torch.Tensor, router_logits: torch.Tensor, topk_idx: torch.Tensor, gate: str, shared: int, is_forced: bool = False
+    dweight: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    gate: str,
+    shared: int,
+    is_forced: bool = False,
 ) -> torch.Tensor:
-    """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> gradient of the logits [T, E], in their dtype."""
+    """`dweight` [T, K], `router_logits` [T, E], `topk_idx` [T, K] -> dlogits [T, E].
+
+    Grid: as of `route_forward`. T (E + 2 K) elements are read, T E written.
+    """
     T, E = router_logits.shape
     router_logits = route_operand(router_logits)
     dlogits = torch.empty(T, E, dtype=router_logits.dtype, device=router_logits.device)
     if T:
-        grid, sizes = _launch(router_logits, topk_idx.shape[1], gate, shared, is_forced)
+        route = route_of(router_logits, topk_idx.shape[1], gate, shared, is_forced)
         with torch.cuda.device_of(router_logits):
-            _route_bwd_kernel[grid](
-                dweight.contiguous(), router_logits, topk_idx.contiguous(), dlogits, T, **sizes, enable_fp_fusion=True
+            _route_bwd_kernel[(triton.cdiv(T, route.BLOCK_T),)](
+                dweight.contiguous(),
+                router_logits,
+                topk_idx.contiguous(),
+                dlogits,
+                T,
+                ROUTE=route,
+                **options_of(route),
             )
     return dlogits
 
@@ -249,12 +291,16 @@ def route_operand(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
-def _launch(logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: bool) -> tuple[tuple[int], dict]:
-    T, E = logits.shape
+def route_of(logits: torch.Tensor, top_k: int, gate: str, shared: int, forced: bool) -> Route:
+    """Return the constants of a launch, with as many tokens for a program as suit its registers."""
+    E = logits.shape[1]
     E_PAD = triton.next_power_of_2(E)
-    # with as many rows as lanes, Triton moves the loads of the backward's loop through shared memory; 16 rows of 16 may spill
+    # with as many rows as lanes, Triton moves the loads of the backward's loop through shared
+    # memory; 16 rows of 16 may spill
     BLOCK_T = max(1, min(16 if E_PAD <= 8 else 8, TILE // E_PAD))
-    sizes = {"E": E, "K": top_k - shared, "SHARED": shared, "GATE": gate, "BLOCK_T": BLOCK_T, "E_PAD": E_PAD}
-    sizes["FORCED"] = forced
-    # the stride is a constant because what divides it sets the width of the loads, and the JIT tells a kernel of 16 only
-    return (triton.cdiv(T, BLOCK_T),), sizes | {"STRIDE_T": logits.stride(0), "num_warps": min(16, max(1, E_PAD // TILE))}
+    return Route(logits.stride(0), E, top_k - shared, shared, gate, forced, BLOCK_T, E_PAD)
+
+
+def options_of(route: Route) -> dict:
+    """Return the options of a launch."""
+    return {"num_warps": min(16, max(1, route.E_PAD // TILE)), "enable_fp_fusion": True}

@@ -1,7 +1,8 @@
-"""Launch configs of the grouped GEMMs: the user's own measurements, then a table per GPU architecture, then a rule.
+"""Launch configs of the grouped GEMMs: what the user measured, else a table, else a rule.
 
-A config depends on the kernel, the GPU, the dtype, the layer's sizes and the power of two under the mean rows per expert,
-never on T itself, and never on a measurement inside a training step. `moe-runtime tune` measures, `read_tuned` reads its file.
+A config depends on the kernel, the GPU, the dtype, the layer's sizes and the power of two under the
+mean rows per expert, never on T itself, and never on a measurement inside a training step.
+`moe-runtime tune` measures, `read_tuned` reads its file.
 """
 
 import functools
@@ -28,19 +29,26 @@ class Tile(NamedTuple):
     num_warps: int = 8
     num_stages: int = 3
     GROUP_M: int = 8  # row tiles that go over the columns together, for the weights' sake in L2
-    TMA: bool = False  # tensor descriptors for what is stored in order: weights, and rows that are not gathered
-    PERSISTENT: bool = False  # as many programs as fit on the GPU; each computes one tile after another
-    JOINED: bool = False  # up, with TMA: gate and up in one block of the weight and one product of 2 BLOCK_N columns
+    # tensor descriptors for what is stored in order: weights, and rows that are not gathered
+    TMA: bool = False
+    PERSISTENT: bool = (
+        False  # as many programs as fit on the GPU; each computes one tile after another
+    )
+    # up, with TMA: gate and up in one block of the weight and one product of 2 BLOCK_N columns
+    JOINED: bool = False
 
     def short(self) -> str:
         """Return the config in a few words."""
-        blocks = f"{self.BLOCK_M}x{self.BLOCK_N}x{self.BLOCK_K}, {self.num_warps} warps, {self.num_stages} stages"
-        flags = ", TMA" * self.TMA + ", persistent" * self.PERSISTENT + ", joined" * self.JOINED
-        return blocks + f", group {self.GROUP_M}" * (self.GROUP_M != 8) + flags
+        words = [f"{self.BLOCK_M}x{self.BLOCK_N}x{self.BLOCK_K}", f"{self.num_warps} warps"]
+        words.append(f"{self.num_stages} stages")
+        if self.GROUP_M != 8:
+            words.append(f"group {self.GROUP_M}")
+        words += ["TMA"] * self.TMA + ["persistent"] * self.PERSISTENT + ["joined"] * self.JOINED
+        return ", ".join(words)
 
 
 class Problem(NamedTuple):
-    """What a config is looked up by. `rows` is the mean number of rows per expert, rounded down to a power of two."""
+    """What a config is looked up by; `rows` is the mean per expert, down to a power of two."""
 
     kernel: str  # up | down | dz | dx | dw
     arch: int  # 10 * major + minor, 0 in the interpreter
@@ -56,8 +64,17 @@ class Problem(NamedTuple):
 
 
 KERNELS = ("up", "down", "dz", "dx", "dw")
-SHORT = 2048  # length of a sum, 32 steps, up to which a tile's epilogue is long enough to load the next tile meanwhile
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block may have
+# length of a sum, 32 steps, up to which a tile's epilogue is long enough to load the next tile
+# meanwhile
+SHORT = 2048
+SHARED_MEMORY = {
+    80: 166912,
+    86: 101376,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    120: 101376,
+}  # bytes a block may have
 # kernel -> (rows per expert from which it holds, config), largest first; 16-bit dtypes
 _HOPPER_SMALL = ((48, Tile(64, 128, 64, 4, 4, TMA=True)), (0, Tile(16, 128, 64, 4, 4, TMA=True)))
 _HOPPER = {
@@ -72,37 +89,78 @@ _HOPPER = {
     "dw": ((256, Tile(128, 256, 64, 8, 5, TMA=True)), (0, Tile(128, 128, 64, 8, 5, TMA=True))),
 }
 _AMPERE = {
-    "up": ((192, Tile(128, 64, 64, 8, 3)), (48, Tile(64, 64, 64, 4, 3)), (0, Tile(16, 64, 64, 4, 3))),
-    "down": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 128, 64, 4, 3)), (0, Tile(16, 128, 64, 4, 3))),
-    "dz": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 64, 64, 4, 3)), (0, Tile(16, 64, 64, 4, 3))),
-    "dx": ((192, Tile(128, 128, 64, 8, 3)), (48, Tile(64, 128, 64, 4, 3)), (0, Tile(16, 128, 64, 4, 3))),
+    "up": (
+        (192, Tile(128, 64, 64, 8, 3)),
+        (48, Tile(64, 64, 64, 4, 3)),
+        (0, Tile(16, 64, 64, 4, 3)),
+    ),
+    "down": (
+        (192, Tile(128, 128, 64, 8, 3)),
+        (48, Tile(64, 128, 64, 4, 3)),
+        (0, Tile(16, 128, 64, 4, 3)),
+    ),
+    "dz": (
+        (192, Tile(128, 128, 64, 8, 3)),
+        (48, Tile(64, 64, 64, 4, 3)),
+        (0, Tile(16, 64, 64, 4, 3)),
+    ),
+    "dx": (
+        (192, Tile(128, 128, 64, 8, 3)),
+        (48, Tile(64, 128, 64, 4, 3)),
+        (0, Tile(16, 128, 64, 4, 3)),
+    ),
     "dw": ((0, Tile(128, 128, 64, 8, 5)),),
 }
 _SMALL = {  # 99 KiB of shared memory
-    "up": ((192, Tile(128, 64, 32, 8, 4)), (48, Tile(64, 64, 32, 4, 4)), (0, Tile(16, 64, 64, 4, 3))),
-    "down": ((192, Tile(128, 128, 32, 8, 4)), (48, Tile(64, 128, 32, 4, 4)), (0, Tile(16, 128, 64, 4, 3))),
-    "dz": ((192, Tile(128, 128, 32, 8, 4)), (48, Tile(64, 64, 32, 4, 4)), (0, Tile(16, 64, 64, 4, 3))),
-    "dx": ((192, Tile(128, 128, 32, 8, 4)), (48, Tile(64, 128, 32, 4, 4)), (0, Tile(16, 128, 64, 4, 3))),
+    "up": (
+        (192, Tile(128, 64, 32, 8, 4)),
+        (48, Tile(64, 64, 32, 4, 4)),
+        (0, Tile(16, 64, 64, 4, 3)),
+    ),
+    "down": (
+        (192, Tile(128, 128, 32, 8, 4)),
+        (48, Tile(64, 128, 32, 4, 4)),
+        (0, Tile(16, 128, 64, 4, 3)),
+    ),
+    "dz": (
+        (192, Tile(128, 128, 32, 8, 4)),
+        (48, Tile(64, 64, 32, 4, 4)),
+        (0, Tile(16, 64, 64, 4, 3)),
+    ),
+    "dx": (
+        (192, Tile(128, 128, 32, 8, 4)),
+        (48, Tile(64, 128, 32, 4, 4)),
+        (0, Tile(16, 128, 64, 4, 3)),
+    ),
     "dw": ((0, Tile(128, 128, 64, 8, 5)),),
 }
-_FLOAT32 = {kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) for kernel in KERNELS}
-# where 16 does not divide a size, loads are element by element, and the pointers of a large tile spill
-UNALIGNED = {kernel: ((48, Tile(64, 64, 32, 8, 3)), (0, Tile(16, 64, 32, 4, 3))) for kernel in KERNELS}
+_FLOAT32 = {
+    kernel: ((48, Tile(64, 64, 32, 8, 2)), (0, Tile(16, 64, 32, 4, 2))) for kernel in KERNELS
+}
+# where 16 does not divide a size, loads are element by element, and the pointers of a large tile
+# spill
+UNALIGNED = {
+    kernel: ((48, Tile(64, 64, 32, 8, 3)), (0, Tile(16, 64, 32, 4, 3))) for kernel in KERNELS
+}
 _INTERPRETER = {kernel: ((0, Tile(16, 32, 32, 4, 1)),) for kernel in KERNELS}
 TABLE = {80: _AMPERE, 86: _SMALL, 89: _SMALL, 90: _HOPPER, 100: _HOPPER, 120: _SMALL}
 
 
 def nearest(arch: int) -> int:
-    """Return the architecture of TABLE whose configs serve `arch`: the newest that is not newer, by major version first."""
-    if arch // 10 in (12, 11):  # consumer Blackwell has Ampere's tensor instructions; Thor its memory
+    """Return the architecture of TABLE whose configs serve `arch`: the newest that is not newer."""
+    if arch // 10 in (
+        12,
+        11,
+    ):  # consumer Blackwell has Ampere's tensor instructions; Thor its memory
         return 120
     return max((known for known in TABLE if known <= arch and known != 120), default=80)
 
 
 def clip(tile: Tile, problem: Problem) -> Tile:
-    """Fit `tile` to small sizes (blocks of at least 16, no wider than the next power of two) and to the shared memory.
+    """Fit `tile` to small sizes (blocks of at least 16) and to the shared memory.
 
-    On Blackwell no descriptors where BLOCK_K does not divide the sum's length, whose products are wrong (triton#10927).
+    On Blackwell, no descriptors where BLOCK_K does not divide the length of the sum: the products
+    are wrong (triton#10927).
     """
     sums = problem.rows if problem.kernel == "dw" else problem.K
     rows = problem.K if problem.kernel == "dw" else tile.BLOCK_M
@@ -125,12 +183,12 @@ def clip(tile: Tile, problem: Problem) -> Tile:
 
 
 def widest(arch: int) -> int:
-    """Return the most columns of a product: a descriptor's 256, which on sm_100 gave others wrong results (marin#7484)."""
+    """Return the most columns of a product: 256, but wrong on sm_100 for others (marin#7484)."""
     return 128 if arch // 10 == 10 else 256
 
 
 def in_turns(tile: Tile, arch: int) -> Tile:
-    """Fit the up projection's `tile` to gate and up that take turns: a product of twice as many columns."""
+    """Fit `tile` to interleaved gate and up: a product of twice as many columns."""
     return tile._replace(BLOCK_N=min(tile.BLOCK_N, widest(arch) // 2))
 
 
@@ -140,8 +198,13 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
     columns = tile.BLOCK_N * (1 + problem.gated)
     # an index that is loaded inside the loop uses every second stage of the pipeline
     stages = (tile.num_stages + 1) // 2 if problem.kernel == "dw" else tile.num_stages
-    # a tile that is stored by descriptor while the next one is loaded goes through a buffer of its own, half as wide
-    stored = tile.BLOCK_M * tile.BLOCK_N // 2 if tile.TMA and tile.PERSISTENT and problem.kernel in ("down", "dx") else 0
+    # a tile that is stored by descriptor while the next one is loaded goes through a buffer of its
+    # own, half as wide
+    stored = (
+        tile.BLOCK_M * tile.BLOCK_N // 2
+        if tile.TMA and tile.PERSISTENT and problem.kernel in ("down", "dx")
+        else 0
+    )
     return (stages * tile.BLOCK_K * (tile.BLOCK_M + columns) + stored) * size
 
 
@@ -161,14 +224,15 @@ def heuristic(problem: Problem) -> Tile:
         table = TABLE[nearest(problem.arch)]
     tile = next(tile for rows, tile in table[problem.kernel] if problem.rows >= rows)
     streams = table is _HOPPER and nearest(problem.arch) == 90 and problem.kernel in ("down", "dx")
-    # one program per processor does not keep enough loads of a narrow product, such as LoRA's, under way
+    # one program per processor does not keep enough loads of a narrow product, such as LoRA's,
+    # under way
     if streams and tile.BLOCK_M == 128 and problem.N >= 128 and problem.K <= SHORT:
         tile = tile._replace(PERSISTENT=True)
     return clip(tile, problem)
 
 
 def tuned_path() -> Path:
-    """Return the file of measured configs: $XDG_CACHE_HOME/moe_runtime/tiles.json, ~/.cache by default.
+    """Return the file of measured configs, in $XDG_CACHE_HOME (by default ~/.cache)/moe_runtime.
 
     Raises ValueError where there is no home.
     """
@@ -176,14 +240,14 @@ def tuned_path() -> Path:
     base = base if base.is_absolute() else Path(os.path.expanduser("~/.cache"))  # as XDG says
     if not base.is_absolute():
         raise ValueError(
-            f"This user has no home folder (HOME is {os.environ.get('HOME')!r}) to store measured configs in. Set "
-            "XDG_CACHE_HOME to the full path of a folder that can be written"
+            f"This user has no home folder (HOME is {os.environ.get('HOME')!r}) to store measured "
+            "configs in. Set XDG_CACHE_HOME to the full path of a folder that can be written"
         )
     return base / "moe_runtime" / "tiles.json"
 
 
 def refused(path: Path) -> str | None:
-    """Return why the file of measured configs is not read: another user could have written it. None if no other user could."""
+    """Return why the file of measured configs is refused, if others could have written it."""
     found = path.stat()
     if found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022:
         return None
@@ -193,9 +257,10 @@ def refused(path: Path) -> str | None:
 
 @functools.cache
 def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
-    """Return device name -> key -> config from `tuned_path()`; empty without the file or a home. ValueError if it is not ours.
+    """Return device name -> key -> config from `tuned_path()`, or from `path`.
 
-    A folder that may not be looked into, as another user's home in a container, is as none, and a `refused` file too.
+    Empty without the file or a home, where a folder may not be read, as another user's home in a
+    container, and for a `refused` file. Raises ValueError for a file of something else.
     """
     try:
         there = path.is_file() if path else (path := tuned_path()).is_file() and not refused(path)
@@ -206,7 +271,8 @@ def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
     try:
         devices = json.loads(path.read_text())["devices"]
         return {
-            name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()} for name, device in devices.items()
+            name: {key: Tile(**entry["tile"]) for key, entry in device["tiles"].items()}
+            for name, device in devices.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of `moe-runtime tune` ({error})") from None
@@ -214,7 +280,7 @@ def read_tuned(path: Path | None = None) -> dict[str, dict[str, Tile]]:
 
 @functools.lru_cache(maxsize=4096)
 def lookup(problem: Problem, device: str) -> Tile:
-    """Return the config of this problem on the device of this name: the measured one, else the built-in one."""
+    """Return the config of this problem on the device of this name: measured, else built-in."""
     tile = read_tuned().get(device, {}).get(problem.key())
     return heuristic(problem) if tile is None else clip(tile, problem)
 
@@ -223,7 +289,7 @@ _forced: dict[str, Tile] = {}
 
 
 class force:
-    """`with force(up=Tile(...))`: run these kernels with these configs, whatever the table says. For tests and the tuner."""
+    """`with force(up=Tile(...))`: run these kernels with these configs. For tests and the tuner."""
 
     def __init__(self, **tiles: Tile):
         self.tiles = tiles
@@ -238,7 +304,14 @@ class force:
 
 
 def problem_of(
-    kernel: str, device: torch.device, dtype: torch.dtype, N: int, K: int, R: int, E: int, gated: bool = False
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    N: int,
+    K: int,
+    R: int,
+    E: int,
+    gated: bool = False,
 ) -> Problem:
     """Return what a config is looked up by, for R rows over E experts."""
     rows = 1 << max(R // max(E, 1), 1).bit_length() - 1
@@ -255,7 +328,9 @@ def device_name(device: torch.device) -> str:
     return _device(device)[1]
 
 
-def choose(kernel: str, x: torch.Tensor, N: int, K: int, R: int, E: int, gated: bool = False) -> Tile:
+def choose(
+    kernel: str, x: torch.Tensor, N: int, K: int, R: int, E: int, gated: bool = False
+) -> Tile:
     """Return the config for `kernel` on x's device and dtype; R rows over E experts."""
     problem = problem_of(kernel, x.device, x.dtype, N, K, R, E, gated)
     if kernel in _forced:
@@ -273,12 +348,16 @@ def _device(device: torch.device) -> tuple[int, str]:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors (4 in the interpreter, so that persistent programs take turns)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    """Return the number of streaming multiprocessors; 4 in the interpreter."""
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
 
 
 def precision(x: torch.Tensor) -> str:
-    """Return how float32 operands are multiplied: as torch's matmul would, whichever of torch's switches was used."""
+    """Return how float32 operands are multiplied: as torch's matmul would."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
@@ -289,3 +368,24 @@ def tile_of(pid, num_m, num_n, GROUP_M: tl.constexpr):
     first = pid // width * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
     return first + pid % width % size, pid % width // size
+
+
+@triton.jit
+def rounds_of(programs, PERSISTENT: tl.constexpr):
+    """How many of `programs` tiles this program computes: one, or tile after tile."""
+    if PERSISTENT:
+        return tl.cdiv(programs - tl.program_id(0), tl.num_programs(0))
+    else:
+        return 1
+
+
+@triton.jit
+def outer(rows, columns):
+    """A mask [M, N]: rows [M] and columns [N] are both true."""
+    return rows[:, None] & columns[None, :]
+
+
+@triton.jit
+def cells(rows, stride, columns):
+    """Offsets [M, N] of the elements in these rows, `stride` apart, and columns."""
+    return rows[:, None] * stride + columns[None, :]

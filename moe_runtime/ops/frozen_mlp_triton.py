@@ -43,13 +43,10 @@ class _Layer(Layer):
         return tile
 
     def gathered(self, x, half):
-        """Return x[token] half[e]^T [R, r] of all rows: the up projection without an activation's
-        gate is this product.
-        """
+        """Return x[token] half[e]^T [R, r] of all rows."""
         tile = self.choose("down", x, half.shape[1], half.shape[2])
-        return grouped_gemm.up_forward(
-            x, half, None, self.row_slot, self.map(tile), self.slots, "relu", False, True, tile
-        )[0]
+        order = (self.row_slot, self.map(tile), self.slots)
+        return grouped_gemm.gathered_gemm_forward(x, half, *order, tile)
 
     def of_rows(self, rows, half):
         """Return rows[r] half[e]^T [R, r] of rows in expert order."""

@@ -152,7 +152,7 @@ def _backward_triton(dy, x, weight, expert_offsets, trainable, trained, needs):
 
     (R, K), (E, N, _) = x.shape, weight.shape
     weight, separate = _separate(weight, trainable, trained)
-    place, n = (None, None) if separate is None else (separate.place, trained.shape[0])
+    place, n = (None, None) if separate is None else (separate.index, trained.shape[0])
     dy = dy.contiguous()
     x = x.contiguous()
     offsets = expert_offsets.int().contiguous()

@@ -286,6 +286,9 @@ def _describe(value):
             "strides": strides,
             "block": [*value.block_shape],
         }
+    if hasattr(value, "_fields"):
+        group = f"{type(value).__module__}.{type(value).__name__}"
+        return {"group": group, "members": [*map(_describe, value)]}
     if isinstance(value, tuple):
         return {"tuple": [*map(_describe, value)]}
     return value
@@ -296,6 +299,8 @@ def _type(value, parameter):
     if parameter.is_constexpr or not isinstance(value, int) or isinstance(value, bool):
         if isinstance(value, dict) and "descriptor" in value:
             return [value["descriptor"], value["block"]]
+        if isinstance(value, dict) and "group" in value and not parameter.is_constexpr:
+            return [value["group"], [_type(member, parameter) for member in value["members"]]]
         return "float" if isinstance(value, float) and not parameter.is_constexpr else value
     wide = "i32" if -(2**31) <= value < 2**31 else "i64"
     if parameter.do_not_specialize:
@@ -373,6 +378,9 @@ def _restore(value):
         return value
     if "tuple" in value:
         return tuple(map(_restore, value["tuple"]))
+    if "group" in value:  # its name is part of the key in Triton's cache
+        module, _, name = value["group"].rpartition(".")
+        return getattr(importlib.import_module(module), name)(*map(_restore, value["members"]))
     if "tensor" in value:
         return torch.empty(16, dtype=getattr(torch, value["tensor"]), device="meta")
     from triton.tools.tensor_descriptor import TensorDescriptor

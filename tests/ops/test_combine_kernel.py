@@ -340,12 +340,12 @@ MUTANTS = [
         "live = (t < T) & (k0 + j < K)", "live = (t <= T) & (k0 + j < K)", id="a token too many"
     ),
     pytest.param(
-        "row < tl.load(num_rows_ptr)", "row <= tl.load(num_rows_ptr)", id="first dropped row counts"
+        "row < tl.load(rows.num_rows)",
+        "row <= tl.load(rows.num_rows)",
+        id="first dropped row counts",
     ),
     pytest.param(
-        "mask = live[:, None] & (h < H)",
-        "mask = live[:, None] & (h > 0)",
-        id="another row's columns",
+        "mask = outer(live, h < H)", "mask = outer(live, h >= 0)", id="another row's columns"
     ),
     pytest.param("acc += y", "acc = y", id="last slot only"),
     pytest.param("y = y * tl.load(", "y = y + tl.load(", id="weight added"),
@@ -359,7 +359,7 @@ MUTANTS = [
     pytest.param("(pid - programs)", "pid", id="partials from the wrong slot on"),
     pytest.param("live = s < R", "live = s < R - 1", id="last slot without a gradient"),
     pytest.param(
-        "(column < n)[None, :]", "(column < BLOCK_N)[None, :]", id="last partials missing"
+        "outer(live, column < n)", "outer(live, column < BLOCK_N)", id="last partials missing"
     ),
     pytest.param(STORE + "s < R)", STORE + "live)", id="nothing written for dropped slots"),
     pytest.param(

@@ -205,7 +205,7 @@ def far_mismatches(folder: Path, module=kernels) -> list[str]:
             found = [f"counts are {table[::blocks]}"]
         table[: (E + 1) * blocks : blocks] = torch.tensor([100, 200, 300, 400])
         module._dispatch_fwd_scatter_kernel[(1,)](
-            idx, table, None, *out, 7, E, 2, blocks, **sizes, BLOCK_J=8
+            idx, table, module.Sorted(None, *out), 7, E, 2, blocks, **sizes, BLOCK_J=8
         )
     except (KernelMemoryError, InterpreterError) as error:
         return [repr(error)]

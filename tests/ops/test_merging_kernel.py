@@ -195,7 +195,7 @@ def caught(module) -> list[str]:
 
 MUTANTS = [
     pytest.param("mask=p < P)", "mask=p <= P)", id="an element too many is written"),
-    pytest.param("(e < E)[:, None]", "(e < E - 1)[:, None]", id="last expert left out"),
+    pytest.param("outer(e < E, p < P)", "outer(e < E - 1, p < P)", id="last expert left out"),
     pytest.param(
         "for e0 in range(0, E, BLOCK_E)",
         "for e0 in range(0, BLOCK_E, BLOCK_E)",
@@ -206,12 +206,12 @@ MUTANTS = [
     pytest.param("changed = 0\n", "changed = 1\n", id="guard never holds"),
     pytest.param("changed += tl.sum", "changed = tl.sum", id="guard sees the last experts only"),
     pytest.param("e * blocks + block", "block * E + e", id="partials transposed"),
-    pytest.param("(t < T)[None, :]", "(t < T - 1)[None, :]", id="last row left out"),
-    pytest.param("(t < T)[:, None] & (k < K)", "(k < K)", id="rows behind the end"),
+    pytest.param("outer(n < N, t < T)", "outer(n < N, t < T - 1)", id="last row left out"),
+    pytest.param("outer(t < T, k < K)", "outer(t < t + 1, k < K)", id="rows behind the end"),
     pytest.param("range(0, T, BLOCK_T)", "range(0, BLOCK_T, BLOCK_T)", id="first rows only"),
     pytest.param(
-        "[:, None] * K + k[None, :]\n",
-        "[:, None] * N + k[None, :]\n",
+        "cells(n.to(tl.int64), K, k)",
+        "cells(n.to(tl.int64), N, k)",
         id="rows of the expert too short",
     ),
     pytest.param("row[None, :] * N + n", "row[None, :] * K + n", id="rows of dout too long"),

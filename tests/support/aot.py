@@ -48,10 +48,10 @@ class Case(NamedTuple):
     """A kernel with the types, constants and launch options that a launcher of ours gives it."""
 
     kernel: str  # module.name, such as "routing._route_fwd_kernel"
-    # argument -> "*bf16:16", "i32:16" (":16" as the JIT specialises what 16 divides), "fp32"; a
-    # tuple's as one of these each
-    signature: dict[str, str | tuple[str, ...]]
-    constants: dict[str, object]
+    # argument -> "*bf16:16", "i32:16" (":16" as the JIT specialises what 16 divides), "fp32"; of a
+    # tuple or a group one of these, or a constant, for each member
+    signature: dict[str, str | tuple | dict[str, object]]
+    constants: dict[str, object]  # a group's as a dict
     num_warps: int = 4
     num_stages: int = 3
     capabilities: tuple[int, ...] = CAPABILITIES
@@ -70,9 +70,26 @@ class Case(NamedTuple):
         version = ".".join(importlib.metadata.version("triton").split(".")[:2])
         return self.stack.get(version, max(self.stack.values(), default=0))
 
+    def constant(self, name: str, default=None):
+        """Return a constant of the kernel, or of one of its groups."""
+        for group in (self.constants, *self.constants.values()):
+            if isinstance(group, dict) and name in group:
+                return group[name]
+        return default
+
+    def types(self) -> list[str]:
+        """Return the types of all arguments, those in groups included."""
+        types = []
+        for given in self.signature.values():
+            members = given.values() if isinstance(given, dict) else given
+            types += [given] if isinstance(given, str) else members
+        return [t for t in types if isinstance(t, str)]
+
     def title(self) -> str:
         """Return the tile, or whatever constants the kernel has in its place."""
-        c = self.constants
+        c = {}
+        for name, value in self.constants.items():
+            c |= value if isinstance(value, dict) else {name: value}
         if all(name in c for name in BLOCKS):
             return (
                 "x".join(str(c[name]) for name in BLOCKS)
@@ -154,13 +171,13 @@ def record(step: Callable[[], object]) -> list[Case]:
         given = dict(zip(parameters, args)) | kwargs
         assert given.keys() == parameters.keys(), given.keys() ^ parameters.keys()
         types = {
-            name: v if parameters[name] else _type(v, name not in plain)
+            name: _constant(v) if parameters[name] else _type(v, name not in plain)
             for name, v in given.items()
         }
         signature = {
             name: t
             for name, t in types.items()
-            if isinstance(t, str | tuple) and not parameters[name]
+            if isinstance(t, str | tuple | dict) and not parameters[name]
         }
         constants = {name: t for name, t in types.items() if name not in signature}
         found.append(Case(kernel, signature, constants, num_warps, num_stages))
@@ -175,8 +192,15 @@ def record(step: Callable[[], object]) -> list[Case]:
     return found
 
 
-def _type(value, specialise: bool = True) -> str | int | tuple | None:
+def _constant(value):
+    """Return a constant, a group of them as a dict."""
+    return value._asdict() if hasattr(value, "_fields") else value
+
+
+def _type(value, specialise: bool = True) -> str | int | tuple | dict | None:
     """The type that the JIT would give an argument; itself where the JIT makes a constant of it."""
+    if hasattr(value, "_fields"):
+        return {name: _type(v, specialise) for name, v in value._asdict().items()}
     if isinstance(value, tuple):  # of tensors
         return tuple(_type(v, specialise) for v in value)
     if value is None or (isinstance(value, int) and value == 1 and specialise):
@@ -230,7 +254,7 @@ def jobs(cases: list[Case]) -> list[tuple[int, int | str]]:
                 (i, capability) for capability in share([80, 90], turns[case.kernel] % 2, of=2)
             ]
             turns[case.kernel] += 1
-        if 80 in case.capabilities and not any("tensordesc" in t for t in case.signature.values()):
+        if 80 in case.capabilities and not any("tensordesc" in t for t in case.types()):
             first.setdefault(case.kernel, i)
     return pairs + [(i, AMD) for i in first.values()]
 
@@ -287,21 +311,36 @@ def assemble(case: Case, target: int | str):
     from triton.backends.compiler import GPUTarget
 
     fn = kernels()[case.kernel]
-    types = {a: "constexpr" for a in fn.arg_names}
+    types = dict.fromkeys(fn.arg_names, "constexpr")
     attrs = {}
-    for a, given in case.signature.items():
-        place = (fn.arg_names.index(a),)
+    constants = {}
+    for name, value in case.constants.items():
+        if isinstance(value, dict):
+            value = collections.namedtuple(name, value)(**value)
+        # JSON has no tuples
+        constants[name] = tuple(value) if isinstance(value, list) else value
+    for name, given in case.signature.items():
+        place = (fn.arg_names.index(name),)
         if isinstance(given, str):
             members = {place: given}
         else:
-            members = {(*place, i): t for i, t in enumerate(given)}
-        attrs |= {
-            place: [["tt.divisibility", 16]] for place, t in members.items() if t.endswith(":16")
-        }
-        plain = [t.removesuffix(":16") for t in members.values()]
-        types[a] = plain[0] if isinstance(given, str) else tuple(plain)
-    # JSON has no tuples
-    constants = {a: tuple(v) if isinstance(v, list) else v for a, v in case.constants.items()}
+            values = given.values() if isinstance(given, dict) else given
+            members = {(*place, i): t for i, t in enumerate(values)}
+        plain = []
+        for path, t in members.items():
+            if not isinstance(t, str):
+                constants[path] = t
+                plain.append("constexpr")
+                continue
+            if t.endswith(":16"):
+                attrs[path] = [["tt.divisibility", 16]]
+            plain.append(t.removesuffix(":16"))
+        if isinstance(given, str):
+            types[name] = plain[0]
+        elif isinstance(given, dict):
+            types[name] = collections.namedtuple(name, given)(*plain)
+        else:
+            types[name] = tuple(plain)
     source = triton.compiler.ASTSource(fn, types, constexprs=constants, attrs=attrs)
     gpu = GPUTarget("hip", target, 64) if target == AMD else GPUTarget("cuda", target, 32)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
@@ -546,14 +585,15 @@ def complaints(case: Case, target: int | str, report: Report) -> list[str]:
         bad.append(
             f"no {', '.join(missing)}; has {', '.join(report.features) or 'nothing special'}"
         )
-    c = case.constants
     grouped = case.kernel.startswith("grouped_gemm")
-    if target >= 100 and c.get("TMA") and not c.get("EVEN_K"):
+    if target >= 100 and case.constant("TMA") and not case.constant("EVEN_K"):
         bad.append(
             "descriptors for a sum that ends inside of a block; sm_100 multiplies wrongly "
             "(triton#10927)"
         )
-    width = c.get("BLOCK_N", 0) * (2 if "up_fwd" in case.kernel and c.get("INTERLEAVED") else 1)
+    width = case.constant("BLOCK_N", 0)
+    if "up_fwd" in case.kernel and case.constant("INTERLEAVED"):
+        width *= 2
     if grouped and 100 <= target < 110 and width > 128:
         bad.append(
             f"a product of {width} columns; want 128 on sm_100 until one has run a wider one"

@@ -204,7 +204,7 @@ def main(words: list[str]) -> None:
             wanted = (
                 "grouped_gemm" in case.kernel and "wgmma" in case.expect and 90 in case.capabilities
             )
-            if wanted and case.constants["BLOCK_M"] == 128:
+            if wanted and case.constant("BLOCK_M") == 128:
                 print(f"{case.kernel} {case.note} {case.title()}: {main_loop(case)}", flush=True)
         return
     work = listed(cases)

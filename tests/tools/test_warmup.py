@@ -49,14 +49,17 @@ def test_a_model_launches_nothing_that_was_not_compiled(case, tmp_path):
 ADAPTED = """
 import torch
 from peft import LoraConfig, get_peft_model
+from moe_runtime.kernels.operands import Product
 from moe_runtime.tools import warmup
 from tests.support import warmed
 
 model, _ = warmed.CASES["stock model"]()
 frozen = len(warmup.record(model.requires_grad_(False), [24], True, 90))
 model = get_peft_model(model, LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
-launches = [launch["kernel"] for launch in warmup.record(model, [1, 24], True, 90)]
-print(frozen, len(launches), any(launch["arguments"].get("RANK") == 4 for launch in warmup.record(model, [24], True, 90)))
+launches = warmup.record(model, [1, 24], True, 90)
+products = [launch["arguments"]["PRODUCT"] for launch in launches if "PRODUCT" in launch["arguments"]]
+rank = Product._fields.index("RANK")
+print(frozen, len(launches), any(product["members"][rank] == 4 for product in products))
 """
 
 

@@ -155,12 +155,10 @@ def expect(arch: int, case: Case) -> tuple[str, ...]:
     """Which instructions make the tile what it is: tensor cores, TMA for descriptors, cp.async for
     what comes by pointer.
     """
-    descriptors = sum(type.startswith("tensordesc") for type in case.signature.values())
-    gathers = "row_slot_ptr" in case.signature and case.constants.get(
-        "GATHER_X", True
-    ) | case.constants.get("GATHER_DY", True)
+    descriptors = sum(type.startswith("tensordesc") for type in case.types())
+    gathers = "tokens" in case.signature or case.constant("GATHER") is not None
     found = ["tma"] * bool(descriptors) + ["cp.async"] * (gathers or not descriptors)
-    if case.constants["BLOCK_M"] >= 64:
+    if case.constant("BLOCK_M") >= 64:
         tensor = {90: "wgmma", 100: "tcgen05"}.get(arch, "mma.sync")
     else:
         tensor = "mma.sync"
@@ -348,6 +346,16 @@ def biases() -> list[Case]:
     return [record(lambda: layer.db(*args))[0]._replace(note=note) for note, args in steps.items()]  # noqa: B023
 
 
+def gathered(arch: int) -> Case:
+    """The product of gathered rows with LoRA's A."""
+    layer = Layer()
+    tile = tiles.TABLE[arch]["down"][0][1]._replace(BLOCK_N=16)
+    weight = meta(E, 16, H, dtype=layer.dtype)
+    order = (layer.row_slot, layer.map, layer.K)
+    (made,) = record(lambda: grouped_gemm.gathered_gemm_forward(layer.x, weight, *order, tile))
+    return made._replace(capabilities=(arch,), note="gathered rows alone", expect=expect(arch, made))
+
+
 def tf32(arch: int) -> list[Case]:
     """What torch.backends.cuda.matmul.allow_tf32 makes of the largest configs for float32."""
     before = torch.backends.cuda.matmul.allow_tf32
@@ -383,4 +391,4 @@ CASES += [
 ]
 CASES += [case for arch in (80, 86, 90, 100, 120) for case in gpt_oss(arch)]
 CASES += [case for arch in (80, 90) for case in adapters(arch)]
-CASES += persistent(90) + short_sums(90) + biases()
+CASES += persistent(90) + short_sums(90) + biases() + [gathered(80), gathered(90)]

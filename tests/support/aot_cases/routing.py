@@ -32,7 +32,7 @@ def _cases(
     return [
         # where rows allow it and there are 16 bytes for every lane
         case._replace(
-            expect=("wide",) if row % 16 == 0 and row * case.constants["BLOCK_T"] >= 512 else (),
+            expect=("wide",) if row % 16 == 0 and row * case.constant("BLOCK_T") >= 512 else (),
             max_registers=128,
             note=note,
         )

@@ -68,7 +68,7 @@ class Selection:
 
     def __init__(self, file: Path):
         self.names = file.read_text().split()
-        self.log = Path(f"{file}.log").open("a")
+        self.log = Path(f"{file}.log")
         self.noted = set()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -82,7 +82,8 @@ class Selection:
     def _note(self, word: str, name: str) -> None:
         if (word, name) not in self.noted:
             self.noted.add((word, name))
-            print(word, name, file=self.log, flush=True)
+            with self.log.open("a") as log:
+                print(word, name, file=log)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._note("start", nodeid.split("[")[0])

@@ -2,7 +2,6 @@
 
     python -m tests.support.planted                 # each bug, with the test files that it names
     python -m tests.support.planted --only io/      # some of them, by a part of their file or text
-    python -m tests.support.planted --all           # each bug, with all of `make test`; many hours
     python -m tests.support.planted --check         # only that each bug's text still stands
                                                     # somewhere, once
 
@@ -138,9 +137,8 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="a part of a bug's file or description")
-    parser.add_argument("--all", action="store_true", help="run everything, not the named tests")
     parser.add_argument("--check", action="store_true", help="only look for each bug's text")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds a bug; not for --all")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a bug")
     return parser.parse_args()
 
 
@@ -172,18 +170,17 @@ def main() -> int:
     caught = 0
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         root = copy_tree(Path(folder))
-        every = sorted({name for bug in selected for name in bug.test_files()})
-        broken = failures(root, [] if args.all else every, None)
+        every = {name for bug in selected for name in bug.test_files()}
+        broken = failures(root, sorted(every), None)
         for name in broken:
             print(f"fails without a bug: {name}", flush=True)
         options = ["-x", *(f"--deselect={name}" for name in broken)]
         for number, bug in enumerate(selected, 1):
             start = time.monotonic()
-            tests = [] if args.all else bug.test_files()
             word = "NOT CAUGHT"
             try:
                 with planted(locate(root, bug), bug):
-                    seen = failures(root, [*options, *tests], None if args.all else args.timeout)
+                    seen = failures(root, [*options, *bug.test_files()], args.timeout)
             except RuntimeError as error:
                 word = f"UNKNOWN: {error}"
             else:

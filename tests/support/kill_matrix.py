@@ -90,7 +90,7 @@ def title(bug: Bug) -> str:
 def key_of(bug: Bug, names: Iterable[str]) -> str:
     """Return a hash of the file with the bug and of the tests."""
     text = planted.locate(ROOT, bug).read_text()
-    digest = hashlib.sha256(text.replace(bug.old, bug.new).encode())
+    digest = hashlib.sha256(planted.with_bug(text, bug).encode())
     ordered = sorted(names)
     digest.update("\n".join(ordered).encode())
     for path in dict.fromkeys(map(file_of, ordered)):

@@ -239,11 +239,12 @@ def common(one: str, other: str) -> int:
 
 def changed_lines(text: str, bug: Bug) -> set[int] | None:
     """Return the lines of the statements that a bug changes, or None if they run once."""
-    start = common(bug.old, bug.new)
-    tail = common(bug.old[start:][::-1], bug.new[start:][::-1])
-    place = text.index(bug.old)
-    first = text.count("\n", 0, place + start) + 1
-    last = text.count("\n", 0, place + max(len(bug.old) - tail, start)) + 1
+    place = planted.find(text, bug)
+    old = place[0]
+    start = common(old, bug.new)
+    tail = common(old[start:][::-1], bug.new[start:][::-1])
+    first = text.count("\n", 0, place.start() + start) + 1
+    last = text.count("\n", 0, max(place.end() - tail, place.start() + start)) + 1
     found = set()
     for line in range(first, last + 1):
         around = [one for one in statements(text) if one[0] <= line <= one[1]]

@@ -6,12 +6,13 @@
                                                     # somewhere, once
 
 The bugs are in planted.toml. Each is a short text that is replaced in a copy of the working tree.
-If the text has moved to another file, it is found there; if it has changed, edit the table: what a
-bug breaks is what counts, not where. `tests.support.kill_matrix` records all tests that fail for
-each bug.
+If the text has moved to another file or is broken into other lines, it is found there; if it has
+changed, edit the table: what a bug breaks is what counts, not where. `tests.support.kill_matrix`
+records all tests that fail for each bug.
 """
 
 import argparse
+import ast
 import contextlib
 import os
 import re
@@ -63,12 +64,35 @@ def sources(root: Path) -> list[Path]:
     ]
 
 
+def find(text: str, bug: Bug) -> re.Match | None:
+    """Return where `text` has the bug's text, however it is broken into lines, if it is there
+    once.
+    """
+    pattern = ""
+    for token in re.findall(r"\w+|\S", bug.old):
+        if pattern and re.match(r"\w", token) and re.search(r"\w$", pattern):
+            pattern += r"\s+"
+        elif token in ")]}":
+            pattern += r"\s*,?\s*"  # a comma ends the last of several lines
+        else:
+            pattern += r"\s*"
+        pattern += re.escape(token)
+    found = list(re.finditer(pattern.removeprefix(r"\s*"), text))
+    return found[0] if len(found) == 1 else None
+
+
+def with_bug(text: str, bug: Bug) -> str:
+    """Return a file's text with the bug."""
+    place = find(text, bug)
+    return text[: place.start()] + bug.new + text[place.end() :]
+
+
 def locate(root: Path, bug: Bug) -> Path:
     """Return the file that has the bug's text exactly once; LookupError if none or several do."""
     named = root / bug.file
-    if named.is_file() and named.read_text().count(bug.old) == 1:
+    if named.is_file() and find(named.read_text(), bug):
         return named
-    places = [path for path in sources(root) if path.read_text().count(bug.old) == 1]
+    places = [path for path in sources(root) if find(path.read_text(), bug)]
     if len(places) == 1:
         return places[0]
     raise LookupError(
@@ -93,7 +117,7 @@ def copy_tree(folder: Path) -> Path:
 def planted(file: Path, bug: Bug) -> Iterator[None]:
     """Replace the bug's text in `file` for the time of a with block."""
     source = file.read_text()
-    file.write_text(source.replace(bug.old, bug.new))
+    file.write_text(with_bug(source, bug))
     try:
         yield
     finally:
@@ -151,9 +175,11 @@ def check(root: Path, selected: list[Bug]) -> int:
             print(f"{', '.join(missing)} does not exist; name the tests that see {bug.what!r}")
             continue
         try:
-            locate(root, bug)
-        except LookupError as error:
-            print(error)
+            file = locate(root, bug)
+            if file.suffix == ".py":
+                ast.parse(with_bug(file.read_text(), bug))
+        except (LookupError, SyntaxError) as error:
+            print(f"{bug.what}: {error}")
         else:
             fine += 1
     return fine

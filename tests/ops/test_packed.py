@@ -220,7 +220,7 @@ def test_part_of_a_stack_reads_within_its_scales():
 
 
 def test_gate_and_up_share_no_block():
-    assert "gate and up, which have 96 each" in packed.why_not((4, 192, 128), "fp8_block", True)
+    assert "gate and up, which have 64 each" in packed.why_not((4, 128, 128), "fp8_block", True)
     assert (
         packed.why_not((4, 256, 128), "fp8_block", True)
         is packed.why_not((4, 192, 128), "fp8_block")

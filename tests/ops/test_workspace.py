@@ -113,6 +113,13 @@ def test_memory_returns_and_is_used_again():
     assert workspace.lease(SHAPE, LIKE).data_ptr() == address
 
 
+def test_a_small_lease_takes_no_large_block():
+    tensor = workspace.lease(SHAPE, LIKE)
+    address = tensor.data_ptr()
+    del tensor
+    assert workspace.lease((1 << 18,), LIKE).data_ptr() != address
+
+
 def test_two_live_leases_never_share():
     a, b = (workspace.lease(SHAPE, LIKE).fill_(v) for v in (1, 2))
     c = workspace.lease(SHAPE, LIKE).fill_(3)

@@ -57,7 +57,7 @@ NOT_RUN = {
     "make test-avx2": NotRun("is a part of the suite"),
     "make test-aot": NotRun("is a part of the suite"),
     "make stress": NotRun("is the suite's longer form"),
-    "python -m tests.support.planted": NotRun("runs a part of the suite forty times"),
+    "python -m tests.support.planted": NotRun("runs parts of the suite, once for each bug"),
     "vllm serve": NotRun(
         "starts a server of another package",
         "tests/hf/models/test_modeling.py::test_the_model_without_its_head_is_the_same_model",

@@ -236,6 +236,17 @@ def test_a_limit_of_any_size_is_seen(limit):
     assert gates.gate_of(module) == Activation("silu", True, limit=limit)
 
 
+@pytest.mark.parametrize("alpha, act", [(1.702, "quick_gelu"), (1.0, "silu"), (2.0, None)])
+def test_the_sigmoid_s_scale_is_that_of_the_instance(alpha, act):
+    def scaled(self, z):
+        gate, up = z.chunk(2, -1)
+        return gate * torch.sigmoid(self.alpha * gate) * up
+
+    module = module_of({"apply_gate": scaled}, {})
+    module.alpha = alpha
+    assert gates.gate_of(module) == (None if act is None else Activation(act))
+
+
 @pytest.mark.parametrize("limit", [0.0, None, float("inf"), torch.tensor(2.0), [2.0]], ids=str)
 def test_a_limit_that_is_no_number_for_us_leaves_the_class_to_itself(limit):
     module = module_of({"apply_gate": _deepseek}, {})

@@ -120,6 +120,15 @@ def test_a_stack_of_which_a_part_has_arrived_cannot_be_used_or_saved(tmp_path):
     )
 
 
+def test_more_than_ten_experts_keep_their_order(tmp_path):
+    config = stock.config_of("mixtral")
+    config.num_local_experts = 12
+    model = stock.model_class("mixtral")(config)
+    other = moved(model)
+    other.load_state_dict(saved(model, tmp_path))
+    assert different(other, model) == []
+
+
 def test_another_number_of_experts_is_a_size_mismatch(tmp_path):
     model = stock.build("mixtral")
     tensors = saved(model, tmp_path)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.hf.dropin.parallel import shard_experts
+from moe_runtime.hf.dropin.parallel import clip_grad_norm, shard_experts
 from tests.hf.tiny import distance
 from tests.support import dist_expert_parallel as worker
 from tests.support.dist_launch import Launches
@@ -58,6 +58,16 @@ def test_equals_one_process(name, results):
         for parameter, weight in want["weights"].items():
             assert distance(got["weights"][parameter], weight) < 1e-5, parameter
         assert distance(got["logits"], want["logits"]) < 1e-5
+
+
+@pytest.mark.parametrize("most, left", [(1.0, 1.0), (10.0, 5.0)])
+def test_clipping_shrinks_large_gradients_alone(most, left):
+    layer = torch.nn.Linear(1, 1)
+    layer.weight.grad = torch.full((1, 1), 3.0)
+    layer.bias.grad = torch.full((1,), 4.0)
+    assert clip_grad_norm(layer, most) == 5
+    norm = torch.hypot(layer.weight.grad, layer.bias.grad).item()
+    assert norm == pytest.approx(left, rel=1e-5)
 
 
 @pytest.mark.slow

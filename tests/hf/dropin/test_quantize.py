@@ -22,7 +22,7 @@ from transformers import (
 
 import moe_runtime
 from moe_runtime.config import MoEConfig
-from moe_runtime.hf.dropin import quantize
+from moe_runtime.hf.dropin import offload, quantize
 from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules.moe import MoE
@@ -493,6 +493,21 @@ def test_offloaded_by_accelerate(make, form, offload, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "device_map, several",
+    [
+        ("auto", True),
+        ("cuda:0", False),
+        (None, False),
+        ({"": 0}, False),
+        ({"": "disk"}, True),
+        ({"model": 0, "lm_head": "cpu"}, True),
+    ],
+)
+def test_a_device_map_of_several_places_or_a_disk_is_dispatched(device_map, several):
+    assert offload.is_several(device_map) == several
+
+
 def test_offload_of_a_folder_and_of_16_bits(tmp_path):
     qwen().save_pretrained(tmp_path / "model")
     expected = moe_runtime.load_quantized(tmp_path / "model", "nf4")(IDS).logits

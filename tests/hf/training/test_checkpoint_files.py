@@ -116,7 +116,7 @@ def saved(value) -> bytes:
     return stream.getvalue()
 
 
-def plant_in_index(folder: Path, payload: Planted, where: str) -> None:
+def plant_in_index(folder: Path, payload, where: str) -> None:
     """Put a payload into a readable index of torch.distributed.checkpoint, or into a value that it
     describes.
     """
@@ -128,6 +128,14 @@ def plant_in_index(folder: Path, payload: Planted, where: str) -> None:
         stored.relative_path, stored.offset, stored.length = where, 0, len(saved(payload))
         (folder / where).write_bytes(saved(payload))
     (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def test_an_index_names_no_file_outside_of_its_folder(checkpoint, spread):
+    folder = checkpoint / SPREAD[0]
+    shutil.copytree(spread, folder)
+    plant_in_index(folder, 0.5, "../harmless.distcp")
+    with pytest.raises(ValueError, match="expected the name of a file in its folder"):
+        check_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("where", ["planner data", "value.distcp", "../outside.distcp"])

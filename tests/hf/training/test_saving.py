@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -10,6 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
+from moe_runtime.hf.training import ranks
 from moe_runtime.hf.training.saving import last_whole_checkpoint, stopping_with_a_checkpoint
 from moe_runtime.hf.training.trainer import MoETrainer
 from moe_runtime.io import signals
@@ -36,6 +38,18 @@ def lora(model):
     return peft.get_peft_model(
         model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     )
+
+
+@pytest.mark.parametrize("mine, most", [(0, 143), (143, 143), (200, 200)])
+def test_ranks_agree_on_the_largest_code(monkeypatch, mine, most):
+    def with_143(found, op):
+        kinds = torch.distributed.ReduceOp
+        assert op in (kinds.MAX, kinds.SUM)
+        found.fill_(max(int(found), 143) if op == kinds.MAX else int(found) + 143)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", with_143)
+    monkeypatch.setattr(ranks, "state", lambda: SimpleNamespace(num_processes=2, device="cpu"))
+    assert ranks.largest(mine) == most
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])

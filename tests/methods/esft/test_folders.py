@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from moe_runtime.hf.models.saved_rows import saved_tensors
+from moe_runtime.io.checkpoint import Checkpoint
 from moe_runtime.methods.esft.adapters import apply
 from moe_runtime.methods.esft.folders import merge_folder
 from moe_runtime.methods.esft.selection import ExpertSelection
 from tests.hf import stock as every
-from tests.hf.tiny import upcycled
+from tests.hf.tiny import dense, upcycled
 from tests.methods.esft.test_adapters import TWICE
 from tests.support.checkpoints import tensors
 from tests.support.esft_adapter import random_adapter, same
@@ -45,6 +47,16 @@ def test_every_family_in_its_saved_form(tmp_path, family):
     model = every.build(family)
     model.save_pretrained(tmp_path / "base")
     assert_merged(model, tmp_path, random_adapter(model, others=True))
+
+
+def test_both_names_of_a_tied_weight_change(tmp_path):
+    model = dense("llama", tie_word_embeddings=True)
+    names = ["lm_head.weight", "model.embed_tokens.weight"]
+    old = model.get_input_embeddings().weight.detach()
+    save_file({name: old.clone() for name in names}, tmp_path / "model.safetensors")
+    new = {names[1]: torch.ones_like(old)}
+    found = saved_tensors(model, new, Checkpoint(tmp_path))
+    assert sorted(found) == names and all((tensor == 1).all() for tensor in found.values())
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe"])

@@ -181,12 +181,7 @@ def choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: bool
     if x.dtype == torch.float64:  # the kernels sum in float32
         if backend not in (None, "torch"):
             raise ValueError(
-                f"backend {backend!r} cannot run {op}: the "
-                "tensor "
-                "is "
-                f"{x.dtype}. "
-                "Use "
-                "backend "
+                f"backend {backend!r} cannot run {op}: the tensor is {x.dtype}. Use backend "
                 "'torch' for float64"
             )
         return "torch"

@@ -58,12 +58,7 @@ def check_number(name: str, value: float, positive: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= sys.float_info.max or (positive and value == 0):
         raise ValueError(
-            f"{name} must be "
-            "a "
-            "number "
-            f"{'above 0' if positive else 'of at least 0'}, "
-            "but "
-            "got "
+            f"{name} must be a number {'above 0' if positive else 'of at least 0'}, but got "
             f"{shown(value)}"
         )
 
@@ -170,12 +165,7 @@ class MoEConfig:
         check_choice("shared", self.shared, SHARED_MODES)
         if self.shared == "dense" and self.gate not in SHARED_GATES:
             raise ValueError(
-                "shared='dense' requires gate to be "
-                "one "
-                "of "
-                f"{', '.join(SHARED_GATES)}, "
-                "but "
-                "got "
+                f"shared='dense' requires gate to be one of {', '.join(SHARED_GATES)}, but got "
                 f"{self.gate!r}"
             )
         if self.top_k > self.num_experts:
@@ -184,12 +174,7 @@ class MoEConfig:
             )
         if self.gate in SHARED_GATES and self.num_experts > 1 and self.top_k < 2:
             raise ValueError(
-                f"top_k must be at least 2 for gate {self.gate!r} (the "
-                "shared "
-                "expert "
-                "and "
-                "a "
-                "routed "
+                f"top_k must be at least 2 for gate {self.gate!r} (the shared expert and a routed "
                 f"one), but got {self.top_k}"
             )
         check_number("balance_loss_coef", self.balance_loss_coef)

@@ -144,8 +144,7 @@ class EWAMLP(nn.Module):
         """Show the sizes in print(model)."""
         c = self.config
         return (
-            f"num_experts={c.num_experts}, "
-            f"hidden_size={c.hidden_size}, "
+            f"num_experts={c.num_experts}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}"
         )
 

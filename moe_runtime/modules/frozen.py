@@ -86,25 +86,15 @@ def experts_of(
     factors = [one for found in adapters.values() for one in found]
     if any(is_distributed(half) for one in factors for half in one[:2]):
         raise ValueError(
-            "The adapters are sharded separately. Apply fully_shard "
-            "to "
-            "the "
-            "decoder "
-            "layer "
-            "that "
+            "The adapters are sharded separately. Apply fully_shard to the decoder layer that "
             "contains them"
         )
     strange = [one.num_experts for one in factors if one.num_experts != whole]
     if strange:
         raise ValueError(
-            f"The adapters have {strange[0]} experts, but the "
-            "stacks "
-            "have "
-            f"{whole}: "
-            "another "
-            "engine "
-            "has distributed the experts. "
-            "Distribute them with moe_runtime.hf.dropin.parallel.shard_experts"
+            f"The adapters have {strange[0]} experts, but the stacks have {whole}: another engine "
+            "has distributed the experts. Distribute them with "
+            "moe_runtime.hf.dropin.parallel.shard_experts"
         )
     pairs = [pair_of(adapters.get(name, []), count, dtype, first) for name in names[:2]]
     biases = [bias.to(dtype) for bias in biases] or [None, None]

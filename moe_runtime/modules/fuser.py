@@ -49,12 +49,7 @@ class FuserGate(nn.Module):
         self.joint = joint
         if not self.hidden_sizes or (not joint and len(set(self.hidden_sizes)) > 1):
             raise ValueError(
-                "hidden_sizes must be the same for "
-                "all "
-                "specialists, "
-                "but "
-                "got "
-                f"{self.hidden_sizes}. "
+                f"hidden_sizes must be the same for all specialists, but got {self.hidden_sizes}. "
                 "Pass joint=True"
             )
         width = max(self.hidden_sizes)
@@ -81,13 +76,8 @@ class FuserGate(nn.Module):
         sizes = tuple(h.shape[-1] for h in hidden)
         if sizes != self.hidden_sizes:
             raise ValueError(
-                "Expected hidden states of sizes "
-                f"{self.hidden_sizes}, "
-                "one "
-                "per "
-                "specialist, "
-                "but "
-                f"got {sizes}"
+                f"Expected hidden states of sizes {self.hidden_sizes}, one per specialist, but got "
+                f"{sizes}"
             )
         dtype = self.score.weight.dtype
         with torch.autocast(self.score.weight.device.type, enabled=False):

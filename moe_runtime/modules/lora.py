@@ -190,9 +190,7 @@ class LoRAExperts(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
         return (
-            f"num_experts={self.num_experts}, "
-            f"rank={self.rank}, "
-            f"alpha={self.alpha}, "
+            f"num_experts={self.num_experts}, rank={self.rank}, alpha={self.alpha}, "
             f"targets={', '.join(self.targets)}"
         )
 
@@ -227,14 +225,9 @@ class LoRAMoE(MoE):
         sizes = (config.intermediate_size, config.hidden_size)
         if base.gate_proj.weight.shape != sizes or not config.gated:
             raise ValueError(
-                "Expected a gated config of "
-                "base's "
-                "sizes, "
-                "but "
-                "gate_proj "
-                "is "
-                f"{tuple(base.gate_proj.weight.shape)} and the "
-                f"config has {sizes}, gated={config.gated}"
+                "Expected a gated config of base's sizes, but gate_proj is "
+                f"{tuple(base.gate_proj.weight.shape)} and the config has {sizes}, "
+                f"gated={config.gated}"
             )
         weight = base.gate_proj.weight
         self.config = config
@@ -331,12 +324,7 @@ def check_base(base: nn.Module) -> None:
         or len(shapes[0]) != 2
     ):
         raise ValueError(
-            f"{', '.join(TARGETS)} of base must be linear layers [I, H], [I, "
-            "H], "
-            "[H, "
-            "I], "
-            "but "
-            "got "
+            f"{', '.join(TARGETS)} of base must be linear layers [I, H], [I, H], [H, I], but got "
             f"{shapes}"
         )
     if (
@@ -345,12 +333,7 @@ def check_base(base: nn.Module) -> None:
     ):
         kinds = [f"{weight.dtype} on {weight.device}" for weight in weights]
         raise ValueError(
-            "The weights of base must have one floating dtype "
-            "and "
-            "one "
-            "device, "
-            "but "
-            "are "
+            "The weights of base must have one floating dtype and one device, but are "
             f"{', '.join(kinds)}"
         )
     for layer, target in zip(layers, TARGETS):
@@ -374,18 +357,9 @@ def check_plain(linear: nn.Module, name: str) -> None:
         return
     kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
     raise ValueError(
-        f"{name} of base must be a plain torch.nn.Linear without hooks, "
-        "as "
-        "its "
-        "weights "
-        "are "
-        "read "
-        f"directly, but is {kind}"
-        f"{' with hooks' if type(linear) is nn.Linear else ''}. "
-        "Merge "
-        "adapters "
-        "(merge_and_unload) "
-        "or exclude the MLPs"
+        f"{name} of base must be a plain torch.nn.Linear without hooks, as its weights are read "
+        f"directly, but is {kind}{' with hooks' if type(linear) is nn.Linear else ''}. Merge "
+        "adapters (merge_and_unload) or exclude the MLPs"
     )
 
 

@@ -112,10 +112,7 @@ class LoRALinear(nn.Module):
         """Show the sizes in print(model)."""
         c = self.config
         return (
-            f"num_experts={c.num_experts}, "
-            f"top_k={c.top_k}, "
-            f"gate={c.gate}, "
-            f"rank={self.rank}, "
+            f"num_experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, rank={self.rank}, "
             f"alpha={self.alpha}"
         )
 

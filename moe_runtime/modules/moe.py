@@ -85,14 +85,8 @@ class Router(nn.Module):
             logits = F.linear(torch.tanh(logits), self.weight_out)
         if eps is not None and not (config.noisy_gate and eps.shape == logits.shape):
             raise ValueError(
-                f"Expected eps {tuple(logits.shape)} "
-                "and "
-                "noisy_gate=True, "
-                "but "
-                "eps "
-                "is "
-                f"{tuple(eps.shape)} and noisy_gate is "
-                f"{config.noisy_gate}"
+                f"Expected eps {tuple(logits.shape)} and noisy_gate=True, but eps is "
+                f"{tuple(eps.shape)} and noisy_gate is {config.noisy_gate}"
             )
         noise = scale = None
         if config.noisy_gate and (self.training or eps is not None):
@@ -193,23 +187,13 @@ def forward_experts(
     rows = trainable.trained_parameters(module)
     if adapters and rows:
         raise ValueError(
-            f"{type(module).__name__} has both adapters "
-            "and "
-            "separately "
-            "trained "
-            "experts. "
-            "Call "
+            f"{type(module).__name__} has both adapters and separately trained experts. Call "
             "fold_rows(model)"
         )
     is_packed = packed.is_packed(module, names[0])
     if is_packed and activation is None:
         raise ValueError(
-            f"{type(module).__name__} is packed and "
-            "has "
-            "an "
-            "unknown "
-            "activation. "
-            "Call "
+            f"{type(module).__name__} is packed and has an unknown activation. Call "
             "moe_runtime.patch(model)"
         )
     # each is read once, as reading a parameter may compute it under FSDP, PEFT or tensor
@@ -265,20 +249,9 @@ def check_floats(tensors: Sequence[torch.Tensor], name: str) -> None:
     found = next((tensor for tensor in tensors if is_quantized(tensor)), None)
     if found is not None:
         raise ValueError(
-            f"The experts of {name} must be float16, bfloat16, "
-            "float32 "
-            "or "
-            "float64, "
-            "but "
-            "are "
-            f"{named(found)}. Load them without "
-            "that quantization, then "
-            "use "
-            "moe_runtime.quantize_experts, "
-            "or "
-            "load "
-            "with "
-            "moe_runtime.load_quantized"
+            f"The experts of {name} must be float16, bfloat16, float32 or float64, but are "
+            f"{named(found)}. Load them without that quantization, then use "
+            "moe_runtime.quantize_experts, or load with moe_runtime.load_quantized"
         )
 
 

@@ -209,14 +209,8 @@ def stack_of(module: nn.Module, name: str, transposed: bool) -> Stack:
     layout = layouts(module).get(name)
     if is_distributed(getattr(module, name)) and (layout is None or layout.spread is None):
         raise ValueError(
-            f"{name} is quantized and distributed over ranks, but "
-            "every "
-            "rank "
-            "needs "
-            "every "
-            "expert, "
-            "or experts distributed by "
-            "parallel.shard_experts (FSDP2: shard the layer)"
+            f"{name} is quantized and distributed over ranks, but every rank needs every expert, "
+            "or experts distributed by parallel.shard_experts (FSDP2: shard the layer)"
         )
     if layout is not None:
         stack = get(module, name)
@@ -292,14 +286,9 @@ def from_saved(
     keys = [name + suffix for suffix in KEYS[base]] + ([name + STATE] if base == "nf4" else [])
     if name in tensors and tensors[name].dtype in (*packed.FLOATS, torch.float64):
         raise ValueError(
-            f"{name} must be packed "
-            "as "
-            f"{base}, "
-            "but "
-            "is "
-            f"{list(tensors[name].shape)} "
-            f"{tensors[name].dtype}, which is not "
-            "quantized. Load such weights into the model before quantize_experts"
+            f"{name} must be packed as {base}, but is {list(tensors[name].shape)} "
+            f"{tensors[name].dtype}, which is not quantized. Load such weights into the model "
+            "before quantize_experts"
         )
     if missing := [key for key in keys if key not in tensors]:
         raise ValueError(
@@ -389,14 +378,8 @@ def _check_map(key: str, table: torch.Tensor, expected: torch.Tensor) -> None:
     same = table.shape == expected.shape and table.dtype == expected.dtype
     if not same or not torch.allclose(table.cpu(), expected.cpu(), rtol=1e-5, atol=0):
         raise ValueError(
-            f"{key} must be bitsandbytes' "
-            f"{list(expected.shape)} "
-            f"{expected.dtype} "
-            "values, "
-            "but "
-            "is "
-            f"{list(table.shape)} "
-            f"{table.dtype} with other values"
+            f"{key} must be bitsandbytes' {list(expected.shape)} {expected.dtype} values, but is "
+            f"{list(table.shape)} {table.dtype} with other values"
         )
 
 
@@ -436,12 +419,7 @@ def _load(
                 continue
         except KeyError as error:
             errors.append(
-                f"{prefix}{name} is quantized and distributed, but "
-                f"{error} "
-                "is "
-                "missing. "
-                "Pass "
-                "the "
+                f"{prefix}{name} is quantized and distributed, but {error} is missing. Pass the "
                 "state_dict of such a model"
             )
         except ValueError as error:

@@ -101,14 +101,8 @@ def _check_ids(
     saved = metadata.get(SPLIT)
     if saved is not None and saved != {"ids": split.ids, "places": split.places}:
         errors.append(
-            f"{prefix[:-1]}: state_dict must have the "
-            "experts "
-            f"{list(split.ids)}, "
-            "in "
-            "this "
-            "order, "
-            f"but has {list(saved['ids'])}. "
-            "Call train_rows with the same experts"
+            f"{prefix[:-1]}: state_dict must have the experts {list(split.ids)}, in this order, "
+            f"but has {list(saved['ids'])}. Call train_rows with the same experts"
         )
 
 

@@ -63,12 +63,7 @@ class Activation(NamedTuple):
             )
         if not self.gated and (self.limit or self.up_offset or self.interleaved):
             raise ValueError(
-                "limit, up_offset and interleaved require gated experts, "
-                "but "
-                "gated "
-                "is "
-                "False "
-                "in "
+                "limit, up_offset and interleaved require gated experts, but gated is False in "
                 f"{self}"
             )
 

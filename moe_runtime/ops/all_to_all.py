@@ -67,12 +67,7 @@ def local_parts(
     others = [dim for dim in range(mesh.ndim) if dim not in shards]
     if len(shards) > 1 or not all(placements[dim].is_replicate() for dim in others):
         raise ValueError(
-            "Experts must be Shard(0) on one dimension and Replicate "
-            "on "
-            "the "
-            "others, "
-            "but "
-            "are "
+            "Experts must be Shard(0) on one dimension and Replicate on the others, but are "
             f"{placements}"
         )
     alike = all(

@@ -71,12 +71,7 @@ def gather_rows(x: torch.Tensor, row_token: torch.Tensor, slot_row: torch.Tensor
 
 LIB.define("combine(Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> Tensor")
 LIB.define(
-    "combine_backward(Tensor dout, Tensor y, Tensor topk_weight, "
-    "Tensor "
-    "slot_row, "
-    "str "
-    "backend) "
-    "-> "
+    "combine_backward(Tensor dout, Tensor y, Tensor topk_weight, Tensor slot_row, str backend) -> "
     "(Tensor, Tensor)"
 )
 

@@ -224,14 +224,8 @@ def draws(seed: int, stream: int, start: int, count: int) -> np.ndarray:
 
 LIB.define("gram(Tensor experts, Tensor? base, str backend) -> Tensor")
 LIB.define(
-    "dare_merge(Tensor first, Tensor second, Tensor? base, int "
-    "seed, "
-    "int "
-    "stream, "
-    "int "
-    "threshold, "
-    "float first_scale, "
-    "float second_scale, str backend, int start=0) -> Tensor"
+    "dare_merge(Tensor first, Tensor second, Tensor? base, int seed, int stream, int threshold, "
+    "float first_scale, float second_scale, str backend, int start=0) -> Tensor"
 )
 
 

@@ -51,12 +51,7 @@ def check_trained(
         raise ValueError(f"Expected {wanted}, but {name} is {kind(trained)}")
     if stack.requires_grad:
         raise ValueError(
-            f"The stack of {name} must be frozen, as only `trained` is "
-            "trained, "
-            "but "
-            "it "
-            "requires "
-            "a "
+            f"The stack of {name} must be frozen, as only `trained` is trained, but it requires a "
             "gradient"
         )
 
@@ -81,14 +76,8 @@ def weight_at(e: int, row: int, stack: torch.Tensor, separate: torch.Tensor | No
 
 # schema of an `Experts` in the ops
 SCHEMA = (
-    "Tensor up, Tensor down, Tensor? up_bias, "
-    "Tensor? "
-    "down_bias, "
-    "Tensor? "
-    "trainable, "
-    "Tensor? "
-    "up_trained, Tensor? down_trained, "
-    f"{FORM}, str shared"
+    "Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? trainable, Tensor? "
+    f"up_trained, Tensor? down_trained, {FORM}, str shared"
 )
 
 

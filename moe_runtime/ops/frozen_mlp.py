@@ -97,13 +97,8 @@ def _check(x, experts: FrozenExperts) -> None:
     if E == 0 or I == 0 or tuple(up.shape) != (E, Z, H) or tuple(down.shape) != (E, H, I):
         got = f"up is {tuple(up.shape)}, down {tuple(down.shape)}, x {tuple(x.shape)}"
         sizes = (
-            f"up [E, {'2I' if experts.activation.gated else 'I'}, H], down "
-            "[E, "
-            "H, "
-            "I] "
-            "and "
-            "x "
-            "[T, H] with E >= 1 and I >= 1"
+            f"up [E, {'2I' if experts.activation.gated else 'I'}, H], down [E, H, I] and x [T, H] "
+            "with E >= 1 and I >= 1"
         )
         raise ValueError(f"Expected {sizes}, but {got}")
     expected = {"up_bias": (E, Z), "down_bias": (E, H)}
@@ -118,12 +113,7 @@ def _check(x, experts: FrozenExperts) -> None:
             continue
         if tensor.shape != expected[name] or tensor.dtype != x.dtype or tensor.device != x.device:
             raise ValueError(
-                f"Expected {expected[name]} {x.dtype} on {x.device}, "
-                "as "
-                "x, "
-                "but "
-                f"{name} "
-                "is "
+                f"Expected {expected[name]} {x.dtype} on {x.device}, as x, but {name} is "
                 f"{kind(tensor)}"
             )
     for name, stack in (("up", up), ("down", down)):
@@ -139,13 +129,8 @@ def _check(x, experts: FrozenExperts) -> None:
             )
             if packed.shape_of(stack.data, stack.format) != tuple(stack.shape):
                 raise ValueError(
-                    f"data of {name} "
-                    "is "
-                    f"{list(stack.data.shape)}, "
-                    "which "
-                    "is "
-                    "not "
-                    f"{list(stack.shape)} in {stack.format}"
+                    f"data of {name} is {list(stack.data.shape)}, which is not {list(stack.shape)} "
+                    f"in {stack.format}"
                 )
 
 
@@ -154,14 +139,8 @@ LIB.define(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
-    "frozen_mlp_backward(Tensor dout, Tensor x, Tensor "
-    "topk_weight, "
-    f"{SCHEMA}, "
-    "Tensor "
-    "z, "
-    "Tensor "
-    "up_low, Tensor down_low, "
-    "Tensor expert_offsets, Tensor row_slot, bool[8] needs, str backend) "
+    f"frozen_mlp_backward(Tensor dout, Tensor x, Tensor topk_weight, {SCHEMA}, Tensor z, Tensor "
+    "up_low, Tensor down_low, Tensor expert_offsets, Tensor row_slot, bool[8] needs, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 

@@ -17,14 +17,8 @@ from moe_runtime.ops.workspace import scratch
 _STACK = "Tensor {0}, Tensor[] {0}_scales, str {0}_format, SymInt[] {0}_shape"
 # schema of a `FrozenExperts` in the ops
 SCHEMA = (
-    f"{_STACK.format('up')}, {_STACK.format('down')}, "
-    "Tensor? "
-    "up_bias, "
-    "Tensor? "
-    "down_bias, "
-    "Tensor? "
-    "up_a, Tensor? up_b, "
-    f"Tensor? down_a, Tensor? down_b, {FORM}"
+    f"{_STACK.format('up')}, {_STACK.format('down')}, Tensor? up_bias, Tensor? down_bias, Tensor? "
+    f"up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, {FORM}"
 )
 
 

@@ -157,13 +157,8 @@ def _check(hidden, heads, gate_weight, labels=None) -> None:
     """Raise ValueError for mismatched shapes, dtypes or devices."""
     shape = hidden[0].shape[:-1] if len(hidden) else ()
     want = (
-        "Expected hidden [..., H_s], heads [V_s, H_s] "
-        "and "
-        "gate_weight "
-        "[..., "
-        f"{len(hidden)}] "
-        "of "
-        "the same positions"
+        f"Expected hidden [..., H_s], heads [V_s, H_s] and gate_weight [..., {len(hidden)}] of the "
+        "same positions"
     )
     if not 0 < len(hidden) == len(heads) or gate_weight.shape != (*shape, len(hidden)):
         got = f"there are {len(hidden)} hidden states [{tuple(shape)}, H_s] and {len(heads)} heads"
@@ -186,12 +181,7 @@ def _check(hidden, heads, gate_weight, labels=None) -> None:
         dtypes, devices = (", ".join(sorted(map(str, found))) for found in (dtypes, devices))
         got = f"hidden and heads are {dtypes}, with gate_weight and labels on {devices}"
         raise ValueError(
-            f"Expected one floating dtype and one device, but {got}. "
-            "Cast "
-            "the "
-            "specialists "
-            "or "
-            "move "
+            f"Expected one floating dtype and one device, but {got}. Cast the specialists or move "
             "the heads"
         )
 
@@ -263,42 +253,21 @@ def _add_product(total, a, b) -> None:
 LISTS = "Tensor[] hidden, Tensor[] heads, int ignore_index"
 NEEDS = "bool[] need_hidden, bool[] need_heads, str backend"
 LIB.define(
-    f"fused_nll(Tensor gate, Tensor labels, {LISTS}, bool "
-    "need_score, "
-    "str "
-    "backend) "
-    "-> "
-    "(Tensor, "
+    f"fused_nll(Tensor gate, Tensor labels, {LISTS}, bool need_score, str backend) -> (Tensor, "
     "Tensor)"
 )
 LIB.define("fused_nll_backward_gate(Tensor dnll, Tensor score, Tensor gate, str backend) -> Tensor")
 LIB.define(
-    "fused_nll_backward(Tensor dnll, Tensor gate, Tensor "
-    "labels, "
-    f"{LISTS}, "
-    f"{NEEDS}) "
-    "-> "
-    "(Tensor, "
+    f"fused_nll_backward(Tensor dnll, Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, "
     "Tensor[], Tensor[])"
 )
 LIB.define(
-    f"fused_loss(Tensor gate, Tensor labels, {LISTS}, "
-    f"{NEEDS}) "
-    "-> "
-    "(Tensor, "
-    "Tensor, "
-    "Tensor[], "
+    f"fused_loss(Tensor gate, Tensor labels, {LISTS}, {NEEDS}) -> (Tensor, Tensor, Tensor[], "
     "Tensor[])"
 )
 LIB.define(
-    "fused_loss_backward(Tensor dloss, Tensor gate, "
-    "Tensor[] "
-    "hidden, "
-    "Tensor[] "
-    "heads, "
-    "Tensor "
-    "dgate, Tensor[] dhidden, "
-    "Tensor[] dheads, str backend) -> (Tensor, Tensor[], Tensor[])"
+    "fused_loss_backward(Tensor dloss, Tensor gate, Tensor[] hidden, Tensor[] heads, Tensor "
+    "dgate, Tensor[] dhidden, Tensor[] dheads, str backend) -> (Tensor, Tensor[], Tensor[])"
 )
 NLLInputs = inputs_of("fused_nll")
 LossInputs = inputs_of("fused_loss")

@@ -42,20 +42,11 @@ def grouped_gemm(
     fits = expert_offsets.shape == (weight.shape[0] + 1,) and not expert_offsets.is_floating_point()
     if not fits or (bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype)):
         got = (
-            "expert_offsets "
-            "is "
-            f"{kind(expert_offsets)}, "
-            "bias "
-            "is "
+            f"expert_offsets is {kind(expert_offsets)}, bias is "
             f"{bias if bias is None else kind(bias)}"
         )
         want = (
-            "expert_offsets "
-            f"[{weight.shape[0] + 1}] "
-            "of "
-            "integers "
-            "and "
-            "bias "
+            f"expert_offsets [{weight.shape[0] + 1}] of integers and bias "
             f"{tuple(weight.shape[:2])} {x.dtype} or None"
         )
         raise ValueError(f"Expected {want}, but {got}")
@@ -73,23 +64,12 @@ def grouped_gemm(
 
 _TRAINED = "Tensor? trainable, Tensor? trained"
 LIB.define(
-    "grouped_gemm(Tensor x, Tensor weight, Tensor "
-    "expert_offsets, "
-    "Tensor? "
-    "bias, "
-    f"{_TRAINED}, "
-    "str "
+    f"grouped_gemm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias, {_TRAINED}, str "
     "backend) -> Tensor"
 )
 LIB.define(
-    "grouped_gemm_backward(Tensor dy, Tensor "
-    "x, "
-    "Tensor "
-    "weight, "
-    "Tensor "
-    "expert_offsets, "
-    f"{_TRAINED}, bool[3] needs, str backend) "
-    "-> (Tensor, Tensor, Tensor)"
+    f"grouped_gemm_backward(Tensor dy, Tensor x, Tensor weight, Tensor expert_offsets, {_TRAINED}, "
+    "bool[3] needs, str backend) -> (Tensor, Tensor, Tensor)"
 )
 Inputs = inputs_of("grouped_gemm")
 

@@ -115,14 +115,9 @@ def _refuse_tangents(op: torch._ops.OpOverload, args) -> None:
     tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
-            f"{op.name()} has no forward-mode "
-            "derivative "
-            "(torch.func.jvp, "
-            "jacfwd, "
-            "dual "
-            "tensors). "
-            "Use torch.func.vjp or jacrev, "
-            "or run the experts in transformers with set_experts_implementation('eager')"
+            f"{op.name()} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors). "
+            "Use torch.func.vjp or jacrev, or run the experts in transformers with "
+            "set_experts_implementation('eager')"
         )
 
 

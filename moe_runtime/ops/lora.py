@@ -112,21 +112,11 @@ def _check_base(x, base) -> None:
             or tensor.device != x.device
         ):
             want = (
-                f"{shape} {x.dtype} on {x.device} "
-                "for "
-                "x "
-                f"{tuple(x.shape)} "
-                "and "
-                "down_proj "
+                f"{shape} {x.dtype} on {x.device} for x {tuple(x.shape)} and down_proj "
                 f"{tuple(down.shape)}"
             )
             frozen = (
-                f"{name} requires a gradient, but the "
-                "base "
-                "must "
-                "be "
-                "frozen. "
-                "Call "
+                f"{name} requires a gradient, but the base must be frozen. Call "
                 "requires_grad_(False) on it"
             )
             raise ValueError(
@@ -140,12 +130,7 @@ def _check_pairs(x, down, pairs) -> int:
     if not given or given[0].a.dim() != 3 or 0 in given[0].a.shape[:2]:
         got = f"a is {tuple(given[0].a.shape)}" if given else "gate, up and down are None"
         raise ValueError(
-            "Expected the pairs of at least one projection, a [E, r, in] with E >= "
-            "1 "
-            "and "
-            "r "
-            ">= "
-            "1, "
+            "Expected the pairs of at least one projection, a [E, r, in] with E >= 1 and r >= 1, "
             f"but {got}"
         )
     (E, r, _), (H, I) = given[0].a.shape, down.shape
@@ -153,12 +138,7 @@ def _check_pairs(x, down, pairs) -> int:
         for part, tensor, size in zip("ab", pair or (), sizes):
             if tensor.shape != (E, r, size) or tensor.dtype != x.dtype or tensor.device != x.device:
                 raise ValueError(
-                    f"Expected {(E, r, size)} {x.dtype} "
-                    "on "
-                    f"{x.device}, "
-                    "but "
-                    f"{name}.{part} "
-                    "is "
+                    f"Expected {(E, r, size)} {x.dtype} on {x.device}, but {name}.{part} is "
                     f"{kind(tensor)}"
                 )
     return E
@@ -224,21 +204,9 @@ def lora_mlp_reference(
 
 
 _SCHEMA = (
-    "Tensor x, Tensor gate, Tensor up, Tensor down, "
-    "Tensor? "
-    "gate_bias, "
-    "Tensor? "
-    "up_bias, "
-    "Tensor "
-    "topk_weight, "
-    "Tensor? topk_idx, Tensor? gate_a, Tensor? gate_b, "
-    "Tensor? "
-    "up_a, "
-    "Tensor? "
-    "up_b, "
-    "Tensor? "
-    "down_a, Tensor? down_b, int E, "
-    "float scaling, str act, bool save, str backend"
+    "Tensor x, Tensor gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor "
+    "topk_weight, Tensor? topk_idx, Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, "
+    "Tensor? down_a, Tensor? down_b, int E, float scaling, str act, bool save, str backend"
 )
 LIB.define(f"lora_mlp({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
 LIB.define(

@@ -84,12 +84,7 @@ def check_mixture(alpha: torch.Tensor, place: str) -> torch.Tensor:
     """
     if not alpha.isfinite().all():
         raise ValueError(
-            f"alpha of {place} must be finite, but is "
-            f"{alpha.tolist()}. "
-            "Train "
-            "the "
-            "mixing "
-            "logits "
+            f"alpha of {place} must be finite, but is {alpha.tolist()}. Train the mixing logits "
             "again"
         )
     return alpha
@@ -230,12 +225,7 @@ def _check_linear(x, weight, alpha, merged, bias) -> None:
         )
     if merged is not None and merged.requires_grad:
         raise ValueError(
-            "merged requires grad, but must be detached: alpha's gradient "
-            "is "
-            "computed "
-            "from "
-            "x "
-            "and "
+            "merged requires grad, but must be detached: alpha's gradient is computed from x and "
             "the experts"
         )
     dtype = compute_dtype(x)
@@ -251,8 +241,8 @@ def _check_linear(x, weight, alpha, merged, bias) -> None:
         )
         if not fits or tensor.device != x.device:
             want = (
-                f"{tuple(shapes.get(name, tensor.shape))} "
-                f"{tensor.dtype if own_dtype else dtype} on {x.device}"
+                f"{tuple(shapes.get(name, tensor.shape))} {tensor.dtype if own_dtype else dtype} "
+                f"on {x.device}"
             )
             raise ValueError(f"Expected {want}, as x, but {name} is {kind(tensor)}")
 
@@ -432,23 +422,12 @@ register_backward("merge_experts_backward_alpha", _merge_backward_alpha, _fake_a
 
 
 LIB.define(
-    "merged_linear(Tensor x, Tensor weight, Tensor alpha, "
-    "Tensor "
-    "merged, "
-    "Tensor? "
-    "bias, "
-    "str "
+    "merged_linear(Tensor x, Tensor weight, Tensor alpha, Tensor merged, Tensor? bias, str "
     "backend) -> Tensor"
 )
 LIB.define(
-    "merged_linear_backward(Tensor dout, Tensor? x, Tensor? "
-    "weight, "
-    "Tensor? "
-    "merged, "
-    "bool "
-    "bias, "
-    "str backend) "
-    "-> (Tensor, Tensor, Tensor)"
+    "merged_linear_backward(Tensor dout, Tensor? x, Tensor? weight, Tensor? merged, bool bias, "
+    "str backend) -> (Tensor, Tensor, Tensor)"
 )
 
 

@@ -90,32 +90,14 @@ def moe_layer(
 
 
 LIB.define(
-    f"moe_layer(Tensor x, Tensor router_weight, {SCHEMA}, int top_k, "
-    "str "
-    "gate, "
-    "bool "
-    "save, "
-    "str "
-    "backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"moe_layer(Tensor x, Tensor router_weight, {SCHEMA}, int top_k, str gate, bool save, str "
+    "backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
-    "moe_layer_backward(Tensor dout, Tensor? dlogits, "
-    "Tensor? "
-    "dweight, "
-    "Tensor "
-    "x, "
-    "Tensor "
-    f"router_weight, {SCHEMA}, "
-    "Tensor router_logits, Tensor topk_weight, Tensor "
-    "topk_idx, "
-    "Tensor "
-    "z, "
-    "Tensor "
-    "expert_offsets, "
-    "Tensor row_slot, "
-    "bool need_router, bool[6] needs, str gate, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "moe_layer_backward(Tensor dout, Tensor? dlogits, Tensor? dweight, Tensor x, Tensor "
+    f"router_weight, {SCHEMA}, Tensor router_logits, Tensor topk_weight, Tensor topk_idx, Tensor "
+    "z, Tensor expert_offsets, Tensor row_slot, bool need_router, bool[6] needs, str gate, str "
+    "backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 

@@ -156,13 +156,8 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
             f"gate_up_proj is {tuple(up.shape)}, down_proj {tuple(down.shape)}, x {tuple(x.shape)}"
         )
         want = (
-            f"gate_up_proj [E, {'2I' if gated else 'I'}, H], down_proj [E, H, "
-            "I] "
-            "and "
-            "x "
-            "[T, "
-            "H] "
-            "with E >= 1 and I >= 1"
+            f"gate_up_proj [E, {'2I' if gated else 'I'}, H], down_proj [E, H, I] and x [T, H] with "
+            "E >= 1 and I >= 1"
         )
         raise ValueError(f"Expected {want}, but {got}")
     dtype = x.dtype
@@ -177,13 +172,8 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
             or (shape is not None and tensor.shape != shape)
         ):
             raise ValueError(
-                f"Expected {shape or tuple(tensor.shape)} {dtype} on "
-                f"{device}, "
-                "as "
-                "x, "
-                "but "
-                f"{name} "
-                f"is {kind(tensor)}"
+                f"Expected {shape or tuple(tensor.shape)} {dtype} on {device}, as x, but {name} is "
+                f"{kind(tensor)}"
             )
     if experts.trainable is None and experts.up_trained is None:
         return
@@ -194,12 +184,7 @@ def check_experts(x: torch.Tensor, experts: Experts) -> None:
         and experts.up_trained.shape[0] != experts.down_trained.shape[0]
     ):
         got = (
-            "trained "
-            "gate_up "
-            "is "
-            f"{tuple(experts.up_trained.shape)}, "
-            "trained "
-            "down "
+            f"trained gate_up is {tuple(experts.up_trained.shape)}, trained down "
             f"{tuple(experts.down_trained.shape)}"
         )
         raise ValueError(f"Expected the same number of trained experts in both stacks, but {got}")
@@ -241,13 +226,8 @@ def _check_shared(experts: Experts, topk_idx) -> None:
     )
     if experts.trainable is not None or misplaced:
         got = (
-            f"topk_idx {tuple(topk_idx.shape)} must have expert 0 in "
-            "the "
-            "last "
-            "slot "
-            "of "
-            "every "
-            "token and in no other"
+            f"topk_idx {tuple(topk_idx.shape)} must have expert 0 in the last slot of every token "
+            "and in no other"
         )
         got = got if experts.trainable is None else "trainable must be None"
         raise ValueError(f"With shared='dense', {got}. Use shared='group'")
@@ -279,24 +259,13 @@ def moe_mlp_reference(
 
 
 LIB.define(
-    f"moe_mlp(Tensor x, Tensor topk_weight, Tensor topk_idx, {SCHEMA}, bool save, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    f"moe_mlp(Tensor x, Tensor topk_weight, Tensor topk_idx, {SCHEMA}, bool save, str backend) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
 )
 LIB.define(
-    "moe_mlp_backward(Tensor dout, Tensor x, Tensor "
-    "topk_weight, "
-    f"{SCHEMA}, "
-    "Tensor "
-    "z, "
-    "Tensor "
-    "expert_offsets, "
-    "Tensor row_slot, bool[6] needs, str backend) -> "
-    "(Tensor, "
-    "Tensor, "
-    "Tensor, "
-    "Tensor, "
-    "Tensor, "
-    "Tensor)"
+    f"moe_mlp_backward(Tensor dout, Tensor x, Tensor topk_weight, {SCHEMA}, Tensor z, Tensor "
+    "expert_offsets, Tensor row_slot, bool[6] needs, str backend) -> (Tensor, Tensor, Tensor, "
+    "Tensor, Tensor, Tensor)"
 )
 
 

@@ -113,13 +113,8 @@ def why_not(shape: Sequence[int], name: str, halves: bool = False) -> str | None
     *_, P, Q = shape
     if Q % of_name(name).multiple:
         return (
-            f"{name} requires rows of a "
-            "multiple "
-            "of "
-            f"{of_name(name).multiple} "
-            "elements, "
-            "but "
-            f"they have {Q}"
+            f"{name} requires rows of a multiple of {of_name(name).multiple} elements, but they "
+            f"have {Q}"
         )
     if name.endswith(TRANSPOSED) and halves and Q // 2 % 64:
         return f"a block of 64 elements would contain both gate and up, which have {Q // 2} each"
@@ -142,12 +137,7 @@ def wrong_tensor(
         return (
             0,
             (
-                "must have three dimensions and "
-                "be "
-                f"{fmt.dtype}, "
-                "but "
-                "is "
-                f"{list(data.shape)} "
+                f"must have three dimensions and be {fmt.dtype}, but is {list(data.shape)} "
                 f"{data.dtype}"
             ),
         )
@@ -170,12 +160,7 @@ def wrong_tensor(
             return (
                 i + 1,
                 (
-                    f"must be {list(size)} {dtype} "
-                    "for "
-                    f"{list(shape)}, "
-                    "but "
-                    "is "
-                    f"{list(scale.shape)} "
+                    f"must be {list(size)} {dtype} for {list(shape)}, but is {list(scale.shape)} "
                     f"{scale.dtype}"
                 ),
             )
@@ -311,12 +296,7 @@ def _unpack_cpp(fmt: Format, data, scales, e: int, out: torch.Tensor) -> None:
         first < 0 or (first + data.shape[0]) * P * q > 32 * NESTED * scales[1].numel()
     ):
         raise ValueError(
-            "The stack starts at expert "
-            f"{first}, "
-            "for "
-            "which "
-            f"{scales[1].numel()} "
-            "second-level "
+            f"The stack starts at expert {first}, for which {scales[1].numel()} second-level "
             "scales do not suffice"
         )
     # the library indexes experts from the start of the whole stack, so pass that address
@@ -341,12 +321,7 @@ def _weight(stack, e: int) -> torch.Tensor:
     weight = stack[e]
     if not torch.isfinite(weight).all():
         raise ValueError(
-            f"Expert {e} of a stack {list(stack.shape)} has weights "
-            "that "
-            "are "
-            "NaN "
-            "or "
-            "infinite. "
+            f"Expert {e} of a stack {list(stack.shape)} has weights that are NaN or infinite. "
             "Repair the model"
         )
     return weight

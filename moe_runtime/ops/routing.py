@@ -80,12 +80,7 @@ def check_top_k(top_k: int, routed: int, gate: str) -> None:
     if not (1 <= top_k - shared <= routed or (top_k == shared == 1 and routed == 0)):
         want = "from 2 to E, including the shared expert," if shared else "from 1 to E"
         raise ValueError(
-            f"top_k must be {want} for gate {gate!r} and "
-            "router_logits "
-            "[T, "
-            f"{routed}], "
-            "but "
-            "got "
+            f"top_k must be {want} for gate {gate!r} and router_logits [T, {routed}], but got "
             f"{top_k}"
         )
 
@@ -94,12 +89,7 @@ def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
     check_choice("gate", gate, GATES)
     if router_logits.dim() != 2 or not router_logits.is_floating_point():
         raise ValueError(
-            "Expected router_logits [T, E] of a "
-            "floating "
-            "dtype, "
-            "but "
-            "router_logits "
-            "is "
+            "Expected router_logits [T, E] of a floating dtype, but router_logits is "
             f"{kind(router_logits)}"
         )
     routed = router_logits.shape[1]
@@ -108,33 +98,18 @@ def _check(router_logits, top_k, gate, noise, bias, topk_idx) -> None:
     problem = None
     if noise is not None and noise.shape != router_logits.shape:
         problem = (
-            f"Expected noise {tuple(router_logits.shape)}, "
-            "as "
-            "router_logits, "
-            "but "
-            "noise "
-            "is "
+            f"Expected noise {tuple(router_logits.shape)}, as router_logits, but noise is "
             f"{tuple(noise.shape)}"
         )
     elif bias is not None and (gate != "sigmoid_topk" or bias.shape != router_logits.shape[1:]):
         problem = (
-            f"Expected bias [{routed}] with "
-            "gate "
-            "'sigmoid_topk', "
-            "but "
-            "bias "
-            "is "
-            f"{tuple(bias.shape)} and gate is {gate!r}"
+            f"Expected bias [{routed}] with gate 'sigmoid_topk', but bias is {tuple(bias.shape)} "
+            f"and gate is {gate!r}"
         )
     elif topk_idx is not None and (topk_idx.shape != shape or topk_idx.is_floating_point()):
         problem = (
-            f"Expected topk_idx {shape} "
-            "of "
-            "integers, "
-            "but "
-            "topk_idx "
-            "is "
-            f"{tuple(topk_idx.shape)}, {topk_idx.dtype}"
+            f"Expected topk_idx {shape} of integers, but topk_idx is {tuple(topk_idx.shape)}, "
+            f"{topk_idx.dtype}"
         )
     if problem:
         raise ValueError(problem)
@@ -186,22 +161,12 @@ def route_reference(
 
 
 LIB.define(
-    "route(Tensor router_logits, Tensor? bias, int top_k, str "
-    "gate, "
-    "str "
-    "backend) "
-    "-> "
-    "(Tensor, "
+    "route(Tensor router_logits, Tensor? bias, int top_k, str gate, str backend) -> (Tensor, "
     "Tensor)"
 )
 LIB.define("route_to(Tensor router_logits, Tensor topk_idx, str gate, str backend) -> Tensor")
 LIB.define(
-    "route_backward(Tensor dweight, Tensor router_logits, Tensor "
-    "topk_idx, "
-    "str "
-    "gate, "
-    "str "
-    "backend, "
+    "route_backward(Tensor dweight, Tensor router_logits, Tensor topk_idx, str gate, str backend, "
     "bool forced=False) -> Tensor"
 )
 
